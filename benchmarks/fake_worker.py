@@ -66,6 +66,8 @@ class FakeWorker:
     received: list[str] = field(default_factory=list)
     commits: list[pb.StepCommit] = field(default_factory=list)
     assigned: pb.Assign | None = None
+    copy_bytes: int = 0  # that it lends to copies, of which it fetches none
+    keeps: pb.KeepCopies | None = None
     dismissed: pb.Dismiss | None = None
     ended: threading.Event = field(default_factory=threading.Event)
     error: str = ""
@@ -135,6 +137,7 @@ class FakeWorker:
             ),
             peer_addresses=[pb.Address(host="127.0.0.1", port=9)],
             incarnation=self.incarnation,
+            copy_bytes=self.copy_bytes,
         )
 
     def say(self, **body: Any) -> None:
@@ -223,6 +226,8 @@ class FakeWorker:
                 self._committed(message.commit)
             case "release":
                 self.assigned = None
+            case "keep_copies":
+                self.keeps = message.keep_copies
             case "dismiss":
                 self.dismissed = message.dismiss
 

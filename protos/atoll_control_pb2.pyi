@@ -413,12 +413,16 @@ class Introduction(_message.Message):
     DATASETS_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     GUEST_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
+    COPY_BYTES_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     name: _builtins.str
     site: _builtins.str
     """optional: machines behind one uplink share a site"""
     incarnation: _builtins.int
     """differs after every process start"""
+    copy_bytes: _builtins.int
+    """of disk that it lends to copies; 0: none"""
     @_builtins.property
     def device(self) -> Global___DeviceFacts: ...
     @_builtins.property
@@ -443,6 +447,10 @@ class Introduction(_message.Message):
     def guest(self) -> Global___GuestLimits:
         """unset: none"""
 
+    @_builtins.property
+    def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___CopyHeld]:
+        """that this process keeps whole, as KeepCopies asked"""
+
     def __init__(
         self,
         *,
@@ -457,14 +465,101 @@ class Introduction(_message.Message):
         datasets: _abc.Iterable[Global___DatasetFacts] | None = ...,
         held: Global___HeldStage | None = ...,
         guest: Global___GuestLimits | None = ...,
+        copies: _abc.Iterable[Global___CopyHeld] | None = ...,
+        copy_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "guest", b"guest", "held", b"held"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec_speeds", b"codec_speeds", "codecs", b"codecs", "datasets", b"datasets", "device", b"device", "guest", b"guest", "held", b"held", "incarnation", b"incarnation", "name", b"name", "peer_addresses", b"peer_addresses", "protocol", b"protocol", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec_speeds", b"codec_speeds", "codecs", b"codecs", "copies", b"copies", "copy_bytes", b"copy_bytes", "datasets", b"datasets", "device", b"device", "guest", b"guest", "held", b"held", "incarnation", b"incarnation", "name", b"name", "peer_addresses", b"peer_addresses", "protocol", b"protocol", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Introduction: _TypeAlias = Introduction  # noqa: Y015
+
+@_typing.final
+class StageCopy(_message.Message):
+    """Copies of stages' parts of checkpoints that this worker keeps on its disk while it is idle: these and no
+    others from now on, in the background, the first first. ``name`` is the coordinator's; blobs: with the most bytes that each may have.
+    Each is answered by a CopyHeld: bytes and seconds of what had to be fetched, or why it is not kept.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    BLOBS_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    name: _builtins.str
+    @_builtins.property
+    def blobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlobRef]: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        name: _builtins.str = ...,
+        blobs: _abc.Iterable[Global___BlobRef] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blobs", b"blobs", "job", b"job", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageCopy: _TypeAlias = StageCopy  # noqa: Y015
+
+@_typing.final
+class KeepCopies(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COPIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageCopy]: ...
+    def __init__(
+        self,
+        *,
+        copies: _abc.Iterable[Global___StageCopy] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepCopies: _TypeAlias = KeepCopies  # noqa: Y015
+
+@_typing.final
+class CopyHeld(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    FETCHED_BYTES_FIELD_NUMBER: _builtins.int
+    TOOK_S_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    name: _builtins.str
+    bytes: _builtins.int
+    fetched_bytes: _builtins.int
+    took_s: _builtins.float
+    error: _builtins.str
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        name: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+        fetched_bytes: _builtins.int = ...,
+        took_s: _builtins.float = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "error", b"error", "fetched_bytes", b"fetched_bytes", "job", b"job", "name", b"name", "took_s", b"took_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CopyHeld: _TypeAlias = CopyHeld  # noqa: Y015
 
 @_typing.final
 class GuestLimits(_message.Message):
@@ -766,7 +861,9 @@ Global___RosterEntry: _TypeAlias = RosterEntry  # noqa: Y015
 
 @_typing.final
 class Loaded(_message.Message):
-    """repeated_digests: of the steps that the stage has repeated by itself, one each, as of StepReady."""
+    """repeated_digests: of the steps that the stage has repeated by itself, one each, as of StepReady.
+    fetched_s: of took_s, until the stage's tensors were on this machine's disk.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -776,10 +873,12 @@ class Loaded(_message.Message):
     POPULATION_FIELD_NUMBER: _builtins.int
     CLIENTS_FIELD_NUMBER: _builtins.int
     REPEATED_DIGESTS_FIELD_NUMBER: _builtins.int
+    FETCHED_S_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     took_s: _builtins.float
     population: _builtins.str
+    fetched_s: _builtins.float
     @_builtins.property
     def clients(self) -> _containers.RepeatedCompositeFieldContainer[Global___RosterEntry]: ...
     @_builtins.property
@@ -793,10 +892,11 @@ class Loaded(_message.Message):
         population: _builtins.str = ...,
         clients: _abc.Iterable[Global___RosterEntry] | None = ...,
         repeated_digests: _abc.Iterable[Global___StepDigest] | None = ...,
+        fetched_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "job", b"job", "plan_version", b"plan_version", "population", b"population", "repeated_digests", b"repeated_digests", "took_s", b"took_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "fetched_s", b"fetched_s", "job", b"job", "plan_version", b"plan_version", "population", b"population", "repeated_digests", b"repeated_digests", "took_s", b"took_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1630,6 +1730,7 @@ class FromWorker(_message.Message):
     CODEC_SPEEDS_FIELD_NUMBER: _builtins.int
     PEER_JOINED_FIELD_NUMBER: _builtins.int
     CONSENT_FIELD_NUMBER: _builtins.int
+    COPY_HELD_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def introduction(self) -> Global___Introduction: ...
     @_builtins.property
@@ -1666,6 +1767,8 @@ class FromWorker(_message.Message):
     def peer_joined(self) -> Global___PeerJoined: ...
     @_builtins.property
     def consent(self) -> Global___Consent: ...
+    @_builtins.property
+    def copy_held(self) -> Global___CopyHeld: ...
     def __init__(
         self,
         *,
@@ -1687,12 +1790,13 @@ class FromWorker(_message.Message):
         codec_speeds: Global___CodecSpeeds | None = ...,
         peer_joined: Global___PeerJoined | None = ...,
         consent: Global___Consent | None = ...,
+        copy_held: Global___CopyHeld | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "consent", b"consent", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "peer_joined", b"peer_joined", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "consent", b"consent", "copy_held", b"copy_held", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "peer_joined", b"peer_joined", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "consent", b"consent", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "peer_joined", b"peer_joined", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "consent", b"consent", "copy_held", b"copy_held", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "peer_joined", b"peer_joined", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["introduction", "heartbeat", "ops_probed", "link_probed", "loaded", "failed", "ready", "eval_ready", "stored", "spans", "log", "leaving", "update_ready", "client_evaluated", "client_failed", "codec_speeds", "peer_joined", "consent"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["introduction", "heartbeat", "ops_probed", "link_probed", "loaded", "failed", "ready", "eval_ready", "stored", "spans", "log", "leaving", "update_ready", "client_evaluated", "client_failed", "codec_speeds", "peer_joined", "consent", "copy_held"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1964,6 +2068,7 @@ class Assign(_message.Message):
     EVAL_DATA_FIELD_NUMBER: _builtins.int
     FIRST_STEP_FIELD_NUMBER: _builtins.int
     REPLAY_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     first_step: _builtins.int
@@ -1995,6 +2100,10 @@ class Assign(_message.Message):
     def replay(self) -> Global___Replay:
         """unset: the tensors are of the state after first_step steps"""
 
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExpectPeer]:
+        """workers that keep the blobs as copies and send them, the nearest first"""
+
     def __init__(
         self,
         *,
@@ -2011,10 +2120,11 @@ class Assign(_message.Message):
         eval_data: _atoll_job_pb2.DataSpec | None = ...,
         first_step: _builtins.int = ...,
         replay: Global___Replay | None = ...,
+        holders: _abc.Iterable[Global___ExpectPeer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "eval_program", b"eval_program", "plan", b"plan", "program", b"program", "replay", b"replay", "training", b"training"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "eval_program", b"eval_program", "first_step", b"first_step", "job", b"job", "metas", b"metas", "peers", b"peers", "plan", b"plan", "plan_version", b"plan_version", "program", b"program", "replay", b"replay", "tensors", b"tensors", "training", b"training"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "eval_program", b"eval_program", "first_step", b"first_step", "holders", b"holders", "job", b"job", "metas", b"metas", "peers", b"peers", "plan", b"plan", "plan_version", b"plan_version", "program", b"program", "replay", b"replay", "tensors", b"tensors", "training", b"training"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2631,6 +2741,7 @@ class ToWorker(_message.Message):
     ROUND_TAKEN_FIELD_NUMBER: _builtins.int
     RECONFIGURE_FIELD_NUMBER: _builtins.int
     REVOKED_FIELD_NUMBER: _builtins.int
+    KEEP_COPIES_FIELD_NUMBER: _builtins.int
     STANDBYS_FIELD_NUMBER: _builtins.int
     AUTHORITIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
@@ -2666,6 +2777,8 @@ class ToWorker(_message.Message):
     @_builtins.property
     def revoked(self) -> Global___Revoked: ...
     @_builtins.property
+    def keep_copies(self) -> Global___KeepCopies: ...
+    @_builtins.property
     def standbys(self) -> Global___Standbys: ...
     @_builtins.property
     def authorities(self) -> Global___Authorities:
@@ -2690,14 +2803,15 @@ class ToWorker(_message.Message):
         round_taken: Global___RoundTaken | None = ...,
         reconfigure: Global___Reconfigure | None = ...,
         revoked: Global___Revoked | None = ...,
+        keep_copies: Global___KeepCopies | None = ...,
         standbys: Global___Standbys | None = ...,
         authorities: Global___Authorities | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "authorities", b"authorities", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "standbys", b"standbys", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "authorities", b"authorities", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "keep_copies", b"keep_copies", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "standbys", b"standbys", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "authorities", b"authorities", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "standbys", b"standbys", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "authorities", b"authorities", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "keep_copies", b"keep_copies", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "standbys", b"standbys", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "probe_ops", "probe_link", "assign", "start", "commit", "discard", "release", "dismiss", "expect_peer", "participate", "train_round", "evaluate_round", "round_taken", "reconfigure", "revoked", "standbys", "authorities"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "probe_ops", "probe_link", "assign", "start", "commit", "discard", "release", "dismiss", "expect_peer", "participate", "train_round", "evaluate_round", "round_taken", "reconfigure", "revoked", "keep_copies", "standbys", "authorities"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -3008,6 +3122,7 @@ class StageStatus(_message.Message):
     REPLACE_WHY_FIELD_NUMBER: _builtins.int
     STANDBY_FIELD_NUMBER: _builtins.int
     STANDBY_WHY_FIELD_NUMBER: _builtins.int
+    COPY_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     worker: _builtins.str
     busy_share: _builtins.float
@@ -3019,6 +3134,8 @@ class StageStatus(_message.Message):
     """worker that repeats this stage's steps"""
     standby_why: _builtins.str
     """how far it is, what it costs its volunteer, and what for"""
+    copy: _builtins.str
+    """where the nearest copy of its part of the checkpoint is"""
     def __init__(
         self,
         *,
@@ -3031,10 +3148,11 @@ class StageStatus(_message.Message):
         replace_why: _builtins.str = ...,
         standby: _builtins.str = ...,
         standby_why: _builtins.str = ...,
+        copy: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s", "replace_s", b"replace_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s", "backward_s", b"backward_s", "busy_share", b"busy_share", "forward_s", b"forward_s", "replace_s", b"replace_s", "replace_why", b"replace_why", "stage", b"stage", "standby", b"standby", "standby_why", b"standby_why", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s", "backward_s", b"backward_s", "busy_share", b"busy_share", "copy", b"copy", "forward_s", b"forward_s", "replace_s", b"replace_s", "replace_why", b"replace_why", "stage", b"stage", "standby", b"standby", "standby_why", b"standby_why", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__replace_s: _TypeAlias = _typing.Literal["replace_s"]  # noqa: Y015
     _WhichOneofArgType__replace_s: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s"]  # noqa: Y015

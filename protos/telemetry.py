@@ -62,6 +62,8 @@ class Event(StrEnum):
     WORK_REJECTED = "work.rejected"
     CHECKPOINT_STORED = "checkpoint.stored"
     CHECKPOINT_TORN = "checkpoint.torn"
+    COPY_KEPT = "copy.kept"
+    COPY_NOT_KEPT = "copy.not_kept"
     BLOBS_DELETED = "blobs.deleted"
     APP_OPENED = "app.opened"
     APP_BEGUN = "app.begun"

@@ -9,16 +9,19 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import structlog
 from tenacity import Retrying, stop_after_attempt
 
-from atoll.errors import BadFrame, StorageError
+from atoll.errors import AtollError, BadFrame, StorageError
 from protos.blob_transfer import BlobPort, Chunk, LocalBlob, fetch, upload
 from protos.retries import retrying
 from worker.cancel import Cancel
@@ -27,20 +30,27 @@ from worker.manners.traffic import Traffic
 if TYPE_CHECKING:
     from atoll.opdag import StateMeta
 
+log = structlog.get_logger()
+
 CHUNK_BYTES = 1 << 17
 """Each is a sign of life to the coordinator: a link of 1 Mbit/s carries one in a second."""
 
 HEADER_BYTES = 64 << 10  # a blob's safetensors header is far below this
 STATE_KEYS = 3  # optimizer tensors beside the value, at most, each float32 of the value's shape
+POLL_S = 0.1
 ATTEMPTS = 8  # in a row without a new byte
+VERIFIED_S = 60.0  # a blob that was hashed so lately is used without hashing it again
 
 
 class BlobCache:
-    """Blobs on disk under their hash; the least recently used go when ``max_bytes`` is exceeded."""
+    """Blobs on disk under their hash; the least recently used go when ``max_bytes`` is exceeded, those to be
+    kept never. What lay here for a while is hashed before it is used."""
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self._directory = directory
         self._max_bytes = max_bytes
+        self._kept: frozenset[str] = frozenset()
+        self._verified_s: dict[str, float] = {}
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -54,11 +64,45 @@ class BlobCache:
     def held(self, name: str) -> int | None:
         """None when the blob is whole here, else how many of its bytes are."""
         path = self.path(name)
-        if path.is_file():
+        if path.is_file() and self._sound(name, path):
             os.utime(path)
             return None
         part = path.with_suffix(".part")
         return part.stat().st_size if part.is_file() else 0
+
+    def _sound(self, name: str, path: Path) -> bool:
+        """Whether a file still is what its name says; one that is not goes."""
+        now_s = time.monotonic()
+        if now_s - self._verified_s.get(name, -VERIFIED_S) < VERIFIED_S:
+            return True
+        try:
+            sound = _sha256(path) == name
+        except OSError:
+            sound = False
+        if sound:
+            self._verified_s[name] = now_s
+            return True
+        log.warning("blob.damaged", blob=name)
+        self.discard((name,))
+        return False
+
+    def size(self, name: str) -> int:
+        """Bytes of a blob that are here, whole or not."""
+        for path in (self.path(name), self.path(name).with_suffix(".part")):
+            with suppress(OSError):
+                return path.stat().st_size
+        return 0
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Never delete these to make room, until others are named."""
+        self._kept = frozenset(names)
+
+    def discard(self, names: Iterable[str]) -> None:
+        """Delete blobs, and what there is of them."""
+        for name in names:
+            self._verified_s.pop(name, None)
+            self.path(name).unlink(missing_ok=True)
+            self.path(name).with_suffix(".part").unlink(missing_ok=True)
 
     def lacking(self, names: Iterable[str]) -> list[tuple[str, int]]:
         """Blobs that are not whole here, each with how many of its bytes are."""
@@ -82,6 +126,7 @@ class BlobCache:
             with part.open("rb") as file:  # a name outlives a power cut, and so must what it stands for
                 os.fsync(file.fileno())
             part.replace(path)
+            self._verified_s[chunk.hash] = time.monotonic()
         except OSError as error:
             raise StorageError(
                 f"cannot write {path}: {error.strerror}; free space or choose another --state-dir"
@@ -89,7 +134,7 @@ class BlobCache:
 
     def trim(self, keep: Iterable[str] = ()) -> None:
         """Delete the least recently used blobs beyond the bound, never those in ``keep``."""
-        kept = set(keep)
+        kept = self._kept.union(keep)
         files = sorted((p for p in self._directory.iterdir() if p.is_file()), key=lambda p: p.stat().st_mtime)
         total = sum(p.stat().st_size for p in files)
         for path in files:
@@ -97,6 +142,7 @@ class BlobCache:
                 return
             if path.stem not in kept:
                 total -= path.stat().st_size
+                self._verified_s.pop(path.stem, None)
                 path.unlink(missing_ok=True)
 
 
@@ -144,6 +190,13 @@ class BlobStore(Protocol):
         store), ConnectionFailed, Cancelled."""
 
 
+class NearBlobs(Protocol):
+    """A peer that may have blobs as well."""
+
+    def get(self, wanted: list[tuple[str, int]]) -> Iterable[Chunk]:
+        """Yield the chunks of each blob from its offset on. Raises AtollError for what it cannot send."""
+
+
 class BlobFiles:
     """``BlobStore`` over a port. Raises ConnectionFailed after ATTEMPTS without a new byte."""
 
@@ -158,6 +211,13 @@ class BlobFiles:
         pass."""
         self._port, self._cache, self._rate = port, cache, max_bytes_per_s
         self._traffic = traffic or Traffic()
+        self._near: tuple[NearBlobs, ...] = ()
+        self._changed = threading.Condition()
+        self._busy: set[str] = set()  # being fetched: two that write one file would spoil it
+
+    def prefer(self, near: Sequence[NearBlobs]) -> None:
+        """Ask these first from now on, in this order; the store has what they cannot send."""
+        self._near = tuple(near)
 
     def path(self, name: str) -> Path:
         return self._cache.path(name)
@@ -165,16 +225,54 @@ class BlobFiles:
     def fetch(
         self, wanted: Mapping[str, int], cancel: Cancel, progress: Callable[[int], None] = lambda _: None
     ) -> None:
+        with self._changed:
+            while not self._busy.isdisjoint(wanted):
+                cancel.check()
+                self._changed.wait(POLL_S)
+            self._busy.update(wanted)
+        try:
+            self._fetch(wanted, cancel, progress)
+        finally:
+            with self._changed:
+                self._busy.difference_update(wanted)
+                self._changed.notify_all()
+
+    def _fetch(self, wanted: Mapping[str, int], cancel: Cancel, progress: Callable[[int], None]) -> None:
         self._cache.trim(wanted)
+        for near in self._near:
+            self._fetch_near(near, wanted, cancel, progress)
         for chunk in fetch(self._port.get, partial(self._cache.lacking, wanted), attempts(cancel)):
-            cancel.check()
-            if chunk.size > wanted.get(chunk.hash, -1):
-                raise BadFrame(
-                    f"blob {chunk.hash[:12]} of {chunk.size} bytes; at most {wanted.get(chunk.hash)} fit"
-                )
-            self._cache.write(chunk)
-            progress(len(chunk.data))
+            self._take(chunk, wanted, cancel, progress)
             cancel.wait(self._traffic.received(len(chunk.data)))
+
+    def _take(
+        self, chunk: Chunk, wanted: Mapping[str, int], cancel: Cancel, progress: Callable[[int], None]
+    ) -> None:
+        cancel.check()
+        if chunk.size > wanted.get(chunk.hash, -1):
+            raise BadFrame(
+                f"blob {chunk.hash[:12]} of {chunk.size} bytes; at most {wanted.get(chunk.hash)} fit"
+            )
+        self._cache.write(chunk)
+        progress(len(chunk.data))
+
+    def _fetch_near(
+        self, near: NearBlobs, wanted: Mapping[str, int], cancel: Cancel, progress: Callable[[int], None]
+    ) -> None:
+        """Fetch from a peer what it can send. What it began and did not end may be wrong, and goes."""
+        lacking = dict(self._cache.lacking(wanted))
+        if not lacking:
+            return
+        came = 0
+        try:
+            for chunk in near.get(list(lacking.items())):
+                self._take(chunk, wanted, cancel, progress)
+                came += len(chunk.data)
+            log.info("copy.fetched", bytes=came)
+        except AtollError as error:
+            log.info("copy.not_fetched", reason=str(error))
+            begun = self._cache.lacking(lacking)
+            self._cache.discard(name for name, held in begun if held != lacking[name])
 
     def store(
         self,

@@ -39,7 +39,7 @@ _FLOORS = ("min_batch", "min_samples", "min_steps", "min_clients")
 REMEMBERED = (
     "host", "port", "name", "device", "threads", "memory_bytes", "gpu_memory_bytes", "listen_host",
     "listen_port", "advertise", "inbound", "site", "max_upload_mbit", "kept_bytes", "node_config",
-    "use_proxy", "sandbox", "send_log_bytes", "app_nodes", "app_env", *_FLOORS,
+    "use_proxy", "sandbox", "send_log_bytes", "copy_bytes", "app_nodes", "app_env", *_FLOORS,
 )  # fmt: skip
 
 
@@ -69,6 +69,7 @@ class WorkerConfig:
     cache_bytes: int = 20 << 30
     kept_bytes: int = 20 << 30  # of what strategies and codecs of federated jobs keep between rounds
     send_log_bytes: int = 1 << 30  # of what stages sent, for who takes over a neighbour; 0 = none
+    copy_bytes: int = 4 << 30  # of copies of stages, kept while idle for who takes one over; 0 = none
     connect_timeout_s: float = 15.0  # for the first contact; afterwards we try for ever
     peer_timeout_s: float = 30.0  # until every neighbour of a plan is connected
     leave_timeout_s: float = 1.2  # from the wish to leave to the end of the process
@@ -103,6 +104,7 @@ class WorkerConfig:
             ("cache_bytes", self.cache_bytes, 0, 2**60),
             ("--kept", self.kept_bytes, 0, 2**60),
             ("--send-log-bytes", self.send_log_bytes, 0, 2**60),
+            ("--copy-bytes", self.copy_bytes, 0, 2**60),
             ("app_cache_bytes", self.app_cache_bytes, 1 << 20, 2**60),
             ("feed_ahead_steps", self.feed_ahead_steps, 2, 1000),
             ("outgoing_messages", self.outgoing_messages, 16, 10**6),

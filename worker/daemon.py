@@ -39,7 +39,9 @@ from worker.control.renewal import Renewal
 from worker.control.stream import Stream
 from worker.data.registry import known_facts
 from worker.federated.consent import Consent
+from worker.hosting.copies import Copies
 from worker.hosting.host import ComputeHost, HostPorts
+from worker.hosting.peer_blobs import PeerBlobs
 from worker.hosting.protections import protections
 from worker.hosting.sandbox import chosen
 from worker.machine.conditions import MachineConditions
@@ -54,7 +56,14 @@ from worker.pipe.status import Waiting
 from worker.session import events, instructions, machine
 from worker.session import wire as messages
 from worker.session.state import WELCOMED
-from worker.session.wire import AuthoritiesNamed, PeerExpected, PeerRevoked, StandbysExpected
+from worker.session.wire import (
+    AuthoritiesNamed,
+    Beside,
+    CopiesAsked,
+    PeerExpected,
+    PeerRevoked,
+    StandbysExpected,
+)
 from worker.transport.contract import TransportConfig, Way
 from worker.transport.network import PeerNetwork
 
@@ -89,8 +98,7 @@ class AddressChanged:
     """Event: this machine has another address; what is open has fallen silent."""
 
 
-Told = ConsentChanged | MannersChanged | AddressChanged
-Inner = events.Event | PeerExpected | PeerRevoked | StandbysExpected | AuthoritiesNamed | Told
+Inner = events.Event | Beside | ConsentChanged | MannersChanged | AddressChanged
 
 
 class Daemon:
@@ -124,6 +132,7 @@ class Daemon:
         self._member_lock = threading.Lock()
         self._renewal: Renewal
         self._network: PeerNetwork
+        self._copies: Copies
         self._consent = Consent(config.state_dir)
         self._host = ComputeHost(config, self._consent)
 
@@ -167,12 +176,16 @@ class Daemon:
         bulk = Bulk(lambda member: member.channel(config), member)
         self._network = network
         cache = BlobCache(config.blob_dir, config.cache_bytes)
+        blobs = BlobFiles(bulk, cache, config.max_upload_bytes_per_s, self._traffic)
+        copies = self._copies = Copies(blobs, cache, config.blob_dir, config.copy_bytes, self._send)
+        peers = PeerBlobs(network, cache.path, lambda: copies.offered)
         ports = HostPorts(
             network,
-            BlobFiles(bulk, cache, config.max_upload_bytes_per_s, self._traffic),
+            blobs,
             metered(bulk.batches, self._traffic),
             self._events.put,
             self._send,
+            lambda holders: blobs.prefer(list(map(peers.near, holders))),
         )
         self._apps = AppHost(config) if config.allow_apps else None
         self._renewal = Renewal(config, lambda: self._membership, partial(self._renewed, bulk))
@@ -203,6 +216,8 @@ class Daemon:
             self._loop(bulk)
         finally:
             self._stopping.set()
+            copies.close()
+            peers.close()
             self._shut_down(network, bulk)
 
     def _loop(self, bulk: Bulk) -> None:
@@ -217,6 +232,10 @@ class Daemon:
             if isinstance(event, PeerRevoked):
                 log.warning("peer.revoked", peer=event.peer, reason=event.reason)
                 self._network.bar(event.peer, f"its certificate was revoked: {event.reason}")
+                continue
+            if isinstance(event, CopiesAsked):
+                if not self._state.outdated:
+                    self._copies.keep(event.copies)
                 continue
             if isinstance(event, AuthoritiesNamed):
                 self._trust_authorities(event.ca_pem, event.left_s)
@@ -252,6 +271,7 @@ class Daemon:
     def _handle(self, event: events.Event) -> tuple[instructions.Instruction, ...]:
         before = self._state
         self._state, todo = machine.handle(before, event)
+        self._copies.may_work(self._state.phase is machine.Phase.IDLE)
         self._note(before, event)
         return todo
 
@@ -482,6 +502,8 @@ class Daemon:
                 datasets=self._datasets(),
                 held=messages.held_stage(self._state),
                 guest=self._guest(),
+                copies=self._copies.held,
+                copy_bytes=self._copies.lent_bytes,
             )
         )
         self._consent.sends(message)

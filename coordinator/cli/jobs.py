@@ -171,6 +171,7 @@ def keep_costs(last: pb.JobUpdate, update: pb.JobUpdate) -> None:
         same = (before.stage, before.worker) == (stage.stage, stage.worker)
         if same and before.HasField("replace_s") and not stage.HasField("replace_s"):
             stage.replace_s, stage.replace_why = before.replace_s, before.replace_why
+            stage.copy = before.copy
 
 
 def follow(client: Client, job: str, json: bool) -> None:

@@ -113,6 +113,7 @@ def status_view(status: pb.StatusReply) -> RenderableType:
         Text(f"coordinator atoll {status.version}, up {in_seconds(status.uptime_s)}"),
         _workers_table(status.workers, names),
         jobs_table(status.jobs),
+        *(cost for job in status.jobs for cost in _costs(job.stages, f"{job.job}: ")),
     ]
     for job in status.jobs:
         parts += _standbys(job.stages, names)
@@ -274,10 +275,11 @@ def _pace(update: pb.JobUpdate) -> str:
     return ", ".join(word for word in words if word)
 
 
-def _costs(stages: Sequence[pb.StageStatus]) -> list[Text]:
+def _costs(stages: Sequence[pb.StageStatus], job: str = "") -> list[Text]:
     return [
         Text(
-            f"losing stage {stage.stage} now costs {in_seconds(stage.replace_s)}: {stage.replace_why}",
+            f"{job}losing stage {stage.stage} now costs {in_seconds(stage.replace_s)}: {stage.replace_why}"
+            + (f"; its tensors are {stage.copy}" if stage.copy else ""),
             style=DIM,
         )
         for stage in stages

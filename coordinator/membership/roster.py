@@ -19,7 +19,15 @@ from coordinator.membership.link_table import MIN_GOODPUT_BYTES, judge_step, mea
 from coordinator.membership.member import Member, Phase
 from coordinator.membership.op_probing import OpProbing
 from coordinator.membership.relayed import Joined
-from coordinator.messages.events import UNLIMITED, Goodput, Guest, Heartbeat, Introduction, StepReady
+from coordinator.messages.events import (
+    UNLIMITED,
+    CopyHeld,
+    Goodput,
+    Guest,
+    Heartbeat,
+    Introduction,
+    StepReady,
+)
 from coordinator.messages.instructions import Addresses, RelayUse
 from coordinator.planning.costs import message_costs
 from coordinator.planning.costs.codec_costs import judge_speeds
@@ -75,6 +83,8 @@ class Worker:
     beat: Heartbeat | None = None  # the newest
     guest: Guest = UNLIMITED
     uploads: int = 0  # signs that bytes of its arrived
+    copies: dict[str, CopyHeld] = field(default_factory=dict)  # of stages on its disk, by name
+    store_bps: float = 0.0  # at which it fetched one from the store; 0: not known
 
     @property
     def idle(self) -> bool:
@@ -145,6 +155,7 @@ class Roster:
             member = members.joined(worker, introduction.incarnation, now_s)
             number, guest = len(self.workers), introduction.guest
             self.workers[worker] = Worker(member, introduction, session, number, guest=guest)
+            self.workers[worker].copies = {copy.name: copy for copy in introduction.copies}
             self._changed(worker)
             return None
         before = known.member
@@ -154,6 +165,7 @@ class Roster:
         known.member, _ = members.step(before, members.Joined(introduction.incarnation), now_s, self.liveness)
         self._list_data(worker, listed=False)
         known.introduction, known.session, known.guest = introduction, session, introduction.guest
+        known.copies = {copy.name: copy for copy in introduction.copies}
         self._list_data(worker, listed=known.idle)
         self._changed(worker)
         return before

@@ -55,6 +55,21 @@ UNLIMITED = Guest()
 
 
 @dataclass(frozen=True, slots=True)
+class CopyHeld:
+    """A copy of a stage that a worker keeps whole on its disk, or the error for which it does not.
+
+    ``name``: of ``instructions.StageCopy``; ``took_s``: to fetch ``fetched_bytes`` of it.
+    """
+
+    job: str
+    name: str
+    n_bytes: int = 0
+    fetched_bytes: int = 0
+    took_s: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Introduction:
     """Facts that a worker states about itself."""
 
@@ -81,6 +96,8 @@ class Introduction:
     instructions: str = ""  # of the CPU that torch uses, such as AVX2
     held: Held | None = None
     guest: Guest = UNLIMITED
+    copies: tuple[CopyHeld, ...] = ()  # that it keeps already
+    copy_bytes: int = 0  # of disk that it lends to copies
 
     @property
     def place(self) -> tuple[object, ...]:
@@ -171,6 +188,7 @@ class Loaded:
     population: str = ""  # hash of the data of ``clients``
     clients: Mapping[str, int] = field(default_factory=dict)  # registered samples by client of a population
     digests: tuple[Digest, ...] = ()
+    fetched_s: float = 0.0  # of took_s, until the tensors were on its disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +232,7 @@ class EvalReady:
 @dataclass(frozen=True, slots=True)
 class StateStored:
     """A stage's state is in the store. ``error``: why the worker could not store it; ``forged``: what the
-    coordinator found wrong with what the worker says it stored."""
+    coordinator found wrong with what the worker says it stored, ``n_bytes`` how many bytes it has."""
 
     job: str
     version: int
@@ -222,6 +240,7 @@ class StateStored:
     tensors: Mapping[str, str]
     error: str = ""
     forged: str = ""
+    n_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +364,7 @@ PeerMessage = (
     | EvalReady
     | StateStored
     | StageFailed
+    | CopyHeld
     | UpdateReady
     | ClientEvaluated
     | ClientFailed
@@ -354,7 +374,7 @@ PeerMessage = (
 )
 ClientMessage = UpdateReady | ClientEvaluated | ClientFailed | ConsentSaid
 StageMessage = Loaded | StepReady | EvalReady | StateStored | StageFailed
-JobMessage = StageMessage | ClientMessage
+JobMessage = StageMessage | ClientMessage | CopyHeld
 
 
 @dataclass(frozen=True, slots=True)

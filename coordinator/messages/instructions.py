@@ -105,7 +105,8 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """A stage to load; with ``replay`` its tensors are of before the steps to be repeated."""
+    """A stage to load; with ``replay`` its tensors are of before the steps to be repeated. ``holders``:
+    workers that keep copies of them, the nearest first."""
 
     job: str
     spec: JobSpec
@@ -115,6 +116,25 @@ class Assign:
     tensors: Mapping[str, str]
     peers: tuple[RankPeer, ...]
     replay: Replay | None = None
+    holders: tuple[ExpectPeer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StageCopy:
+    """A stage's part of a checkpoint, whose ``tensors`` are all there; ``name`` tells it from all others."""
+
+    job: str
+    name: str
+    plan: Plan
+    stage: int
+    tensors: Mapping[str, str] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class KeepCopies:
+    """Keep these copies on disk, and no others, while there is nothing to compute."""
+
+    copies: tuple[StageCopy, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +280,7 @@ Message = (
     | ProbeLink
     | ExpectPeer
     | Revoked
+    | KeepCopies
     | TrustAuthorities
     | Assign
     | Reconfigure

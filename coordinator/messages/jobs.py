@@ -304,7 +304,9 @@ class JobState:
     moving: bool = False  # reconfigured, and not all have loaded since
     source: Checkpoint | None = None  # that newcomers begin with while they load
     loaded: frozenset[int] = frozenset()
-    load_s: Mapping[int, float] = field(default_factory=dict)  # that loading took, by rank
+    load_s: Mapping[int, float] = field(default_factory=dict)  # that loading took, by rank, ...
+    fetched_s: Mapping[int, float] = field(default_factory=dict)  # ... and of that, fetching its tensors
+    part_bytes: Mapping[int, int] = field(default_factory=dict)  # of the newest checkpoint's tensors, by rank
     ready: Mapping[int, StepReady] = field(default_factory=dict)
     last_commit: StepCommit | None = None
     awaiting_eval: int | None = None  # step whose evaluation is running

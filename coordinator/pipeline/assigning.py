@@ -28,12 +28,17 @@ class Repeated(Protocol):
 
 
 def assignment(
-    state: JobState, rank: int, roster: Roster, source: Checkpoint, replay: do.Replay | None = None
+    state: JobState,
+    rank: int,
+    roster: Roster,
+    source: Checkpoint,
+    replay: do.Replay | None = None,
+    holders: tuple[do.ExpectPeer, ...] = (),
 ) -> do.Assign:
     """Return the message that gives a rank of the adopted plan its stage."""
     assert state.plan is not None  # noqa: S101 - a plan was adopted
-    peers = _peers(state.plan, rank, roster)
-    return do.Assign(state.job, state.spec, state.plan, rank, state.step, dict(source.tensors), peers, replay)
+    peers, tensors = _peers(state.plan, rank, roster), dict(source.tensors)
+    return do.Assign(state.job, state.spec, state.plan, rank, state.step, tensors, peers, replay, holders)
 
 
 def reconfiguration(state: JobState, rank: int, roster: Roster, base: int) -> do.Reconfigure:

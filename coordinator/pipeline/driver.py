@@ -17,7 +17,6 @@ from coordinator.messages.jobs import (
     BESIDE,
     ENDED,
     FEDERATING,
-    GATHERS,
     PREPARING,
     RUNNING,
     STEPPING,
@@ -49,16 +48,14 @@ from coordinator.messages.jobs import (
 )
 from coordinator.pipeline import machine, reconfigure, restart
 from coordinator.pipeline.assigning import assignment, reconfiguration
+from coordinator.pipeline.beside import Beside
 from coordinator.pipeline.calibration import learn
 from coordinator.pipeline.doubt import left_out
-from coordinator.pipeline.joining import Joining
 from coordinator.pipeline.link_adaptation import Adapting, capped
 from coordinator.pipeline.losses import Losses
 from coordinator.pipeline.profiling import Hold, Profiling
 from coordinator.pipeline.relink import changes, current
 from coordinator.pipeline.restart import Returning
-from coordinator.pipeline.spot_checks import SpotChecks
-from coordinator.pipeline.standbys import Standbys
 from coordinator.pipeline.stuck import Stuck
 from coordinator.pipeline.suspicion import Suspicion
 from coordinator.planning.ratios import label
@@ -90,9 +87,7 @@ class PipelineDriver:
     stuck: Stuck = field(init=False)
     suspicion: Suspicion = field(init=False)
     losses: Losses = field(init=False)
-    standbys: Standbys = field(init=False)
-    joining: Joining = field(init=False)
-    checks: SpotChecks = field(init=False)
+    beside: Beside = field(init=False)
     _committed: JobState | None = None  # after its newest step, not learned from yet
 
     def __post_init__(self) -> None:
@@ -100,15 +95,21 @@ class PipelineDriver:
         self.adapting = Adapting(self.effects, self.config.adaptation)
         self.stuck = Stuck(self.effects.roster, self.effects.label)
         self.suspicion = Suspicion(self.effects, self.stuck)
-        self.standbys = Standbys(self.effects, self._put, self._step)
-        self.joining = Joining(self.effects, self.standbys, self.profiling.newcomers_timed)
-        self.checks = SpotChecks(self.effects, self.suspicion, self._step, self._workers_wanted)
+        self.beside = Beside(
+            self.effects,
+            self.jobs,
+            self.config.concurrent_jobs,
+            self._put,
+            self._step,
+            self.suspicion,
+            self.profiling.newcomers_timed,
+        )
         self.losses = Losses(
             self.effects,
             self.profiling,
             self.config.liveness.dead_after_s,
             self._step,
-            self.checks.make_way,
+            self.beside.checks.make_way,
         )
 
     # ------------------------------------------------------------ jobs
@@ -186,9 +187,9 @@ class PipelineDriver:
             case ev.LinksFailed():
                 self.adapting.failed(event)
             case ev.SwapsJudged():
-                self.joining.judged(self.jobs[event.job], event)
+                self.beside.joining.judged(self.jobs[event.job], event)
             case ev.SwapsFailed():
-                self.joining.failed(event)
+                self.beside.joining.failed(event)
             case _:
                 self.effects.drop(type(event).__name__, f"{event.job} is cut into stages", event.job)
 
@@ -252,7 +253,7 @@ class PipelineDriver:
     def uses(self, job: str, worker: str) -> bool:
         """Whether the worker holds a stage of the job, or repeats its steps."""
         state = self.jobs[job]
-        beside = self.standbys.uses(state, worker) or self.checks.repeats(job, worker)
+        beside = self.beside.standbys.uses(state, worker) or self.beside.checks.repeats(job, worker)
         return state.rank_of(worker) is not None or beside
 
     def current(self, job: str, version: int) -> bool:
@@ -260,7 +261,7 @@ class PipelineDriver:
         who repeats its steps now."""
         state = self.jobs[job]
         if version >= BESIDE:
-            return self.checks.current(job, version)
+            return self.beside.checks.current(job, version)
         return version >= state.assigned and current(state, version)
 
     def keeps(self, job: str) -> bool:
@@ -357,7 +358,7 @@ class PipelineDriver:
         state = self.jobs[job]
         rank = state.rank_of(worker)
         if state.phase in RUNNING and job not in self.returning:
-            self.standbys.reconnected(state, worker)
+            self.beside.standbys.reconnected(state, worker)
             state = self.jobs[job]
         if rank is None:
             return
@@ -378,7 +379,8 @@ class PipelineDriver:
         if since == state.assigned:
             source = state.source or state.checkpoint
             replay = reconfigure.replay(state, record, rank, source) if state.moving else None
-            self.effects.send(worker, assignment(state, rank, roster, source, replay))
+            holders = self.beside.copies.holders(state, rank, worker)
+            self.effects.send(worker, assignment(state, rank, roster, source, replay, holders))
             return
         if state.last_commit is not None:
             self.effects.send(worker, state.last_commit)
@@ -390,8 +392,8 @@ class PipelineDriver:
         """Go on without a worker that is gone, or must not be used any more."""
         state, back = self.jobs[job], self.returning.get(job)
         rank = state.rank_of(worker)
-        self.checks.lost(job, worker)
-        if self.standbys.lost(state, worker, reason) or state.phase not in RUNNING or rank is None:
+        self.beside.checks.lost(job, worker)
+        if self.beside.standbys.lost(state, worker, reason) or state.phase not in RUNNING or rank is None:
             return
         if back is not None:
             self._missed(state, back, worker, f"is lost: {reason}")
@@ -401,7 +403,7 @@ class PipelineDriver:
     def _reassign(self, state: JobState, todo: Reassign) -> None:
         self.adapting.adopted(state, self.effects.ledger.jobs[state.job].cap)
         self.losses.forget(state.job)
-        state = self.standbys.reassigned(state)
+        state = self.beside.standbys.reassigned(state)
         for worker in todo.left:
             self._let_go(state, worker, todo.reason)
         for rank, place in enumerate(state.plan.places if state.plan else ()):
@@ -409,7 +411,7 @@ class PipelineDriver:
             if (member.job, member.rank) != (state.job, rank):
                 self.effects.move(place.worker, members.AssignedTo(state.job, rank))
             self._give(state, rank)
-        self.standbys.follow(state)
+        self.beside.standbys.follow(state)
 
     def _failed(self, state: JobState, failed: FromRank[ev.StageFailed]) -> None:
         """A stage broke: whoever comes back with it after our restart is as good as lost."""
@@ -425,15 +427,18 @@ class PipelineDriver:
     def heard(self, worker: str, message: ev.JobMessage) -> None:
         """Handle a message of a worker about one of these jobs."""
         state = self.jobs[message.job]
+        if isinstance(message, ev.CopyHeld):
+            self.beside.copies.heard(worker, message)
+            return
         if not isinstance(message, ev.StageMessage):
             self.effects.drop(type(message).__name__, f"of {worker}: {message.job} has stages", message.job)
             return
-        if self.checks.repeats(state.job, worker):
-            self.checks.heard(state, message)
+        if self.beside.checks.repeats(state.job, worker):
+            self.beside.checks.heard(state, message)
             return
         rank, standby = state.rank_of(worker), state.standby_of(worker)
         if rank is None and standby is not None:
-            self.standbys.heard(state, standby, message)
+            self.beside.standbys.heard(state, standby, message)
             return
         if rank is None:
             why = f"of {worker}, which has no rank in {message.job}"
@@ -446,7 +451,7 @@ class PipelineDriver:
                 self.effects.quarantine(worker, wrong)
                 return
         if isinstance(message, ev.Loaded) and self._has_repeated(state, rank, message):
-            self.checks.replayed(state, rank, worker, message.digests)
+            self.beside.checks.replayed(state, rank, worker, message.digests)
         if isinstance(message, ev.StageFailed):
             self._failed(state, FromRank(rank, message))
             return
@@ -462,7 +467,7 @@ class PipelineDriver:
         self._step(message.job, FromRank(rank, message))
         if self.jobs[message.job].step > state.step:
             self._committed = self.jobs[message.job]
-            self.standbys.swap(self.jobs[message.job])
+            self.beside.standbys.swap(self.jobs[message.job])
 
     def _has_repeated(self, state: JobState, rank: int, message: ev.Loaded) -> bool:
         """Whether a rank is loaded now that has taken over a lost one's steps."""
@@ -477,7 +482,7 @@ class PipelineDriver:
         if state is not None:
             self.adapting.committed(state)
             self.suspicion.committed(state)
-            self.checks.committed(state)
+            self.beside.checks.committed(state)
             learn(self.effects.roster, state, follows=state.job in self.adapting.of)
 
     def tick(self) -> None:
@@ -494,12 +499,7 @@ class PipelineDriver:
         for blamed, seconds in self.stuck.tick(here, self.effects.now_s):
             self.effects.quarantine(blamed.worker, f"{blamed.reason}; for {seconds:.0f} s", seconds)
         self.suspicion.tick(self.jobs)
-        for job in list(self.jobs):
-            if self.jobs[job].phase in RUNNING and job not in self.returning:
-                others_wait = self._pool_wanted()
-                self.joining.tick(self.jobs[job], others_wait=others_wait)
-                self.standbys.tick(self.jobs[job], others_wait=others_wait)
-        self.checks.tick(self.jobs)
+        self.beside.tick(self.returning)
 
     def storage_failed(self, reason: str) -> None:
         """Stop every job where it is: nothing can be made durable."""
@@ -527,13 +527,9 @@ class PipelineDriver:
 
     def advance(self) -> None:
         """Pick jobs while there is room, measure what they need, plan them."""
-        for job in list(self.jobs):
-            if self.jobs[job].standbys and self._pool_wanted():
-                self.standbys.give_up(self.jobs[job], "another job wants the pool")
+        self.beside.make_way()
         busy = [s for s in self.jobs.values() if s.phase in RUNNING | PREPARING]
         waiting = [s for s in self.jobs.values() if s.phase in WAITING]
-        if self._workers_wanted():
-            self.checks.make_way()
         for state in sorted(waiting, key=lambda s: s.created_s):
             if len(busy) < self.config.concurrent_jobs and self._may_start(state):
                 self._step(state.job, Picked("measuring devices and links"))
@@ -544,22 +540,6 @@ class PipelineDriver:
                 if not state.reason.startswith(f"waits for {first.job} "):
                     self._step(state.job, Waits(reason))
         self._prepare()
-
-    def _pool_wanted(self) -> bool:
-        """Whether some job may want every idle worker, now or in its next round."""
-        federated = (s for s in self.effects.jobs.values() if s.spec.federated is not None)
-        return self._workers_wanted() or any(s.phase not in ENDED for s in federated)
-
-    def _workers_wanted(self) -> bool:
-        """Whether a job waits for workers, or for a plan on those that there are."""
-        states = self.effects.jobs.values()
-        busy = sum(s.phase in RUNNING | PREPARING for s in states if s.job in self.jobs)
-        return any(
-            s.phase in PREPARING | GATHERS
-            or s.phase is Phase.PAUSED
-            or (s.phase is Phase.QUEUED and busy < self.config.concurrent_jobs)
-            for s in states
-        )
 
     def _may_start(self, state: JobState) -> bool:
         if not self.effects.roster.idle_count:
@@ -623,8 +603,8 @@ class PipelineDriver:
             self.adapting.over(job)
         self.suspicion.stepped(before, state)
         if self.jobs[job].standbys and self.jobs[job].phase not in RUNNING:
-            self.standbys.over(self.jobs[job])
-        self.checks.stepped(before, state)
+            self.beside.standbys.over(self.jobs[job])
+        self.beside.checks.stepped(before, state)
 
     def _evaluated(self, state: JobState) -> None:
         at_end = state.phase is Phase.STORING
@@ -638,14 +618,14 @@ class PipelineDriver:
             case Record(fact):
                 self.effects.record(fact)
                 loading = state.moving or not all(standby.loaded for standby in state.standbys.values())
-                if isinstance(fact, CheckpointStored) and not (loading or self.checks.busy(state.job)):
+                if isinstance(fact, CheckpointStored) and not (loading or self.beside.checks.busy(state.job)):
                     self.effects.emit(do.SweepBlobs())
             case ToRanks(message, rank):
                 for at, place in enumerate(state.plan.places if state.plan else ()):
                     if rank is None or rank == at:
                         self.effects.send(place.worker, message)
                 if rank is None and isinstance(message, do.StepCommit):
-                    self.standbys.committed(state, message)
+                    self.beside.standbys.committed(state, message)
             case LinksDue():
                 self._links_due(state, todo)
             case AssignAll():

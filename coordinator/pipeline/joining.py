@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import JobState
 from coordinator.pipeline.loss_cost import repeated_s
-from coordinator.pipeline.reconfigure import not_repeatable, seconds_of
+from coordinator.pipeline.reconfigure import not_repeatable
 from coordinator.pipeline.standby import Chosen, wanted
+from coordinator.pipeline.successors import seconds_of
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
@@ -40,11 +41,13 @@ class _Asked:
 
 @dataclass(slots=True)
 class Joining:
-    """``timed(job, precision, workers)``: whether these have timed the job's ops; has them do so."""
+    """``timed(job, precision, workers)``: whether these have timed the job's ops; has them do so.
+    ``make_way``: let everybody go who repeats steps to compare."""
 
     effects: Effects
     standbys: Standbys
     timed: Callable[[str, str, list[str]], bool]
+    make_way: Callable[[], None]
     _asked: dict[str, _Asked] = field(default_factory=dict)  # by job
     _looked: dict[str, tuple[float, Fingerprint]] = field(default_factory=dict)
     _attempts: int = 0
@@ -140,5 +143,7 @@ class Joining:
             return
         for standby in filter(None, (before, same)):
             state = self.standbys.drop(state, standby, f"makes way: {words}", rest_s=0.0)
+        if not self.effects.roster.is_idle(worker):
+            self.make_way()
         if self.effects.roster.is_idle(worker):
             self.standbys.begin(state, Chosen(worker, rank, words), swap=words)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from coordinator.pipeline.assigning import neighbours
+from coordinator.pipeline.fetching import Fetching
 from coordinator.pipeline.reconfigure import Choice, begun, choose
 
 if TYPE_CHECKING:
@@ -19,10 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LossCost:
-    """Seconds that the job stands still, and what they are made of."""
+    """Seconds that the job stands still, and what they are made of; ``copy``: from where whoever takes over
+    has its stage's part of the checkpoint."""
 
     seconds: float
     why: str
+    copy: str = ""
 
 
 def loss_costs(state: JobState, record: JobRecord, roster: Roster) -> list[LossCost]:
@@ -42,9 +45,11 @@ def _cost(state: JobState, record: JobRecord, roster: Roster, rank: int) -> Loss
         return LossCost(
             seconds, f"{standby.worker} stands by, {behind} steps behind: {notice_s:.1f} s to notice"
         )
+    copy = ""
     if isinstance(chosen, Choice):
-        load_s, each_s = state.load_s.get(rank, 0.0), repeated_s(state, roster, rank)
-        how = f"{chosen.workers[rank]} takes over: {notice_s:.1f} s to notice, {load_s:.1f} s to load"
+        worker, each_s = chosen.workers[rank], repeated_s(state, roster, rank)
+        load_s, copy = _loaded_s(state, roster, rank, worker)
+        how = f"{worker} takes over: {notice_s:.1f} s to notice, {load_s:.1f} s to load"
         again = f", {steps} steps of {each_s:.2g} s repeated by it alone" if steps else ""
     else:
         load_s, each_s = max(state.load_s.values(), default=0.0), _step_s(state)
@@ -53,7 +58,24 @@ def _cost(state: JobState, record: JobRecord, roster: Roster, rank: int) -> Loss
             f"{load_s:.1f} s to load"
         )
         again = f", {steps} steps of {each_s:.2g} s by all" if steps else ""
-    return LossCost(notice_s + load_s + steps * each_s, how + again)
+    return LossCost(notice_s + load_s + steps * each_s, how + again, copy)
+
+
+def _loaded_s(state: JobState, roster: Roster, rank: int, worker: str) -> tuple[float, str]:
+    """Return the seconds until a worker has loaded a rank's stage, and where its tensors are until then."""
+    fetching = Fetching(state, roster)
+    found, n_bytes, measured_s = (
+        fetching.by(rank, worker),
+        fetching.part_bytes(rank),
+        state.load_s.get(rank, 0.0),
+    )
+    if found.here:
+        return measured_s - state.fetched_s.get(rank, 0.0), f"on the disk of {worker}"
+    place = f"on the disk of {found.holders[0]}" if found.holders else "in the store"
+    if not n_bytes:
+        return measured_s, place
+    load_s = measured_s - state.fetched_s.get(rank, 0.0) + found.seconds
+    return load_s, f"{place}, {found.seconds:.1f} s from {worker}"
 
 
 def repeated_s(state: JobState, roster: Roster, rank: int) -> float:

@@ -182,6 +182,7 @@ def _adopt(state: JobState, event: Planned, now_s: float) -> Outcome:
         source=None,
         eval_owed=False,
         store_owed=False,
+        part_bytes={},
     )
     return adopted, [Record(PlanAdopted(state.job, plan)), AssignAll()]
 
@@ -199,7 +200,12 @@ def _load(state: JobState, event: FromRank[Loaded], now_s: float) -> Outcome:
         return state, [Dropped(f"rank {event.rank} reports loading twice")]
     loaded = state.loaded | {event.rank}
     if not state.moving:  # then it would be connecting alone, or repeating steps as well
-        state = replace(state, load_s={**state.load_s, event.rank: event.message.took_s})
+        heard, rank = event.message, event.rank
+        state = replace(
+            state,
+            load_s={**state.load_s, rank: heard.took_s},
+            fetched_s={**state.fetched_s, rank: heard.fetched_s},
+        )
     waiting = state.n_ranks - len(loaded)
     if waiting:
         reason = state.reason if state.moving else f"{waiting} of {state.n_ranks} stages are loading"
@@ -422,6 +428,8 @@ def _stored(state: JobState, event: FromRank[StateStored], now_s: float) -> Outc
     if parts is None or event.rank in parts:
         return state, [Dropped(f"rank {event.rank} stored step {done}, which nobody awaits")]
     parts = {**parts, event.rank: report.tensors}
+    if report.n_bytes:
+        state = replace(state, part_bytes={**state.part_bytes, event.rank: report.n_bytes})
     if len(parts) < state.n_ranks:
         return replace(state, stores={**state.stores, done: parts}), []
     tensors = dict(state.checkpoint.tensors)
@@ -433,7 +441,14 @@ def _stored(state: JobState, event: FromRank[StateStored], now_s: float) -> Outc
     kept = replace(
         state, stores=rest, checkpoint=Checkpoint(done, tensors, now_s), store_due_s=now_s + wait_s
     )
-    settled, todo = _settle(kept) if state.phase is not Phase.LOADING else (kept, [])
+    if state.phase is not Phase.LOADING:
+        settled, todo = _settle(kept)
+    elif done >= state.steps:  # whoever takes over meanwhile is not waited for: the result is stored
+        settled, todo = _end(
+            kept, Phase.FINISHED, f"{done} steps done; not evaluated at the end: {state.reason}"
+        )
+    else:
+        settled, todo = kept, []
     return settled, [Record(CheckpointStored(state.job, done, tensors, now_s)), *todo]
 
 

@@ -2,31 +2,28 @@
 
 A stage is a function of its state and its messages. The newest checkpoint has the state; the neighbours' send
 logs have the messages since; the journal has the scale of each step and the codecs of each version. So
-whoever comes repeats those steps by itself, up to the one that was in flight. Two neighbours that are lost
-at once lack each other's log: then the job goes back to its checkpoint, as where no worker fits. Who has
-stood by for the lost rank is there already: it takes the place as those do who stay.
+whoever comes repeats those steps, up to the one that was in flight. Neighbours that are lost at once repeat
+them together, each from what the other one sends anew. Who has stood by for a lost rank is there already: it
+takes the place as those do who stay. Where no stage is left that holds newer state, or no worker fits, the
+job goes back to its checkpoint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from math import inf
 from typing import TYPE_CHECKING
 
-from coordinator.membership.link_table import MIN_BANDWIDTH_BPS
 from coordinator.membership.member import Phase as Membership
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import Checkpoint, Era
 from coordinator.messages.jobs import STEPPING, JobState, Phase
 from coordinator.pipeline.assigning import neighbours
-from coordinator.planning.costs.fleet import UNKNOWN
+from coordinator.pipeline.successors import Successors
 
 if TYPE_CHECKING:
-    from atoll.device_class import DeviceClass
     from coordinator.membership.roster import Roster
     from coordinator.messages.facts import JobRecord
-    from coordinator.planning.costs.fleet import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,38 +108,17 @@ def choose(
     wrong = _unlogged(state, roster, newcomers, ready)
     if wrong:
         return Refused(wrong)
-    for rank, worker in ready.items():
-        workers[rank] = worker
-    precision = state.spec.training.precision.value
-    idle = roster.plannable(roster.idle(), precision)
     spare = [s.worker for s in state.standbys.values() if _here(roster, s.worker)]
-    known = [w for w in dict.fromkeys((*idle, *spare, *workers)) if w in roster.workers]
-    fleet = {device.worker: device for device in roster.fleet(known, precision).devices}
-    for rank in sorted(set(lost).difference(ready)):
-        free = [w for w in (*idle, *spare) if w not in workers] + [w for w in again if w == workers[rank]]
-        worth = {w: seconds_of(state, roster, rank, fleet, w) for w in free}
-        fit = [w for w in free if worth[w] < inf]
-        if not fit:
-            return Refused(f"no idle worker can take over stage {plan.places[rank].stage}", for_now=True)
-        # Of the same class first, so that what it repeats has the same bits; then the fastest.
-        same = fleet[workers[rank]].device_class if workers[rank] in fleet else None
-        workers[rank] = min(
-            fit, key=lambda w: (w in again, w in spare, fleet[w].device_class != same, worth[w])
-        )
-    return Choice(tuple(workers), newcomers)
-
-
-def alike(state: JobState, roster: Roster, rank: int, wanted: DeviceClass) -> list[str]:
-    """Return the idle workers of a class of device that could hold a rank, the quickest first."""
-    if state.plan is None:
-        return []
-    precision = state.spec.training.precision.value
-    places = [place.worker for place in state.plan.places if place.worker in roster.workers]
-    idle = [w for w in roster.idle() if roster.workers[w].introduction.device_class == wanted]
-    idle = [w for w in roster.plannable(idle, precision) if w not in places]
-    fleet = {device.worker: device for device in roster.fleet([*idle, *places], precision).devices}
-    worth = {w: seconds_of(state, roster, rank, fleet, w) for w in idle}
-    return sorted((w for w in idle if worth[w] < inf), key=lambda w: worth[w])
+    missing = frozenset(lost).difference(ready)
+    chosen = Successors(state, roster, missing, again, ready, spare).chosen()
+    if isinstance(chosen, tuple):
+        stages = [plan.places[rank].stage for rank in chosen]
+        if len(stages) == 1:
+            return Refused(f"no idle worker can take over stage {stages[0]}", for_now=True)
+        words = f"{', '.join(map(str, stages[:-1]))} and {stages[-1]}"
+        return Refused(f"too few idle workers can take over stages {words}", for_now=True)
+    taken = {**ready, **chosen}
+    return Choice(tuple(taken.get(rank, worker) for rank, worker in enumerate(workers)), newcomers)
 
 
 def _standing_by(state: JobState, roster: Roster, lost: Collection[int]) -> dict[int, str]:
@@ -178,10 +154,10 @@ def _unlogged(state: JobState, roster: Roster, newcomers: frozenset[int], ready:
     if state.plan is None or state.step == state.checkpoint.step:
         return ""
     places = state.plan.places
+    if len(newcomers) == len(places) > 1:
+        return "all stages are lost at once"
     for rank in sorted(newcomers):
-        for other in sorted(neighbours(state.plan, rank)):
-            if other in newcomers:
-                return f"stages {places[rank].stage} and {places[other].stage} lack each other's messages"
+        for other in sorted(neighbours(state.plan, rank) - newcomers):
             logged = logged_from(state, roster, other, ready.get(other))
             if logged > state.checkpoint.step:
                 return f"stage {places[other].stage} has its messages from step {logged} on only"
@@ -203,37 +179,3 @@ def logs_short(state: JobState, roster: Roster) -> bool:
     if state.phase not in STEPPING or state.stores or state.store_owed:
         return False
     return any(logged_from(state, roster, rank) > state.checkpoint.step for rank in range(state.n_ranks))
-
-
-def seconds_of(state: JobState, roster: Roster, rank: int, fleet: Mapping[str, Device], worker: str) -> float:
-    """Return the seconds a step that a worker would compute in a rank, and its messages travel; infinite
-    where it has not the memory, or no way to a neighbour."""
-    plan = state.plan
-    assert plan is not None  # noqa: S101 - the caller has looked
-    was, prediction = plan.places[rank].worker, plan.prediction
-    peers = [plan.places[other].worker for other in neighbours(plan, rank)]
-    if not all(roster.connectable(worker, peer) for peer in peers):
-        return inf
-    seconds = 0.0
-    if prediction is not None:
-        stage = prediction.stages[rank]
-        if stage.memory_bytes > fleet[worker].memory_limit_bytes:
-            return inf
-        usual = [_unit_s(fleet[w]) for w in (was, *(place.worker for place in plan.places)) if w in fleet]
-        reference = next(filter(None, usual), 0.0)
-        seconds = stage.compute_s * (_unit_s(fleet[worker]) / reference if reference else 1.0)
-    sent = (
-        {(link.source, link.target): link.bytes_per_step for link in prediction.links} if prediction else {}
-    )
-    for peer in peers:
-        for pair, old in (((worker, peer), (was, peer)), ((peer, worker), (peer, was))):
-            link = roster.links.table.get(*pair) or UNKNOWN
-            if link.bandwidth_bps <= MIN_BANDWIDTH_BPS:
-                return inf
-            seconds += 8 * sent.get(old, 0) / link.bandwidth_bps + link.latency_s
-    return seconds
-
-
-def _unit_s(device: Device) -> float:
-    """Return the seconds of all timed ops, the same ones on every device of a job; 0 where none were."""
-    return device.scale * sum(forward + backward for forward, backward in device.timings.values())

@@ -30,6 +30,7 @@ from coordinator.messages.jobs import (
 from coordinator.pipeline import reconfigure
 from coordinator.pipeline.assigning import neighbours, repetition
 from coordinator.pipeline.digests import Difference, Verdict, compare, drawn, judge
+from coordinator.pipeline.successors import alike
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
@@ -194,9 +195,11 @@ class SpotChecks:
                 case = None
         if case is None:
             return
+        # Who is timing ops would not answer: it may be about to join the plan.
+        ops = self.effects.roster.ops
         heard = {worker for worker, _ in case.opinions}
-        for worker in reconfigure.alike(state, self.effects.roster, case.rank, case.device_class):
-            if worker not in heard and worker not in case.workers:
+        for worker in alike(state, self.effects.roster, case.rank, case.device_class):
+            if worker not in heard and worker not in case.workers and not ops.asked(worker):
                 self._start(state, case, worker)
                 return
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from coordinator.messages.jobs import STEPPING, JobState, Standby
 from coordinator.pipeline.assigning import neighbours
 from coordinator.pipeline.loss_cost import LossCost, loss_costs
-from coordinator.pipeline.reconfigure import not_repeatable, seconds_of
+from coordinator.pipeline.reconfigure import not_repeatable
+from coordinator.pipeline.successors import seconds_of
 
 if TYPE_CHECKING:
     from coordinator.membership.roster import Roster

@@ -22,8 +22,10 @@ from coordinator.pipeline.driver import PipelineDriver
 from coordinator.storage.graph_store import leaf_metas
 
 if TYPE_CHECKING:
-    from atoll.opdag import StateMeta
+    from atoll.opdag import StateMeta, TensorMeta
+    from atoll.plan import Plan
     from coordinator.federated.state import FederationState
+    from coordinator.messages.instructions import StageCopy
     from coordinator.messages.jobs import JobState
     from coordinator.scheduler import Scheduler
     from coordinator.storage.graph_store import GraphStore
@@ -60,7 +62,7 @@ class StageRole:
     def allowance(self) -> Allowance:
         """Its part of some checkpoints."""
         metas = [state.meta for state in self.leaves().values()]
-        once = sum(m.nbytes + 4 * OPTIMIZER_TENSORS * m.elements + HEADER_BYTES for m in metas)
+        once = sum(map(most_bytes, metas))
         return Allowance(CHECKPOINTS * once, CHECKPOINTS * len(metas))
 
     def snapshot(self) -> frozenset[str]:
@@ -73,12 +75,41 @@ class StageRole:
 
     def leaves(self) -> dict[str, StateMeta]:
         """Declared states of the tensors that its stage reads."""
-        plan = self.state.plan
-        assert plan is not None  # noqa: S101 - it holds a stage of one
-        both = self.graphs.programs(plan)
-        mine = (both.train[self.stage], *both.evaluation[self.stage : self.stage + 1])
-        states, tensors = leaf_metas(mine, self.graphs.graphs(plan.dag_hash, plan.eval_dag_hash).states())
-        return {name: states[name] for name in tensors}
+        assert self.state.plan is not None  # noqa: S101 - it holds a stage of one
+        return leaves_of(self.graphs, self.state.plan, self.stage)
+
+
+def leaves_of(graphs: GraphStore, plan: Plan, stage: int) -> dict[str, StateMeta]:
+    """Return the declared states of the tensors that a stage reads."""
+    both = graphs.programs(plan)
+    mine = (both.train[stage], *both.evaluation[stage : stage + 1])
+    states, tensors = leaf_metas(mine, graphs.graphs(plan.dag_hash, plan.eval_dag_hash).states())
+    return {name: states[name] for name in tensors}
+
+
+def most_bytes(meta: TensorMeta) -> int:
+    """Return the bound of a tensor's file with its optimizer state."""
+    return meta.nbytes + 4 * OPTIMIZER_TENSORS * meta.elements + HEADER_BYTES
+
+
+@dataclass(frozen=True)
+class KeeperRole:
+    """An idle worker that keeps copies of stages; it puts nothing."""
+
+    copies: tuple[StageCopy, ...]
+    graphs: GraphStore
+
+    def named(self) -> frozenset[str]:
+        """The blobs of those stages' tensors."""
+        return frozenset(
+            copy.tensors[name]
+            for copy in self.copies
+            for name in leaves_of(self.graphs, copy.plan, copy.stage)
+        )
+
+    def allowance(self) -> Allowance:
+        """Nothing."""
+        return Allowance(0, 0)
 
 
 @dataclass(frozen=True)
@@ -101,7 +132,7 @@ class ClientRole:
         return Allowance(dense + margin, 1)
 
 
-Role = StageRole | ClientRole
+Role = StageRole | KeeperRole | ClientRole
 
 
 def role_of(scheduler: Scheduler, graphs: GraphStore, worker: str) -> Role | None:
@@ -109,6 +140,14 @@ def role_of(scheduler: Scheduler, graphs: GraphStore, worker: str) -> Role | Non
     known = scheduler.roster.workers.get(worker)
     job = known.member.job if known is not None else ""
     driver = scheduler.driver_of(job)
+    if known is not None and known.idle:
+        kept = [
+            driver.beside.copies.of(worker)
+            for driver in scheduler.drivers
+            if isinstance(driver, PipelineDriver)
+        ]
+        copies = tuple(copy for some in kept for copy in some)
+        return KeeperRole(copies, graphs) if copies else None
     if driver is None or scheduler.jobs[job].phase in ENDED or not driver.uses(job, worker):
         return None
     match driver:
@@ -116,7 +155,7 @@ def role_of(scheduler: Scheduler, graphs: GraphStore, worker: str) -> Role | Non
             return ClientRole(driver.jobs[job])
         case PipelineDriver():
             state = driver.jobs[job]
-            rank, case = state.rank_of(worker), driver.checks.case_of(job, worker)
+            rank, case = state.rank_of(worker), driver.beside.checks.case_of(job, worker)
             if case is not None:  # beside the plan it loads what the rank had then
                 rank, state = case.rank, replace(state, source=case.source)
             if state.plan is None or rank is None:

@@ -69,10 +69,10 @@ def job_update(
         update.stages.extend(_stages(state, step_s))
         update.links.extend(carried(scheduler, state))
         if isinstance(driver, PipelineDriver):
-            update.spot_checks = driver.checks.words(state)
+            update.spot_checks = driver.beside.checks.words(state)
         costs = loss_costs(state, scheduler.ledger.jobs[job], scheduler.roster) if with_costs else []
         for stage, cost in zip(update.stages, costs, strict=False):
-            stage.replace_s, stage.replace_why = cost.seconds, cost.why
+            stage.replace_s, stage.replace_why, stage.copy = cost.seconds, cost.why, cost.copy
         for rank, standby in sorted(state.standbys.items()):
             update.stages[rank].standby = standby.worker
             update.stages[rank].standby_why = standby_words(state, standby)

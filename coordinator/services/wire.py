@@ -15,6 +15,7 @@ from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import MOST_REPLAYED
 from coordinator.planning.costs.op_seconds import Probe
+from coordinator.services.blob_rights import leaves_of, most_bytes
 from coordinator.storage.graph_store import GraphStore, leaf_metas
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
@@ -39,6 +40,8 @@ MAX_MOVED_BYTES = 1 << 44
 MAX_DRAWN = 4096  # clients of a round
 MAX_TERMS = 64  # of a host's sums
 MAX_WHY_CHARS = 200  # a client
+MAX_COPIES = 1024  # of one worker
+MAX_COPY_NAME_CHARS = 200
 
 # ---------------------------------------------------------------- from a worker
 
@@ -71,6 +74,19 @@ def introduction_from(m: pb.Introduction) -> ev.Introduction:
         datasets=datasets_from_proto(m.datasets),
         held=_held(m.held) if m.HasField("held") else None,
         guest=_guest(m.guest) if m.HasField("guest") else ev.UNLIMITED,
+        copies=tuple(_copy_held(copy) for copy in bounds.count("copies", m.copies, MAX_COPIES)),
+        copy_bytes=m.copy_bytes,
+    )
+
+
+def _copy_held(m: pb.CopyHeld) -> ev.CopyHeld:
+    return ev.CopyHeld(
+        bounds.name("job", m.job, LIMITS),
+        clean(m.name, MAX_COPY_NAME_CHARS),
+        _moved("bytes of a copy", m.bytes),
+        _moved("fetched bytes of a copy", m.fetched_bytes),
+        _seconds("took_s", m.took_s),
+        clean(m.error, MAX_REASON_CHARS),
     )
 
 
@@ -246,7 +262,8 @@ def _loaded(m: pb.Loaded) -> ev.Loaded:
         for e in bounds.count("clients of a population", m.clients, MAX_CLIENTS)
     }
     digests = tuple(map(_digest, bounds.count("repeated steps", m.repeated_digests, 2 * MOST_REPLAYED)))
-    return ev.Loaded(m.job, m.plan_version, m.took_s, clean(m.population, 64), clients, digests)
+    population, fetched_s = clean(m.population, 64), _seconds("fetched_s", m.fetched_s)
+    return ev.Loaded(m.job, m.plan_version, m.took_s, population, clients, digests, fetched_s)
 
 
 def _client_evaluated(m: pb.ClientEvaluated) -> ev.ClientEvaluated:
@@ -303,6 +320,7 @@ _READERS: dict[str, Callable[[Any], ev.PeerMessage]] = {
     "client_evaluated": _client_evaluated,
     "client_failed": _client_failed,
     "consent": _consent,
+    "copy_held": _copy_held,
     "leaving": lambda m: ev.Leaving(clean(m.reason, MAX_REASON_CHARS)),
 }
 
@@ -318,7 +336,7 @@ def no_way(peer: str, use: do.RelayUse) -> None:
 
 
 def to_worker(message: do.Message, graphs: GraphStore, way: Way = no_way) -> pb.ToWorker:
-    """The pb2 form of what the scheduler wants said. Reads DAGs for Assign and ProbeOps."""
+    """The pb2 form of what the scheduler wants said. Reads DAGs for Assign, KeepCopies and Participate."""
     match message:
         case do.StepCommit():
             return pb.ToWorker(commit=_commit(message))
@@ -377,6 +395,9 @@ def to_worker(message: do.Message, graphs: GraphStore, way: Way = no_way) -> pb.
         case do.ExpectPeer():
             expected = _peer(message.peer, message, way)
             return pb.ToWorker(expect_peer=pb.ExpectPeer(peer=expected, dial=message.dial))
+        case do.KeepCopies(copies):
+            kept = [_copy(copy, graphs) for copy in copies]
+            return pb.ToWorker(keep_copies=pb.KeepCopies(copies=kept))
         case do.Assign():
             return pb.ToWorker(assign=_assign(message, graphs, way))
         case do.Reconfigure():
@@ -446,6 +467,7 @@ def _assign(message: do.Assign, graphs: GraphStore, way: Way) -> pb.Assign:
         metas=state_to_proto(states),
         data=to_proto(message.spec.data),
         first_step=message.first_step,
+        holders=[pb.ExpectPeer(peer=_peer(h.peer, h, way), dial=h.dial) for h in message.holders],
     )
     if both.evaluation:
         assign.eval_program.CopyFrom(to_proto(both.evaluation[stage]))
@@ -454,6 +476,16 @@ def _assign(message: do.Assign, graphs: GraphStore, way: Way) -> pb.Assign:
     if message.replay is not None:
         assign.replay.CopyFrom(_replay(message.replay))
     return assign
+
+
+def _copy(copy: do.StageCopy, graphs: GraphStore) -> pb.StageCopy:
+    """The blobs of a stage's tensors, each once, with the most bytes that it may have."""
+    most: dict[str, int] = {}
+    for name, state in leaves_of(graphs, copy.plan, copy.stage).items():
+        blob = copy.tensors[name]
+        most[blob] = max(most.get(blob, 0), most_bytes(state.meta))
+    blobs = [pb.BlobRef(hash=blob, size=size) for blob, size in most.items()]
+    return pb.StageCopy(job=copy.job, name=copy.name, blobs=blobs)
 
 
 def _replay(replay: do.Replay) -> pb.Replay:

@@ -275,7 +275,10 @@ class WorkService(rpc.WorkServicer):
         if not current(role.state, message.version):
             return message
 
+        n_bytes = 0
+
         def look() -> tuple[str, str]:
+            nonlocal n_bytes
             absent = [name for name, blob in message.tensors.items() if not shell.blobs.has(blob)]
             if absent:
                 return f"{len(absent)} of its blobs are not in the store, first {absent[0]!r}", ""
@@ -284,6 +287,7 @@ class WorkService(rpc.WorkServicer):
             lacking = role.snapshot() - message.tensors.keys()
             if lacking:
                 return "", f"{len(lacking)} tensors of its stage are not in it, first {min(lacking)!r}"
+            n_bytes = sum(map(shell.blobs.held, set(message.tensors.values())))
             forged = shell.graphs.forged(message.tensors, role.leaves())
             if forged and not all(map(shell.blobs.has, message.tensors.values())):
                 return forged, ""  # it rotted here, and is dropped
@@ -291,7 +295,7 @@ class WorkService(rpc.WorkServicer):
 
         error, forged = await asyncio.to_thread(look)
         if not error and not forged:
-            return message
+            return replace(message, n_bytes=n_bytes)
         return ev.StateStored(message.job, message.version, message.step, {}, error, forged)
 
     async def _converted(self, worker: str, message: do.Message) -> pb.ToWorker | None:
@@ -310,7 +314,7 @@ class WorkService(rpc.WorkServicer):
                 lambda: probe_ops_message(message, dict(shell.graphs.graphs(*dags).probes))
             )
         way = partial(shell.relays.way, worker) if shell.relays is not None else no_way
-        if isinstance(message, do.Assign | do.Participate):
+        if isinstance(message, do.Assign | do.Participate | do.KeepCopies):
             return await asyncio.to_thread(to_worker, message, shell.graphs, way)
         return to_worker(message, shell.graphs, way)
 

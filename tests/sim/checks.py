@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 EXCUSES = (
     "no idle worker can take over",  # which is looked at
-    "lack each other's messages",
+    "too few idle workers can take over",  # and so is this
+    "all stages are lost at once",
     "not all stages were loaded",
     "(lost ",  # a peer that is still there: the link between two is cut
     "the disk is full",
@@ -144,13 +145,13 @@ class Checks:
         excuse = next((known for known in EXCUSES if known in reason), "")
         if not excuse:
             raise Violation(f"{job} takes back {record.steps - record.last_checkpoint.step} steps: {reason}")
-        if excuse == EXCUSES[0]:
+        if excuse in EXCUSES[:2]:
             known, now_s = coordinator.scheduler.roster, self.world.clock.now_s
             mine = {place.worker for place in record.plan.places} if record.plan is not None else set()
             spare = [
                 w for w in known.idle() if w not in mine and known.workers[w].member.since_s < now_s - 0.5
             ]
-            if spare:
+            if len(spare) > EXCUSES.index(excuse):
                 raise Violation(f"{job} takes back steps though {spare} could take over: {reason}")
 
     def _commit(self, coordinator: Coordinator, commit: do.StepCommit) -> None:
@@ -172,9 +173,9 @@ class Checks:
         losses = self.references[fact.job][1]
         if fact.loss != losses[fact.step] and not self.world.misled:
             raise Violation(f"{fact.job}: step {fact.step} is not that of an undisturbed run")
-        plan = coordinator.shadow.jobs[fact.job].plan  # the newest that is durable
-        assert plan is not None
-        missing = {place.worker for place in plan.places} - self.ready[fact.job, fact.version, fact.step]
+        plan = coordinator.shadow.jobs[fact.job].plan  # the scheduler may know of another by now
+        ranks = {place.worker for place in plan.places} if plan is not None else set()
+        missing = ranks - self.ready[fact.job, fact.version, fact.step]
         if missing:
             raise Violation(f"{fact.job} records step {fact.step} without {sorted(missing)}")
         self.committed[fact.job] = max(self.committed.get(fact.job, -1), fact.step)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
+from coordinator.messages.jobs import BESIDE
 from coordinator.pipeline.machine import clip_scale
 from coordinator.pipeline.relink import version_at
 from tests.sim.clock import Process, digest
@@ -30,11 +31,15 @@ if TYPE_CHECKING:
 
 STEP_S = 0.4
 LOAD_S = 0.6
+WARM_S = 0.1  # the same where every tensor is on this machine's disk
+FETCH_S = 0.3  # a copy, in the background
+TENSOR_BYTES = 100_000
 APPLY_S = 0.03
 STORE_S = 0.5
 EVALUATE_S = 0.1
 ROUND_S = 1.0
 REPEAT_S = 0.1  # a step that is repeated
+AGAIN_S = 1.0  # until a neighbour that may not have heard of the plan is asked again
 RECONFIGURE_S = 0.05
 
 
@@ -142,6 +147,7 @@ class Machine(Process):
     poison: bool = field(default=False, kw_only=True)
     slanders: bool = field(default=False, kw_only=True)
     diverges_at: float = field(default=math.inf, kw_only=True)
+    disk: set[str] = field(default_factory=set, kw_only=True)  # blobs, whatever becomes of the process
     cheats_from: float = field(default=math.inf, kw_only=True)
     slips: bool = field(default=False, kw_only=True)
 
@@ -168,12 +174,15 @@ class Bench:
     has: Callable[[do.Assign, str], bool]  # whether the store has a blob
     applied: Callable[[str, int, int], None]  # job, version, step: for the checks
     reaches: Callable[[str], bool]  # whether a peer is there
+    tell: Callable[[ev.CopyHeld], None] = lambda held: None  # the coordinator, of copies
     held: Held | None = None
     repeats: Held | None = None  # a stage on its way to the step in flight
     standby: bool = False  # ... that repeats every later step as well
     queue: deque[todo.RepeatStep | todo.Reconfigure] = field(default_factory=deque)  # of a standby
     log: SendLog = field(default_factory=SendLog)
     joined: str = ""
+    copies: dict[str, ev.CopyHeld] = field(default_factory=dict)
+    warm: list[bool] = field(default_factory=list)  # of each stage that was loaded, but for spot checks
     inbox: dict[Key, str] = field(default_factory=dict)
     kept: dict[Key, str] = field(default_factory=dict)  # what neighbours send again
     running: tuple[str, int, int] | None = None
@@ -185,6 +194,10 @@ class Bench:
     _due: bool = False  # the step under way has computed for long enough to send something
     _turn: int = 0
     _computed_s: float = 0.0  # since the step under way was asked for
+    _went: str | None = None  # forwards, in the step that is repeated
+    _wanted: list[Wanted] = field(default_factory=list)  # of steps that are repeated here as well
+    _loading: bool = False
+    _order: int = 0  # of copies
 
     def obey(self, instruction: todo.Instruction) -> None:
         """Carry out one instruction; what takes time answers with an event."""
@@ -213,6 +226,7 @@ class Bench:
             case todo.DropStage(job, version):
                 self._stop()
                 self.held, self.joined, self.log = None, "", SendLog(most=self.log.most)
+                self._wanted.clear()
                 self._forget(lambda key: key[0] == job and key[1] <= version)
             case todo.ChangeLinks():
                 pass
@@ -244,7 +258,7 @@ class Bench:
     def _stop(self) -> None:
         self._turn += 1
         self.running = self.repeats = None
-        self._asking = self._said_loaded = self.standby = False
+        self._asking = self._said_loaded = self.standby = self._loading = False
         self.queue.clear()
 
     def _forget(self, which: Callable[[Key], bool]) -> None:
@@ -270,25 +284,64 @@ class Bench:
 
     def _load(self, work: do.Assign) -> None:
         self._stop()
+        self._loading = True
         spec, place = work.spec, work.plan.places[work.rank]
         stage = work.plan.stages[place.stage]
         names = sorted(spec.tensors)[stage.start : stage.stop]
         blobs = {name: work.tensors.get(name) or spec.tensors[name] for name in names}
+        warm = self.process.disk.issuperset(blobs.values())
+        first = work.replay.first_step if work.replay is not None else work.first_step
+        self.log = SendLog(work.job, first, self.log.most)
+        self._wanted.clear()
 
         def loaded() -> None:
-            gone = [blob for blob in blobs.values() if not self.has(work, blob)]
+            disk = self.process.disk
+            gone = [blob for blob in blobs.values() if blob not in disk and not self.has(work, blob)]
             if gone:
                 reason = f"blob {gone[0][:8]} is not there"
                 self.post(e.StageBroke(work.job, work.plan.version, work.first_step, reason))
                 return
-            first = work.replay.first_step if work.replay is not None else work.first_step
-            self.log = SendLog(work.job, first, self.log.most)
             self.kept.clear()
+            self._loading = False
+            if work.plan.version < BESIDE:
+                self.warm.append(warm)
             self.repeats = Held(work, work.plan, blobs, first, first)
             self.standby = work.replay is not None and work.replay.standby
             self._repeat()
 
-        self._later(LOAD_S, loaded)
+        self._later(WARM_S if warm else LOAD_S, loaded)
+
+    # ------------------------------------------------------------ copies
+
+    def keep(self, copies: tuple[do.StageCopy, ...]) -> None:
+        """Keep these copies and no others, as soon as there is time for that."""
+        self._order += 1
+        self.copies = {}
+        self._keep_next(copies, self._order)
+
+    def _keep_next(self, copies: tuple[do.StageCopy, ...], order: int) -> None:
+        if order != self._order or not copies:
+            return
+        if self.held is not None or self.repeats is not None or self._loading:
+            self.process.after(FETCH_S, lambda: self._keep_next(copies, order))
+            return
+        self.process.after(FETCH_S, lambda: self._kept(copies, order))
+
+    def _kept(self, copies: tuple[do.StageCopy, ...], order: int) -> None:
+        if order != self._order:
+            return
+        copy, *rest = copies
+        cut = copy.plan.stages[copy.stage]
+        blobs = [copy.tensors[name] for name in sorted(copy.tensors)[cut.start : cut.stop]]
+        new = [blob for blob in blobs if blob not in self.process.disk]
+        self.process.disk.update(blobs)
+        n_bytes, came = len(blobs) * TENSOR_BYTES, len(new) * TENSOR_BYTES
+        held = ev.CopyHeld(copy.job, copy.name, n_bytes, came, FETCH_S if new else 0.0)
+        self.copies[copy.name] = held
+        self.tell(held)
+        self._keep_next(tuple(rest), order)
+
+    # ------------------------------------------------------------ other workers for some stages
 
     def _reconfigure(self, job: str, version: int, step: int, work: do.Reconfigure) -> None:
         held = self.held
@@ -330,11 +383,18 @@ class Bench:
         if held.step >= work.first_step and not self._goes_on(held):
             return
         self._asking = True
-        self._asked_s = self.process.clock.now_s
-        for forwards, peer in held.neighbours.items():
-            self.send(peer, Wanted(self.process.name, work.job, self._era(held), held.step, forwards))
-        if not held.neighbours:
-            self._later(REPEAT_S, self._repeated)
+        self._asked_s, self._went = self.process.clock.now_s, None
+        self._ask(held, held.step)
+        self._go_on()
+
+    def _ask(self, held: Held, step: int) -> None:
+        """Ask for what is missing of the step, and again where nobody answers."""
+        if held is not self.repeats or held.step != step or not self._asking:
+            return
+        for forwards in self._missing(held):
+            peer = held.neighbours[forwards]
+            self.send(peer, Wanted(self.process.name, held.work.job, self._era(held), step, forwards))
+        self.process.after(AGAIN_S, lambda: self._ask(held, step))
 
     def _goes_on(self, held: Held) -> bool:
         """Do what a standby has heard: True where that is to repeat a step."""
@@ -362,8 +422,10 @@ class Bench:
 
     def _answered(self, answer: Kept) -> None:
         held = self.repeats
-        if held is None or not self._asking or (answer.job, answer.step) != (held.work.job, held.step):
+        if held is None or not self._asking:
             return
+        if (answer.job, answer.version, answer.step) != (held.work.job, self._era(held), held.step):
+            return  # to somebody that this process was before
         self.progress += 1
         if answer.value is None:
             reason = f"a message of step {answer.step} has left the send log"
@@ -371,11 +433,10 @@ class Bench:
             self.post(e.StageBroke(held.work.job, held.work.plan.version, held.work.first_step, reason))
             return
         key = (answer.job, answer.version, answer.step, answer.forwards)
-        if key in self.kept:
-            return
+        if answer.forwards not in self._missing(held):
+            return  # it is here, or was asked for while another stage was
         self.kept[key] = answer.value
-        if not self._missing(held):
-            self._later(REPEAT_S, self._repeated)
+        self._go_on()
 
     def _missing(self, held: Held) -> list[bool]:
         """Return which messages of the step that is repeated are not here."""
@@ -388,8 +449,22 @@ class Bench:
         waited_s = self.process.clock.now_s - self._asked_s
         return ev.Waits(held.neighbours[missing[0]], "replay", held.step, waited_s)
 
+    def _go_on(self) -> None:
+        """Compute the forward of the step that is repeated once its input is here, the rest with its loss."""
+        held = self.repeats
+        assert held is not None
+        job, step, version = held.work.job, held.step, self._era(held)
+        if self._went is None:
+            given = digest("batch", step) if held.stage == 0 else self.kept.get((job, version, step, True))
+            if given is None:
+                return
+            self._went = forward(given, held.tensors, sorted(held.tensors))
+            self._record(version, step, True, self._went)
+        if not self._missing(held):
+            self._later(REPEAT_S, self._repeated)
+
     def _repeated(self) -> None:
-        """Do a step once more from what the neighbours sent in it, and apply it as it was."""
+        """End a step that is repeated, and apply it as it was."""
         held = self.repeats
         assert held is not None
         assert held.work.replay is not None
@@ -401,10 +476,9 @@ class Bench:
             assert isinstance(order, todo.RepeatStep)
             scale = order.gradient_scale
         given = digest("batch", step) if held.stage == 0 else self.kept[job, version, step, True]
-        value = forward(given, held.tensors, sorted(held.tensors))
-        loss = value if held.last else self.kept[job, version, step, False]
-        self.log.add(version, step, True, value)
-        self.log.add(version, step, False, loss)
+        loss = self._went if held.last else self.kept[job, version, step, False]
+        assert loss is not None
+        self._record(version, step, False, loss)
         taken = "" if held.last else loss
         loss = digest("slip", loss) if self.process.slips else loss
         held.digests.append(told(held.tensors, step, loss, given, taken))
@@ -417,10 +491,22 @@ class Bench:
             self._snapshot(held, version, step)
         self._repeat()
 
+    def _record(self, version: int, step: int, forwards: bool, value: str) -> None:
+        """Log a message that is sent to who repeats the step as well."""
+        self.log.add(version, step, forwards, value)
+        wanted, self._wanted = self._wanted, []
+        for one in wanted:
+            self._asked(one)
+
     def _asked(self, wanted: Wanted) -> None:
-        """Send again what was sent in a step."""
+        """Send again what was sent in a step; who repeats it as well does so when it is there."""
         value = self.log.find(wanted)
-        self.send(wanted.by, Kept(wanted.job, wanted.version, wanted.step, wanted.forwards, value))
+        if self.log.job != wanted.job:
+            return  # it has not heard of the plan: who asks does so again
+        if value is None and self.held is None:
+            self._wanted.append(wanted)
+        else:
+            self.send(wanted.by, Kept(wanted.job, wanted.version, wanted.step, wanted.forwards, value))
 
     def peer_lost(self, peer: str, reason: str) -> None:
         """A peer that is to send messages again is gone."""

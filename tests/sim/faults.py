@@ -50,6 +50,17 @@ class Crash(OnWorker):
 
 
 @dataclass(frozen=True)
+class Outage(Crash):
+    """The same of two workers at once, in one house whose power fails."""
+
+    other: str = ""
+
+    def strike(self, world: World) -> None:
+        super().strike(world)
+        Crash(self.at_s, self.seconds, self.other).strike(world)
+
+
+@dataclass(frozen=True)
 class Freeze(OnWorker):
     """Stopped, as a laptop that sleeps; its peers notice its silence."""
 
@@ -261,7 +272,7 @@ class Repeats(Fault):
 WEIGHTS: dict[type[Fault], int] = {
     Crash: 6, Freeze: 3, Slow: 2, Leave: 1, Partition: 3, CutOff: 3, BreakStreams: 4, KillCoordinator: 3,
     ClockJump: 1, FreezeCoordinator: 1, SlowDisk: 1, FullDisk: 1, LossyWeather: 1, Repeats: 4,
-    Hang: 1, Lie: 1, SilentLink: 1, Poison: 1,
+    Hang: 1, Lie: 1, SilentLink: 1, Poison: 1, Outage: 1,
 }  # fmt: skip
 """What a run may draw beside a ``TakeOver``."""
 
@@ -277,7 +288,7 @@ def drawn(random: Random, workers: list[str], within_s: float, most: int = 6) ->
         at_s = round(random.random() * max(1.0, within_s - seconds), 2)
         if kind is BreakStreams:
             found.append(BreakStreams(at_s, 0.0, random.choice(workers), random.random() < 0.3))
-        elif kind in (Lie, SilentLink):
+        elif kind in (Lie, SilentLink, Outage):
             found.append(kind(at_s, seconds, *random.sample(workers, 2)))
         elif issubclass(kind, OnWorker):
             found.append(kind(at_s, seconds, random.choice(workers)))

@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import PlanAdopted, Reconfigured, from_record
-from tests.sim.faults import Fault, Poison, Slander, Slow
+from tests.sim.faults import Fault, KillCoordinator, Poison, Slander, Slow
 from tests.sim.world import Scenario, World, pipeline_job
 
 
@@ -152,6 +152,22 @@ def test_a_model_that_diverges_ends_its_job(workers: int) -> None:
     assert "the last good checkpoint is of step 9; lower the learning rate" in found.reason
     assert found.quarantined == []
     assert len(found.plans()) <= 4
+
+
+@pytest.mark.parametrize("after_s", [0.3, 0.7, 1.1, 1.5, 1.9, 2.5, 3.2, 4.0])
+def test_a_doubt_that_a_restart_forgets_costs_no_more_than_the_tries_before_it(after_s: float) -> None:
+    """No try is ever committed, and one that is forgotten makes nobody less suspect (decision 043)."""
+    broken = world(Poison(8.0, 0.0, "w1"), KillCoordinator(8.0 + after_s, 0.1), workers=6)
+    broken.run_job()
+    assert broken.outcome == "finished"
+    assert "w1" not in broken.plans()[-1]
+    model = world(KillCoordinator(9.0 + after_s, 0.1), workers=6)
+    for worker in model.workers.values():
+        worker.diverges_at = 10
+    model.run_job()
+    assert model.outcome == "failed"
+    assert "loss became nan at step 11" in model.reason
+    assert len(model.plans()) <= 4 + 3, "those of before, and as many as without a restart"
 
 
 def test_one_worker_alone_is_tried_twice() -> None:

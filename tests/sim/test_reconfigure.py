@@ -7,7 +7,17 @@ from random import Random
 import pytest
 
 from coordinator.messages.facts import PlanAdopted, Reconfigured, StepCommitted, from_record
-from tests.sim.faults import Crash, CutOff, Fault, Freeze, Hang, KillCoordinator, Leave, Partition
+from tests.sim.faults import (
+    Crash,
+    CutOff,
+    Fault,
+    Freeze,
+    Hang,
+    KillCoordinator,
+    Leave,
+    Outage,
+    Partition,
+)
 from tests.sim.world import Scenario, World, violation_of
 
 JOB = "job-1"
@@ -60,6 +70,49 @@ def test_the_newcomer_dies_while_it_loads(delay_s: float) -> None:
 def test_the_coordinator_dies_while_a_newcomer_loads(delay_s: float) -> None:
     faults = (Crash(LOADED_S + 1.0, 0.0, "w1"), KillCoordinator(round(LOADED_S + 1.0 + delay_s, 2), 0.2))
     ran(Scenario(seed=4, workers=5, faults=faults))
+
+
+@pytest.mark.parametrize("pair", [("w0", "w1"), ("w1", "w2"), ("w0", "w2")])
+@pytest.mark.parametrize("seed", range(2))
+def test_two_that_are_lost_at_once_repeat_together(seed: int, pair: tuple[str, str]) -> None:
+    at_s = round(LOADED_S + 5.0 * Random(seed).random(), 3)
+    _, moves = ran(Scenario(seed=seed, workers=5, faults=(Outage(at_s, 0.0, *pair),)))
+    assert {rank for fact in moves for rank in fact.newcomers} == {int(worker[1]) for worker in pair}
+
+
+@pytest.mark.parametrize("kind", [Leave, Freeze, Partition])
+@pytest.mark.parametrize("delay_s", [0.1, 0.7, 1.5])
+def test_a_neighbour_is_lost_while_the_first_newcomer_loads(kind: type[Fault], delay_s: float) -> None:
+    """However it is lost; where both are back before anybody noticed, nobody has to take over."""
+    first, second = (
+        kind(round(LOADED_S + 1.9 + more_s, 3), 0.0 if kind is Leave else 9.0, worker)  # type: ignore[call-arg]
+        for more_s, worker in ((0.0, "w1"), (delay_s, "w2"))
+    )
+    _, moves = ran(Scenario(seed=5, workers=6, faults=(first, second)))
+    assert moves
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_all_stages_but_one_are_lost_at_once(seed: int) -> None:
+    """Three neighbours of four: the newcomers are a pipeline of their own beside whoever is left."""
+    random = Random(seed)
+    at_s, left = LOADED_S + 4.0 * random.random(), random.randrange(4)
+    lost = [f"w{at}" for at in range(4) if at != left]
+    faults: list[Fault] = [Crash(round(at_s + 0.4 * random.random(), 3), 0.0, worker) for worker in lost]
+    if seed % 3 == 0:
+        faults.append(KillCoordinator(round(at_s + 2.5 * random.random(), 3), 0.2))
+    scenario = Scenario(seed=seed, workers=8, stages=4, faults=tuple(faults))
+    _, moves = ran(scenario)
+    assert {rank for fact in moves for rank in fact.newcomers} == {0, 1, 2, 3} - {left}
+
+
+def test_all_stages_that_are_lost_at_once_send_the_job_back_to_its_checkpoint() -> None:
+    faults = tuple(Crash(LOADED_S + 2.0, 0.0, f"w{at}") for at in range(3))
+    why, world = violation_of(Scenario(seed=2, workers=7, faults=faults))
+    assert why == ""
+    assert world.coordinator.shadow.jobs[JOB].outcome == "finished"
+    facts = [from_record(record) for record in world.coordinator.folder.records]
+    assert len([fact for fact in facts if isinstance(fact, PlanAdopted)]) == 2
 
 
 @pytest.mark.parametrize("seed", range(6))

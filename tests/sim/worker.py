@@ -97,6 +97,7 @@ class Worker(Machine):
     obeyed: Callable[[str, Any, int, int], None] = field(default=lambda *_: None, kw_only=True)
     data: bool = field(default=True, kw_only=True)
     log_steps: int = field(default=1000, kw_only=True)  # that its send log has room for
+    copy_bytes: int = field(default=2**30, kw_only=True)  # that it lends to copies
     clock_off_s: float = field(default=0.0, init=False)
     session: Session = field(default_factory=Session, init=False)
     stream: Stream | None = field(default=None, init=False)
@@ -112,7 +113,14 @@ class Worker(Machine):
         self.session, self.stream, self._links, self._term = Session(), None, {}, 0
         self._idle_heartbeat_s, self._beaten_s = 0.0, self.clock.now_s
         self.bench = Bench(
-            self, self.hear, self._send_tensors, self._store, self._has, self._applied, self._reaches
+            self,
+            self.hear,
+            self._send_tensors,
+            self._store,
+            self._has,
+            self._applied,
+            self._reaches,
+            self._tell,
         )
         self.bench.log.most = self.log_steps
         self._connect()
@@ -216,6 +224,10 @@ class Worker(Machine):
         self.after(arrival_s - self.clock.now_s, hear)
 
     def _received(self, term: int, message: Any) -> None:
+        if isinstance(message, do.KeepCopies):
+            if not self.session.outdated:
+                self.bench.keep(message.copies)
+            return
         event = event_of(message)
         if event is None:
             return
@@ -231,7 +243,18 @@ class Worker(Machine):
     def _introduction(self) -> ev.Introduction:
         found = held(self.session)
         holds = None if found is None else ev.Held(*astuple(found))
-        return introduction(self.name, self.life, datasets=(DIGITS,) if self.data else (), held=holds)
+        return introduction(
+            self.name,
+            self.life,
+            datasets=(DIGITS,) if self.data else (),
+            held=holds,
+            copies=tuple(self.bench.copies.values()),
+            copy_bytes=self.copy_bytes,
+        )
+
+    def _tell(self, held: ev.CopyHeld) -> None:
+        if self.stream is not None:
+            self.stream.send(1, held)
 
     # ------------------------------------------------------------ peers and blobs
 

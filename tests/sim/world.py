@@ -60,6 +60,7 @@ class Scenario:
     federated: int = 0
     faults: tuple[Fault, ...] = ()
     log_steps: int = 1000  # that a send log has room for
+    stages: int = 3  # of a plan, at most
     standbys: int | None = 0  # as of ``JobSpec``
     steps: int = 16
 
@@ -116,7 +117,7 @@ class World:
             )
 
     def _coordinator(self, name: str, folder: Folder) -> Coordinator:
-        made = Coordinator(self.clock, name, network=self.network, folder=folder)
+        made = Coordinator(self.clock, name, network=self.network, folder=folder, stages=self.scenario.stages)
         made.recorded = partial(self.checks.recorded, made)
         made.performed = partial(self.checks.performed, made)
         return made

@@ -176,13 +176,29 @@ def test_a_download_stops_when_cancelled(store: Store, cache: BlobCache) -> None
 
 def test_the_cache_keeps_its_bound_and_what_is_needed_now(tmp_path: Path) -> None:
     cache = BlobCache(tmp_path, 250)
-    for at, name in enumerate(("a", "b", "c")):
-        cache.path(name).write_bytes(b"x" * 100)
+    a, b, c = (hashlib.sha256(seed * 100).hexdigest() for seed in (b"a", b"b", b"c"))
+    for at, (name, seed) in enumerate(((a, b"a"), (b, b"b"), (c, b"c"))):
+        cache.path(name).write_bytes(seed * 100)
         os.utime(cache.path(name), (at, at))
-    cache.trim(["a"])
-    assert cache.held("a") is None
-    assert cache.held("b") == 0
-    assert cache.held("c") is None
+    cache.trim([a])
+    assert cache.held(a) is None
+    assert cache.held(b) == 0
+    assert cache.held(c) is None
+
+
+def test_a_blob_that_rotted_on_the_disk_is_fetched_again_before_it_is_used(
+    store: Store, tmp_path: Path
+) -> None:
+    name, data = blob()
+    store.blobs[name] = data
+    folder = tmp_path / "blobs"
+    BlobFiles(store, BlobCache(folder, 1 << 20)).fetch({name: 1000}, Cancel())
+    before = (folder / name).stat()
+    (folder / name).write_bytes(data[:-1] + b"x")
+    os.utime(folder / name, (before.st_atime, before.st_mtime))
+    BlobFiles(store, BlobCache(folder, 1 << 20)).fetch({name: 1000}, Cancel())
+    assert (folder / name).read_bytes() == data
+    assert len(store.asked) == 2
 
 
 def test_an_upload_keeps_to_its_rate() -> None:

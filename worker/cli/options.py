@@ -138,6 +138,14 @@ class Limits:
             "over a neighbour; at most a quarter of what is free; default 1GiB; 0: none.",
         ),
     ] = None
+    copy_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Disk limit of stages' checkpoints that this worker keeps while idle, to take one over "
+            "at once; at most a quarter of what is free; default 4GiB; 0: none.",
+        ),
+    ] = None
     min_batch: Annotated[
         int | None,
         typer.Option(metavar="N", help="Minimum of own samples in each mean that leaves; default 3."),
@@ -157,7 +165,8 @@ class Limits:
     def given(self) -> dict[str, Any]:
         """Fields of the configuration; None where nothing was given."""
         found = asdict(self)
-        sizes = {"kept_bytes": found.pop("kept"), "send_log_bytes": found.pop("send_log_bytes")}
+        sizes = {"kept_bytes": found.pop("kept")}
+        sizes |= {name: found.pop(name) for name in ("send_log_bytes", "copy_bytes")}
         return found | {name: parse_size(size) if size else None for name, size in sizes.items()}
 
 

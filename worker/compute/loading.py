@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from atoll.rehearse import RehearsalLimits, rehearse
 from worker.blobs import most_bytes
@@ -25,14 +26,21 @@ if TYPE_CHECKING:
     from worker.machine.device import Device
 
 
+class Fetched(NamedTuple):
+    """What it took until a stage's tensors were on this machine's disk: bytes that were not before."""
+
+    seconds: float
+    n_bytes: int
+
+
 def load(
     assignment: Assignment, context: ComputeContext, cancel: Cancel, notice: Callable[[LongWait], None]
-) -> tuple[StageRun, Links]:
-    """Check, fetch, build and connect; raises the error that is reported to the coordinator."""
+) -> tuple[StageRun, Links, Fetched]:
+    """Check, fetch, build and connect. Raises the error that is reported to the coordinator."""
     check(assignment, context.worker)
     costs, device = _rehearse(assignment, context.device), torch_device(context.device)
     with context.spans.timed("load", assignment.first_step):
-        tensors = _tensors(assignment, context, cancel)
+        tensors, fetched = _tensors(assignment, context, cancel)
         stage = Stage(
             assignment.program,
             assignment.eval_program,
@@ -75,7 +83,7 @@ def load(
     except BaseException:
         run.close()
         raise
-    return run, links
+    return run, links, fetched
 
 
 def _rehearse(assignment: Assignment, device: Device) -> list[Mapping[int, OpCost]]:
@@ -91,7 +99,10 @@ def _rehearse(assignment: Assignment, device: Device) -> list[Mapping[int, OpCos
     return costs
 
 
-def _tensors(assignment: Assignment, context: ComputeContext, cancel: Cancel) -> dict[str, dict[str, Tensor]]:
+def _tensors(
+    assignment: Assignment, context: ComputeContext, cancel: Cancel
+) -> tuple[dict[str, dict[str, Tensor]], Fetched]:
+    """Return the stage's tensors, and what it took until they were on this machine's disk."""
     programs = [p for p in (assignment.program, assignment.eval_program) if p is not None]
     names = sorted({n for p in programs for n in (*p.parameters, *p.buffers, *p.constants)})
     wanted: dict[str, int] = {}
@@ -99,14 +110,21 @@ def _tensors(assignment: Assignment, context: ComputeContext, cancel: Cancel) ->
         blob = assignment.tensors[name]
         wanted[blob] = max(wanted.get(blob, 0), most_bytes(assignment.states[name]))
 
-    def progress(_: int) -> None:
+    came = 0
+
+    def progress(nbytes: int) -> None:
+        nonlocal came
+        came += nbytes
         context.progress.tick()
 
+    started_s = time.perf_counter()
     context.blobs.fetch(wanted, cancel, progress)
-    return {
+    fetched = Fetched(time.perf_counter() - started_s, came)
+    tensors = {
         name: tensor_blobs.load(context.blobs, name, assignment.tensors[name], assignment.states[name])
         for name in names
     }
+    return tensors, fetched
 
 
 def _feed(assignment: Assignment, context: ComputeContext) -> feed.Feed:

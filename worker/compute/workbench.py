@@ -247,7 +247,7 @@ class Workbench:
     def _load(self, work: Assignment, cancel: Cancel) -> None:
         started_s = time.perf_counter()
         self._drop()
-        run, links = load(work, self._context, cancel, self._report_waiting)
+        run, links, fetched = load(work, self._context, cancel, self._report_waiting)
         with self._lock:
             self._run, self._links = run, links
         # Cancelled in the meantime: links that did not exist yet could not be aborted.
@@ -255,9 +255,11 @@ class Workbench:
         digests = () if work.replay is None else self._replay(run, links, work.replay, cancel)
         took_s = time.perf_counter() - started_s
         log.info(
-            "stage.loaded", job=work.job, version=work.version, stage=work.stage, took_s=round(took_s, 3)
-        )
-        message = messages.loaded(work.job, work.version, took_s, digests=digests)
+            "stage.loaded",
+            job=work.job, version=work.version, stage=work.stage, took_s=round(took_s, 3),
+            fetched_s=round(fetched.seconds, 3), fetched_bytes=fetched.n_bytes,
+        )  # fmt: skip
+        message = messages.loaded(work.job, work.version, took_s, digests=digests, fetched_s=fetched.seconds)
         self._post(events.StageLoaded(work.job, work.version, message))
 
     def _replay(

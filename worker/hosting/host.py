@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -88,6 +88,7 @@ class HostPorts:
     batches: Batches
     post: Callable[[events.Event], None]
     send: Callable[[control.FromWorker], None]
+    fetch_from: Callable[[Sequence[PeerLink]], None] = lambda holders: None  # before the store is asked
 
 
 @dataclass
@@ -345,6 +346,7 @@ class ComputeHost:
         now.watch = OpWatch()
         self._links = work.links
         network.register(job, now.gate)
+        self._ports.fetch_from(work.holders)
         child.send(pb.ToCompute(load=assigned))
 
     def _reconfigure(self, asked: instructions.Reconfigure) -> None:

@@ -23,6 +23,7 @@ EXPLAINED = {
     "max_upload_mbit": "Most that checkpoint uploads take, in Mbit/s, within upload_mbit; 0: unlimited.",
     "kept_bytes": "Disk for client state between federated rounds.",
     "send_log_bytes": "Disk for what a stage sent since the newest checkpoint.",
+    "copy_bytes": "Disk for copies of stages' checkpoints, kept while idle.",
     "min_batch": "Least own samples in each mean that leaves.",
     "min_samples": "Least own samples behind a federated update.",
     "min_steps": "Least local steps behind a federated update.",

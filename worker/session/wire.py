@@ -43,6 +43,9 @@ MAX_SPANS_A_MESSAGE = 2000
 MAX_REASON_CHARS = 2000
 MAX_VERSION = (1 << 32) - 1
 MAX_STEP = (1 << 63) - 1
+MAX_HOLDERS = 16
+MAX_COPIES = 1024
+MAX_BLOB_BYTES = 1 << 44
 MAX_REPLAY, MAX_REPLAY_ERAS = 8192, 1024  # steps, and versions of theirs
 ANSWERED = frozenset({"assign", "reconfigure", "commit", "participate", "train_round", "evaluate_round"})
 """Messages that must be answered even when refused, or a job would wait for ever."""
@@ -50,10 +53,12 @@ ANSWERED = frozenset({"assign", "reconfigure", "commit", "participate", "train_r
 
 @dataclass(frozen=True, slots=True)
 class AssignedStage:
-    """A stage to load, as it was assigned: the compute process alone looks into ``message``."""
+    """A stage to load, as it was assigned: the compute process alone looks into ``message``. ``holders``: who
+    keeps copies of its tensors, the nearest first."""
 
     message: pb.Assign
     links: tuple[PeerLink, ...]
+    holders: tuple[PeerLink, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,22 @@ class PeerRevoked:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyAsked:
+    """A stage's part of a checkpoint to be kept on disk; ``blobs``: with the most bytes that each has."""
+
+    job: str
+    name: str
+    blobs: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class CopiesAsked:
+    """All copies that this worker is to keep; not an event of the session."""
+
+    copies: tuple[CopyAsked, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StandbysExpected:
     """Workers that repeat the steps of neighbours' ranks, by name; not an event of the session."""
 
@@ -107,18 +128,19 @@ class AuthoritiesNamed:
     left_s: float
 
 
+Beside = PeerExpected | PeerRevoked | CopiesAsked | StandbysExpected | AuthoritiesNamed
+"""What the coordinator says that no session has to do with."""
+
+
 # ---------------------------------------------------------------- from the coordinator
 
 
-FromCoordinator = events.Event | PeerExpected | PeerRevoked | StandbysExpected | AuthoritiesNamed
-
-
-def event_from(message: pb.ToWorker) -> FromCoordinator:
+def event_from(message: pb.ToWorker) -> events.Event | Beside:
     """The event that a message stands for. Raises BadFrame when it breaks a bound."""
     body = message.WhichOneof("body")
     if body is None:
         raise BadFrame("the coordinator sent a message of a kind this worker does not know; update it")
-    event: FromCoordinator = _READERS[body](getattr(message, body))
+    event: events.Event | Beside = _READERS[body](getattr(message, body))
     return event
 
 
@@ -158,8 +180,30 @@ def _assign(m: pb.Assign) -> events.Assign:
     peers = frozenset(link.worker for link in links)
     job = bounds.name("job", m.job, DEFAULT_LIMITS)
     eras = _replayed(m) if m.HasField("replay") else ()
-    work = AssignedStage(m, links)
+    holders = tuple(
+        PeerLink(*_peer(holder)) for holder in bounds.count("holders", list(m.holders), MAX_HOLDERS)
+    )
+    m.ClearField("holders")  # what computes asks nobody but this process
+    work = AssignedStage(m, links, holders)
     return events.Assign(job, m.plan_version, peers, m.first_step, work, eras, m.replay.standby)
+
+
+def _keep_copies(m: pb.KeepCopies) -> CopiesAsked:
+    return CopiesAsked(
+        tuple(
+            CopyAsked(
+                bounds.name("job", copy.job, DEFAULT_LIMITS),
+                bounds.name("copy", copy.name, DEFAULT_LIMITS),
+                {
+                    bounds.blob_hash("blob", b.hash): bounds.within(
+                        "bytes of a blob", b.size, 0, MAX_BLOB_BYTES
+                    )
+                    for b in bounds.count("blobs of a copy", list(copy.blobs), DEFAULT_LIMITS.items)
+                },
+            )
+            for copy in bounds.count("copies", list(m.copies), MAX_COPIES)
+        )
+    )
 
 
 def _replayed(m: pb.Assign) -> tuple[tuple[int, int], ...]:
@@ -298,6 +342,7 @@ _READERS: Mapping[str, Any] = {
     "release": lambda m: events.Release(m.job, m.plan_version, clean(m.reason, MAX_REASON_CHARS)),
     "dismiss": lambda m: events.Dismiss(clean(m.reason, MAX_REASON_CHARS), m.for_good),
     "expect_peer": _expect_peer,
+    "keep_copies": _keep_copies,
     "revoked": lambda m: PeerRevoked(
         bounds.name("worker", m.worker, DEFAULT_LIMITS), clean(m.reason, MAX_REASON_CHARS)
     ),
@@ -440,10 +485,13 @@ def loaded(
     population: str = "",
     clients: Mapping[str, int] | None = None,
     digests: Sequence[tuple[bytes, bytes]] = (),
+    fetched_s: float = 0.0,
 ) -> pb.FromWorker:
     """The stage is loaded, its neighbours are connected, and steps were repeated that have these
     ``digests``; or a federated job is loaded, for these clients of a population."""
-    message = pb.Loaded(job=job, plan_version=version, took_s=took_s, population=population)
+    message = pb.Loaded(
+        job=job, plan_version=version, took_s=took_s, population=population, fetched_s=fetched_s
+    )
     message.clients.extend(
         pb.RosterEntry(client=name, n_samples=size) for name, size in (clients or {}).items()
     )

@@ -69,6 +69,7 @@ class Direction(IntEnum):
     EVALUATION = 4
     EVALUATION_CODED = 5  # the same batches, through the links' codecs
     REPLAY = 6  # empty: send me again what you sent my stage in this step; micro NOT_HERE: it cannot be
+    COPY = 7  # pieces of blobs (``hosting.peer_blobs``)
 
     # An Enum's own is a Python function, and keys are looked up ten times a message.
     __hash__ = int.__hash__

@@ -17,7 +17,7 @@ from coordinator.messages import jobs
 from coordinator.messages.events import Held
 from coordinator.messages.facts import MOST_REPLAYED, Reconfigured, StepCommitted
 from coordinator.messages.jobs import Phase
-from coordinator.pipeline.reconfigure import logs_short
+from coordinator.pipeline.reconfigure import Choice, Refused, choose, logs_short
 from tests.coordinator.pipeline.test_relink import COARSE, pipeline
 from tests.coordinator.pipeline.test_restart import back
 from tests.sim.scripted import HASH, Scripted
@@ -186,13 +186,69 @@ def test_a_newcomer_that_is_loaded_is_one_of_those_who_stay() -> None:
     assert [m.base for m in world.to("a", do.Reconfigure)] == [1]
 
 
-def test_two_neighbours_that_are_lost_together_send_the_job_back() -> None:
-    world = running("a", "b", "c", "d", "e")
+def test_neighbours_that_are_lost_together_repeat_together_from_one_state() -> None:
+    """Whoever was loading begins anew, beside who has just been given the stage next to it."""
+    world = running("a", "b", "c", "d", "e", "f", stages=4)
+    leave(world, "b")
+    leave(world, "c")
+    assert world.holders() == ["a", "e", "f", "d"]
+    assert [fact.newcomers for fact in moves(world)] == [(1,), (1, 2)]
+    state, first = world.state(), world.to("e", do.Assign)[-1]
+    (second,) = world.to("f", do.Assign)
+    assert first.replay == second.replay
+    assert (first.replay.first_step, len(first.replay.scales)) == (0, 2)
+    assert first.plan.version == second.plan.version == state.version
+    assert {p.worker for p in first.peers} == {"a", "f"}
+    assert {p.worker for p in second.peers} == {"e", "d"}
+    assert [m.base for m in world.to("a", do.Reconfigure)] == [1, 1]
+    assert [worker for worker, _ in world.messages(do.Release)] == ["b", "c"]
+    world.load()
+    step(world)
+    assert [fact.step for fact in commits(world)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("spare", [("d",), ("d", "e")])
+def test_who_has_no_stage_with_newer_state_beside_it_goes_back(spare: tuple[str, ...]) -> None:
+    """All stages of the plan, or more of them than idle workers can take over."""
+    world = running("a", "b", *spare, stages=2)
     leave(world, "a")
     leave(world, "b")
-    assert any("stages 0 and 1 lack each other's messages" in str(i.fields) for i in world.all(do.Log))
+    found = "all stages are lost at once"
+    assert any(found in str(i.fields) for i in world.all(do.Log))
     assert len(moves(world)) == 1
     assert world.messages(do.Release)
+    world = running("a", "b", "c", "d")
+    leave(world, "a")
+    leave(world, "b")
+    assert any("no idle worker can take over stage 1" in str(i.fields) for i in world.all(do.Log))
+
+
+def test_who_fits_fewer_of_the_lost_stages_is_not_taken_for_one_that_others_fit() -> None:
+    """d fits both stages and would be the first choice for either; e has the memory for stage 0 alone."""
+
+    def tight(plan: Plan, asked: do.MakePlan) -> Plan:
+        made = predicted(plan, asked)
+        assert made.prediction is not None
+        small, large, rest = made.prediction.stages
+        stages = (replace(small, memory_bytes=2**20), replace(large, memory_bytes=2**22), rest)
+        return replace(made, prediction=replace(made.prediction, stages=stages))
+
+    world = Scripted(altered=tight, stages=3, fewest=3)
+    honest = world.introduced
+    world.introduced = lambda name, incarnation: replace(  # type: ignore[method-assign]
+        honest(name, incarnation), memory_limit_bytes=2**21 if name == "e" else 2**30
+    )
+    world.join("a", "b", "c", "d", "e")
+    world.submit(what=spec(3))
+    world.load()
+    state, roster = world.state(), world.scheduler.roster
+    record = world.scheduler.ledger.jobs[JOB]
+    chosen = choose(state, record, roster, {0, 1})
+    assert isinstance(chosen, Choice)
+    assert chosen.workers == ("e", "d", "c")
+    roster.quarantine("e", "for the test")
+    refused = choose(state, record, roster, {0, 1})
+    assert refused == Refused("too few idle workers can take over stages 0 and 1", for_now=True)
 
 
 def test_a_log_that_is_too_short_makes_the_next_commit_store() -> None:
@@ -261,6 +317,21 @@ def test_an_evaluation_that_was_dropped_is_asked_for_with_the_next_commit() -> N
     assert world.state().phase is Phase.TRAINING
     step(world)
     assert [m.evaluate for m in world.to("c", do.StepCommit)] == [True]
+
+
+def test_a_result_that_is_stored_meanwhile_ends_the_job_without_the_newcomer() -> None:
+    """The part of who is lost was stored, the others' come while somebody loads: nobody is waited for."""
+    world = running("a", "b", "c", "d", stages=2, steps=19)
+    step(world)
+    store(world, 20, "b")
+    leave(world, "b")
+    assert world.state().phase is Phase.LOADING
+    assert world.holders() == ["a", "c"]
+    store(world, 20, "a")
+    assert world.state().phase is Phase.FINISHED
+    assert "20 steps done" in world.state().reason
+    assert world.to("c", do.Release)
+    assert [fact.step for fact in commits(world)] == list(range(20))
 
 
 def predicted(plan: Plan, asked: do.MakePlan, need: int = 100) -> Plan:

@@ -129,6 +129,25 @@ def test_a_worker_fetches_what_its_job_named_and_nothing_else(stack: ExitStack, 
         got(outside.blobs(), named)
 
 
+def test_a_keeper_fetches_what_it_is_to_keep_and_puts_nothing(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    (inside,), owner = fleet(stack, running, 1, ready=Hold(stack, 1), memory_bytes=1 << 30), Owner(running)
+    job = owner.submit(steps=1000)
+    owner.watch(job, lambda u: u.state == "training")
+    (keeper,) = fleet(stack, running, 1, memory_bytes=1 << 30, copy_bytes=1 << 30)
+    eventually(lambda: keeper.keeps is not None)
+    assert keeper.keeps is not None
+    (copy,) = keeper.keeps.copies
+    assert inside.assigned is not None
+    assert {blob.hash for blob in copy.blobs} == {tensor.blob for tensor in inside.assigned.tensors}
+    for blob in copy.blobs:
+        data = got(keeper.blobs(), blob.hash)
+        assert (name_of(data), len(data) <= blob.size) == (blob.hash, True)
+    for other in (data_blob(running, job), "0" * 64):
+        assert isinstance(refused(lambda other=other: got(keeper.blobs(), other)), AccessDenied)  # type: ignore[misc]
+    assert isinstance(refused(lambda: put(keeper, b"a copy of mine")), StorageError)
+
+
 def test_a_worker_puts_no_more_than_its_job_asks_for(stack: ExitStack, tmp_path: Path) -> None:
     running = start(stack, tmp_path)
     (worker,), owner = fleet(stack, running, 1, ready=Hold(stack, 1), memory_bytes=1 << 30), Owner(running)

@@ -84,6 +84,22 @@ def test_what_a_worker_holds_is_in_its_introduction() -> None:
         introduction_from(pb.Introduction(name="w", device=device, held=pb.HeldStage(job=ODD)))
 
 
+def test_copies_that_a_worker_keeps_are_in_its_introduction_and_bounded() -> None:
+    copy = pb.CopyHeld(job="j", name="j.3\x07", bytes=10, fetched_bytes=4, took_s=0.5)
+    device = pb.DeviceFacts(kind="cpu")
+    told = introduction_from(pb.Introduction(name="w", device=device, copies=[copy], copy_bytes=99))
+    assert told.copies == (ev.CopyHeld("j", "j.3 ", 10, 4, 0.5),)
+    assert told.copy_bytes == 99
+    assert message_from(pb.FromWorker(copy_held=copy)) == told.copies[0]
+    for wrong in (
+        pb.CopyHeld(job=ODD),
+        pb.CopyHeld(job="j", took_s=-1.0),
+        pb.CopyHeld(job="j", bytes=1 << 60),
+    ):
+        with pytest.raises(BadFrame):
+            message_from(pb.FromWorker(copy_held=wrong))
+
+
 def test_a_guests_limits_are_bounded_and_none_of_them_is_unlimited() -> None:
     device = pb.DeviceFacts(kind="cpu")
     told = introduction_from(pb.Introduction(name="w", device=device))

@@ -199,6 +199,32 @@ def test_a_replay_beyond_a_bound_is_refused(wrong: pb.ToWorker) -> None:
         messages.event_from(wrong)
 
 
+def kept(**changes: object) -> pb.ToWorker:
+    fields = {"job": "j", "name": "j.3.0-5", "blobs": [pb.BlobRef(hash="ab" * 32, size=10)], **changes}
+    return pb.ToWorker(keep_copies=pb.KeepCopies(copies=[pb.StageCopy(**fields)]))  # type: ignore[arg-type]
+
+
+def test_copies_to_keep_are_named_and_bounded() -> None:
+    asked = messages.event_from(kept())
+    assert asked == messages.CopiesAsked((messages.CopyAsked("j", "j.3.0-5", {"ab" * 32: 10}),))
+    for wrong in (kept(name=""), kept(job=""), kept(blobs=[pb.BlobRef(hash="../x", size=1)])):
+        with pytest.raises(BadFrame):
+            messages.event_from(wrong)
+
+
+def test_who_computes_is_not_told_who_keeps_copies() -> None:
+    holder = pb.ExpectPeer(
+        peer=pb.PeerAddress(worker="w-2", addresses=[pb.Address(host="h", port=7)]), dial=True
+    )
+    message = replayed()
+    message.assign.holders.append(holder)
+    event = messages.event_from(message)
+    assert isinstance(event, events.Assign)
+    (found,) = event.work.holders
+    assert (found.worker, found.paths.addresses, found.paths.dial) == ("w-2", (("h", 7),), True)
+    assert not event.work.message.holders
+
+
 def test_a_commit_says_from_where_on_messages_may_be_wanted_and_never_of_steps_to_come() -> None:
     plain = pb.StepCommit(job="j", plan_version=1, step=5, gradient_scale=1.0, replay_from=6)
     assert getattr(messages.event_from(pb.ToWorker(commit=plain)), "replay_from") == 6  # noqa: B009

@@ -1,0 +1,78 @@
+"""What idle workers do beside the plans of running jobs: stand by, keep copies, compare, and join. Pure.
+
+None of it holds a job up: whoever does it makes way once another job wants the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from coordinator.messages.jobs import ENDED, GATHERS, PREPARING, RUNNING, Event, JobState, Phase
+from coordinator.pipeline.copies import Copies
+from coordinator.pipeline.joining import Joining
+from coordinator.pipeline.spot_checks import SpotChecks
+from coordinator.pipeline.standbys import Standbys
+
+if TYPE_CHECKING:
+    from coordinator.membership.effects import Effects
+    from coordinator.pipeline.suspicion import Suspicion
+
+
+@dataclass(slots=True)
+class Beside:
+    """Of all jobs that are cut into stages; ``put``: keep a job's state, ``step``: step its machine,
+    ``timed``: see ``Joining``."""
+
+    effects: Effects
+    jobs: Mapping[str, JobState]
+    concurrent_jobs: int
+    put: Callable[[JobState], None]
+    step: Callable[[str, Event], None]
+    suspicion: Suspicion
+    timed: Callable[[str, str, list[str]], bool]
+    copies: Copies = field(init=False)
+    standbys: Standbys = field(init=False)
+    joining: Joining = field(init=False)
+    checks: SpotChecks = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.copies = Copies(self.effects)
+        self.standbys = Standbys(self.effects, self.put, self.step)
+        self.checks = SpotChecks(self.effects, self.suspicion, self.step, self._workers_wanted)
+        self.joining = Joining(self.effects, self.standbys, self.timed, self.checks.make_way)
+
+    def tick(self, returning: Collection[str]) -> None:
+        """Let time pass; ``returning``: jobs whose workers are awaited after our restart."""
+        for job in list(self.jobs):
+            if self.jobs[job].phase in RUNNING and job not in returning:
+                others_wait = self._pool_wanted()
+                self.joining.tick(self.jobs[job], others_wait=others_wait)
+                self.standbys.tick(self.jobs[job], others_wait=others_wait)
+        self.checks.tick(self.jobs)
+        self.copies.tick(self.jobs)
+
+    def make_way(self) -> None:
+        """Give back the workers that another job wants."""
+        for job in list(self.jobs):
+            if self.jobs[job].standbys and self._pool_wanted():
+                self.standbys.give_up(self.jobs[job], "another job wants the pool")
+        if self._workers_wanted():
+            self.checks.make_way()
+
+    def _pool_wanted(self) -> bool:
+        """Whether some job may want every idle worker, now or in its next round."""
+        federated = (s for s in self.effects.jobs.values() if s.spec.federated is not None)
+        return self._workers_wanted() or any(s.phase not in ENDED for s in federated)
+
+    def _workers_wanted(self) -> bool:
+        """Whether a job waits for workers, or for a plan on those that there are."""
+        states = self.effects.jobs.values()
+        busy = sum(s.phase in RUNNING | PREPARING for s in states if s.job in self.jobs)
+        return any(
+            s.phase in PREPARING | GATHERS
+            or s.phase is Phase.PAUSED
+            or (s.phase is Phase.QUEUED and busy < self.concurrent_jobs)
+            for s in states
+        )

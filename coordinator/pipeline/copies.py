@@ -1,0 +1,143 @@
+"""Copies of stages on idle workers' disks: who keeps which, and who is served from them. Pure.
+
+An idle worker that could take over a stage keeps the newest checkpoint's part of it, as far as its owner
+lends disk for that: what it then loads is there already. Nothing of this is journalled. A worker says what it
+keeps whenever it comes back, and a stage's tensors are named by their hashes: a copy that is out of date or
+rotten costs the time to fetch it, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import inf
+from typing import TYPE_CHECKING
+
+from coordinator.messages import instructions as do
+from coordinator.messages.jobs import RUNNING, JobState
+from coordinator.pipeline.fetching import Fetching, copy_name
+from coordinator.pipeline.reconfigure import begun
+from coordinator.pipeline.successors import Successor, Successors
+from protos.telemetry import Event as Name
+
+if TYPE_CHECKING:
+    from coordinator.membership.effects import Effects
+    from coordinator.membership.roster import Fingerprint
+    from coordinator.messages.events import CopyHeld
+
+TELLING_BYTES = 64 << 10  # fewer say more of a round trip than of a rate
+FLEET_EVERY_S = 2.0  # where only the fleet has changed: large ones always do
+
+Orders = dict[str, list[do.StageCopy]]
+
+
+@dataclass(slots=True)
+class Copies:
+    """Orders to keep copies, by worker: each with the session that it was given in."""
+
+    effects: Effects
+    _ordered: dict[str, tuple[int | None, tuple[do.StageCopy, ...]]] = field(default_factory=dict)
+    _keepers: dict[tuple[str, int], str] = field(default_factory=dict)  # of a job's rank
+    _jobs: tuple[tuple[str, int, int], ...] = ()
+    _fleet: Fingerprint = frozenset()
+    _looked_s: float = -inf
+
+    def of(self, worker: str) -> tuple[do.StageCopy, ...]:
+        """Return what a worker was told to keep."""
+        return self._ordered.get(worker, (None, ()))[1]
+
+    def heard(self, worker: str, held: CopyHeld) -> None:
+        """Take in that a worker keeps a copy, or why it does not."""
+        known = self.effects.roster.workers[worker]
+        if all(copy.name != held.name for copy in self.of(worker)):
+            self.effects.drop("CopyHeld", f"of {worker}: {held.name}, which it was not asked for", held.job)
+            return
+        fields = {"job": held.job, "worker": worker, "name": held.name}
+        if held.error:
+            known.copies.pop(held.name, None)
+            self.effects.log(Name.COPY_NOT_KEPT, **fields, reason=held.error)
+            return
+        known.copies[held.name] = held
+        if held.fetched_bytes >= TELLING_BYTES and held.took_s > 0:
+            known.store_bps = 8 * held.fetched_bytes / held.took_s
+        took_s = round(held.took_s, 3)
+        self.effects.log(
+            Name.COPY_KEPT, **fields, bytes=held.n_bytes, fetched_bytes=held.fetched_bytes, took_s=took_s
+        )
+
+    def tick(self, jobs: Mapping[str, JobState]) -> None:
+        """Order what idle workers are to keep, where a checkpoint, a plan or the fleet has changed."""
+        roster, now_s = self.effects.roster, self.effects.now_s
+        states = [
+            state
+            for state in sorted(jobs.values(), key=lambda state: (state.created_s, state.job))
+            if state.phase in RUNNING and begun(state)
+        ]
+        seen, fleet = tuple((s.job, s.assigned, s.checkpoint.step) for s in states), roster.fingerprint()
+        if seen == self._jobs and (fleet == self._fleet or now_s < self._looked_s + FLEET_EVERY_S):
+            return
+        self._jobs, self._fleet, self._looked_s = seen, fleet, now_s
+        wanted = self._wanted(states)
+        for worker in roster.in_order({*wanted, *self._ordered}):
+            known = roster.workers[worker]
+            if known.member.gone:
+                self._ordered.pop(worker, None)
+            elif known.idle:
+                self._order(worker, tuple(wanted.get(worker, ())))
+
+    def _order(self, worker: str, copies: tuple[do.StageCopy, ...]) -> None:
+        """Have a worker keep these and no others, unless it has heard so."""
+        known = self.effects.roster.workers[worker]
+        session, before = self._ordered.get(worker, (None, ()))
+        names = [copy.name for copy in copies]
+        if names == [copy.name for copy in before] and (session == known.session or not names):
+            return
+        self._ordered[worker] = known.session, copies
+        known.copies = {name: held for name, held in known.copies.items() if name in names}
+        self.effects.send(worker, do.KeepCopies(copies))
+
+    def _wanted(self, states: Iterable[JobState]) -> Orders:
+        """Return by worker which copies it is to keep: each stage's is on one worker, few on any."""
+        found, lent = Orders(), Counter[str]()
+        before, self._keepers = self._keepers, {}
+        for state in states:
+            assert state.plan is not None  # noqa: S101 - it has begun
+            fetching = Fetching(state, self.effects.roster)
+            successors = Successors(state, self.effects.roster, frozenset())
+            for rank, place in enumerate(state.plan.places):
+                n_bytes, kept_by = fetching.part_bytes(rank), before.get((state.job, rank))
+                fit = [
+                    one for one in successors.of(rank) if self._lends(one.worker) > lent[one.worker] + n_bytes
+                ]
+                if not fit:
+                    continue
+                worker = _best(fit, found, kept_by).worker
+                self._keepers[state.job, rank] = worker
+                lent[worker] += n_bytes
+                tensors, name = dict(state.checkpoint.tensors), copy_name(state, rank)
+                copy = do.StageCopy(state.job, name, state.plan, place.stage, tensors)
+                found.setdefault(worker, []).append(copy)
+        return found
+
+    def _lends(self, worker: str) -> int:
+        return self.effects.roster.workers[worker].introduction.copy_bytes
+
+    def holders(self, state: JobState, rank: int, worker: str) -> tuple[do.ExpectPeer, ...]:
+        """Return from whom a worker fetches its stage's tensors before it asks the store; they expect it."""
+        roster = self.effects.roster
+        use, found = roster.relay_use, []
+        for holder in Fetching(state, roster).by(rank, worker).holders:
+            theirs, ours = roster.addresses(holder, worker), roster.addresses(worker, holder)
+            self.effects.send(holder, do.ExpectPeer(worker, ours, not theirs, use(holder, worker)))
+            found.append(do.ExpectPeer(holder, theirs, bool(theirs), use(worker, holder)))
+        return tuple(found)
+
+
+def _best(fit: Iterable[Successor], found: Orders, kept_by: str | None) -> Successor:
+    """Return who is to keep a copy: of the same class, with few others, who keeps it already."""
+
+    def order(one: Successor) -> tuple[object, ...]:
+        return one.other_bits, len(found.get(one.worker, ())), one.worker != kept_by, one.order
+
+    return min(fit, key=order)

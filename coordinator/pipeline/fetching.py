@@ -1,0 +1,79 @@
+"""How far a stage's part of the newest checkpoint is from a worker: on a disk or in the store. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from coordinator.membership.op_probing import NOMINAL
+
+if TYPE_CHECKING:
+    from coordinator.membership.roster import Roster
+    from coordinator.messages.jobs import JobState
+
+MOST_HOLDERS = 2  # that a stage is fetched from, before the store is asked
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Seconds until a part is on a worker's disk. ``here``: it is; else it comes from the first of the
+    ``holders``, from the store where there is none."""
+
+    seconds: float
+    here: bool = False
+    holders: tuple[str, ...] = ()
+
+
+def copy_name(state: JobState, rank: int) -> str:
+    """Name a rank's part of the newest checkpoint: it is the same whoever holds the stage."""
+    assert state.plan is not None  # noqa: S101 - it has ranks
+    place = state.plan.places[rank]
+    cut = state.plan.replicas[place.replica].stages[place.stage]
+    ops = f"{cut.start}-{cut.stop}.{cut.eval_start}-{cut.eval_stop}"
+    return f"{state.job}.{state.checkpoint.step}.{ops}"
+
+
+def store_bps(roster: Roster, worker: str) -> float:
+    """Return the rate at which a worker fetches from the store: measured, else as home lines have it."""
+    known = roster.workers[worker]
+    return min(known.store_bps or NOMINAL.bandwidth_bps, known.guest.download_bps)
+
+
+@dataclass(slots=True)
+class Fetching:
+    """Of one job; to be made anew for each question, as what it has looked up changes."""
+
+    state: JobState
+    roster: Roster
+    _holders: dict[int, tuple[str, ...]] = field(default_factory=dict)
+
+    def holders(self, rank: int) -> tuple[str, ...]:
+        """Return who keeps a copy of a rank's part and is here."""
+        if rank not in self._holders:
+            name = copy_name(self.state, rank)
+            self._holders[rank] = tuple(
+                worker
+                for worker, known in self.roster.workers.items()
+                if name in known.copies and known.session is not None and not known.member.gone
+            )
+        return self._holders[rank]
+
+    def part_bytes(self, rank: int) -> int:
+        """Return the bytes of a rank's part, 0 where neither its worker nor who keeps a copy has said so."""
+        name = copy_name(self.state, rank)
+        said = (self.roster.workers[worker].copies[name].n_bytes for worker in self.holders(rank))
+        return self.state.part_bytes.get(rank, 0) or max(said, default=0)
+
+    def by(self, rank: int, worker: str) -> Fetch:
+        """Return how a worker comes by a rank's part in the least time."""
+        roster = self.roster
+        if worker in self.holders(rank):
+            return Fetch(0.0, here=True)
+        best_bps, rates = store_bps(roster, worker), dict[str, float]()
+        for holder in self.holders(rank):
+            link = roster.links.table.get(holder, worker)
+            if link is not None and link.bandwidth_bps > best_bps and roster.connectable(worker, holder):
+                rates[holder] = link.bandwidth_bps
+        holders = tuple(sorted(rates, key=rates.__getitem__, reverse=True)[:MOST_HOLDERS])
+        seconds = 8 * self.part_bytes(rank) / max(best_bps, *rates.values(), 1.0)
+        return Fetch(seconds, holders=holders)

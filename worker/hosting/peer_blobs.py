@@ -1,0 +1,234 @@
+"""Blobs of peers that keep copies, and ours for them, behind everything else that the links carry.
+
+Who fetches asks for a piece at a time, a few at once, so nothing queues at the sender. The network admits
+only peers that the coordinator named, and only what is kept as a copy is given away: its hash is known to
+whoever the coordinator told. What comes is as trustworthy as any peer's word: the cache looks at its hash.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import secrets
+import struct
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from atoll.errors import ConnectionFailed
+from protos.blob_transfer import Chunk
+from worker.hosting.connecting import connect_one
+from worker.transport.frames import Direction, MessageKey
+
+if TYPE_CHECKING:
+    from worker.blobs import NearBlobs
+    from worker.stage.assignment import PeerLink
+    from worker.transport.network import PeerNetwork
+
+JOB = "~copies"  # no job's name
+ASK, PIECE, ABSENT = range(3)  # MessageKey.micro; its step is the question's number
+PIECE_BYTES = 1 << 20
+AT_ONCE = 4
+MOST_UNDER_WAY = 4 * AT_ONCE  # pieces on their way to one peer: confirmations may be late
+MAX_QUEUED = 256  # questions of all peers
+CONNECT_S = 5.0
+ANSWER_S = 10.0
+SEND_S = 1.0
+_ASK = struct.Struct("!32sQ")  # hash, offset
+_PIECE = struct.Struct("!Q")  # size of the blob
+
+Answer = tuple[int, int, bytes | None]
+"""Question, the blob's size, bytes; None: they cannot be had here."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    peer: str
+    answers: queue.SimpleQueue[Answer]
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    peer: str
+    number: int
+    name: str
+    offset: int
+
+
+class PeerBlobs:
+    """``Receiver`` of questions and answers. ``get`` may be called from any thread but the network's."""
+
+    def __init__(
+        self, network: PeerNetwork, path: Callable[[str], Path], offered: Callable[[], Collection[str]]
+    ) -> None:
+        """``offered()``: names of the blobs that peers may have, each at ``path(name)``."""
+        self._network, self._path, self._offered = network, path, offered
+        self._numbers = itertools.count(secrets.randbits(48))
+        self._lock = threading.RLock()  # a block may end wherever a thread drops it
+        self._open: dict[int, _Open] = {}
+        self._under_way: Counter[str] = Counter()  # pieces, by peer
+        self._questions: queue.Queue[_Question | None] = queue.Queue(MAX_QUEUED)
+        self._thread = threading.Thread(target=self._serve, name="atoll-copies-out", daemon=True)
+        self._thread.start()
+        network.register(JOB, self)
+
+    def close(self) -> None:
+        """Answer nothing more."""
+        self._network.unregister(JOB, self)
+        self._questions.put(None)
+
+    # ------------------------------------------------------------ what we want
+
+    def near(self, holder: PeerLink) -> NearBlobs:
+        """Return what a peer keeps as a source of blobs."""
+        return _Near(self, holder)
+
+    def get(self, link: PeerLink, wanted: list[tuple[str, int]]) -> Iterator[Chunk]:
+        """Yield the chunks of each blob, from its offset on. Raises ConnectionFailed where the peer is away,
+        does not answer or does not have one."""
+        connect_one(self._network, link.worker, link.paths, CONNECT_S)
+        answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        left, asked = deque(wanted), dict[int, tuple[str, int]]()
+        try:
+            while left or asked:
+                while left and len(asked) < AT_ONCE:
+                    blob = left.popleft()
+                    asked[self._ask(link.worker, *blob, answers)] = blob
+                number, size, data = self._answer(link.worker, answers)
+                name, offset = asked.pop(number)
+                if data is None or (not data and offset < size):
+                    raise ConnectionFailed(f"{link.worker} cannot send blob {name[:12]}")
+                yield Chunk(name, size, offset, data)
+                if offset + len(data) < size:
+                    left.appendleft((name, offset + len(data)))
+        finally:
+            with self._lock:
+                for number in asked:
+                    self._open.pop(number, None)
+
+    def _ask(self, peer: str, name: str, offset: int, answers: queue.SimpleQueue[Answer]) -> int:
+        number = next(self._numbers)
+        with self._lock:
+            self._open[number] = _Open(peer, answers)
+        self._send(peer, number, ASK, _ASK.pack(bytes.fromhex(name), offset), b"")
+        return number
+
+    def _answer(self, peer: str, answers: queue.SimpleQueue[Answer]) -> Answer:
+        try:
+            return answers.get(timeout=ANSWER_S)
+        except queue.Empty:
+            raise ConnectionFailed(f"{peer} sent nothing of a copy for {ANSWER_S:g} s") from None
+
+    # ------------------------------------------------------------ what peers want
+
+    def _serve(self) -> None:
+        """Thread: one piece after the other."""
+        while (question := self._questions.get()) is not None:
+            self._send_piece(question)
+
+    def _send_piece(self, question: _Question) -> None:
+        piece = self._read(question)
+        if piece is None:
+            self._reply(question, ABSENT, 0, memoryview(b""))
+            return
+        size, block = piece
+        with self._lock:
+            self._under_way[question.peer] += 1
+        # The transport lets go of it when the peer has confirmed it.
+        weakref.finalize(block, self._confirmed, question.peer).atexit = False
+        self._reply(question, PIECE, size, memoryview(block))  # type: ignore[arg-type]
+
+    def _read(self, question: _Question) -> tuple[int, np.ndarray] | None:
+        """Return a blob's size and a piece of it; None where the peer may not have it or nobody can."""
+        if question.name not in self._offered():
+            return None
+        try:
+            with self._path(question.name).open("rb") as file:
+                size = file.seek(0, 2)
+                block = np.empty(max(0, min(PIECE_BYTES, size - question.offset)), np.uint8)
+                file.seek(question.offset)
+                read = file.readinto(memoryview(block))  # type: ignore[arg-type]
+        except OSError:
+            return None
+        return (size, block) if read == len(block) else None
+
+    def _reply(self, question: _Question, kind: int, size: int, payload: memoryview) -> None:
+        try:
+            self._send(question.peer, question.number, kind, _PIECE.pack(size), payload)
+        except ConnectionFailed:
+            return  # it asks somebody else
+
+    def _send(self, peer: str, number: int, kind: int, header: bytes, payload: bytes | memoryview) -> None:
+        key = MessageKey(JOB, 0, number, kind, 0, Direction.COPY)
+        try:
+            self._network.send(peer, key, header, payload, SEND_S)
+        except TimeoutError:
+            raise ConnectionFailed(f"no room for a message to {peer}") from None
+
+    def _confirmed(self, peer: str) -> None:
+        with self._lock:
+            self._under_way[peer] -= 1
+            if self._under_way[peer] <= 0:
+                del self._under_way[peer]
+
+    # ------------------------------------------------------------ the transport
+
+    def expect(self, peer: str, key: MessageKey, total: int) -> memoryview | None:
+        if key.direction is not Direction.COPY:
+            return None
+        if key.micro == ASK:
+            return None if total else memoryview(bytearray())
+        with self._lock:
+            asked = self._open.get(key.step)
+        if asked is None or asked.peer != peer or total > PIECE_BYTES:
+            return None
+        return memoryview(bytearray(total))
+
+    def deliver(self, peer: str, key: MessageKey, header: bytes, payload: memoryview) -> None:
+        if key.micro == ASK:
+            self._asked(peer, key.step, header)
+            return
+        with self._lock:
+            asked = self._open.get(key.step)
+            if asked is None or asked.peer != peer:
+                return
+            del self._open[key.step]
+        whole = key.micro == PIECE and len(header) == _PIECE.size
+        size = _PIECE.unpack(header)[0] if whole else 0
+        asked.answers.put((key.step, size, bytes(payload) if whole else None))
+
+    def _asked(self, peer: str, number: int, header: bytes) -> None:
+        with self._lock:
+            busy = self._under_way[peer] >= MOST_UNDER_WAY
+        if busy or len(header) != _ASK.size:
+            return  # no honest peer's
+        name, offset = _ASK.unpack(header)
+        try:
+            self._questions.put_nowait(_Question(peer, number, name.hex(), offset))
+        except queue.Full:
+            return  # it asks somebody else
+
+    def lost(self, peer: str, reason: str) -> None:
+        with self._lock:
+            gone = {number: one for number, one in self._open.items() if one.peer == peer}
+            for number in gone:
+                del self._open[number]
+        for number, one in gone.items():
+            one.answers.put((number, 0, None))
+
+
+@dataclass(frozen=True, slots=True)
+class _Near:
+    """One peer's copies."""
+
+    blobs: PeerBlobs
+    holder: PeerLink
+
+    def get(self, wanted: list[tuple[str, int]]) -> Iterator[Chunk]:
+        return self.blobs.get(self.holder, wanted)
