@@ -35,6 +35,7 @@ from coordinator.scheduler import Scheduler
 from coordinator.storage.blob_store import BlobStore
 from coordinator.storage.graph_store import Graphs, GraphStore
 from coordinator.storage.journal import Fenced, Journal
+from coordinator.storage.promises import Promises
 from coordinator.storage.run_log import Logs, Point, RunLogs
 from protos import atoll_control_pb2 as pb
 from protos import telemetry
@@ -115,6 +116,7 @@ class Shell:
     logged: asyncio.Event = field(default_factory=asyncio.Event)
     commit_s: dict[str, deque[float]] = field(default_factory=dict)
     reported: Counter[str] = field(default_factory=Counter)  # blobs of messages that are not handled yet
+    promises: Promises = field(default_factory=Promises)
     inquiries: dict[str, tuple[JobSpec, asyncio.Future[Plan]]] = field(default_factory=dict)
     observe: Callable[[do.Instruction], None] = lambda instruction: None
     moved: Callable[[do.MemberMoved], None] = lambda moved: None
@@ -123,6 +125,7 @@ class Shell:
     _events: asyncio.Queue[_Posted] = field(default_factory=asyncio.Queue)
     _unwritten: list[Fact] = field(default_factory=list)
     _retry_s: float = 0.0
+    _sweeping: asyncio.Lock = field(default_factory=asyncio.Lock)
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "atoll-plan"))
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -307,7 +310,7 @@ class Shell:
             case do.ReadJob(job, spec, hashes):
                 self._spawn(self._read_job(job, spec, hashes))
             case do.SweepBlobs():
-                self._spawn(self._sweep())
+                self._spawn(self.sweep_superseded())
             case do.OpenAggregator() | do.AggregateRound() | do.EvaluateModel():
                 self.aggregators.ask(instruction)
             case do.CloseAggregator(job):
@@ -475,18 +478,23 @@ class Shell:
                 self.post(ev.TornFound(job, step, wrong))
             self.post(ev.JobRead(job, graphs.flops))
 
-    async def _sweep(self) -> None:
-        """Checkpoints that were replaced may go; what was uploaded and awaits its job may not."""
-        superseded = self.scheduler.ledger.take_superseded()
-        if not superseded:
-            return
-        freed = await asyncio.to_thread(self.blobs.delete, superseded)
+    async def sweep_superseded(self) -> None:
+        """Checkpoints that were replaced may go; what was uploaded and awaits its job may not, nor may what
+        another checkpoint that is being stored has in common with them."""
+        async with self._sweeping:
+            self.promises.lapse(self.clock() - self.config.unneeded_blob_s)
+            superseded = self.scheduler.ledger.take_superseded()
+            if not superseded:
+                return
+            keep = self.scheduler.blobs_in_flight() | self.reported.keys()
+            going = superseded - keep
+            freed = await asyncio.to_thread(self.blobs.delete, going, self.promises.stands)
         self.say(
             telemetry.Event.BLOBS_DELETED,
             "debug",
             "",
             "coordinator",
-            {"blobs": len(superseded), "freed_bytes": freed},
+            {"blobs": len(going), "freed_bytes": freed},
             self.clock(),
         )
 

@@ -43,7 +43,11 @@ class Rights:
     async def put(self, name: str, size: int, context: Context) -> None:
         """Whether the caller may put this blob, or so much of it."""
 
-    def asked_about(self, name: str) -> None:
+    def asker(self, context: Context) -> str:
+        """Whoever calls."""
+        return ""
+
+    def asked_about(self, name: str, asker: str) -> None:
         """The caller learns that this blob is here, and will count on it."""
 
 
@@ -58,9 +62,9 @@ class OwnerRights(Rights):
         known = self._shell.scheduler.ledger.referenced_blobs()
         await _all_of(names, known, "of no job", context)
 
-    def asked_about(self, name: str) -> None:
+    def asked_about(self, name: str, asker: str) -> None:
         """What waits here for its job waits longer."""
-        self._shell.blobs.touch(name)
+        _promise(self._shell, name, asker)
 
 
 class WorkerRights(Rights):
@@ -93,6 +97,14 @@ class WorkerRights(Rights):
         if away:
             await asyncio.to_thread(shell.blobs.discard, away)
 
+    def asker(self, context: Context) -> str:
+        """The worker."""
+        return worker_of(context, self._insecure)
+
+    def asked_about(self, name: str, asker: str) -> None:
+        """What it does not send again stays until it reports it."""
+        _promise(self._shell, name, asker)
+
     async def _role(self, context: Context) -> Role:
         role = role_of(self._shell.scheduler, self._shell.graphs, worker_of(context, self._insecure))
         if role is None:
@@ -112,9 +124,13 @@ class BlobService(rpc.BlobsServicer):
         """Of the given blobs, those that are not whole here, with the bytes that are."""
         await _bounded(request, context)
 
+        asker = self._rights.asker(context)
+
         def find() -> pb.BlobList:
             for b in request.blobs:
-                self._rights.asked_about(b.hash)
+                if self._store.has(b.hash):
+                    self._rights.asked_about(b.hash, asker)
+            # Looked at again: it may have gone before that was noted.
             absent = (b.hash for b in request.blobs if not self._store.has(b.hash))
             return pb.BlobList(blobs=[pb.BlobRef(hash=h, offset=self._store.resumes(h)) for h in absent])
 
@@ -181,6 +197,12 @@ class DataService(rpc.DataServicer):
         )  # fmt: skip
         while (batch := await _guarded(lambda: next(served, None), context)) is not None:
             yield batch
+
+
+def _promise(shell: Shell, name: str, asker: str) -> None:
+    """Keep a blob that its uploader is told of. Whoever deletes it now is done when it has been touched."""
+    shell.promises.told(asker, name, shell.clock())
+    shell.blobs.touch(name)
 
 
 async def _bounded(request: pb.BlobList, context: Context) -> None:

@@ -263,6 +263,7 @@ class WorkService(rpc.WorkServicer):
             with contextlib.suppress(StorageError):  # the shell says it, and stops the jobs
                 await shell.ask(ev.Arrived(worker, session, checked))
         finally:
+            shell.promises.reported(worker, names)
             shell.reported.subtract(names)
             shell.reported += Counter()  # those of count 0 go
 

@@ -212,7 +212,7 @@ class BlobStore:
 
     def touch(self, name: str) -> None:
         """Mark the blob as needed: a sweep treats it as new. A missing one is ignored."""
-        with contextlib.suppress(FileNotFoundError):
+        with self._lock, contextlib.suppress(FileNotFoundError):
             os.utime(self._whole(name))
 
     def discard(self, names: Collection[str]) -> int:

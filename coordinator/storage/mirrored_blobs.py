@@ -163,7 +163,7 @@ class MirroredBlobStore(BlobStore):
         with self._lock:
             going = [name for name in names if not unless(name)]
         freed = super().delete(going, unless)
-        self._forget(going)
+        self._forget(name for name in going if not unless(name))
         return freed
 
     def discard(self, names: Collection[str]) -> int:

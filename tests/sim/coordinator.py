@@ -22,6 +22,7 @@ from coordinator.messages.encoding import from_json, to_json
 from coordinator.messages.facts import CoordinatorStarted, Fact, Ledger, Record, from_record, to_record
 from coordinator.shell import scheduler_for
 from coordinator.storage.journal import Fenced
+from coordinator.storage.promises import Promises
 from tests.sim.clock import Process, digest
 from tests.sim.network import End, Network, Stream
 
@@ -117,6 +118,7 @@ class Coordinator(Process):
     step_s: Callable[[list[str]], float] = field(default=lambda workers: 1.0, kw_only=True)  # as predicted
     term: int = field(default=0, init=False)
     scheduler: Scheduler = field(init=False)
+    promises: Promises = field(default_factory=Promises, init=False)
     outboxes: dict[str, Outbox] = field(default_factory=dict, init=False)
     shadow: Ledger = field(default_factory=Ledger, init=False)  # fold of what is durable
     _events: list[ev.Event] = field(default_factory=list, init=False)
@@ -130,6 +132,8 @@ class Coordinator(Process):
         self.term = self.folder.claim(self.clock.now_s)
         self.shadow = self.folder.fold()
         self.scheduler = scheduler_for(self.config, self.folder.fold(), self.clock.now_s)
+        self.scheduler.ledger.take_superseded()
+        self.promises = Promises()
         self.outboxes, self._events, self._busy, self._unwritten = {}, [], False, []
         self.after(self.config.liveness.heartbeat_s / 2, self._tick)
         self.after(COMMAND_CHECK_S, self._check)
@@ -170,6 +174,9 @@ class Coordinator(Process):
     def _handle(self) -> None:
         batch, self._events = self._events[:BATCH], self._events[BATCH:]
         caused = [self.scheduler.handle(event, self.clock.now_s) for event in batch]
+        for event in batch:
+            if isinstance(event, ev.Arrived) and isinstance(event.message, ev.StateStored):
+                self.promises.reported(event.worker, event.message.tensors.values())
         facts = batches.facts(caused)
         if not facts:
             self._perform(caused, durable=True)
@@ -213,13 +220,19 @@ class Coordinator(Process):
         for instruction in batches.words(caused):
             self.performed(instruction)
             if isinstance(instruction, do.SweepBlobs):
-                self.folder.blobs -= self.scheduler.ledger.take_superseded()
+                self.sweep()
             elif isinstance(instruction, do.Log) and instruction.level != "debug":
                 shown = " ".join(f"{k}={v}" for k, v in instruction.fields.items() if v != "")
                 self.clock.tell(f"{instruction.event} {instruction.job} {shown}")
         self._busy = bool(self._events)
         if self._busy:
             self.after(0.0, self._handle)
+
+    def sweep(self) -> None:
+        """Delete blobs of replaced checkpoints that nobody counts on."""
+        superseded = self.scheduler.ledger.take_superseded() - self.scheduler.blobs_in_flight()
+        self.promises.lapse(self.clock.now_s - self.config.unneeded_blob_s)
+        self.folder.blobs -= {blob for blob in superseded if not self.promises.stands(blob)}
 
     # ------------------------------------------------------------ instructions
 

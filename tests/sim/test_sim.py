@@ -7,7 +7,7 @@ import pytest
 from tests.sim.faults import Fault
 from tests.sim.planted import PLANTED, SHOWN_BY, Plant
 from tests.sim.shrink import shrunk
-from tests.sim.world import Scenario, scenario, told, violation_of
+from tests.sim.world import Scenario, World, scenario, told, violation_of
 
 DEFAULT_SEEDS = 300
 SLOW_SEEDS = 10_000
@@ -56,6 +56,20 @@ def test_a_planted_bug_is_found_within_a_thousand_worlds(
     found = next(filter(None, (violation_of(world)[0] for world in worlds)), "")
     assert "job-" in found or "update of" in found, found
     assert "Error" not in found
+
+
+def test_a_checkpoint_keeps_its_blobs_though_another_job_has_replaced_the_same_ones() -> None:
+    """At any moment all that no fact names yet may be replaced elsewhere, and swept."""
+    world = World(Scenario(seed=1, workers=4, pipeline=1))
+    world.begin()
+    coordinator = world.coordinator
+    until_s = world.clock.now_s + 120.0
+    while world.clock.step(until_s) and not world.over:
+        if "job-1" in coordinator.scheduler.jobs:
+            coordinator.scheduler.ledger.superseded |= coordinator.folder.blobs
+            coordinator.sweep()
+    assert coordinator.shadow.jobs["job-1"].outcome == "finished"
+    assert len(coordinator.shadow.jobs["job-1"].checkpoints) == 2
 
 
 def test_an_undisturbed_world_needs_no_more_plans_than_one() -> None:

@@ -298,7 +298,9 @@ class Worker(Machine):
             self.start()
 
     def _store(self, blob: str) -> None:
-        self.coordinator().folder.blobs.add(blob)
+        coordinator = self.coordinator()
+        coordinator.folder.blobs.add(blob)
+        coordinator.promises.told(self.name, blob, self.clock.now_s)
 
     def _has(self, work: do.Assign, blob: str) -> bool:
         found = blob in self.coordinator().folder.blobs

@@ -210,6 +210,36 @@ def test_a_sweep_at_the_start_takes_what_nothing_needs_and_no_blob_of_a_fact(
     assert Owner(again).job(job).state == "queued"
 
 
+def test_of_a_replaced_checkpoint_stays_what_another_is_being_stored_with(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    """The same job twice stores the same bytes: the second worker sends nothing, and counts on what it was
+    told is here."""
+    running = start(stack, tmp_path)
+    (worker,), owner = fleet(stack, running, 1, ready=Hold(stack, 1), memory_bytes=1 << 30), Owner(running)
+    owner.watch(owner.submit(n_ops=2, steps=1000), lambda u: u.state == "training")
+    store = running.call(lambda server: server.blobs)
+    asked, reported, other = map(store.put, (b"asked about", b"reported", b"of nobody any more"))
+
+    def left() -> set[str]:
+        def sweep_now(server: Any) -> Any:
+            server.ledger.superseded.update((asked, reported, other))
+            return asyncio.ensure_future(server.shell.sweep_superseded())
+
+        work = running.call(sweep_now)
+        eventually(work.done)
+        work.result()
+        return set(filter(store.has, (asked, reported, other)))
+
+    request = pb.BlobList(blobs=[pb.BlobRef(hash=asked)])
+    assert not worker.blobs().Missing(request, metadata=worker.metadata, timeout=HUNG_S).blobs
+    running.call(lambda server: server.shell.reported.update([reported]))
+    assert left() == {asked, reported}
+    running.call(lambda server: server.shell.promises.reported(worker.worker, [asked]))
+    running.call(lambda server: server.shell.reported.clear())
+    assert left() == set()
+
+
 def test_an_upload_that_the_owner_asks_about_again_waits_again(stack: ExitStack, tmp_path: Path) -> None:
     running = start(stack, tmp_path)
     owner, data = Owner(running), b"submitted tomorrow"
