@@ -134,8 +134,16 @@ class Checks:
                     raise Violation(f"{fields['worker']} is honest: {fields['reason']}")
             case do.Log("job.state", job=job, fields=fields):
                 before, self.states[job] = self.states.get(job), fields["state"]
+                if fields["state"] == Phase.FAILED:
+                    self._failed(coordinator, job, str(fields["reason"]))
                 if fields["state"] == Phase.PAUSED and before in RUNNING:
                     self._paused(coordinator, job, str(fields["reason"]))
+
+    def _failed(self, coordinator: Coordinator, job: str, reason: str) -> None:
+        """None ends on one word. Looked at as it ends: a coordinator that starts anew has forgotten earlier
+        tries."""
+        if "done anew" in reason and coordinator.scheduler.jobs[job].doubt is None:
+            raise Violation(f"{job} ends as diverged after one try: {reason}")
 
     def _paused(self, coordinator: Coordinator, job: str, reason: str) -> None:
         """Committed steps are done again only where nobody could take over what was lost."""
@@ -231,11 +239,9 @@ class Checks:
         self.finished()
 
     def finished(self) -> None:
-        """Every job that has finished ends as an undisturbed one does, and none has failed on one word."""
+        """Every job that has finished ends as an undisturbed one does."""
         for job, state in self.world.coordinator.scheduler.jobs.items():
             spec = self.world.specs[job]
-            if state.phase is Phase.FAILED and "done anew" in state.reason and state.doubt is None:
-                raise Violation(f"{job} ends as diverged after one try: {state.reason}")
             if state.phase is not Phase.FINISHED:
                 continue
             if spec.federated is not None:

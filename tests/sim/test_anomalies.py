@@ -170,6 +170,15 @@ def test_a_doubt_that_a_restart_forgets_costs_no_more_than_the_tries_before_it(a
     assert len(model.plans()) <= 4 + 3, "those of before, and as many as without a restart"
 
 
+def test_a_restart_after_the_end_makes_no_second_try_undone() -> None:
+    """What had been tried is not journalled; the job has ended as it should."""
+    found = world(Poison(8.0, 0.0, "w0"), KillCoordinator(15.0, 0.1), workers=1)
+    found.run_job()
+    assert found.outcome == "failed"
+    assert found.coordinator.scheduler.jobs["job-1"].doubt is None
+    assert len(found.plans()) == 2
+
+
 def test_one_worker_alone_is_tried_twice() -> None:
     found = world(Poison(8.0, 0.0, "w0"), workers=1)
     found.run_job()
