@@ -103,6 +103,7 @@ def training_to_proto(training: TrainingSpec) -> pb.TrainingSpec:
         compress=training.compress,
         blocks=training.blocks,
         average_buffers=training.average_buffers,
+        replicas=training.replicas,
     )
 
 
@@ -126,6 +127,7 @@ def training_from_proto(message: pb.TrainingSpec, limits: Limits) -> TrainingSpe
         compress=message.compress or "off",
         blocks=message.blocks or 1,
         average_buffers=message.average_buffers,
+        replicas=bounds.text("replicas", message.replicas, limits.name_chars) or "1",
     )
 
 

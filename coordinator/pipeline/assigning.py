@@ -34,9 +34,10 @@ def _peers(plan: Plan, rank: int, roster: Roster) -> tuple[do.RankPeer, ...]:
 
 
 def neighbours(plan: Plan, rank: int) -> set[int]:
-    """Ranks that this one exchanges tensors with: its replica's, in stages that a link joins to its own.
+    """Ranks that this one exchanges tensors with: its replica's, in stages that a link joins to its own, and
+    those of other replicas that hold a part of the same ops, so perhaps of its gradients.
 
-    Two that accept no connections may be in one plan as long as nothing goes between them. A plan that
+    Two that accept no connections may be in one plan as long as nothing goes between them. A replica that
     names no links may use any.
     """
     places = plan.places
@@ -44,7 +45,14 @@ def neighbours(plan: Plan, rank: int) -> set[int]:
     replica = plan.replicas[mine.replica]
     ends = [{link.source, link.target} for link in replica.links] or [set(range(len(replica.stages)))]
     stages = set().union(*(pair for pair in ends if mine.stage in pair)) - {mine.stage}
-    return {at for at, place in enumerate(places) if place.replica == mine.replica and place.stage in stages}
+    own = replica.stages[mine.stage]
+    found = set()
+    for at, place in enumerate(places):
+        spec = plan.replicas[place.replica].stages[place.stage]
+        overlaps = max(spec.start, own.start) < min(spec.stop, own.stop)
+        if overlaps if place.replica != mine.replica else place.stage in stages:
+            found.add(at)
+    return found
 
 
 def _peer(roster: Roster, me: str, rank: int, peer: str, my_rank: int) -> do.RankPeer:

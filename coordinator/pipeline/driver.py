@@ -334,7 +334,16 @@ class PipelineDriver:
         elif state.phase in STEPPING and state.step == state.first_step:
             self.effects.send(worker, do.StepStart(state.job, state.version, state.step))
         elif state.last_commit is not None:
-            self.effects.send(worker, state.last_commit)
+            self._say(state, rank, state.last_commit)
+
+    def _say(
+        self, state: JobState, rank: int, message: do.StepStart | do.StepCommit | do.StepDiscard
+    ) -> None:
+        """Send a rank a word that all ranks hear; who need not store is not asked to."""
+        assert state.plan is not None  # noqa: S101 - it has ranks
+        if isinstance(message, do.StepCommit) and rank not in state.store_ranks:
+            message = replace(message, store=False)
+        self.effects.send(state.plan.places[rank].worker, message)
 
     def _give(self, state: JobState, rank: int) -> None:
         """Send a rank its stage, or what changes for the one that it keeps."""
@@ -347,7 +356,7 @@ class PipelineDriver:
             self.effects.send(worker, assignment(state, rank, roster, source, replay))
             return
         if state.last_commit is not None:
-            self.effects.send(worker, state.last_commit)
+            self._say(state, rank, state.last_commit)
         self.effects.send(worker, reconfiguration(state, rank, roster, since))
 
     # ------------------------------------------------------------ losses
@@ -557,9 +566,9 @@ class PipelineDriver:
                 if isinstance(fact, CheckpointStored) and not state.moving:
                     self.effects.emit(do.SweepBlobs())
             case ToRanks(message, rank):
-                for at, place in enumerate(state.plan.places if state.plan else ()):
+                for at, _ in enumerate(state.plan.places if state.plan else ()):
                     if rank is None or rank == at:
-                        self.effects.send(place.worker, message)
+                        self._say(state, at, message)
             case LinksDue():
                 self._links_due(state, todo)
             case AssignAll():

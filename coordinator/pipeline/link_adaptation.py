@@ -49,7 +49,9 @@ class Adapting:
         """A plan begins. ``cap``: what the guard has set for this job; it stays, the model is the same."""
         self.of.pop(state.job, None)
         self._asked.pop(state.job, None)
-        if state.plan is None or not relink.adapts(state.spec.training) or len(state.plan.stages) < 2:
+        if state.plan is None or not relink.adapts(state.spec.training):
+            return
+        if len(state.plan.replicas) > 1 or len(state.plan.stages) < 2:  # the links of replicas stay
             return
         rates = {pair: self._known_bps(pair) for pair in _pairs(state)}
         self.of[state.job] = link_policy.begin(rates, state.step, cap)

@@ -48,7 +48,7 @@ class StageRole:
     """A worker that holds a stage."""
 
     state: JobState
-    stage: int
+    rank: int
     graphs: GraphStore
 
     def named(self) -> frozenset[str]:
@@ -67,7 +67,7 @@ class StageRole:
         """Names of the tensors that it stores in a checkpoint; of a tied one its first holder does."""
         plan = self.state.plan
         assert plan is not None  # noqa: S101 - it holds a stage of one
-        program = self.graphs.programs(plan).train[self.stage]
+        program = self.graphs.programs(plan).train[self.rank]
         followed = {tied.name for tied in program.tied if tied.holders[0] != program.stage}
         return frozenset((*program.parameters, *program.buffers)) - followed
 
@@ -76,7 +76,7 @@ class StageRole:
         plan = self.state.plan
         assert plan is not None  # noqa: S101 - it holds a stage of one
         both = self.graphs.programs(plan)
-        mine = (both.train[self.stage], *both.evaluation[self.stage : self.stage + 1])
+        mine = (both.train[self.rank], *both.evaluation[self.rank : self.rank + 1])
         states, tensors = leaf_metas(mine, self.graphs.graphs(plan.dag_hash, plan.eval_dag_hash).states())
         return {name: states[name] for name in tensors}
 
@@ -119,7 +119,7 @@ def role_of(scheduler: Scheduler, graphs: GraphStore, worker: str) -> Role | Non
             rank = state.rank_of(worker)
             if state.plan is None or rank is None:
                 return None
-            return StageRole(state, state.plan.places[rank].stage, graphs)
+            return StageRole(state, rank, graphs)
     raise LookupError(f"{job}: no rights are known for what {type(driver).__name__} drives")
 
 

@@ -10,7 +10,7 @@ import heapq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from worker.transport.frames import MessageKey
+from worker.transport.frames import URGENCY, MessageKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -43,7 +43,7 @@ class Chunk(NamedTuple):
 
 
 class Outbox:
-    """Chunks by (direction, age). ``held`` counts payload bytes of unconfirmed messages."""
+    """Chunks by (urgency, age). ``held`` counts payload bytes of unconfirmed messages."""
 
     def __init__(self) -> None:
         self._queue: list[tuple[int, int]] = []
@@ -73,7 +73,7 @@ class Outbox:
         self._next += 1
         self._messages[message.number] = message
         self.held += len(payload)
-        heapq.heappush(self._queue, (key.direction, message.number))
+        heapq.heappush(self._queue, (URGENCY[key.direction], message.number))
         return message
 
     def take(self, chunk_bytes: int) -> Chunk | None:
@@ -100,7 +100,7 @@ class Outbox:
             message.under_way -= 1
             if message.number in self._messages:
                 message.again.append((chunk.offset, chunk.length))
-                heapq.heappush(self._queue, (message.key.direction, message.number))
+                heapq.heappush(self._queue, (URGENCY[message.key.direction], message.number))
 
     def ask_again(self, chunk_bytes: int) -> None:
         """Re-request lost confirmations after a connection broke: a message that may have arrived whole sends
@@ -108,7 +108,7 @@ class Outbox:
         for message in self._messages.values():
             if not message.waiting and not message.under_way:
                 message.again.append((0, min(chunk_bytes, len(message.payload))))
-                heapq.heappush(self._queue, (message.key.direction, message.number))
+                heapq.heappush(self._queue, (URGENCY[message.key.direction], message.number))
 
     def confirmed(self, number: int) -> Outgoing | None:
         """The peer has the whole message; returns it the first time."""
