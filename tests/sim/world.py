@@ -22,14 +22,17 @@ FAULTS_WITHIN_S = 20.0
 ENDS_WITHIN_S = 600.0
 TAKEN_OVER = 0.1  # share of the runs in which a second coordinator starts on the first one's database
 SHORT_LOGS = 0.05  # share of the runs in which send logs do not reach back to the checkpoint
+REPLICATED = 0.1  # share of the runs in which pipelines are replicated
 FOLD_EVERY = 50  # events between two looks at whether the ledger is its journal's fold
 
 
-def pipeline_job(steps: int = 16, tensors: int = 6) -> JobSpec:
+def pipeline_job(steps: int = 16, tensors: int = 6, replicas: int = 1) -> JobSpec:
     """Return a job of so many steps that can be cut into as many stages as it has tensors."""
     names = {f"w{at:02}": digest("initial", at) for at in range(tensors)}
     clipped = Optimizer(clip_norm=1.5)
     training = TrainingSpec(steps, 2, optimizer=clipped, checkpoint_every=3, eval_every=4, eval_batches=1)
+    if replicas > 1:
+        training = replace(training, n_micro=4, blocks=4, replicas=str(replicas))
     data = DataSpec((), 8, 1)
     return JobSpec("job", training, "ab" * 32, "cd" * 32, names, data, data)
 
@@ -55,6 +58,7 @@ class Scenario:
     federated: int = 0
     faults: tuple[Fault, ...] = ()
     log_steps: int = 1000  # that a send log has room for
+    replicas: int = 1  # of a pipeline
 
     def names(self) -> list[str]:
         return [f"w{at}" for at in range(self.workers)]
@@ -70,7 +74,9 @@ def scenario(seed: int) -> Scenario:
     if random.random() < TAKEN_OVER:
         faults += (TakeOver(round(2.0 + 14.0 * random.random(), 2), round(1.0 + 3.0 * random.random(), 2)),)
     log_steps = 2 if random.random() < SHORT_LOGS else found.log_steps
-    return replace(found, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)), log_steps=log_steps)
+    replicas = random.choice((2, 3)) if random.random() < REPLICATED else 1
+    faults = tuple(sorted(faults, key=lambda fault: fault.at_s))
+    return replace(found, faults=faults, log_steps=log_steps, replicas=replicas)
 
 
 @dataclass
@@ -138,7 +144,7 @@ class World:
         self.coordinator.start()
         for at, worker in enumerate(self.workers.values()):
             self.clock.after(0.1 * at, worker.start)
-        jobs = [pipeline_job() for _ in range(self.scenario.pipeline)]
+        jobs = [pipeline_job(replicas=self.scenario.replicas) for _ in range(self.scenario.pipeline)]
         jobs += [federated_job() for _ in range(self.scenario.federated)]
         for at, spec in enumerate(jobs):
             self.submit(f"job-{at + 1}", spec, 1.0 + at)
