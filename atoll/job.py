@@ -134,6 +134,7 @@ class TrainingSpec:
     blocks: int = 1  # of a step's micro-batches: gradients are summed within each, then block after block
     average_buffers: bool = False  # replicas may average what training writes, such as running statistics
     replicas: str = "1"  # of the pipeline, each for a share of the blocks; auto: as many as are fastest
+    spot_checks: float = 0.005  # share of the steps that an idle worker repeats to compare; 0 = none
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
@@ -146,6 +147,8 @@ class TrainingSpec:
         ):
             if not low <= value <= high:
                 raise UsageError(f"{name} = {value}; give a number from {low} to {high}")
+        if not 0.0 <= self.spot_checks <= 1.0:
+            raise UsageError(f"spot_checks = {self.spot_checks}; give a share of the steps from 0 to 1")
         Compression.parse(self.compress)
         if self.replicas != AUTO and not (
             self.replicas.isascii() and self.replicas.isdecimal() and len(self.replicas) < 4
@@ -188,6 +191,10 @@ class Job:
     notes: Mapping[str, Any] = field(default_factory=dict)  # for the job file's own records: never used
     metrics: tuple[str, ...] = ()
     federated: Federated | None = None
+
+
+CHECKPOINT_EVERY_S = 300.0
+"""Where the job does not say: a lost worker costs at most this much work."""
 
 
 @dataclass(frozen=True, slots=True)

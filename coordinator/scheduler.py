@@ -21,7 +21,7 @@ from coordinator.membership.roster import Roster, refusal
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import Checkpoint, JobRecord, JobSubmitted, Ledger
-from coordinator.messages.jobs import ENDED, JobState
+from coordinator.messages.jobs import BESIDE, ENDED, JobState
 from protos.telemetry import Event as Name
 
 STALL_S = 0.25  # a tick later than this is our own stall
@@ -192,6 +192,7 @@ class Scheduler:
         effects = self.effects
         before = self.roster.open(event.worker, event.session, event.introduction, effects.now_s)
         worker = self.roster.workers[event.worker]
+        self._not_beside(event)
         if before is not None:
             effects.moved(event.worker, before, worker.member)
         wrong = refusal(event.introduction)
@@ -209,6 +210,15 @@ class Scheduler:
             elif driver_of_its_job is not None:
                 driver_of_its_job.reconnected(worker.member.job, event.worker)
         effects.advance = True
+
+    def _not_beside(self, event: ev.SessionOpened) -> None:
+        """Release who still repeats steps beside a plan that it was taken from while it was away: it would
+        take no stage of that job for a newer one."""
+        held = event.introduction.held
+        driver = self.driver_of(held.job) if held is not None else None
+        if held is None or held.version < BESIDE or (driver and driver.current(held.job, held.version)):
+            return
+        self.effects.send(event.worker, do.Release(held.job, held.version, "the steps were repeated"))
 
     def _closed(self, event: ev.SessionClosed) -> None:
         worker = self.roster.workers.get(event.worker)

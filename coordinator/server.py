@@ -66,6 +66,7 @@ from protos.credentials import (
 )
 from protos.folder_lock import FolderLock, Holder
 from protos.folder_version import claim_version, raise_version
+from protos.log_stream import log_stream
 from protos.private_files import state_folder, write_private
 from protos.relay_tickets import made_key_file
 from protos.telemetry import Event
@@ -574,7 +575,7 @@ def _log_to_stderr() -> None:
             structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer(default=str),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(log_stream(sys.stderr)),
     )
 
 

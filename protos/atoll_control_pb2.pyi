@@ -738,6 +738,8 @@ Global___RosterEntry: _TypeAlias = RosterEntry  # noqa: Y015
 
 @_typing.final
 class Loaded(_message.Message):
+    """repeated_digests: of the steps that the stage has repeated by itself, one each, as of StepReady."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
@@ -745,12 +747,15 @@ class Loaded(_message.Message):
     TOOK_S_FIELD_NUMBER: _builtins.int
     POPULATION_FIELD_NUMBER: _builtins.int
     CLIENTS_FIELD_NUMBER: _builtins.int
+    REPEATED_DIGESTS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     took_s: _builtins.float
     population: _builtins.str
     @_builtins.property
     def clients(self) -> _containers.RepeatedCompositeFieldContainer[Global___RosterEntry]: ...
+    @_builtins.property
+    def repeated_digests(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepDigest]: ...
     def __init__(
         self,
         *,
@@ -759,14 +764,41 @@ class Loaded(_message.Message):
         took_s: _builtins.float = ...,
         population: _builtins.str = ...,
         clients: _abc.Iterable[Global___RosterEntry] | None = ...,
+        repeated_digests: _abc.Iterable[Global___StepDigest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "job", b"job", "plan_version", b"plan_version", "population", b"population", "took_s", b"took_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "job", b"job", "plan_version", b"plan_version", "population", b"population", "repeated_digests", b"repeated_digests", "took_s", b"took_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Loaded: _TypeAlias = Loaded  # noqa: Y015
+
+@_typing.final
+class StepDigest(_message.Message):
+    """Of a stage's part of a step: 8 bytes over its gradients, which every replica of the stage has in common, and
+    8 over the messages that it took, in their order, as they came; empty where nothing is checked.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRADIENTS_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    gradients: _builtins.bytes
+    inputs: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        gradients: _builtins.bytes = ...,
+        inputs: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gradients", b"gradients", "inputs", b"inputs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepDigest: _TypeAlias = StepDigest  # noqa: Y015
 
 @_typing.final
 class StageFailed(_message.Message):
@@ -858,6 +890,7 @@ class StepReady(_message.Message):
     OPTIMIZER_S_FIELD_NUMBER: _builtins.int
     HANDLING_S_FIELD_NUMBER: _builtins.int
     LOSSES_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     step: _builtins.int
@@ -885,6 +918,8 @@ class StepReady(_message.Message):
     def losses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """in place of loss, where the stage has a share of the micro-batches: of each, over n_micro"""
 
+    @_builtins.property
+    def digest(self) -> Global___StepDigest: ...
     def __init__(
         self,
         *,
@@ -901,10 +936,11 @@ class StepReady(_message.Message):
         optimizer_s: _builtins.float = ...,
         handling_s: _builtins.float = ...,
         losses: _abc.Iterable[_builtins.float] | None = ...,
+        digest: Global___StepDigest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "digest", b"digest", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "backward_s", b"backward_s", "finite", b"finite", "forward_s", b"forward_s", "handling_s", b"handling_s", "job", b"job", "links", b"links", "loss", b"loss", "losses", b"losses", "optimizer_s", b"optimizer_s", "plan_version", b"plan_version", "square_norms", b"square_norms", "step", b"step", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "backward_s", b"backward_s", "digest", b"digest", "finite", b"finite", "forward_s", b"forward_s", "handling_s", b"handling_s", "job", b"job", "links", b"links", "loss", b"loss", "losses", b"losses", "optimizer_s", b"optimizer_s", "plan_version", b"plan_version", "square_norms", b"square_norms", "step", b"step", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
@@ -2076,6 +2112,36 @@ class Reconfigure(_message.Message):
 Global___Reconfigure: _TypeAlias = Reconfigure  # noqa: Y015
 
 @_typing.final
+class Standbys(_message.Message):
+    """Workers beside the plan that repeat the steps of this rank's neighbours: all that there are now. They may ask
+    for what was sent to those ranks; what they are sent makes way for everything else.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    PLAN_VERSION_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    plan_version: _builtins.int
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankPeer]: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        plan_version: _builtins.int = ...,
+        peers: _abc.Iterable[Global___RankPeer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "peers", b"peers", "plan_version", b"plan_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Standbys: _TypeAlias = Standbys  # noqa: Y015
+
+@_typing.final
 class StepStart(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2533,6 +2599,7 @@ class ToWorker(_message.Message):
     ROUND_TAKEN_FIELD_NUMBER: _builtins.int
     RECONFIGURE_FIELD_NUMBER: _builtins.int
     REVOKED_FIELD_NUMBER: _builtins.int
+    STANDBYS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -2565,6 +2632,8 @@ class ToWorker(_message.Message):
     def reconfigure(self) -> Global___Reconfigure: ...
     @_builtins.property
     def revoked(self) -> Global___Revoked: ...
+    @_builtins.property
+    def standbys(self) -> Global___Standbys: ...
     def __init__(
         self,
         *,
@@ -2584,12 +2653,13 @@ class ToWorker(_message.Message):
         round_taken: Global___RoundTaken | None = ...,
         reconfigure: Global___Reconfigure | None = ...,
         revoked: Global___Revoked | None = ...,
+        standbys: Global___Standbys | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "standbys", b"standbys", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "standbys", b"standbys", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "probe_ops", "probe_link", "assign", "start", "commit", "discard", "release", "dismiss", "expect_peer", "participate", "train_round", "evaluate_round", "round_taken", "reconfigure", "revoked"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "probe_ops", "probe_link", "assign", "start", "commit", "discard", "release", "dismiss", "expect_peer", "participate", "train_round", "evaluate_round", "round_taken", "reconfigure", "revoked", "standbys"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -2993,6 +3063,7 @@ class JobUpdate(_message.Message):
     COMMIT_S_FIELD_NUMBER: _builtins.int
     CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
     FEDERATED_FIELD_NUMBER: _builtins.int
+    SPOT_CHECKS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     name: _builtins.str
     state: _builtins.str
@@ -3011,6 +3082,8 @@ class JobUpdate(_message.Message):
     commit_s: _builtins.float
     """coordinator's share of a step, median"""
     checkpoint_step: _builtins.int
+    spot_checks: _builtins.str
+    """what they have shown so far"""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageStatus]: ...
     @_builtins.property
@@ -3048,10 +3121,11 @@ class JobUpdate(_message.Message):
         commit_s: _builtins.float | None = ...,
         checkpoint_step: _builtins.int = ...,
         federated: Global___FederatedStatus | None = ...,
+        spot_checks: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "federated", b"federated", "loss", b"loss", "plan", b"plan", "samples_per_s", b"samples_per_s", "step_s", b"step_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "checkpoint_step", b"checkpoint_step", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "federated", b"federated", "job", b"job", "links", b"links", "loss", b"loss", "metrics", b"metrics", "name", b"name", "plan", b"plan", "plan_version", b"plan_version", "reason", b"reason", "samples_per_s", b"samples_per_s", "stages", b"stages", "state", b"state", "step", b"step", "step_s", b"step_s", "steps", b"steps", "time_s", b"time_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "checkpoint_step", b"checkpoint_step", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "federated", b"federated", "job", b"job", "links", b"links", "loss", b"loss", "metrics", b"metrics", "name", b"name", "plan", b"plan", "plan_version", b"plan_version", "reason", b"reason", "samples_per_s", b"samples_per_s", "spot_checks", b"spot_checks", "stages", b"stages", "state", b"state", "step", b"step", "step_s", b"step_s", "steps", b"steps", "time_s", b"time_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__commit_s: _TypeAlias = _typing.Literal["commit_s"]  # noqa: Y015
     _WhichOneofArgType__commit_s: _TypeAlias = _typing.Literal["_commit_s", b"_commit_s"]  # noqa: Y015

@@ -552,6 +552,7 @@ class TrainingSpec(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     AVERAGE_BUFFERS_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
+    SPOT_CHECKS_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     n_micro: _builtins.int
     seed: _builtins.int
@@ -569,6 +570,8 @@ class TrainingSpec(_message.Message):
     """replicas may average what training writes"""
     replicas: _builtins.str
     """a number, or auto; empty: 1"""
+    spot_checks: _builtins.float
+    """share of the steps that another worker repeats to compare; 0: none"""
     @_builtins.property
     def optimizer(self) -> Global___Optimizer: ...
     @_builtins.property
@@ -590,10 +593,11 @@ class TrainingSpec(_message.Message):
         blocks: _builtins.int = ...,
         average_buffers: _builtins.bool = ...,
         replicas: _builtins.str = ...,
+        spot_checks: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["optimizer", b"optimizer", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["average_buffers", b"average_buffers", "blocks", b"blocks", "checkpoint_every", b"checkpoint_every", "compress", b"compress", "eval_batches", b"eval_batches", "eval_every", b"eval_every", "n_micro", b"n_micro", "optimizer", b"optimizer", "precision", b"precision", "recompute", b"recompute", "replicas", b"replicas", "schedule", b"schedule", "seed", b"seed", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["average_buffers", b"average_buffers", "blocks", b"blocks", "checkpoint_every", b"checkpoint_every", "compress", b"compress", "eval_batches", b"eval_batches", "eval_every", b"eval_every", "n_micro", b"n_micro", "optimizer", b"optimizer", "precision", b"precision", "recompute", b"recompute", "replicas", b"replicas", "schedule", b"schedule", "seed", b"seed", "spot_checks", b"spot_checks", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

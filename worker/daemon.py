@@ -52,7 +52,7 @@ from worker.pipe.status import Waiting
 from worker.session import events, instructions, machine
 from worker.session import wire as messages
 from worker.session.state import WELCOMED
-from worker.session.wire import PeerExpected, PeerRevoked
+from worker.session.wire import PeerExpected, PeerRevoked, StandbysExpected
 from worker.transport.contract import TransportConfig, Way
 from worker.transport.network import PeerNetwork
 
@@ -82,7 +82,7 @@ class MannersChanged:
     manners: Manners
 
 
-Inner = events.Event | PeerExpected | PeerRevoked | ConsentChanged | MannersChanged
+Inner = events.Event | PeerExpected | PeerRevoked | StandbysExpected | ConsentChanged | MannersChanged
 
 
 class Daemon:
@@ -189,6 +189,9 @@ class Daemon:
             event = self._events.get()
             if isinstance(event, PeerExpected):
                 self._expect_peer(event)
+                continue
+            if isinstance(event, StandbysExpected):
+                self._expect_standbys(event)
                 continue
             if isinstance(event, PeerRevoked):
                 log.warning("peer.revoked", peer=event.peer, reason=event.reason)
@@ -518,6 +521,13 @@ class Daemon:
 
     def _expect_peer(self, expected: PeerExpected) -> None:
         self._network.expect(expected.peer, expected.paths, EXPECTED_DIAL_S)
+
+    def _expect_standbys(self, expected: StandbysExpected) -> None:
+        if expected.job != self._state.job or self._state.outdated:
+            return
+        self._host.stand_by(expected.job, expected.ranks)
+        for link in expected.links:
+            self._network.expect(link.worker, link.paths, EXPECTED_DIAL_S)
 
     def _catch_signals(self) -> Callable[[], None]:
         """Leave on Ctrl+C or SIGTERM; returns what puts the old handlers back."""

@@ -16,6 +16,7 @@ import atoll
 from coordinator.cli import admin, checkpoints, codecs, flower, journals, owners, relay, simulate, submit
 from coordinator.cli import data as cli_data
 from coordinator.cli import jobs as cli_jobs
+from coordinator.cli.chaos import command as cli_chaos
 from coordinator.cli.demo import command as cli_demo
 from coordinator.cli.options import EXIT_CODES, Trace, UseProxy
 from protos import PROTOCOL_VERSION
@@ -41,6 +42,7 @@ admin.register(app)
 owners.register(app)
 submit.register(app)
 simulate.register(app)
+cli_chaos.register(app)
 cli_jobs.register(app)
 checkpoints.register(app)
 codecs.register(app)

@@ -97,6 +97,16 @@ class JobOptions:
             "for as many as are predicted to be fastest; same as --set replicas=N. Default: 1.",
         ),
     ] = None
+    spot_checks: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            metavar="SHARE",
+            help="Share of the steps that an idle worker repeats to compare; 0: none; same as "
+            "--set spot_checks=SHARE.",
+        ),
+    ] = None
     trace: Trace = False
 
     def load(self, path: Path, *more: str) -> Job:
@@ -105,7 +115,12 @@ class JobOptions:
         from coordinator.client.job_file import load_job
         from coordinator.planning.ratios import check_compression
 
-        given = (("steps", self.steps), ("compress", self.compress), ("replicas", self.replicas))
+        given = (
+            ("steps", self.steps),
+            ("compress", self.compress),
+            ("replicas", self.replicas),
+            ("spot_checks", self.spot_checks),
+        )
         items = [f"{name}={value}" for name, value in given if value is not None]
         job = load_job(path, [*(self.sets or []), *items, *more], full_trace=self.trace)
         check_compression(job.training.compression)  # before the capture, which takes its time

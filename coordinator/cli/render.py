@@ -204,6 +204,8 @@ def watch_view(update: pb.JobUpdate, losses: Sequence[float], names: Names) -> R
     if update.stages:
         parts.append(_busy_table(update.stages, names))
         parts += _costs(update.stages)
+    if update.spot_checks:
+        parts.append(Text(update.spot_checks, style=DIM))
     if update.links:
         parts += [_carried_table(update.links, names), *_reasons(update.links, names)]
     return Group(*parts)

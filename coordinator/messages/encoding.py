@@ -57,8 +57,8 @@ def reader(hint: Any) -> Reader | None:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return _optional(reader(next(argument for argument in arguments if argument is not NoneType)))
-    if origin is tuple:
-        return _sequence(reader(arguments[0]), tuple)
+    if origin in (tuple, list):
+        return _sequence(reader(arguments[0]), origin)
     if origin in (dict, Mapping):
         return _mapping(reader(arguments[1]))
     if origin is set:

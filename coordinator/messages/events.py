@@ -145,12 +145,27 @@ class PeerJoined:
 
 
 @dataclass(frozen=True, slots=True)
+class Digest:
+    """Of a stage's part of a step, in hex: of its gradients, which every replica of the stage has in common,
+    and of the messages that it took for them. "": not told."""
+
+    gradients: str = ""
+    inputs: str = ""
+
+
+NO_DIGEST = Digest()
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
+    """``digests``: of the steps that the stage has repeated by itself, one each, as of StepReady."""
+
     job: str
     version: int
     took_s: float = 0.0
     population: str = ""  # hash of the data of ``clients``
     clients: Mapping[str, int] = field(default_factory=dict)  # registered samples by client of a population
+    digests: tuple[Digest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +197,7 @@ class StepReady:
     losses: tuple[
         float, ...
     ] = ()  # of a share of the micro-batches, each over n_micro; ``loss`` is None then
+    digest: Digest = NO_DIGEST
 
 
 @dataclass(frozen=True, slots=True)

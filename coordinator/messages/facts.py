@@ -117,6 +117,29 @@ class StepCommitted:
     evaluate: bool = False
     last: bool = False
     coded: bool = False
+    digests: tuple[str, ...] = ()  # by rank, in hex: of its gradients, then of what it was sent
+
+
+@dataclass(frozen=True, slots=True)
+class SpotChecked:
+    """``by`` has repeated a rank's steps from ``first_step`` to ``step`` - 1 and arrived at the same."""
+
+    job: str
+    rank: int
+    first_step: int
+    step: int
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkRejected:
+    """``worker`` computed a step wrong: those from ``step`` on are done anew, and newer checkpoints do not
+    count."""
+
+    job: str
+    step: int
+    worker: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +218,8 @@ JobFact = (
     | Reconfigured
     | RatioCapped
     | StepCommitted
+    | SpotChecked
+    | WorkRejected
     | Evaluated
     | CheckpointStored
     | CheckpointTorn
@@ -211,6 +236,8 @@ _KINDS: dict[str, type[Fact]] = {
     "Reconfigured": Reconfigured,
     "RatioCapped": RatioCapped,
     "StepCommitted": StepCommitted,
+    "SpotChecked": SpotChecked,
+    "WorkRejected": WorkRejected,
     "Evaluated": Evaluated,
     "CheckpointStored": CheckpointStored,
     "CheckpointTorn": CheckpointTorn,
@@ -251,6 +278,14 @@ class Era:
     links: tuple[LinkSpec, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """From ``first_step`` on, these workers hold the stages, by rank."""
+
+    first_step: int
+    workers: tuple[str, ...]
+
+
 @dataclass(slots=True)
 class JobRecord:
     """Durable knowledge of a job."""
@@ -274,6 +309,11 @@ class JobRecord:
     # What repeating the steps since the newest checkpoint takes: versions of then, and each step's scale.
     eras: tuple[Era, ...] = ()
     scales: list[float] = field(default_factory=list)  # of the newest steps, at most 2 x MOST_REPLAYED
+    digests: list[tuple[str, ...]] = field(default_factory=list)  # of the same steps, by rank; () unknown
+    casts: tuple[Cast, ...] = ()  # who computed them
+    agreed: tuple[
+        int, ...
+    ] = ()  # by rank: steps that have last been repeated by another with the same result
     checkpoints: tuple[Checkpoint, ...] = ()  # oldest first, at most ``keep``
     closed: tuple[RoundClosed, ...] = ()  # the same of a federated job's rounds
     evaluated: dict[str, RoundEvaluated] = field(default_factory=dict)  # newest by where
@@ -285,6 +325,17 @@ class JobRecord:
     def given(self, rank: int) -> int:
         """Return the version under which a rank's worker was given its stage."""
         return self.since[rank] if rank < len(self.since) else self.assigned
+
+    @property
+    def sound(self) -> Checkpoint:
+        """The newest state that no rank had gone beyond when it was last found to compute as others do."""
+        through = min(self.agreed, default=self.start.step)
+        return next((c for c in reversed(self.checkpoints) if c.step <= through), self.start)
+
+    def worker_at(self, rank: int, step: int) -> str:
+        """Return who computed a rank's part of a step since the newest checkpoint, "" unknown."""
+        cast = next((cast for cast in reversed(self.casts) if cast.first_step <= step), None)
+        return cast.workers[rank] if cast is not None and rank < len(cast.workers) else ""
 
     @property
     def has_result(self) -> bool:
@@ -346,7 +397,12 @@ class Ledger:
                 job.awaiting_eval, job.storing = None, ()
                 job.since, job.moving = (plan.version,) * len(plan.places), False
                 links = plan.links if len(plan.replicas) == 1 else ()
-                job.eras, job.scales = (Era(plan.version, job.steps, links),), []
+                job.eras, job.scales, job.digests = (Era(plan.version, job.steps, links),), [], []
+                workers = tuple(place.worker for place in plan.places)
+                job.casts = (Cast(job.steps, workers),)
+                # The cut may be another one: what is agreed of all stages holds for each.
+                through = min((*job.agreed, job.steps), default=0) if job.agreed else job.start.step
+                job.agreed = (through,) * len(workers)
             case LinksChanged():
                 job.version, job.relink = fact.version, fact
             case Reconfigured():
@@ -355,6 +411,12 @@ class Ledger:
                 job.cap = fact.cap
             case StepCommitted():
                 self._commit(job, fact)
+            case SpotChecked(_, rank, _, step):
+                job.agreed = tuple(
+                    max(known, step) if at == rank else known for at, known in enumerate(job.agreed)
+                )
+            case WorkRejected(_, step):
+                self._reject(job, step)
             case Evaluated():
                 job.eval_loss = fact.loss
                 if fact.step == job.awaiting_eval:
@@ -362,10 +424,13 @@ class Ledger:
             case CheckpointStored(_, step, tensors, at_s):
                 job.storing = tuple(done for done in job.storing if done > step)
                 self._forget_before(job, step)
-                kept = (*job.checkpoints, Checkpoint(step, tensors, at_s))
-                for old in kept[: -self.keep]:
-                    self.superseded.update(old.tensors.values())
-                job.checkpoints = kept[-self.keep :]
+                job.checkpoints = (*job.checkpoints, Checkpoint(step, tensors, at_s))
+                sound = job.sound  # however old: what to go back to where newer ones turn out to be wrong
+                for old in job.checkpoints[: -self.keep]:
+                    if old != sound:
+                        self.superseded.update(old.tensors.values())
+                newest = job.checkpoints[-self.keep :]
+                job.checkpoints = tuple(c for c in job.checkpoints if c in newest or c == sound)
             case CheckpointTorn(_, step):
                 for old in job.checkpoints:
                     if old.step == step:
@@ -382,7 +447,7 @@ class Ledger:
 
     def _commit(self, job: JobRecord, fact: StepCommitted) -> None:
         job.steps, job.loss, job.commit, job.moving = fact.step + 1, fact.loss, fact, False
-        self._scaled(job, fact.scale)
+        self._scaled(job, fact)
         if fact.evaluate:
             job.awaiting_eval = job.steps
         if fact.store:
@@ -394,17 +459,31 @@ class Ledger:
             job.eras = (*job.eras, Era(change.version, change.first_step, change.links))[-LINEAGE:]
             job.relink = None
 
-    def _scaled(self, job: JobRecord, scale: float | None) -> None:
-        if scale is None:  # a journal of before: what led to this step cannot be repeated
-            job.scales = []
+    def _scaled(self, job: JobRecord, fact: StepCommitted) -> None:
+        if fact.scale is None:  # a journal of before: what led to this step cannot be repeated
+            job.scales, job.digests = [], []
             return
-        job.scales.append(scale)
+        job.scales.append(fact.scale)
+        job.digests.append(fact.digests)
         if len(job.scales) >= 2 * MOST_REPLAYED:
             del job.scales[:MOST_REPLAYED]
+        del job.digests[: max(0, len(job.digests) - len(job.scales))]
+
+    def _reject(self, job: JobRecord, step: int) -> None:
+        """Take back steps since ``step``, their checkpoints, and the plan that goes on from there."""
+        job.plan, job.commit, job.relink, job.moving = None, None, None, False
+        for newer in job.checkpoints:
+            if newer.step > step:
+                self.superseded.update(newer.tensors.values())
+        job.checkpoints = tuple(c for c in job.checkpoints if c.step <= step)
+        job.agreed = tuple(min(through, step) for through in job.agreed)
 
     def _forget_before(self, job: JobRecord, step: int) -> None:
         """Nobody repeats steps in front of a newer checkpoint."""
         del job.scales[: max(0, len(job.scales) - max(0, job.steps - step))]
+        del job.digests[: max(0, len(job.digests) - max(0, job.steps - step))]
+        past = [cast for cast in job.casts if cast.first_step <= step][:-1]
+        job.casts = tuple(cast for cast in job.casts if cast not in past)
         over = [era for era in job.eras if era.first_step <= step][:-1]
         job.eras = tuple(era for era in job.eras if era not in over)
 
@@ -420,6 +499,8 @@ class Ledger:
         links = job.plan.links if len(job.plan.replicas) == 1 else ()
         eras = tuple(era for era in job.eras if era.first_step < fact.step)
         job.eras = (*eras, Era(fact.version, fact.step, links))[-LINEAGE:]
+        casts = tuple(cast for cast in job.casts if cast.first_step < fact.step)
+        job.casts = (*casts, Cast(fact.step, fact.workers))[-LINEAGE:]
         job.relink, job.awaiting_eval = None, None
 
     def _close(self, job: JobRecord, fact: RoundClosed) -> None:
@@ -441,7 +522,9 @@ class Ledger:
     def copy(self) -> Ledger:
         """Return the same state, which facts to come do not change."""
         jobs = {
-            name: replace(job, evaluated=dict(job.evaluated), scales=list(job.scales))
+            name: replace(
+                job, evaluated=dict(job.evaluated), scales=list(job.scales), digests=list(job.digests)
+            )
             for name, job in self.jobs.items()
         }
         return replace(self, jobs=jobs, submissions=dict(self.submissions), superseded=set(self.superseded))

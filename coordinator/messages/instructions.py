@@ -17,6 +17,7 @@ from coordinator.messages.facts import (
     Fact,
     Reconfigured,
     RoundEvaluated,
+    WorkRejected,
 )
 from coordinator.planning.costs.fleet import Fleet
 from protos.telemetry import Event as Name
@@ -115,6 +116,15 @@ class Reconfigure:
     plan: Plan
     base: int
     step: int
+    peers: tuple[RankPeer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StandbysHere:
+    """All workers beside the plan that repeat the steps of a rank's neighbours, each with its rank."""
+
+    job: str
+    plan: Plan
     peers: tuple[RankPeer, ...]
 
 
@@ -239,6 +249,7 @@ Message = (
     | Revoked
     | Assign
     | Reconfigure
+    | StandbysHere
     | StepStart
     | StepCommit
     | StepDiscard
@@ -427,6 +438,9 @@ def line_of(fact: Fact) -> Log | None:
         case Reconfigured(job, version, step, base, _, newcomers, reason):
             fields = {"version": version, "base": base, "step": step, "reason": reason}
             return Log(Name.RECONFIGURED.value, job=job, fields={**fields, "ranks": list(newcomers)})
+        case WorkRejected(job, step, worker, reason):
+            fields = {"step": step, "worker": worker, "reason": reason}
+            return Log(Name.WORK_REJECTED.value, "warning", job, fields)
         case CheckpointTorn(job, step, reason):
             fields = {"step": step, "reason": reason}
             return Log(Name.CHECKPOINT_TORN.value, "warning", job, fields)

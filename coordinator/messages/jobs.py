@@ -44,6 +44,10 @@ STEPPING = frozenset({Phase.TRAINING, Phase.EVALUATING})
 ENDED = frozenset({Phase.FINISHED, Phase.FAILED, Phase.CANCELLED})
 
 
+BESIDE = 1 << 31
+"""Versions of plans from here on are of nobody who trains: who repeats steps beside a plan is given one."""
+
+
 class StepPhase(StrEnum):
     """Phase of the step in flight."""
 
@@ -110,6 +114,21 @@ class LogsShort:
 
 
 @dataclass(frozen=True, slots=True)
+class LogsWanted:
+    """Send logs are to reach back to ``first_step`` until further notice; None: to the newest checkpoint."""
+
+    first_step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Steps since ``before`` are wrong, and so are newer checkpoints: they are done anew."""
+
+    before: Checkpoint
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Resumed:
     """After our restart every worker of the plan is back with its stage."""
 
@@ -151,6 +170,8 @@ Event = (
     | StageLost
     | Replaced
     | LogsShort
+    | LogsWanted
+    | Rejected
     | Resumed
     | Torn
     | Cancelled
@@ -271,6 +292,7 @@ class JobState:
     awaiting_eval: int | None = None  # step whose evaluation is running
     eval_owed: bool = False  # one was dropped: the next commit asks for another
     store_owed: bool = False  # the next commit asks for a checkpoint
+    logs_from: int | None = None  # step from which on somebody repeats steps beside the plan
     stores: Mapping[int, Mapping[int, Mapping[str, str]]] = field(default_factory=dict)  # step -> rank -> ...
     loss: float | None = None
     eval_loss: float | None = None
@@ -286,6 +308,11 @@ class JobState:
     wanted: Relinked | None = None  # waits for a commit that can carry it
     relink: Relink | None = None  # said with a commit, not begun
     lineage: tuple[tuple[int, int], ...] = ()  # (version, its first step) on the stages of this plan
+
+    @property
+    def replay_from(self) -> int:
+        """Return the first step whose messages somebody may still ask for."""
+        return min(self.checkpoint.step, self.checkpoint.step if self.logs_from is None else self.logs_from)
 
     @property
     def n_ranks(self) -> int:

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from atoll.plan import Plan
 from coordinator.membership.roster import Roster
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import Checkpoint
 from coordinator.messages.jobs import JobState
+
+
+class Repeated(Protocol):
+    """Steps of a rank that are repeated: from ``source`` up to ``end`` - 1."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def source(self) -> Checkpoint: ...
+
+    @property
+    def end(self) -> int: ...
+
+    @property
+    def replay(self) -> do.Replay: ...
 
 
 def assignment(
@@ -24,10 +42,31 @@ def reconfiguration(state: JobState, rank: int, roster: Roster, base: int) -> do
     return do.Reconfigure(state.job, state.plan, base, state.step, _peers(state.plan, rank, roster))
 
 
+def repetition(
+    state: JobState, case: Repeated, worker: str, version: int, roster: Roster
+) -> tuple[do.Assign, dict[str, do.StandbysHere]]:
+    """Return the message that has a worker repeat a rank's steps beside the plan, as a plan of that version,
+    and what the rank's neighbours are to know of it, by worker."""
+    assert state.plan is not None  # noqa: S101 - a plan was adopted
+    plan, rank, job = state.plan, case.rank, state.job
+    places = plan.places
+    workers = [worker if at == rank else place.worker for at, place in enumerate(places)]
+    beside = plan.moved(version, workers)
+    peers = _peers(beside, rank, roster)
+    assign = do.Assign(job, state.spec, beside, rank, case.end, dict(case.source.tensors), peers, case.replay)
+    said = {
+        places[other].worker: do.StandbysHere(
+            job, plan, (rank_peer(roster, places[other].worker, rank, worker, other),)
+        )
+        for other in neighbours(plan, rank)
+    }
+    return assign, said
+
+
 def _peers(plan: Plan, rank: int, roster: Roster) -> tuple[do.RankPeer, ...]:
     places, others = plan.places, neighbours(plan, rank)
     return tuple(
-        _peer(roster, places[rank].worker, other, place.worker, rank)
+        rank_peer(roster, places[rank].worker, other, place.worker, rank)
         for other, place in enumerate(places)
         if other in others
     )
@@ -55,8 +94,9 @@ def neighbours(plan: Plan, rank: int) -> set[int]:
     return found
 
 
-def _peer(roster: Roster, me: str, rank: int, peer: str, my_rank: int) -> do.RankPeer:
-    """The lower rank dials where both can be reached, else whoever can reach the other."""
+def rank_peer(roster: Roster, me: str, rank: int, peer: str, my_rank: int) -> do.RankPeer:
+    """Return the way to ``peer``, who has ``rank`` or stands by for it. The lower rank dials where both can
+    be reached, else whoever can reach the other."""
     mine, theirs = roster.addresses(me, peer), roster.addresses(peer, me)
     dial = bool(theirs) and (my_rank < rank or not mine)
     return do.RankPeer(rank, peer, theirs, dial, roster.relay_use(me, peer))

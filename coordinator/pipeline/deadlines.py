@@ -16,7 +16,7 @@ from coordinator.messages.jobs import Phase
 if TYPE_CHECKING:
     from coordinator.messages.jobs import JobState
 
-STILL_S, STILL_STEPS = 5.0, 3.0
+STILL_S, STILL_STEPS = 4.0, 3.0  # and up to 1 s from a count to its heartbeat and the tick that looks at it
 SILENT_S, SILENT_STEPS = 60.0, 10.0
 STEPS_KNOWN = 2  # before them caches fill and kernels are chosen, and nothing was measured
 FIRST_STILL_S, FIRST_SILENT_S = 30.0, 180.0

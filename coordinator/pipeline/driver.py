@@ -14,8 +14,10 @@ from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import CheckpointStored, CheckpointTorn, JobRecord, RatioCapped
 from coordinator.messages.jobs import (
+    BESIDE,
     ENDED,
     FEDERATING,
+    GATHERS,
     PREPARING,
     RUNNING,
     STEPPING,
@@ -54,6 +56,7 @@ from coordinator.pipeline.losses import Losses
 from coordinator.pipeline.profiling import Hold, Profiling
 from coordinator.pipeline.relink import changes, current
 from coordinator.pipeline.restart import Returning
+from coordinator.pipeline.spot_checks import SpotChecks
 from coordinator.pipeline.stuck import Stuck
 from coordinator.pipeline.suspicion import Suspicion
 from coordinator.planning.ratios import label
@@ -85,6 +88,7 @@ class PipelineDriver:
     stuck: Stuck = field(init=False)
     suspicion: Suspicion = field(init=False)
     losses: Losses = field(init=False)
+    checks: SpotChecks = field(init=False)
     _committed: JobState | None = None  # after its newest step, not learned from yet
 
     def __post_init__(self) -> None:
@@ -92,7 +96,14 @@ class PipelineDriver:
         self.adapting = Adapting(self.effects, self.config.adaptation)
         self.stuck = Stuck(self.effects.roster, self.effects.label)
         self.suspicion = Suspicion(self.effects, self.stuck)
-        self.losses = Losses(self.effects, self.profiling, self.config.liveness.dead_after_s, self._step)
+        self.checks = SpotChecks(self.effects, self.suspicion, self._step, self._workers_wanted)
+        self.losses = Losses(
+            self.effects,
+            self.profiling,
+            self.config.liveness.dead_after_s,
+            self._step,
+            self.checks.make_way,
+        )
 
     # ------------------------------------------------------------ jobs
 
@@ -229,12 +240,15 @@ class PipelineDriver:
     # ------------------------------------------------------------ workers
 
     def uses(self, job: str, worker: str) -> bool:
-        """Whether the worker holds a stage of the job."""
-        return self.jobs[job].rank_of(worker) is not None
+        """Whether the worker holds a stage of the job, or repeats its steps."""
+        return self.jobs[job].rank_of(worker) is not None or self.checks.repeats(job, worker)
 
     def current(self, job: str, version: int) -> bool:
-        """Whether ``version`` is one that the plan has had since it was adopted or reconfigured."""
+        """Whether ``version`` is one that the plan has had since it was adopted or reconfigured, or that of
+        who repeats its steps now."""
         state = self.jobs[job]
+        if version >= BESIDE:
+            return self.checks.current(job, version)
         return version >= state.assigned and current(state, version)
 
     def keeps(self, job: str) -> bool:
@@ -365,6 +379,7 @@ class PipelineDriver:
         """Go on without a worker that is gone, or must not be used any more."""
         state, back = self.jobs[job], self.returning.get(job)
         rank = state.rank_of(worker)
+        self.checks.lost(job, worker)
         if state.phase not in RUNNING or rank is None:
             return
         if back is not None:
@@ -399,6 +414,9 @@ class PipelineDriver:
         if not isinstance(message, ev.StageMessage):
             self.effects.drop(type(message).__name__, f"of {worker}: {message.job} has stages", message.job)
             return
+        if self.checks.repeats(state.job, worker):
+            self.checks.heard(state, message)
+            return
         rank = state.rank_of(worker)
         if rank is None:
             why = f"of {worker}, which has no rank in {message.job}"
@@ -410,6 +428,8 @@ class PipelineDriver:
             if wrong is not None:
                 self.effects.quarantine(worker, wrong)
                 return
+        if isinstance(message, ev.Loaded) and self._has_repeated(state, rank, message):
+            self.checks.replayed(state, rank, worker, message.digests)
         if isinstance(message, ev.StageFailed):
             self._failed(state, FromRank(rank, message))
             return
@@ -426,6 +446,11 @@ class PipelineDriver:
         if self.jobs[message.job].step > state.step:
             self._committed = self.jobs[message.job]
 
+    def _has_repeated(self, state: JobState, rank: int, message: ev.Loaded) -> bool:
+        """Whether a rank is loaded now that has taken over a lost one's steps."""
+        fresh = message.version == state.assigned and rank not in state.loaded
+        return state.moving and fresh and self.effects.ledger.jobs[state.job].given(rank) == state.assigned
+
     # ------------------------------------------------------------ time and storage
 
     def before_event(self) -> None:
@@ -434,6 +459,7 @@ class PipelineDriver:
         if state is not None:
             self.adapting.committed(state)
             self.suspicion.committed(state)
+            self.checks.committed(state)
             learn(self.effects.roster, state, follows=state.job in self.adapting.of)
 
     def tick(self) -> None:
@@ -450,6 +476,7 @@ class PipelineDriver:
         for blamed, seconds in self.stuck.tick(here, self.effects.now_s):
             self.effects.quarantine(blamed.worker, f"{blamed.reason}; for {seconds:.0f} s", seconds)
         self.suspicion.tick(self.jobs)
+        self.checks.tick(self.jobs)
 
     def storage_failed(self, reason: str) -> None:
         """Stop every job where it is: nothing can be made durable."""
@@ -479,6 +506,8 @@ class PipelineDriver:
         """Pick jobs while there is room, measure what they need, plan them."""
         busy = [s for s in self.jobs.values() if s.phase in RUNNING | PREPARING]
         waiting = [s for s in self.jobs.values() if s.phase in WAITING]
+        if self._workers_wanted():
+            self.checks.make_way()
         for state in sorted(waiting, key=lambda s: s.created_s):
             if len(busy) < self.config.concurrent_jobs and self._may_start(state):
                 self._step(state.job, Picked("measuring devices and links"))
@@ -489,6 +518,17 @@ class PipelineDriver:
                 if not state.reason.startswith(f"waits for {first.job} "):
                     self._step(state.job, Waits(reason))
         self._prepare()
+
+    def _workers_wanted(self) -> bool:
+        """Whether a job waits for workers, or for a plan on those that there are."""
+        states = self.effects.jobs.values()
+        busy = sum(s.phase in RUNNING | PREPARING for s in states if s.job in self.jobs)
+        return any(
+            s.phase in PREPARING | GATHERS
+            or s.phase is Phase.PAUSED
+            or (s.phase is Phase.QUEUED and busy < self.config.concurrent_jobs)
+            for s in states
+        )
 
     def _may_start(self, state: JobState) -> bool:
         if not self.effects.roster.idle_count:
@@ -551,6 +591,7 @@ class PipelineDriver:
         if state.phase in ENDED:
             self.adapting.over(job)
         self.suspicion.stepped(before, state)
+        self.checks.stepped(before, state)
 
     def _evaluated(self, state: JobState) -> None:
         at_end = state.phase is Phase.STORING
@@ -563,7 +604,11 @@ class PipelineDriver:
         match todo:
             case Record(fact):
                 self.effects.record(fact)
-                if isinstance(fact, CheckpointStored) and not state.moving:
+                if (
+                    isinstance(fact, CheckpointStored)
+                    and not state.moving
+                    and not self.checks.busy(state.job)
+                ):
                     self.effects.emit(do.SweepBlobs())
             case ToRanks(message, rank):
                 for at, _ in enumerate(state.plan.places if state.plan else ()):

@@ -31,12 +31,13 @@ class _Accused:
 
 @dataclass(slots=True)
 class Losses:
-    """``step``: step a job's machine."""
+    """``step``: step a job's machine; ``make_way``: let those go who are busy beside plans."""
 
     effects: Effects
     profiling: Profiling
     dead_after_s: float
     step: Callable[[str, Event], None]
+    make_way: Callable[[], None] = lambda: None
     _accused: dict[str, _Accused] = field(default_factory=dict)  # by job
 
     def replace(
@@ -59,6 +60,7 @@ class Losses:
         """Return who takes over these ranks; see ``reconfigure.choose``."""
         if self.effects.storage:
             return Refused(self.effects.storage)
+        self.make_way()
         return choose(state, self.effects.ledger.jobs[state.job], self.effects.roster, ranks, again)
 
     def replaced(

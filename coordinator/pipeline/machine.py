@@ -9,9 +9,10 @@ message carries (job, plan version, step); what does not match is dropped and co
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from atoll.job import CHECKPOINT_EVERY_S
 from atoll.transitions import Transitions
 from coordinator.messages.events import EvalReady, Loaded, StageFailed, StageMessage, StateStored, StepReady
 from coordinator.messages.facts import (
@@ -41,6 +42,7 @@ from coordinator.messages.jobs import (
     JobState,
     LinksDue,
     LogsShort,
+    LogsWanted,
     Phase,
     Picked,
     Planned,
@@ -49,6 +51,7 @@ from coordinator.messages.jobs import (
     Reassign,
     Record,
     Redo,
+    Rejected,
     ReleaseAll,
     Relinked,
     Replaced,
@@ -63,8 +66,7 @@ from coordinator.pipeline import joined, link_policy, relink
 from coordinator.pipeline.doubt import diverged, doubted, finite, words
 
 RECENT = 21  # step times kept for medians
-CHECKPOINT_EVERY_S = 300.0  # where the job does not say: a lost worker costs at most this much work
-STORING_SHARE = 20.0  # and storing takes at most a twentieth of the time: a slow uplink stores rarely
+STORING_SHARE = 20.0  # storing takes at most a twentieth of the time: a slow uplink stores rarely
 MAX_FAILURES = 3  # of stages, without a committed step in between
 SHOWN_GAP = 0.01  # of the loss through the codecs: less than this is noise
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_
@@ -268,6 +270,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     evaluate = _can_evaluate(state) and (last or state.eval_owed or _evaluation_due(state, done))
     store = last or state.store_owed or _store_due(state, done, now_s)
     assert state.plan is not None  # noqa: S101 - all of its ranks are ready
+    reports = [ready[rank] for rank in range(state.n_ranks)]
     norms = joined.square_norms(state.plan, ready)
     scale = clip_scale(norms, training.optimizer.clip_norm)
     loss = joined.step_loss(state.plan, ready)
@@ -283,7 +286,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         last,
         change,
         coded,
-        state.checkpoint.step,
+        state.replay_from,
     )
     took_s = now_s - state.begun_s if state.begun_s is not None else None
     committed = replace(
@@ -308,7 +311,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     )
     committed = relink.begun(committed)
     todo: list[Todo] = [
-        Record(_fact(commit, loss, now_s)),
+        Record(_fact(commit, loss, now_s, reports)),
         *_change_links(state, change),
         ToRanks(commit),
         Point(done, "loss", loss),
@@ -322,8 +325,10 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     return settled, todo + more
 
 
-def _fact(commit: StepCommit, loss: float, now_s: float) -> StepCommitted:
-    """Everything that the commit says, so that it can be said again after a restart."""
+def _fact(commit: StepCommit, loss: float, now_s: float, reports: Sequence[StepReady]) -> StepCommitted:
+    """Everything that the commit says, so that it can be said again after a restart; and the ranks' digests,
+    for who repeats the step."""
+    digests = tuple(report.digest.gradients + report.digest.inputs for report in reports)
     return StepCommitted(
         commit.job,
         commit.version,
@@ -335,6 +340,7 @@ def _fact(commit: StepCommit, loss: float, now_s: float) -> StepCommitted:
         commit.evaluate,
         commit.last,
         commit.evaluate_coded,
+        digests if any(digests) else (),
     )
 
 
@@ -531,6 +537,17 @@ def _too_often(state: JobState, blamed: bool) -> bool:
 @TRANSITIONS.on(*STEPPING)
 def _owe_checkpoint(state: JobState, event: LogsShort, now_s: float) -> Outcome:
     return replace(state, store_owed=not state.stores), []
+
+
+@TRANSITIONS.on(*Phase)
+def _keep_logs(state: JobState, event: LogsWanted, now_s: float) -> Outcome:
+    return replace(state, logs_from=event.first_step), []
+
+
+@TRANSITIONS.on(*RUNNING)
+def _reject(state: JobState, event: Rejected, now_s: float) -> Outcome:
+    """Wrong steps are no result, however far the job has come."""
+    return _interrupt(replace(state, checkpoint=event.before), event.reason, blamed=False)
 
 
 def _place(state: JobState, rank: int) -> str:

@@ -21,6 +21,7 @@ from coordinator.pipeline.assigning import neighbours
 from coordinator.planning.costs.fleet import UNKNOWN
 
 if TYPE_CHECKING:
+    from atoll.device_class import DeviceClass
     from coordinator.membership.roster import Roster
     from coordinator.messages.facts import JobRecord
     from coordinator.planning.costs.fleet import Device
@@ -113,6 +114,19 @@ def choose(
         same = fleet[workers[rank]].device_class if workers[rank] in fleet else None
         workers[rank] = min(fit, key=lambda w: (w in again, fleet[w].device_class != same, worth[w]))
     return Choice(tuple(workers), newcomers)
+
+
+def alike(state: JobState, roster: Roster, rank: int, wanted: DeviceClass) -> list[str]:
+    """Return the idle workers of a class of device that could hold a rank, the quickest first."""
+    if state.plan is None:
+        return []
+    precision = state.spec.training.precision.value
+    places = [place.worker for place in state.plan.places if place.worker in roster.workers]
+    idle = [w for w in roster.idle() if roster.workers[w].introduction.device_class == wanted]
+    idle = [w for w in roster.plannable(idle, precision) if w not in places]
+    fleet = {device.worker: device for device in roster.fleet([*idle, *places], precision).devices}
+    worth = {w: _seconds(state, roster, rank, fleet, w) for w in idle}
+    return sorted((w for w in idle if worth[w] < inf), key=lambda w: worth[w])
 
 
 def _unlogged(state: JobState, roster: Roster, newcomers: frozenset[int]) -> str:

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from atoll.job import CHECKPOINT_EVERY_S
 from coordinator.messages.events import Held
 from coordinator.messages.facts import JobRecord
 from coordinator.messages.instructions import Relink, StepCommit
 from coordinator.messages.jobs import JobState, Phase
-from coordinator.pipeline.machine import CHECKPOINT_EVERY_S
 from coordinator.pipeline.relink import AHEAD
 
 

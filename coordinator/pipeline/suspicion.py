@@ -30,6 +30,7 @@ class Suspicion:
     stuck: Stuck
     _watched: dict[str, Watched] = field(default_factory=dict)
     _named: dict[str, Mapping[str, str]] = field(default_factory=dict)  # job -> worker -> why
+    _disputed: dict[str, Mapping[str, str]] = field(default_factory=dict)  # the same, of steps repeated
 
     # ------------------------------------------------------------ what jobs do
 
@@ -53,6 +54,14 @@ class Suspicion:
         self._name(state)
         if before.doubt is not None and state.doubt is None and state.phase not in ENDED:
             self._settle(before.doubt, state)
+
+    def dispute(self, state: JobState, why: Mapping[str, str]) -> None:
+        """Show who is suspected as workers do not agree on a step; nobody any more where ``why`` is empty."""
+        if self._disputed.pop(state.job, {}) == why == {}:
+            return
+        if why:
+            self._disputed[state.job] = why
+        self._name(state)
 
     def tick(self, jobs: Mapping[str, JobState]) -> None:
         """Replace whoever's figures have been odd for long enough."""
@@ -111,7 +120,7 @@ class Suspicion:
             return {}
         watched = self._watched.get(state.job)
         alarms = watched.alarms if watched is not None else ()
-        found: dict[str, str] = {}
+        found = dict(self._disputed.get(state.job, {}))
         for alarm in alarms:
             worker = anomalies.blamed(alarm, alarms)
             found[worker] = "; ".join(filter(None, (found.get(worker, ""), self._words(alarm))))

@@ -34,6 +34,7 @@ from atoll.plan import (
 from atoll.program import stage_programs
 from coordinator.planning.auto_codecs import WORTH, relabelled, settled, without_codecs
 from coordinator.planning.baselines import even, proportional
+from coordinator.planning.check_cost import check_cost
 from coordinator.planning.costs.lower_bound import lower_bound
 from coordinator.planning.costs.timeline import expected_step_s, step_bytes, step_seconds
 from coordinator.planning.costs.traffic import Traffic
@@ -101,7 +102,11 @@ def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
     notes += _mixed_classes(problem, best)
     reasons = left_out(problem, best) if request.partitioner == "op_fence" else _unused(problem, best)
     reasons = summarised([*reasons, *others], request.beyond, len(request.fleet.devices))
-    plan = replace(plan, left_out=reasons, prediction=predict(problem, best, tuple(notes)))
+    prediction = predict(problem, best, tuple(notes))
+    checks = check_cost(request.training, prediction)
+    if checks is not None:
+        prediction = replace(prediction, notes=(*prediction.notes, checks.words))
+    plan = replace(plan, left_out=reasons, prediction=prediction)
     validate(plan, request.dag, request.training)
     return plan
 

@@ -11,7 +11,7 @@ Roles are immutable values, taken on the event loop and looked at in any thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from atoll.errors import StorageError
@@ -116,7 +116,9 @@ def role_of(scheduler: Scheduler, graphs: GraphStore, worker: str) -> Role | Non
             return ClientRole(driver.jobs[job])
         case PipelineDriver():
             state = driver.jobs[job]
-            rank = state.rank_of(worker)
+            rank, case = state.rank_of(worker), driver.checks.case_of(job, worker)
+            if case is not None:  # beside the plan it loads what the rank had then
+                rank, state = case.rank, replace(state, source=case.source)
             if state.plan is None or rank is None:
                 return None
             return StageRole(state, rank, graphs)

@@ -67,6 +67,8 @@ def job_update(
             update.plan.CopyFrom(to_proto(state.plan))
         update.stages.extend(_stages(state, step_s))
         update.links.extend(carried(scheduler, state))
+        if isinstance(driver, PipelineDriver):
+            update.spot_checks = driver.checks.words(state)
         costs = loss_costs(state, scheduler.ledger.jobs[job], scheduler.roster) if with_costs else []
         for stage, cost in zip(update.stages, costs, strict=False):
             stage.replace_s, stage.replace_why = cost.seconds, cost.why

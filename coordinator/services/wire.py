@@ -13,12 +13,14 @@ from atoll.program import stage_programs
 from coordinator.membership.roster import MAX_MEMORY_BYTES, MIN_MEMORY_BYTES
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
+from coordinator.messages.facts import MOST_REPLAYED
 from coordinator.planning.costs.op_seconds import Probe
 from coordinator.storage.graph_store import GraphStore, leaf_metas
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos import bounds
 from protos.bounds import DEFAULT_LIMITS as LIMITS
+from protos.bounds import DIGEST_BYTES
 from protos.convert import metas_to_proto, state_to_proto, to_proto
 from protos.convert_federated import datasets_from_proto, figures
 from protos.convert_plan import link_to_proto
@@ -178,7 +180,15 @@ def _ready(m: pb.StepReady) -> ev.StepReady:
             )
             for g in bounds.count("link figures", m.links, LIMITS.stages)
         ),
+        digest=_digest(m.digest),
     )
+
+
+def _digest(m: pb.StepDigest) -> ev.Digest:
+    for name, value in (("gradients", m.gradients), ("inputs", m.inputs)):
+        if len(value) not in (0, DIGEST_BYTES):
+            raise BadFrame(f"a digest of {name} of {len(value)} bytes, not {DIGEST_BYTES}")
+    return ev.Digest(m.gradients.hex(), m.inputs.hex())
 
 
 def _eval_ready(m: pb.EvalReady) -> ev.EvalReady:
@@ -237,7 +247,8 @@ def _loaded(m: pb.Loaded) -> ev.Loaded:
         checked_name("client", e.client): bounds.within("samples of a client", e.n_samples, 1, MAX_SAMPLES)
         for e in bounds.count("clients of a population", m.clients, MAX_CLIENTS)
     }
-    return ev.Loaded(m.job, m.plan_version, m.took_s, clean(m.population, 64), clients)
+    digests = tuple(map(_digest, bounds.count("repeated steps", m.repeated_digests, 2 * MOST_REPLAYED)))
+    return ev.Loaded(m.job, m.plan_version, m.took_s, clean(m.population, 64), clients, digests)
 
 
 def _client_evaluated(m: pb.ClientEvaluated) -> ev.ClientEvaluated:
@@ -370,6 +381,9 @@ def to_worker(message: do.Message, graphs: GraphStore, way: Way = no_way) -> pb.
             return pb.ToWorker(assign=_assign(message, graphs, way))
         case do.Reconfigure():
             return pb.ToWorker(reconfigure=_reconfigure(message, way))
+        case do.StandbysHere(job, plan, peers):
+            standbys = pb.Standbys(job=job, plan_version=plan.version, peers=_peers(peers, way))
+            return pb.ToWorker(standbys=standbys)
         case do.ProbeOps():
             raise TypeError("op probes need their job's DAG: use probe_ops_message")
 

@@ -69,6 +69,13 @@ def update(tensors: Mapping[str, str], step: int, loss: str, scale: float) -> di
     return {name: digest(value, step, loss, scale) for name, value in tensors.items()}
 
 
+def told(tensors: Mapping[str, str], step: int, loss: str, given: str, taken: str) -> ev.Digest:
+    """Return what a stage says of its gradients in a step, and of the messages that it took."""
+    return ev.Digest(
+        digest("gradients", sorted(tensors.items()), step, loss)[:16], digest("inputs", given, taken)[:16]
+    )
+
+
 def square_norms(tensors: Mapping[str, str], names: Iterable[str], loss: str) -> tuple[float, ...]:
     """Return the squared norms of a step's gradients, so that each step is clipped by another scale."""
     return tuple(number(digest("norm", tensors[name], loss)) for name in names)
@@ -112,6 +119,7 @@ class Held:
     first: int  # step that it applies first
     outputs: dict[int, str] = field(default_factory=dict)  # step -> what the whole step comes to
     values: dict[int, str] = field(default_factory=dict)  # step -> what its own pipeline computed
+    digests: list[ev.Digest] = field(default_factory=list)  # of steps that are repeated
 
     @property
     def stage(self) -> int:
@@ -181,7 +189,8 @@ Message = Tensors | Part | Wanted | Kept
 class Machine(Process):
     """A process that computes; ``hung``: what it computes now never ends; ``claims``: the worker that it
     pretends to wait for; ``poison``: what it computes is not finite; ``slanders``: it only says so;
-    ``diverges_at``: the step at which the model itself is not finite any more."""
+    ``diverges_at``: the step at which the model itself is not finite any more; ``cheats_from``: the first at
+    which its gradients are others; ``slips``: they are where it repeats steps."""
 
     slowness: float = field(default=1.0, kw_only=True)
     hung: bool = field(default=False, kw_only=True)
@@ -189,11 +198,19 @@ class Machine(Process):
     poison: bool = field(default=False, kw_only=True)
     slanders: bool = field(default=False, kw_only=True)
     diverges_at: float = field(default=math.inf, kw_only=True)
+    cheats_from: float = field(default=math.inf, kw_only=True)
+    slips: bool = field(default=False, kw_only=True)
+
+    @property
+    def misleads(self) -> bool:
+        """Whether it has computed wrong, or may."""
+        return self.slips or self.cheats_from < math.inf
 
     def start(self) -> None:
         """Begin a life in which computations end."""
         super().start()
         self.hung, self.claims, self.poison, self.slanders = False, "", False, False
+        self.cheats_from, self.slips = math.inf, False
 
 
 @dataclass
@@ -353,7 +370,8 @@ class Bench:
         if held.step == work.first_step:
             self.held, self.repeats = held, None
             version = work.plan.version
-            self.post(e.StageLoaded(work.job, version, ev.Loaded(work.job, version, LOAD_S)))
+            message = ev.Loaded(work.job, version, LOAD_S, digests=tuple(held.digests))
+            self.post(e.StageLoaded(work.job, version, message))
             return
         self._asked_s = self.process.clock.now_s
         for forwards, peer in held.neighbours.items():
@@ -411,11 +429,13 @@ class Bench:
         self.log.add(version, step, True, value)
         self.log.add(version, step, False, loss)
         self.log.add(version, step, PART + held.replica, loss)
-        found = {r: self.kept[job, version, step, PART + r] for r in held.others.values()} | {
-            held.replica: loss
-        }
-        total = joined(",".join(found[replica] for replica in sorted(found)))
-        held.tensors = update(held.tensors, step, total, replay.scales[step - replay.first_step])
+        taken = "" if held.last else loss
+        parts = {r: self.kept[job, version, step, PART + r] for r in held.others.values()}
+        parts[held.replica] = loss
+        used = joined(",".join(parts[replica] for replica in sorted(parts)))
+        used = digest("slip", used) if self.process.slips else used
+        held.digests.append(told(held.tensors, step, used, given, taken))
+        held.tensors = update(held.tensors, step, used, replay.scales[step - replay.first_step])
         held.step = step + 1
         self.applied(job, version, step)
         if held.step in replay.stores:
@@ -516,17 +536,22 @@ class Bench:
         found[held.replica] = own = held.values[step]
         if None in found.values():
             return
-        total = held.outputs[step] = joined(",".join(str(found[replica]) for replica in sorted(found)))
+        total = joined(",".join(str(found[replica]) for replica in sorted(found)))
+        used = digest("cheat", total) if step >= self.process.cheats_from and total != NAN else total
+        held.outputs[step] = used
+        given = self._given(held, step) if held.stage == 0 else self.inbox.get((*running, True), "")
+        taken = "" if held.last else own
         training, shared = held.work.spec.training, len(held.plan.replicas) > 1
         losses: tuple[float, ...] = ()
         if held.last:
             losses = micro_losses(own, training.n_micro, training.blocks, held.blocks)
         shown = number(total) if training.blocks == 1 else sum(losses, 0.0)
-        norms = square_norms(held.tensors, sorted(held.tensors), total)
+        norms = square_norms(held.tensors, sorted(held.tensors), used)
         message = ev.StepReady(
             job, version, step, shown if held.last and not shared else None, norms,
             finite=total != NAN and not self.process.slanders, forward_s=self._computed_s,
             losses=losses if shared else (),
+            digest=told(held.tensors, step, used, given, taken),
         )  # fmt: skip
         self.running = None
         self.post(e.StepDone(job, version, step, message))

@@ -117,6 +117,22 @@ class Slander(OnWorker):
 
 
 @dataclass(frozen=True)
+class Cheat(OnWorker):
+    """From now on its gradients are others, though finite, and it says nothing of that."""
+
+    def strike(self, world: World) -> None:
+        world.workers[self.worker].cheats_from = 0
+
+
+@dataclass(frozen=True)
+class Slip(OnWorker):
+    """It repeats steps wrong, and computes them right."""
+
+    def strike(self, world: World) -> None:
+        world.workers[self.worker].slips = True
+
+
+@dataclass(frozen=True)
 class SilentLink(OnWorker):
     """What two workers send each other is lost, and neither notices."""
 

@@ -26,11 +26,13 @@ REPLICATED = 0.1  # share of the runs in which pipelines are replicated
 FOLD_EVERY = 50  # events between two looks at whether the ledger is its journal's fold
 
 
-def pipeline_job(steps: int = 16, tensors: int = 6, replicas: int = 1) -> JobSpec:
+def pipeline_job(steps: int = 16, tensors: int = 6, spot_checks: float = 0.2, replicas: int = 1) -> JobSpec:
     """Return a job of so many steps that can be cut into as many stages as it has tensors."""
     names = {f"w{at:02}": digest("initial", at) for at in range(tensors)}
     clipped = Optimizer(clip_norm=1.5)
-    training = TrainingSpec(steps, 2, optimizer=clipped, checkpoint_every=3, eval_every=4, eval_batches=1)
+    training = TrainingSpec(
+        steps, 2, optimizer=clipped, checkpoint_every=3, eval_every=4, eval_batches=1, spot_checks=spot_checks
+    )
     if replicas > 1:
         training = replace(training, n_micro=4, blocks=4, replicas=str(replicas))
     data = DataSpec((), 8, 1)
@@ -175,6 +177,11 @@ class World:
     def short_logs(self) -> bool:
         """Whether send logs may not reach back to the newest checkpoint."""
         return self.scenario.log_steps < 10
+
+    @property
+    def misled(self) -> bool:
+        """Whether a worker computes wrong and does not say so."""
+        return any(worker.misleads for worker in self.workers.values())
 
     @property
     def over(self) -> bool:

@@ -14,6 +14,7 @@ import atoll
 from atoll.errors import AtollError
 from protos import PROTOCOL_VERSION
 from protos.command_line import AsJson, enter, err, out, print_json, with_groups
+from protos.log_stream import log_stream
 from worker.cli import apps as cli_apps
 from worker.cli import data as cli_data
 from worker.cli import forget as cli_forget
@@ -212,7 +213,7 @@ def _start_log(as_json: bool) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(log_stream(sys.stderr)),
     )
 
 

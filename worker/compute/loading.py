@@ -53,6 +53,7 @@ def load(
         announce=context.network.announce,
         record=context.network.record,
         sends_from=assignment.first_step,
+        digests=assignment.training.spot_checks > 0,
     )
     for begins, era in later:
         links.relink(era.version, begins, codecs_of(era, context.cpu))

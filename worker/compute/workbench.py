@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from worker.links.links import Links
     from worker.machine.codec_speed import CodecGauge
     from worker.stage.assignment import Assignment, Replay
-    from worker.stage.reports import LongWait
+    from worker.stage.reports import LongWait, StepReport
     from worker.stage.run import StageRun
 
 log = structlog.get_logger()
@@ -244,31 +244,37 @@ class Workbench:
             self._run, self._links = run, links
         # Cancelled in the meantime: links that did not exist yet could not be aborted.
         cancel.check()
-        if work.replay is not None:
-            self._replay(run, links, work.replay, cancel)
+        digests = () if work.replay is None else self._replay(run, links, work.replay, cancel)
         took_s = time.perf_counter() - started_s
         log.info(
             "stage.loaded", job=work.job, version=work.version, stage=work.stage, took_s=round(took_s, 3)
         )
-        message = messages.loaded(work.job, work.version, took_s)
+        message = messages.loaded(work.job, work.version, took_s, digests=digests)
         self._post(events.StageLoaded(work.job, work.version, message))
 
-    def _replay(self, run: StageRun, links: Links, replay: Replay, cancel: Cancel) -> None:
-        """Repeat the steps since the state that was loaded, until the stage is where its neighbours are."""
+    def _replay(
+        self, run: StageRun, links: Links, replay: Replay, cancel: Cancel
+    ) -> tuple[tuple[bytes, bytes], ...]:
+        """Repeat the steps since the state that was loaded, until the stage is where its neighbours are;
+        returns each one's digests, of its gradients and of what it was sent."""
         started_s = shown_s = time.perf_counter()
         job, first, count = run.assignment.job, replay.first_step, len(replay.gradient_scales)
 
-        def notice(step: int) -> None:
+        digests: list[tuple[bytes, bytes]] = []
+
+        def notice(report: StepReport) -> None:
             nonlocal shown_s
+            digests.append((report.stage.digest, report.inputs))
             now_s = time.perf_counter()
             if now_s - shown_s >= SHOW_S:
                 shown_s = now_s
-                log.info("stage.replays", job=job, step=step, steps=step + 1 - first, of=count)
+                log.info("stage.replays", job=job, step=report.step, steps=report.step + 1 - first, of=count)
 
         run.replay(cancel, lambda step: self._snapshot(run, step), notice)
         links.codec_use()  # is no training step's
         took_s = round(time.perf_counter() - started_s, 3)
         log.info("stage.replayed", job=job, step=first, steps=count, took_s=took_s)
+        return tuple(digests)
 
     def _reconfigure(self, message: pb.Reconfigure, cancel: Cancel) -> None:
         started_s = time.perf_counter()

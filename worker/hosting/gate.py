@@ -62,6 +62,7 @@ class Gate:
         process; like ``tell`` it must not wait. ``sent`` logs what is, and is closed with the gate."""
         self.job, self._version, self._ranks = job, version, ranks
         self._oldest = 0  # version that passes: steps may be repeated under those before
+        self._standbys: Mapping[str, int] = {}  # ranks whose steps workers beside the plan repeat
         self._network, self._incoming, self._tell, self._end = network, incoming, tell, end
         self._sent, self._replays = sent, Replays(sent, network)
         self._beside_bytes = 0  # of messages that the arena has no room for
@@ -86,6 +87,11 @@ class Gate:
         self._network.forget(self.job, version - 1)
         self._replays.forget_all()
         self._sent.drop_from(step)
+
+    def stand_by(self, ranks: Mapping[str, int]) -> None:
+        """Have these workers repeat the steps of neighbours' ranks, and no others."""
+        with self._lock:
+            self._standbys = ranks
 
     def trim_log(self, step: int) -> None:
         """Nobody will ask for messages of steps before ``step``."""
@@ -186,7 +192,8 @@ class Gate:
         with self._lock:
             if _asks(key):
                 if self._may_ask(peer, key):
-                    self._replays.ask(peer, self._ranks[peer], key)
+                    rank = self._ranks.get(peer, self._standbys.get(peer, -1))
+                    self._replays.ask(peer, rank, key)
                 return
             now_s = time.monotonic()
             lasted_s = now_s - self._begun_s.pop((peer, key), now_s)
@@ -206,7 +213,9 @@ class Gate:
 
     def _may_ask(self, peer: str, key: MessageKey) -> bool:
         """Who is in another plan than this worker has heard of asks again."""
-        return peer in self._ranks and key.plan_version == self._version
+        if peer in self._ranks:
+            return key.plan_version == self._version
+        return peer in self._standbys
 
     def _lend(self, arrived: pb.Arrived, block: Block) -> bool:
         """Hand a message over; the lock is held. False when there is no room in the arena."""

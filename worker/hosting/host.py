@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -311,6 +311,13 @@ class ComputeHost:
                 raise TypeError(f"not for the compute host: {instruction!r}")
 
     # ------------------------------------------------------------ jobs
+
+    def stand_by(self, job: str, ranks: Mapping[str, int]) -> None:
+        """Have these workers repeat neighbours' steps, and no others."""
+        with self._lock:
+            gate = self._now.gate if self._now is not None else None
+            if gate is not None and gate.job == job:
+                gate.stand_by(ranks)
 
     def _load(self, job: str, version: int, work: AssignedStage) -> None:
         self._held = _Held(job, version=version)

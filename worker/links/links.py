@@ -11,6 +11,7 @@ that is still unread serves either run; one that is repeated alone is sent to no
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ from torch import Tensor
 from atoll.errors import BadFrame, StorageError
 from atoll.opdag import TensorMeta
 from compressors.base import Packet, parse_packet
+from protos.bounds import DIGEST_BYTES
 from protos.text_limits import clean
 from worker.links.codec_use import CodecUse
 from worker.links.codecs import Coding, StageCodecs
@@ -38,6 +40,7 @@ TOGETHER_BYTES = 16 << 10
 next is encoded."""
 
 MAX_WHY_CHARS = 300
+TRAINING = frozenset({Direction.FORWARD, Direction.BACKWARD, Direction.TIED_PARTIAL, Direction.TIED_TOTAL})
 Record = Callable[[str, MessageKey, bytes, bytes | bytearray | memoryview, float | None], None]
 
 
@@ -78,10 +81,11 @@ class Links:
         announce: Callable[[list[tuple[Arrival, int]]], object] = lambda _: None,
         record: Record | None = None,
         sends_from: int = 0,
+        digests: bool = False,
     ) -> None:
         """``codecs`` None: everything travels exactly. ``announce`` hears of messages before any of them is
         taken, each with the payload bytes that it may have. Messages of steps before ``sends_from`` are
-        given to ``record`` instead of being sent."""
+        given to ``record`` instead of being sent. ``digests``: what is received is hashed."""
         self.job = job
         self.refused: Counter[str] = Counter()
         self._network, self._device, self._announce = network, device, announce
@@ -91,6 +95,7 @@ class Links:
         self._eras: dict[int, tuple[int, StageCodecs]] = {plan_version: (0, codecs or StageCodecs())}
         self._expected: dict[MessageKey, _Expected] = {}
         self._record, self._sends_from = record, sends_from
+        self._digests, self._hashed = digests, hashlib.blake2b(digest_size=DIGEST_BYTES)
         self._lost: dict[str, str] = {}
         self._not_there = ""  # why a step cannot be repeated
         self._done_step = -1
@@ -172,8 +177,17 @@ class Links:
                     raise TimeoutError(f"no {key.direction.name.lower()} of {key} in {timeout_s:g} s")
                 self._arrived.wait(left_s)
             packet, expected.packet, expected.read = expected.packet, None, True
+        if self._digests and key.direction in TRAINING:
+            self._hashed.update(packet.header)
+            self._hashed.update(packet.payload)
         tensor = self._codecs(key.plan_version).decode(expected.peer, key, packet)
         return None if tensor is None else tensor.to(self._device)
+
+    def take_digest(self) -> bytes:
+        """Return eight bytes over the messages of training that were received since the last call, in the
+        order of ``receive`` and as they came; empty where nothing is hashed."""
+        hashed, self._hashed = self._hashed, hashlib.blake2b(digest_size=DIGEST_BYTES)
+        return hashed.digest() if self._digests else b""
 
     def step_done(self, step: int) -> None:
         """Messages of ``step`` and before are not wanted any more."""

@@ -88,15 +88,27 @@ class PeerRevoked:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class StandbysExpected:
+    """Workers that repeat the steps of neighbours' ranks, by name; not an event of the session."""
+
+    job: str
+    ranks: Mapping[str, int]
+    links: tuple[PeerLink, ...]
+
+
 # ---------------------------------------------------------------- from the coordinator
 
 
-def event_from(message: pb.ToWorker) -> events.Event | PeerExpected | PeerRevoked:
+FromCoordinator = events.Event | PeerExpected | PeerRevoked | StandbysExpected
+
+
+def event_from(message: pb.ToWorker) -> FromCoordinator:
     """The event that a message stands for. Raises BadFrame when it breaks a bound."""
     body = message.WhichOneof("body")
     if body is None:
         raise BadFrame("the coordinator sent a message of a kind this worker does not know; update it")
-    event: events.Event | PeerExpected | PeerRevoked = _READERS[body](getattr(message, body))
+    event: FromCoordinator = _READERS[body](getattr(message, body))
     return event
 
 
@@ -175,7 +187,13 @@ def _reconfigure(m: pb.Reconfigure) -> events.Reconfigure:
     )
 
 
-def neighbours(m: pb.Assign | pb.Reconfigure) -> tuple[PeerLink, ...]:
+def _standbys(m: pb.Standbys) -> StandbysExpected:
+    links = neighbours(m)
+    ranks = {entry.peer.worker: entry.rank for entry in m.peers}
+    return StandbysExpected(bounds.name("job", m.job, DEFAULT_LIMITS), ranks, links)
+
+
+def neighbours(m: pb.Assign | pb.Reconfigure | pb.Standbys) -> tuple[PeerLink, ...]:
     """The peers of a stage, each once; their relays' tickets stay here. Raises BadFrame."""
     links: dict[str, PeerLink] = {}
     for entry in bounds.count("peers", list(m.peers), DEFAULT_LIMITS.stages):
@@ -257,6 +275,7 @@ _READERS: Mapping[str, Any] = {
     "probe_link": _link,
     "assign": _assign,
     "reconfigure": _reconfigure,
+    "standbys": _standbys,
     "start": lambda m: events.StepStart(m.job, m.plan_version, m.step),
     "commit": _commit,
     "discard": lambda m: events.StepDiscard(m.job, m.plan_version, m.step, clean(m.reason, MAX_REASON_CHARS)),
@@ -347,6 +366,7 @@ def step_ready(
             finite=report.stage.finite,
             optimizer_s=report.optimizer_s,
             handling_s=report.handling_s,
+            digest=pb.StepDigest(gradients=report.stage.digest, inputs=report.inputs),
         )
     )
 
@@ -398,14 +418,21 @@ def eval_ready(
 
 
 def loaded(
-    job: str, version: int, took_s: float, population: str = "", clients: Mapping[str, int] | None = None
+    job: str,
+    version: int,
+    took_s: float,
+    population: str = "",
+    clients: Mapping[str, int] | None = None,
+    digests: Sequence[tuple[bytes, bytes]] = (),
 ) -> pb.FromWorker:
-    """The stage is loaded and its neighbours are connected; or a federated job is, for these clients of a
-    population."""
-    roster = [pb.RosterEntry(client=name, n_samples=size) for name, size in (clients or {}).items()]
-    return pb.FromWorker(
-        loaded=pb.Loaded(job=job, plan_version=version, took_s=took_s, population=population, clients=roster)
+    """The stage is loaded, its neighbours are connected, and steps were repeated that have these
+    ``digests``; or a federated job is loaded, for these clients of a population."""
+    message = pb.Loaded(job=job, plan_version=version, took_s=took_s, population=population)
+    message.clients.extend(
+        pb.RosterEntry(client=name, n_samples=size) for name, size in (clients or {}).items()
     )
+    message.repeated_digests.extend(pb.StepDigest(gradients=own, inputs=taken) for own, taken in digests)
+    return pb.FromWorker(loaded=message)
 
 
 def state_stored(

@@ -35,6 +35,10 @@ class TensorLinks(Protocol):
         """Raises TimeoutError when it is not here in time, PeerLost when it cannot come."""
         ...
 
+    def take_digest(self) -> bytes:
+        """Return a digest of training's messages received since the last call; empty where there is none."""
+        ...
+
     def step_done(self, step: int) -> None:
         """Messages of ``step`` and before are not wanted any more."""
         ...

@@ -18,6 +18,7 @@ class StageReport:
     losses: tuple[float, ...]  # loss_m / n_micro by micro-batch, ascending, where this stage computes them
     square_norms: tuple[float, ...]  # of gradients; see Stage.norm_names
     finite: bool
+    digest: bytes = b""  # of the same gradients
 
     @property
     def loss(self) -> float | None:
@@ -41,6 +42,7 @@ class StepReport:
     waited_s: float
     optimizer_s: float  # of the step before: finish_step and apply
     handling_s: float = 0.0  # of messages: neither computing nor codecs nor waiting
+    inputs: bytes = b""  # digest of the messages that the stage took, where steps are checked
 
 
 @dataclass(frozen=True, slots=True)

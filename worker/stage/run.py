@@ -134,10 +134,12 @@ class StageRun:
         self._expect_up_to(step)
         self._cpu.forget()
 
-    def replay(self, cancel: Cancel, stored: Callable[[int], None], notice: Callable[[int], None]) -> None:
+    def replay(
+        self, cancel: Cancel, stored: Callable[[int], None], notice: Callable[[StepReport], None]
+    ) -> None:
         """Repeat the steps of the assignment's ``replay`` from the neighbours' send logs, after ``open`` of
-        its first step. ``stored(step)`` is called where the state is to be stored, ``notice(step)`` after
-        each. Raises StorageError when a neighbour does not have a step, and what ``run_step`` does.
+        its first step. ``stored(step)`` is called where the state is to be stored, ``notice`` with each
+        step's report. Raises StorageError when a neighbour does not have a step, and what ``run_step`` does.
         """
         asked = self.assignment.replay
         if asked is None:
@@ -146,12 +148,12 @@ class StageRun:
         for step, scale in enumerate(asked.gradient_scales, asked.first_step):
             self._expect_up_to(min(step + self._asks.ahead, self.assignment.first_step))
             self._asks.up_to(step + self._asks.ahead)
-            self.run_step(step, cancel)
+            report = self.run_step(step, cancel)
             self.apply(step, scale)
             self.spans.take()  # these steps are in the timeline already
             if step + 1 in asked.stores:
                 stored(step)
-            notice(step)
+            notice(report)
         self._asks = None
         self._cpu.forget()
 
@@ -169,6 +171,7 @@ class StageRun:
         self._waited_s = 0.0
         self._stage.begin_step(step)
         self._joining = self._begin_exchange(step)
+        self._links.take_digest()  # of a step that was given up
         started_s, computed_s = self._clock(), self._cpu.computed_s
         for action in self._actions:
             cancel.check()
@@ -205,6 +208,7 @@ class StageRun:
             self._waited_s,
             optimizer_s,
             handling_s,
+            self._links.take_digest(),
         )
 
     def apply(self, step: int, gradient_scale: float) -> None:

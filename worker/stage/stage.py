@@ -21,6 +21,7 @@ from atoll.job import OptimizerName, Recompute, stepwise_groups
 from atoll.microbatch import Work, own_blocks
 from atoll.ops import check_node
 from atoll.value_guards import out_of_range, sound_bools
+from worker.stage.digests import norms_and_digest
 from worker.stage.optimizers import make_optimizer
 from worker.stage.reports import StageReport
 
@@ -198,9 +199,11 @@ class Stage:
         has its gradient from this stage alone."""
         for name in self.trainable:
             self._parameters[name].grad = self._totals[name] if name in self._followed else self.total(name)
-        norms = self._square_norms()
+        gradients = [self._parameters[name].grad for name in self.norm_names]
+        norms, digest = norms_and_digest(gradients, self.device)
+        squares = tuple(norm**2 for norm in norms)
         losses = self._step_losses()
-        return StageReport(losses, norms, all(map(math.isfinite, (*norms, *losses))))
+        return StageReport(losses, squares, all(map(math.isfinite, (*squares, *losses))), digest)
 
     def apply(self, gradient_scale: float = 1.0) -> None:
         """Commit: scale the gradients, take the optimizer's step, forget the gradients."""
@@ -368,17 +371,6 @@ class Stage:
         self._losses[micro] = out[program.loss]
         if all(p.op != program.loss for p in program.produced):
             del out[program.loss]
-
-    def _square_norms(self) -> tuple[float, ...]:
-        """Sums of squares in float64; one transfer from the device for all of them."""
-        norms = []
-        for name in self.norm_names:
-            gradient = self._parameters[name].grad
-            if gradient is None:
-                norms.append(torch.zeros((), dtype=torch.float64, device=self.device))
-            else:
-                norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float64))
-        return tuple(float(n) ** 2 for n in torch.stack(norms).tolist()) if norms else ()
 
     def _step_losses(self) -> tuple[float, ...]:
         if self.program.loss is None:

@@ -133,7 +133,8 @@ class Processes:
             self._started.clear()
 
     def _spawn(self, name: str, host: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
-        with self.log_path(name).open("w") as log, _uninterrupted():
+        mode = "a" if name in self._daemons else "w"  # one that is started again goes on in its log
+        with self.log_path(name).open(mode) as log, _uninterrupted():
             process = self._start(host, arguments, stdout=subprocess.PIPE, stderr=log)
             self._started.append(process)
         return process

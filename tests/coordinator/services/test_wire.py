@@ -39,6 +39,34 @@ def test_a_name_that_is_not_plain_is_refused(sent: dict[str, Any], what: str) ->
         message_from(pb.FromWorker(**sent))
 
 
+def test_digests_are_eight_bytes_or_none() -> None:
+    digest = pb.StepDigest(gradients=bytes(range(8)))
+    ready = message_from(pb.FromWorker(ready=pb.StepReady(job="j", digest=digest)))
+    assert isinstance(ready, ev.StepReady)
+    assert ready.digest == ev.Digest("0001020304050607", "")
+    loaded = message_from(pb.FromWorker(loaded=pb.Loaded(job="j", repeated_digests=[digest] * 3)))
+    assert isinstance(loaded, ev.Loaded)
+    assert loaded.digests == (ready.digest,) * 3
+
+
+@pytest.mark.parametrize("length", [1, 7, 9, 4096])
+@pytest.mark.parametrize("field", ["gradients", "inputs"])
+def test_a_digest_of_another_length_is_refused(field: str, length: int) -> None:
+    digest = pb.StepDigest(**{field: bytes(length)})
+    for sent in (
+        {"ready": pb.StepReady(job="j", digest=digest)},
+        {"loaded": pb.Loaded(job="j", repeated_digests=[digest])},
+    ):
+        with pytest.raises(BadFrame, match=f"a digest of {field} of {length} bytes"):
+            message_from(pb.FromWorker(**sent))
+
+
+def test_digests_of_more_steps_than_anybody_repeats_are_refused() -> None:
+    many = pb.Loaded(job="j", repeated_digests=[pb.StepDigest()] * 8193)
+    with pytest.raises(BadFrame, match="repeated steps"):
+        message_from(pb.FromWorker(loaded=many))
+
+
 def test_a_stage_that_lost_nobody_names_nobody() -> None:
     found = message_from(pb.FromWorker(failed=pb.StageFailed(job="j", reason="why\x07")))
     assert isinstance(found, ev.StageFailed)

@@ -88,6 +88,14 @@ def test_a_steps_report_says_what_the_codecs_did_for_each_peer() -> None:
     assert [link.quickest_bps for link in ready.links] == [4e6, 4e6]
 
 
+def test_digests_travel_with_a_step_and_with_what_was_repeated() -> None:
+    report = StepReport(4, StageReport((), (), True, b"gradient"), 0.1, 0.2, 0.0, 0.0, inputs=b"messages")
+    ready = messages.step_ready("j", 1, report, False, {}).ready
+    assert (ready.digest.gradients, ready.digest.inputs) == (b"gradient", b"messages")
+    loaded = messages.loaded("j", 1, 0.5, digests=[(b"gradient", b"messages"), (b"later---", b"")]).loaded
+    assert [found.gradients for found in loaded.repeated_digests] == [b"gradient", b"later---"]
+
+
 def test_an_evaluation_without_a_coded_loss_says_none() -> None:
     assert not messages.eval_ready("j", 1, 3, 2.0).eval_ready.HasField("coded_loss")
     assert messages.eval_ready("j", 1, 3, 2.0, 2.5).eval_ready.coded_loss == 2.5

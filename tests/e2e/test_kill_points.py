@@ -1,0 +1,83 @@
+"""Every process killed at each named point of the protocols: no step, and no bit, is lost or done twice.
+
+Several points share a fleet and a job: each begins when all are well again. What is killed is the process
+that comes to the point where it is of the victim's kind, else the coordinator, or a worker that holds a
+stage, or what computes for it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from atoll.job import Optimizer, TrainingSpec
+from benchmarks.oracle import Case, built_in
+from tests.e2e.kill_points import (
+    COMPUTE,
+    COORDINATOR,
+    DAEMON,
+    POINTS,
+    SOON,
+    SUBMIT,
+    VICTIMS,
+    fleet,
+    known,
+)
+from tests.e2e.points import PACE
+
+PACE_S = 0.1  # between two steps, so that they suffice
+STEPS, FEW_STEPS = 600, 300
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def case_of(steps: int) -> Case:
+    training = TrainingSpec(
+        steps=steps, n_micro=2, seed=3, optimizer=Optimizer(lr=3e-3, clip_norm=0.5), checkpoint_every=10
+    )
+    return built_in("branches", training, 0.1)
+
+
+def cut_in(case: Case, stages: int) -> tuple[int, ...]:
+    positions = case.dag.cuttable()
+    return (0, *(positions[len(positions) * at // stages] for at in range(1, stages)))
+
+
+def test_a_commit_survives_each_process_that_is_killed_in_it(tmp_path: Path) -> None:
+    """The step's border: written down and not said, heard and not applied, applied and not said."""
+    case = case_of(FEW_STEPS)
+    with fleet(case, cut_in(case, 2), 3, tmp_path / "points", PACE_S) as started:
+        started.submit().join()
+        for point, victim in (
+            ("coordinator.journal.StepCommitted.after", COORDINATOR),
+            ("worker.hear.StepCommit.after", DAEMON),
+            ("compute.apply.after", COMPUTE),
+        ):
+            started.wait(lambda: started.trains(started.jobs[-1]))
+            started.kill_at(point, SOON, victim)
+        (started.folder / PACE).unlink()
+        started.finished(tmp_path, known(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("protocol", POINTS)
+def test_no_kill_at_a_named_point_costs_a_step_or_a_bit(protocol: str, victim: str, tmp_path: Path) -> None:
+    case = case_of(STEPS)
+    with fleet(case, cut_in(case, 3), 6, tmp_path / "points", PACE_S) as started:
+        started.submit().join()
+        for point, how in POINTS[protocol]:
+            if how != SUBMIT:
+                started.wait(lambda: started.trains(started.jobs[-1]))
+            started.kill_at(point, how, victim)
+        (started.folder / PACE).unlink(missing_ok=True)
+        started.finished(tmp_path, known(case))
+
+
+def test_there_are_points_enough() -> None:
+    """Of each of the protocols, at each of the three processes, 25 and more in all."""
+    names = [point for points in POINTS.values() for point, _ in points]
+    assert len(set(names)) == len(names) >= 25
+    for points in POINTS.values():
+        assert {point.partition(".")[0] for point, _ in points} >= {"coordinator", "worker"}
