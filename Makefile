@@ -21,8 +21,16 @@ WING ?=
 FOLDERS := $(if $(WING),$(wildcard tests/$(WING)/ tests/*/$(WING)/),tests)
 WINGS := $(sort $(notdir $(patsubst %/,%,$(dir $(wildcard coordinator/*/__init__.py worker/*/__init__.py)))))
 DOCS_STAMP := $(VENV)/.docs-installed
+# What looks at the dependencies has an environment of its own, and none of it is part of a check: an advisory that
+# is published tomorrow must not fail what passed today.
+SUPPLY := .venv-supply
+SUPPLY_STAMP := $(SUPPLY)/.installed
+LOCK := $(BIN)/uv pip compile -q --universal --generate-hashes --no-emit-package torch --no-emit-index-url \
+	--no-annotate --custom-compile-command "make lock" --overrides locks/without-torch.in
+EXTRAS := test dev tensorboard flower simulation s3
+PIP := pip install -qq --disable-pip-version-check
 
-.PHONY: help venv demo test test-all folders fuzz check format bench protos docs clean
+.PHONY: help venv demo test test-all folders fuzz check format bench protos docs clean lock sbom audit
 
 help:
 	@echo "make demo      train a GPT on 4 workers across an emulated WAN, and check the result"
@@ -33,6 +41,8 @@ help:
 	@echo "make docs      the site, in build/site"
 	@echo "make venv      only set up $(VENV)"
 	@echo "make protos    regenerate the wire schema's code"
+	@echo "make lock      the exact files of all dependencies, by their hashes, into locks/"
+	@echo "make audit     known vulnerabilities of what is locked; make sbom: build/atoll.cdx.json"
 	@echo "make clean     remove what was built, $(VENV) too"
 
 venv: $(STAMP)
@@ -45,9 +55,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ echo "venv failed: on Debian install python3-venv"; rm -rf $(VENV); exit 1; }
 	@echo "[2/3] installing torch (the largest download)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check torch==2.13.0 -c constraints.txt
+	@$(BIN)/python -m $(PIP) torch==2.13.0 -c constraints.txt
 	@echo "[3/3] installing Atoll and its test tools"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test,dev,tensorboard,flower,simulation,s3]'
+	@$(BIN)/python -m $(PIP) -c constraints.txt -e '.[test,dev,tensorboard,flower,simulation,s3]'
 	@touch $@
 	@echo "ready: $(BIN)/atoll --help"
 
@@ -90,14 +100,38 @@ protos: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --mypy_out=. \
 		--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy $(MESSAGES)
 
+# Torch is left out: each index has builds of its own, of one version and other bytes (docs/supply-chain.md).
+lock: $(STAMP)
+	echo 'setuptools>=77' | $(LOCK) --python-version 3.11 -c constraints.txt - -o locks/build.txt
+	$(LOCK) --python-version 3.11 -c constraints.txt pyproject.toml locks/torch.in -o locks/runtime.txt
+	$(LOCK) --python-version 3.11 -c constraints.txt pyproject.toml locks/torch.in $(EXTRAS:%=--extra %) -o locks/development.txt
+	$(LOCK) --python-version 3.11.5 -c constraints.txt pyproject.toml locks/torch.in --extra docs -o locks/docs.txt
+	printf 'pip-audit\ncyclonedx-bom\n' | $(LOCK) --python-version 3.11 - -o locks/supply.txt
+
+$(SUPPLY_STAMP): locks/supply.txt
+	@echo "installing what looks at the dependencies, in $(SUPPLY)"
+	@test -x $(SUPPLY)/bin/python || $(PYTHON) -m venv $(SUPPLY)
+	@$(SUPPLY)/bin/python -m $(PIP) --no-deps --require-hashes -r $<
+	@touch $@
+
+# Of what the image and the wheel need, torch too: its version, whichever build of it is installed.
+sbom: $(SUPPLY_STAMP)
+	@mkdir -p build
+	@{ cat locks/runtime.txt; grep '^torch==' constraints.txt; } | $(SUPPLY)/bin/cyclonedx-py requirements - \
+		--pyproject pyproject.toml --output-reproducible --of JSON -o build/atoll.cdx.json
+	@echo "build/atoll.cdx.json"
+
+audit: $(SUPPLY_STAMP)
+	@$(SUPPLY)/bin/python .ci/audit.py $(SUPPLY)/bin/pip-audit locks/runtime.txt locks/development.txt locks/docs.txt
+
 $(DOCS_STAMP): $(STAMP)
 	@echo "installing the site's tools"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@$(BIN)/python -m $(PIP) -c constraints.txt -e '.[docs]'
 	@touch $@
 
 docs: $(DOCS_STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(SUPPLY) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -171,10 +171,13 @@ class CoordinatorConfig:
     calls_per_address: int = 64  # at once on the entry port, without the owner's token
     calls_per_worker: int = 64  # at once on the work port
     sessions_per_address: int = 512  # of workers; of IPv6 a /64; on this machine as many as there are
+    connections_per_address: int = 256  # to the entry port; to the work port four for each session allowed
     handshake_within_s: float = 30.0  # from a connection to its TLS session
     idle_connection_s: float = 60.0  # so long the entry port keeps a connection without a call
     trace_bytes: int = 64 * MIB  # of spans kept for one job
     log_lines: int = 5000  # kept in memory for `atoll logs`
+    join_token_copy: Path | None = None  # also kept there, for workers on this machine
+    owner_token_copy: Path | None = None
     stop_within_s: float = 1.5
     keepalive_s: float = 10.0  # a silent connection is asked so often whether the other end is there
     keepalive_timeout_s: float = (
@@ -190,6 +193,7 @@ class CoordinatorConfig:
             ("join_token_lifetime_s", self.join_token_lifetime_s, 0, 10 * 365 * 86_400),
             ("join_token_uses", self.join_token_uses, 0, 10**6),
             ("sessions_per_address", self.sessions_per_address, 1, 10**6),
+            ("connections_per_address", self.connections_per_address, 1, 10**6),
             ("certificate_lifetime_s", self.certificate_lifetime_s, 3600, 10 * 365 * 86_400),
             ("concurrent_federations", self.concurrent_federations, 1, 1000),
             ("keep_checkpoints", self.keep_checkpoints, 1, 1000),
@@ -257,3 +261,7 @@ class CoordinatorConfig:
     @property
     def owner_token_path(self) -> Path:
         return self.state_dir / "owner-token"
+
+    @property
+    def join_token_path(self) -> Path:
+        return self.state_dir / "join-token"

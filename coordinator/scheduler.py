@@ -190,6 +190,8 @@ class Scheduler:
 
     def _opened(self, event: ev.SessionOpened) -> None:
         effects = self.effects
+        known = self.roster.workers.get(event.worker)
+        place = known.introduction.place if known is not None else event.introduction.place
         before = self.roster.open(event.worker, event.session, event.introduction, effects.now_s)
         worker = self.roster.workers[event.worker]
         self._not_beside(event)
@@ -209,6 +211,8 @@ class Scheduler:
                 self._limited(event.worker, event.introduction.guest)
             elif driver_of_its_job is not None:
                 driver_of_its_job.reconnected(worker.member.job, event.worker)
+            if event.introduction.place != place:
+                self.measuring.moved(event.worker)
         effects.advance = True
 
     def _not_beside(self, event: ev.SessionOpened) -> None:

@@ -19,7 +19,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -32,13 +33,16 @@ import atoll
 from atoll.errors import StorageError, UsageError
 from coordinator.apps.hub import AppDesk
 from coordinator.apps.service import NodeApps, OwnerApps
-from coordinator.client.endpoint import address_text
+from coordinator.client.endpoint import address_text, parse_address
 from coordinator.config import CoordinatorConfig
+from coordinator.messages import instructions as do
 from coordinator.messages.instructions import Addresses
 from coordinator.relay.book import RelayLimits
 from coordinator.relay.server import Relay
 from coordinator.services.access import Calls, EntryAccess, EntryThrottle, WorkerAccess
+from coordinator.services.authorities import Authorities
 from coordinator.services.blobs import BlobService, OwnerRights, WorkerRights
+from coordinator.services.connections import ConnectionBound
 from coordinator.services.descriptors import raise_limit
 from coordinator.services.doors import Door, StageData
 from coordinator.services.owner import OwnerService
@@ -57,16 +61,18 @@ from coordinator.storage.run_log import Logs, RunLogs
 from protos import atoll_apps_pb2_grpc as apps_rpc
 from protos import atoll_control_pb2_grpc as rpc
 from protos.credentials import (
-    Authority,
     CurrentIdentity,
     JoinToken,
+    fingerprint,
     new_token,
+    of_one_coordinator,
     secret_hash,
     server_credentials,
 )
 from protos.folder_lock import FolderLock, Holder
 from protos.folder_version import claim_version, raise_version
 from protos.log_stream import log_stream
+from protos.networks import ANYWHERE
 from protos.private_files import state_folder, write_private
 from protos.relay_tickets import made_key_file
 from protos.telemetry import Event
@@ -77,6 +83,7 @@ KEPT = ("journal.sqlite", "blobs", "ca", "address.json", LOCK_FILE)  # by which 
 FOLDER_VERSION = 3  # raised as docs/decisions/023-versions-of-wire-and-disk.md says
 OLDEST_FOLDER = 1  # that is read as it is
 MAX_STREAMS = 128  # of one connection to the entry port
+CONNECTIONS_A_SESSION = 4  # of a worker: the session, blobs, those before a renewal, apps
 SPARE_DESCRIPTORS = 1024  # beside a session of every worker: newcomers, owners, files
 MAX_PORT = 65535
 GRACE_S = 0.3  # for calls in progress when the server stops
@@ -146,7 +153,8 @@ class Server:
             config.blob_dir, config.blobs_url, config.max_blob_bytes, config.blob_quota_bytes
         )
         lifetime = dt.timedelta(seconds=config.certificate_lifetime_s)
-        self.authority = None if config.insecure else Authority.open(config.state_dir / "ca", lifetime)
+        folder = config.state_dir / "ca"
+        self.authority = None if config.insecure else Authorities(folder, lifetime, self._clock())
         self.shell = Shell(
             config,
             scheduler_for(config, self.ledger, self._clock()),
@@ -166,6 +174,9 @@ class Server:
         self._relays: Addresses = ()
         self._servers: list[grpc.aio.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._exchanged = asyncio.Event()
+        if self.authority is not None:
+            self.authority.changed = self._authorities_changed
 
     async def start(self) -> Started:
         """Listen. UsageError when a port is taken, StorageError when the disk refuses."""
@@ -186,6 +197,11 @@ class Server:
         owners = Owners(config.state_dir, first, self._clock)
         owner = OwnerService(self.shell, self.register, self.authority, work_port, owners)
         entry_port = await self._serve_entry(config.entry_port, identity, owner, owners, work_port)
+        most = {
+            entry_port: config.connections_per_address,
+            work_port: CONNECTIONS_A_SESSION * config.sessions_per_address,
+        }
+        bound = ConnectionBound(most, self._clock)
         self._tasks = [
             asyncio.create_task(work)
             for work in (
@@ -194,6 +210,7 @@ class Server:
                 self._command(),
                 self._fold_now_and_then(),
                 self._renew_now_and_then(),
+                bound.keep(),
                 sweep_for_ever(self.shell),
             )
         ]
@@ -258,8 +275,36 @@ class Server:
 
     async def _renew_now_and_then(self) -> None:
         while True:
-            await asyncio.sleep(RENEWAL_CHECK_S)
-            self.renew(dt.datetime.now(dt.UTC))
+            self._exchanged.clear()
+            left_s = self.authority.left_s(self._clock()) if self.authority is not None else 0.0
+            with suppress(TimeoutError):
+                await asyncio.wait_for(
+                    self._exchanged.wait(), min(RENEWAL_CHECK_S, left_s or RENEWAL_CHECK_S)
+                )
+            try:
+                if self.authority is not None:
+                    self.authority.end_if_due(self._clock())
+                self.renew(dt.datetime.now(dt.UTC))
+            except StorageError as error:
+                log.warning(Event.STORAGE_FAILED.value, reason=str(error))
+                await asyncio.sleep(FOLD_AGAIN_S)
+
+    def _authorities_changed(self) -> None:
+        """Have everybody who is here trust the authorities that count from now on, and those alone."""
+        authority = self.authority
+        if authority is None or self.identity is None:
+            return
+        self.identity.replace(authority.server_identity())
+        for path in (self.config.owner_token_path, self.config.join_token_path):
+            if path.exists():
+                self._kept_token(path, JoinToken.decode(path.read_text()))
+        left_s = authority.left_s(self._clock())
+        self.shell.tell_all(do.TrustAuthorities(authority.trusted_pem, left_s))
+        self._exchanged.set()
+        newest = fingerprint(authority.newest.certificate_pem)
+        log.warning(
+            Event.AUTHORITY_CHANGED.value, newest=newest, trusted=len(authority.trusted), left_s=left_s
+        )
 
     def renew(self, now: dt.datetime) -> None:
         """Show new connections a new certificate once a week, and in time before a short one ends."""
@@ -421,10 +466,23 @@ class Server:
         path = self.config.owner_token_path
         if path.exists():
             token = JoinToken.decode(path.read_text())
-            if token.ca_pem == self.authority.certificate_pem:
-                return token.encode()
-        text = new_token(self.authority, work_port).encode()
-        write_private(path, text.encode() + b"\n")
+            if of_one_coordinator(token.ca_pem, self.authority.trusted_pem):
+                return self._kept_token(path, token)
+        return self._kept_token(path, new_token(self.authority, work_port))
+
+    def _kept_token(self, path: Path, token: JoinToken) -> str:
+        """Keep a token in ``path`` and its copy, naming the authorities that are trusted now; returns it.
+        StorageError."""
+        if self.authority is not None:
+            token = replace(token, ca_pem=self.authority.trusted_pem)
+        text = token.encode()
+        copies = {
+            self.config.owner_token_path: self.config.owner_token_copy,
+            self.config.join_token_path: self.config.join_token_copy,
+        }
+        for target in (path, copies[path]):
+            if target is not None:
+                write_private(target, text.encode() + b"\n")
         return text
 
     def _join_token(self, owner: OwnerService, work_port: int) -> str | None:
@@ -432,24 +490,23 @@ class Server:
         first one is kept beside the owner's."""
         if self.authority is None:
             return None
-        path = self.config.state_dir / "join-token"
+        path = self.config.join_token_path
         if path.exists():
             token = JoinToken.decode(path.read_text())
             known = {t.secret_hash: t for t in self.register.tokens.values()}
             kept = known.get(secret_hash(token.presented))
             if kept is not None and kept.refusal(self._clock()) is None:
-                return token.encode()
+                return self._kept_token(path, token)
         token = new_token(self.authority, work_port)
         config = self.config
         owner.create_token(token, FIRST_TOKEN, config.join_token_lifetime_s, config.join_token_uses)
-        write_private(path, token.encode().encode() + b"\n")
-        return token.encode()
+        return self._kept_token(path, token)
 
     def _join_command(self, entry_port: int, token: str | None) -> str:
-        host = self.config.advertise or self.config.host
-        if host in ("0.0.0.0", "::"):  # noqa: S104 - what was listened on, not a default
-            host = "HOST"
-        where = host if self.config.advertise and ":" in host else f"{host}:{entry_port}"
+        host, port = self.config.host, entry_port
+        if self.config.advertise:
+            host, port = parse_address(self.config.advertise, entry_port)
+        where = address_text("HOST" if host in ANYWHERE else host, port)
         return f"atoll-worker join {where} " + ("--insecure" if token is None else f"--token {token}")
 
 

@@ -314,6 +314,11 @@ class Shell:
             case do.DropBlobs(blobs):
                 self._spawn(self._drop_blobs(blobs))
 
+    def tell_all(self, message: do.Message) -> None:
+        """Send a message to every worker that is connected."""
+        for worker in list(self.outboxes):
+            self._send(worker, message)
+
     def _send(self, worker: str, message: do.Message) -> None:
         outbox = self.outboxes.get(worker)
         if outbox is None:

@@ -144,6 +144,16 @@ def set_(
         (hosts.cut if cut else hosts.heal)(a, b, both=not one_way)
 
 
+@app.command(epilog=_EXAMPLE + "move home1")
+def move(
+    host: Annotated[str, typer.Argument(help="a host of the lab")],
+    address: Annotated[str, typer.Argument(help="10.80.X.Y; default: one that it did not have")] = "",
+    lab: Annotated[str, typer.Option(help="which lab; default: the one this runs in")] = "",
+) -> None:
+    """Give a host of a lab that is up another address, and print it."""
+    print(join(lab).move(host, address or None))
+
+
 @app.command(epilog=_EXAMPLE + "stats --lab 4711-1")
 def stats(
     lab: Annotated[str, typer.Option(help="which lab; default: the one this runs in")] = "",

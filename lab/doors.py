@@ -32,6 +32,10 @@ class Door:
             if len(self._opened) > MAX_FLOWS:
                 del self._opened[next(iter(self._opened))]
 
+    def forget(self) -> None:
+        """Nothing that the host opened is open any more."""
+        self._opened.clear()
+
     def admits(self, packet: bytes, offset: int) -> bool:
         """Whether a packet for the host may come in."""
         if self.stands_open:

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from atoll.errors import AtollError
 from lab.doors import Door
 from lab.queues import Fabric, Flow, Server
 from lab.reader import with_link
@@ -42,7 +43,7 @@ class Router:
 
     def __init__(self, scenario: Scenario, addresses: Mapping[str, str], devices: Mapping[str, int]) -> None:
         self.scenario = scenario
-        self.devices = dict(devices)
+        self.devices, self.addresses = dict(devices), dict(addresses)
         self.priority = "normal"
         self.fabric = Fabric(scenario.seed)
         self.servers: dict[str, Server] = {}
@@ -93,6 +94,21 @@ class Router:
         door = self.doors.get(self.devices[host])
         if door is not None:
             door.stands_open = opened
+        return {}
+
+    def move(self, host: str, address: str) -> dict[str, Any]:
+        """Bring a host what is sent to ``address``, and no more what is sent to the one that it had."""
+        self.scenario.host(host)
+        new = socket.inet_aton(address)
+        if address in self.addresses.values():
+            return {"error": f"{address} is taken"}
+        old = socket.inet_aton(self.addresses[host])
+        self.addresses[host] = address
+        for routes in self.routes.values():
+            if old in routes:
+                routes[new] = routes.pop(old)
+        if self.devices[host] in self.doors:  # a router with another address has forgotten its flows
+            self.doors[self.devices[host]].forget()
         return {}
 
     def stats(self) -> dict[str, Any]:
@@ -201,9 +217,11 @@ class Desk:
                     return self.router.change_uplink(**request)
                 case "door":
                     return self.router.open_door(**request)
+                case "move":
+                    return self.router.move(**request)
                 case other:
                     return {"error": f"unknown request {other!r}"}
-        except (ValueError, KeyError, TypeError, AttributeError, LabError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OSError, AtollError) as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
 

@@ -40,7 +40,7 @@ from lab.state import (
     start_ticks,
     tear_down,
 )
-from lab.tun import NETNS_DIR, LabError, unavailable
+from lab.tun import DEVICE, NETNS_DIR, LabError, run_ip, unavailable
 
 HOME = Path(__file__).resolve().parents[1]
 STOP_PATIENCE_S = 60.0  # a killed process is gone once the machine gets to it
@@ -230,6 +230,21 @@ class Hosts:
         """Let others open connections to a host with ``inbound = false``, or no more (others: no change)."""
         self.scenario.host(host)
         self.ask("door", host=host, opened=opened)
+
+    def move(self, host: str, address: str | None = None) -> str:
+        """Give a running host another address; returns it. Its connections hear nothing of that: what they
+        send, and what is sent to the old address, is lost."""
+        old = self.address(host)
+        if address is None:
+            head, third, last = old.rsplit(".", 2)
+            address = f"{head}.{(int(third) + 1) % 256}.{last}"
+        self.ask("move", host=host, address=address)
+        namespace = self.state.namespaces[host]
+        run_ip("-n", namespace, "addr", "del", f"{old}/16", "dev", DEVICE)
+        run_ip("-n", namespace, "addr", "add", f"{address}/16", "dev", DEVICE)
+        self.state = replace(self.state, addresses={**self.state.addresses, host: address})
+        save_state(self.state)
+        return address
 
     def isolate(self, host: str, others: Iterable[str] | None = None) -> None:
         """Cut a host off from the others (default: from all)."""

@@ -115,7 +115,7 @@ Global___HelloRequest: _TypeAlias = HelloRequest  # noqa: Y015
 
 @_typing.final
 class HelloReply(_message.Message):
-    """relays: as of RelayWay."""
+    """relays: as of RelayWay. authorities: as of Authorities; unset without TLS."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -124,12 +124,15 @@ class HelloReply(_message.Message):
     TIME_S_FIELD_NUMBER: _builtins.int
     WORK_PORT_FIELD_NUMBER: _builtins.int
     RELAYS_FIELD_NUMBER: _builtins.int
+    AUTHORITIES_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     version: _builtins.str
     time_s: _builtins.float
     work_port: _builtins.int
     @_builtins.property
     def relays(self) -> _containers.RepeatedCompositeFieldContainer[Global___Address]: ...
+    @_builtins.property
+    def authorities(self) -> Global___Authorities: ...
     def __init__(
         self,
         *,
@@ -138,14 +141,39 @@ class HelloReply(_message.Message):
         time_s: _builtins.float = ...,
         work_port: _builtins.int = ...,
         relays: _abc.Iterable[Global___Address] | None = ...,
+        authorities: Global___Authorities | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["authorities", b"authorities"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol", "relays", b"relays", "time_s", b"time_s", "version", b"version", "work_port", b"work_port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["authorities", b"authorities", "protocol", b"protocol", "relays", b"relays", "time_s", b"time_s", "version", b"version", "work_port", b"work_port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HelloReply: _TypeAlias = HelloReply  # noqa: Y015
+
+@_typing.final
+class Authorities(_message.Message):
+    """Certificates of the authorities that are trusted now, the newer one first; two of them for left_s more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CA_PEM_FIELD_NUMBER: _builtins.int
+    LEFT_S_FIELD_NUMBER: _builtins.int
+    ca_pem: _builtins.bytes
+    left_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        ca_pem: _builtins.bytes = ...,
+        left_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ca_pem", b"ca_pem", "left_s", b"left_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Authorities: _TypeAlias = Authorities  # noqa: Y015
 
 @_typing.final
 class EnrollRequest(_message.Message):
@@ -2600,6 +2628,7 @@ class ToWorker(_message.Message):
     RECONFIGURE_FIELD_NUMBER: _builtins.int
     REVOKED_FIELD_NUMBER: _builtins.int
     STANDBYS_FIELD_NUMBER: _builtins.int
+    AUTHORITIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -2634,6 +2663,10 @@ class ToWorker(_message.Message):
     def revoked(self) -> Global___Revoked: ...
     @_builtins.property
     def standbys(self) -> Global___Standbys: ...
+    @_builtins.property
+    def authorities(self) -> Global___Authorities:
+        """from now on; who holds a certificate of the older one renews it"""
+
     def __init__(
         self,
         *,
@@ -2654,12 +2687,13 @@ class ToWorker(_message.Message):
         reconfigure: Global___Reconfigure | None = ...,
         revoked: Global___Revoked | None = ...,
         standbys: Global___Standbys | None = ...,
+        authorities: Global___Authorities | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "standbys", b"standbys", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "authorities", b"authorities", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "standbys", b"standbys", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "standbys", b"standbys", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "authorities", b"authorities", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "standbys", b"standbys", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "probe_ops", "probe_link", "assign", "start", "commit", "discard", "release", "dismiss", "expect_peer", "participate", "train_round", "evaluate_round", "round_taken", "reconfigure", "revoked", "standbys"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "probe_ops", "probe_link", "assign", "start", "commit", "discard", "release", "dismiss", "expect_peer", "participate", "train_round", "evaluate_round", "round_taken", "reconfigure", "revoked", "standbys", "authorities"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -3822,6 +3856,100 @@ class OwnerList(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OwnerList: _TypeAlias = OwnerList  # noqa: Y015
+
+@_typing.final
+class AuthorityInfo(_message.Message):
+    """The newest first. ends_s: when it is trusted no more, 0: not decided. behind: enrolled workers that hold no
+    certificate of the newest one yet.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    SINCE_S_FIELD_NUMBER: _builtins.int
+    ENDS_S_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    since_s: _builtins.float
+    ends_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.str = ...,
+        since_s: _builtins.float = ...,
+        ends_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends_s", b"ends_s", "fingerprint", b"fingerprint", "since_s", b"since_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuthorityInfo: _TypeAlias = AuthorityInfo  # noqa: Y015
+
+@_typing.final
+class AuthorityList(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AUTHORITIES_FIELD_NUMBER: _builtins.int
+    CA_PEM_FIELD_NUMBER: _builtins.int
+    BEHIND_FIELD_NUMBER: _builtins.int
+    ca_pem: _builtins.bytes
+    @_builtins.property
+    def authorities(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuthorityInfo]: ...
+    @_builtins.property
+    def behind(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        authorities: _abc.Iterable[Global___AuthorityInfo] | None = ...,
+        ca_pem: _builtins.bytes = ...,
+        behind: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["authorities", b"authorities", "behind", b"behind", "ca_pem", b"ca_pem"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuthorityList: _TypeAlias = AuthorityList  # noqa: Y015
+
+@_typing.final
+class RotateAuthorityRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OVERLAP_S_FIELD_NUMBER: _builtins.int
+    overlap_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        overlap_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["overlap_s", b"overlap_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RotateAuthorityRequest: _TypeAlias = RotateAuthorityRequest  # noqa: Y015
+
+@_typing.final
+class DropAuthorityRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANYWAY_FIELD_NUMBER: _builtins.int
+    anyway: _builtins.bool
+    def __init__(
+        self,
+        *,
+        anyway: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anyway", b"anyway"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropAuthorityRequest: _TypeAlias = DropAuthorityRequest  # noqa: Y015
 
 @_typing.final
 class KickRequest(_message.Message):

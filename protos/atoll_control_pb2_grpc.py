@@ -470,6 +470,21 @@ class OwnerStub:
                 request_serializer=protos_dot_atoll__control__pb2.OwnerRequest.SerializeToString,
                 response_deserializer=protos_dot_atoll__control__pb2.Empty.FromString,
                 _registered_method=True)
+        self.ListAuthorities = channel.unary_unary(
+                '/atoll.v1.Owner/ListAuthorities',
+                request_serializer=protos_dot_atoll__control__pb2.Empty.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.AuthorityList.FromString,
+                _registered_method=True)
+        self.RotateAuthority = channel.unary_unary(
+                '/atoll.v1.Owner/RotateAuthority',
+                request_serializer=protos_dot_atoll__control__pb2.RotateAuthorityRequest.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.AuthorityList.FromString,
+                _registered_method=True)
+        self.DropAuthority = channel.unary_unary(
+                '/atoll.v1.Owner/DropAuthority',
+                request_serializer=protos_dot_atoll__control__pb2.DropAuthorityRequest.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.AuthorityList.FromString,
+                _registered_method=True)
 
 
 class OwnerServicer:
@@ -585,6 +600,24 @@ class OwnerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListAuthorities(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RotateAuthority(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropAuthority(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OwnerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -677,6 +710,21 @@ def add_OwnerServicer_to_server(servicer, server):
                     servicer.RevokeOwner,
                     request_deserializer=protos_dot_atoll__control__pb2.OwnerRequest.FromString,
                     response_serializer=protos_dot_atoll__control__pb2.Empty.SerializeToString,
+            ),
+            'ListAuthorities': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAuthorities,
+                    request_deserializer=protos_dot_atoll__control__pb2.Empty.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.AuthorityList.SerializeToString,
+            ),
+            'RotateAuthority': grpc.unary_unary_rpc_method_handler(
+                    servicer.RotateAuthority,
+                    request_deserializer=protos_dot_atoll__control__pb2.RotateAuthorityRequest.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.AuthorityList.SerializeToString,
+            ),
+            'DropAuthority': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropAuthority,
+                    request_deserializer=protos_dot_atoll__control__pb2.DropAuthorityRequest.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.AuthorityList.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1167,6 +1215,87 @@ class Owner:
             '/atoll.v1.Owner/RevokeOwner',
             protos_dot_atoll__control__pb2.OwnerRequest.SerializeToString,
             protos_dot_atoll__control__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAuthorities(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Owner/ListAuthorities',
+            protos_dot_atoll__control__pb2.Empty.SerializeToString,
+            protos_dot_atoll__control__pb2.AuthorityList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RotateAuthority(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Owner/RotateAuthority',
+            protos_dot_atoll__control__pb2.RotateAuthorityRequest.SerializeToString,
+            protos_dot_atoll__control__pb2.AuthorityList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropAuthority(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Owner/DropAuthority',
+            protos_dot_atoll__control__pb2.DropAuthorityRequest.SerializeToString,
+            protos_dot_atoll__control__pb2.AuthorityList.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,11 +53,12 @@ def clock_words(offset_s: float) -> str:
 
 def server_refusal(address: str, shown_pem: bytes, ca_pem: bytes, now: dt.datetime) -> str:
     """Explain why the certificate of ``address`` is not accepted under ``ca_pem``, with what to do."""
-    shown, ca = x509.load_pem_x509_certificate(shown_pem), x509.load_pem_x509_certificate(ca_pem)
-    if shown != ca and not issued_by(shown, ca):
+    shown, trusted = x509.load_pem_x509_certificate(shown_pem), x509.load_pem_x509_certificates(ca_pem)
+    if shown not in trusted and not any(issued_by(shown, ca) for ca in trusted):
         return (
             f"{address} shows a certificate that the coordinator of this token did not issue: another "
-            "coordinator runs there, or its state was reset; ask for a token of the one that runs there"
+            "coordinator runs there, its state was reset, or its authority was exchanged (`atoll ca rotate`) "
+            "while this machine was away; ask for a token of the one that runs there"
         )
     why = _out_of_date(shown, now)
     if not why:

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -95,6 +96,11 @@ def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
     expanded.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return expanded
+
+
+def shown_time(at_s: float, unknown: str = "-") -> str:
+    """A Unix time as the commands show it, in this machine's time zone; 0 is ``unknown``."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s)) if at_s else unknown
 
 
 def print_json(value: Any) -> None:

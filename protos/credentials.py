@@ -18,9 +18,9 @@ import re
 import secrets
 import struct
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 from cryptography import x509
@@ -49,12 +49,14 @@ CLOCK_SKEW = dt.timedelta(days=1)
 """Tolerated lag of a volunteer's clock, in which a fresh certificate would look not yet valid."""
 
 MAX_PEM_BYTES = 16 * 1024
+MAX_AUTHORITIES = 2  # that are trusted at once: the one in force, and the one that takes its place
 MAX_TOKEN_CHARS = 8 * 1024
 SECRET_BYTES = 16
 AUTHORIZATION, BEARER = "authorization", "Bearer "  # metadata of a call with a token
 TOKEN_PREFIX = "atoll1_"  # noqa: S105 - names the format, opens nothing
 _TOKEN_HEAD = struct.Struct("!BHB")  # version, work port, secret length
-_TOKEN_VERSION = 1
+_TOKEN_OF_ONE, _TOKEN_OF_SEVERAL = 1, 2  # authorities; of several each has its length before it
+_TOKEN_LENGTH = struct.Struct("!H")
 
 
 # ---------------------------------------------------------------- identities
@@ -62,7 +64,8 @@ _TOKEN_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Name of one end, its private key, certificate and the CA it trusts."""
+    """Name of one end, its private key, certificate and the CA it trusts; two while one takes the other's
+    place, the newer one first."""
 
     name: str  # worker id, or "coordinator"
     key_pem: bytes = field(repr=False)
@@ -85,6 +88,26 @@ class Identity:
         certificate = _certificate(self.certificate_pem)
         ends = certificate.not_valid_after_utc
         return ends - min(RENEW_BEFORE, (ends - certificate.not_valid_before_utc) / RENEW_SHARE)
+
+    def of_newest(self) -> bool:
+        """True when the newest of the authorities that it trusts issued its certificate."""
+        certificate, newest = _certificate(self.certificate_pem), authorities_in(self.ca_pem)[0]
+        return issued_by(certificate, _certificate(newest))
+
+    def trusting(self, ca_pem: bytes) -> Identity:
+        """The same, trusting the authorities of ``ca_pem`` alone.
+
+        Raises AccessDenied when none of them issued its certificate.
+        """
+        if ca_pem == self.ca_pem:
+            return self
+        certificate = _certificate(self.certificate_pem)
+        if not any(issued_by(certificate, _certificate(ca)) for ca in authorities_in(ca_pem)):
+            raise AccessDenied(
+                "the authority that issued this machine's certificate was exchanged and is trusted no more: "
+                "join again with a new token (`atoll token create` makes one)"
+            )
+        return replace(self, ca_pem=ca_pem)
 
     def save(self, directory: Path) -> None:
         """Write key, certificate and CA with mode 0600 into ``directory`` (0700).
@@ -163,17 +186,36 @@ def fingerprint(certificate_pem: bytes) -> str:
 
 
 def verify_certificate(certificate_pem: bytes, ca_pem: bytes, now: dt.datetime | None = None) -> str:
-    """Return the name that the CA vouches for.
+    """Return the name that one of the authorities vouches for.
 
-    Raises AccessDenied when the CA did not sign it or it is not valid at ``now``.
+    Raises AccessDenied when none signed it or it is not valid at ``now``.
     """
-    certificate, ca = _certificate(certificate_pem), _certificate(ca_pem)
+    certificate, trusted = _certificate(certificate_pem), authorities_in(ca_pem)
     now = now or dt.datetime.now(dt.UTC)
-    if not issued_by(certificate, ca):
+    if not any(issued_by(certificate, _certificate(ca)) for ca in trusted):
         raise AccessDenied("certificate was not issued by this coordinator; join with a new token")
     if refused := own_refusal(certificate, now):
         raise AccessDenied(refused)
     return _dns_name(certificate)
+
+
+def authorities_in(ca_pem: bytes) -> tuple[bytes, ...]:
+    """The certificates that ``ca_pem`` consists of, PEM each. Raises AccessDenied when they are none, or too
+    many."""
+    if len(ca_pem) > MAX_PEM_BYTES:
+        raise AccessDenied(f"authorities of {len(ca_pem)} bytes; at most {MAX_PEM_BYTES}")
+    try:
+        found = x509.load_pem_x509_certificates(ca_pem)
+    except ValueError:
+        raise AccessDenied("the authority's certificate is malformed; join again") from None
+    if not 1 <= len(found) <= MAX_AUTHORITIES:
+        raise AccessDenied(f"{len(found)} authorities; 1 to {MAX_AUTHORITIES} are trusted at once")
+    return tuple(one.public_bytes(serialization.Encoding.PEM) for one in found)
+
+
+def of_one_coordinator(one_pem: bytes, other_pem: bytes) -> bool:
+    """True when the two have an authority in common."""
+    return not set(authorities_in(one_pem)).isdisjoint(authorities_in(other_pem))
 
 
 # ---------------------------------------------------------------- the coordinator's authority
@@ -218,8 +260,12 @@ class Authority:
         return cls(_key_pem(key), certificate.public_bytes(serialization.Encoding.PEM), lifetime)
 
     @property
-    def certificate_der(self) -> bytes:
-        return _certificate(self.certificate_pem).public_bytes(serialization.Encoding.DER)
+    def trusted_pem(self) -> bytes:
+        return self.certificate_pem
+
+    def since(self) -> dt.datetime:
+        """Moment at which it was made."""
+        return _certificate(self.certificate_pem).not_valid_before_utc + CLOCK_SKEW
 
     def server_identity(self, now: dt.datetime | None = None) -> Identity:
         """A fresh key and certificate for the coordinator's own ports; made at every start and each week."""
@@ -274,13 +320,9 @@ class Authority:
 class JoinToken:
     """Token that ``atoll serve`` prints and ``atoll-worker join --token`` takes."""
 
-    ca_der: bytes = field(repr=False)
+    ca_pem: bytes = field(repr=False)  # one authority, or the one in force and the one that takes its place
     secret: bytes = field(repr=False)
     work_port: int  # a hint; 0 = ask the entry port
-
-    @property
-    def ca_pem(self) -> bytes:
-        return x509.load_der_x509_certificate(self.ca_der).public_bytes(serialization.Encoding.PEM)
 
     @property
     def presented(self) -> str:
@@ -294,7 +336,12 @@ class JoinToken:
 
     def encode(self) -> str:
         """``atoll1_`` + base64url(version, port, secret, CA DER, crc32)."""
-        body = _TOKEN_HEAD.pack(_TOKEN_VERSION, self.work_port, len(self.secret)) + self.secret + self.ca_der
+        ders = [
+            _certificate(ca).public_bytes(serialization.Encoding.DER) for ca in authorities_in(self.ca_pem)
+        ]
+        version = _TOKEN_OF_ONE if len(ders) == 1 else _TOKEN_OF_SEVERAL
+        body = _TOKEN_HEAD.pack(version, self.work_port, len(self.secret)) + self.secret
+        body += ders[0] if len(ders) == 1 else b"".join(_TOKEN_LENGTH.pack(len(der)) + der for der in ders)
         body += struct.pack("!I", zlib.crc32(body))
         return TOKEN_PREFIX + base64.urlsafe_b64encode(body).decode().rstrip("=")
 
@@ -318,20 +365,25 @@ class JoinToken:
         if len(body) < _TOKEN_HEAD.size + 4 or zlib.crc32(body[:-4]) != struct.unpack("!I", body[-4:])[0]:
             raise AccessDenied("join token is damaged or cut off (checksum differs); copy it whole")
         version, port, secret_bytes = _TOKEN_HEAD.unpack_from(body)
-        if version != _TOKEN_VERSION:
+        if version not in (_TOKEN_OF_ONE, _TOKEN_OF_SEVERAL):
             raise AccessDenied(
-                f"join token of version {version}, this is version {_TOKEN_VERSION}; update atoll"
+                f"join token of version {version}, this is version {_TOKEN_OF_SEVERAL}; update atoll"
             )
         start = _TOKEN_HEAD.size
-        token = cls(body[start + secret_bytes : -4], body[start : start + secret_bytes], port)
-        if len(token.secret) < SECRET_BYTES or len(token.secret) != secret_bytes:
+        secret, rest = body[start : start + secret_bytes], body[start + secret_bytes : -4]
+        if len(secret) < SECRET_BYTES or len(secret) != secret_bytes:
             raise AccessDenied("join token holds no usable secret; ask for a new one")
+        try:
+            pems = [
+                x509.load_der_x509_certificate(der).public_bytes(serialization.Encoding.PEM)
+                for der in ([rest] if version == _TOKEN_OF_ONE else _lengths_taken_off(rest))
+            ]
+            token = cls(b"".join(pems), secret, port)
+            authorities_in(token.ca_pem)
+        except (ValueError, AccessDenied):
+            raise AccessDenied("join token holds no readable certificate; ask for a new one") from None
         if token.encode() != text:
             raise AccessDenied("join token is not written as it was issued; copy it again")
-        try:
-            x509.load_der_x509_certificate(token.ca_der)
-        except ValueError:
-            raise AccessDenied("join token holds no readable certificate; ask for a new one") from None
         return token
 
 
@@ -341,9 +393,29 @@ def presented_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     return given.removeprefix(BEARER)[:MAX_TOKEN_CHARS] if given.startswith(BEARER) else ""
 
 
-def new_token(authority: Authority, work_port: int = 0) -> JoinToken:
+def _lengths_taken_off(data: bytes) -> list[bytes]:
+    """The pieces of ``data``, each of which has its length before it. Raises ValueError."""
+    pieces = []
+    while data:
+        if len(data) < _TOKEN_LENGTH.size:
+            raise ValueError("cut off")
+        end = _TOKEN_LENGTH.size + _TOKEN_LENGTH.unpack_from(data)[0]
+        pieces.append(data[_TOKEN_LENGTH.size : end])
+        data = data[end:]
+    return pieces
+
+
+class Trusted(Protocol):
+    """The authority of a coordinator, or the two of it while one takes the other's place."""
+
+    @property
+    def trusted_pem(self) -> bytes:
+        """Their certificates, the newer one first."""
+
+
+def new_token(authority: Trusted, work_port: int = 0) -> JoinToken:
     """A token with a fresh 128-bit secret; store only ``secret_hash(token.presented)``."""
-    return JoinToken(authority.certificate_der, secrets.token_bytes(SECRET_BYTES), work_port)
+    return JoinToken(authority.trusted_pem, secrets.token_bytes(SECRET_BYTES), work_port)
 
 
 def secret_hash(presented: str) -> str:

@@ -22,6 +22,8 @@ class Event(StrEnum):
     TOKEN_REVOKED = "token.revoked"  # noqa: S105 - a name
     TOKEN_REFUSED = "token.refused"  # noqa: S105 - a name
     CERTIFICATE_RENEWED = "certificate.renewed"
+    AUTHORITY_CHANGED = "authority.changed"
+    CONNECTIONS_ENDED = "connections.ended"
     WORKER_ENROLLED = "worker.enrolled"
     WORKER_STATE = "worker.state"
     WORKER_SUSPECTED = "worker.suspected"

@@ -27,13 +27,15 @@ from compressors import CODECS
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos.convert_federated import dataset_to_proto
+from protos.networks import ANYWHERE
 from worker.apps.host import AppHost
 from worker.blobs import BlobCache, BlobFiles
 from worker.config import WorkerConfig, make_config, remember
+from worker.control.address_watch import watch_address
 from worker.control.bulk import Bulk
 from worker.control.enroll import find_work_address, join
 from worker.control.remote_store import metered
-from worker.control.renewal import keep_renewed
+from worker.control.renewal import Renewal
 from worker.control.stream import Stream
 from worker.data.registry import known_facts
 from worker.federated.consent import Consent
@@ -41,7 +43,7 @@ from worker.hosting.host import ComputeHost, HostPorts
 from worker.hosting.protections import protections
 from worker.hosting.sandbox import chosen
 from worker.machine.conditions import MachineConditions
-from worker.machine.device import machine_memory, memory_limit, outbound_host
+from worker.machine.device import machine_memory, memory_limit, own_address
 from worker.machine.malloc import keep_chunk_memory
 from worker.manners.applied import read_applied
 from worker.manners.keeper import Keeper, Manners
@@ -52,7 +54,7 @@ from worker.pipe.status import Waiting
 from worker.session import events, instructions, machine
 from worker.session import wire as messages
 from worker.session.state import WELCOMED
-from worker.session.wire import PeerExpected, PeerRevoked, StandbysExpected
+from worker.session.wire import AuthoritiesNamed, PeerExpected, PeerRevoked, StandbysExpected
 from worker.transport.contract import TransportConfig, Way
 from worker.transport.network import PeerNetwork
 
@@ -82,7 +84,13 @@ class MannersChanged:
     manners: Manners
 
 
-Inner = events.Event | PeerExpected | PeerRevoked | StandbysExpected | ConsentChanged | MannersChanged
+@dataclass(frozen=True, slots=True)
+class AddressChanged:
+    """Event: this machine has another address; what is open has fallen silent."""
+
+
+Told = ConsentChanged | MannersChanged | AddressChanged
+Inner = events.Event | PeerExpected | PeerRevoked | StandbysExpected | AuthoritiesNamed | Told
 
 
 class Daemon:
@@ -97,6 +105,7 @@ class Daemon:
         self._random = random.Random(self._incarnation)
         self._stopping = threading.Event()
         self._stream: Stream | None = None
+        self._streams = 0  # opened so far: what the older ones say counts no more
         self._heartbeat_s = self._idle_heartbeat_s = 0.5
         self._beats = itertools.count(1)
         self._end: AtollError | None = None
@@ -112,7 +121,8 @@ class Daemon:
             self._checked_memory,
         )
         self._membership: Membership
-        self._renewing = threading.Lock()
+        self._member_lock = threading.Lock()
+        self._renewal: Renewal
         self._network: PeerNetwork
         self._consent = Consent(config.state_dir)
         self._host = ComputeHost(config, self._consent)
@@ -165,13 +175,24 @@ class Daemon:
             self._send,
         )
         self._apps = AppHost(config) if config.allow_apps else None
+        self._renewal = Renewal(config, lambda: self._membership, partial(self._renewed, bulk))
         try:
             device = self._host.start(member.worker, ports, self._stopping.is_set)
             remember(config)
             self._begin_keeping()
             threading.Thread(target=self._beat, name="atoll-heartbeat", daemon=True).start()
-            renewing = (config, lambda: self._membership, partial(self._renewed, bulk), self._stopping.wait)
-            threading.Thread(target=keep_renewed, args=renewing, name="atoll-renewal", daemon=True).start()
+            watching = (
+                config.host,
+                config.port,
+                partial(self._events.put, AddressChanged()),
+                self._stopping.wait,
+            )
+            threading.Thread(target=watch_address, args=watching, name="atoll-address", daemon=True).start()
+            keeping = (self._stopping.wait,)
+            threading.Thread(
+                target=self._renewal.keep, args=keeping, name="atoll-renewal", daemon=True
+            ).start()
+            self._trust(member)
             log.info(
                 "worker.joined",
                 worker=member.worker,
@@ -179,12 +200,12 @@ class Daemon:
                 protections=protections(device.kind, chosen(config.sandbox, device.kind)).line(),
             )
             self._open_stream()
-            self._loop()
+            self._loop(bulk)
         finally:
             self._stopping.set()
             self._shut_down(network, bulk)
 
-    def _loop(self) -> None:
+    def _loop(self, bulk: Bulk) -> None:
         while self._state.phase is not machine.Phase.GONE:
             event = self._events.get()
             if isinstance(event, PeerExpected):
@@ -196,6 +217,12 @@ class Daemon:
             if isinstance(event, PeerRevoked):
                 log.warning("peer.revoked", peer=event.peer, reason=event.reason)
                 self._network.bar(event.peer, f"its certificate was revoked: {event.reason}")
+                continue
+            if isinstance(event, AuthoritiesNamed):
+                self._trust_authorities(event.ca_pem, event.left_s)
+                continue
+            if isinstance(event, AddressChanged):
+                self._move(bulk)
                 continue
             if isinstance(event, ConsentChanged):
                 if self._apps is not None:
@@ -322,10 +349,24 @@ class Daemon:
 
     def _renewed(self, bulk: Bulk, identity: Identity) -> None:
         """Use a new identity for every connection from now on; those that are open stay."""
-        with self._renewing:
+        with self._member_lock:
+            before = self._membership.identity
             self._membership = replace(self._membership, identity=identity)
         self._network.renew(identity)
-        bulk.renewed(self._membership)
+        if before is None or before.key_pem != identity.key_pem:
+            bulk.renewed(self._membership)
+
+    def _trust(self, member: Membership) -> None:
+        """Trust the authorities that the coordinator's greeting named."""
+        if member.identity is not None:
+            self._trust_authorities(member.identity.ca_pem, member.overlap_s)
+
+    def _trust_authorities(self, ca_pem: bytes, left_s: float) -> None:
+        try:
+            self._renewal.trust(ca_pem, left_s)
+        except AtollError as error:
+            # What is open stays open: a job may end in peace. The next connection is refused in these words.
+            log.warning("authority.not_trusted", reason=str(error))
 
     def _shut_down(self, network: PeerNetwork, bulk: Bulk) -> None:
         deadline_s = time.monotonic() + self._config.leave_timeout_s
@@ -346,6 +387,7 @@ class Daemon:
 
     def _open_stream(self) -> None:
         member, config = self._membership, self._config
+        self._streams += 1
         self._stream = Stream(
             partial(member.async_channel, config),
             member.metadata,
@@ -353,23 +395,41 @@ class Daemon:
             self._introduce(self._network.port),  # each time: data may have been registered meanwhile
             config.outgoing_messages,
             self._receive,
-            self._stream_ended,
+            partial(self._stream_ended, self._streams),
         )
+
+    def _move(self, bulk: Bulk) -> None:
+        """Go on from another address: nobody at the other end of what is open hears of it by itself.
+
+        The session is opened at once, without a look for the work port: soon the coordinator gives us up.
+        """
+        before = self._stream
+        self._open_stream()
+        if before is not None:
+            before.close(wait=False)
+        self._network.moved()
+        bulk.reopen()
+        if self._apps is not None:
+            self._apps.moved()
 
     def _reconnect(self, after_s: float) -> None:
         """Thread: after a pause, find the coordinator's work port again and open a stream."""
+        opened = self._streams
         if self._stopping.wait(after_s):
             return
         try:
             found = find_work_address(self._config, self._membership)
-            with self._renewing:
+            with self._member_lock:
                 self._membership = replace(found, identity=self._membership.identity)
+            self._trust(found)
         except FATAL as error:
             self._refused(error)
         except AtollError as error:
-            self._lost_coordinator(str(error))
+            if self._streams == opened:  # else there is one from another address
+                self._lost_coordinator(str(error))
         else:
-            self._open_stream()
+            if self._streams == opened:
+                self._open_stream()
 
     def _receive(self, message: pb.ToWorker) -> None:
         try:
@@ -380,8 +440,8 @@ class Daemon:
             if message.WhichOneof("body") in messages.ANSWERED:
                 self._send(messages.to_proto(messages.refusal(message, str(error))))
 
-    def _stream_ended(self, error: AtollError | None) -> None:
-        if self._stopping.is_set():
+    def _stream_ended(self, number: int, error: AtollError | None) -> None:
+        if self._stopping.is_set() or number != self._streams:
             return
         if isinstance(error, FATAL):
             self._refused(error)
@@ -405,9 +465,9 @@ class Daemon:
         config = self._config
         addresses: tuple[tuple[str, int], ...] = ()
         if config.inbound:
-            own = outbound_host(config.host, config.port)
+            own = own_address(config.host, config.port) or "127.0.0.1"
             listening = config.listen_host
-            host = own if listening in ("0.0.0.0", "::", "") else listening  # noqa: S104
+            host = own if listening in ANYWHERE else listening
             addresses = tuple((h, p or port) for h, p in config.advertise) or ((host, port),)
         message = pb.FromWorker(
             introduction=pb.Introduction(

@@ -15,11 +15,13 @@ from coordinator.cli.options import (
     Common,
     Insecure,
     StateDir,
+    TokenCopies,
 )
 from coordinator.cli.relay import RelayOptions, metrics_address
 from coordinator.cli.render import status_view
 from coordinator.client.endpoint import Endpoint, default_state_dir, parse_address, remember
 from protos.command_line import AsJson, out, print_json, with_groups
+from protos.networks import ANYWHERE
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 DEFAULT_EXPIRES, DEFAULT_USES = "7d", 100
@@ -70,6 +72,7 @@ def serve(
     json: AsJson = False,
     *,
     relays: RelayOptions,
+    tokens: TokenCopies,
 ) -> None:
     """Run the coordinator until it is interrupted; prints the command with which workers join."""
     from coordinator.config import CoordinatorConfig
@@ -77,7 +80,7 @@ def serve(
 
     host, port = parse_address(listen)
     folder = state_dir or default_state_dir()
-    if insecure and host in ("0.0.0.0", "::") and not advertise:  # noqa: S104
+    if insecure and host in ANYWHERE and not advertise:
         host = "127.0.0.1"  # never open to the network by default
     config = CoordinatorConfig(
         state_dir=folder,
@@ -91,6 +94,8 @@ def serve(
         database_url=database,
         blobs_url=blobs,
         max_workers=max_workers,
+        join_token_copy=tokens.join_token_file,
+        owner_token_copy=tokens.owner_token_file,
     )
 
     def announce(started: Started) -> None:
@@ -108,7 +113,10 @@ def serve(
                 }
             )
             return
-        out.print(f"coordinator listens on {host}:{started.entry_port}, state in {folder}", soft_wrap=True)
+        out.print(
+            f"coordinator listens on {Endpoint(host, started.entry_port).address}, state in {folder}",
+            soft_wrap=True,
+        )
         if insecure:
             out.print("insecure: no TLS and no tokens, for experiments on this machine only")
         out.print("workers join with:", soft_wrap=True)

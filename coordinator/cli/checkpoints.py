@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from time import localtime, strftime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,7 +12,7 @@ from typer.core import TyperGroup
 from atoll.errors import StorageError
 from coordinator.cli.format import in_bytes
 from coordinator.cli.options import Common
-from protos.command_line import err, out, print_json, with_groups
+from protos.command_line import err, out, print_json, shown_time, with_groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,7 +110,6 @@ def _show(job: str, found: Sequence[pb.Checkpoint], json: bool) -> None:
         return
     table = Table("step", "when", "size", "tensors", "state", box=None, pad_edge=False)
     for c in found:
-        when = strftime("%Y-%m-%d %H:%M:%S", localtime(c.at_s)) if c.at_s else "unknown"
         state = Text(f"torn: {c.torn}", style="red") if c.torn else Text("whole")
-        table.add_row(str(c.step), when, in_bytes(c.bytes), str(c.tensors), state)
+        table.add_row(str(c.step), shown_time(c.at_s, "unknown"), in_bytes(c.bytes), str(c.tensors), state)
     out.print(table)

@@ -13,7 +13,19 @@ from typing import Annotated, NoReturn
 import typer
 
 import atoll
-from coordinator.cli import admin, checkpoints, codecs, flower, journals, owners, relay, simulate, submit
+from coordinator.cli import (
+    admin,
+    authority,
+    backup,
+    checkpoints,
+    codecs,
+    flower,
+    journals,
+    owners,
+    relay,
+    simulate,
+    submit,
+)
 from coordinator.cli import data as cli_data
 from coordinator.cli import jobs as cli_jobs
 from coordinator.cli.chaos import command as cli_chaos
@@ -40,6 +52,7 @@ def common(use_proxy: UseProxy = False) -> None:
 cli_demo.register(app)
 admin.register(app)
 owners.register(app)
+authority.register(app)
 submit.register(app)
 simulate.register(app)
 cli_chaos.register(app)
@@ -49,6 +62,7 @@ codecs.register(app)
 flower.register(app)
 cli_data.register(app)
 journals.register(app)
+backup.register(app)
 relay.register(app)
 
 

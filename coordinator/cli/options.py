@@ -65,6 +65,22 @@ class Common:
 
 
 @dataclass(frozen=True)
+class TokenCopies:
+    """Files for others on the coordinator's machine, who are not to see its state folder."""
+
+    join_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the join token there as well, for workers that take it by --token-file.",
+        ),
+    ] = None
+    owner_token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the owner's token there as well.")
+    ] = None
+
+
+@dataclass(frozen=True)
 class JobOptions:
     """Options of the commands that read a job file and plan for it."""
 

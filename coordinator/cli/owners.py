@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated
 
 import typer
@@ -12,7 +11,7 @@ from coordinator.cli.format import plain
 from coordinator.cli.options import Common, StateDir
 from coordinator.client.endpoint import default_state_dir
 from protos.bounded_log import read_log
-from protos.command_line import AsJson, out, print_json, with_groups
+from protos.command_line import AsJson, out, print_json, shown_time, with_groups
 
 AUDIT = "audit"
 SHOWN = ("at_s", "owner", "role", "call", "peer")
@@ -55,7 +54,7 @@ def list_owners(common: Common) -> None:
         return
     table = Table("owner", "role", "since", box=None, pad_edge=False)
     for info in owners:
-        table.add_row(info.name, info.role, _when(info.created_s) if info.created_s else "the first start")
+        table.add_row(info.name, info.role, shown_time(info.created_s, "the first start"))
     out.print(table)
 
 
@@ -86,9 +85,5 @@ def log(state_dir: StateDir = None, json: AsJson = False) -> None:
     table = Table("when", "owner", "call", "about", "from", box=None, pad_edge=False)
     for line in lines:
         about = ", ".join(f"{key} {value}" for key, value in line.items() if key not in SHOWN)
-        table.add_row(_when(line["at_s"]), line["owner"], line["call"], about, line["peer"])
+        table.add_row(shown_time(line["at_s"]), line["owner"], line["call"], about, line["peer"])
     out.print(table if lines else "no owner has done anything here yet")
-
-
-def _when(at_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))

@@ -13,11 +13,12 @@ from typing import Annotated
 import typer
 
 from atoll.errors import UsageError
-from coordinator.client.endpoint import parse_address
+from coordinator.client.endpoint import address_text, parse_address
 from coordinator.config import GIB, Relaying
 from coordinator.relay.book import RelayLimits
 from coordinator.relay.server import Relay
 from protos.command_line import AsJson, out, print_json
+from protos.networks import ANYWHERE
 from protos.relay_tickets import KEY_BYTES, key_file
 
 RELAY_PORT = 7702
@@ -138,11 +139,13 @@ async def _run(
     page = Page(RelayExporter(served.book), *metrics) if metrics is not None else None
     host = address[0]
     if json:
-        print_json({"address": f"{host}:{port}", "metrics": f"{page.host}:{page.port}" if page else None})
+        print_json(
+            {"address": address_text(host, port), "metrics": f"{page.host}:{page.port}" if page else None}
+        )
     else:
-        shown = "HOST" if host in ("0.0.0.0", "::") else host  # noqa: S104 - what was listened on
-        out.print(f"relay listens on {host}:{port}; start the coordinator with:", soft_wrap=True)
-        out.print(f"  atoll serve --relay {shown}:{port}", soft_wrap=True)
+        shown = address_text("HOST" if host in ANYWHERE else host, port)
+        out.print(f"relay listens on {address_text(host, port)}; start the coordinator with:", soft_wrap=True)
+        out.print(f"  atoll serve --relay {shown}", soft_wrap=True)
     await ending.wait()
     await served.stop()
     if page is not None:

@@ -284,6 +284,29 @@ class Client:
         with calling(self.endpoint.address):
             self._owner.RevokeOwner(pb.OwnerRequest(name=name), **self._short())
 
+    # ------------------------------------------------------------ the authority
+
+    def authorities(self) -> pb.AuthorityList:
+        """Authorities that are trusted now, the newest first, and who has no certificate of that."""
+        with calling(self.endpoint.address):
+            found: pb.AuthorityList = self._owner.ListAuthorities(pb.Empty(), **self._short())
+        return found
+
+    def rotate_authority(self, overlap_s: float) -> pb.AuthorityList:
+        """Make a new authority; both are trusted for ``overlap_s``. UsageError during an exchange."""
+        with calling(self.endpoint.address):
+            request = pb.RotateAuthorityRequest(overlap_s=overlap_s)
+            found: pb.AuthorityList = self._owner.RotateAuthority(request, **self._short())
+        return found
+
+    def drop_authority(self, *, anyway: bool = False) -> pb.AuthorityList:
+        """Trust the older authority no more. UsageError without an exchange, and while workers are behind
+        unless ``anyway``."""
+        with calling(self.endpoint.address):
+            request = pb.DropAuthorityRequest(anyway=anyway)
+            found: pb.AuthorityList = self._owner.DropAuthority(request, **self._short())
+        return found
+
     # ------------------------------------------------------------ helpers
 
     def _short(self, timeout_s: float | None = None) -> dict[str, object]:

@@ -58,6 +58,16 @@ class Measuring:
                         worker, do.ExpectPeer(peer, addresses, False, roster.relay_use(worker, peer))
                     )
 
+    def moved(self, worker: str) -> None:
+        """Have a worker with other addresses and its peers find each other again."""
+        roster = self.effects.roster
+        ends = (end for pair in roster.joined.ways.of(worker) for end in pair)
+        for peer in dict.fromkeys(end for end in ends if end != worker):
+            for one, other in ((peer, worker), (worker, peer)):
+                addresses = roster.addresses(other, one)
+                use = roster.relay_use(one, other)
+                self.effects.send(one, do.ExpectPeer(other, addresses, bool(addresses), use))
+
     # ------------------------------------------------------------ ops
 
     def measure_ops(

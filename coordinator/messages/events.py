@@ -83,6 +83,11 @@ class Introduction:
     guest: Guest = UNLIMITED
 
     @property
+    def place(self) -> tuple[object, ...]:
+        """Where the worker is and may be dialled: another one means that it has moved."""
+        return self.addresses, self.nearby, self.seen
+
+    @property
     def device_class(self) -> DeviceClass:
         """The class of machines that compute the same bits as this one."""
         device = f"cpu {self.instructions}" if self.kind == "cpu" else self.model

@@ -65,6 +65,14 @@ class Revoked:
 
 
 @dataclass(frozen=True, slots=True)
+class TrustAuthorities:
+    """Authorities of this coordinator from now on, PEM, the newer one first; two for ``left_s`` more."""
+
+    ca_pem: bytes
+    left_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ExpectPeer:
     """Accept this peer's connections, or dial it where it accepts none of ours."""
 
@@ -247,6 +255,7 @@ Message = (
     | ProbeLink
     | ExpectPeer
     | Revoked
+    | TrustAuthorities
     | Assign
     | Reconfigure
     | StandbysHere

@@ -22,6 +22,7 @@ import structlog
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, UsageError
 from coordinator.relay.book import Book, RelayLimits
+from protos.networks import customer, open_listener
 from protos.relay_tickets import (
     ANSWER_BYTES,
     CONFIRMED,
@@ -70,8 +71,7 @@ class Relay:
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. UsageError when it cannot be had."""
         try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+            self._listener = open_listener(host, port, BACKLOG)
         except OSError as error:
             raise UsageError(
                 f"cannot relay on {host}:{port}: {error.strerror}; choose another port"
@@ -98,7 +98,7 @@ class Relay:
                 log.warning("relay.accept_failed", reason=str(error))
                 await asyncio.sleep(ACCEPT_AGAIN_S)
                 continue
-            host = str(address[0])
+            host = customer(str(address[0]))
             if (
                 self._strangers.total() >= self.limits.strangers
                 or self._strangers[host] >= self.limits.strangers_per_address

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     import grpc
 
     from coordinator.messages.instructions import Addresses
+    from coordinator.services.authorities import Authorities
     from coordinator.services.register import Register
     from coordinator.storage.journal import Journal
-    from protos.credentials import Authority
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -45,7 +45,7 @@ class EntryService(rpc.EntryServicer):
         self,
         register: Register,
         journal: Journal,
-        authority: Authority | None,
+        authority: Authorities | None,
         work_port: int,
         max_workers: int,
         clock: Callable[[], float] = time.time,
@@ -67,7 +67,14 @@ class EntryService(rpc.EntryServicer):
             time_s=self._clock(),
             work_port=self._work_port,
             relays=relay_addresses(self._relays),
+            authorities=self._authorities(),
         )
+
+    def _authorities(self) -> pb.Authorities | None:
+        authority = self._authority
+        if authority is None:
+            return None
+        return pb.Authorities(ca_pem=authority.trusted_pem, left_s=authority.left_s(self._clock()))
 
     async def Enroll(self, request: pb.EnrollRequest, context: Context) -> pb.EnrollReply:  # noqa: N802
         """Sign the worker's key when its token opens."""
@@ -88,7 +95,7 @@ class EntryService(rpc.EntryServicer):
         if self._authority is not None:
             token = self._register.admit(secret, self._clock()).id
             certificate = self._authority.sign(request.csr_pem, worker)
-            ca = self._authority.certificate_pem
+            ca = self._authority.trusted_pem
         name = clean(request.name, 60).strip() or worker
         record = Record(
             Event.WORKER_ENROLLED, self._clock(), {"worker": worker, "name": name, "token": token}

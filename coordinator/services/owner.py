@@ -29,7 +29,7 @@ from protos import atoll_control_pb2_grpc as rpc
 from protos import atoll_job_pb2 as job_pb
 from protos import bounds
 from protos.convert import from_proto, to_proto
-from protos.credentials import Authority, JoinToken, new_token, token_id
+from protos.credentials import JoinToken, fingerprint, new_token, token_id
 from protos.grpc_errors import refuse
 from protos.telemetry import Event
 from protos.text_limits import clean
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import grpc
 
     from atoll.plan import Plan
+    from coordinator.services.authorities import Authorities
     from coordinator.services.register import Register, Token
 
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -56,7 +57,7 @@ class OwnerService(rpc.OwnerServicer):
         self,
         shell: Shell,
         register: Register,
-        authority: Authority | None,
+        authority: Authorities | None,
         work_port: int,
         owners: Owners,
     ) -> None:
@@ -396,6 +397,65 @@ class OwnerService(rpc.OwnerServicer):
         except AtollError as error:
             await refuse(context, error)
         return pb.Empty()
+
+    # ------------------------------------------------------------ the authority
+
+    async def ListAuthorities(self, request: pb.Empty, context: Context) -> pb.AuthorityList:  # noqa: N802
+        """Authorities that are trusted now, and who has no certificate of the newest one."""
+        try:
+            return self._authorities(self._authority_here())
+        except AtollError as error:
+            await refuse(context, error)
+
+    async def RotateAuthority(  # noqa: N802
+        self, request: pb.RotateAuthorityRequest, context: Context
+    ) -> pb.AuthorityList:
+        """Begin to exchange the authority for a new one; both are trusted meanwhile."""
+        try:
+            authority = self._authority_here()
+            self._did(context, "rotate authority", overlap_s=request.overlap_s)
+            authority.rotate(request.overlap_s, self._shell.clock())
+            return self._authorities(authority)
+        except AtollError as error:
+            await refuse(context, error)
+
+    async def DropAuthority(self, request: pb.DropAuthorityRequest, context: Context) -> pb.AuthorityList:  # noqa: N802
+        """End an exchange now: the older authority is trusted no more."""
+        try:
+            authority = self._authority_here()
+            behind = self._behind(authority)
+            if behind and authority.exchanging and not request.anyway:
+                raise UsageError(
+                    f"{len(behind)} workers hold no certificate of the new authority yet, first {behind[0]}: "
+                    "they would have to join again with a token; wait for them, or give --anyway"
+                )
+            self._did(context, "drop authority", behind=len(behind))
+            authority.drop()
+            return self._authorities(authority)
+        except AtollError as error:
+            await refuse(context, error)
+
+    def _authority_here(self) -> Authorities:
+        if self._authority is None:
+            raise UsageError("this coordinator runs with --insecure: there is no authority")
+        return self._authority
+
+    def _behind(self, authority: Authorities) -> list[str]:
+        """Workers that may come but hold no certificate of the newest authority."""
+        known = self._register.workers.values()
+        return sorted(w.worker for w in known if not w.barred and not authority.holds_newest(w.worker))
+
+    def _authorities(self, authority: Authorities) -> pb.AuthorityList:
+        ends = (0.0, authority.ends_s)  # of the newest, of the one before it
+        listed = [
+            pb.AuthorityInfo(
+                fingerprint=fingerprint(one.certificate_pem), since_s=one.since().timestamp(), ends_s=ends_s
+            )
+            for one, ends_s in zip(authority.trusted, ends, strict=False)
+        ]
+        return pb.AuthorityList(
+            authorities=listed, ca_pem=authority.trusted_pem, behind=self._behind(authority)
+        )
 
     def _caller(self, context: Context) -> Owner:
         return self._owners.calling(context.invocation_metadata())

@@ -374,6 +374,8 @@ def to_worker(message: do.Message, graphs: GraphStore, way: Way = no_way) -> pb.
             return pb.ToWorker(probe_link=probe)
         case do.Revoked(worker, reason):
             return pb.ToWorker(revoked=pb.Revoked(worker=worker, reason=reason))
+        case do.TrustAuthorities(ca_pem, left_s):
+            return pb.ToWorker(authorities=pb.Authorities(ca_pem=ca_pem, left_s=left_s))
         case do.ExpectPeer():
             expected = _peer(message.peer, message, way)
             return pb.ToWorker(expect_peer=pb.ExpectPeer(peer=expected, dial=message.dial))

@@ -44,13 +44,14 @@ from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos.credentials import peer_name
 from protos.grpc_errors import refuse
+from protos.networks import customer, unmapped
 from protos.telemetry import Event
 from protos.text_limits import Budget, clean
 
 if TYPE_CHECKING:
     from coordinator.services.access import Calls
+    from coordinator.services.authorities import Authorities
     from coordinator.services.register import Register
-    from protos.credentials import Authority
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -88,20 +89,13 @@ def host_of(context: Context) -> str:
     if kind == "ipv4":
         return rest.rpartition(":")[0]
     if kind == "ipv6":
-        return rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
+        return unmapped(rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]"))
     return ""
 
 
 def network_of(context: Context) -> str:
     """The caller's address; of IPv6 the /64, which one customer has whole."""
-    host = host_of(context)
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
-    if address.version == 6:
-        return str(ipaddress.ip_network((address, 64), strict=False))
-    return host
+    return customer(host_of(context))
 
 
 def _place(context: Context) -> str:
@@ -118,7 +112,7 @@ class WorkService(rpc.WorkServicer):
     """Sessions of enrolled workers."""
 
     def __init__(
-        self, shell: Shell, register: Register, authority: Authority | None, calls: Calls, sessions: Calls
+        self, shell: Shell, register: Register, authority: Authorities | None, calls: Calls, sessions: Calls
     ) -> None:
         """``authority`` None: the coordinator runs without TLS, and workers say who they are. ``calls`` are
         counted by worker, ``sessions`` by address."""
@@ -150,7 +144,7 @@ class WorkService(rpc.WorkServicer):
             raise UsageError("this coordinator runs with --insecure: there are no certificates")
         certificate = authority.sign(request.csr_pem, worker)
         log.info(Event.CERTIFICATE_RENEWED.value, worker=worker)
-        return pb.RenewReply(certificate_pem=certificate, ca_pem=authority.certificate_pem)
+        return pb.RenewReply(certificate_pem=certificate, ca_pem=authority.trusted_pem)
 
     async def _serve(
         self,
@@ -169,6 +163,11 @@ class WorkService(rpc.WorkServicer):
             term=shell.journal.term,
         )
         await context.write(pb.ToWorker(welcome=welcome))
+        authority = self._authority
+        if authority is not None and authority.exchanging:  # it may have begun since the worker's greeting
+            left_s = authority.left_s(shell.clock())
+            trusted = do.TrustAuthorities(authority.trusted_pem, left_s)
+            await context.write(to_worker(trusted, shell.graphs, no_way))
         outbox = Outbox(worker, next(_sessions), asyncio.Queue(), asyncio.current_task())
         shell.attach(outbox)
         shell.post(ev.SessionOpened(worker, outbox.session, introduction))

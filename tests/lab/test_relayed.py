@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 
 from benchmarks.harness import HUNG_S, LabFleet, settings_options
 from lab.tun import unavailable
+from tests.worker.transport.test_tunnels import memory_of
 
 pytestmark = [
     pytest.mark.wan,
@@ -19,6 +21,20 @@ pytestmark = [
     pytest.mark.skipif(unavailable() is not None, reason=f"namespaces: {unavailable()}"),
 ]
 SETTINGS = ("MICRO_BATCH=2", "n_micro=4", "steps=2000", "eval_batches=0", "checkpoint_every=1000")
+# Looks at every packet of its host for some seconds: how many bytes, and whether plain ones are among them.
+TAP = """
+import json, socket, sys, time
+plain, until_s, n_bytes, found = sys.argv[1].encode(), time.monotonic() + float(sys.argv[2]), 0, False
+with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as tap:
+    tap.settimeout(0.1)
+    while time.monotonic() < until_s:
+        try:
+            packet = tap.recv(1 << 17)
+        except TimeoutError:
+            continue
+        n_bytes, found = n_bytes + len(packet), found or plain in packet
+print(json.dumps([n_bytes, found]))
+"""
 
 
 class Unaware(LabFleet):
@@ -39,7 +55,8 @@ class Unaware(LabFleet):
 
     def _prestarted(self) -> dict[str, subprocess.Popen[bytes]]:
         self.start_relay()
-        return super()._prestarted()
+        self.processes = super()._prestarted()
+        return self.processes
 
     def ways(self) -> list[str]:
         return [link.get("way", "") for link in self.status().get("links", [])]
@@ -56,7 +73,8 @@ class Unaware(LabFleet):
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """A job that is under way, and loses no step and no plan meanwhile."""
+        """A job that is under way, loses no step and no plan meanwhile, and computes what an undisturbed one
+        does."""
         self.atoll("submit", "examples/gpt.py", *settings_options(SETTINGS), "--detach", "--json")
         self.more_steps(2)
         version = self.job()["plan_version"]
@@ -65,6 +83,16 @@ class Unaware(LabFleet):
         last = self.job()
         assert (last["state"], last["plan_version"]) == ("training", version), last
         self.atoll("cancel", last["job"], "--json")
+        losses = [row for row in self.rows(last["job"]) if row["name"] == "loss"]
+        assert [int(row["step"]) for row in losses] == list(range(1, len(losses) + 1))
+        undisturbed = self.train("examples/gpt.py", "op_fence", SETTINGS, stop_after=len(losses))
+        assert [float(row["value"]) for row in losses] == undisturbed["loss"]
+
+    def tapped(self, plain: str) -> tuple[int, bool]:
+        """Bytes that passed the relay's host in some seconds, and whether ``plain`` was among them."""
+        tap = self.lab.python(self.home, "-c", TAP, plain, "4", stdout=subprocess.PIPE, text=True)
+        n_bytes, found = json.loads(tap.communicate()[0])
+        return n_bytes, found
 
     def more_steps(self, number: int) -> None:
         at = self.job()["step"]
@@ -74,6 +102,13 @@ class Unaware(LabFleet):
 def test_a_job_trains_through_the_relay_over_its_death_and_directly_once_a_door_opens() -> None:
     with Unaware("closed_pair") as fleet, fleet.training():
         assert fleet.ways() == ["relayed", "relayed"]
+        # The job's name is in the head of every message between workers.
+        plain = fleet.job()["job"]
+        assert plain.encode() in memory_of(fleet.processes["home1"].pid), "the search finds what is there"
+        for _ in range(3):
+            assert plain.encode() not in memory_of(fleet.relay.pid)
+        n_bytes, found = fleet.tapped(plain)
+        assert (n_bytes > 100_000, found) == (True, False)
         fleet.lab.kill(fleet.relay)
         fleet.start_relay()
         fleet.more_steps(3)

@@ -66,6 +66,12 @@ class AppHost:
             if self._stream is None and not self._stopping.is_set():
                 self._open()
 
+    def moved(self) -> None:
+        """This machine has another address: what is open has fallen silent."""
+        stream = self._stream
+        if stream is not None:
+            stream.abandon("this machine's address has changed")
+
     def consent_changed(self) -> None:
         """The list of accepted apps was changed on the disk."""
         for run in self._all():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from protos.app_signing import SCHEME
-from protos.command_line import AsJson, out, print_json
+from protos.command_line import AsJson, out, print_json, shown_time
 from worker.apps.store import AppStore
 from worker.cli.options import StateDir
 from worker.cli.running import signal_consent_changed
@@ -50,7 +49,7 @@ def list_apps(state_dir: StateDir = None, json: AsJson = False) -> int:
         where = str(files) if files.is_dir() else "-"
         named = f"{app.name} {app.version}".strip() or "-"
         who = " ".join(filter(None, [app.publisher, f"({app.signer[:18]}...)" if app.signer else ""]))
-        table.add_row(app.hash[:16], named, who or "-", _when(app.asked_s), word, where)
+        table.add_row(app.hash[:16], named, who or "-", shown_time(app.asked_s), word, where)
     out.print(table if known else "no app was requested; only a worker with --allow-apps gets requests")
     return 0
 
@@ -91,7 +90,7 @@ def publishers(state_dir: StateDir = None, json: AsJson = False) -> int:
         print_json([{"publisher": name, "accepted_s": at_s} for name, at_s in found.items()])
         return 0
     for name, at_s in found.items():
-        out.print(f"{name}  since {_when(at_s)}", soft_wrap=True)
+        out.print(f"{name}  since {shown_time(at_s)}", soft_wrap=True)
     if not found:
         out.print("no publisher is accepted; apps are, by their hash (`atoll-worker apps list`)")
     return 0
@@ -105,7 +104,3 @@ def _show(what: str, app: KnownApp, folder: Path) -> None:
 def _notify(words: str, folder: Path) -> None:
     notified = "; the running worker was notified" if signal_consent_changed(folder) else ""
     out.print(f"{words}{notified}", soft_wrap=True)
-
-
-def _when(at_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at_s)) if at_s else "-"

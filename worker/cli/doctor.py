@@ -24,6 +24,7 @@ from protos import atoll_control_pb2_grpc as rpc
 from protos.certificate_words import shown_certificate
 from protos.credentials import Identity, JoinToken, fingerprint
 from protos.grpc_errors import to_atoll_error
+from protos.networks import open_listener
 from protos.text_limits import clean
 from worker.cli.ways import greeted, relay_name, relays_of
 from worker.control.calls import open_channel
@@ -375,15 +376,15 @@ def _upload_s(stub: Any, metadata: Metadata, nbytes: int) -> float:
 def _reach_back(config: WorkerConfig, report: Report, stub: Any, token: JoinToken | None) -> None:
     """Check that connections from outside arrive, seen from the coordinator."""
     try:
-        listener = socket.create_server((config.listen_host, config.listen_port))
+        listening = open_listener(config.listen_host, config.listen_port, 1)
     except OSError as error:
         report.add(
             "inbound", Mark.BAD, f"cannot listen on port {config.listen_port}: {error.strerror}",
             "choose another --listen port",
         )  # fmt: skip
         return
-    with listener:
-        port = listener.getsockname()[1]
+    with listening:
+        port = listening.getsockname()[1]
         try:
             reply = stub.Reach(
                 pb.ReachRequest(port=port), timeout=ECHO_TIMEOUT_S, metadata=token.metadata if token else ()

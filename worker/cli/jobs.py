@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from atoll.federated import ConsentWord as Word
-from protos.command_line import AsJson, out, print_json
+from protos.command_line import AsJson, out, print_json, shown_time
 from worker.cli.options import StateDir
 from worker.cli.running import signal_consent_changed
 from worker.config import default_state_dir
@@ -94,7 +94,7 @@ def log(
             continue
         what = str(line.get("message", "") if line["kind"] == MESSAGE else line["kind"])
         at_round = "" if line.get("round") is None else str(line["round"])
-        table.add_row(_when(line["at_s"]), str(line["job"]), at_round, what, f"{line['bytes']:,}")
+        table.add_row(shown_time(line["at_s"]), str(line["job"]), at_round, what, f"{line['bytes']:,}")
     total = sum(line["bytes"] for line in lines)
     out.print(table if lines else "nothing has left this machine for a federated job")
     out.print(f"{total:,} bytes in all")
@@ -114,13 +114,9 @@ def _show(request: Request) -> None:
     head = f"job {request.job}: {STANDING[request.word]} ({request.why}){over}"
     out.print(head, style="bold", soft_wrap=True, markup=False)
     sent = f"{request.updates} updates" if request.updates else "no update"
-    for heading, text in (("asked", _when(request.asked_s)), *request.facts, ("sent so far", sent)):
+    for heading, text in (("asked", shown_time(request.asked_s)), *request.facts, ("sent so far", sent)):
         out.print(f"  {heading:13} {text}", soft_wrap=True, markup=False)
 
 
 def _as_json(request: Request) -> dict[str, Any]:
     return {**asdict(request), "facts": dict(request.facts)}
-
-
-def _when(at_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at_s))

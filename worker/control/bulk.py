@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from worker.control.enroll import Membership
 
 
+SILENT_CALLS_S = 0.5
+
+
 class Bulk:
     """``BlobPort`` and the data provider's micro-batches; from any thread. An upload must not hold up a
     commit, hence a channel beside the session's."""
@@ -33,6 +36,18 @@ class Bulk:
                 self._before.close()
             self._before = self._channel
             self._use(member)
+
+    def reopen(self) -> None:
+        """Go on over another connection, and soon end the calls under way: they have fallen silent."""
+        with self._lock:
+            silent = [self._channel] + ([self._before] if self._before is not None else [])
+            self._before = None
+            self._use(self._member)
+        for channel in silent:
+            # Not at once: a call may be about to begin on it.
+            ending = threading.Timer(SILENT_CALLS_S, channel.close)
+            ending.daemon = True
+            ending.start()
 
     def _use(self, member: Membership) -> None:
         self._channel, self._member = self._opened(member), member

@@ -21,6 +21,7 @@ from protos.credentials import (
     JoinToken,
     identity_from,
     new_key,
+    of_one_coordinator,
     signing_request,
     verify_certificate,
 )
@@ -47,6 +48,7 @@ class Membership:
     identity: Identity | None  # None: no TLS
     work_address: str
     clock_offset_s: float  # coordinator's wall clock minus ours
+    overlap_s: float = 0.0  # for which two authorities are trusted yet; 0: there is one
 
     def channel(self, config: WorkerConfig) -> grpc.Channel:
         ca = self.identity.ca_pem if self.identity else None
@@ -109,7 +111,15 @@ def find_work_address(config: WorkerConfig, member: Membership) -> Membership:
         reply, took_s = greet(rpc.EntryStub(channel), config.entry_address, ca)
     offset_s = reply.time_s + took_s / 2 - time.time()
     address = join_address(config.host, reply.work_port)
-    return Membership(member.worker, member.identity, address, offset_s)
+    identity = _trusting(member.identity, reply)
+    return Membership(member.worker, identity, address, offset_s, reply.authorities.left_s)
+
+
+def _trusting(identity: Identity | None, reply: pb.HelloReply) -> Identity | None:
+    """The identity, trusting the authorities that the coordinator's greeting names. Raises AccessDenied when
+    none of them issued its certificate."""
+    named = reply.authorities.ca_pem
+    return identity.trusting(named) if identity is not None and named else identity
 
 
 def greet(
@@ -156,14 +166,25 @@ def _credentials(config: WorkerConfig) -> tuple[Identity | None, JoinToken | Non
         if token is None:
             raise
         identity = None
-    if identity is not None and token is not None and identity.ca_pem != token.ca_pem:
-        identity = None  # a token of another coordinator: enroll there
+    if identity is not None and token is not None and not _fits(identity, token):
+        identity = None  # a token of another coordinator, or of its next authority: enroll there
     if identity is None and token is None:
         raise AccessDenied(
             f"no join token given and no identity in {config.identity_dir}; run `atoll-worker join "
             f"{config.entry_address} --token TOKEN` (or set ATOLL_TOKEN); `atoll token create` makes one"
         )
     return identity, token
+
+
+def _fits(identity: Identity, token: JoinToken) -> bool:
+    """True when both are of one coordinator, and an authority of the token, or the newest one, issued the
+    certificate."""
+    if not of_one_coordinator(identity.ca_pem, token.ca_pem):
+        return False
+    try:
+        return identity.of_newest() or bool(identity.trusting(token.ca_pem))
+    except AccessDenied:
+        return False
 
 
 def _token_ca(token: JoinToken | None) -> bytes:
@@ -185,7 +206,10 @@ def _enter(
     note_clock(offset_s)
     if identity is not None:
         address = join_address(config.host, reply.work_port)
-        return Membership(identity.name, identity, address, offset_s)
+        found = _trusting(identity, reply)
+        if found is not None and found is not identity:
+            found.save(config.identity_dir)
+        return Membership(identity.name, found, address, offset_s, reply.authorities.left_s)
     key = new_key()
     request = pb.EnrollRequest(
         protocol=PROTOCOL_VERSION,
@@ -200,8 +224,8 @@ def _enter(
     address = join_address(config.host, enrolled.work_port or reply.work_port)
     if ca is None:
         return Membership(enrolled.worker, None, address, offset_s)
-    if enrolled.ca_pem != ca:
+    if not of_one_coordinator(enrolled.ca_pem, ca):
         raise AccessDenied(f"{config.entry_address} answers with another CA than the token's; join anew")
-    made = identity_from(key, enrolled.certificate_pem, ca)
+    made = identity_from(key, enrolled.certificate_pem, enrolled.ca_pem)
     made.save(config.identity_dir)
     return Membership(made.name, made, address, offset_s)

@@ -66,6 +66,7 @@ class Stream:
         self._queue: deque[Any] = deque((introduction,))
         self._wanted = asyncio.Event()
         self._closing = False
+        self._abandoned: AtollError | None = None
         self._over = threading.Event()
         self._loop = SHARED.acquire()
         self._life = asyncio.run_coroutine_threadsafe(self._run(), self._loop)
@@ -91,6 +92,11 @@ class Stream:
         if wait:
             self._over.wait(END_TIMEOUT_S)
 
+    def abandon(self, reason: str) -> None:
+        """End the stream at once, as if it had broken."""
+        self._abandoned = ConnectionFailed(reason)
+        self._life.cancel()
+
     def _wake(self) -> None:
         with suppress(RuntimeError):  # the loop has ended, as this stream has
             self._loop.call_soon_threadsafe(self._wanted.set)
@@ -107,7 +113,7 @@ class Stream:
 
     def _end(self, error: AtollError | None) -> None:
         SHARED.release()
-        self._ended(None if self._closing else error)
+        self._ended(None if self._closing else self._abandoned or error)
 
     async def _talk(self, call: Any) -> AtollError | None:
         """Send and receive until either side ends the call; returns why, None where it is no error."""

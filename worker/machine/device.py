@@ -52,9 +52,8 @@ class DeviceRates:
     memory_gbps: float  # bytes read and written by a copy, GB/s
 
 
-def outbound_host(toward: str, port: int) -> str:
-    """This machine's own address on the way to ``toward``; no packet is sent."""
-    family = socket.AF_INET6 if ":" in toward else socket.AF_INET
+def own_address(toward: str, port: int) -> str | None:
+    """This machine's own address on the way to ``toward``, None where there is no way; no packet is sent."""
     try:
         found = socket.getaddrinfo(toward, port, type=socket.SOCK_DGRAM)
         family, address = found[0][0], found[0][4]
@@ -62,7 +61,7 @@ def outbound_host(toward: str, port: int) -> str:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError:
-        return "127.0.0.1"
+        return None
 
 
 def machine_memory() -> tuple[int, int]:

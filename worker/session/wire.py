@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from worker.transport.contract import Goodput
 
 MAX_RELAY_S = 60.0
+MAX_OVERLAP_S = 366 * 86_400.0
 MAX_ADDRESSES = 16
 MEGA = 1e6
 MAX_PROBES = 20_000
@@ -97,10 +98,18 @@ class StandbysExpected:
     links: tuple[PeerLink, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class AuthoritiesNamed:
+    """The authorities that the coordinator trusts, two for ``left_s`` more; not an event of the session."""
+
+    ca_pem: bytes
+    left_s: float
+
+
 # ---------------------------------------------------------------- from the coordinator
 
 
-FromCoordinator = events.Event | PeerExpected | PeerRevoked | StandbysExpected
+FromCoordinator = events.Event | PeerExpected | PeerRevoked | StandbysExpected | AuthoritiesNamed
 
 
 def event_from(message: pb.ToWorker) -> FromCoordinator:
@@ -284,6 +293,9 @@ _READERS: Mapping[str, Any] = {
     "expect_peer": _expect_peer,
     "revoked": lambda m: PeerRevoked(
         bounds.name("worker", m.worker, DEFAULT_LIMITS), clean(m.reason, MAX_REASON_CHARS)
+    ),
+    "authorities": lambda m: AuthoritiesNamed(
+        m.ca_pem, bounds.number("left_s", m.left_s, 0.0, MAX_OVERLAP_S)
     ),
     "participate": wire_federated.invited,
     "train_round": wire_federated.train_asked,

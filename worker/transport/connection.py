@@ -223,12 +223,15 @@ class Connection:
         """Ask whether the other side lives, and end when it has not answered for too long. ``asleep``: this
         process was stopped meanwhile. Under the lock."""
         peer, config = self.peer, self.peer.config
-        unused = not self.in_flight and (now_s - peer.used_s > config.idle_s or peer.front is not self)
+        spare = now_s - peer.used_s > config.idle_s or peer.front is not self
+        unused = spare and not self.in_flight and now_s >= peer.doubted_until_s
         if asleep or unused or (self.asked_s is not None and self.asked_s <= self.heard_s):
             self.asked_s = None  # silence counts from the next question
         # An answer may wait behind a second of data on a slow link.
         if self.asked_s is not None and now_s - self.asked_s > config.silence_s - config.ping_s / 2:
             self.fail(f"silent for {now_s - self.heard_s:.1f} s")
+            # The others may be as dead: where the peer has moved, all are.
+            peer.doubted_until_s = now_s + 2 * config.silence_s
         every_s = SPARE_PING_S if unused else config.ping_s
         if now_s - self._pinged_s >= every_s and now_s - self.heard_s >= every_s / 2:
             self.ping(now_s)

@@ -76,6 +76,7 @@ class TransportConfig:
     idle_s: float = 30.0  # without a chunk either way: not part of what we train, so hardly pinged
     reconnect_s: float = 0.4  # or six round trips, if that is more
     relay_reconnect_s: float = 30.0  # the same of a peer behind a relay, which may be started anew
+    move_s: float = 10.0  # the same of one whose address, or ours, has changed
     upgrade_s: float = 10.0  # a relayed peer is dialled again after so long, then twice that, ...
     upgrade_most_s: float = 160.0  # ... up to this
     coordinator: str = ""  # host of a relay that is offered without one

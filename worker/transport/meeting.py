@@ -52,6 +52,9 @@ class Dialler(Protocol):
     def known(self, peer: str) -> Peer | None:
         """Return the peer's state."""
 
+    def wait_for_moved(self, peer: Peer) -> None:
+        """Give a peer time to be found at another address."""
+
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine until the network closes."""
 
@@ -79,8 +82,11 @@ class Meetings:
         return [(peer, way, relay) for peer, (way, relay) in list(self._reported.items())]
 
     def newest(self, peer: str, road: Road) -> Road:
-        """A tunnel with a newer ticket, where there is one."""
-        return road if isinstance(road, tuple) else self._tunnels.get(peer, road)
+        """A tunnel with a newer ticket, an address where the peer is now."""
+        if not isinstance(road, tuple):
+            return self._tunnels.get(peer, road)
+        addresses = self._addresses.get(peer) or (road,)
+        return road if road in addresses else addresses[0]
 
     # ---------------------------------------------------------------- being joined
 
@@ -88,7 +94,10 @@ class Meetings:
         """Try every way until the peer is connected. Raises ConnectionFailed, ProtocolMismatch at once."""
         if paths.relay is not None and self._ends is not None:
             self._tunnels[peer] = self._make_tunnel(paths.relay)
-        self._addresses[peer] = paths.addresses
+        before, self._addresses[peer] = self._addresses.get(peer, paths.addresses), paths.addresses
+        known = self._dialler.known(peer)
+        if known is not None and before != paths.addresses:
+            self._dialler.wait_for_moved(known)
         if not self._connected(peer):
             await self._try_all(peer, paths, timeout_s)
         known = self._dialler.known(peer)
@@ -174,12 +183,22 @@ class Meetings:
         self._report(peer)
         if peer.connections or last.leaving or peer.gone:
             return
+        if time.monotonic() < peer.moving_until_s:
+            self._do("find", peer.name, self._find(peer))
         if last.way is Way.REVERSED and self._addresses.get(peer.name):
             self._do("dial back", peer.name, self._dial_back(peer))
         if peer.relayed and ("answer", peer.name) in self._duties:
             # What waits at the relay is perhaps as dead as what broke.
             self._duties.pop(("answer", peer.name)).cancel()
             self._do("answer", peer.name, self._answer(peer.name, 0.0))
+
+    async def _find(self, peer: Peer) -> None:
+        """Try every way between ends of which one has moved, where none comes about by itself."""
+        await asyncio.sleep(REVERSED_AFTER_S)
+        if not peer.connections and not peer.gone:
+            paths = Paths(self._addresses.get(peer.name, ()), dial=True)
+            with suppress(AtollError):
+                await self._try_all(peer.name, paths, self._dialler.config.move_s)
 
     async def _dial_back(self, peer: Peer) -> None:
         within_s = self._dialler.config.handshake_s

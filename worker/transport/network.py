@@ -134,6 +134,25 @@ class PeerNetwork:
         if self._identity is not None:
             self._identity.replace(identity)
 
+    def moved(self) -> None:
+        """This machine has another address: what is open has fallen silent, so begin anew with every peer."""
+        self._loop.call_soon_threadsafe(self._move)
+
+    def _move(self) -> None:
+        for peer in self._all_peers():
+            self.wait_for_moved(peer)
+            for connection in list(peer.connections):
+                connection.fail("this machine's address has changed")
+
+    def wait_for_moved(self, peer: Peer) -> None:
+        """Give this peer time to be found, or to find us, at another address; on the loop."""
+        with peer.lock:
+            now_s = time.monotonic()
+            peer.moving_until_s, peer.doubted_until_s = (
+                now_s + self.config.move_s,
+                now_s + 2 * self.config.silence_s,
+            )
+
     def admit(self, peer: str) -> None:
         """Accept connections of this peer from now on."""
         self._expected.add(peer)
@@ -537,6 +556,9 @@ class PeerNetwork:
                     patience_s = max(patience_s, self.config.relay_reconnect_s)
                     # A relay that is away is nobody's fault here (decision 032), for as long as that.
                     peer.progress += since_s is not None
+                if now_s < peer.moving_until_s:
+                    peer.progress += since_s is not None
+                    continue
                 if since_s is not None and now_s - since_s > patience_s:
                     self._lose(peer, peer.down_reason)
 

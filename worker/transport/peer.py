@@ -52,6 +52,8 @@ class Peer:
         self.down_since_s: float | None = None
         self.down_reason = ""
         self.relayed = False  # by its last connection
+        self.doubted_until_s = 0.0  # each connection is to show until then that it lives
+        self.moving_until_s = 0.0  # one of both ends has another address: it may be away until then
         self.acks: list[tuple[int, int]] | None = None  # (peer's clock ns, bytes), while somebody measures
         self.echoes: dict[int, float] = {}  # ping -> round trip; 0 = awaited
         self.used_s = time.monotonic()  # the last chunk either way

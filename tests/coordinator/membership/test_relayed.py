@@ -159,3 +159,30 @@ def test_a_ticket_is_of_its_pair_and_end_alone_and_ends() -> None:
     nonce = bytes(tickets.NONCE_BYTES)
     tickets.admitted(key, tickets.answer(one.ticket, one.key, nonce), nonce, 1000.0)
     assert RelayWays(key, (), RELAY, lambda: 0.0).way("a", "b", do.RelayUse(True, 0.0)) is None
+
+
+class Placed(Scripted):
+    """Workers that are dialled at 10.0.0.``at``."""
+
+    at = 1
+
+    def introduced(self, worker: str, incarnation: int) -> ev.Introduction:
+        return replace(introduction(worker, incarnation), addresses=((f"10.0.0.{self.at}", 7),))
+
+
+def test_a_worker_that_moves_and_its_peers_hear_where_they_find_each_other() -> None:
+    world = Placed(config=CoordinatorConfig(Path("state"), relaying=RELAY)).training()
+    report(world, "a", "b", "direct")
+    report(world, "b", "a", "reversed")
+    world.done.clear()
+    world.join("b")
+    assert world.messages(do.ExpectPeer) == []
+    world.at = 2
+    world.join("b")
+    told = dict(world.messages(do.ExpectPeer))
+    assert told.keys() == {"a", "b"}, "c is no peer of it"
+    assert (told["a"].peer, told["a"].addresses, told["a"].dial) == ("b", (("10.0.0.2", 7),), True)
+    assert (told["b"].peer, told["b"].addresses) == ("a", (("10.0.0.1", 7),))
+    assert told["a"].relay is not None
+    assert world.state().phase.value == "training"
+    assert world.state().version == 1

@@ -18,7 +18,7 @@ from protos.credentials import Authority, Identity, identity_from, new_key, sign
 from worker.config import WorkerConfig
 from worker.control.bulk import Bulk
 from worker.control.enroll import CLOCK_OFF_S, Membership, join, note_clock
-from worker.control.renewal import keep_renewed, renewed
+from worker.control.renewal import Renewal, renewed
 from worker.transport.network import PeerNetwork
 
 DAY, HOUR = dt.timedelta(days=1), dt.timedelta(hours=1)
@@ -63,7 +63,7 @@ def test_a_certificate_of_one_day_renews_by_itself_long_before_it_ends(config: W
         left[0] -= 1
         return left[0] == 0
 
-    keep_renewed(config, lambda: member, used.append, stopped, lambda: next(looks))
+    Renewal(config, lambda: member, used.append, lambda: next(looks)).keep(stopped)
     # At the third and the fourth look: the member that was asked about still holds the first.
     assert len(used) == 2
     assert used[0].name == first.name

@@ -134,6 +134,15 @@ def test_closing_waits_until_what_was_said_has_left(session: Callable[..., Sessi
     assert one.end() is None
 
 
+def test_a_stream_that_is_abandoned_ends_at_once_as_if_it_had_broken(session: Callable[..., Session]) -> None:
+    one = session(echo)
+    assert one.received.get(timeout=HUNG_S).commit.step == 0
+    one.stream.abandon("this machine's address has changed")
+    error = one.end()
+    assert isinstance(error, ConnectionFailed)
+    assert str(error) == "this machine's address has changed"
+
+
 def test_a_coordinator_that_ends_the_session_is_no_error(session: Callable[..., Session]) -> None:
     def dismiss(requests: Iterator[pb.FromWorker], _: grpc.ServicerContext) -> Iterator[pb.ToWorker]:
         next(requests)

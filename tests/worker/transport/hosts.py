@@ -34,6 +34,7 @@ class Host:
         *,
         listen: bool = True,
         name: str = "",
+        at: str = "127.0.0.1",
         **more: Any,
     ) -> None:
         self.delivered: queue.Queue[tuple[str, MessageKey, bytes, bytes]] = queue.Queue()
@@ -42,7 +43,7 @@ class Host:
         self.wanted: Callable[[MessageKey, int], bool] = lambda k, total: total <= 32 << 20
         self.network = PeerNetwork(
             identity,
-            ("127.0.0.1", 0) if listen else None,
+            (at, 0) if listen else None,
             lambda peer, reason: self.losses.put((peer, reason)),
             config,
             name=name,

@@ -215,7 +215,7 @@ class Door:
     it fall silent, as where an address has changed."""
 
     def __init__(self, port: int, *, opened: bool = False) -> None:
-        self._target, self._opened = port, opened
+        self._target, self._opened, self._closed = port, opened, False
         self._streams: list[tuple[asyncio.Task[None], asyncio.StreamWriter, asyncio.StreamWriter]] = []
         self._loop = SHARED.acquire()
         self._server = self._run(asyncio.start_server(self._pass, "127.0.0.1", 0))
@@ -243,6 +243,7 @@ class Door:
 
     def close(self) -> None:
         async def close() -> None:
+            self._closed = True
             self._server.close()
             for task, *writers in self._streams:
                 task.cancel()
@@ -257,7 +258,15 @@ class Door:
         if not self._opened:
             writer.transport.abort()
             return
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
+        try:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
+        except OSError:
+            writer.transport.abort()
+            return
+        if self._closed:
+            writer.transport.abort()
+            far_writer.transport.abort()
+            return
 
         async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
             while piece := await source.read(1 << 16):

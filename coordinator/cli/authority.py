@@ -1,0 +1,109 @@
+"""Commands of `atoll` about the coordinator's certificate authority: show, rotate, drop, token."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from atoll.errors import UsageError
+from coordinator.cli.admin import parse_duration
+from coordinator.cli.format import in_seconds, plain
+from coordinator.cli.options import Common
+from protos.command_line import out, print_json, with_groups
+
+if TYPE_CHECKING:
+    from protos import atoll_control_pb2 as pb
+
+DEFAULT_OVERLAP = "60d"
+SHOWN = 8  # workers that are named
+authority_app = typer.Typer(
+    no_args_is_help=True, help="The coordinator's certificate authority, and its exchange for a new one."
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to the `atoll` command."""
+    app.add_typer(authority_app, name="ca")
+
+
+@authority_app.command("show", epilog="Example: atoll ca show --json | jq .behind")
+@with_groups
+def show(common: Common) -> None:
+    """Show the authorities that are trusted now, until when, and which workers have no certificate of the
+    newest."""
+    with common.client() as client:
+        found = client.authorities()
+    _print(found, json=common.json)
+
+
+@authority_app.command("rotate", epilog="Example: atoll ca rotate --overlap 60d")
+@with_groups
+def rotate(
+    overlap: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="Trust both authorities for so long, such as 12h or 60d; 0s: the new one alone, at once.",
+        ),
+    ] = DEFAULT_OVERLAP,
+    *,
+    common: Common,
+) -> None:
+    """Make a new certificate authority. Workers that connect during the overlap get certificates of it by
+    themselves; those that do not join again with a token."""
+    overlap_s = parse_duration(overlap)
+    with common.client() as client:
+        found = client.rotate_authority(overlap_s)
+    _print(found, json=common.json)
+
+
+@authority_app.command("drop", epilog="Example: atoll ca drop")
+@with_groups
+def drop(
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Even though workers hold no certificate of the new one yet.")
+    ] = False,
+    *,
+    common: Common,
+) -> None:
+    """End the overlap now: trust the older authority no more, and delete its key."""
+    with common.client() as client:
+        found = client.drop_authority(anyway=anyway)
+    _print(found, json=common.json)
+
+
+@authority_app.command("token", epilog="Example: atoll ca token --token-file owner.token > new.token")
+@with_groups
+def token(common: Common) -> None:
+    """Print the owner's token that was given, naming the authorities that are trusted now: the same secret,
+    for owners on other machines."""
+    with common.client() as client:
+        given, found = client.endpoint.token, client.authorities()
+    if given is None:
+        raise UsageError("this coordinator runs with --insecure: there are no tokens")
+    text = replace(given, ca_pem=found.ca_pem).encode()
+    if common.json:
+        print_json({"token": text})
+    else:
+        out.print(text, soft_wrap=True)
+
+
+def _print(found: pb.AuthorityList, *, json: bool) -> None:
+    if json:
+        print_json({"authorities": [plain(one) for one in found.authorities], "behind": list(found.behind)})
+        return
+    now_s = time.time()
+    table = Table("authority (SHA-256)", "age", "trusted", box=None, pad_edge=False)
+    for one in found.authorities:
+        until = (
+            f"for {in_seconds(max(0.0, one.ends_s - now_s))} more" if one.ends_s else "until it is exchanged"
+        )
+        table.add_row(one.fingerprint, in_seconds(max(0.0, now_s - one.since_s)), until)
+    out.print(table)
+    if found.behind:
+        named = ", ".join(found.behind[:SHOWN]) + (", ..." if len(found.behind) > SHOWN else "")
+        out.print(f"{len(found.behind)} workers have none of the newest yet: {named}", soft_wrap=True)
