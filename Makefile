@@ -10,7 +10,8 @@ MESSAGES := protos/atoll_compute.proto  # no service in it
 BENCHMARKS := oracle planner transport messages commit sessions codecs lossless_real sparse_formats gpu prediction \
 	pipeline_vs_torch schedules two_parts adaptive_compression link_adaptation vs_flower convergence \
 	federated_bandwidth federated_mnist code_lines same_bits packet_hashes peer_selection gossip ways exchanges \
-	local_steps makespan population population_fleet personal journal tiny_step relay recovery chaos noticed replicas
+	local_steps makespan population population_fleet vs_simulations personal journal tiny_step relay recovery \
+	chaos noticed replicas
 # One compute thread each: several processes share the machine, and results repeat exactly.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # So many processes run the default tests, a file at a time each; 0: none but pytest's own.
@@ -30,11 +31,21 @@ LOCK := $(BIN)/uv pip compile -q --universal --generate-hashes --no-emit-package
 EXTRAS := test dev tensorboard flower simulation s3
 PIP := pip install -qq --disable-pip-version-check
 
-.PHONY: help venv demo test test-all folders fuzz check format bench protos docs clean lock sbom audit
+# An environment of its own for the newest Flower that is supported; what it wants otherwise stands in the file.
+VENV142 := .venv-flwr142
+STAMP142 := $(VENV142)/.installed
+CONSTRAINTS142 := constraints-flwr142.txt
+FLOWER_TESTS := tests/coordinator/flower tests/coordinator/apps tests/worker/apps tests/compressors/test_flower.py \
+	$(wildcard tests/strategies/test_flower_*.py tests/protos/test_flower_*.py tests/protos/test_app_*.py) \
+	tests/examples/test_flower_digits.py tests/house/test_flower_imports.py \
+	$(wildcard tests/e2e/test_flower_*.py) tests/e2e/test_same_weights.py
+
+.PHONY: help venv demo test test-all test-flwr142 folders fuzz check format bench protos docs clean lock sbom audit
 
 help:
 	@echo "make demo      train a GPT on 4 workers across an emulated WAN, and check the result"
 	@echo "make test      the default tests (make test-all: the slow ones too); of one wing: WING=planning"
+	@echo "make test-flwr142  the Flower tests under flwr 1.42, in $(VENV142)"
 	@echo "make fuzz      hostile ops through a worker's own path for an hour (FUZZ='--seconds 60 --op lstm')"
 	@echo "make check     formatting, lint, types and the arrows between packages"
 	@echo "make bench     every benchmark, figures on the last line of each; what needs root or a GPU says so"
@@ -72,6 +83,20 @@ test: folders $(STAMP)
 
 test-all: folders $(STAMP)
 	$(PYTEST) $(FOLDERS)
+	$(if $(WING),,$(MAKE) test-flwr142)
+
+$(STAMP142): pyproject.toml constraints.txt $(CONSTRAINTS142)
+	@echo "making $(VENV142)"
+	@test -x $(VENV142)/bin/python || $(PYTHON) -m venv $(VENV142)
+	@names=$$(sed -n 's/==.*/==/p' $(CONSTRAINTS142) | paste -sd '|' -); \
+		{ grep -vE "^($$names)" constraints.txt; cat $(CONSTRAINTS142); } > $(VENV142)/constraints.txt
+	@$(VENV142)/bin/python -m pip install -qq --disable-pip-version-check torch==2.13.0 -c $(VENV142)/constraints.txt
+	@$(VENV142)/bin/python -m pip install -qq --disable-pip-version-check -c $(VENV142)/constraints.txt \
+		-e '.[test,flower,simulation]'
+	@touch $@
+
+test-flwr142: $(STAMP142)
+	PATH="$(abspath $(VENV142))/bin:$$PATH" $(TEST_ENV) $(VENV142)/bin/python -m pytest $(FLOWER_TESTS)
 
 FUZZ ?= --seconds 3600
 fuzz: $(STAMP)
@@ -133,5 +158,6 @@ docs: $(DOCS_STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 clean:
-	rm -rf $(VENV) $(SUPPLY) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV142) $(SUPPLY) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \
+		.import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

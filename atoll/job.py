@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from atoll.federated import Federated, FederatedSpec
 
 
+MAX_STANDBYS = 4096
+
+
 class OptimizerName(StrEnum):
     SGD = "sgd"
     ADAMW = "adamw"
@@ -221,6 +224,7 @@ class JobSpec:
     owner: str = (
         ""  # who submitted it, as the coordinator found by the token; "": from before there were names
     )
+    standbys: int | None = None  # workers that repeat stages' steps, at most; None: where they are worth it
 
 
 def stepwise_groups(names: Sequence[str], optimizer: Optimizer) -> dict[str, ParamGroup]:

@@ -127,7 +127,8 @@ def report(runs: Sequence[Run], share: float) -> dict[str, Any]:
     """Figures by variant. The target of a seed is ``share`` of its dense run's best accuracy.
 
     ``faster``: by how much the proposed variant's seconds to the target are fewer than this one's, None
-    where either never got there. Spreads are those of the worst seed.
+    where either never got there; ``sooner_to_best``: the same to this variant's own best accuracy, and
+    ``points_below`` how far its best is below the proposed one's. Spreads are those of the worst seed.
     """
     by: dict[str, dict[int, Run]] = {}
     for run in runs:
@@ -137,7 +138,11 @@ def report(runs: Sequence[Run], share: float) -> dict[str, Any]:
         name: {seed: _cost(run, targets[seed]) for seed, run in sorted(of.items()) if seed in targets}
         for name, of in by.items()
     }
-    rows = {name: _row(of, costs[name], costs.get(PROPOSED, {})) for name, of in by.items()}
+    proposed = by.get(PROPOSED, {})
+    rows = {
+        name: _row(of, costs[name], costs.get(PROPOSED, {})) | _beaten(of, proposed)
+        for name, of in by.items()
+    }
     return {"targets": {str(seed): round(value, 2) for seed, value in targets.items()}, "variants": rows}
 
 
@@ -147,6 +152,23 @@ def _cost(run: Run, target: float) -> dict[str, float] | None:
         return None
     at = run["curve"][int(found["rounds"]) - 1]
     return {**found, "up": at["up"], "down": at["down"]}
+
+
+def _beaten(runs: Mapping[int, Run], proposed: Mapping[int, Run]) -> dict[str, Any]:
+    """How far the proposed variant is ahead of this one at this one's best, by paired seeds."""
+    seeds = sorted(runs.keys() & proposed.keys())
+    points = [best(proposed[seed]) - best(runs[seed]) for seed in seeds]
+    sooner = []
+    for seed in seeds:
+        target = best(runs[seed])
+        ours, theirs = cost_to(proposed[seed], target), cost_to(runs[seed], target)
+        sooner.append(None if ours is None or theirs is None else theirs["lab_s"] / ours["lab_s"])
+    known = [value for value in sooner if value is not None]
+    return {
+        "points_below": round(statistics.mean(points), 2) if points else None,
+        "sooner_to_best": round(statistics.mean(known), 3) if known and len(known) == len(sooner) else None,
+        "sooner_by_seed": [None if value is None else round(value, 3) for value in sooner],
+    }
 
 
 def _row(
@@ -196,7 +218,9 @@ def show(found: Mapping[str, Any]) -> None:
             f"{name:<12} {row['ratio']:>5.2f} {row['best']:>6.2f}  {rounds:<17}  {seconds:<22} "
             f"{row['round_s']:>8.2f} {row['up_mbytes']:>8.2f} {row['down_mbytes']:>8.2f} "
             f"{100 * row['spread']:>6.0f}% {100 * row['spread_held']:>8.1f}% of {row['held']:<6.0f} "
-            f"{faster}, {_or_dash(row['faster_mean'], '.2f')}",
+            f"{faster}, {_or_dash(row['faster_mean'], '.2f')}; at its best "
+            f"{_or_dash(row['points_below'], '+.2f')} points below, "
+            f"{_or_dash(row['sooner_to_best'], '.2f')} x later",
             flush=True,
         )
 

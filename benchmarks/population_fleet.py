@@ -151,6 +151,7 @@ def trained(fleet: FederatedFleet, made: Job, kills: Collection[float] = ()) -> 
         "pss_bytes": max(peaks),
         "accuracy": next(m.value for m in last.federated.central_metrics if m.name == "accuracy"),
         "clients_per_s": rule.clients * len(took) / sum(took),
+        "round_s": took,
         "took_s": time.perf_counter() - begun_s,
     }
 
@@ -199,10 +200,14 @@ def fleet_of(hosts: int, clients: int, seed: int, data: Digits) -> Hosts:
     return Hosts([arrays] * hosts, DATA, parted=partial(parted, clients, seed), options=FLOORS)
 
 
+def digits_of(size: Size, seed: int) -> Digits:
+    """Images of all clients, and those that the job's owner tests on."""
+    return digits(Setting(images=size.images, test_images=min(4000, size.images), batch=BATCH), seed)
+
+
 def run(size: Size, seed: int, rules: Collection[str]) -> list[dict[str, Any]]:
     """Train with every number of hosts, and with the clients joined into few."""
-    setting = Setting(images=size.images, test_images=min(4000, size.images), batch=BATCH)
-    data, found = digits(setting, seed), []
+    data, found = digits_of(size, seed), []
     moments = np.random.default_rng(seed).permutation(size.rounds - 1)[:3] + np.random.default_rng(
         seed
     ).random(3)

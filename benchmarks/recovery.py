@@ -1,13 +1,16 @@
-"""How long a job stands still when a worker is lost: send logs against going back to the checkpoint.
+"""How long a job stands still when a worker is lost: hot standbys and send logs against going back.
 
 A GPT cut in three trains on the first workers of a scenario, the others are backups. Some steps after a
-checkpoint the worker of one stage is killed (kill -9). Either the stage is taken over from the send logs, or,
-with `--send-log-bytes 0` at each worker, the job goes back to its checkpoint. Downtime: from the last commit
-before the loss to the commit of the step that was in flight, less the median step. The runs without a loss
-show what the log costs a step. Every run ends with the losses of the first one, bit for bit.
+checkpoint the worker of one stage is killed (kill -9). Either its hot standby takes the stage over, or a
+backup does from the send logs, or, with `--send-log-bytes 0` at each worker, the job goes back to its
+checkpoint. Downtime: from the last commit before the loss to the commit of the step that was in flight,
+less the median step. The runs without a loss show what logs and standbys cost a step; of standbys also the
+bytes a step that they were sent, against what the plan says that their stages receive. Every run ends with
+the losses of the first one, bit for bit.
 
   python -m benchmarks.recovery --seed 0 --json
   python -m benchmarks.recovery --scenario homes --stage 1 --stage 2 --json
+  python -m benchmarks.recovery --arm log --arm standby --json
   python -m benchmarks.recovery --log --json    # the log alone: MB/s to this disk, CPU time a GB
 """
 
@@ -42,7 +45,12 @@ from worker.transport.frames import Direction, MessageKey
 
 STAGES = 3
 SETTINGS = ("LENGTH=64", "N_MICRO=4", "eval_batches=0")
-ARMS = {"log": (), "checkpoint": ("--send-log-bytes", "0")}
+ARMS: dict[str, tuple[tuple[str, ...], str]] = {
+    "log": ((), "0"),
+    "checkpoint": (("--send-log-bytes", "0"), "0"),
+    "standby": (("--log-json",), str(STAGES)),
+}
+"""Options of every worker, and how many standbys the job may have."""
 SKIPPED = 3  # first steps, which load caches and open connections
 
 
@@ -60,6 +68,14 @@ class Fleet(LabFleet):
             del command[at : at + 2]
         return [*command, *self._options]
 
+    def logged(self, event: str) -> list[dict[str, Any]]:
+        """Events of the workers' logs, where they are JSON."""
+        texts = [
+            (self.folder / f"{host}.log").read_text(errors="replace") for host in self.scenario.join_order
+        ]
+        lines = [line for text in texts for line in text.splitlines() if f'"{event}"' in line]
+        return [found for line in lines if (found := json.loads(line)).get("event") == event]
+
     def kill(self, host: str) -> None:
         """End all processes of a worker at once."""
         self.lab.kill(self._daemons[1 + self.scenario.join_order.index(host)])
@@ -73,23 +89,32 @@ def cut_of(job: str, settings: Sequence[str]) -> str:
 
 
 def run(
-    fleet: Fleet, job: str, cut: str, settings: Sequence[str], kill: tuple[int, int] | None
+    fleet: Fleet, job: str, options: Sequence[str], kill: tuple[int, int] | None, *, standby: bool = False
 ) -> dict[str, Any]:
-    """Train; kill the worker of stage ``kill[0]`` when ``kill[1]`` steps are committed; the figures."""
-    submitted = fleet.atoll(
-        "submit", job, "--partitioner", cut, *settings_options(settings), "--detach", "--json"
-    )
+    """Train; kill the worker of stage ``kill[0]`` when ``kill[1]`` steps are committed, and its ``standby``
+    has caught up where it is to have one; the figures."""
+    submitted = fleet.atoll("submit", job, *options, "--detach", "--json")
     name, killed_s, at_step = submitted["job"], 0.0, 0
     names = {w["worker"]: w["name"] for w in fleet.status()["workers"]}
     holders: list[str] = []
     last: dict[str, Any] = {}
+    received: dict[int, int] = {}  # bytes a step that a stage receives, as planned
+    seen = set[int]()  # stages with a standby
     with fleet._command("watch", name, "--json") as process:
         assert process.stdout is not None
         for line in process.stdout:
             last = json.loads(line)
             if last.get("plan") and not killed_s:
                 holders = [stage["workers"][0] for stage in last["plan"]["stages"]]
-            if kill is not None and not killed_s and last["step"] >= kill[1]:
+                received = planned_bytes(last, holders)
+            ready = {
+                int(s.get("stage", 0))
+                for s in last.get("stages", ())
+                if "0 steps behind" in s.get("standby_why", "")
+            }
+            seen |= ready
+            due = kill is not None and last["step"] >= kill[1] and (not standby or kill[0] in ready)
+            if kill is not None and not killed_s and due:
                 fleet.kill(names[holders[kill[0]]])
                 killed_s, at_step = time.time(), last["step"]
     if last.get("state") != "finished":
@@ -105,7 +130,25 @@ def run(
         value for _, value, _ in sorted({step: (step, value, 0.0) for step, value, _ in points}.values())
     ]
     figures = {"plan_version": last["plan_version"], "losses": losses, "at_step": at_step}
+    if standby:
+        figures["standbys"] = len(seen)
+        figures["standby_bytes_over_plan"] = sent_over_planned(fleet.logged("stage.stood_by"), received)
     return figures | times(points, killed_s)
+
+
+def planned_bytes(update: dict[str, Any], holders: Sequence[str]) -> dict[int, int]:
+    """Return the bytes a step that each stage receives, as its last step or the plan has it."""
+    found: dict[int, int] = dict.fromkeys(range(len(holders)), 0)
+    for link in update.get("links", ()):
+        if link["target"] in holders:
+            found[holders.index(link["target"])] += int(link["bytes_per_step"])
+    return found
+
+
+def sent_over_planned(stood_by: Sequence[dict[str, Any]], planned: dict[int, int]) -> float:
+    """Return bytes that standbys were sent over those that the plan has for their steps."""
+    wanted = sum(int(entry["steps"]) * planned.get(int(entry["stage"]), 0) for entry in stood_by)
+    return sum(int(entry["bytes"]) for entry in stood_by) / wanted if wanted else 0.0
 
 
 def times(points: Sequence[tuple[int, float, float]], killed_s: float) -> dict[str, Any]:
@@ -151,6 +194,7 @@ def main() -> int:
         "--kill-after", type=int, default=28, help="steps; a checkpoint is to be stored by then"
     )
     made.add_argument("--stage", type=int, action="append", help="that is lost; may repeat (default 1)")
+    made.add_argument("--arm", action="append", choices=list(ARMS), help="may repeat (default all)")
     made.add_argument("--log", action="store_true", help="measure the send log alone")
     options = made.parse_args()
     if options.log:
@@ -164,10 +208,12 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for scenario in options.scenario or ["homes"]:
         for loss in (None, *((stage, options.kill_after) for stage in options.stage or [1])):
-            for arm, given in ARMS.items():
+            for arm in options.arm or ARMS:
+                given, standbys = ARMS[arm]
+                how = ["--partitioner", cut, "--standbys", standbys, *settings_options(settings)]
                 with Fleet(scenario, given) as fleet:
                     row = {"scenario": scenario, "arm": arm, "stage": None if loss is None else loss[0]}
-                    rows.append(row | run(fleet, options.job, cut, settings, loss))
+                    rows.append(row | run(fleet, options.job, how, loss, standby=standbys != "0"))
                 shown = {key: value for key, value in rows[-1].items() if key != "losses"}
                 print(
                     "  ".join(

@@ -29,7 +29,7 @@ from coordinator.messages import instructions as do
 from coordinator.messages.facts import Fact, JobEnded, Ledger, to_record
 from coordinator.messages.jobs import ENDED
 from coordinator.pipeline.driver import PipelineDriver
-from coordinator.planning.new_codecs import respec
+from coordinator.planning.new_codecs import respec, step_with
 from coordinator.planning.planner import PlanRequest
 from coordinator.planning.replicas import best_plan
 from coordinator.scheduler import Scheduler
@@ -303,6 +303,8 @@ class Shell:
                 self._spawn(self._make_plan(instruction))
             case do.ChooseLinks():
                 self._spawn(self._choose_links(instruction))
+            case do.JudgeSwaps():
+                self._spawn(self._judge_swaps(instruction))
             case do.ReadJob(job, spec, hashes):
                 self._spawn(self._read_job(job, spec, hashes))
             case do.SweepBlobs():
@@ -422,6 +424,33 @@ class Shell:
             self.post(ev.LinksFailed(request.job, request.attempt, str(error)))
         else:
             self.post(ev.LinksChosen(request.job, request.attempt, links))
+
+    async def _judge_swaps(self, request: do.JudgeSwaps) -> None:
+        plan = request.plan
+
+        def work() -> tuple[float, dict[tuple[int, str], float]]:
+            dag = self.graphs.graphs(plan.dag_hash, plan.eval_dag_hash).train
+            workers = [place.worker for place in plan.places]
+
+            def step_s(these: list[str]) -> float:
+                moved = plan.moved(plan.version, these)
+                return step_with(moved, dag, request.training, request.fleet, moved.links)
+
+            swapped_s = {
+                (rank, worker): step_s([*workers[:rank], worker, *workers[rank + 1 :]])
+                for rank, worker in request.swaps
+                if worker not in workers
+            }
+            return step_s(workers), swapped_s
+
+        try:
+            now_s, swapped_s = await self._in_pool(work)
+        except Exception as error:
+            if not isinstance(error, AtollError):
+                log.exception("planner.crashed", job=request.job)
+            self.post(ev.SwapsFailed(request.job, request.attempt, str(error)))
+        else:
+            self.post(ev.SwapsJudged(request.job, request.attempt, now_s, swapped_s))
 
     async def _read_job(self, job: str, spec: JobSpec, hashes: bool) -> None:
         record = self.scheduler.ledger.jobs[job]

@@ -62,6 +62,82 @@ APP_RECORD_CONFIGS: AppRecordKind.ValueType  # 2
 Global___AppRecordKind: _TypeAlias = AppRecordKind  # noqa: Y015
 
 @_typing.final
+class AppRunsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AppRunsRequest: _TypeAlias = AppRunsRequest  # noqa: Y015
+
+@_typing.final
+class AppRunFacts(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    APP_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    OPENED_S_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    run: _builtins.int
+    owner: _builtins.str
+    """name of the owner's token that opened it"""
+    opened_s: _builtins.float
+    """the coordinator's clock"""
+    partitions: _builtins.int
+    """0: it waits for its nodes"""
+    nodes: _builtins.int
+    """that take part now"""
+    @_builtins.property
+    def app(self) -> Global___AppIdentity:
+        """without its signature"""
+
+    def __init__(
+        self,
+        *,
+        run: _builtins.int = ...,
+        app: Global___AppIdentity | None = ...,
+        owner: _builtins.str = ...,
+        opened_s: _builtins.float = ...,
+        partitions: _builtins.int = ...,
+        nodes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["app", b"app"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["app", b"app", "nodes", b"nodes", "opened_s", b"opened_s", "owner", b"owner", "partitions", b"partitions", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AppRunFacts: _TypeAlias = AppRunFacts  # noqa: Y015
+
+@_typing.final
+class AppRunList(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___AppRunFacts]: ...
+    def __init__(
+        self,
+        *,
+        runs: _abc.Iterable[Global___AppRunFacts] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["runs", b"runs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AppRunList: _TypeAlias = AppRunList  # noqa: Y015
+
+@_typing.final
 class Part(_message.Message):
     """A piece of content by its SHA-256; data only where it is small enough to travel with its message."""
 

@@ -56,6 +56,11 @@ class AppsStub:
                 request_serializer=protos_dot_atoll__apps__pb2.AppClose.SerializeToString,
                 response_deserializer=protos_dot_atoll__apps__pb2.PartList.FromString,
                 _registered_method=True)
+        self.ListRuns = channel.unary_unary(
+                '/atoll.v1.Apps/ListRuns',
+                request_serializer=protos_dot_atoll__apps__pb2.AppRunsRequest.SerializeToString,
+                response_deserializer=protos_dot_atoll__apps__pb2.AppRunList.FromString,
+                _registered_method=True)
 
 
 class AppsServicer:
@@ -86,7 +91,14 @@ class AppsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def EndRun(self, request, context):
-        """Ends a run whose ServerApp cannot say so itself any more.
+        """Ends a run whose ServerApp cannot say so itself any more, or that its owner stops from elsewhere.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRuns(self, request, context):
+        """those that are open, in the order of their opening
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,6 +126,11 @@ def add_AppsServicer_to_server(servicer, server):
                     servicer.EndRun,
                     request_deserializer=protos_dot_atoll__apps__pb2.AppClose.FromString,
                     response_serializer=protos_dot_atoll__apps__pb2.PartList.SerializeToString,
+            ),
+            'ListRuns': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRuns,
+                    request_deserializer=protos_dot_atoll__apps__pb2.AppRunsRequest.FromString,
+                    response_serializer=protos_dot_atoll__apps__pb2.AppRunList.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -226,6 +243,33 @@ class Apps:
             '/atoll.v1.Apps/EndRun',
             protos_dot_atoll__apps__pb2.AppClose.SerializeToString,
             protos_dot_atoll__apps__pb2.PartList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRuns(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Apps/ListRuns',
+            protos_dot_atoll__apps__pb2.AppRunsRequest.SerializeToString,
+            protos_dot_atoll__apps__pb2.AppRunList.FromString,
             options,
             channel_credentials,
             insecure,

@@ -408,6 +408,7 @@ class ToCompute(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
     RECONFIGURE_FIELD_NUMBER: _builtins.int
+    REPEAT_STEP_FIELD_NUMBER: _builtins.int
     COMPUTE_SHARE_FIELD_NUMBER: _builtins.int
     interrupt: _builtins.str
     report_codecs: _builtins.bool
@@ -456,6 +457,10 @@ class ToCompute(_message.Message):
     def transferred(self) -> Global___Transferred: ...
     @_builtins.property
     def reconfigure(self) -> _atoll_control_pb2.Reconfigure: ...
+    @_builtins.property
+    def repeat_step(self) -> Global___ComputeStep:
+        """by a hot standby: gradient_scale is that of the step"""
+
     def __init__(
         self,
         *,
@@ -483,13 +488,14 @@ class ToCompute(_message.Message):
         stop: _builtins.bool = ...,
         ping: _builtins.int = ...,
         reconfigure: _atoll_control_pb2.Reconfigure | None = ...,
+        repeat_step: Global___ComputeStep | None = ...,
         compute_share: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "batch", b"batch", "body", b"body", "change_links", b"change_links", "compute_share", b"compute_share", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "ping", b"ping", "reconfigure", b"reconfigure", "report_codecs", b"report_codecs", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "batch", b"batch", "body", b"body", "change_links", b"change_links", "compute_share", b"compute_share", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "ping", b"ping", "reconfigure", b"reconfigure", "repeat_step", b"repeat_step", "report_codecs", b"report_codecs", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "batch", b"batch", "body", b"body", "change_links", b"change_links", "compute_share", b"compute_share", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "freed", b"freed", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "ping", b"ping", "reconfigure", b"reconfigure", "report_codecs", b"report_codecs", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "batch", b"batch", "body", b"body", "change_links", b"change_links", "compute_share", b"compute_share", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "freed", b"freed", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "ping", b"ping", "reconfigure", b"reconfigure", "repeat_step", b"repeat_step", "report_codecs", b"report_codecs", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["setup", "load", "run_step", "apply_step", "evaluate", "change_links", "discard", "drop", "interrupt", "join", "train", "evaluate_round", "settle", "time_ops", "report_codecs", "arrived", "lost", "answer", "batch", "transferred", "stop", "ping", "reconfigure", "compute_share"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["setup", "load", "run_step", "apply_step", "evaluate", "change_links", "discard", "drop", "interrupt", "join", "train", "evaluate_round", "settle", "time_ops", "report_codecs", "arrived", "lost", "answer", "batch", "transferred", "stop", "ping", "reconfigure", "repeat_step", "compute_share"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

@@ -2042,7 +2042,12 @@ class Replay(_message.Message):
     ERAS_FIELD_NUMBER: _builtins.int
     GRADIENT_SCALES_FIELD_NUMBER: _builtins.int
     STORES_FIELD_NUMBER: _builtins.int
+    STANDBY_FIELD_NUMBER: _builtins.int
     first_step: _builtins.int
+    standby: _builtins.bool
+    """A rank beside the plan's: repeats every later step as well when it hears its commit, sends nothing. Then the
+    last of the versions is that of Assign.first_step or of a step after it, and there may be no scale at all.
+    """
     @_builtins.property
     def eras(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanEra]:
         """versions and codecs of those steps, ascending; the first begins at or before first_step"""
@@ -2062,10 +2067,11 @@ class Replay(_message.Message):
         eras: _abc.Iterable[Global___PlanEra] | None = ...,
         gradient_scales: _abc.Iterable[_builtins.float] | None = ...,
         stores: _abc.Iterable[_builtins.int] | None = ...,
+        standby: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eras", b"eras", "first_step", b"first_step", "gradient_scales", b"gradient_scales", "stores", b"stores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eras", b"eras", "first_step", b"first_step", "gradient_scales", b"gradient_scales", "standby", b"standby", "stores", b"stores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2112,11 +2118,14 @@ class Reconfigure(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
+    STANDBY_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     base_version: _builtins.int
     """the oldest that this stage may have been assigned, or last reconfigured, under"""
     step: _builtins.int
+    standby: _builtins.bool
+    """who repeats this rank's steps goes on doing so, with these neighbours; unset, of one who did: it takes the rank"""
     @_builtins.property
     def plan(self) -> _atoll_job_pb2.Plan: ...
     @_builtins.property
@@ -2130,10 +2139,11 @@ class Reconfigure(_message.Message):
         step: _builtins.int = ...,
         plan: _atoll_job_pb2.Plan | None = ...,
         peers: _abc.Iterable[Global___RankPeer] | None = ...,
+        standby: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "job", b"job", "peers", b"peers", "plan", b"plan", "plan_version", b"plan_version", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "job", b"job", "peers", b"peers", "plan", b"plan", "plan_version", b"plan_version", "standby", b"standby", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2143,6 +2153,7 @@ Global___Reconfigure: _TypeAlias = Reconfigure  # noqa: Y015
 class Standbys(_message.Message):
     """Workers beside the plan that repeat the steps of this rank's neighbours: all that there are now. They may ask
     for what was sent to those ranks; what they are sent makes way for everything else.
+    checks: these compare what they repeat; each of the two kinds has a list of its own.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2150,8 +2161,10 @@ class Standbys(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     PLAN_VERSION_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
+    CHECKS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
+    checks: _builtins.bool
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankPeer]: ...
     def __init__(
@@ -2160,10 +2173,11 @@ class Standbys(_message.Message):
         job: _builtins.str = ...,
         plan_version: _builtins.int = ...,
         peers: _abc.Iterable[Global___RankPeer] | None = ...,
+        checks: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "peers", b"peers", "plan_version", b"plan_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "job", b"job", "peers", b"peers", "plan_version", b"plan_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3002,6 +3016,8 @@ class StageStatus(_message.Message):
     BACKWARD_S_FIELD_NUMBER: _builtins.int
     REPLACE_S_FIELD_NUMBER: _builtins.int
     REPLACE_WHY_FIELD_NUMBER: _builtins.int
+    STANDBY_FIELD_NUMBER: _builtins.int
+    STANDBY_WHY_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     worker: _builtins.str
     busy_share: _builtins.float
@@ -3009,6 +3025,10 @@ class StageStatus(_message.Message):
     backward_s: _builtins.float
     replace_s: _builtins.float
     replace_why: _builtins.str
+    standby: _builtins.str
+    """worker that repeats this stage's steps"""
+    standby_why: _builtins.str
+    """how far it is, what it costs its volunteer, and what for"""
     def __init__(
         self,
         *,
@@ -3019,10 +3039,12 @@ class StageStatus(_message.Message):
         backward_s: _builtins.float = ...,
         replace_s: _builtins.float | None = ...,
         replace_why: _builtins.str = ...,
+        standby: _builtins.str = ...,
+        standby_why: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s", "replace_s", b"replace_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s", "backward_s", b"backward_s", "busy_share", b"busy_share", "forward_s", b"forward_s", "replace_s", b"replace_s", "replace_why", b"replace_why", "stage", b"stage", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s", "backward_s", b"backward_s", "busy_share", b"busy_share", "forward_s", b"forward_s", "replace_s", b"replace_s", "replace_why", b"replace_why", "stage", b"stage", "standby", b"standby", "standby_why", b"standby_why", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__replace_s: _TypeAlias = _typing.Literal["replace_s"]  # noqa: Y015
     _WhichOneofArgType__replace_s: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s"]  # noqa: Y015

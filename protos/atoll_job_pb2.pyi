@@ -707,6 +707,7 @@ class JobSpec(_message.Message):
     HIDDEN_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     FEDERATED_FIELD_NUMBER: _builtins.int
+    STANDBYS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dag_hash: _builtins.str
     eval_dag_hash: _builtins.str
@@ -715,6 +716,8 @@ class JobSpec(_message.Message):
     resume_of: _builtins.str
     owner: _builtins.str
     """who submitted it, as the coordinator found by the token"""
+    standbys: _builtins.int
+    """hot standbys at most; unset: where they are worth it"""
     @_builtins.property
     def training(self) -> Global___TrainingSpec: ...
     @_builtins.property
@@ -747,12 +750,15 @@ class JobSpec(_message.Message):
         hidden: _abc.Iterable[_builtins.str] | None = ...,
         owner: _builtins.str = ...,
         federated: Global___FederatedSpec | None = ...,
+        standbys: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "federated", b"federated", "training", b"training"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_standbys", b"_standbys", "data", b"data", "eval_data", b"eval_data", "federated", b"federated", "standbys", b"standbys", "training", b"training"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dag_hash", b"dag_hash", "data", b"data", "eval_dag_hash", b"eval_dag_hash", "eval_data", b"eval_data", "federated", b"federated", "hidden", b"hidden", "name", b"name", "owner", b"owner", "partitioner", b"partitioner", "resume_of", b"resume_of", "schedule", b"schedule", "tensors", b"tensors", "training", b"training"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_standbys", b"_standbys", "dag_hash", b"dag_hash", "data", b"data", "eval_dag_hash", b"eval_dag_hash", "eval_data", b"eval_data", "federated", b"federated", "hidden", b"hidden", "name", b"name", "owner", b"owner", "partitioner", b"partitioner", "resume_of", b"resume_of", "schedule", b"schedule", "standbys", b"standbys", "tensors", b"tensors", "training", b"training"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__standbys: _TypeAlias = _typing.Literal["standbys"]  # noqa: Y015
+    _WhichOneofArgType__standbys: _TypeAlias = _typing.Literal["_standbys", b"_standbys"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__standbys) -> _WhichOneofReturnType__standbys | None: ...
 
 Global___JobSpec: _TypeAlias = JobSpec  # noqa: Y015
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from atoll.dataset_spec import DataField, DataSpec, Layout
 from atoll.errors import BadFrame, UsageError
 from atoll.job import (
+    MAX_STANDBYS,
     JobSpec,
     Optimizer,
     OptimizerName,
@@ -201,6 +202,8 @@ def job_to_proto(spec: JobSpec) -> pb.JobSpec:
         owner=spec.owner,
         hidden=sorted(spec.hidden),
     )
+    if spec.standbys is not None:
+        message.standbys = spec.standbys
     if spec.eval_data is not None:
         message.eval_data.CopyFrom(data_to_proto(spec.eval_data))
     if spec.federated is not None:
@@ -239,6 +242,11 @@ def job_from_proto(message: pb.JobSpec, limits: Limits) -> JobSpec:
             for name in bounds.count("hidden tensors", message.hidden, limits.items)
         ),
         federated=federated,
+        standbys=(
+            bounds.within("standbys", message.standbys, 0, MAX_STANDBYS)
+            if message.HasField("standbys")
+            else None
+        ),
     )
 
 

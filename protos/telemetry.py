@@ -41,6 +41,8 @@ class Event(StrEnum):
     PEER_JOINED = "peer.joined"
     RELAY_STARTED = "relay.started"
     RECONFIGURED = "job.reconfigured"
+    STANDBY_CHOSEN = "standby.chosen"
+    STANDBY_DROPPED = "standby.dropped"
     LINKS_JUDGED = "links.judged"
     OPS_PROBED = "ops.probed"
     JOB_SUBMITTED = "job.submitted"

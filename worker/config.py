@@ -19,6 +19,7 @@ from typing import Any
 from atoll.errors import UsageError
 from atoll.federated import Floors
 from protos.app_bundle import ConfigValue
+from protos.app_signing import SCHEME, checked_publisher
 from protos.folder_version import claim_version
 from protos.private_files import state_folder
 from protos.text_limits import plain
@@ -26,6 +27,7 @@ from worker.manners.settings_file import OLDER_FILE, SETTINGS_FILE, read_setting
 from worker.manners.units import parse_size
 
 DEFAULT_PORT = 7700
+ANY_APP = "any"
 TOKEN_VARIABLE = "ATOLL_TOKEN"  # noqa: S105 - a variable's name
 FOLDER_VERSION = 1  # raised as docs/decisions/023-versions-of-wire-and-disk.md says
 # What a worker may have left in its state folder, by which the folder is known as one.
@@ -75,7 +77,7 @@ class WorkerConfig:
     max_message_bytes: int = 64 << 20  # of one control message
     outgoing_messages: int = 4096  # queued for the coordinator while it is away
     allow_apps: bool = False  # run the Python of Flower apps that were accepted here; never remembered
-    accept_apps: tuple[str, ...] = ()  # hashes accepted for this process only
+    accept_apps: tuple[str, ...] = ()  # hashes, publishers or ANY_APP, accepted for this process only
     app_nodes: int = 1  # that this machine may be in a run of an app, each with data and state of its own
     app_env: tuple[str, ...] = ()  # variables of ours that apps see, beside those that all do
     node_config: tuple[tuple[str, ConfigValue], ...] = ()  # given to apps as Context.node_config
@@ -112,9 +114,11 @@ class WorkerConfig:
         if self.accept_apps and not self.allow_apps:
             raise UsageError("--accept-app without --allow-apps: no app would run; give both")
         for accepted in self.accept_apps:
-            if not re.fullmatch(r"[0-9a-f]{64}", accepted):
+            publisher = accepted.startswith(SCHEME) and checked_publisher(accepted) == accepted
+            if not (accepted == ANY_APP or publisher or re.fullmatch(r"[0-9a-f]{64}", accepted)):
                 raise UsageError(
-                    f"--accept-app {accepted[:80]!r}; give the app's hash, 64 hexadecimal digits"
+                    f"--accept-app {accepted[:80]!r}; give the app's hash, 64 hexadecimal digits, a "
+                    f"publisher as `atoll flower key` prints it, or {ANY_APP}"
                 )
         for given in (self.memory_bytes, self.gpu_memory_bytes):
             if 0 < given < 1 << 20:

@@ -559,7 +559,7 @@ class Daemon:
                 worker_time_s=time.time(),
                 job=state.job,
                 plan_version=state.version,
-                step=state.step,
+                step=state.repeated if state.standby else state.step,
                 progress=self._host.progress + self._network.progress(),
                 memory_bytes=self._host.memory_bytes,
                 waits_for=waits.peer,
@@ -585,7 +585,7 @@ class Daemon:
     def _expect_standbys(self, expected: StandbysExpected) -> None:
         if expected.job != self._state.job or self._state.outdated:
             return
-        self._host.stand_by(expected.job, expected.ranks)
+        self._host.stand_by(expected.job, expected.ranks, checks=expected.checks)
         for link in expected.links:
             self._network.expect(link.worker, link.paths, EXPECTED_DIAL_S)
 

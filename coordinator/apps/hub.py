@@ -71,7 +71,7 @@ class AppDesk:
 
     # ------------------------------------------------------------ streams
 
-    def owner_comes(self, request: pb.AppOpen) -> Mailbox:
+    def owner_comes(self, request: pb.AppOpen, owner: str = "") -> Mailbox:
         """The box of a run's owner; an owner that is back finds what it has missed, and a stream of its
         own that nobody has found broken yet is ended."""
         state.checked_opening(request)
@@ -79,7 +79,7 @@ class AppDesk:
             raise BadFrame(f"an app bundle of {len(request.bundle)} bytes; at most {MAX_CONTENT_BYTES}")
         self.parts.take_small(request.run, request.app.hash, request.bundle)
         try:
-            todo = self.runs.opened(request)
+            todo = self.runs.opened(request, owner, self.now_s())
         except UsageError:
             if request.run not in self.runs.runs:
                 self.parts.drop(request.run, None, None)

@@ -63,7 +63,7 @@ class AppRuns:
 
     # ------------------------------------------------------------ the owner
 
-    def opened(self, request: pb.AppOpen) -> list[Instruction]:
+    def opened(self, request: pb.AppOpen, owner: str = "", now_s: float = 0.0) -> list[Instruction]:
         """A new run, or one whose owner is back: its newest stream counts, for the one before may have
         been cut without a word. UsageError for anybody else, for a run that was ended meanwhile, and
         when there are too many."""
@@ -79,7 +79,7 @@ class AppRuns:
             raise UsageError(f"run {request.run} was ended: {self.ended[request.run]}; start it again")
         if len(self.runs) >= MAX_RUNS:
             raise UsageError(f"{MAX_RUNS} app runs are open; wait until one has ended")
-        run = self.runs[request.run] = Run(request.run, request.app, request.key)
+        run = self.runs[request.run] = Run(request.run, request.app, request.key, owner, now_s)
         for key in [key for key in self.held if key[1] == request.run]:
             del self.held[key]
         self._say(Name.APP_OPENED, run, name=run.app.name, hash=run.app.hash)
@@ -174,6 +174,25 @@ class AppRuns:
         self._out.append(TellOwner(run, pb.ToApp(ended=pb.AppEnded(reason=reason))))
         self._say(Name.APP_ENDED, found, reason=reason)
         return self._done()
+
+    def listed(self) -> pb.AppRunList:
+        """Facts of every open run."""
+        found = pb.AppRunList()
+        for run in self.runs.values():
+            app = pb.AppIdentity()
+            app.CopyFrom(run.app)
+            app.ClearField("signer")
+            app.ClearField("signature")
+            nodes = sum(len(place.seats) for place in run.hosts())
+            found.runs.add(
+                run=run.run,
+                app=app,
+                owner=run.owner,
+                opened_s=run.opened_s,
+                partitions=run.partitions,
+                nodes=nodes,
+            )
+        return found
 
     # ------------------------------------------------------------ workers
 

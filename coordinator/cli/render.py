@@ -114,6 +114,8 @@ def status_view(status: pb.StatusReply) -> RenderableType:
         _workers_table(status.workers, names),
         jobs_table(status.jobs),
     ]
+    for job in status.jobs:
+        parts += _standbys(job.stages, names)
     if status.links:
         parts.append(_rates_table(status.links, names))
     return Group(*parts)
@@ -204,6 +206,7 @@ def watch_view(update: pb.JobUpdate, losses: Sequence[float], names: Names) -> R
     if update.stages:
         parts.append(_busy_table(update.stages, names))
         parts += _costs(update.stages)
+        parts += _standbys(update.stages, names)
     if update.spot_checks:
         parts.append(Text(update.spot_checks, style=DIM))
     if update.links:
@@ -279,6 +282,16 @@ def _costs(stages: Sequence[pb.StageStatus]) -> list[Text]:
         )
         for stage in stages
         if stage.HasField("replace_s")
+    ]
+
+
+def _standbys(stages: Sequence[pb.StageStatus], names: Names) -> list[Text]:
+    return [
+        Text(
+            f"{_name(names, stage.standby)} stands by for stage {stage.stage}: {stage.standby_why}", style=DIM
+        )
+        for stage in stages
+        if stage.standby
     ]
 
 

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from atoll.errors import StorageError, UsageError
 from atoll.federated import Registered
+from coordinator.cli.data import OWNED, owned_data
 from coordinator.cli.format import DIM, in_bytes, in_seconds
 from coordinator.cli.jobs import JobFile, follow
 from coordinator.cli.options import JobOptions, telling
@@ -175,10 +176,13 @@ def _register(
 
 
 def _corpus(name: str, folder: Path) -> tuple[Path, tuple[str, ...]]:
-    """Training images of a corpus that was fetched, and their schema."""
+    """Training data of a corpus that was fetched, and their schema."""
     from coordinator.datasets import corpora, download
     from coordinator.datasets.split import SCHEMA, split_images
 
+    if name in OWNED:
+        path = owned_data(name, download.read(name)).whole(folder)
+        return path, tuple((folder / SCHEMA).read_text().splitlines())
     if name != "mnist":
         raise UsageError(
             f"no data for {name!r}: give --data PATH, or register them with `atoll-worker data add {name}`"

@@ -28,6 +28,8 @@ from coordinator.client.chrome_trace import TraceSpan
 from coordinator.client.endpoint import Endpoint, find_endpoint
 from coordinator.client.transfer import Progress, download, silent
 from protos import PROTOCOL_VERSION
+from protos import atoll_apps_pb2 as apps
+from protos import atoll_apps_pb2_grpc as apps_rpc
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos.blob_calls import BlobsOverGrpc
@@ -83,6 +85,7 @@ class Client:
         self._metadata = endpoint.metadata()
         self._owner = rpc.OwnerStub(self._channel)
         self._entry = rpc.EntryStub(self._channel)
+        self._apps = apps_rpc.AppsStub(self._channel)
         self._blobs = BlobsOverGrpc(self._channel, self._metadata, endpoint.address)
 
     def __enter__(self) -> Self:
@@ -234,6 +237,18 @@ class Client:
             for chunk in chunks:
                 found.extend(_spans(chunk))
         return found
+
+    # ------------------------------------------------------------ runs of Flower apps
+
+    def app_runs(self) -> list[apps.AppRunFacts]:
+        """Runs of Flower apps that are open, whoever's they are."""
+        with calling(self.endpoint.address):
+            return list(self._apps.ListRuns(apps.AppRunsRequest(), **self._short()).runs)
+
+    def end_app_run(self, run: int, reason: str) -> None:
+        """End a run of a Flower app, wherever its ServerApp is."""
+        with calling(self.endpoint.address):
+            self._apps.EndRun(apps.AppClose(run=run, reason=reason), **self._short())
 
     # ------------------------------------------------------------ tokens and members
 

@@ -78,6 +78,7 @@ def prepare(
     partitioner: str = "op_fence",
     schedule: str = "auto",
     resume_of: str = "",
+    standbys: int | None = None,
     tell: Telling = lambda what: None,
 ) -> Prepared:
     """Capture ``job``, check the capture against the module, and collect its blobs.
@@ -113,6 +114,7 @@ def prepare(
         partitioner=partitioner,
         schedule=schedule,
         resume_of=resume_of,
+        standbys=standbys,
         hidden=tuple(sorted(set(tensors) - set(job.module.state_dict()))),
         federated=federated,
     )

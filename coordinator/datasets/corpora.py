@@ -1,4 +1,5 @@
-"""Data sets that experiments use, from the files of their packages: MNIST's images, Brown's documents.
+"""Data sets that experiments use, from the files of their packages: MNIST's images, Brown's documents,
+MovieLens's ratings. Letters in fonts: ``coordinator.datasets.fonts``.
 
 Pure: bytes by file name in, arrays and text out. What fetches the files is ``coordinator.datasets.download``.
 """
@@ -9,17 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from atoll import idx
 from atoll.errors import UsageError
+from coordinator.datasets import rdata
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     Bytes = NDArray[np.uint8]
 
 MNIST_SIZES = {"train": 60_000, "t10k": 10_000}
 PIXELS = (28, 28)
+MOVIELENS_SIZE = (100_004, 671)  # ratings, users
 GENRES = "cats.txt"
 PARTED = "\f"
 """Separator of the documents of one text file, also where a worker registers it."""
@@ -42,6 +46,17 @@ class Document:
     name: str  # ca01 .. cr09
     genre: str
     text: str
+
+
+@dataclass(frozen=True)
+class Ratings:
+    """Who gave which film how many stars: int64 [n] from 0 below ``n_users``, ``n_films``; float32 [n]."""
+
+    users: NDArray[np.int64]
+    films: NDArray[np.int64]
+    stars: NDArray[np.float32]
+    n_users: int
+    n_films: int
 
 
 def mnist(files: Mapping[str, bytes]) -> Mnist:
@@ -90,3 +105,17 @@ def plain_text(tagged: str) -> str:
     lines = (line.split() for line in tagged.splitlines())
     sentences = (" ".join(word.rpartition("/")[0] or word for word in line) for line in lines if line)
     return "".join(sentence + "\n" for sentence in sentences)
+
+
+def movielens(files: Mapping[str, bytes]) -> Ratings:
+    """The ratings of the table ``movielens`` in R's lazy-load database, in its order."""
+    columns = rdata.table(files.get("Rdata.rdx", b""), files.get("Rdata.rdb", b""), "movielens")
+    users, user = np.unique(rdata.numbers(columns, "userId"), return_inverse=True)
+    films, film = np.unique(rdata.numbers(columns, "movieId"), return_inverse=True)
+    stars = rdata.numbers(columns, "rating").astype(np.float32)
+    if (len(stars), len(users)) != MOVIELENS_SIZE or not ((stars >= 0.5) & (stars <= 5.0)).all():
+        raise UsageError(
+            f"{len(stars):,} ratings by {len(users)} users, {MOVIELENS_SIZE[0]:,} by {MOVIELENS_SIZE[1]} "
+            "were expected; fetch them again: atoll data fetch movielens --again"
+        )
+    return Ratings(user.astype(np.int64), film.astype(np.int64), stars, len(users), len(films))

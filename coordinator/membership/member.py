@@ -61,10 +61,12 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class AssignedTo:
-    """``job`` has a use for it: the rank in a plan of the job's, or NO_RANK where nothing is cut."""
+    """``job`` has a use for it: the rank in a plan of the job's, or NO_RANK where it has none; ``what``:
+    that, in words for people."""
 
     job: str
     rank: int
+    what: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +232,7 @@ def _assign(member: Member, event: AssignedTo, now_s: float, timing: Liveness) -
     # An assigned one gets the next version of its job's plan.
     placed = replace(member, job=event.job, rank=event.rank)
     what = f"rank {event.rank} of {event.job}" if event.rank != NO_RANK else f"takes part in {event.job}"
-    return _to(placed, Phase.ASSIGNED, what, now_s)
+    return _to(placed, Phase.ASSIGNED, event.what or what, now_s)
 
 
 @TRANSITIONS.on(*Phase)

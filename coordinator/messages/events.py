@@ -457,6 +457,23 @@ class LinksChosen:
 
 
 @dataclass(frozen=True, slots=True)
+class SwapsJudged:
+    """Predicted seconds of a step of the running plan, and by (rank, worker) with that swap."""
+
+    job: str
+    attempt: int
+    step_s: float
+    swapped_s: Mapping[tuple[int, str], float]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapsFailed:
+    job: str
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class LinksFailed:
     job: str
     attempt: int
@@ -545,6 +562,8 @@ JobEvent = (
     | PlanFailed
     | LinksChosen
     | LinksFailed
+    | SwapsJudged
+    | SwapsFailed
     | CancelAsked
     | AggregatorEvent
 )
@@ -597,6 +616,8 @@ Event = (
     | PlanFailed
     | LinksChosen
     | LinksFailed
+    | SwapsJudged
+    | SwapsFailed
     | CancelAsked
     | AppLent
     | AppReturned

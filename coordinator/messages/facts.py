@@ -82,7 +82,8 @@ class LinksChanged:
 @dataclass(frozen=True, slots=True)
 class Reconfigured:
     """From ``step`` on the plan of version ``base`` goes on under ``version`` with these workers by rank; the
-    ranks in ``newcomers`` are given their stage from the newest checkpoint and repeat the steps since."""
+    ranks in ``newcomers`` are given their stage from the newest checkpoint and repeat the steps since. Who
+    has another rank's place without being one of these has stood by for it."""
 
     job: str
     version: int
@@ -490,6 +491,9 @@ class Ledger:
     def _reconfigure(self, job: JobRecord, fact: Reconfigured) -> None:
         if job.plan is None:
             return
+        kept = {rank for rank in range(len(fact.workers)) if rank not in fact.newcomers}
+        if any(job.plan.places[rank].worker != fact.workers[rank] for rank in kept):
+            job.storing = ()  # who has stood by stores nothing of steps before
         job.plan = job.plan.moved(fact.version, fact.workers)
         job.since = tuple(
             fact.version if rank in fact.newcomers else job.given(rank) for rank in range(len(fact.workers))

@@ -94,12 +94,13 @@ class RankPeer:
 @dataclass(frozen=True, slots=True)
 class Replay:
     """Steps from ``first_step`` on that a rank repeats by itself; ``stores``: numbers of steps after which it
-    stores its part of a checkpoint."""
+    stores its part of a checkpoint; ``standby``: and every later one, beside the plan."""
 
     first_step: int
     eras: tuple[Era, ...]  # ascending; the first begins at or before ``first_step``
     scales: tuple[float, ...]  # one a step
     stores: tuple[int, ...] = ()
+    standby: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,22 +119,26 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Reconfigure:
-    """Keep the stage, begin ``step`` anew with these peers. ``base``: the version it was given under."""
+    """Keep the stage, begin ``step`` anew with these peers. ``base``: the version it was given under.
+    ``standby``: go on standing by for the rank; without, who stands by takes it."""
 
     job: str
     plan: Plan
     base: int
     step: int
     peers: tuple[RankPeer, ...]
+    standby: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StandbysHere:
-    """All workers beside the plan that repeat the steps of a rank's neighbours, each with its rank."""
+    """All workers beside the plan that repeat the steps of a rank's neighbours, each with its rank: to stand
+    by, or as ``checks``, which compare."""
 
     job: str
-    plan: Plan
+    version: int
     peers: tuple[RankPeer, ...]
+    checks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +327,19 @@ class ChooseLinks:
 
 
 @dataclass(frozen=True, slots=True)
+class JudgeSwaps:
+    """Predict a running plan's step as it is and with an idle worker in one rank's place, for each of
+    ``swaps`` (rank, worker); answers SwapsJudged or SwapsFailed with the same attempt."""
+
+    job: str
+    attempt: int
+    plan: Plan
+    training: TrainingSpec
+    fleet: Fleet
+    swaps: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class OpenAggregator:
     """Start the process that sums a federated job's updates, or start it anew; answers AggregatorOpened
     or AggregatorBroke. ``state`` "": the job's initial tensors."""
@@ -462,6 +480,7 @@ Instruction = (
     | ReadJob
     | MakePlan
     | ChooseLinks
+    | JudgeSwaps
     | OpenAggregator
     | AggregateRound
     | EvaluateModel

@@ -99,13 +99,15 @@ class StageLost:
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """Other workers take over the ranks in ``newcomers``, the others stay; ``workers`` by rank. ``blamed``: a
-    stage broke by itself."""
+    """Other workers have ranks from now on; ``workers`` by rank. Those of ``newcomers`` are given their
+    stage, the others hold theirs, as standbys perhaps. ``blamed``: a stage broke by itself; ``chosen``:
+    nobody is lost."""
 
     workers: tuple[str, ...]
     newcomers: frozenset[int]
     reason: str
     blamed: bool = False
+    chosen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +267,22 @@ class Redo:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Standby:
+    """A worker beside the plan that repeats the steps of a rank; ``step``: so many are in its state, as it
+    says, ``progress`` its heartbeat's. ``swap``: why it is to take the rank's place once it has caught up."""
+
+    worker: str
+    rank: int
+    since_s: float
+    step: int
+    moved_s: float  # when ``step`` or ``progress`` was another last
+    progress: int = 0
+    loaded: bool = False  # it has repeated all that had to be when it was asked
+    why: str = ""
+    swap: str = ""
+
+
 Todo = Record | ToRanks | AssignAll | Reassign | Redo | ReleaseAll | Point | Dropped | LinksDue
 
 
@@ -308,11 +326,7 @@ class JobState:
     wanted: Relinked | None = None  # waits for a commit that can carry it
     relink: Relink | None = None  # said with a commit, not begun
     lineage: tuple[tuple[int, int], ...] = ()  # (version, its first step) on the stages of this plan
-
-    @property
-    def replay_from(self) -> int:
-        """Return the first step whose messages somebody may still ask for."""
-        return min(self.checkpoint.step, self.checkpoint.step if self.logs_from is None else self.logs_from)
+    standbys: Mapping[int, Standby] = field(default_factory=dict)  # by rank
 
     @property
     def n_ranks(self) -> int:
@@ -332,6 +346,16 @@ class JobState:
     @property
     def steps(self) -> int:
         return self.spec.training.steps
+
+    @property
+    def replay_from(self) -> int:
+        """Return the first step whose messages somebody may still ask for."""
+        checked = self.checkpoint.step if self.logs_from is None else self.logs_from
+        return min([self.checkpoint.step, checked, *(standby.step for standby in self.standbys.values())])
+
+    def standby_of(self, worker: str) -> Standby | None:
+        """Return what a worker stands by for, None where it does not."""
+        return next((s for s in self.standbys.values() if s.worker == worker), None)
 
     @property
     def step_phase(self) -> StepPhase:

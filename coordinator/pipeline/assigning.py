@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 from atoll.plan import Plan
@@ -9,6 +10,8 @@ from coordinator.membership.roster import Roster
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import Checkpoint
 from coordinator.messages.jobs import JobState
+
+Word = do.StepStart | do.StepCommit | do.StepDiscard
 
 
 class Repeated(Protocol):
@@ -42,6 +45,13 @@ def reconfiguration(state: JobState, rank: int, roster: Roster, base: int) -> do
     return do.Reconfigure(state.job, state.plan, base, state.step, _peers(state.plan, rank, roster))
 
 
+def said_to(state: JobState, rank: int, word: Word) -> Word:
+    """Return what a rank hears of a word to all of them: who need not store is not asked to."""
+    if isinstance(word, do.StepCommit) and rank not in state.store_ranks:
+        return replace(word, store=False)
+    return word
+
+
 def repetition(
     state: JobState, case: Repeated, worker: str, version: int, roster: Roster
 ) -> tuple[do.Assign, dict[str, do.StandbysHere]]:
@@ -56,7 +66,7 @@ def repetition(
     assign = do.Assign(job, state.spec, beside, rank, case.end, dict(case.source.tensors), peers, case.replay)
     said = {
         places[other].worker: do.StandbysHere(
-            job, plan, (rank_peer(roster, places[other].worker, rank, worker, other),)
+            job, plan.version, (rank_peer(roster, places[other].worker, rank, worker, other),), checks=True
         )
         for other in neighbours(plan, rank)
     }

@@ -48,18 +48,19 @@ from coordinator.messages.jobs import (
     Waits,
 )
 from coordinator.pipeline import machine, reconfigure, restart
-from coordinator.pipeline.assigning import assignment, reconfiguration
+from coordinator.pipeline.assigning import assignment, reconfiguration, said_to
 from coordinator.pipeline.calibration import learn
 from coordinator.pipeline.doubt import left_out
+from coordinator.pipeline.joining import Joining
 from coordinator.pipeline.link_adaptation import Adapting, capped
 from coordinator.pipeline.losses import Losses
 from coordinator.pipeline.profiling import Hold, Profiling
-from coordinator.pipeline.relink import changes, current
+from coordinator.pipeline.relink import current
 from coordinator.pipeline.restart import Returning
 from coordinator.pipeline.spot_checks import SpotChecks
+from coordinator.pipeline.standbys import Standbys
 from coordinator.pipeline.stuck import Stuck
 from coordinator.pipeline.suspicion import Suspicion
-from coordinator.planning.ratios import label
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ class PipelineDriver:
     stuck: Stuck = field(init=False)
     suspicion: Suspicion = field(init=False)
     losses: Losses = field(init=False)
+    standbys: Standbys = field(init=False)
+    joining: Joining = field(init=False)
     checks: SpotChecks = field(init=False)
     _committed: JobState | None = None  # after its newest step, not learned from yet
 
@@ -96,6 +99,8 @@ class PipelineDriver:
         self.adapting = Adapting(self.effects, self.config.adaptation)
         self.stuck = Stuck(self.effects.roster, self.effects.label)
         self.suspicion = Suspicion(self.effects, self.stuck)
+        self.standbys = Standbys(self.effects, self._put, self._step)
+        self.joining = Joining(self.effects, self.standbys, self.profiling.newcomers_timed)
         self.checks = SpotChecks(self.effects, self.suspicion, self._step, self._workers_wanted)
         self.losses = Losses(
             self.effects,
@@ -179,6 +184,10 @@ class PipelineDriver:
                 self._links_chosen(event)
             case ev.LinksFailed():
                 self.adapting.failed(event)
+            case ev.SwapsJudged():
+                self.joining.judged(self.jobs[event.job], event)
+            case ev.SwapsFailed():
+                self.joining.failed(event)
             case _:
                 self.effects.drop(type(event).__name__, f"{event.job} is cut into stages", event.job)
 
@@ -241,7 +250,9 @@ class PipelineDriver:
 
     def uses(self, job: str, worker: str) -> bool:
         """Whether the worker holds a stage of the job, or repeats its steps."""
-        return self.jobs[job].rank_of(worker) is not None or self.checks.repeats(job, worker)
+        state = self.jobs[job]
+        beside = self.standbys.uses(state, worker) or self.checks.repeats(job, worker)
+        return state.rank_of(worker) is not None or beside
 
     def current(self, job: str, version: int) -> bool:
         """Whether ``version`` is one that the plan has had since it was adopted or reconfigured, or that of
@@ -258,8 +269,13 @@ class PipelineDriver:
     def admitted(self, worker: str) -> None:
         """Give a worker its rank again after our restart. Else release the stage that one which was away may
         still hold: it would refuse to be measured."""
+        held = self.effects.roster.workers[worker].introduction.held
         for state in list(self.jobs.values()):
-            if state.phase in ENDED or state.rank_of(worker) is None:
+            if state.phase in ENDED:
+                continue
+            if state.rank_of(worker) is None:
+                if held is not None and held.job == state.job:  # it stood by
+                    self._take_back(state, worker)
                 continue
             back = self.returning.get(state.job)
             if back is None or worker not in back.missing:
@@ -339,6 +355,9 @@ class PipelineDriver:
         """Repeat what was under way to a worker; its own last words it repeats itself."""
         state = self.jobs[job]
         rank = state.rank_of(worker)
+        if state.phase in RUNNING and job not in self.returning:
+            self.standbys.reconnected(state, worker)
+            state = self.jobs[job]
         if rank is None:
             return
         if state.phase is Phase.LOADING and job in self.returning:
@@ -348,16 +367,7 @@ class PipelineDriver:
         elif state.phase in STEPPING and state.step == state.first_step:
             self.effects.send(worker, do.StepStart(state.job, state.version, state.step))
         elif state.last_commit is not None:
-            self._say(state, rank, state.last_commit)
-
-    def _say(
-        self, state: JobState, rank: int, message: do.StepStart | do.StepCommit | do.StepDiscard
-    ) -> None:
-        """Send a rank a word that all ranks hear; who need not store is not asked to."""
-        assert state.plan is not None  # noqa: S101 - it has ranks
-        if isinstance(message, do.StepCommit) and rank not in state.store_ranks:
-            message = replace(message, store=False)
-        self.effects.send(state.plan.places[rank].worker, message)
+            self.effects.send(worker, said_to(state, rank, state.last_commit))
 
     def _give(self, state: JobState, rank: int) -> None:
         """Send a rank its stage, or what changes for the one that it keeps."""
@@ -370,7 +380,7 @@ class PipelineDriver:
             self.effects.send(worker, assignment(state, rank, roster, source, replay))
             return
         if state.last_commit is not None:
-            self._say(state, rank, state.last_commit)
+            self.effects.send(worker, said_to(state, rank, state.last_commit))
         self.effects.send(worker, reconfiguration(state, rank, roster, since))
 
     # ------------------------------------------------------------ losses
@@ -380,7 +390,7 @@ class PipelineDriver:
         state, back = self.jobs[job], self.returning.get(job)
         rank = state.rank_of(worker)
         self.checks.lost(job, worker)
-        if state.phase not in RUNNING or rank is None:
+        if self.standbys.lost(state, worker, reason) or state.phase not in RUNNING or rank is None:
             return
         if back is not None:
             self._missed(state, back, worker, f"is lost: {reason}")
@@ -390,12 +400,15 @@ class PipelineDriver:
     def _reassign(self, state: JobState, todo: Reassign) -> None:
         self.adapting.adopted(state, self.effects.ledger.jobs[state.job].cap)
         self.losses.forget(state.job)
+        state = self.standbys.reassigned(state)
         for worker in todo.left:
             self._let_go(state, worker, todo.reason)
         for rank, place in enumerate(state.plan.places if state.plan else ()):
-            if self.effects.roster.workers[place.worker].member.job != state.job:
+            member = self.effects.roster.workers[place.worker].member
+            if (member.job, member.rank) != (state.job, rank):
                 self.effects.move(place.worker, members.AssignedTo(state.job, rank))
             self._give(state, rank)
+        self.standbys.follow(state)
 
     def _failed(self, state: JobState, failed: FromRank[ev.StageFailed]) -> None:
         """A stage broke: whoever comes back with it after our restart is as good as lost."""
@@ -417,7 +430,10 @@ class PipelineDriver:
         if self.checks.repeats(state.job, worker):
             self.checks.heard(state, message)
             return
-        rank = state.rank_of(worker)
+        rank, standby = state.rank_of(worker), state.standby_of(worker)
+        if rank is None and standby is not None:
+            self.standbys.heard(state, standby, message)
+            return
         if rank is None:
             why = f"of {worker}, which has no rank in {message.job}"
             self.effects.drop(type(message).__name__, why)
@@ -445,6 +461,7 @@ class PipelineDriver:
         self._step(message.job, FromRank(rank, message))
         if self.jobs[message.job].step > state.step:
             self._committed = self.jobs[message.job]
+            self.standbys.swap(self.jobs[message.job])
 
     def _has_repeated(self, state: JobState, rank: int, message: ev.Loaded) -> bool:
         """Whether a rank is loaded now that has taken over a lost one's steps."""
@@ -476,6 +493,11 @@ class PipelineDriver:
         for blamed, seconds in self.stuck.tick(here, self.effects.now_s):
             self.effects.quarantine(blamed.worker, f"{blamed.reason}; for {seconds:.0f} s", seconds)
         self.suspicion.tick(self.jobs)
+        for job in list(self.jobs):
+            if self.jobs[job].phase in RUNNING and job not in self.returning:
+                others_wait = self._pool_wanted()
+                self.joining.tick(self.jobs[job], others_wait=others_wait)
+                self.standbys.tick(self.jobs[job], others_wait=others_wait)
         self.checks.tick(self.jobs)
 
     def storage_failed(self, reason: str) -> None:
@@ -504,6 +526,9 @@ class PipelineDriver:
 
     def advance(self) -> None:
         """Pick jobs while there is room, measure what they need, plan them."""
+        for job in list(self.jobs):
+            if self.jobs[job].standbys and self._pool_wanted():
+                self.standbys.give_up(self.jobs[job], "another job wants the pool")
         busy = [s for s in self.jobs.values() if s.phase in RUNNING | PREPARING]
         waiting = [s for s in self.jobs.values() if s.phase in WAITING]
         if self._workers_wanted():
@@ -518,6 +543,11 @@ class PipelineDriver:
                 if not state.reason.startswith(f"waits for {first.job} "):
                     self._step(state.job, Waits(reason))
         self._prepare()
+
+    def _pool_wanted(self) -> bool:
+        """Whether some job may want every idle worker, now or in its next round."""
+        federated = (s for s in self.effects.jobs.values() if s.spec.federated is not None)
+        return self._workers_wanted() or any(s.phase not in ENDED for s in federated)
 
     def _workers_wanted(self) -> bool:
         """Whether a job waits for workers, or for a plan on those that there are."""
@@ -591,6 +621,8 @@ class PipelineDriver:
         if state.phase in ENDED:
             self.adapting.over(job)
         self.suspicion.stepped(before, state)
+        if self.jobs[job].standbys and self.jobs[job].phase not in RUNNING:
+            self.standbys.over(self.jobs[job])
         self.checks.stepped(before, state)
 
     def _evaluated(self, state: JobState) -> None:
@@ -604,18 +636,17 @@ class PipelineDriver:
         match todo:
             case Record(fact):
                 self.effects.record(fact)
-                if (
-                    isinstance(fact, CheckpointStored)
-                    and not state.moving
-                    and not self.checks.busy(state.job)
-                ):
+                loading = state.moving or not all(standby.loaded for standby in state.standbys.values())
+                if isinstance(fact, CheckpointStored) and not (loading or self.checks.busy(state.job)):
                     self.effects.emit(do.SweepBlobs())
             case ToRanks(message, rank):
-                for at, _ in enumerate(state.plan.places if state.plan else ()):
+                for at, place in enumerate(state.plan.places if state.plan else ()):
                     if rank is None or rank == at:
-                        self._say(state, at, message)
+                        self.effects.send(place.worker, said_to(state, at, message))
+                if rank is None and isinstance(message, do.StepCommit):
+                    self.standbys.committed(state, message)
             case LinksDue():
-                self._links_due(state, todo)
+                self.adapting.due(state, todo)
             case AssignAll():
                 self.adapting.adopted(state, self.effects.ledger.jobs[state.job].cap)
                 self._assign(state)
@@ -645,22 +676,6 @@ class PipelineDriver:
         if known is not None and known.member.job == state.job:
             self.effects.send(worker, do.Release(state.job, state.version, reason))
             self.effects.move(worker, members.Released(f"released by {state.job}"))
-
-    def _links_due(self, state: JobState, due: LinksDue) -> None:
-        """Log once for each link that changes: from what, to what, from which step on, and why."""
-        stages = state.plan.stages if state.plan else ()
-        for (source, target), (was, new) in changes(due.before, due.relink.links).items():
-            self.effects.log(
-                Name.LINK_CHANGED,
-                job=state.job,
-                source=stages[source].worker,
-                target=stages[target].worker,
-                before=label(was),
-                after=label(new),
-                first_step=due.relink.first_step,
-                version=due.relink.version,
-                reason=new.reason,
-            )
 
 
 def _awaited(state: JobState, rank: int, report: ev.StepReady) -> bool:

@@ -35,9 +35,15 @@ def loss_costs(state: JobState, record: JobRecord, roster: Roster) -> list[LossC
 def _cost(state: JobState, record: JobRecord, roster: Roster, rank: int) -> LossCost:
     notice_s = roster.liveness.dead_after_s
     steps = state.step - state.checkpoint.step
-    chosen = choose(state, record, roster, {rank})
+    chosen, standby = choose(state, record, roster, {rank}), state.standbys.get(rank)
+    if isinstance(chosen, Choice) and rank not in chosen.newcomers and standby is not None:
+        behind = max(0, state.step - standby.step)
+        seconds = notice_s + behind * repeated_s(state, roster, rank)
+        return LossCost(
+            seconds, f"{standby.worker} stands by, {behind} steps behind: {notice_s:.1f} s to notice"
+        )
     if isinstance(chosen, Choice):
-        load_s, each_s = state.load_s.get(rank, 0.0), _repeated_s(state, roster, rank)
+        load_s, each_s = state.load_s.get(rank, 0.0), repeated_s(state, roster, rank)
         how = f"{chosen.workers[rank]} takes over: {notice_s:.1f} s to notice, {load_s:.1f} s to load"
         again = f", {steps} steps of {each_s:.2g} s repeated by it alone" if steps else ""
     else:
@@ -50,7 +56,7 @@ def _cost(state: JobState, record: JobRecord, roster: Roster, rank: int) -> Loss
     return LossCost(notice_s + load_s + steps * each_s, how + again)
 
 
-def _repeated_s(state: JobState, roster: Roster, rank: int) -> float:
+def repeated_s(state: JobState, roster: Roster, rank: int) -> float:
     """Return what a step takes that a rank repeats: computing, or its messages where they take longer."""
     report, prediction, plan = state.reports.get(rank), state.plan and state.plan.prediction, state.plan
     busy_s = report.forward_s + report.backward_s + report.optimizer_s if report is not None else 0.0

@@ -70,9 +70,12 @@ class Losses:
         steps = state.step - state.checkpoint.step
         repeating = f", repeating {steps} steps from step {state.checkpoint.step}" if steps else ""
         taken = ", ".join(
-            f"{self.effects.label(chosen.workers[rank])} takes over rank {rank}" for rank in sorted(ranks)
+            f"{self.effects.label(chosen.workers[rank])} takes over rank {rank}{repeating}"
+            if rank in chosen.newcomers
+            else f"{self.effects.label(chosen.workers[rank])} takes rank {rank}, for which it stood by"
+            for rank in sorted(ranks)
         )
-        words = f"{reason}; {taken}{repeating}" if ranks else f"{reason}; all connect anew"
+        words = f"{reason}; {taken}" if ranks else f"{reason}; all connect anew"
         self.step(state.job, Replaced(chosen.workers, chosen.newcomers, words, blamed))
 
     def doubted(self, state: JobState, reason: str) -> None:

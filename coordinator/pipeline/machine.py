@@ -492,8 +492,16 @@ def _lose(state: JobState, event: StageLost, now_s: float) -> Outcome:
 @TRANSITIONS.on(*RUNNING)
 def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
     """Everybody keeps what is committed, and the step in flight begins anew with the newcomers."""
-    if state.plan is None or state.checkpoint.step >= state.steps or _too_often(state, event.blamed):
+    over = state.checkpoint.step >= state.steps
+    if state.plan is None or over or (_too_often(state, event.blamed) and not event.chosen):
         return _interrupt(state, event.reason, event.blamed)
+    # Of steps before, who has stood by stores nothing: a checkpoint that lacks its part will not be whole.
+    promoted = {
+        rank
+        for rank, place in enumerate(state.plan.places)
+        if place.worker != event.workers[rank] and rank not in event.newcomers
+    }
+    stores = {done: parts for done, parts in state.stores.items() if promoted <= parts.keys()}
     version = max(state.version, state.relink.version if state.relink is not None else 0) + 1
     moved = replace(
         state,
@@ -510,7 +518,9 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
         reports={},
         awaiting_eval=None,
         eval_owed=state.eval_owed or state.awaiting_eval is not None,
-        failures=state.failures + 1,
+        stores=stores,
+        store_owed=state.store_owed or len(stores) < len(state.stores),
+        failures=state.failures + (not event.chosen),
         begun_s=None,
         wanted=None,
         relink=None,

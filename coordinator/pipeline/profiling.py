@@ -111,6 +111,11 @@ class Profiling:
             return False
         return self.measuring.measure_ops(job, precision, self._ops_of[job], self._candidates(job, precision))
 
+    def newcomers_timed(self, job: str, precision: str, workers: list[str]) -> bool:
+        """Have idle workers time the ops of a job that runs; True when none of their answers is awaited."""
+        ops = self._ops_of.get(job)
+        return ops is not None and self.measuring.measure_ops(job, precision, ops, workers)
+
     def _candidates(self, job: str, precision: str) -> list[str]:
         """Return the idle workers to plan with. Of a huge fleet they stay the same until the plan is made:
         in one where somebody always comes, measuring would never end."""

@@ -3,7 +3,8 @@
 A stage is a function of its state and its messages. The newest checkpoint has the state; the neighbours' send
 logs have the messages since; the journal has the scale of each step and the codecs of each version. So
 whoever comes repeats those steps by itself, up to the one that was in flight. Two neighbours that are lost
-at once lack each other's log: then the job goes back to its checkpoint, as where no worker fits.
+at once lack each other's log: then the job goes back to its checkpoint, as where no worker fits. Who has
+stood by for the lost rank is there already: it takes the place as those do who stay.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from coordinator.membership.link_table import MIN_BANDWIDTH_BPS
+from coordinator.membership.member import Phase as Membership
 from coordinator.messages import instructions as do
-from coordinator.messages.facts import Checkpoint
+from coordinator.messages.facts import Checkpoint, Era
 from coordinator.messages.jobs import STEPPING, JobState, Phase
 from coordinator.pipeline.assigning import neighbours
 from coordinator.planning.costs.fleet import UNKNOWN
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Workers by rank from now on; those of ``newcomers`` are given their stage."""
+    """Workers by rank from now on; those of ``newcomers`` are given their stage, others hold theirs."""
 
     workers: tuple[str, ...]
     newcomers: frozenset[int]
@@ -66,6 +68,16 @@ def replay(state: JobState, record: JobRecord, rank: int, source: Checkpoint) ->
     return do.Replay(source.step, kept, tuple(record.scales[-steps:]), stores)
 
 
+def standing_by(state: JobState, record: JobRecord, source: Checkpoint) -> do.Replay:
+    """Return what who stands by from now on repeats after ``source``: every step, under whatever version."""
+    scales = tuple(record.scales[-(state.step - source.step) :]) if state.step > source.step else ()
+    over = [era for era in record.eras if era.first_step <= source.step][:-1]
+    eras = tuple(era for era in record.eras if era not in over)
+    if state.relink is not None:
+        eras += (Era(state.relink.version, state.relink.first_step, state.relink.links),)
+    return do.Replay(source.step, eras, scales, standby=True)
+
+
 def not_repeatable(state: JobState, record: JobRecord) -> str:
     """Return why the journal does not say enough for a replay, "" when it does."""
     steps = state.step - state.checkpoint.step
@@ -96,23 +108,29 @@ def choose(
         return Refused(wrong)
     workers = [place.worker for place in plan.places]
     loading = {r for r in range(len(workers)) if state.moving and record.given(r) == state.assigned}
-    newcomers = frozenset(lost) | (loading - state.loaded)
-    wrong = _unlogged(state, roster, newcomers)
+    ready = _standing_by(state, roster, lost)
+    newcomers = frozenset(lost).difference(ready) | (loading - state.loaded)
+    wrong = _unlogged(state, roster, newcomers, ready)
     if wrong:
         return Refused(wrong)
+    for rank, worker in ready.items():
+        workers[rank] = worker
     precision = state.spec.training.precision.value
     idle = roster.plannable(roster.idle(), precision)
-    known = [w for w in dict.fromkeys((*idle, *workers)) if w in roster.workers]
+    spare = [s.worker for s in state.standbys.values() if _here(roster, s.worker)]
+    known = [w for w in dict.fromkeys((*idle, *spare, *workers)) if w in roster.workers]
     fleet = {device.worker: device for device in roster.fleet(known, precision).devices}
-    for rank in sorted(lost):
-        free = [w for w in idle if w not in workers] + [w for w in again if w == workers[rank]]
-        worth = {w: _seconds(state, roster, rank, fleet, w) for w in free}
+    for rank in sorted(set(lost).difference(ready)):
+        free = [w for w in (*idle, *spare) if w not in workers] + [w for w in again if w == workers[rank]]
+        worth = {w: seconds_of(state, roster, rank, fleet, w) for w in free}
         fit = [w for w in free if worth[w] < inf]
         if not fit:
             return Refused(f"no idle worker can take over stage {plan.places[rank].stage}", for_now=True)
         # Of the same class first, so that what it repeats has the same bits; then the fastest.
         same = fleet[workers[rank]].device_class if workers[rank] in fleet else None
-        workers[rank] = min(fit, key=lambda w: (w in again, fleet[w].device_class != same, worth[w]))
+        workers[rank] = min(
+            fit, key=lambda w: (w in again, w in spare, fleet[w].device_class != same, worth[w])
+        )
     return Choice(tuple(workers), newcomers)
 
 
@@ -125,12 +143,40 @@ def alike(state: JobState, roster: Roster, rank: int, wanted: DeviceClass) -> li
     idle = [w for w in roster.idle() if roster.workers[w].introduction.device_class == wanted]
     idle = [w for w in roster.plannable(idle, precision) if w not in places]
     fleet = {device.worker: device for device in roster.fleet([*idle, *places], precision).devices}
-    worth = {w: _seconds(state, roster, rank, fleet, w) for w in idle}
+    worth = {w: seconds_of(state, roster, rank, fleet, w) for w in idle}
     return sorted((w for w in idle if worth[w] < inf), key=lambda w: worth[w])
 
 
-def _unlogged(state: JobState, roster: Roster, newcomers: frozenset[int]) -> str:
-    """Return whose messages since the checkpoint nobody has any more, "" where all are there."""
+def _standing_by(state: JobState, roster: Roster, lost: Collection[int]) -> dict[int, str]:
+    """Return by rank who has stood by for one that is lost and can take it as it is.
+
+    Not where the model is to be stored after the last step: a standby has stored nothing.
+    """
+    found: dict[int, str] = {}
+    if state.plan is None or state.step >= state.steps:
+        return found
+    for rank in lost:
+        standby = state.standbys.get(rank)
+        if standby is None or not _here(roster, standby.worker):
+            continue
+        others = neighbours(state.plan, rank)
+        behind = standby.step < state.step
+        if behind and others.intersection(lost):
+            continue  # what it has not heard is lost
+        if not any(logged_from(state, roster, other) > standby.step for other in others.difference(lost)):
+            found[rank] = standby.worker
+    return found
+
+
+def _here(roster: Roster, worker: str) -> bool:
+    known = roster.workers.get(worker)
+    kept_out = known is None or known.quarantined or known.guest.paused or known.session is None
+    return known is not None and not kept_out and known.member.phase is Membership.ASSIGNED
+
+
+def _unlogged(state: JobState, roster: Roster, newcomers: frozenset[int], ready: Mapping[int, str]) -> str:
+    """Return whose messages since the checkpoint nobody has any more, "" where all are there; ``ready``: who
+    takes a rank as it is."""
     if state.plan is None or state.step == state.checkpoint.step:
         return ""
     places = state.plan.places
@@ -138,15 +184,18 @@ def _unlogged(state: JobState, roster: Roster, newcomers: frozenset[int]) -> str
         for other in sorted(neighbours(state.plan, rank)):
             if other in newcomers:
                 return f"stages {places[rank].stage} and {places[other].stage} lack each other's messages"
-            logged = logged_from(state, roster, other)
+            logged = logged_from(state, roster, other, ready.get(other))
             if logged > state.checkpoint.step:
                 return f"stage {places[other].stage} has its messages from step {logged} on only"
     return ""
 
 
-def logged_from(state: JobState, roster: Roster, rank: int) -> int:
-    """Return the step from which on a rank's send log is whole, 0 before it has said so."""
-    known = roster.workers.get(state.plan.places[rank].worker) if state.plan is not None else None
+def logged_from(state: JobState, roster: Roster, rank: int, worker: str | None = None) -> int:
+    """Return the step from which on a rank's send log is whole, 0 before it has said so; ``worker``: who has
+    the rank, None: whom the plan says."""
+    if state.plan is None:
+        return 0
+    known = roster.workers.get(worker or state.plan.places[rank].worker)
     beat = known.beat if known is not None else None
     return beat.logged_from if beat is not None and beat.job == state.job else 0
 
@@ -160,7 +209,7 @@ def logs_short(state: JobState, roster: Roster) -> bool:
     return any(logged_from(state, roster, rank) > state.checkpoint.step for rank in range(state.n_ranks))
 
 
-def _seconds(state: JobState, roster: Roster, rank: int, fleet: Mapping[str, Device], worker: str) -> float:
+def seconds_of(state: JobState, roster: Roster, rank: int, fleet: Mapping[str, Device], worker: str) -> float:
     """Return the seconds a step that a worker would compute in a rank, and its messages travel; infinite
     where it has not the memory, or no way to a neighbour."""
     plan = state.plan

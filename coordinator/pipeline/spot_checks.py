@@ -266,7 +266,9 @@ class SpotChecks:
         state = effects.jobs[job]
         if state.plan is not None and case.rank < state.n_ranks:
             for other in neighbours(state.plan, case.rank):
-                effects.send(state.plan.places[other].worker, do.StandbysHere(job, state.plan, ()))
+                effects.send(
+                    state.plan.places[other].worker, do.StandbysHere(job, state.version, (), checks=True)
+                )
         if failed:
             self._failures[job] = self._failures.get(job, 0) + 1
         if self._failures.get(job, 0) >= MOST_TRIES:

@@ -14,6 +14,7 @@ from coordinator.messages.events import UNLIMITED, Guest
 from coordinator.messages.jobs import ENDED, JobState
 from coordinator.pipeline.driver import PipelineDriver
 from coordinator.pipeline.loss_cost import loss_costs
+from coordinator.pipeline.standby import standby_words
 from coordinator.services.views_federated import federated_status
 from protos import atoll_control_pb2 as pb
 from protos.convert import to_proto
@@ -72,6 +73,9 @@ def job_update(
         costs = loss_costs(state, scheduler.ledger.jobs[job], scheduler.roster) if with_costs else []
         for stage, cost in zip(update.stages, costs, strict=False):
             stage.replace_s, stage.replace_why = cost.seconds, cost.why
+        for rank, standby in sorted(state.standbys.items()):
+            update.stages[rank].standby = standby.worker
+            update.stages[rank].standby_why = standby_words(state, standby)
     return update
 
 

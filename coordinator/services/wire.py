@@ -383,9 +383,10 @@ def to_worker(message: do.Message, graphs: GraphStore, way: Way = no_way) -> pb.
             return pb.ToWorker(assign=_assign(message, graphs, way))
         case do.Reconfigure():
             return pb.ToWorker(reconfigure=_reconfigure(message, way))
-        case do.StandbysHere(job, plan, peers):
-            standbys = pb.Standbys(job=job, plan_version=plan.version, peers=_peers(peers, way))
-            return pb.ToWorker(standbys=standbys)
+        case do.StandbysHere(job, version, peers, checks):
+            peers_of = _peers(peers, way)
+            beside = pb.Standbys(job=job, plan_version=version, peers=peers_of, checks=checks)
+            return pb.ToWorker(standbys=beside)
         case do.ProbeOps():
             raise TypeError("op probes need their job's DAG: use probe_ops_message")
 
@@ -467,7 +468,11 @@ def _replay(replay: do.Replay) -> pb.Replay:
         for era in replay.eras
     ]
     return pb.Replay(
-        first_step=replay.first_step, eras=eras, gradient_scales=replay.scales, stores=replay.stores
+        first_step=replay.first_step,
+        eras=eras,
+        gradient_scales=replay.scales,
+        stores=replay.stores,
+        standby=replay.standby,
     )
 
 
@@ -479,6 +484,7 @@ def _reconfigure(message: do.Reconfigure, way: Way) -> pb.Reconfigure:
         step=message.step,
         plan=to_proto(message.plan),
         peers=_peers(message.peers, way),
+        standby=message.standby,
     )
 
 

@@ -15,6 +15,7 @@ from atoll.dataset_spec import DataField, DataSpec, Layout
 from atoll.errors import AtollError, BadFrame, UsageError
 from atoll.exchange import Exchange
 from atoll.job import (
+    MAX_STANDBYS,
     JobSpec,
     Optimizer,
     OptimizerName,
@@ -202,6 +203,7 @@ JOBS = st.builds(
     partitioner=NAMES,
     schedule=NAMES,
     resume_of=NAMES,
+    standbys=st.none() | st.integers(0, MAX_STANDBYS),
 )
 PAIR = (StageSpec(0, 2, 0, 1, "w1", 3), StageSpec(2, 5, 1, 4, "w2", 1, 4))
 LINK = (LinkSpec(0, 1, "topk", 4.0),)

@@ -76,7 +76,7 @@ class Checks:
         bench = self.world.workers[worker].bench
         held = bench.held or bench.repeats
         assert held is not None
-        key = (f"{worker}/{self.world.workers[worker].life}", job, held.work.plan.version)
+        key = (f"{worker}/{self.world.workers[worker].life}", job, held.serial)
         awaited = self.applied.get(key, held.first)
         if step != awaited:
             raise Violation(f"{worker} applies step {step} of {job}, version {version}; next is {awaited}")
@@ -172,9 +172,9 @@ class Checks:
         losses = self.references[fact.job][1]
         if fact.loss != losses[fact.step] and not self.world.misled:
             raise Violation(f"{fact.job}: step {fact.step} is not that of an undisturbed run")
-        driver: Any = coordinator.scheduler.driver_of(fact.job)
-        ranks = {place.worker for place in driver.jobs[fact.job].plan.places}
-        missing = ranks - self.ready[fact.job, fact.version, fact.step]
+        plan = coordinator.shadow.jobs[fact.job].plan  # the newest that is durable
+        assert plan is not None
+        missing = {place.worker for place in plan.places} - self.ready[fact.job, fact.version, fact.step]
         if missing:
             raise Violation(f"{fact.job} records step {fact.step} without {sorted(missing)}")
         self.committed[fact.job] = max(self.committed.get(fact.job, -1), fact.step)

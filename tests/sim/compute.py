@@ -8,7 +8,9 @@ the next loss, whatever the cut.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -103,6 +105,7 @@ def reference(spec: JobSpec, steps: int) -> tuple[dict[str, str], list[float]]:
     return tensors, losses
 
 
+_serials = itertools.count()
 Key = tuple[str, int, int, int]
 """Job, plan version, step, and what it is: forwards, or of which replica the part of an exchange."""
 PART = 2  # and the replica: no direction of a pipeline
@@ -120,6 +123,7 @@ class Held:
     outputs: dict[int, str] = field(default_factory=dict)  # step -> what the whole step comes to
     values: dict[int, str] = field(default_factory=dict)  # step -> what its own pipeline computed
     digests: list[ev.Digest] = field(default_factory=list)  # of steps that are repeated
+    serial: int = field(default_factory=lambda: next(_serials))
 
     @property
     def stage(self) -> int:
@@ -226,14 +230,18 @@ class Bench:
     reaches: Callable[[str], bool]  # whether a peer is there
     held: Held | None = None
     repeats: Held | None = None  # a stage on its way to the step in flight
+    standby: bool = False  # ... that repeats every later step as well
+    queue: deque[todo.RepeatStep | todo.Reconfigure] = field(default_factory=deque)  # of a standby
     log: SendLog = field(default_factory=SendLog)
     joined: str = ""
     inbox: dict[Key, str] = field(default_factory=dict)
     kept: dict[Key, str] = field(default_factory=dict)  # what neighbours send again
-    parts: dict[tuple[str, int, int, int], str] = field(default_factory=dict)  # of other replicas
+    parts: dict[Key, str] = field(default_factory=dict)  # of other replicas
     running: tuple[str, int, int] | None = None
     progress: int = 0
     _asked_s: float = 0.0  # when the step under way was asked for
+    _asking: bool = False  # a step that is repeated is under way
+    _said_loaded: bool = False
     _sent: dict[Key, str] = field(default_factory=dict)
     _due: bool = False  # the step under way has computed for long enough to send something
     _turn: int = 0
@@ -251,6 +259,12 @@ class Bench:
             case todo.ApplyStep(job, version, step, scale, store, replay_from):
                 self.log.trim(replay_from, step)
                 self._later(APPLY_S, lambda: self._apply(job, version, step, scale, store))
+            case todo.Reconfigure(repeating=True) | todo.RepeatStep():
+                if isinstance(instruction, todo.RepeatStep):
+                    self.log.trim(instruction.replay_from, instruction.step)
+                self.queue.append(instruction)
+                if self.repeats is not None and not self._asking and self._said_loaded:
+                    self._repeat()
             case todo.Reconfigure(job, version, step, work):
                 self._reconfigure(job, version, step, work)
             case todo.Evaluate(job, version, step):
@@ -291,11 +305,13 @@ class Bench:
     def _stop(self) -> None:
         self._turn += 1
         self.running = self.repeats = None
+        self._asking = self._said_loaded = self.standby = False
+        self.queue.clear()
 
     def _forget(self, which: Callable[[Key], bool]) -> None:
         for messages in (self.inbox, self._sent, self.parts):
-            for key in [key for key in messages if which(key)]:  # type: ignore[arg-type]
-                del messages[key]  # type: ignore[arg-type]
+            for key in [key for key in messages if which(key)]:
+                del messages[key]
 
     @property
     def waits(self) -> ev.Waits | None:
@@ -337,6 +353,7 @@ class Bench:
             self.log = SendLog(work.job, first, self.log.most)
             self.kept.clear()
             self.repeats = Held(work, work.plan, blobs, first, first)
+            self.standby = work.replay is not None and work.replay.standby
             self._repeat()
 
         self._later(LOAD_S, loaded)
@@ -349,6 +366,9 @@ class Bench:
         held.plan = work.plan
         held.outputs.clear()
         held.values.clear()
+        self._connect(held, job, version, step)
+
+    def _connect(self, held: Held, job: str, version: int, step: int) -> None:
 
         def connected() -> None:
             peers = (*held.neighbours.values(), *held.others)
@@ -367,12 +387,19 @@ class Bench:
         held = self.repeats
         assert held is not None
         work = held.work
-        if held.step == work.first_step:
-            self.held, self.repeats = held, None
+        self._asking = False
+        if held.step == work.first_step and not self._said_loaded:
+            self._said_loaded = True
+            if not self.standby:
+                self.held, self.repeats = held, None
             version = work.plan.version
             message = ev.Loaded(work.job, version, LOAD_S, digests=tuple(held.digests))
             self.post(e.StageLoaded(work.job, version, message))
+            if not self.standby:
+                return
+        if held.step >= work.first_step and not self._goes_on(held):
             return
+        self._asking = True
         self._asked_s = self.process.clock.now_s
         for forwards, peer in held.neighbours.items():
             self.send(peer, Wanted(self.process.name, work.job, self._era(held), held.step, forwards))
@@ -381,15 +408,33 @@ class Bench:
         if not held.neighbours and not held.others:
             self._later(REPEAT_S, self._repeated)
 
+    def _goes_on(self, held: Held) -> bool:
+        """Do what a standby has heard: True where that is to repeat a step."""
+        while self.queue:
+            order = self.queue[0]
+            assert order.step == held.step, f"{self.process.name} has {held.step} steps, next is {order.step}"
+            if isinstance(order, todo.RepeatStep):
+                return True
+            self.queue.popleft()
+            held.plan = order.work.plan
+            if not order.standby:
+                self._stop()
+                self.held = held
+                self._connect(held, order.job, order.version, order.step)
+                return False
+        return False
+
     def _era(self, held: Held) -> int:
         """Return the version of the step that is repeated."""
+        if held.step >= held.work.first_step:
+            return self.queue[0].version
         assert held.work.replay is not None
         eras = [(era.version, era.first_step) for era in held.work.replay.eras]
         return version_at(eras, held.step, 0)
 
     def _answered(self, answer: Kept) -> None:
         held = self.repeats
-        if held is None or (answer.job, answer.step) != (held.work.job, held.step):
+        if held is None or not self._asking or (answer.job, answer.step) != (held.work.job, held.step):
             return
         self.progress += 1
         if answer.value is None:
@@ -411,7 +456,7 @@ class Bench:
         return [what for what in wanted if (*at, what) not in self.kept]
 
     def _waits_for_repeats(self, held: Held) -> ev.Waits | None:
-        if held.step == held.work.first_step or not (missing := self._missing(held)):
+        if not self._asking or not (missing := self._missing(held)):
             return None
         waited_s = self.process.clock.now_s - self._asked_s
         senders = {**held.neighbours, **{PART + replica: peer for peer, replica in held.others.items()}}
@@ -423,6 +468,12 @@ class Bench:
         assert held is not None
         assert held.work.replay is not None
         job, step, version, replay = held.work.job, held.step, self._era(held), held.work.replay
+        if step < held.work.first_step:
+            scale = replay.scales[step - replay.first_step]
+        else:
+            order = self.queue.popleft()
+            assert isinstance(order, todo.RepeatStep)
+            scale = order.gradient_scale
         given = self._given(held, step) if held.stage == 0 else self.kept[job, version, step, True]
         value = forward(given, held.tensors, sorted(held.tensors))
         loss = value if held.last else self.kept[job, version, step, False]
@@ -435,9 +486,11 @@ class Bench:
         used = joined(",".join(parts[replica] for replica in sorted(parts)))
         used = digest("slip", used) if self.process.slips else used
         held.digests.append(told(held.tensors, step, used, given, taken))
-        held.tensors = update(held.tensors, step, used, replay.scales[step - replay.first_step])
+        held.tensors = update(held.tensors, step, used, scale)
         held.step = step + 1
         self.applied(job, version, step)
+        if self.standby:
+            self.post(e.StepApplied(job, version, step))
         if held.step in replay.stores:
             self._snapshot(held, version, step)
         self._repeat()
@@ -450,7 +503,8 @@ class Bench:
     def peer_lost(self, peer: str, reason: str) -> None:
         """A peer that is to send messages again is gone."""
         held = self.repeats
-        if held is not None and peer in (*held.neighbours.values(), *held.others):
+        waits = self._asking or not self.standby
+        if held is not None and waits and peer in (*held.neighbours.values(), *held.others):
             self._stop()
             work = held.work
             self.post(e.StageBroke(work.job, work.plan.version, work.first_step, reason, peer))

@@ -117,6 +117,7 @@ class Coordinator(Process):
     fewest: int = field(default=1, kw_only=True)  # stages of a plan
     stages: int = field(default=3, kw_only=True)  # at most
     slowness: float = field(default=1.0, kw_only=True)  # of its threads
+    step_s: Callable[[list[str]], float] = field(default=lambda workers: 1.0, kw_only=True)  # as predicted
     term: int = field(default=0, init=False)
     scheduler: Scheduler = field(init=False)
     outboxes: dict[str, Outbox] = field(default_factory=dict, init=False)
@@ -242,6 +243,14 @@ class Coordinator(Process):
                 self._later(PLAN_S, self.plan(instruction))
             case do.ChooseLinks(job, attempt):
                 self._later(PLAN_S, ev.LinksFailed(job, attempt, "the simulated planner chooses none"))
+            case do.JudgeSwaps(job, attempt, plan, swaps=swaps):
+                workers = [place.worker for place in plan.places]
+                swapped = {
+                    (rank, name): self.step_s([*workers[:rank], name, *workers[rank + 1 :]])
+                    for rank, name in swaps
+                    if name not in workers
+                }
+                self._later(PLAN_S, ev.SwapsJudged(job, attempt, self.step_s(workers), swapped))
             case do.OpenAggregator(job, _, at_round, state):
                 model = ev.Blob(digest("model", job, at_round, state), 1000)
                 self.folder.blobs.add(model.hash)

@@ -15,6 +15,7 @@ from coordinator.messages.events import StateStored, StepReady, UpdateReady
 from coordinator.messages.facts import Checkpoint, CheckpointStored
 from coordinator.messages.jobs import STEPPING, FromRank, JobState, Phase, Record
 from coordinator.pipeline import machine, reconfigure
+from coordinator.pipeline.standbys import Standbys
 from coordinator.pipeline.stuck import Stuck
 from tests.sim.compute import Bench
 from tests.sim.coordinator import Coordinator, Folder
@@ -132,6 +133,13 @@ def scale_forgotten_in_replay(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reconfigure, "replay", bug)
 
 
+def scale_forgotten_by_a_standby(patch: pytest.MonkeyPatch) -> None:
+    """Who stands by applies what it repeats as if nothing had been clipped."""
+    honest = Standbys._said_to
+    bug = staticmethod(lambda commit: replace(honest(commit), gradient_scale=1.0))
+    patch.setattr(Standbys, "_said_to", bug)
+
+
 def one_word_ends_a_job(patch: pytest.MonkeyPatch) -> None:
     """What one try found not finite is the model's."""
     patch.setattr(machine, "diverged", lambda doubt: True)
@@ -145,6 +153,7 @@ SHOWN_BY: dict[Plant, type[Fault]] = {
     log_trimmed_too_early: Crash,
     message_skipped_in_replay: Crash,
     scale_forgotten_in_replay: Crash,
+    scale_forgotten_by_a_standby: Crash,
     one_word_ends_a_job: Poison,
 }
 """Without such a fault a world cannot show the bug, and need not be run."""
@@ -161,5 +170,6 @@ PLANTED: tuple[Plant, ...] = (
     log_trimmed_too_early,
     message_skipped_in_replay,
     scale_forgotten_in_replay,
+    scale_forgotten_by_a_standby,
     one_word_ends_a_job,
 )

@@ -37,10 +37,11 @@ def event_of(message: do.Message) -> e.Event | None:
         case do.Assign(job, plan=plan, peers=peers, first_step=first_step, replay=replay):
             eras = tuple((era.first_step, era.version) for era in replay.eras) if replay is not None else ()
             names = frozenset(peer.worker for peer in peers)
-            return e.Assign(job, plan.version, names, first_step, message, eras)
-        case do.Reconfigure(job, plan, base, step, peers):
+            standby = replay is not None and replay.standby
+            return e.Assign(job, plan.version, names, first_step, message, eras, standby)
+        case do.Reconfigure(job, plan, base, step, peers, standby):
             names = frozenset(peer.worker for peer in peers)
-            return e.Reconfigure(job, plan.version, base, step, names, message)
+            return e.Reconfigure(job, plan.version, base, step, names, message, standby)
         case do.StepStart(job, version, step):
             return e.StepStart(job, version, step)
         case do.StepCommit(job, version, step, scale, store, evaluate, last, replay_from=replay_from):
@@ -159,7 +160,8 @@ class Worker(Machine):
             self.stream.send(
                 1,
                 ev.Heartbeat(
-                    self.clock.now_s + self.clock_off_s, state.job, state.version, state.step,
+                    self.clock.now_s + self.clock_off_s, state.job, state.version,
+                    state.repeated if state.standby else state.step,
                     self._counted(), MEMORY, self._waits(), self.bench.log.since,
                 ),
             )  # fmt: skip

@@ -22,11 +22,18 @@ FAULTS_WITHIN_S = 20.0
 ENDS_WITHIN_S = 600.0
 TAKEN_OVER = 0.1  # share of the runs in which a second coordinator starts on the first one's database
 SHORT_LOGS = 0.05  # share of the runs in which send logs do not reach back to the checkpoint
+WITH_STANDBYS = 0.4  # share of the runs
 REPLICATED = 0.1  # share of the runs in which pipelines are replicated
 FOLD_EVERY = 50  # events between two looks at whether the ledger is its journal's fold
 
 
-def pipeline_job(steps: int = 16, tensors: int = 6, spot_checks: float = 0.2, replicas: int = 1) -> JobSpec:
+def pipeline_job(
+    steps: int = 16,
+    tensors: int = 6,
+    spot_checks: float = 0.2,
+    standbys: int | None = 0,
+    replicas: int = 1,
+) -> JobSpec:
     """Return a job of so many steps that can be cut into as many stages as it has tensors."""
     names = {f"w{at:02}": digest("initial", at) for at in range(tensors)}
     clipped = Optimizer(clip_norm=1.5)
@@ -36,7 +43,7 @@ def pipeline_job(steps: int = 16, tensors: int = 6, spot_checks: float = 0.2, re
     if replicas > 1:
         training = replace(training, n_micro=4, blocks=4, replicas=str(replicas))
     data = DataSpec((), 8, 1)
-    return JobSpec("job", training, "ab" * 32, "cd" * 32, names, data, data)
+    return JobSpec("job", training, "ab" * 32, "cd" * 32, names, data, data, standbys=standbys)
 
 
 def federated_job(rounds: int = 6) -> JobSpec:
@@ -60,6 +67,8 @@ class Scenario:
     federated: int = 0
     faults: tuple[Fault, ...] = ()
     log_steps: int = 1000  # that a send log has room for
+    standbys: int | None = 0  # as of ``JobSpec``
+    steps: int = 16
     replicas: int = 1  # of a pipeline
 
     def names(self) -> list[str]:
@@ -76,9 +85,10 @@ def scenario(seed: int) -> Scenario:
     if random.random() < TAKEN_OVER:
         faults += (TakeOver(round(2.0 + 14.0 * random.random(), 2), round(1.0 + 3.0 * random.random(), 2)),)
     log_steps = 2 if random.random() < SHORT_LOGS else found.log_steps
+    standbys = random.randint(1, 2) if random.random() < WITH_STANDBYS else 0
     replicas = random.choice((2, 3)) if random.random() < REPLICATED else 1
     faults = tuple(sorted(faults, key=lambda fault: fault.at_s))
-    return replace(found, faults=faults, log_steps=log_steps, replicas=replicas)
+    return replace(found, faults=faults, log_steps=log_steps, standbys=standbys, replicas=replicas)
 
 
 @dataclass
@@ -146,7 +156,9 @@ class World:
         self.coordinator.start()
         for at, worker in enumerate(self.workers.values()):
             self.clock.after(0.1 * at, worker.start)
-        jobs = [pipeline_job(replicas=self.scenario.replicas) for _ in range(self.scenario.pipeline)]
+        scenario = self.scenario
+        spec = pipeline_job(scenario.steps, standbys=scenario.standbys, replicas=scenario.replicas)
+        jobs = [spec] * scenario.pipeline
         jobs += [federated_job() for _ in range(self.scenario.federated)]
         for at, spec in enumerate(jobs):
             self.submit(f"job-{at + 1}", spec, 1.0 + at)

@@ -18,11 +18,13 @@ import structlog
 from atoll.errors import AtollError, BadFrame
 from protos import atoll_apps_pb2 as pb
 from protos import bounds
+from protos.app_signing import signer
 from protos.text_limits import clean
 from worker.apps.parts import Parts
 from worker.apps.run import AppContext, HostedRun
 from worker.apps.store import AppStore
 from worker.blobs import BlobCache
+from worker.config import ANY_APP
 from worker.control.stream import ATTEND, Stream
 
 if TYPE_CHECKING:
@@ -187,7 +189,9 @@ class AppHost:
             self._runs[offer.run] = HostedRun(offer, parts, self._context)
 
     def _accepts(self, app: pb.AppIdentity) -> bool:
-        return app.hash in self._config.accept_apps or self._store.accepts(app)
+        given = self._config.accept_apps
+        here = ANY_APP in given or app.hash in given or signer(app) in given
+        return here or self._store.accepts(app)
 
     def _all(self) -> list[HostedRun]:
         with self._lock:

@@ -174,7 +174,11 @@ class AppOptions:
     ] = False
     accept_app: Annotated[
         list[str] | None,
-        typer.Option(metavar="HASH", help="Accept this app for this run only; for scripts; may repeat."),
+        typer.Option(
+            metavar="APP",
+            help="Accept an app until this worker ends: its hash, a publisher (ed25519:...), or `any` that "
+            "this coordinator's owners run, for machines of one's own; may repeat.",
+        ),
     ] = None
     app_nodes: Annotated[
         int | None,

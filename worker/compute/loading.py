@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from atoll.rehearse import RehearsalLimits, rehearse
 from worker.blobs import most_bytes
 from worker.cancel import Cancel
-from worker.links.links import Links
+from worker.links.links import NEVER, Links
 from worker.machine.torch_device import torch_device
 from worker.stage import feed, tensor_blobs
 from worker.stage.assignment import Assignment, check
@@ -52,7 +52,7 @@ def load(
         device=device,
         announce=context.network.announce,
         record=context.network.record,
-        sends_from=assignment.first_step,
+        sends_from=NEVER if assignment.standby else assignment.first_step,
         digests=assignment.training.spot_checks > 0,
     )
     for begins, era in later:

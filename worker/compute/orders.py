@@ -35,6 +35,7 @@ class Reconfiguration:
     plan: Plan
     links: tuple[PeerLink, ...]
     step: int
+    standby: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ def assignment(m: pb.Assign) -> Assignment:
         states=convert.state_from_proto(m.metas, DEFAULT_LIMITS),
         first_step=m.first_step,
         replay=_replay(m) if m.HasField("replay") else None,
+        standby=m.replay.standby,
     )
 
 
@@ -71,17 +73,21 @@ def reconfiguration(m: pb.Reconfigure) -> Reconfiguration:
     plan = convert.from_proto(m.plan)
     if (plan.job, plan.version) != (m.job, m.plan_version):
         raise BadFrame(f"plan of {plan.job} version {plan.version} said to be version {m.plan_version}")
-    return Reconfiguration(plan, wire.neighbours(m), m.step)
+    return Reconfiguration(plan, wire.neighbours(m), m.step, m.standby)
 
 
 def _replay(m: pb.Assign) -> Replay:
     replay, first, end = m.replay, m.replay.first_step, m.first_step
-    steps = bounds.within("steps to repeat", end - first, 1, MAX_REPLAYED)
+    standby = replay.standby  # then later steps follow, and none may have to be repeated before
+    steps = bounds.within("steps to repeat", end - first, int(not standby), MAX_REPLAYED)
+    newest = wire.MAX_VERSION if standby else m.plan_version - 1
     bounds.within("gradient scales", len(replay.gradient_scales), steps, steps)
     eras = tuple(
         Era(
-            bounds.within("version of a step to repeat", era.plan_version, 0, m.plan_version - 1),
-            bounds.within("first step of a version", era.first_step, 0, end - 1),
+            bounds.within("version of a step to repeat", era.plan_version, 0, newest),
+            bounds.within(
+                "first step of a version", era.first_step, 0, wire.MAX_STEP if standby else end - 1
+            ),
             links(era),
         )
         for era in bounds.count("versions of steps to repeat", replay.eras, MAX_REPLAYED)

@@ -164,6 +164,8 @@ class ComputeProcess:
                 do(instructions.RunStep(m.job, m.plan_version, m.step))
             case "apply_step":
                 do(instructions.ApplyStep(m.job, m.plan_version, m.step, m.gradient_scale, m.store))
+            case "repeat_step":
+                do(instructions.RepeatStep(m.job, m.plan_version, m.step, m.gradient_scale))
             case "evaluate":
                 do(instructions.Evaluate(m.job, m.plan_version, m.step, m.evaluate_coded))
             case "change_links":

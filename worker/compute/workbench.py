@@ -73,6 +73,8 @@ class Workbench:
         self._lock = threading.Lock()
         self._pending: dict[Cancel, bool] = {}  # True: of a snapshot that is being stored
         self._codecs_asked = False  # and not begun
+        self._standby = False  # beside the plan: what is asked for is done one after the other
+        self._newest = -1  # step that was to be repeated last
         self._run: StageRun | None = None
         self._part: Participation | None = None
         self._links: Links | None = None
@@ -108,7 +110,11 @@ class Workbench:
         """Take an instruction of the session that concerns computing."""
         match instruction:
             case instructions.LoadStage(job, version, work):
+                self._standby = work.replay.standby
                 self._submit(self._guarded(job, version, 0, lambda c: self._load(orders.assignment(work), c)))
+            case instructions.RepeatStep(job, version, step, scale):
+                self._newest = step
+                self._submit(self._guarded(job, version, step, lambda c: self._repeat(step, scale, c)))
             case instructions.RunStep(job, version, step):
                 self._submit(self._guarded(job, version, step, lambda c: self._step(step, c)))
             case instructions.ApplyStep(job, version, step, scale, store):
@@ -137,7 +143,9 @@ class Workbench:
             case instructions.Interrupt(reason):
                 self.interrupt(reason, stores=False)
             case instructions.Reconfigure(job, version, step, work):
-                self.interrupt("the plan is reconfigured", stores=False)
+                if not self._standby:  # who stands by has steps to repeat first
+                    self.interrupt("the plan is reconfigured", stores=False)
+                self._standby = work.standby
                 self._submit(self._guarded(job, version, step, lambda c: self._reconfigure(work, c)))
             case instructions.TimeOps(request, ops):
                 self._submit(lambda c: self._time_ops(request, ops))
@@ -264,6 +272,8 @@ class Workbench:
 
         def notice(report: StepReport) -> None:
             nonlocal shown_s
+            if run.assignment.standby:
+                self._post(events.StepApplied(job, run.at(report.step).version, report.step))
             digests.append((report.stage.digest, report.inputs))
             now_s = time.perf_counter()
             if now_s - shown_s >= SHOW_S:
@@ -276,11 +286,18 @@ class Workbench:
         log.info("stage.replayed", job=job, step=first, steps=count, took_s=took_s)
         return tuple(digests)
 
+    def _repeat(self, step: int, gradient_scale: float, cancel: Cancel) -> None:
+        """Do a committed step of the rank that this worker stands by for."""
+        run = self._loaded
+        run.repeat(step, gradient_scale, self._newest, cancel)
+        self._post(events.StepApplied(run.assignment.job, run.at(step).version, step))
+
     def _reconfigure(self, message: pb.Reconfigure, cancel: Cancel) -> None:
         started_s = time.perf_counter()
         run, asked = self._loaded, orders.reconfiguration(message)
-        later = run.assignment.reconfigured(asked.plan, asked.links, asked.step)
+        later = run.assignment.reconfigured(asked.plan, asked.links, asked.step, standby=asked.standby)
         check(later, self._context.worker)
+        self._say_stood_by(run)
         # Who is connected may be lost again until then: the new neighbours send when all are loaded.
         self._context.network.connect(later.job, later.version, cancel)
         run.reconfigure(later)
@@ -289,9 +306,20 @@ class Workbench:
             "stage.reconfigured",
             job=later.job, version=later.version, stage=later.stage, step=asked.step, took_s=round(took_s, 3),
         )  # fmt: skip
-        self._post(
-            events.StageLoaded(later.job, later.version, messages.loaded(later.job, later.version, took_s))
-        )
+        if not later.standby:
+            message = messages.loaded(later.job, later.version, took_s)
+            self._post(events.StageLoaded(later.job, later.version, message))
+
+    @staticmethod
+    def _say_stood_by(run: StageRun) -> None:
+        """Log what a standby has done, where this was one."""
+        steps, nbytes = run.stood_by
+        if steps:
+            run.stood_by = [0, 0]
+            log.info(
+                "stage.stood_by",
+                job=run.assignment.job, stage=run.assignment.stage, steps=steps, bytes=nbytes,
+            )  # fmt: skip
 
     def _report_waiting(self, wait: LongWait) -> None:
         """Report that nothing comes though every peer lives: nothing else would show it."""
@@ -403,6 +431,7 @@ class Workbench:
         with self._lock:
             run, self._run, self._links = self._run, None, None
         if run is not None:
+            self._say_stood_by(run)
             run.close()
             if self._context.device.kind == "cuda":
                 torch.cuda.empty_cache()

@@ -62,9 +62,12 @@ class Gate:
         process; like ``tell`` it must not wait. ``sent`` logs what is, and is closed with the gate."""
         self.job, self._version, self._ranks = job, version, ranks
         self._oldest = 0  # version that passes: steps may be repeated under those before
-        self._standbys: Mapping[str, int] = {}  # ranks whose steps workers beside the plan repeat
+        self._former: Mapping[str, int] = {}  # neighbours before, whose steps are still repeated
+        self._beside: dict[bool, Mapping[str, int]] = {False: {}, True: {}}  # by whether they compare
+        self._standbys: Mapping[str, int] = {}  # both: whose steps workers beside the plan repeat
         self._network, self._incoming, self._tell, self._end = network, incoming, tell, end
-        self._sent, self._replays = sent, Replays(sent, network)
+        self._sent = sent
+        self._replays = Replays(sent, network, lambda peer: peer not in self._ranks)
         self._beside_bytes = 0  # of messages that the arena has no room for
         self._lock = threading.RLock()
         self._wanted: dict[MessageKey, _Wanted] = {}
@@ -77,21 +80,29 @@ class Gate:
         """See ``SendLog``."""
         return self._sent.logged_from
 
-    def reconfigure(self, ranks: Mapping[str, int], version: int, step: int) -> None:
+    def reconfigure(
+        self, ranks: Mapping[str, int], version: int, step: int, *, repeating: bool = False
+    ) -> None:
         """Be among other neighbours from ``step`` on, under plan ``version``; nothing of the versions before
-        passes any more, and what was logged of the step is forgotten."""
+        passes any more, and what was logged of the step is forgotten. ``repeating``: here steps before it are
+        still being repeated under the versions before."""
         with self._lock:
-            self._ranks, self._version, self._oldest = ranks, version, version
-            self._wanted.clear()
-            self._waiting.clear()
-        self._network.forget(self.job, version - 1)
-        self._replays.forget_all()
+            self._former, self._ranks, self._version = self._ranks if repeating else {}, ranks, version
+            if not repeating:
+                self._oldest = version
+                self._wanted.clear()
+                self._waiting.clear()
+        if not repeating:
+            self._network.forget(self.job, version - 1)
+        self._replays.forget_but({*ranks, *self._standbys})
         self._sent.drop_from(step)
 
-    def stand_by(self, ranks: Mapping[str, int]) -> None:
+    def stand_by(self, ranks: Mapping[str, int], *, checks: bool = False) -> None:
         """Have these workers repeat the steps of neighbours' ranks, and no others."""
         with self._lock:
-            self._standbys = ranks
+            self._beside[checks] = ranks
+            self._standbys = {**self._beside[False], **self._beside[True]}
+        self._replays.forget_but({*self._standbys, *self._ranks})
 
     def trim_log(self, step: int) -> None:
         """Nobody will ask for messages of steps before ``step``."""
@@ -160,7 +171,7 @@ class Gate:
 
     def _check(self, peer: str, key: MessageKey) -> int:
         """Return the rank that ``peer`` has. Raises BadFrame."""
-        rank = self._ranks.get(peer)
+        rank = self._ranks.get(peer, self._former.get(peer))
         if key.job != self.job or rank is None:
             raise BadFrame(f"a message of job {key.job[:60]!r} with {peer[:60]!r}, none of which is here")
         return rank
@@ -212,9 +223,9 @@ class Gate:
                 del self._begun_s[entry]
 
     def _may_ask(self, peer: str, key: MessageKey) -> bool:
-        """Who is in another plan than this worker has heard of asks again."""
+        """Who is in a later plan than this worker has heard of asks again."""
         if peer in self._ranks:
-            return key.plan_version == self._version
+            return key.plan_version <= self._version
         return peer in self._standbys
 
     def _lend(self, arrived: pb.Arrived, block: Block) -> bool:

@@ -45,9 +45,11 @@ from worker.hosting.watch import OpWatch
 from worker.machine.speed_file import MAX_BYTES as MAX_SPEEDS_BYTES
 from worker.machine.speed_file import SpeedFile
 from worker.session import events, instructions, wire
-from worker.session.pipe_events import event_of
+from worker.session.pipe_events import event_of, turn_over
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from worker.blobs import BlobStore
     from worker.cancel import Cancel
     from worker.config import WorkerConfig
@@ -94,6 +96,7 @@ class _Held:
 
     job: str
     federated: instructions.JoinFederation | None = None
+    standby: bool = False
     version: int = 0
     step: int = 0  # or round
     turn: str = ""  # of a federated job: what is being done
@@ -257,8 +260,13 @@ class ComputeHost:
                     if self._now.gate is not None:
                         self._now.gate.step_over(step)
                 self._tell(pb.ToCompute(run_step=_step(job, version, step)))
-            case instructions.Reconfigure(job, version, step, work):
-                self._reconfigure(version, step, work)
+            case instructions.Reconfigure():
+                self._reconfigure(instruction)
+            case instructions.RepeatStep(job, version, step, scale, replay_from):
+                self._at(version, step)
+                if self._now is not None and self._now.gate is not None:
+                    self._now.gate.trim_log(replay_from)
+                self._tell(pb.ToCompute(repeat_step=_step(job, version, step, gradient_scale=scale)))
             case instructions.ApplyStep(job, version, step, scale, store, replay_from):
                 self._at(version, step)
                 if self._now is not None and self._now.gate is not None:
@@ -312,15 +320,15 @@ class ComputeHost:
 
     # ------------------------------------------------------------ jobs
 
-    def stand_by(self, job: str, ranks: Mapping[str, int]) -> None:
+    def stand_by(self, job: str, ranks: Mapping[str, int], *, checks: bool = False) -> None:
         """Have these workers repeat neighbours' steps, and no others."""
         with self._lock:
             gate = self._now.gate if self._now is not None else None
             if gate is not None and gate.job == job:
-                gate.stand_by(ranks)
+                gate.stand_by(ranks, checks=checks)
 
     def _load(self, job: str, version: int, work: AssignedStage) -> None:
-        self._held = _Held(job, version=version)
+        self._held = _Held(job, standby=work.message.replay.standby, version=version)
         self._check_deaths(job)
         if self._now is None or self._now.joined:
             self._launch(self._pool_view())
@@ -339,13 +347,16 @@ class ComputeHost:
         network.register(job, now.gate)
         child.send(pb.ToCompute(load=assigned))
 
-    def _reconfigure(self, version: int, step: int, work: ReconfiguredStage) -> None:
-        now = self._now
+    def _reconfigure(self, asked: instructions.Reconfigure) -> None:
+        now, version, step = self._now, asked.version, asked.step
+        work: ReconfiguredStage = asked.work
         if now is None or now.gate is None:
             raise StorageError(f"the stage is gone: {self._last_death}")
+        if self._held is not None:
+            self._held.standby = asked.standby
         self._at(version, step)
         self._links = work.links
-        now.gate.reconfigure(_ranks(work.message), version, step)
+        now.gate.reconfigure(_ranks(work.message), version, step, repeating=asked.repeating)
         now.child.send(pb.ToCompute(reconfigure=work.message))
 
     def _join(self, joining: instructions.JoinFederation) -> None:
@@ -641,8 +652,10 @@ class ComputeHost:
                 self._probes.remove(request)
             elif held is None or getattr(event, "job", "") != held.job:
                 return  # of a job that was dropped meanwhile
-            elif held.turn == _turn_over(event):
+            elif held.turn == turn_over(event):
                 held.turn = ""
+            if held is not None and held.standby and isinstance(event, events.StepApplied) and now.gate:
+                now.gate.step_over(event.step + 1)
         if isinstance(event, events.StepDone):
             now.watch.step_done(time.monotonic())
             wire.add_goodput(event.message.ready, self._ports.network.goodput())
@@ -674,20 +687,6 @@ class ComputeHost:
     def _time_link(self, request: int, peer: str, target: LinkRequest) -> None:
         found = time_link(self._ports.network, peer, target)
         self._ports.post(events.Probed(wire.link_probed(request, peer, *found)))
-
-
-def _turn_over(event: events.Event) -> str | None:
-    """The turn of a federated job that an event ends; a job that was joined again may be in another."""
-    match event:
-        case events.Joined():
-            return "load"
-        case events.UpdateStored():
-            return "train"
-        case events.RoundEvaluated():
-            return "evaluate"
-        case events.TurnBroke(during=during):
-            return during
-    return None
 
 
 def _ranks(message: control.Assign | control.Reconfigure) -> dict[str, int]:

@@ -1,7 +1,8 @@
-"""Sends a neighbour again what its stage was sent in steps that are over: for who has taken it over.
+"""Sends again what a neighbour's stage was sent in steps that are over: to who takes it over or stands by.
 
 One thread reads the send log and sends within the transport's bounds. What is asked for while its step is
-under way, or is being repeated here as well, follows as it is logged.
+under way, or is being repeated here as well, follows as it is logged. What hot standbys are sent makes way
+for everything else.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from worker.transport.contract import PeerLost
 from worker.transport.frames import NOT_HERE, MessageKey
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
     from worker.hosting.send_log import SendLog
     from worker.transport.network import PeerNetwork
 
@@ -41,8 +44,11 @@ class _Asked:
 class Replays:
     """What peers have asked for; ``ask`` never waits."""
 
-    def __init__(self, sent: SendLog, network: PeerNetwork) -> None:
-        self._log, self._network = sent, network
+    def __init__(
+        self, sent: SendLog, network: PeerNetwork, stands_by: Callable[[str], bool] = lambda _: False
+    ) -> None:
+        """``stands_by(peer)``: whether nobody waits for what this peer asks for."""
+        self._log, self._network, self._stands_by = sent, network, stands_by
         self._changed = threading.Condition()
         self._asked: dict[tuple[str, int], _Asked] = {}
         self._due = self._closed = False
@@ -69,15 +75,15 @@ class Replays:
 
     def logged(self) -> None:
         """More may be in the log of what was asked for."""
-        if self._asked:
-            with self._changed:
+        with self._changed:
+            if any(not asked.done for asked in self._asked.values()):
                 self._due = True
                 self._changed.notify()
 
-    def forget_all(self) -> None:
-        """Forget what was asked for so far."""
+    def forget_but(self, peers: Collection[str]) -> None:
+        """Forget what was asked for so far by others than ``peers``."""
         with self._changed:
-            self._asked.clear()
+            self._asked = {asked: what for asked, what in self._asked.items() if asked[0] in peers}
 
     def close(self) -> None:
         """Send nothing more."""
@@ -109,7 +115,14 @@ class Replays:
             for record in self._log.records(asked.key.step, asked.rank, asked.at):
                 if self._asked.get((asked.peer, asked.key.step)) is not asked:
                     return
-                self._network.send(asked.peer, record.key, record.header, record.payload, ROOM_S)
+                self._network.send(
+                    asked.peer,
+                    record.key,
+                    record.header,
+                    record.payload,
+                    ROOM_S,
+                    background=self._stands_by(asked.peer),
+                )
                 asked.at = record.next
             asked.done = over
         except TimeoutError:

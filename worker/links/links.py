@@ -40,6 +40,8 @@ TOGETHER_BYTES = 16 << 10
 next is encoded."""
 
 MAX_WHY_CHARS = 300
+NEVER = 1 << 63
+"""``sends_from`` of who repeats steps only."""
 TRAINING = frozenset({Direction.FORWARD, Direction.BACKWARD, Direction.TIED_PARTIAL, Direction.TIED_TOTAL})
 Record = Callable[[str, MessageKey, bytes, bytes | bytearray | memoryview, float | None], None]
 
@@ -131,9 +133,11 @@ class Links:
             codecs.use = self._codecs(self.plan_version).use
             self._eras[plan_version] = (first_step, codecs)
 
-    def reconfigure(self, plan_version: int, first_step: int, codecs: StageCodecs) -> None:
-        """From ``first_step`` on take messages of this version and no others; who was lost, and what was
-        aborted, counts no more."""
+    def reconfigure(
+        self, plan_version: int, first_step: int, codecs: StageCodecs, *, sends: bool = True
+    ) -> None:
+        """From ``first_step`` on take messages of this version and no others, and send, where one ``sends``
+        at all; who was lost, and what was aborted, counts no more."""
         with self._lock:
             if plan_version <= self.plan_version:
                 raise ValueError(f"version {plan_version} after {self.plan_version}")
@@ -143,6 +147,7 @@ class Links:
             self._expected.clear()
             self._lost.clear()
             self._aborted = ""
+            self._sends_from = first_step if sends else NEVER
 
     def ask(self, peer: str, key: MessageKey) -> None:
         """Ask ``peer`` for what it sent this stage in ``key``'s step; it may be asked again."""

@@ -18,7 +18,8 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """A stage to load. ``eras``: (first step, version) of the steps that it repeats by itself before that."""
+    """A stage to load. ``eras``: (first step, version) of the steps that it repeats by itself before that.
+    ``standby``: beside the plan, to repeat every later step as well."""
 
     job: str
     version: int
@@ -26,11 +27,13 @@ class Assign:
     first_step: int
     work: Any = field(repr=False, compare=False)  # opaque here: what LoadStage is given
     eras: tuple[tuple[int, int], ...] = ()
+    standby: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Reconfigure:
-    """The stage that is held stays, under ``version`` from ``step`` on; some of its neighbours are others."""
+    """The stage that is held stays, under ``version`` from ``step`` on; some of its neighbours are others.
+    ``standby``: who stands by goes on with that, else takes the rank."""
 
     job: str
     version: int
@@ -38,6 +41,7 @@ class Reconfigure:
     step: int
     peers: frozenset[str]
     work: Any = field(repr=False, compare=False)  # opaque here: what the instruction is given
+    standby: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,15 @@ class LoadStage:
 @dataclass(frozen=True, slots=True)
 class Reconfigure:
     """Leave no trace of ``step`` where it is under way, keep the stage, and be connected with the new
-    neighbours under ``version``; answered by StageLoaded of that version."""
+    neighbours under ``version``; answered by StageLoaded of that version. ``repeating``: the steps before are
+    repeated first; ``standby``: and go on being repeated, without an answer."""
 
     job: str
     version: int
     step: int
     work: Any = field(repr=False, compare=False)
+    repeating: bool = False
+    standby: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,17 @@ class ApplyStep:
     gradient_scale: float
     store: bool  # snapshot and upload in the background once applied
     replay_from: int = 0  # messages of earlier steps may leave the send log
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatStep:
+    """Do a committed step of the rank that one stands by for, and apply it; answered by StepApplied."""
+
+    job: str
+    version: int
+    step: int
+    gradient_scale: float
+    replay_from: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,5 +220,5 @@ class Quit:
 Instruction = (
     LoadStage | RunStep | ApplyStep | DiscardStep | Evaluate | ChangeLinks | Interrupt | DropStage
     | TimeOps | TimeLink | Send | Reconnect | HangUp | Quit | JoinFederation | TrainLocally | EvaluateLocally
-    | SettleRound | Suspend | Wake | Reconfigure
+    | SettleRound | Suspend | Wake | Reconfigure | RepeatStep
 )  # fmt: skip

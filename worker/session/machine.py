@@ -6,6 +6,8 @@ of a job carries (job, version, step); what does not match the state is late or 
 is normal on the internet: it is ignored and counted. A commit may announce that the stages change
 their links two steps on: from that step everything carries the new version, before it the old. Where the plan
 is reconfigured the stage stays, and the step in flight begins anew under the new version.
+A hot standby loads a stage in the same way and repeats each step when it hears its commit, until it takes the
+rank.
 """
 
 from __future__ import annotations
@@ -86,6 +88,8 @@ def _current(state: Session, event: ev.Event) -> bool:
     if isinstance(event, ev.StepDiscard):
         return job == state.job and version in state.versions
     loading = state.phase is Phase.LOADING and isinstance(event, ev.StageBroke)
+    if loading and not state.whole and version in state.versions:  # of a step that is repeated
+        return job == state.job
     if loading or isinstance(event, ev.StageLoaded):
         return job == state.job and version == state.assigned
     return job == state.job and version == state.version_at(getattr(event, "step", 0))
@@ -173,11 +177,15 @@ def _assigned(state: Session, event: ev.Assign) -> Step:
         eras=(*event.eras, (event.first_step, event.version)) if event.eras else ((0, event.version),),
         peers=event.peers,
         step=event.first_step,
+        standby=event.standby,
+        repeated=0,
         commit=None,
         pending=None,
         whole=False,
         unacknowledged=(),
     )
+    if event.standby:
+        state = replace(state, eras=event.eras)  # up to the newest that is announced
     return state, (*dropped, do.LoadStage(event.job, event.version, event.work))
 
 
@@ -194,6 +202,7 @@ def _released(state: Session, event: ev.Release) -> Step:
         assigned=0,
         eras=(),
         peers=frozenset(),
+        standby=False,
         commit=None,
         pending=None,
         unacknowledged=(),
@@ -203,7 +212,8 @@ def _released(state: Session, event: ev.Release) -> Step:
 
 @TRANSITIONS.on(Phase.LOADING)
 def _loaded(state: Session, event: ev.StageLoaded) -> Step:
-    return send(replace(state, phase=Phase.READY, whole=True), Kind.LOADED, event.message)
+    phase = Phase.STANDING_BY if state.standby else Phase.READY
+    return send(replace(state, phase=phase, whole=True), Kind.LOADED, event.message)
 
 
 @TRANSITIONS.on(Phase.READY)
@@ -230,13 +240,18 @@ def _committed(state: Session, event: ev.StepCommit) -> Step:
     apply = do.ApplyStep(
         state.job, state.version, event.step, event.gradient_scale, event.store, event.replay_from
     )
+    return _relinked(state, event, apply)
+
+
+def _relinked(state: Session, event: ev.StepCommit, apply: do.Instruction) -> Step:
+    """Change the links where the commit says so, in front of carrying it out."""
     relink = event.relink
     if relink is None:
         return state, (apply,)
     if relink.version <= state.versions[-1] or relink.first_step < event.step + 2:
         reason = f"links of version {relink.version} from step {relink.first_step} with commit {event.step}"
-        return _broke(state, ev.StageBroke(state.job, state.version, event.step, f"{reason} come too late"))
-    change = do.ChangeLinks(state.job, state.version, event.step, relink)
+        return _broke(state, ev.StageBroke(state.job, event.version, event.step, f"{reason} come too late"))
+    change = do.ChangeLinks(state.job, event.version, event.step, relink)
     return _with_era(state, relink.first_step, relink.version), (change, apply)
 
 
@@ -286,6 +301,24 @@ def _discarded(state: Session, event: ev.StepDiscard) -> Step:
     return replace(state, phase=Phase.READY), (discard,)
 
 
+# ---------------------------------------------------------------- beside the plan
+
+
+@TRANSITIONS.on(Phase.LOADING, Phase.STANDING_BY)
+def _repeat(state: Session, event: ev.StepCommit) -> Step:
+    """Repeat a committed step; while the stage is being loaded, after that."""
+    if not state.standby or event.step != state.step:
+        return ignore(state)
+    state = replace(acknowledged(state, Kind.LOADED), step=event.step + 1)
+    repeat = do.RepeatStep(state.job, event.version, event.step, event.gradient_scale, event.replay_from)
+    return _relinked(state, event, repeat)
+
+
+@TRANSITIONS.on(Phase.LOADING, Phase.STANDING_BY)
+def _has_repeated(state: Session, event: ev.StepApplied) -> Step:
+    return replace(state, repeated=max(state.repeated, event.step + 1)), ()
+
+
 # ---------------------------------------------------------------- other workers for some stages of the plan
 
 
@@ -301,6 +334,8 @@ def _reconfigured(state: Session, event: ev.Reconfigure) -> Step:
             return state, (do.Send(failed),)
         state, sent = send(replace(state, phase=Phase.FAILED, whole=False, pending=None), Kind.FAILED, failed)
         return state, (do.Interrupt(why), *sent)
+    if state.standby:
+        return _follow(state, event)
     if state.phase is Phase.APPLYING:
         return replace(state, pending=event), ()
     if state.phase is not Phase.EVALUATING:
@@ -318,7 +353,7 @@ def _misfit(state: Session, event: ev.Reconfigure) -> str:
     """Return why the stage that is held cannot go on under the new version, "" when it can."""
     if event.job != state.job or state.phase not in STAGED:
         return "holds no stage of this job"
-    if not state.whole:
+    if not state.whole and not (state.standby and state.phase is Phase.LOADING):
         return f"its stage is not whole ({state.phase})"
     if state.assigned < event.base:
         return f"its stage is of plan {state.assigned}, which is older than plan {event.base}"
@@ -326,6 +361,16 @@ def _misfit(state: Session, event: ev.Reconfigure) -> str:
     if event.step != state.step + over:
         return f"its stage is after {state.step} steps, not {event.step}"
     return ""
+
+
+def _follow(state: Session, event: ev.Reconfigure) -> Step:
+    """Take the rank that one stands by for, or go on standing by for it among other neighbours."""
+    state = acknowledged(_with_era(state, event.step, event.version), Kind.LOADED)
+    state = replace(state, assigned=event.version, peers=event.peers, standby=event.standby)
+    if not event.standby:
+        state = replace(state, phase=Phase.LOADING, whole=False)
+    todo = do.Reconfigure(event.job, event.version, event.step, event.work, True, event.standby)
+    return state, (todo,)
 
 
 def _reconfigure(state: Session, event: ev.Reconfigure) -> Step:
@@ -347,14 +392,17 @@ def _stored(state: Session, event: ev.Stored) -> Step:
     return send(state, Kind.STORED, event.message)
 
 
-@TRANSITIONS.on(Phase.LOADING, Phase.READY, Phase.TRAINING, Phase.APPLYING, Phase.EVALUATING)
+@TRANSITIONS.on(
+    Phase.LOADING, Phase.READY, Phase.TRAINING, Phase.APPLYING, Phase.EVALUATING, Phase.STANDING_BY
+)
 def _broke(state: Session, event: ev.StageBroke) -> Step:
     loading = state.phase is Phase.LOADING
     step = state.step if loading else event.step
-    failed = do.StageFailed(event.job, event.version, step, event.reason, event.lost_peer)
+    version = state.assigned if loading else event.version
+    failed = do.StageFailed(event.job, version, step, event.reason, event.lost_peer)
     if state.phase is Phase.EVALUATING:  # the step whose model was to be evaluated is applied
         state = replace(state, step=state.step + 1, commit=None)
-    elif state.phase in (Phase.READY, Phase.APPLYING):
+    elif state.phase in (Phase.READY, Phase.APPLYING, Phase.STANDING_BY):
         state = replace(state, whole=False)
     whole = state.whole and not event.gone
     return send(replace(state, phase=Phase.FAILED, whole=whole, pending=None), Kind.FAILED, failed)

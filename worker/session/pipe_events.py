@@ -84,3 +84,17 @@ def event_of(m: pb.Posted) -> ev.Event:
         fields["during"] = clean(m.during, 20)
     event: ev.Event = kind(**fields)
     return event
+
+
+def turn_over(event: ev.Event) -> str | None:
+    """Return the turn of a federated job that an event ends; a job joined again may be in another."""
+    match event:
+        case ev.Joined():
+            return "load"
+        case ev.UpdateStored():
+            return "train"
+        case ev.RoundEvaluated():
+            return "evaluate"
+        case ev.TurnBroke(during=during):
+            return during
+    return None

@@ -21,6 +21,7 @@ class Phase(StrEnum):
     WAITING = "waiting"  # step reported, waits for commit or discard
     APPLYING = "applying"
     EVALUATING = "evaluating"
+    STANDING_BY = "standing by"  # repeats a rank's steps, beside the plan
     FAILED = "failed"  # reported why; waits for discard, release or a new plan
     JOINING = "joining"  # loads a federated job
     ENROLLED = "enrolled"  # in a federated job, waits for a round
@@ -40,6 +41,7 @@ STAGED = frozenset(
         Phase.WAITING,
         Phase.APPLYING,
         Phase.EVALUATING,
+        Phase.STANDING_BY,
         Phase.FAILED,
     }
 )
@@ -83,6 +85,8 @@ class Session:
     eras: tuple[tuple[int, int], ...] = ()  # (first step, version), ascending
     peers: frozenset[str] = frozenset()
     step: int = 0
+    standby: bool = False  # beside the plan; then ``step`` is the next whose commit is awaited, ...
+    repeated: int = 0  # ... and so many have been repeated
     key: str = ""  # of the clients of a population in training
     joined: object = None  # our answer to a federated job's invitation
     commit: StepCommit | None = None  # being carried out

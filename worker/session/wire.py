@@ -96,6 +96,7 @@ class StandbysExpected:
     job: str
     ranks: Mapping[str, int]
     links: tuple[PeerLink, ...]
+    checks: bool = False  # they compare; else they stand by
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +158,15 @@ def _assign(m: pb.Assign) -> events.Assign:
     peers = frozenset(link.worker for link in links)
     job = bounds.name("job", m.job, DEFAULT_LIMITS)
     eras = _replayed(m) if m.HasField("replay") else ()
-    return events.Assign(job, m.plan_version, peers, m.first_step, AssignedStage(m, links), eras)
+    work = AssignedStage(m, links)
+    return events.Assign(job, m.plan_version, peers, m.first_step, work, eras, m.replay.standby)
 
 
 def _replayed(m: pb.Assign) -> tuple[tuple[int, int], ...]:
     """(first step, version) of the steps that a stage is to repeat."""
     replay = m.replay
-    bounds.within("first step of a replay", replay.first_step, 0, m.first_step - 1)
+    least = int(not replay.standby)  # who stands by repeats later steps as well
+    bounds.within("first step of a replay", replay.first_step, 0, m.first_step - least)
     steps = m.first_step - replay.first_step
     bounds.within("gradient scales of a replay", len(replay.gradient_scales), steps, min(steps, MAX_REPLAY))
     for scale in replay.gradient_scales:
@@ -176,8 +179,11 @@ def _replayed(m: pb.Assign) -> tuple[tuple[int, int], ...]:
     if list(firsts) != sorted(set(firsts)) or list(versions) != sorted(set(versions)):
         raise BadFrame("the versions in a replay are not in order")
     bounds.within("first version in a replay", firsts[0], 0, replay.first_step)
-    bounds.within("last version in a replay", firsts[-1], 0, m.first_step - 1)
-    bounds.within("last version in a replay", versions[-1], 0, m.plan_version - 1)
+    if replay.standby:
+        bounds.within("last version in a replay", versions[-1], 0, MAX_VERSION)
+    else:
+        bounds.within("last version in a replay", firsts[-1], 0, m.first_step - 1)
+        bounds.within("last version in a replay", versions[-1], 0, m.plan_version - 1)
     for era in replay.eras:
         for link in bounds.count("links", era.links, DEFAULT_LIMITS.items):
             convert_plan.link_from_proto(link, DEFAULT_LIMITS.stages, DEFAULT_LIMITS)
@@ -193,13 +199,14 @@ def _reconfigure(m: pb.Reconfigure) -> events.Reconfigure:
         bounds.within("step", m.step, 0, MAX_STEP),
         frozenset(link.worker for link in links),
         ReconfiguredStage(m, links),
+        m.standby,
     )
 
 
 def _standbys(m: pb.Standbys) -> StandbysExpected:
     links = neighbours(m)
     ranks = {entry.peer.worker: entry.rank for entry in m.peers}
-    return StandbysExpected(bounds.name("job", m.job, DEFAULT_LIMITS), ranks, links)
+    return StandbysExpected(bounds.name("job", m.job, DEFAULT_LIMITS), ranks, links, m.checks)
 
 
 def neighbours(m: pb.Assign | pb.Reconfigure | pb.Standbys) -> tuple[PeerLink, ...]:

@@ -36,7 +36,9 @@ class Era:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Steps that a stage repeats by itself before it is loaded: from ``first_step`` on, one a scale."""
+    """Steps that a stage repeats by itself before it is loaded: from ``first_step`` on, one a scale.
+
+    Of who stands by, the last of ``eras`` goes on."""
 
     first_step: int
     eras: tuple[Era, ...]  # ascending; the first begins at or before first_step
@@ -62,6 +64,7 @@ class Assignment:
     first_step: int
     replay: Replay | None = None
     replica: int = 0  # number of the one that the stage is of
+    standby: bool = False  # beside the plan: repeats later steps as well, and sends nothing
 
     @property
     def stage(self) -> int:
@@ -117,7 +120,9 @@ class Assignment:
             return replace(self, version=version, plan=replace(self.plan, version=version))
         return replace(self, version=version, plan=self.plan.relinked(version, links))
 
-    def reconfigured(self, plan: Plan, links: tuple[PeerLink, ...], step: int) -> Assignment:
+    def reconfigured(
+        self, plan: Plan, links: tuple[PeerLink, ...], step: int, *, standby: bool = False
+    ) -> Assignment:
         """The same stage from ``step`` on under a later plan that has some stages on other workers.
 
         PlanError for a plan under which the stage would compute otherwise.
@@ -128,7 +133,8 @@ class Assignment:
             raise PlanError(
                 f"plan {plan.version} has other stages than {self.version}: it must be loaded anew"
             )
-        return replace(self, version=plan.version, plan=plan, links=links, first_step=step, replay=None)
+        changed = replace(self, version=plan.version, plan=plan, links=links, first_step=step)
+        return replace(changed, replay=None, standby=standby)
 
     @property
     def eras(self) -> tuple[tuple[int, Assignment], ...]:
@@ -136,7 +142,7 @@ class Assignment:
         if self.replay is None:
             return ((0, self),)
         before = [(era.first_step, self.relinked(era.version, era.links)) for era in self.replay.eras]
-        return (*before, (self.first_step, self))
+        return tuple(before) if self.standby else (*before, (self.first_step, self))
 
     def inputs(self, program: StageProgram) -> dict[str, TensorMeta]:
         return {name: self.states[name].meta for name in program.inputs}

@@ -43,8 +43,11 @@ class TensorLinks(Protocol):
         """Messages of ``step`` and before are not wanted any more."""
         ...
 
-    def reconfigure(self, plan_version: int, first_step: int, codecs: StageCodecs) -> None:
-        """From ``first_step`` on messages are of this version alone, whatever was lost or aborted before."""
+    def reconfigure(
+        self, plan_version: int, first_step: int, codecs: StageCodecs, *, sends: bool = True
+    ) -> None:
+        """From ``first_step`` on messages are of this version alone, whatever was lost or aborted before;
+        ``sends``: and go to the peers, not to the send log alone."""
         ...
 
     def ask(self, peer: str, key: MessageKey) -> None:

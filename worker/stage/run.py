@@ -10,6 +10,7 @@ the transport lets gradients pass activations.
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -83,6 +84,7 @@ class StageRun:
         self._cpu.forget()
         self._eras = list(assignment.eras)  # first step -> the plan version from there on, ascending
         self._asks: Asks | None = None  # while steps are repeated
+        self.stood_by = [0, 0]  # steps that were repeated beside the plan, bytes that came for them
         self._actions = assignment.plan.actions(assignment.rank)
         self._joining: GradientExchange | None = None  # of the step under way, where there are other replicas
         self._joining_s = 0.0  # sending parts within the backward that runs
@@ -127,7 +129,8 @@ class StageRun:
         if self._steps != step:
             raise BadFrame(f"the stage has {self._steps} steps, and is to go on after {step}")
         self._stage.discard()
-        self._links.reconfigure(later.version, step, codecs_of(later, self._cpu))
+        self._links.reconfigure(later.version, step, codecs_of(later, self._cpu), sends=not later.standby)
+        self._asks = None
         self._eras = [*(era for era in self._eras if era[0] < step), (step, later)]
         self.assignment = later
         self._expected = step - 1
@@ -148,14 +151,37 @@ class StageRun:
         for step, scale in enumerate(asked.gradient_scales, asked.first_step):
             self._expect_up_to(min(step + self._asks.ahead, self.assignment.first_step))
             self._asks.up_to(step + self._asks.ahead)
-            report = self.run_step(step, cancel)
-            self.apply(step, scale)
-            self.spans.take()  # these steps are in the timeline already
+            report = self._again(step, scale, cancel)
             if step + 1 in asked.stores:
                 stored(step)
             notice(report)
         self._asks = None
         self._cpu.forget()
+
+    def repeat(self, step: int, scale: float, newest: int, cancel: Cancel) -> None:
+        """Do a committed step of the rank that this one stands by for; ``newest``: the last committed one.
+
+        Raises as ``replay``, and BadFrame for another step than the next.
+        """
+        if self._steps != step:
+            raise BadFrame(f"step {step} is to be repeated on the state after {self._steps} steps")
+        if self._asks is None:
+            end = sys.maxsize
+            self._asks = Asks(self.assignment, self._links, step, end, lambda at: self.at(at).version)
+        # No further ahead: links may change with the step after.
+        ahead = min(step + 1, newest)
+        self._expect_up_to(ahead)
+        self._asks.up_to(ahead)
+        self._again(step, scale, cancel)
+
+    def _again(self, step: int, scale: float, cancel: Cancel) -> StepReport:
+        report = self.run_step(step, cancel)
+        self.apply(step, scale)
+        taken = self.spans.take()  # these steps are in the timeline already
+        if self.assignment.standby:
+            self.stood_by[0] += 1
+            self.stood_by[1] += sum(span.bytes for span in taken if span.kind == "recv")
+        return report
 
     def run_step(self, step: int, cancel: Cancel) -> StepReport:
         """Forwards, backwards, tied parameters; ends where the commit decides.
@@ -402,7 +428,7 @@ class StageRun:
         for number in range(first, step + 1):
             assignment = self.at(number)
             self._links.expect(step_arrivals(assignment, number))
-            if number < self.assignment.first_step:
+            if self.assignment.standby or number < self.assignment.first_step:
                 continue  # no evaluation is repeated
             self._links.expect(evaluation_arrivals(assignment, number))
             if lossy(assignment.pipeline.links):

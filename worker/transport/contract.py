@@ -68,6 +68,8 @@ class TransportConfig:
     max_message_bytes: int = 1 << 30
     max_queued_bytes: int = 256 << 20  # unconfirmed, per peer; then send() waits
     max_messages: int = 1024  # unconfirmed, per peer
+    max_background_bytes: int = 16 << 20  # the same of background messages, which count for themselves
+    max_background_messages: int = 256  # that wait
     max_window_bytes: int = 64 << 20  # in flight to a peer
     max_connections: int = 64  # accepted, all peers together
     streams: int = 0  # connections to a peer; 0 = by the round trip

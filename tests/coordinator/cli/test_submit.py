@@ -111,6 +111,18 @@ def test_a_time_that_cannot_be_meant_is_refused(
     assert script.submissions == {}
 
 
+@pytest.mark.parametrize(("given", "most"), [([], None), (["auto"], None), (["0"], 0), (["2"], 2)])
+def test_standbys_are_the_coordinators_choice_or_at_most_so_many(
+    given: list[str], most: int | None, script: Script, server: FakeOwnerServer, job_file: str
+) -> None:
+    options = ["--standbys", *given] if given else []
+    assert run(app, ["submit", job_file, "--json", *options, *server.options]) == 0
+    [request] = script.submissions.values()
+    found = request.spec.standbys if request.spec.HasField("standbys") else None
+    assert found == most
+    assert run(app, ["submit", job_file, "--standbys", "-1", *server.options]) == 2
+
+
 def test_rounds_are_not_counted_by_a_time(
     script: Script, server: FakeOwnerServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

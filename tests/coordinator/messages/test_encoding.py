@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import typing
+from dataclasses import replace
 
 import pytest
 
@@ -20,6 +21,7 @@ PLAN = Plan("j", 3, HASH, "", "even", ScheduleName.GPIPE, 2, one_replica(2, STAG
 LINKS = (LinkSpec(0, 1, "topk", 8.0, Mask.NONE, "slow"), LinkSpec(1, 0))
 FACTS: list[facts.Fact] = [
     facts.CoordinatorStarted(7),
+    facts.JobSubmitted("s", "", replace(spec(), standbys=2), 0, {}, 1.5),
     facts.JobSubmitted("j", "s", spec(), 2, {"w0": HASH}, 1.5),
     facts.JobSubmitted("f", "", federated_job(), 0, {}, 1.5),
     facts.PlanAdopted("j", PLAN),

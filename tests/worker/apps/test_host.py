@@ -18,11 +18,13 @@ pytest.importorskip("flwr")
 from atoll.errors import BadFrame
 from protos import atoll_apps_pb2 as pb
 from protos.app_bundle import Bundle, make_bundle
+from protos.app_signing import make_key, sign
 from worker.apps import run as app_run
 from worker.apps.host import AppHost, _check_names
 from worker.apps.run import AppContext, HostedRun
 from worker.apps.store import AppStore
 from worker.blobs import BlobCache
+from worker.config import WorkerConfig
 
 PROJECT = """
 [project]
@@ -173,6 +175,23 @@ def test_two_apps_never_share_state_whatever_number_their_runs_have(
     # Each is awaited: a run that is ended starts no process.
     folders = {Path(started.get(timeout=HUNG_S).runs_dir) for _ in range(2)}
     assert {folder.name for folder in folders} == {hosted.bundle.hash, second.bundle.hash}
+
+
+def test_a_worker_accepts_for_its_own_life_a_hash_a_publisher_or_any_app(tmp_path: Path) -> None:
+    publisher = make_key(tmp_path / "lab.key")
+    apps = [pb.AppIdentity(hash=name * 64) for name in ("a", "b", "c")]
+    apps[1].signer, apps[1].signature = sign(tmp_path / "lab.key", apps[1].hash)
+    apps[2].signer, apps[2].signature = apps[1].signer, apps[1].signature  # of another app
+
+    def accepted(*given: str) -> list[bool]:
+        config = WorkerConfig("h", state_dir=tmp_path, allow_apps=True, accept_apps=given)
+        return [AppHost(config)._accepts(app) for app in apps]
+
+    assert accepted() == [False, False, False]
+    assert accepted("a" * 64) == [True, False, False]
+    assert accepted(publisher) == [False, True, False]
+    assert accepted("any") == [True, True, True]
+    assert accepted() == [False, False, False]
 
 
 def test_a_run_of_another_app_is_refused_while_its_number_is_taken(tmp_path: Path) -> None:

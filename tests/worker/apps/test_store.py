@@ -107,6 +107,8 @@ def test_accepting_without_allowing_or_half_a_hash_is_wrong_usage() -> None:
         WorkerConfig("h", accept_apps=(A,))
     with pytest.raises(UsageError, match="64 hexadecimal"):
         WorkerConfig("h", allow_apps=True, accept_apps=(A[:12],))
+    with pytest.raises(UsageError, match="is no publisher"):
+        WorkerConfig("h", allow_apps=True, accept_apps=("ed25519:AAAA",))
 
 
 def test_states_of_runs_long_ended_go_and_those_of_other_runs_stay(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ class Port:
     receivers: dict[str, Receiver] = field(default_factory=dict)
     forgotten: list[tuple[str, int | None]] = field(default_factory=list)
     full: bool = False
+    behind: list[MessageKey] = field(default_factory=list)  # what it sent in the background
 
     @property
     def sent(self) -> list[MessageKey]:
@@ -62,10 +63,13 @@ class Port:
         payload: bytes | bytearray | memoryview,
         timeout_s: float | None = None,
         more: bool = False,
+        background: bool = False,
     ) -> None:
         if self.full:
             raise TimeoutError
         self.hub.sent.append((self.name, peer, key))
+        if background:
+            self.behind.append(key)
         self.hub.packets.setdefault(key, []).append(header + bytes(payload))
         receiver = self.hub.ports[peer].receivers.get(key.job)
         buffer = receiver.expect(self.name, key, len(payload)) if receiver else None

@@ -22,7 +22,7 @@ from coordinator.planning.evaluation_cut import evaluation_intervals
 from tests.models import MODELS
 from tests.patience import HUNG_S
 from tests.worker.links.hub import Hub
-from worker.links.links import Links, Network
+from worker.links.links import NEVER, Links, Network
 from worker.spans import Spans
 from worker.stage.assignment import Assignment, PeerLink
 from worker.stage.reports import Progress
@@ -179,7 +179,7 @@ class Crew:
         announce = getattr(network, "announce", lambda _: None)
         record = getattr(network, "record", None)
         (_, first), *later = assignment.eras
-        codecs, sends_from = codecs_of(first), assignment.first_step
+        codecs, sends_from = codecs_of(first), NEVER if assignment.standby else assignment.first_step
         links = Links(
             network, "job", first.version, codecs, announce=announce, record=record, sends_from=sends_from
         )

@@ -15,7 +15,7 @@ from worker.transport.frames import (
     MessageKey,
 )
 from worker.transport.inbox import Inbox
-from worker.transport.outbox import Outbox
+from worker.transport.outbox import OVERDUE_SPAN, Outbox
 
 KEY = MessageKey("job-1", 3, 12, 4, 77, Direction.BACKWARD)
 
@@ -192,3 +192,61 @@ def test_the_receiver_forgets_what_the_sender_forgot() -> None:
         inbox.take(Data(number, KEY, 0, 9000), bytes(5000))
     inbox.take(Data(9, KEY, 0, 9000, oldest=9), bytes(5000))
     assert len(inbox) == 1
+
+
+def background(box: Outbox, micro: int, size: int = 10_000) -> None:
+    box.add_background(key(Direction.FORWARD, micro), b"", memoryview(bytes(size)))
+
+
+def test_background_messages_leave_one_by_one_where_nothing_else_waits_and_they_are_let() -> None:
+    box = Outbox()
+    background(box, 1, 50_000)
+    background(box, 2)
+    assert not box.waiting
+    assert box.idles_for_background
+    assert box.take(40_000) is None
+    begun = box.take(40_000, background=True)
+    box.add(key(Direction.EVALUATION), b"", memoryview(bytes(10)))
+    order = [begun, *(box.take(40_000, background=True) for _ in range(4))]
+    assert [(c.message.key.micro, c.length) for c in order if c] == [
+        (1, 40_000),
+        (0, 10),
+        (1, 10_000),
+        (2, 10_000),
+    ]
+    assert (box.held, box.background_held, box.urgent) == (10, 60_000, 1)
+    for chunk in order[:2]:
+        assert chunk is not None
+        box.confirmed(chunk.message.number)
+    assert (box.held, box.background_held, box.urgent) == (0, 10_000, 0)
+
+
+def test_a_background_message_keeps_no_number_while_it_waits_and_goes_first_when_many_have_passed_it() -> (
+    None
+):
+    box = Outbox()
+    background(box, 1, 50_000)
+    for _ in range(2 * OVERDUE_SPAN):
+        box.confirmed(box.add(key(Direction.FORWARD), b"", memoryview(b"")).number)
+    assert box.span == 0
+    assert box.take(40_000, background=True) is not None
+    for _ in range(OVERDUE_SPAN - 1):
+        assert not box._overdue
+        box.add(key(Direction.BACKWARD), b"", memoryview(b"x"))
+    overdue = box.take(40_000)
+    assert overdue is not None
+    assert (overdue.message.background, overdue.length) == (True, 10_000)
+    urgent = box.take(40_000)
+    assert urgent is not None
+    assert not urgent.message.background
+
+
+def test_background_messages_of_older_versions_stay_and_all_go_with_the_job() -> None:
+    box = Outbox()
+    background(box, 1)
+    background(box, 2)
+    box.take(40_000, background=True)
+    assert box.drop(lambda _: True, background=False) == 0
+    assert len(box) == 2
+    assert box.drop(lambda _: True) == 2
+    assert (len(box), box.background_held) == (0, 0)

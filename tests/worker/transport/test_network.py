@@ -248,6 +248,26 @@ def test_a_gradient_overtakes_queued_activations(host: Make, tmp_path: Path) -> 
     assert order.index(Direction.BACKWARD) < 2
 
 
+def test_background_messages_wait_for_everything_else_that_is_sent_to_whomever(
+    host: Make, tmp_path: Path
+) -> None:
+    slow = tmp_path / "shape.json"
+    slow.write_text('{"self": "a", "peers": {"w-b": {"mbit": 40, "ms": 5}}}')
+    config = TransportConfig(streams=1, silence_s=60, reconnect_s=60)
+    a, b = connected(host, config, Shaper.load(slow))
+    c = host("w-c", config)
+    c.network.admit("w-a")
+    a.network.dial("w-c", [c.address], HUNG_S)
+    for number in range(4):
+        a.network.send("w-b", key(number), b"", bytes(1 << 20))
+    for number in range(3):
+        a.network.send("w-c", key(number), b"", bytes(1 << 20), background=True)
+    assert [c.delivered.get(timeout=HUNG_S)[1].micro for _ in range(3)] == [0, 1, 2]
+    assert b.delivered.qsize() == 4
+    assert a.network.flush("w-c", HUNG_S)
+    assert [found.peer for found in a.network.goodput()] == ["w-b"], "of these nothing is measured"
+
+
 def test_a_full_queue_makes_the_sender_wait_and_times_out_with_numbers(host: Make, tmp_path: Path) -> None:
     slow = tmp_path / "shape.json"
     slow.write_text('{"self": "a", "peers": {"w-b": {"mbit": 1}}}')
