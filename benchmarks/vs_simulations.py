@@ -2,7 +2,7 @@
 
     atoll data fetch mnist
     python -m benchmarks.vs_simulations --json
-    python -m benchmarks.vs_simulations --pfl-python /path/to/venv/bin/python
+    python -m benchmarks.vs_simulations --pfl-python PYTHON
 
   population   1,000 clients with two of MNIST's labels each, 100 of them a round, LeNet (44,426 weights), six
                local steps of ten images, FedAvg. Atoll: a coordinator and two hosts, TLS and journal on, by

@@ -217,7 +217,7 @@ class Scheduler:
 
     def _not_beside(self, event: ev.SessionOpened) -> None:
         """Release who still repeats steps beside a plan that it was taken from while it was away: it would
-        take no stage of that job for a newer one."""
+        refuse its place in a newer one."""
         held = event.introduction.held
         driver = self.driver_of(held.job) if held is not None else None
         if held is None or held.version < BESIDE or (driver and driver.current(held.job, held.version)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -22,6 +22,11 @@ from coordinator.cli.render import status_view
 from coordinator.client.endpoint import Endpoint, default_state_dir, parse_address, remember
 from protos.command_line import AsJson, out, print_json, with_groups
 from protos.networks import ANYWHERE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from coordinator.server import Started
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 DEFAULT_EXPIRES, DEFAULT_USES = "7d", 100
@@ -76,7 +81,7 @@ def serve(
 ) -> None:
     """Run the coordinator until it is interrupted; prints the command with which workers join."""
     from coordinator.config import CoordinatorConfig
-    from coordinator.server import Started, serve_forever
+    from coordinator.server import serve_forever
 
     host, port = parse_address(listen)
     folder = state_dir or default_state_dir()
@@ -113,16 +118,21 @@ def serve(
                 }
             )
             return
-        out.print(
-            f"coordinator listens on {Endpoint(host, started.entry_port).address}, state in {folder}",
-            soft_wrap=True,
-        )
-        if insecure:
-            out.print("insecure: no TLS and no tokens, for experiments on this machine only")
-        out.print("workers join with:", soft_wrap=True)
-        out.print(f"  {started.join_command}", soft_wrap=True)
+        _print_started(folder, host, started, insecure=insecure)
 
     serve_forever(config, announce)
+
+
+def _print_started(folder: Path, host: str, started: Started, *, insecure: bool) -> None:
+    """Print where the coordinator listens and how workers join it."""
+    out.print(
+        f"coordinator listens on {Endpoint(host, started.entry_port).address}, state in {folder}",
+        soft_wrap=True,
+    )
+    if insecure:
+        out.print("insecure: no TLS and no tokens, for experiments on this machine only")
+    out.print("workers join with:", soft_wrap=True)
+    out.print(f"  {started.join_command}", soft_wrap=True)
 
 
 def _metrics(text: str) -> dict[str, Any]:

@@ -47,7 +47,8 @@ def perform(folder: RunFolder, setup: dict[str, Any], keeper: Keeper) -> None:
 
 def main() -> NoReturn:
     """Entry: the run's folder is the only argument."""
-    folder, ended = RunFolder(Path(sys.argv[1])), None
+    folder = RunFolder(Path(sys.argv[1]))
+    ended: BaseException | None = None
     with Keeper(folder) as keeper:
         try:
             with ended_by_signals():

@@ -142,7 +142,7 @@ def of_writers(found: Writers) -> Owned:
 
 def of_ratings(found: Ratings) -> Owned:
     """Stars of films, owned by who gave them; split by label, a label is a number of half stars."""
-    arrays = {"user": found.users, "film": found.films, "stars": found.stars}
+    arrays: dict[str, NDArray[Any]] = {"user": found.users, "film": found.films, "stars": found.stars}
     schema = ("user:int64=user", "film:int64=film", "stars:float32=stars")
     halves = np.rint(2 * found.stars).astype(np.int64)
     names = tuple(f"{user:03d}" for user in range(found.n_users))

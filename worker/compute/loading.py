@@ -53,8 +53,9 @@ def load(
         announce=context.network.announce,
         record=context.network.record,
         sends_from=NEVER if assignment.standby else assignment.first_step,
-        digests=assignment.training.spot_checks > 0,
     )
+    if assignment.training.spot_checks > 0:
+        links.hash_inputs()
     for begins, era in later:
         links.relink(era.version, begins, codecs_of(era, context.cpu))
     for executor, found in zip(stage.executors, costs, strict=True):

@@ -307,8 +307,8 @@ class Workbench:
             job=later.job, version=later.version, stage=later.stage, step=asked.step, took_s=round(took_s, 3),
         )  # fmt: skip
         if not later.standby:
-            message = messages.loaded(later.job, later.version, took_s)
-            self._post(events.StageLoaded(later.job, later.version, message))
+            loaded = messages.loaded(later.job, later.version, took_s)
+            self._post(events.StageLoaded(later.job, later.version, loaded))
 
     @staticmethod
     def _say_stood_by(run: StageRun) -> None:

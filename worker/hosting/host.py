@@ -361,7 +361,7 @@ class ComputeHost:
 
     def _join(self, joining: instructions.JoinFederation) -> None:
         invitation: control.Participate = joining.work
-        self._held = _Held(joining.job, joining, joining.version, 0, "load")
+        self._held = _Held(joining.job, joining, version=joining.version, turn="load")
         self._check_deaths(joining.job)
         config = self._config
         folder = make_job_folder(config.state_dir, joining.job, config.kept_bytes)

@@ -83,11 +83,10 @@ class Links:
         announce: Callable[[list[tuple[Arrival, int]]], object] = lambda _: None,
         record: Record | None = None,
         sends_from: int = 0,
-        digests: bool = False,
     ) -> None:
         """``codecs`` None: everything travels exactly. ``announce`` hears of messages before any of them is
         taken, each with the payload bytes that it may have. Messages of steps before ``sends_from`` are
-        given to ``record`` instead of being sent. ``digests``: what is received is hashed."""
+        given to ``record`` instead of being sent."""
         self.job = job
         self.refused: Counter[str] = Counter()
         self._network, self._device, self._announce = network, device, announce
@@ -97,7 +96,7 @@ class Links:
         self._eras: dict[int, tuple[int, StageCodecs]] = {plan_version: (0, codecs or StageCodecs())}
         self._expected: dict[MessageKey, _Expected] = {}
         self._record, self._sends_from = record, sends_from
-        self._digests, self._hashed = digests, hashlib.blake2b(digest_size=DIGEST_BYTES)
+        self._digests, self._hashed = False, hashlib.blake2b(digest_size=DIGEST_BYTES)
         self._lost: dict[str, str] = {}
         self._not_there = ""  # why a step cannot be repeated
         self._done_step = -1
@@ -187,6 +186,10 @@ class Links:
             self._hashed.update(packet.payload)
         tensor = self._codecs(key.plan_version).decode(expected.peer, key, packet)
         return None if tensor is None else tensor.to(self._device)
+
+    def hash_inputs(self) -> None:
+        """Hash the messages of training from now on, in the order of ``receive``."""
+        self._digests = True
 
     def take_digest(self) -> bytes:
         """Return eight bytes over the messages of training that were received since the last call, in the
