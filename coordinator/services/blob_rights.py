@@ -104,7 +104,7 @@ class KeeperRole:
         return frozenset(
             copy.tensors[name]
             for copy in self.copies
-            for name in leaves_of(self.graphs, copy.plan, copy.stage)
+            for name in leaves_of(self.graphs, copy.plan, copy.rank)
         )
 
     def allowance(self) -> Allowance:

@@ -483,7 +483,7 @@ def _assign(message: do.Assign, graphs: GraphStore, way: Way) -> pb.Assign:
 def _copy(copy: do.StageCopy, graphs: GraphStore) -> pb.StageCopy:
     """The blobs of a stage's tensors, each once, with the most bytes that it may have."""
     most: dict[str, int] = {}
-    for name, state in leaves_of(graphs, copy.plan, copy.stage).items():
+    for name, state in leaves_of(graphs, copy.plan, copy.rank).items():
         blob = copy.tensors[name]
         most[blob] = max(most.get(blob, 0), most_bytes(state.meta))
     blobs = [pb.BlobRef(hash=blob, size=size) for blob, size in most.items()]

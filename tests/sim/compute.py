@@ -400,7 +400,8 @@ class Bench:
         if order != self._order:
             return
         copy, *rest = copies
-        cut = copy.plan.stages[copy.stage]
+        place = copy.plan.places[copy.rank]
+        cut = copy.plan.replicas[place.replica].stages[place.stage]
         blobs = [copy.tensors[name] for name in sorted(copy.tensors)[cut.start : cut.stop]]
         new = [blob for blob in blobs if blob not in self.process.disk]
         self.process.disk.update(blobs)
