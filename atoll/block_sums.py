@@ -8,10 +8,13 @@ blocks. One block is the order without blocks.
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING
+from weakref import ReferenceType, WeakMethod, ref
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -50,17 +53,40 @@ class BlockSums:
         self._uses, self._late, self._tied = uses, late, tied
         self._blocks = tuple(blocks.items())
         self._prefix = 0 in blocks
+        self._notice: WeakMethod[Callable[[str, int], None]] | None = None
         self.clear()
+
+    def watch(self, notice: Callable[[str, int], None]) -> None:
+        """Have the method ``notice(parameter, label)`` called as soon as a part is whole, while a backward
+        still computes others; not for parameters that are tied or late."""
+        # Leaves share the weights' memory, which a cycle of references would keep.
+        self._notice, me = WeakMethod(notice), ref(self)
+        for name, sites in self._uses.items():
+            if name not in self._tied and not any(op in self._late for op, _ in sites):
+                for _, leaf in sites:
+                    leaf.register_post_accumulate_grad_hook(partial(_accumulated, me, name))  # type: ignore[no-untyped-call]
 
     def clear(self) -> None:
         """Forget the step's gradients."""
         self._backward = self._whole = 0  # blocks whose backwards are done, whose weight gradients are, too
         self._moved: dict[int, dict[tuple[str, int], Tensor]] = {}  # block -> (parameter, op)
         self._sums: dict[str, dict[int, Tensor | None]] = {}
+        self._closing: int | None = None  # block whose last backward computes
+        self._here: Counter[str] = Counter()  # parameter -> uses that this backward is done with
+        self._early: set[str] = set()  # whose sums of the closing block are taken already
+
+    def backward_begins(self, micro: int) -> None:
+        """Take in that the backward of ``micro`` comes now."""
+        number, block = self._blocks[self._backward]
+        # Blocks are added in order: one that still owes weight gradients keeps the next from being early.
+        closes = self._notice is not None and self._whole == self._backward and micro == block.stop - 1
+        self._closing = number if closes else None
+        self._here.clear()
 
     def backward_done(self, micro: int, owed: int | None) -> None:
         """Take in that ``micro``'s backward is done; ``owed``: the first micro-batch that still owes weight
         gradients."""
+        self._closing = None
         while self._backward < len(self._blocks) and micro >= self._blocks[self._backward][1].stop - 1:
             self._move(late=False, block=self._blocks[self._backward][0])
             self._backward += 1
@@ -73,6 +99,11 @@ class BlockSums:
             self._move(late=True, block=block)
             self._whole += 1
             self._add_up(block)
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """Blocks of which everything but tied uses in later stages is summed, ascending."""
+        return tuple(number for number, _ in self._blocks[: self._whole])
 
     def partial(self, name: str, block: int, later: Tensor | None = None) -> Tensor | None:
         """Return ``later`` plus this stage's uses of a parameter in ``block``, descending by op."""
@@ -90,8 +121,9 @@ class BlockSums:
 
     def _add_up(self, block: int) -> None:
         for name in self._uses:
-            if name not in self._tied:
+            if name not in self._tied and name not in self._early:
                 self.add(name, block, self.partial(name, block))
+        self._early.clear()
         moved = self._moved.pop(block, {})
         if kept := {use: gradient for use, gradient in moved.items() if use[0] in self._tied}:
             self._moved[block] = kept
@@ -100,11 +132,38 @@ class BlockSums:
         """Take what the leaves have accumulated, so that the next block begins at nothing."""
         for name, op, leaf in self._leaves(late):
             if leaf.grad is not None:
+                if name in self._early:
+                    raise RuntimeError(f"a gradient of {name} came after its sum was taken")
                 self._moved.setdefault(block, {})[name, op] = leaf.grad
                 leaf.grad = None
+
+    def accumulated(self, name: str) -> None:
+        """Take in that a use of a parameter has its gradient of the backward that computes."""
+        block, sites = self._closing, self._uses[name]
+        notice = self._notice() if self._notice is not None else None
+        if block is None or notice is None:
+            return
+        self._here[name] += 1
+        if self._here[name] < len(sites):
+            return
+        for op, leaf in sites:
+            if leaf.grad is not None:
+                self._moved.setdefault(block, {})[name, op] = leaf.grad
+                leaf.grad = None
+        self._early.add(name)
+        self.add(name, block, self.partial(name, block))
+        if not self._prefix or block == self._blocks[-1][0]:
+            notice(name, 0 if self._prefix else block)
 
     def _leaves(self, late: bool) -> Iterator[tuple[str, int, Tensor]]:
         for name, sites in self._uses.items():
             for op, leaf in sites:
                 if (op in self._late) == late:
                     yield name, op, leaf
+
+
+def _accumulated(sums: ReferenceType[BlockSums], name: str, _: Tensor) -> None:
+    """Pass on that a leaf's gradient is there; a hook."""
+    found = sums()
+    if found is not None:
+        found.accumulated(name)

@@ -17,6 +17,8 @@ from math import ceil, isfinite
 
 from atoll.errors import PlanError
 
+BUCKET_BYTES = 4 << 20
+
 
 class Content(StrEnum):
     """Quantity that ranks exchange."""
@@ -57,6 +59,8 @@ class Exchange:
     quorum: float = 1.0  # share of the ranks that are waited for, in (0, 1]
     deadline_s: float = 0.0  # from the quorum to the end of waiting for the others; 0: no deadline
     inner: Exchange | None = None  # of the ranks of one site among themselves
+    bucket_bytes: int = BUCKET_BYTES  # gradients are merged into messages up to this size
+    rates: tuple[float, ...] = ()  # bytes/s of each rank over its slowest link to another; none: all alike
 
     def awaited(self, ranks: int) -> int:
         """Ranks that are waited for, of so many."""
@@ -81,6 +85,10 @@ def check_exchange(exchange: Exchange) -> None:
         raise PlanError(
             f"exchange with quorum {exchange.quorum} and deadline {exchange.deadline_s} s; a share in (0, 1] "
             "and at least 0"
+        )
+    if exchange.bucket_bytes < 1 or not all(isfinite(rate) and rate > 0.0 for rate in exchange.rates):
+        raise PlanError(
+            f"exchange in messages of {exchange.bucket_bytes} bytes at rates {exchange.rates}; both above 0"
         )
     if exchange.inner is not None:
         check_exchange(exchange.inner)

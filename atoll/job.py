@@ -13,7 +13,7 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from atoll.compression import Compression
+from atoll.compression import AUTO, Compression
 from atoll.dataset_spec import DataSpec
 from atoll.errors import UsageError
 
@@ -116,6 +116,9 @@ class Recompute(StrEnum):
     AUTO = "auto"  # as the planner finds faster within the memory limits
 
 
+MOST_REPLICAS = 64
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingSpec:
     """Settings of training that every stage needs: declared, bounded, the same on each."""
@@ -133,6 +136,7 @@ class TrainingSpec:
     compress: str = "off"  # what links may do to boundary tensors: ``atoll.compression``
     blocks: int = 1  # of a step's micro-batches: gradients are summed within each, then block after block
     average_buffers: bool = False  # replicas may average what training writes, such as running statistics
+    replicas: str = "1"  # of the pipeline, each for a share of the blocks; auto: as many as are fastest
     spot_checks: float = 0.005  # share of the steps that an idle worker repeats to compare; 0 = none
 
     def __post_init__(self) -> None:
@@ -149,6 +153,17 @@ class TrainingSpec:
         if not 0.0 <= self.spot_checks <= 1.0:
             raise UsageError(f"spot_checks = {self.spot_checks}; give a share of the steps from 0 to 1")
         Compression.parse(self.compress)
+        if self.replicas != AUTO and not (
+            self.replicas.isascii() and self.replicas.isdecimal() and len(self.replicas) < 4
+        ):
+            raise UsageError(f"replicas = {self.replicas[:40]!r}; give a number or {AUTO}")
+        if self.replica_count is not None and not 1 <= self.replica_count <= MOST_REPLICAS:
+            raise UsageError(f"replicas = {self.replicas[:40]}; give from 1 to {MOST_REPLICAS}, or {AUTO}")
+
+    @property
+    def replica_count(self) -> int | None:
+        """Number of replicas that is asked for; None where the planner chooses."""
+        return None if self.replicas == AUTO else int(self.replicas)
 
     @property
     def compression(self) -> Compression:

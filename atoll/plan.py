@@ -17,7 +17,7 @@ from atoll.errors import PlanError
 from atoll.exchange import Exchange, check_exchange
 from atoll.job import Recompute, TrainingSpec
 from atoll.microbatch import Action, ScheduleName, block_ranges, gpipe, one_f_one_b
-from atoll.opdag import OpDag, Source, leaf_refs
+from atoll.opdag import FLOATING, OpDag, Source, leaf_refs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -216,7 +216,7 @@ def validate(plan: Plan, dag: OpDag, training: TrainingSpec) -> None:
         )
     for number, replica in enumerate(plan.replicas):
         _check_cut(replica, dag, f"replica {number}: " if len(plan.replicas) > 1 else "")
-    _check_shares(plan)
+    check_shares(plan)
     workers = [place.worker for place in plan.places]
     twice = sorted({worker for worker in workers if workers.count(worker) > 1})
     if twice:
@@ -228,8 +228,12 @@ def validate(plan: Plan, dag: OpDag, training: TrainingSpec) -> None:
         )
     if plan.exchange is not None:
         check_exchange(plan.exchange)
-    if len(plan.replicas) > 1 and not training.average_buffers:
-        _check_buffers(dag)
+        if len(plan.exchange.rates) not in (0, len(workers)):
+            raise PlanError(f"rates of {len(plan.exchange.rates)} ranks of {len(workers)}")
+    if len(plan.replicas) > 1:
+        _check_gradients(dag)
+        if not training.average_buffers:
+            _check_buffers(dag)
 
 
 def _check_cut(replica: Replica, dag: OpDag, where: str) -> None:
@@ -258,7 +262,7 @@ def _check_cut(replica: Replica, dag: OpDag, where: str) -> None:
             )
 
 
-def _check_shares(plan: Plan) -> None:
+def check_shares(plan: Plan) -> None:
     """Raise PlanError unless the replicas share out the micro-batches in order, by whole blocks."""
     borders = {block.stop for block in block_ranges(plan.n_micro, plan.blocks)}
     expected = 0
@@ -279,10 +283,29 @@ def _check_shares(plan: Plan) -> None:
         raise PlanError(f"replicas end at micro-batch {expected}, the step has {plan.n_micro}")
 
 
+def _check_gradients(dag: OpDag) -> None:
+    """Raise PlanError where a gradient is none of the float32 that replicas exchange."""
+    odd = [
+        name
+        for name, state in dag.parameters.items()
+        if state.requires_grad and state.meta.dtype in FLOATING - {"float32"}
+    ]
+    if odd:
+        raise PlanError(
+            f"{odd[0]} is {dag.parameters[odd[0]].meta.dtype}, replicas exchange float32: train with one, or "
+            "keep parameters in float32 and set the precision to bf16"
+        )
+
+
+def written_buffers(dag: OpDag) -> list[str]:
+    """Return the buffers that training writes."""
+    used = {leaf.name for node in dag.ops for leaf in leaf_refs(node) if leaf.source is Source.BUFFER}
+    return sorted(name for name in used if dag.buffers[name].mutated)
+
+
 def _check_buffers(dag: OpDag) -> None:
     """Raise PlanError where training writes buffers, which go through the micro-batches one by one."""
-    used = {leaf.name for node in dag.ops for leaf in leaf_refs(node) if leaf.source is Source.BUFFER}
-    written = sorted(name for name in used if dag.buffers[name].mutated)
+    written = written_buffers(dag)
     if written:
         raise PlanError(
             f"training writes {len(written)} buffers, as {written[0]}, one micro-batch after the other; "

@@ -25,8 +25,9 @@ from atoll.job import Job
 from benchmarks.oracle import Case, Run
 from benchmarks.waits import came_about
 from coordinator.client.client import Client, connect
-from coordinator.client.prepare import prepare
+from coordinator.client.prepare import Prepared, prepare
 from coordinator.planning.planner import GIVEN_CUT
+from coordinator.planning.replicas import BETWEEN, SHARE
 from protos.convert import from_proto
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class LoopbackFleet:
         self._folder = tempfile.TemporaryDirectory(prefix="atoll-fleet-")
         self.state = Path(self._folder.name) / "coordinator"
         self.plan: Plan | None = None  # of the last run
+        self.job = ""  # the same
 
     def __enter__(self) -> LoopbackFleet:
         try:
@@ -113,8 +115,15 @@ class LoopbackFleet:
 
     def run(self, case: Case, starts: Sequence[int]) -> Run:
         """Train a case of the oracle over the workers, cut at ``starts``; a Runner."""
-        prepared = prepare(as_job(case), partitioner=cut_at(starts))
+        return self._train(prepare(as_job(case), partitioner=cut_at(starts)))
+
+    def run_replicas(self, case: Case, plan: Plan) -> Run:
+        """Train a case by the cuts, shares and schedule of a plan, on the workers as they joined."""
+        return self._train(prepare(as_job(case), partitioner=cuts_of(plan), schedule=plan.schedule.value))
+
+    def _train(self, prepared: Prepared) -> Run:
         reply = self.client.submit(prepared)
+        self.job = reply.job
         losses: dict[int, float] = {}
         for update in self.client.watch(reply.job):
             losses.update({p.step: p.value for p in update.metrics if p.name == "loss"})
@@ -168,6 +177,17 @@ class LoopbackFleet:
 def cut_at(starts: Sequence[int]) -> str:
     """The partitioner that begins a stage at each of ``starts``."""
     return GIVEN_CUT + ",".join(str(start) for start in starts[1:])
+
+
+def cuts_of(plan: Plan) -> str:
+    """The partitioner that makes the replicas of a plan, with their shares of the micro-batches."""
+    if len(plan.replicas) == 1:
+        return cut_at([stage.start for stage in plan.stages])
+    pieces = []
+    for replica in plan.replicas:
+        starts = ",".join(str(stage.start) for stage in replica.stages[1:])
+        pieces.append(f"{starts}{SHARE}{replica.micros[1] - replica.micros[0]}")
+    return GIVEN_CUT + BETWEEN.join(pieces)
 
 
 def as_job(case: Case) -> Job:

@@ -1017,6 +1017,7 @@ class StepReady(_message.Message):
     FINITE_FIELD_NUMBER: _builtins.int
     OPTIMIZER_S_FIELD_NUMBER: _builtins.int
     HANDLING_S_FIELD_NUMBER: _builtins.int
+    LOSSES_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
@@ -1042,6 +1043,10 @@ class StepReady(_message.Message):
         """sent since the last report"""
 
     @_builtins.property
+    def losses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """in place of loss, where the stage has a share of the micro-batches: of each, over n_micro"""
+
+    @_builtins.property
     def digest(self) -> Global___StepDigest: ...
     def __init__(
         self,
@@ -1058,11 +1063,12 @@ class StepReady(_message.Message):
         finite: _builtins.bool = ...,
         optimizer_s: _builtins.float = ...,
         handling_s: _builtins.float = ...,
+        losses: _abc.Iterable[_builtins.float] | None = ...,
         digest: Global___StepDigest | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "digest", b"digest", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "backward_s", b"backward_s", "digest", b"digest", "finite", b"finite", "forward_s", b"forward_s", "handling_s", b"handling_s", "job", b"job", "links", b"links", "loss", b"loss", "optimizer_s", b"optimizer_s", "plan_version", b"plan_version", "square_norms", b"square_norms", "step", b"step", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "backward_s", b"backward_s", "digest", b"digest", "finite", b"finite", "forward_s", b"forward_s", "handling_s", b"handling_s", "job", b"job", "links", b"links", "loss", b"loss", "losses", b"losses", "optimizer_s", b"optimizer_s", "plan_version", b"plan_version", "square_norms", b"square_norms", "step", b"step", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
@@ -2069,9 +2075,12 @@ class Assign(_message.Message):
     FIRST_STEP_FIELD_NUMBER: _builtins.int
     REPLAY_FIELD_NUMBER: _builtins.int
     HOLDERS_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     first_step: _builtins.int
+    rank: _builtins.int
+    """of this worker among the plan's places"""
     @_builtins.property
     def training(self) -> _atoll_job_pb2.TrainingSpec: ...
     @_builtins.property
@@ -2121,10 +2130,11 @@ class Assign(_message.Message):
         first_step: _builtins.int = ...,
         replay: Global___Replay | None = ...,
         holders: _abc.Iterable[Global___ExpectPeer] | None = ...,
+        rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "eval_program", b"eval_program", "plan", b"plan", "program", b"program", "replay", b"replay", "training", b"training"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "eval_program", b"eval_program", "first_step", b"first_step", "holders", b"holders", "job", b"job", "metas", b"metas", "peers", b"peers", "plan", b"plan", "plan_version", b"plan_version", "program", b"program", "replay", b"replay", "tensors", b"tensors", "training", b"training"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "eval_program", b"eval_program", "first_step", b"first_step", "holders", b"holders", "job", b"job", "metas", b"metas", "peers", b"peers", "plan", b"plan", "plan_version", b"plan_version", "program", b"program", "rank", b"rank", "replay", b"replay", "tensors", b"tensors", "training", b"training"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -4181,6 +4191,8 @@ Global___BlobChunk: _TypeAlias = BlobChunk  # noqa: Y015
 
 @_typing.final
 class BatchRequest(_message.Message):
+    """micros: how many of each step, from first_micro on; 0: all."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
@@ -4188,10 +4200,14 @@ class BatchRequest(_message.Message):
     INPUTS_FIELD_NUMBER: _builtins.int
     FIRST_STEP_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
+    FIRST_MICRO_FIELD_NUMBER: _builtins.int
+    MICROS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     evaluation: _builtins.bool
     first_step: _builtins.int
     count: _builtins.int
+    first_micro: _builtins.int
+    micros: _builtins.int
     @_builtins.property
     def inputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -4202,10 +4218,12 @@ class BatchRequest(_message.Message):
         inputs: _abc.Iterable[_builtins.str] | None = ...,
         first_step: _builtins.int = ...,
         count: _builtins.int = ...,
+        first_micro: _builtins.int = ...,
+        micros: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "evaluation", b"evaluation", "first_step", b"first_step", "inputs", b"inputs", "job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "evaluation", b"evaluation", "first_micro", b"first_micro", "first_step", b"first_step", "inputs", b"inputs", "job", b"job", "micros", b"micros"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -551,6 +551,7 @@ class TrainingSpec(_message.Message):
     COMPRESS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     AVERAGE_BUFFERS_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
     SPOT_CHECKS_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     n_micro: _builtins.int
@@ -567,6 +568,8 @@ class TrainingSpec(_message.Message):
     """of a step's micro-batches, whose gradients are summed one by one; 0: one"""
     average_buffers: _builtins.bool
     """replicas may average what training writes"""
+    replicas: _builtins.str
+    """a number, or auto; empty: 1"""
     spot_checks: _builtins.float
     """share of the steps that another worker repeats to compare; 0: none"""
     @_builtins.property
@@ -589,11 +592,12 @@ class TrainingSpec(_message.Message):
         compress: _builtins.str = ...,
         blocks: _builtins.int = ...,
         average_buffers: _builtins.bool = ...,
+        replicas: _builtins.str = ...,
         spot_checks: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["optimizer", b"optimizer", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["average_buffers", b"average_buffers", "blocks", b"blocks", "checkpoint_every", b"checkpoint_every", "compress", b"compress", "eval_batches", b"eval_batches", "eval_every", b"eval_every", "n_micro", b"n_micro", "optimizer", b"optimizer", "precision", b"precision", "recompute", b"recompute", "schedule", b"schedule", "seed", b"seed", "spot_checks", b"spot_checks", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["average_buffers", b"average_buffers", "blocks", b"blocks", "checkpoint_every", b"checkpoint_every", "compress", b"compress", "eval_batches", b"eval_batches", "eval_every", b"eval_every", "n_micro", b"n_micro", "optimizer", b"optimizer", "precision", b"precision", "recompute", b"recompute", "replicas", b"replicas", "schedule", b"schedule", "seed", b"seed", "spot_checks", b"spot_checks", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1147,6 +1151,8 @@ class Exchange(_message.Message):
     QUORUM_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     INNER_FIELD_NUMBER: _builtins.int
+    BUCKET_BYTES_FIELD_NUMBER: _builtins.int
+    RATES_FIELD_NUMBER: _builtins.int
     rule: _builtins.str
     every: _builtins.int
     """steps"""
@@ -1157,9 +1163,15 @@ class Exchange(_message.Message):
     """steps"""
     quorum: _builtins.float
     deadline_s: _builtins.float
+    bucket_bytes: _builtins.int
+    """gradients are merged into messages up to this size; 0: 4 MiB"""
     @_builtins.property
     def inner(self) -> Global___Exchange:
         """of the ranks of one site; it has none of its own"""
+
+    @_builtins.property
+    def rates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """bytes/s of each rank over its slowest link to another"""
 
     def __init__(
         self,
@@ -1173,10 +1185,12 @@ class Exchange(_message.Message):
         quorum: _builtins.float = ...,
         deadline_s: _builtins.float = ...,
         inner: Global___Exchange | None = ...,
+        bucket_bytes: _builtins.int = ...,
+        rates: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["inner", b"inner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec", "deadline_s", b"deadline_s", "delay", b"delay", "every", b"every", "fragments", b"fragments", "inner", b"inner", "quorum", b"quorum", "ratio", b"ratio", "rule", b"rule"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_bytes", b"bucket_bytes", "codec", b"codec", "deadline_s", b"deadline_s", "delay", b"delay", "every", b"every", "fragments", b"fragments", "inner", b"inner", "quorum", b"quorum", "rates", b"rates", "ratio", b"ratio", "rule", b"rule"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -104,6 +104,7 @@ def training_to_proto(training: TrainingSpec) -> pb.TrainingSpec:
         compress=training.compress,
         blocks=training.blocks,
         average_buffers=training.average_buffers,
+        replicas=training.replicas,
         spot_checks=training.spot_checks,
     )
 
@@ -128,6 +129,7 @@ def training_from_proto(message: pb.TrainingSpec, limits: Limits) -> TrainingSpe
         compress=message.compress or "off",
         blocks=message.blocks or 1,
         average_buffers=message.average_buffers,
+        replicas=bounds.text("replicas", message.replicas, limits.name_chars) or "1",
         spot_checks=bounds.number("spot_checks", message.spot_checks, 0.0, 1.0),
     )
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from atoll.compression import MAX_RATIO
 from atoll.errors import BadFrame
-from atoll.exchange import Exchange
+from atoll.exchange import BUCKET_BYTES, Exchange
 from atoll.job import Recompute
 from atoll.microbatch import ScheduleName
 from atoll.opdag import OpNode, Source, leaf_refs, op_refs
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _U32 = 2**32 - 1
 _MAX_PERIOD = 10**6  # steps
+_MAX_BUCKET = 1 << 30  # bytes
 
 
 def prediction_to_proto(prediction: Prediction) -> pb.Prediction:
@@ -238,6 +239,8 @@ def _exchange_to_proto(exchange: Exchange) -> pb.Exchange:
         delay=exchange.delay,
         quorum=exchange.quorum,
         deadline_s=exchange.deadline_s,
+        bucket_bytes=exchange.bucket_bytes,
+        rates=exchange.rates,
     )
     if exchange.inner is not None:
         message.inner.CopyFrom(_exchange_to_proto(exchange.inner))
@@ -258,6 +261,11 @@ def _exchange_from_proto(message: pb.Exchange, limits: Limits, *, inner: bool = 
         quorum=bounds.number("quorum", message.quorum, low=0.0, high=1.0),
         deadline_s=bounds.number("deadline", message.deadline_s, low=0.0),
         inner=_exchange_from_proto(message.inner, limits, inner=True) if message.HasField("inner") else None,
+        bucket_bytes=bounds.within("bytes of a bucket", message.bucket_bytes or BUCKET_BYTES, 1, _MAX_BUCKET),
+        rates=tuple(
+            bounds.number("rate of a rank", rate, low=0.0)
+            for rate in bounds.count("rates of ranks", message.rates, limits.stages)
+        ),
     )
 
 

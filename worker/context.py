@@ -76,7 +76,7 @@ class ComputeContext:
     config: ComputeSettings
     network: JobNetwork
     blobs: BlobStore
-    fetch_of: Callable[[str], Fetch]  # job -> its micro-batches
+    fetch_of: Callable[[str, range | None], Fetch]  # (job, which of a step; None: all) -> its micro-batches
     open_data: Callable[[str], Mapping[str, Array]]
     open_population: Callable[[str], Population | None]
     scratch: Path

@@ -120,6 +120,7 @@ def _local_plan(
     from coordinator.client.fleet_file import read_fleet
     from coordinator.client.prepare import capture_graphs
     from coordinator.planning.planner import PlanRequest
+    from coordinator.planning.replicas import best_plan
     from coordinator.planning.ways import WayKind, compare_ways
 
     described = read_fleet(fleet)
@@ -140,6 +141,8 @@ def _local_plan(
             eval_dag_hash=graphs.eval_blob.hash,
         )
         ways = compare_ways(request, inexact=exchange)
+        if job.training.replicas != "1":
+            return best_plan(request), request, ways
     pipeline = next(way.plans[0] for way in ways if way.kind is WayKind.PIPELINE)
     return pipeline, request, ways
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -105,6 +105,14 @@ class JobOptions:
             "CODEC[:RATIO]; same as --set compress=HOW.",
         ),
     ] = None
+    replicas: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|auto",
+            help="Replicas of the pipeline that share out a step and exchange gradients: a number, or auto "
+            "for as many as are predicted to be fastest; same as --set replicas=N. Default: 1.",
+        ),
+    ] = None
     spot_checks: Annotated[
         float | None,
         typer.Option(
@@ -123,10 +131,18 @@ class JobOptions:
         from coordinator.client.job_file import load_job
         from coordinator.planning.ratios import check_compression
 
-        given = (("steps", self.steps), ("compress", self.compress), ("spot_checks", self.spot_checks))
+        given = (
+            ("steps", self.steps),
+            ("compress", self.compress),
+            ("replicas", self.replicas),
+            ("spot_checks", self.spot_checks),
+        )
         items = [f"{name}={value}" for name, value in given if value is not None]
         job = load_job(path, [*(self.sets or []), *items, *more], full_trace=self.trace)
         check_compression(job.training.compression)  # before the capture, which takes its time
+        count = job.training.replica_count or 1
+        if job.training.blocks == 1 < count:  # each needs one of its own
+            job = replace(job, training=replace(job.training, blocks=count))
         return job
 
 

@@ -217,6 +217,9 @@ class StepReady:
     optimizer_s: float = 0.0
     handling_s: float = 0.0  # of messages: neither computing nor codecs nor waiting
     links: tuple[Goodput, ...] = ()
+    losses: tuple[
+        float, ...
+    ] = ()  # of a share of the micro-batches, each over n_micro; ``loss`` is None then
     digest: Digest = NO_DIGEST
 
 

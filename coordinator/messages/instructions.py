@@ -126,7 +126,7 @@ class StageCopy:
     job: str
     name: str
     plan: Plan
-    stage: int
+    rank: int  # of who holds the stage
     tensors: Mapping[str, str] = field(repr=False)
 
 

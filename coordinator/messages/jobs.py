@@ -339,6 +339,13 @@ class JobState:
         return self.plan.rank_of(worker) if self.plan else None
 
     @property
+    def store_ranks(self) -> frozenset[int]:
+        """Ranks that store a checkpoint: those of the first replica, as all hold the same."""
+        return frozenset(
+            r for r, place in enumerate(self.plan.places if self.plan else ()) if not place.replica
+        )
+
+    @property
     def steps(self) -> int:
         return self.spec.training.steps
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 from atoll.plan import Plan
@@ -9,6 +10,8 @@ from coordinator.membership.roster import Roster
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import Checkpoint
 from coordinator.messages.jobs import JobState
+
+Word = do.StepStart | do.StepCommit | do.StepDiscard
 
 
 class Repeated(Protocol):
@@ -47,6 +50,13 @@ def reconfiguration(state: JobState, rank: int, roster: Roster, base: int) -> do
     return do.Reconfigure(state.job, state.plan, base, state.step, _peers(state.plan, rank, roster))
 
 
+def said_to(state: JobState, rank: int, word: Word) -> Word:
+    """Return what a rank hears of a word to all of them: who need not store is not asked to."""
+    if isinstance(word, do.StepCommit) and rank not in state.store_ranks:
+        return replace(word, store=False)
+    return word
+
+
 def repetition(
     state: JobState, case: Repeated, worker: str, version: int, roster: Roster
 ) -> tuple[do.Assign, dict[str, do.StandbysHere]]:
@@ -78,9 +88,10 @@ def _peers(plan: Plan, rank: int, roster: Roster) -> tuple[do.RankPeer, ...]:
 
 
 def neighbours(plan: Plan, rank: int) -> set[int]:
-    """Ranks that this one exchanges tensors with: its replica's, in stages that a link joins to its own.
+    """Ranks that this one exchanges tensors with: its replica's, in stages that a link joins to its own, and
+    those of other replicas that hold a part of the same ops, so perhaps of its gradients.
 
-    Two that accept no connections may be in one plan as long as nothing goes between them. A plan that
+    Two that accept no connections may be in one plan as long as nothing goes between them. A replica that
     names no links may use any.
     """
     places = plan.places
@@ -88,7 +99,14 @@ def neighbours(plan: Plan, rank: int) -> set[int]:
     replica = plan.replicas[mine.replica]
     ends = [{link.source, link.target} for link in replica.links] or [set(range(len(replica.stages)))]
     stages = set().union(*(pair for pair in ends if mine.stage in pair)) - {mine.stage}
-    return {at for at, place in enumerate(places) if place.replica == mine.replica and place.stage in stages}
+    own = replica.stages[mine.stage]
+    found = set()
+    for at, place in enumerate(places):
+        spec = plan.replicas[place.replica].stages[place.stage]
+        overlaps = max(spec.start, own.start) < min(spec.stop, own.stop)
+        if overlaps if place.replica != mine.replica else place.stage in stages:
+            found.add(at)
+    return found
 
 
 def rank_peer(roster: Roster, me: str, rank: int, peer: str, my_rank: int) -> do.RankPeer:

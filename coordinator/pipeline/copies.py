@@ -105,7 +105,7 @@ class Copies:
             assert state.plan is not None  # noqa: S101 - it has begun
             fetching = Fetching(state, self.effects.roster)
             successors = Successors(state, self.effects.roster, frozenset())
-            for rank, place in enumerate(state.plan.places):
+            for rank in range(state.n_ranks):
                 n_bytes, kept_by = fetching.part_bytes(rank), before.get((state.job, rank))
                 fit = [
                     one for one in successors.of(rank) if self._lends(one.worker) > lent[one.worker] + n_bytes
@@ -116,7 +116,7 @@ class Copies:
                 self._keepers[state.job, rank] = worker
                 lent[worker] += n_bytes
                 tensors, name = dict(state.checkpoint.tensors), copy_name(state, rank)
-                copy = do.StageCopy(state.job, name, state.plan, place.stage, tensors)
+                copy = do.StageCopy(state.job, name, state.plan, rank, tensors)
                 found.setdefault(worker, []).append(copy)
         return found
 

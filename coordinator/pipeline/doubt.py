@@ -26,7 +26,11 @@ OFTEN = 2  # failures of one worker's stage without a committed step: plans are 
 
 def finite(report: StepReady) -> bool:
     """Whether a stage calls its part of a step finite."""
-    return report.finite and (report.loss is None or math.isfinite(report.loss))
+    return report.finite and all(map(math.isfinite, _losses(report)))
+
+
+def _losses(report: StepReady) -> tuple[float, ...]:
+    return report.losses if report.loss is None else (report.loss,)
 
 
 def doubted(before: Doubt | None, plan: Plan, step: int, ready: Mapping[int, StepReady]) -> Doubt:
@@ -50,8 +54,9 @@ def _nearness(place: Place) -> tuple[int, int]:
 
 
 def _what(report: StepReady) -> str:
-    if report.loss is not None and not math.isfinite(report.loss):
-        return f"loss became {report.loss}"
+    odd = [loss for loss in _losses(report) if not math.isfinite(loss)]
+    if odd:
+        return f"loss became {odd[0]}"
     return "a gradient became not finite"
 
 

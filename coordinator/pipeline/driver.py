@@ -47,18 +47,17 @@ from coordinator.messages.jobs import (
     Waits,
 )
 from coordinator.pipeline import machine, reconfigure, restart
-from coordinator.pipeline.assigning import assignment, reconfiguration
+from coordinator.pipeline.assigning import assignment, reconfiguration, said_to
 from coordinator.pipeline.beside import Beside
 from coordinator.pipeline.calibration import learn
 from coordinator.pipeline.doubt import left_out
 from coordinator.pipeline.link_adaptation import Adapting, capped
 from coordinator.pipeline.losses import Losses
 from coordinator.pipeline.profiling import Hold, Profiling
-from coordinator.pipeline.relink import changes, current
+from coordinator.pipeline.relink import current
 from coordinator.pipeline.restart import Returning
 from coordinator.pipeline.stuck import Stuck
 from coordinator.pipeline.suspicion import Suspicion
-from coordinator.planning.ratios import label
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
@@ -369,7 +368,7 @@ class PipelineDriver:
         elif state.phase in STEPPING and state.step == state.first_step:
             self.effects.send(worker, do.StepStart(state.job, state.version, state.step))
         elif state.last_commit is not None:
-            self.effects.send(worker, state.last_commit)
+            self.effects.send(worker, said_to(state, rank, state.last_commit))
 
     def _give(self, state: JobState, rank: int) -> None:
         """Send a rank its stage, or what changes for the one that it keeps."""
@@ -383,7 +382,7 @@ class PipelineDriver:
             self.effects.send(worker, assignment(state, rank, roster, source, replay, holders))
             return
         if state.last_commit is not None:
-            self.effects.send(worker, state.last_commit)
+            self.effects.send(worker, said_to(state, rank, state.last_commit))
         self.effects.send(worker, reconfiguration(state, rank, roster, since))
 
     # ------------------------------------------------------------ losses
@@ -623,11 +622,11 @@ class PipelineDriver:
             case ToRanks(message, rank):
                 for at, place in enumerate(state.plan.places if state.plan else ()):
                     if rank is None or rank == at:
-                        self.effects.send(place.worker, message)
+                        self.effects.send(place.worker, said_to(state, at, message))
                 if rank is None and isinstance(message, do.StepCommit):
                     self.beside.standbys.committed(state, message)
             case LinksDue():
-                self._links_due(state, todo)
+                self.adapting.due(state, todo)
             case AssignAll():
                 self.adapting.adopted(state, self.effects.ledger.jobs[state.job].cap)
                 self._assign(state)
@@ -657,22 +656,6 @@ class PipelineDriver:
         if known is not None and known.member.job == state.job:
             self.effects.send(worker, do.Release(state.job, state.version, reason))
             self.effects.move(worker, members.Released(f"released by {state.job}"))
-
-    def _links_due(self, state: JobState, due: LinksDue) -> None:
-        """Log once for each link that changes: from what, to what, from which step on, and why."""
-        stages = state.plan.stages if state.plan else ()
-        for (source, target), (was, new) in changes(due.before, due.relink.links).items():
-            self.effects.log(
-                Name.LINK_CHANGED,
-                job=state.job,
-                source=stages[source].worker,
-                target=stages[target].worker,
-                before=label(was),
-                after=label(new),
-                first_step=due.relink.first_step,
-                version=due.relink.version,
-                reason=new.reason,
-            )
 
 
 def _awaited(state: JobState, rank: int, report: ev.StepReady) -> bool:

@@ -17,11 +17,12 @@ from coordinator.config import Adaptation
 from coordinator.membership.effects import Effects
 from coordinator.messages import instructions as do
 from coordinator.messages.events import LinksChosen, LinksFailed
-from coordinator.messages.jobs import JobState, Relinked
+from coordinator.messages.jobs import JobState, LinksDue, Relinked
 from coordinator.pipeline import link_policy, relink
 from coordinator.pipeline.link_rates import Sample
 from coordinator.planning.costs.fleet import Fleet
 from coordinator.planning.costs.network import Pair
+from coordinator.planning.ratios import label
 from protos.telemetry import Event as Name
 
 
@@ -49,10 +50,28 @@ class Adapting:
         """A plan begins. ``cap``: what the guard has set for this job; it stays, the model is the same."""
         self.of.pop(state.job, None)
         self._asked.pop(state.job, None)
-        if state.plan is None or not relink.adapts(state.spec.training) or len(state.plan.stages) < 2:
+        if state.plan is None or not relink.adapts(state.spec.training):
+            return
+        if len(state.plan.replicas) > 1 or len(state.plan.stages) < 2:  # the links of replicas stay
             return
         rates = {pair: self._known_bps(pair) for pair in _pairs(state)}
         self.of[state.job] = link_policy.begin(rates, state.step, cap)
+
+    def due(self, state: JobState, due: LinksDue) -> None:
+        """Log once for each link that changes: from what, to what, from which step on, and why."""
+        stages = state.plan.stages if state.plan else ()
+        for (source, target), (was, new) in relink.changes(due.before, due.relink.links).items():
+            self.effects.log(
+                Name.LINK_CHANGED,
+                job=state.job,
+                source=stages[source].worker,
+                target=stages[target].worker,
+                before=label(was),
+                after=label(new),
+                first_step=due.relink.first_step,
+                version=due.relink.version,
+                reason=new.reason,
+            )
 
     def over(self, job: str) -> None:
         """The job has ended."""

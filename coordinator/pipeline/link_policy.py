@@ -168,7 +168,7 @@ def look_every(training: TrainingSpec, plan: Plan) -> int:
 def look_steps(training: TrainingSpec, plan: Plan) -> float:
     """How many steps' time one look takes, as predicted: each micro-batch forward through the codecs
     and once more dense, which on a link that a codec made fast enough is what takes long."""
-    at = {stage.worker: i for i, stage in enumerate(plan.stages)}
+    at = {place.worker: place.stage for place in plan.places}
     prediction, dense = plan.prediction, 0.0
     if prediction is not None and prediction.step_s > 0:
         for link in prediction.links:

@@ -62,7 +62,7 @@ from coordinator.messages.jobs import (
     Torn,
     Waits,
 )
-from coordinator.pipeline import link_policy, relink
+from coordinator.pipeline import joined, link_policy, relink
 from coordinator.pipeline.doubt import diverged, doubted, finite, words
 
 RECENT = 21  # step times kept for medians
@@ -251,10 +251,13 @@ def _ready(state: JobState, event: FromRank[StepReady], now_s: float) -> Outcome
     if event.rank in state.ready:
         return state, [Dropped(f"rank {event.rank} reports step {report.step} twice")]
     ready = {**state.ready, event.rank: report}
-    if len(ready) < state.n_ranks:
+    if len(ready) < state.n_ranks or state.plan is None:
         return replace(state, ready=ready), []
     if not all(map(finite, ready.values())):
         return _doubt(state, ready)
+    wrong = joined.disagreement(state.plan, ready)
+    if wrong:
+        return _interrupt(state, wrong, blamed=True)
     return _commit(state, ready, now_s)
 
 
@@ -272,10 +275,11 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     last = done >= training.steps
     evaluate = _can_evaluate(state) and (last or state.eval_owed or _evaluation_due(state, done))
     store = last or state.store_owed or _store_due(state, done, now_s)
+    assert state.plan is not None  # noqa: S101 - all of its ranks are ready
     reports = [ready[rank] for rank in range(state.n_ranks)]
-    norms = [square for report in reports for square in report.square_norms]
+    norms = joined.square_norms(state.plan, ready)
     scale = clip_scale(norms, training.optimizer.clip_norm)
-    loss = next((r.loss for r in reports if r.loss is not None), math.nan)
+    loss = joined.step_loss(state.plan, ready)
     change = relink.due(state)
     coded = evaluate and relink.lossy(state.plan)
     commit = StepCommit(
@@ -370,7 +374,7 @@ def _relink(state: JobState, event: Relinked, now_s: float) -> Outcome:
 def _can_evaluate(state: JobState) -> bool:
     """Whether there is held-out data and a cut of the evaluation graph that goes with the plan."""
     held_out = state.spec.eval_data is not None and state.spec.training.eval_batches > 0
-    return held_out and bool(state.plan and state.plan.stages[-1].eval_stop)
+    return held_out and state.plan is not None and all(r.stages[-1].eval_stop for r in state.plan.replicas)
 
 
 def _evaluation_due(state: JobState, done: int) -> bool:
@@ -430,10 +434,10 @@ def _stored(state: JobState, event: FromRank[StateStored], now_s: float) -> Outc
     parts = {**parts, event.rank: report.tensors}
     if report.n_bytes:
         state = replace(state, part_bytes={**state.part_bytes, event.rank: report.n_bytes})
-    if len(parts) < state.n_ranks:
+    if not state.store_ranks <= parts.keys():
         return replace(state, stores={**state.stores, done: parts}), []
     tensors = dict(state.checkpoint.tensors)
-    for rank in range(state.n_ranks):
+    for rank in sorted(parts):
         tensors.update(parts[rank])
     # An older checkpoint that is still incomplete will never be needed.
     rest = {at: value for at, value in state.stores.items() if at > done}

@@ -55,7 +55,11 @@ def replay(state: JobState, record: JobRecord, rank: int, source: Checkpoint) ->
     eras = [era for era in record.eras if era.first_step < state.step]
     over = [era for era in eras if era.first_step <= source.step][:-1]
     stores = tuple(
-        sorted(done for done, parts in state.stores.items() if source.step < done and rank not in parts)
+        sorted(
+            done
+            for done, parts in state.stores.items()
+            if source.step < done and rank in state.store_ranks - parts.keys()
+        )
     )
     kept = tuple(era for era in eras if era not in over)
     return do.Replay(source.step, kept, tuple(record.scales[-steps:]), stores)
@@ -96,8 +100,6 @@ def choose(
     plan = state.plan
     if plan is None or not begun(state):
         return Refused("not all stages were loaded")
-    if len(plan.replicas) != 1:
-        return Refused("plans of several replicas are made anew")
     wrong = not_repeatable(state, record)
     if wrong:
         return Refused(wrong)
@@ -176,6 +178,8 @@ def logged_from(state: JobState, roster: Roster, rank: int, worker: str | None =
 
 def logs_short(state: JobState, roster: Roster) -> bool:
     """Whether a send log does not reach back to the newest checkpoint, and no newer one is coming."""
+    if state.plan is not None and len(state.plan.replicas) > 1:
+        return False  # logs of gradients may never reach so far: then it goes back
     if state.phase not in STEPPING or state.stores or state.store_owed:
         return False
     return any(logged_from(state, roster, rank) > state.checkpoint.step for rank in range(state.n_ranks))

@@ -35,7 +35,9 @@ def adapts(training: TrainingSpec) -> bool:
 
 def lossy(plan: Plan | None) -> bool:
     """Whether values lose anything on their way forward, the only way that evaluation goes."""
-    return plan is not None and any(link.source < link.target and _loses(link) for link in plan.links)
+    return plan is not None and any(
+        link.source < link.target and _loses(link) for replica in plan.replicas for link in replica.links
+    )
 
 
 def largest_ratio(state: JobState) -> float:

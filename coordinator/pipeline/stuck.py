@@ -242,7 +242,7 @@ class Stuck:
         """All have evaluated, and the one that computes the loss has not said it."""
         if state.plan is None or state.phase is not Phase.EVALUATING:
             return None
-        worker = state.plan.stages[-1].worker
+        worker = state.plan.replicas[0].stages[-1].worker
         return Culprit(
             worker, f"{self.label(worker)} has not reported the held-out loss for {silent_s:.0f} s; "
             f"{allowed.silent_s:.0f} s are allowed",
@@ -253,7 +253,8 @@ class Stuck:
         waited_s = self._clock_s - watched.store_since_s
         if state.plan is None or watched.store is None or waited_s <= storing_s(state):
             return None
-        missing = [p.worker for r, p in enumerate(state.plan.places) if r not in state.stores[watched.store]]
+        late = sorted(state.store_ranks - state.stores[watched.store].keys())
+        missing = [state.plan.places[rank].worker for rank in late]
         if not missing:
             return None
         reason = (
@@ -286,7 +287,8 @@ def _done(state: JobState, evaluated: set[int]) -> set[int]:
     if state.phase is Phase.LOADING:
         return set(state.loaded)
     if state.phase is Phase.STORING:
-        return set(state.stores[max(state.stores)]) if state.stores else set()
+        idle = set(range(state.n_ranks)) - state.store_ranks
+        return idle | set(state.stores[max(state.stores)]) if state.stores else set()
     if state.phase in STEPPING and state.step < state.steps:
         return set(state.ready)
     return set(evaluated)

@@ -22,11 +22,11 @@ import numpy as np
 from atoll.errors import NotEnoughMemory, PlanError
 from atoll.exchange import Exchange
 from coordinator.planning.buckets import ExchangeCost, Gradient, merge
-from coordinator.planning.clusters import groups
 from coordinator.planning.op_fence import Effort
 from coordinator.planning.peers import PeerSelection
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
+from coordinator.planning.replicas import MOST_REPLICAS, partitions, shares_of
 from coordinator.planning.transfers import exchange_s, latency_s, owner_transfers
 from strategies.exchanges.catalogue import EXCHANGES, exchange_facts
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 DAY_S = 86_400.0
-MOST_REPLICAS = 8
 MOST_PEERS = 64  # of ways that change the model: nobody has measured what more of them teach
 GOSSIP_ROUNDS = 60
 MODEL_COPIES = 2  # float32, beside the optimizer's state: what a rule of deltas keeps
@@ -96,6 +95,7 @@ def compare_ways(request: PlanRequest, *, inexact: str = "", effort: Effort | No
     """
     if inexact not in ("", "auto"):
         exchange_facts(inexact)
+    request = replace(request, training=replace(request.training, replicas="1"))
     # What fits as replicas fits as one pipeline, so its shortage is everybody's.
     found = [_pipeline(request, make_plan(request, effort))]
     peers = Peers.of(request)
@@ -147,36 +147,13 @@ def _replicated(request: PlanRequest, problem: Problem) -> Iterator[Way]:
     most = min(MOST_REPLICAS, request.training.n_micro, n)
     seen: set[tuple[tuple[str, ...], ...]] = set()
     for count in range(2, most + 1):
-        for parts in _partitions(request.fleet, count):
+        for parts in partitions(request.fleet, count):
             if parts in seen:
                 continue
             seen.add(parts)
             way = _replicas(request, problem, parts)
             if way is not None and any(len(replica) > 1 for replica in way.workers):
                 yield way
-
-
-def _partitions(fleet: Fleet, count: int) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """Disjoint parts of about equal speed: whole sites together, and the fleet in order of its sites."""
-    speed = [device.gflops.get("", 1.0) / device.scale for device in fleet.devices]
-    sites = [list(group) for group in groups(fleet.bandwidth_bps)]
-    if len(sites) >= count:
-        bins: list[list[int]] = [[] for _ in range(count)]
-        for site in sorted(sites, key=lambda site: -sum(speed[i] for i in site)):
-            min(bins, key=lambda held: sum(speed[i] for i in held)).extend(site)
-        yield _named(fleet, bins)
-    order = [i for site in sites for i in site]
-    whole, reached = sum(speed), 0.0
-    chunks: list[list[int]] = [[] for _ in range(count)]
-    for i in order:
-        chunks[min(count - 1, int(count * (reached + speed[i] / 2) / whole))].append(i)
-        reached += speed[i]
-    if all(chunks):
-        yield _named(fleet, chunks)
-
-
-def _named(fleet: Fleet, parts: Sequence[Sequence[int]]) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(fleet.devices[i].worker for i in sorted(part)) for part in parts)
 
 
 def _replicas(request: PlanRequest, problem: Problem, parts: tuple[tuple[str, ...], ...]) -> Way | None:
@@ -222,21 +199,11 @@ def _replicas(request: PlanRequest, problem: Problem, parts: tuple[tuple[str, ..
     )
 
 
-def shares_of(n_micro: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Whole micro-batches in proportion to ``speeds``, at least one each: whoever would be done first takes
-    the next."""
-    shares = [1] * len(speeds)
-    for _ in range(n_micro - len(speeds)):
-        at = min(range(len(speeds)), key=lambda i: ((shares[i] + 1) / speeds[i], i))
-        shares[at] += 1
-    return tuple(shares)
-
-
 def _part(request: PlanRequest, workers: tuple[str, ...], n_micro: int) -> PlanRequest:
     return replace(
         request,
         fleet=request.fleet.subset(workers),
-        training=replace(request.training, n_micro=n_micro),
+        training=replace(request.training, n_micro=n_micro, blocks=1, replicas="2"),
         eval_dag=None,
     )
 

@@ -50,7 +50,7 @@ class StageRole:
     """A worker that holds a stage."""
 
     state: JobState
-    stage: int
+    rank: int
     graphs: GraphStore
 
     def named(self) -> frozenset[str]:
@@ -69,20 +69,20 @@ class StageRole:
         """Names of the tensors that it stores in a checkpoint; of a tied one its first holder does."""
         plan = self.state.plan
         assert plan is not None  # noqa: S101 - it holds a stage of one
-        program = self.graphs.programs(plan).train[self.stage]
+        program = self.graphs.programs(plan).train[self.rank]
         followed = {tied.name for tied in program.tied if tied.holders[0] != program.stage}
         return frozenset((*program.parameters, *program.buffers)) - followed
 
     def leaves(self) -> dict[str, StateMeta]:
         """Declared states of the tensors that its stage reads."""
         assert self.state.plan is not None  # noqa: S101 - it holds a stage of one
-        return leaves_of(self.graphs, self.state.plan, self.stage)
+        return leaves_of(self.graphs, self.state.plan, self.rank)
 
 
-def leaves_of(graphs: GraphStore, plan: Plan, stage: int) -> dict[str, StateMeta]:
-    """Return the declared states of the tensors that a stage reads."""
+def leaves_of(graphs: GraphStore, plan: Plan, rank: int) -> dict[str, StateMeta]:
+    """Return the declared states of the tensors that a rank's stage reads."""
     both = graphs.programs(plan)
-    mine = (both.train[stage], *both.evaluation[stage : stage + 1])
+    mine = (both.train[rank], *both.evaluation[rank : rank + 1])
     states, tensors = leaf_metas(mine, graphs.graphs(plan.dag_hash, plan.eval_dag_hash).states())
     return {name: states[name] for name in tensors}
 
@@ -104,7 +104,7 @@ class KeeperRole:
         return frozenset(
             copy.tensors[name]
             for copy in self.copies
-            for name in leaves_of(self.graphs, copy.plan, copy.stage)
+            for name in leaves_of(self.graphs, copy.plan, copy.rank)
         )
 
     def allowance(self) -> Allowance:
@@ -160,7 +160,7 @@ def role_of(scheduler: Scheduler, graphs: GraphStore, worker: str) -> Role | Non
                 rank, state = case.rank, replace(state, source=case.source)
             if state.plan is None or rank is None:
                 return None
-            return StageRole(state, state.plan.places[rank].stage, graphs)
+            return StageRole(state, rank, graphs)
     raise LookupError(f"{job}: no rights are known for what {type(driver).__name__} drives")
 
 

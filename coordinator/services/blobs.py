@@ -186,13 +186,15 @@ class DataService(rpc.DataServicer):
         spec = self._spec_of(request.job)
         if spec is None:
             await refuse(context, UsageError(f"no job {request.job[:80]!r} is running"))
+        first, count = request.first_micro, request.micros
+        micros = range(first, first + count) if count else None
         served: Iterator[pb.Batch] = (
             pb.Batch(
                 step=b.step, micro=b.micro, input=b.input, dtype=str(b.array.dtype), shape=b.array.shape,
                 data=b.array.tobytes(),
             )
             for b in self._provider.batches(
-                spec, request.evaluation, list(request.inputs), request.first_step, request.count
+                spec, request.evaluation, list(request.inputs), request.first_step, request.count, micros
             )
         )  # fmt: skip
         while (batch := await _guarded(lambda: next(served, None), context)) is not None:

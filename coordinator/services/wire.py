@@ -34,6 +34,7 @@ MAX_PAUSED_CHARS = 300
 MAX_RATE_BPS = 1e15
 LEAST_SHARE = 0.001
 MAX_CODECS = 100
+MAX_MICRO = 4096  # micro-batches of a step
 MAX_RELAY_CHARS = 270  # HOST:PORT
 MAX_SECONDS = 30 * 86_400.0
 MAX_MOVED_BYTES = 1 << 44
@@ -181,6 +182,7 @@ def _ready(m: pb.StepReady) -> ev.StepReady:
         waited_s=m.waited_s,
         optimizer_s=m.optimizer_s,
         handling_s=m.handling_s,
+        losses=tuple(bounds.count("losses", m.losses, MAX_MICRO)),
         links=tuple(
             ev.Goodput(
                 peer=bounds.name("peer", g.peer, LIMITS),
@@ -450,17 +452,16 @@ def _commit(message: do.StepCommit) -> pb.StepCommit:
 
 
 def _assign(message: do.Assign, graphs: GraphStore, way: Way) -> pb.Assign:
-    plan = message.plan
-    stage = plan.places[message.rank].stage
+    plan, rank = message.plan, message.rank
     both = graphs.programs(plan)
     found = graphs.graphs(plan.dag_hash, plan.eval_dag_hash)
-    mine = (both.train[stage], *both.evaluation[stage : stage + 1])
+    mine = (both.train[rank], *both.evaluation[rank : rank + 1])
     states, tensors = leaf_metas(mine, found.states())
     assign = pb.Assign(
         job=message.job,
         plan_version=plan.version,
         training=to_proto(message.spec.training),
-        program=to_proto(both.train[stage]),
+        program=to_proto(both.train[rank]),
         plan=to_proto(plan),
         peers=_peers(message.peers, way),
         tensors=[job_pb.TensorBlob(name=name, blob=message.tensors[name]) for name in tensors],
@@ -468,9 +469,10 @@ def _assign(message: do.Assign, graphs: GraphStore, way: Way) -> pb.Assign:
         data=to_proto(message.spec.data),
         first_step=message.first_step,
         holders=[pb.ExpectPeer(peer=_peer(h.peer, h, way), dial=h.dial) for h in message.holders],
+        rank=rank,
     )
     if both.evaluation:
-        assign.eval_program.CopyFrom(to_proto(both.evaluation[stage]))
+        assign.eval_program.CopyFrom(to_proto(both.evaluation[rank]))
     if message.spec.eval_data is not None:
         assign.eval_data.CopyFrom(to_proto(message.spec.eval_data))
     if message.replay is not None:
@@ -481,7 +483,7 @@ def _assign(message: do.Assign, graphs: GraphStore, way: Way) -> pb.Assign:
 def _copy(copy: do.StageCopy, graphs: GraphStore) -> pb.StageCopy:
     """The blobs of a stage's tensors, each once, with the most bytes that it may have."""
     most: dict[str, int] = {}
-    for name, state in leaves_of(graphs, copy.plan, copy.stage).items():
+    for name, state in leaves_of(graphs, copy.plan, copy.rank).items():
         blob = copy.tensors[name]
         most[blob] = max(most.get(blob, 0), most_bytes(state.meta))
     blobs = [pb.BlobRef(hash=blob, size=size) for blob, size in most.items()]

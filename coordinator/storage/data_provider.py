@@ -55,9 +55,16 @@ class DataProvider:
         self._mapped: dict[str, Array] = {}
 
     def batches(
-        self, spec: JobSpec, evaluation: bool, inputs: Sequence[str], first_step: int, count: int
+        self,
+        spec: JobSpec,
+        evaluation: bool,
+        inputs: Sequence[str],
+        first_step: int,
+        count: int,
+        micros: range | None = None,
     ) -> Iterator[MicroBatch]:
-        """The named inputs of ``count`` steps in (step, micro, input) order.
+        """The named inputs of ``count`` steps in (step, micro, input) order; ``micros``: of each step, all
+        without.
 
         UsageError for an unknown input or impossible figures.
         """
@@ -69,8 +76,11 @@ class DataProvider:
                 f"asked for inputs {list(inputs)[:8]} of {count} steps from {first_step}; there are "
                 f"{sorted(by_name)}, at most {MAX_STEPS_A_REQUEST} steps at once"
             )
+        wanted = range(n_micro) if micros is None else micros
+        if not 0 <= wanted.start < wanted.stop <= n_micro:
+            raise UsageError(f"asked for micro-batches {wanted} of steps of {n_micro}")
         for step in range(first_step, first_step + count):
-            for micro in range(n_micro):
+            for micro in wanted:
                 samples = sample_indices(data, n_micro, 0 if evaluation else step, micro)
                 for name in inputs:
                     source = by_name[name]

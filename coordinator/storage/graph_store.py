@@ -55,7 +55,7 @@ class Graphs:
 
 @dataclass(frozen=True)
 class Programs:
-    """Every stage's programs under one plan."""
+    """Every rank's programs under one plan."""
 
     train: tuple[StageProgram, ...]
     evaluation: tuple[StageProgram, ...]  # empty: no evaluation
@@ -87,16 +87,19 @@ class GraphStore:
         return found
 
     def programs(self, plan: Plan) -> Programs:
-        """Return the programs of all stages of ``plan``."""
+        """Return the programs of all ranks of ``plan``."""
         key = (plan.job, plan.version)
         with self._lock:
             if key in self._programs:
                 return self._programs[key]
         graphs = self.graphs(plan.dag_hash, plan.eval_dag_hash)
-        evaluation: tuple[StageProgram, ...] = ()
-        if graphs.evaluation is not None and plan.stages[-1].eval_stop == len(graphs.evaluation.ops):
-            evaluation = stage_programs(graphs.evaluation, [s.eval_start for s in plan.stages])
-        found = Programs(stage_programs(graphs.train, [s.start for s in plan.stages]), evaluation)
+        dag, evaluation = graphs.evaluation, []
+        if dag is not None and all(r.stages[-1].eval_stop == len(dag.ops) for r in plan.replicas):
+            evaluation = [
+                p for r in plan.replicas for p in stage_programs(dag, [s.eval_start for s in r.stages])
+            ]
+        train = [p for r in plan.replicas for p in stage_programs(graphs.train, [s.start for s in r.stages])]
+        found = Programs(tuple(train), tuple(evaluation))
         with self._lock:
             self._programs[key] = found
             while len(self._programs) > KEPT:

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from atoll.microbatch import block_ranges, own_blocks
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import BESIDE
+from coordinator.pipeline.assigning import neighbours
 from coordinator.pipeline.machine import clip_scale
 from coordinator.pipeline.relink import version_at
 from tests.sim.clock import Process, digest
@@ -27,7 +29,7 @@ from worker.session import instructions as todo
 
 if TYPE_CHECKING:
     from atoll.job import JobSpec
-    from atoll.plan import Plan
+    from atoll.plan import Plan, Replica
 
 STEP_S = 0.4
 LOAD_S = 0.6
@@ -43,11 +45,30 @@ AGAIN_S = 1.0  # until a neighbour that may not have heard of the plan is asked 
 RECONFIGURE_S = 0.05
 
 
-def forward(value: str, tensors: Mapping[str, str], names: list[str]) -> str:
-    """Return what a stage with these tensors makes of a value."""
-    for name in names if value != NAN else ():
-        value = digest(value, tensors[name])
-    return value
+def forward(values: str, tensors: Mapping[str, str], names: list[str]) -> str:
+    """Return what a stage with these tensors makes of the values of its blocks of micro-batches."""
+    found = values.split(",")
+    for name in names:
+        found = [value if value == NAN else digest(value, tensors[name]) for value in found]
+    return ",".join(found)
+
+
+def batches(step: int, blocks: int, own: range) -> str:
+    """Return the data of some of a step's blocks of micro-batches."""
+    return ",".join(digest("batch", step) if blocks == 1 else digest("batch", step, at) for at in own)
+
+
+def joined(values: str) -> str:
+    """Return what all blocks of a step come to."""
+    found = values.split(",")
+    return found[0] if len(found) == 1 else NAN if NAN in found else digest(*found)
+
+
+def micro_losses(values: str, n_micro: int, blocks: int, own: range) -> tuple[float, ...]:
+    """Return the loss of each micro-batch of some blocks, as its share of the step's."""
+    by_block = dict(zip(own, values.split(","), strict=True))
+    ranges = enumerate(block_ranges(n_micro, blocks))
+    return tuple(number(by_block[at]) / n_micro for at, block in ranges if at in own for _ in block)
 
 
 def update(tensors: Mapping[str, str], step: int, loss: str, scale: float) -> dict[str, str]:
@@ -78,18 +99,21 @@ def number(value: str) -> float:
 
 def reference(spec: JobSpec, steps: int) -> tuple[dict[str, str], list[float]]:
     """Return the tensors after ``steps`` undisturbed steps, and each step's loss."""
-    tensors, losses = dict(spec.tensors), []
+    tensors, losses, blocks = dict(spec.tensors), [], spec.training.blocks
     for step in range(steps):
-        loss = forward(digest("batch", step), tensors, sorted(tensors))
-        losses.append(number(loss))
+        values = forward(batches(step, blocks, range(blocks)), tensors, sorted(tensors))
+        loss = joined(values)
+        several = micro_losses(values, spec.training.n_micro, blocks, range(blocks))
+        losses.append(number(loss) if blocks == 1 else sum(several, 0.0))
         norms = list(square_norms(tensors, sorted(tensors), loss))
         tensors = update(tensors, step, loss, clip_scale(norms, spec.training.optimizer.clip_norm))
     return tensors, losses
 
 
 _serials = itertools.count()
-Key = tuple[str, int, int, bool]
-"""Job, plan version, step, forwards."""
+Key = tuple[str, int, int, int]
+"""Job, plan version, step, and what it is: forwards, or of which replica the part of an exchange."""
+PART = 2  # and the replica: no direction of a pipeline
 
 
 @dataclass
@@ -101,7 +125,8 @@ class Held:
     tensors: dict[str, str]
     step: int
     first: int  # step that it applies first
-    outputs: dict[int, str] = field(default_factory=dict)  # step -> the pipeline's loss, as it applies it
+    outputs: dict[int, str] = field(default_factory=dict)  # step -> what the whole step comes to
+    values: dict[int, str] = field(default_factory=dict)  # step -> what its own pipeline computed
     digests: list[ev.Digest] = field(default_factory=list)  # of steps that are repeated
     serial: int = field(default_factory=lambda: next(_serials))
 
@@ -110,11 +135,32 @@ class Held:
         return self.plan.places[self.work.rank].stage
 
     @property
+    def replica(self) -> int:
+        return self.plan.places[self.work.rank].replica
+
+    @property
+    def pipeline(self) -> Replica:
+        return self.plan.replicas[self.replica]
+
+    @property
+    def blocks(self) -> range:
+        own = own_blocks(self.plan.n_micro, self.plan.blocks, self.pipeline.micros)
+        return range(min(own), max(own) + 1)
+
+    @property
     def last(self) -> bool:
-        return self.stage == len(self.plan.stages) - 1
+        return self.stage == len(self.pipeline.stages) - 1
 
     def neighbour(self, offset: int) -> str:
-        return self.plan.stages[self.stage + offset].worker
+        return self.pipeline.stages[self.stage + offset].worker
+
+    @property
+    def others(self) -> dict[str, int]:
+        """Who holds some of its tensors in other replicas, and in which."""
+        places = self.plan.places
+        ranks = neighbours(self.plan, self.work.rank)
+        found = {places[rank].worker: places[rank].replica for rank in sorted(ranks)}
+        return {worker: replica for worker, replica in found.items() if replica != self.replica}
 
     @property
     def neighbours(self) -> dict[bool, str]:
@@ -132,6 +178,20 @@ class Tensors:
     step: int
     forwards: bool
     value: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """What replicas exchange: what one of them computed in a step."""
+
+    job: str
+    version: int
+    step: int
+    replica: int
+    value: str
+
+
+Message = Tensors | Part | Wanted | Kept
 
 
 @dataclass
@@ -169,7 +229,7 @@ class Bench:
 
     process: Machine
     post: Callable[[e.Event], None]
-    send: Callable[[str, Tensors | Wanted | Kept], None]  # to a peer
+    send: Callable[[str, Message], None]  # to a peer
     store: Callable[[str], None]  # a blob, into the coordinator's store
     has: Callable[[do.Assign, str], bool]  # whether the store has a blob
     applied: Callable[[str, int, int], None]  # job, version, step: for the checks
@@ -185,6 +245,7 @@ class Bench:
     warm: list[bool] = field(default_factory=list)  # of each stage that was loaded, but for spot checks
     inbox: dict[Key, str] = field(default_factory=dict)
     kept: dict[Key, str] = field(default_factory=dict)  # what neighbours send again
+    parts: dict[Key, str] = field(default_factory=dict)  # of other replicas
     running: tuple[str, int, int] | None = None
     progress: int = 0
     _asked_s: float = 0.0  # when the step under way was asked for
@@ -195,6 +256,7 @@ class Bench:
     _turn: int = 0
     _computed_s: float = 0.0  # since the step under way was asked for
     _went: str | None = None  # forwards, in the step that is repeated
+    _loss: str | None = None  # of the step that is repeated, once what its pipeline sends is here
     _wanted: list[Wanted] = field(default_factory=list)  # of steps that are repeated here as well
     _loading: bool = False
     _order: int = 0  # of copies
@@ -262,7 +324,7 @@ class Bench:
         self.queue.clear()
 
     def _forget(self, which: Callable[[Key], bool]) -> None:
-        for messages in (self.inbox, self._sent):
+        for messages in (self.inbox, self._sent, self.parts):
             for key in [key for key in messages if which(key)]:
                 del messages[key]
 
@@ -274,6 +336,13 @@ class Bench:
             return self._waits_for_repeats(self.repeats)
         if held is None or running is None or not self._due:
             return None
+        if (*running, False) in self._sent:
+            awaited = next((w for w, r in held.others.items() if (*running, r) not in self.parts), "")
+            return (
+                ev.Waits(awaited, "part", running[2], self.process.clock.now_s - self._asked_s)
+                if awaited
+                else None
+            )
         sent = (*running, True) in self._sent
         if (sent and held.last) or (not sent and held.stage == 0):
             return None
@@ -286,7 +355,7 @@ class Bench:
         self._stop()
         self._loading = True
         spec, place = work.spec, work.plan.places[work.rank]
-        stage = work.plan.stages[place.stage]
+        stage = work.plan.replicas[place.replica].stages[place.stage]
         names = sorted(spec.tensors)[stage.start : stage.stop]
         blobs = {name: work.tensors.get(name) or spec.tensors[name] for name in names}
         warm = self.process.disk.issuperset(blobs.values())
@@ -331,7 +400,8 @@ class Bench:
         if order != self._order:
             return
         copy, *rest = copies
-        cut = copy.plan.stages[copy.stage]
+        place = copy.plan.places[copy.rank]
+        cut = copy.plan.replicas[place.replica].stages[place.stage]
         blobs = [copy.tensors[name] for name in sorted(copy.tensors)[cut.start : cut.stop]]
         new = [blob for blob in blobs if blob not in self.process.disk]
         self.process.disk.update(blobs)
@@ -350,12 +420,14 @@ class Bench:
         self._stop()
         held.plan = work.plan
         held.outputs.clear()
+        held.values.clear()
         self._connect(held, job, version, step)
 
     def _connect(self, held: Held, job: str, version: int, step: int) -> None:
 
         def connected() -> None:
-            away = [peer for peer in held.neighbours.values() if not self.reaches(peer)]
+            peers = (*held.neighbours.values(), *held.others)
+            away = [peer for peer in peers if not self.reaches(peer)]
             if away:
                 self.post(e.StageBroke(job, version, step, "cannot connect", away[0]))
             else:
@@ -383,7 +455,7 @@ class Bench:
         if held.step >= work.first_step and not self._goes_on(held):
             return
         self._asking = True
-        self._asked_s, self._went = self.process.clock.now_s, None
+        self._asked_s, self._went, self._loss = self.process.clock.now_s, None, None
         self._ask(held, held.step)
         self._go_on()
 
@@ -391,9 +463,9 @@ class Bench:
         """Ask for what is missing of the step, and again where nobody answers."""
         if held is not self.repeats or held.step != step or not self._asking:
             return
-        for forwards in self._missing(held):
-            peer = held.neighbours[forwards]
-            self.send(peer, Wanted(self.process.name, held.work.job, self._era(held), step, forwards))
+        senders = self._senders(held)
+        for what in self._missing(held):
+            self.send(senders[what], Wanted(self.process.name, held.work.job, self._era(held), step, what))
         self.process.after(AGAIN_S, lambda: self._ask(held, step))
 
     def _goes_on(self, held: Held) -> bool:
@@ -438,16 +510,21 @@ class Bench:
         self.kept[key] = answer.value
         self._go_on()
 
-    def _missing(self, held: Held) -> list[bool]:
+    def _missing(self, held: Held) -> list[int]:
         """Return which messages of the step that is repeated are not here."""
         at = (held.work.job, self._era(held), held.step)
-        return [forwards for forwards in held.neighbours if (*at, forwards) not in self.kept]
+        wanted = [*held.neighbours, *(PART + replica for replica in dict.fromkeys(held.others.values()))]
+        return [what for what in wanted if (*at, what) not in self.kept]
 
     def _waits_for_repeats(self, held: Held) -> ev.Waits | None:
         if not self._asking or not (missing := self._missing(held)):
             return None
         waited_s = self.process.clock.now_s - self._asked_s
-        return ev.Waits(held.neighbours[missing[0]], "replay", held.step, waited_s)
+        return ev.Waits(self._senders(held)[missing[0]], "replay", held.step, waited_s)
+
+    def _senders(self, held: Held) -> dict[int, str]:
+        """Return who sends each message of a step."""
+        return {**held.neighbours, **{PART + replica: peer for peer, replica in held.others.items()}}
 
     def _go_on(self) -> None:
         """Compute the forward of the step that is repeated once its input is here, the rest with its loss."""
@@ -455,12 +532,18 @@ class Bench:
         assert held is not None
         job, step, version = held.work.job, held.step, self._era(held)
         if self._went is None:
-            given = digest("batch", step) if held.stage == 0 else self.kept.get((job, version, step, True))
+            given = self._given(held, step) if held.stage == 0 else self.kept.get((job, version, step, True))
             if given is None:
                 return
             self._went = forward(given, held.tensors, sorted(held.tensors))
             self._record(version, step, True, self._went)
-        if not self._missing(held):
+        missing = self._missing(held)
+        if self._loss is None and not any(what < PART for what in missing):
+            self._loss = self._went if held.last else self.kept[job, version, step, False]
+            self._record(version, step, False, self._loss)
+            self._record(version, step, PART + held.replica, self._loss)
+            missing = self._missing(held)
+        if not missing:
             self._later(REPEAT_S, self._repeated)
 
     def _repeated(self) -> None:
@@ -475,14 +558,16 @@ class Bench:
             order = self.queue.popleft()
             assert isinstance(order, todo.RepeatStep)
             scale = order.gradient_scale
-        given = digest("batch", step) if held.stage == 0 else self.kept[job, version, step, True]
-        loss = self._went if held.last else self.kept[job, version, step, False]
+        given = self._given(held, step) if held.stage == 0 else self.kept[job, version, step, True]
+        loss = self._loss
         assert loss is not None
-        self._record(version, step, False, loss)
         taken = "" if held.last else loss
-        loss = digest("slip", loss) if self.process.slips else loss
-        held.digests.append(told(held.tensors, step, loss, given, taken))
-        held.tensors = update(held.tensors, step, loss, scale)
+        parts = {r: self.kept[job, version, step, PART + r] for r in held.others.values()}
+        parts[held.replica] = loss
+        used = joined(",".join(parts[replica] for replica in sorted(parts)))
+        used = digest("slip", used) if self.process.slips else used
+        held.digests.append(told(held.tensors, step, used, given, taken))
+        held.tensors = update(held.tensors, step, used, scale)
         held.step = step + 1
         self.applied(job, version, step)
         if self.standby:
@@ -491,7 +576,7 @@ class Bench:
             self._snapshot(held, version, step)
         self._repeat()
 
-    def _record(self, version: int, step: int, forwards: bool, value: str) -> None:
+    def _record(self, version: int, step: int, forwards: int, value: str) -> None:
         """Log a message that is sent to who repeats the step as well."""
         self.log.add(version, step, forwards, value)
         wanted, self._wanted = self._wanted, []
@@ -512,20 +597,25 @@ class Bench:
         """A peer that is to send messages again is gone."""
         held = self.repeats
         waits = self._asking or not self.standby
-        if held is not None and waits and peer in held.neighbours.values():
+        if held is not None and waits and peer in (*held.neighbours.values(), *held.others):
             self._stop()
             work = held.work
             self.post(e.StageBroke(work.job, work.plan.version, work.first_step, reason, peer))
 
     # ------------------------------------------------------------ steps
 
-    def arrived(self, message: Tensors | Wanted | Kept) -> None:
+    def arrived(self, message: Message) -> None:
         """Take in a neighbour's message; it may be early."""
         if isinstance(message, Wanted):
             self._asked(message)
             return
         if isinstance(message, Kept):
             self._answered(message)
+            return
+        if isinstance(message, Part):
+            self.parts[message.job, message.version, message.step, message.replica] = message.value
+            self.progress += 1
+            self._join_replicas()
             return
         self.inbox[message.job, message.version, message.step, message.forwards] = message.value
         self.progress += 1
@@ -536,21 +626,28 @@ class Bench:
         self._due = True
         self._forward()
 
+    def _given(self, held: Held, step: int) -> str:
+        return batches(step, held.plan.blocks, held.blocks)
+
     def _forward(self) -> None:
         held, running = self.held, self.running
         if held is None or running is None or not self._due or (*running, True) in self._sent:
             return
         job, version, step = running
-        given = digest("batch", step) if held.stage == 0 else self.inbox.get((job, version, step, True))
+        given = self._given(held, step) if held.stage == 0 else self.inbox.get((job, version, step, True))
         if given is None:
             return
         assert step == held.step, f"{self.process.name} runs step {step} on the state after {held.step} steps"
         spoiled = self.process.poison or (held.last and step >= self.process.diverges_at)
-        value = NAN if spoiled else forward(given, held.tensors, sorted(held.tensors))
+        value = (
+            ",".join(NAN for _ in held.blocks)
+            if spoiled
+            else forward(given, held.tensors, sorted(held.tensors))
+        )
         self._sent[*running, True] = value
         self.log.add(version, step, True, value)
         if held.last:
-            held.outputs[step] = value
+            held.values[step] = value
             self._later(STEP_S / 2, self._backward)
         else:
             self.send(held.neighbour(+1), Tensors(job, version, step, True, value))
@@ -563,22 +660,44 @@ class Bench:
         if (*running, False) in self._sent:
             return
         job, version, step = running
-        loss = held.outputs.get(step) if held.last else self.inbox.get((job, version, step, False))
+        loss = held.values.get(step) if held.last else self.inbox.get((job, version, step, False))
         if loss is None:
             return
-        given = digest("batch", step) if held.stage == 0 else self.inbox.get((job, version, step, True), "")
-        taken = "" if held.last else loss
-        used = digest("cheat", loss) if step >= self.process.cheats_from and loss != NAN else loss
-        held.outputs[step] = used
+        held.values[step] = loss
         self._sent[*running, False] = loss
         self.log.add(version, step, False, loss)
         if held.stage:
             self.send(held.neighbour(-1), Tensors(job, version, step, False, loss))
-        shown = number(loss) if held.last else None
+        self.log.add(version, step, PART + held.replica, loss)
+        for peer in held.others:
+            self.send(peer, Part(job, version, step, held.replica, loss))
+        self._join_replicas()
+
+    def _join_replicas(self) -> None:
+        """Report the step once every replica's part of it is here."""
+        held, running = self.held, self.running
+        if held is None or running is None or (*running, False) not in self._sent:
+            return
+        job, version, step = running
+        found = {replica: self.parts.get((*running, replica)) for replica in held.others.values()}
+        found[held.replica] = own = held.values[step]
+        if None in found.values():
+            return
+        total = joined(",".join(str(found[replica]) for replica in sorted(found)))
+        used = digest("cheat", total) if step >= self.process.cheats_from and total != NAN else total
+        held.outputs[step] = used
+        given = self._given(held, step) if held.stage == 0 else self.inbox.get((*running, True), "")
+        taken = "" if held.last else own
+        training, shared = held.work.spec.training, len(held.plan.replicas) > 1
+        losses: tuple[float, ...] = ()
+        if held.last:
+            losses = micro_losses(own, training.n_micro, training.blocks, held.blocks)
+        shown = number(total) if training.blocks == 1 else sum(losses, 0.0)
         norms = square_norms(held.tensors, sorted(held.tensors), used)
-        finite = loss != NAN and not self.process.slanders
         message = ev.StepReady(
-            job, version, step, shown, norms, finite=finite, forward_s=self._computed_s,
+            job, version, step, shown if held.last and not shared else None, norms,
+            finite=total != NAN and not self.process.slanders, forward_s=self._computed_s,
+            losses=losses if shared else (),
             digest=told(held.tensors, step, used, given, taken),
         )  # fmt: skip
         self.running = None
@@ -588,6 +707,7 @@ class Bench:
         held = self.held
         assert held is not None, f"{self.process.name} applies step {step} and holds nothing"
         held.tensors = update(held.tensors, step, held.outputs.pop(step), scale)
+        held.values.pop(step, None)
         held.step = step + 1
         self.applied(job, version, step)
         self._forget(lambda key: key[0] == job and key[2] <= step)

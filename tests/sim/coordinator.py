@@ -6,14 +6,16 @@ Its folder outlives it: journalled records, in the form in which they are writte
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atoll.microbatch import ScheduleName
+from atoll.exchange import Exchange
+from atoll.microbatch import ScheduleName, block_ranges
 from atoll.opdag import TensorMeta
-from atoll.plan import LinkSpec, Plan, StageSpec, one_replica
+from atoll.plan import LinkSpec, Plan, Replica, StageSpec
 from coordinator.config import CoordinatorConfig
 from coordinator.messages import batch as batches
 from coordinator.messages import events as ev
@@ -27,6 +29,7 @@ from tests.sim.clock import Process, digest
 from tests.sim.network import End, Network, Stream
 
 if TYPE_CHECKING:
+    from atoll.job import JobSpec
     from coordinator.scheduler import Scheduler
 
 NAME = "coordinator"
@@ -278,23 +281,36 @@ class Coordinator(Process):
 
     def plan(self, asked: do.MakePlan) -> ev.Event:
         """Cut the job evenly over the first workers of the fleet: the real planner is tried elsewhere."""
-        workers = [device.worker for device in asked.fleet.devices][: self.stages]
-        if len(workers) < self.fewest:
-            return ev.PlanFailed(asked.job, asked.attempt, f"stage {len(workers)} lacks a worker")
-        ops, n = len(asked.spec.tensors), len(workers)
+        training = asked.spec.training
+        workers, count = [device.worker for device in asked.fleet.devices], training.replica_count or 1
+        count = count if len(workers) >= count else 1
+        ends = [block.stop for block in block_ranges(training.n_micro, training.blocks)]
+        borders = [0, *(ends[len(ends) * (at + 1) // count - 1] for at in range(count))]
+        replicas = []
+        for micros in pairwise(borders):
+            # Replicas of other cuts than the one before: as many stages as are left to it.
+            own = workers[: self.stages if count == 1 else max(1, len(workers) // (count - len(replicas)))]
+            workers = workers[len(own) :]
+            if len(own) < self.fewest:
+                return ev.PlanFailed(asked.job, asked.attempt, f"stage {len(own)} lacks a worker")
+            replicas.append(self._pipeline(asked.spec, own, micros))
+        plan = Plan(
+            asked.job, asked.version, asked.spec.dag_hash, asked.spec.eval_dag_hash, "even",
+            ScheduleName.GPIPE, training.n_micro, tuple(replicas), blocks=training.blocks,
+            exchange=Exchange() if count > 1 else None,
+        )  # fmt: skip
+        return ev.PlanMade(asked.job, asked.attempt, plan)
+
+    def _pipeline(self, spec: JobSpec, workers: Sequence[str], micros: tuple[int, int]) -> Replica:
+        ops, n = len(spec.tensors), len(workers)
         edges = [at * ops // n for at in range(n + 1)]
-        evaluated = asked.spec.eval_data is not None
+        evaluated = spec.eval_data is not None
         stages = tuple(
             StageSpec(a, b, a if evaluated else 0, b if evaluated else 0, worker, 1)
             for a, b, worker in zip(edges, edges[1:], workers, strict=False)
         )
         links = tuple(LinkSpec(a, b) for at in range(n - 1) for a, b in ((at, at + 1), (at + 1, at)))
-        n_micro = asked.spec.training.n_micro
-        plan = Plan(
-            asked.job, asked.version, asked.spec.dag_hash, asked.spec.eval_dag_hash, "even",
-            ScheduleName.GPIPE, n_micro, one_replica(n_micro, stages, links),
-        )  # fmt: skip
-        return ev.PlanMade(asked.job, asked.attempt, plan)
+        return Replica(micros, stages, links)
 
     def _aggregate(self, asked: do.AggregateRound) -> None:
         good = {name: update.update for name, update in asked.updates.items()}

@@ -13,7 +13,7 @@ class Wanted:
     job: str
     version: int
     step: int
-    forwards: bool
+    forwards: int  # or, in an exchange of replicas, whose part
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Kept:
     job: str
     version: int
     step: int
-    forwards: bool
+    forwards: int  # or, in an exchange of replicas, whose part
     value: str | None
 
 
@@ -34,9 +34,9 @@ class SendLog:
     job: str = ""
     since: int = 0
     most: int = 1000
-    messages: dict[tuple[int, bool], tuple[int, str]] = field(default_factory=dict)  # with their versions
+    messages: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)  # with their versions
 
-    def add(self, version: int, step: int, forwards: bool, value: str) -> None:
+    def add(self, version: int, step: int, forwards: int, value: str) -> None:
         """Keep a message; that of a step which began anew replaces the first one."""
         self.messages[step, forwards] = version, value
 

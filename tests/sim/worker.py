@@ -10,10 +10,9 @@ from typing import Any
 from atoll.federated import DatasetFacts, FieldFacts
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
-from tests.sim.compute import Bench, Machine, Tensors
+from tests.sim.compute import Bench, Machine, Message
 from tests.sim.coordinator import Coordinator
 from tests.sim.network import End, Network, Stream
-from tests.sim.send_log import Kept, Wanted
 from worker.session import events as e
 from worker.session import instructions as todo
 from worker.session.machine import Session, handle
@@ -258,7 +257,7 @@ class Worker(Machine):
 
     # ------------------------------------------------------------ peers and blobs
 
-    def _send_tensors(self, peer: str, message: Tensors | Wanted | Kept) -> None:
+    def _send_tensors(self, peer: str, message: Message) -> None:
         other = self.peers(peer)
         if self.network.swallows(self.name, peer):
             return

@@ -23,11 +23,16 @@ ENDS_WITHIN_S = 600.0
 TAKEN_OVER = 0.1  # share of the runs in which a second coordinator starts on the first one's database
 SHORT_LOGS = 0.05  # share of the runs in which send logs do not reach back to the checkpoint
 WITH_STANDBYS = 0.4  # share of the runs
+REPLICATED = 0.1  # share of the runs in which pipelines are replicated
 FOLD_EVERY = 50  # events between two looks at whether the ledger is its journal's fold
 
 
 def pipeline_job(
-    steps: int = 16, tensors: int = 6, spot_checks: float = 0.2, standbys: int | None = 0
+    steps: int = 16,
+    tensors: int = 6,
+    spot_checks: float = 0.2,
+    standbys: int | None = 0,
+    replicas: int = 1,
 ) -> JobSpec:
     """Return a job of so many steps that can be cut into as many stages as it has tensors."""
     names = {f"w{at:02}": digest("initial", at) for at in range(tensors)}
@@ -35,6 +40,8 @@ def pipeline_job(
     training = TrainingSpec(
         steps, 2, optimizer=clipped, checkpoint_every=3, eval_every=4, eval_batches=1, spot_checks=spot_checks
     )
+    if replicas > 1:
+        training = replace(training, n_micro=4, blocks=4, replicas=str(replicas))
     data = DataSpec((), 8, 1)
     return JobSpec("job", training, "ab" * 32, "cd" * 32, names, data, data, standbys=standbys)
 
@@ -63,6 +70,7 @@ class Scenario:
     stages: int = 3  # of a plan, at most
     standbys: int | None = 0  # as of ``JobSpec``
     steps: int = 16
+    replicas: int = 1  # of a pipeline
 
     def names(self) -> list[str]:
         return [f"w{at}" for at in range(self.workers)]
@@ -79,8 +87,9 @@ def scenario(seed: int) -> Scenario:
         faults += (TakeOver(round(2.0 + 14.0 * random.random(), 2), round(1.0 + 3.0 * random.random(), 2)),)
     log_steps = 2 if random.random() < SHORT_LOGS else found.log_steps
     standbys = random.randint(1, 2) if random.random() < WITH_STANDBYS else 0
+    replicas = random.choice((2, 3)) if random.random() < REPLICATED else 1
     faults = tuple(sorted(faults, key=lambda fault: fault.at_s))
-    return replace(found, faults=faults, log_steps=log_steps, standbys=standbys)
+    return replace(found, faults=faults, log_steps=log_steps, standbys=standbys, replicas=replicas)
 
 
 @dataclass
@@ -149,7 +158,8 @@ class World:
         for at, worker in enumerate(self.workers.values()):
             self.clock.after(0.1 * at, worker.start)
         scenario = self.scenario
-        jobs = [pipeline_job(scenario.steps, standbys=scenario.standbys) for _ in range(scenario.pipeline)]
+        spec = pipeline_job(scenario.steps, standbys=scenario.standbys, replicas=scenario.replicas)
+        jobs = [spec] * scenario.pipeline
         jobs += [federated_job() for _ in range(self.scenario.federated)]
         for at, spec in enumerate(jobs):
             self.submit(f"job-{at + 1}", spec, 1.0 + at)

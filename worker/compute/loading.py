@@ -49,7 +49,7 @@ def load(
             device,
             states=assignment.states,
             recompute=assignment.plan.recompute,
-            actions=assignment.plan.actions(assignment.stage),
+            actions=assignment.plan.actions(assignment.rank),
         )
     (_, first), *later = assignment.eras
     links = Links(
@@ -130,9 +130,9 @@ def _tensors(
 def _feed(assignment: Assignment, context: ComputeContext) -> feed.Feed:
     program, training = assignment.program, assignment.training
     return feed.Feed(
-        context.fetch_of(assignment.job),
+        context.fetch_of(assignment.job, assignment.micros),
         feed.input_rules(program, assignment.inputs(program), assignment.states),
-        training.n_micro,
+        assignment.micros,
         training.steps,
         context.config.feed_ahead_steps,
         context.config.feed_bytes,
@@ -143,7 +143,7 @@ def _held_out(
     assignment: Assignment, context: ComputeContext
 ) -> Callable[[Cancel], Iterator[Mapping[str, Tensor]]]:
     program = assignment.eval_program
-    fetch = context.fetch_of(assignment.job)
+    fetch = context.fetch_of(assignment.job, None)
     rules = (
         {} if program is None else feed.input_rules(program, assignment.inputs(program), assignment.states)
     )

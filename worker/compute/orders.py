@@ -49,13 +49,16 @@ class OpsRequest:
 
 def assignment(m: pb.Assign) -> Assignment:
     """A stage of a plan."""
+    plan = convert.from_proto(m.plan)
+    rank = bounds.within("rank", m.rank, 0, len(plan.places) - 1)
     return Assignment(
         job=bounds.name("job", m.job, DEFAULT_LIMITS),
         version=m.plan_version,
         training=convert.from_proto(m.training),
         program=convert.from_proto(m.program),
         eval_program=convert.from_proto(m.eval_program) if m.HasField("eval_program") else None,
-        plan=convert.from_proto(m.plan),
+        plan=plan,
+        replica=plan.places[rank].replica,
         links=wire.neighbours(m),
         tensors=_tensors(m),
         states=convert.state_from_proto(m.metas, DEFAULT_LIMITS),

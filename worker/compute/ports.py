@@ -178,13 +178,15 @@ class DaemonBlobs:
         return self._requests.ask(make, cancel, progress)
 
 
-def daemon_batches(requests: Requests, job: str) -> Fetch:
-    """A job's micro-batches from the data provider."""
+def daemon_batches(requests: Requests, job: str, micros: range | None) -> Fetch:
+    """A job's micro-batches from the data provider; ``micros``: which of a step, None: all."""
 
     def fetch(evaluation: bool, inputs: tuple[str, ...], first_step: int, count: int) -> Iterator[Arrived]:
         wanted = control.BatchRequest(
             job=job, evaluation=evaluation, inputs=inputs, first_step=first_step, count=count
         )
+        if micros is not None:
+            wanted.first_micro, wanted.micros = micros.start, len(micros)
 
         def make(number: int) -> pb.FromCompute:
             return pb.FromCompute(batches=pb.FetchBatches(request=number, batches=wanted))

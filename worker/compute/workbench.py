@@ -334,9 +334,10 @@ class Workbench:
         report = run.run_step(step, cancel)
         assignment = run.at(step)
         job, version = assignment.job, assignment.version
-        norms = assignment.training.optimizer.clip_norm is not None
+        shared = len(assignment.plan.replicas) > 1
+        norms = shared or assignment.training.optimizer.clip_norm is not None
         used = {} if self._links is None else self._links.codec_use()
-        message = messages.step_ready(job, version, report, norms, used)
+        message = messages.step_ready(job, version, report, norms, used, shared=shared)
         self._post(events.StepDone(job, version, step, message))
 
     def _apply(self, step: int, gradient_scale: float, store: bool) -> None:

@@ -26,7 +26,16 @@ from worker.transport.frames import Buffer, Direction, MessageKey
 
 log = structlog.get_logger()
 
-LOGGED = frozenset({Direction.BACKWARD, Direction.TIED_PARTIAL, Direction.TIED_TOTAL, Direction.FORWARD})
+LOGGED = frozenset(
+    {
+        Direction.BACKWARD,
+        Direction.TIED_PARTIAL,
+        Direction.TIED_TOTAL,
+        Direction.FORWARD,
+        Direction.PART,
+        Direction.TOTAL,
+    }
+)
 NOTHING = (1 << 63) - 1
 """``logged_from`` of a log that holds no step and will hold none."""
 FREE_SHARE = 0.25

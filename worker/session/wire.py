@@ -410,15 +410,18 @@ def step_ready(
     report: StepReport,
     norms_wanted: bool,
     codecs: Mapping[str, CodecUse],
+    *,
+    shared: bool = False,
 ) -> pb.FromWorker:
     """A step's result, without what the links measured (``add_goodput``); ``codecs`` by peer. Norms travel
-    only where the gradient is clipped."""
+    only where the gradient is clipped; losses one by one where the step is ``shared`` with other replicas."""
     return pb.FromWorker(
         ready=pb.StepReady(
             job=job,
             plan_version=version,
             step=report.step,
-            loss=report.stage.loss,
+            loss=None if shared else report.stage.loss,
+            losses=report.stage.losses if shared else (),
             square_norms=report.stage.square_norms if norms_wanted else (),
             forward_s=report.forward_s,
             backward_s=report.backward_s,

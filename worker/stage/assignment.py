@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from atoll.errors import BadFrame, PlanError
+from atoll.exchange import check_exchange
+from atoll.gradient_exchange import Bucket, buckets, trained_elements
 from atoll.job import TrainingSpec
+from atoll.microbatch import own_blocks
 from atoll.opdag import StateMeta, TensorMeta
-from atoll.plan import LinkSpec, Plan
+from atoll.plan import LinkSpec, Plan, Replica, check_shares
 from atoll.program import StageProgram
 from worker.transport.contract import Paths
 
@@ -59,6 +63,7 @@ class Assignment:
     states: Mapping[str, StateMeta]
     first_step: int
     replay: Replay | None = None
+    replica: int = 0  # number of the one that the stage is of
     standby: bool = False  # beside the plan: repeats later steps as well, and sends nothing
 
     @property
@@ -66,11 +71,42 @@ class Assignment:
         return self.program.stage
 
     @property
+    def pipeline(self) -> Replica:
+        """The replica that the stage is of."""
+        return self.plan.replicas[self.replica]
+
+    @property
+    def rank(self) -> int:
+        """This stage's number among the plan's places."""
+        return sum(len(r.stages) for r in self.plan.replicas[: self.replica]) + self.stage
+
+    @property
+    def micros(self) -> range:
+        """Micro-batches of a step that this replica has."""
+        return range(*self.pipeline.micros)
+
+    @property
+    def blocks(self) -> Mapping[int, range]:
+        """Its blocks of them, by number."""
+        return own_blocks(self.plan.n_micro, self.plan.blocks, self.pipeline.micros)
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Gradients that are exchanged with the other replicas."""
+        names = [name for name in self.program.parameters if name in self.states]
+        elements = trained_elements(names, self.states, self.training.optimizer)
+        return buckets(self.plan, self.replica, self.program, elements)
+
+    @property
     def peers(self) -> frozenset[str]:
         return frozenset(link.worker for link in self.links)
 
     def worker_of(self, stage: int) -> str:
-        return self.plan.stages[stage].worker
+        return self.pipeline.stages[stage].worker
+
+    def holder(self, bucket: Bucket, replica: int) -> str:
+        """The worker that has a bucket's gradients in another replica."""
+        return self.plan.places[bucket.holders[replica]].worker
 
     def relinked(self, version: int, links: Sequence[LinkSpec]) -> Assignment:
         """The same stage under a later plan version that differs in its codecs alone.
@@ -78,8 +114,10 @@ class Assignment:
         BadFrame for a link of a stage that the plan does not have.
         """
         worst = max((max(link.source, link.target) for link in links), default=0)
-        if worst >= len(self.plan.stages):
-            raise BadFrame(f"a link names stage {worst} of {len(self.plan.stages)}")
+        if worst >= len(self.pipeline.stages):
+            raise BadFrame(f"a link names stage {worst} of {len(self.pipeline.stages)}")
+        if len(self.plan.replicas) > 1:  # whose codecs stay
+            return replace(self, version=version, plan=replace(self.plan, version=version))
         return replace(self, version=version, plan=self.plan.relinked(version, links))
 
     def reconfigured(
@@ -89,10 +127,9 @@ class Assignment:
 
         PlanError for a plan under which the stage would compute otherwise.
         """
-        if plan.job != self.job or plan.only.micros != self.plan.only.micros:
+        if plan.job != self.job or plan.n_micro != self.plan.n_micro:
             raise PlanError(f"a plan of {plan.job} for other micro-batches cannot take over {self.job}")
-        before, after = [replace(s, worker="") for s in self.plan.stages], plan.stages
-        if [replace(s, worker="") for s in after] != before or plan.schedule is not self.plan.schedule:
+        if _work(plan) != _work(self.plan):
             raise PlanError(
                 f"plan {plan.version} has other stages than {self.version}: it must be loaded anew"
             )
@@ -111,18 +148,24 @@ class Assignment:
         return {name: self.states[name].meta for name in program.inputs}
 
 
+def _work(plan: Plan) -> tuple[object, ...]:
+    """What is computed under a plan, whoever computes it."""
+    replicas = [(r.micros, [replace(stage, worker="") for stage in r.stages]) for r in plan.replicas]
+    return plan.schedule, plan.exchange, replicas
+
+
 def check(assignment: Assignment, me: str) -> None:
     """The rules that planner and worker both check; PlanError or BadFrame says which is broken."""
     plan, program = assignment.plan, assignment.program
     if (plan.job, plan.version) != (assignment.job, assignment.version):
         raise BadFrame(f"plan of {plan.job} version {plan.version} assigned as version {assignment.version}")
-    if len(plan.replicas) != 1:
-        raise PlanError(
-            f"a plan of {len(plan.replicas)} replicas; this version runs plans of one, update this worker"
-        )
-    if program.n_stages != len(plan.stages) or not 0 <= program.stage < len(plan.stages):
-        raise BadFrame(f"stage {program.stage} of {program.n_stages}, but the plan has {len(plan.stages)}")
-    stage = plan.stages[program.stage]
+    if not 0 <= assignment.replica < len(plan.replicas):
+        raise PlanError(f"replica {assignment.replica} of a plan of {len(plan.replicas)} replicas")
+    _check_exchange(plan)
+    stages = assignment.pipeline.stages
+    if program.n_stages != len(stages) or not 0 <= program.stage < len(stages):
+        raise BadFrame(f"stage {program.stage} of {program.n_stages}, but the plan has {len(stages)}")
+    stage = stages[program.stage]
     if stage.worker != me:
         raise BadFrame(f"stage {program.stage} belongs to {stage.worker}, this is {me}")
     training = assignment.training
@@ -131,12 +174,42 @@ def check(assignment: Assignment, me: str) -> None:
             f"plan has {plan.n_micro} micro-batches in {plan.blocks} blocks, training declares "
             f"{training.n_micro} in {training.blocks}"
         )
-    if plan.only.micros != (0, plan.n_micro):
-        raise BadFrame(f"one replica with micro-batches {plan.only.micros} of {plan.n_micro}")
+    check_shares(plan)
     strangers = _neighbours(assignment) - assignment.peers - {me}
     if strangers:
         raise BadFrame(f"stage {program.stage} exchanges tensors with {sorted(strangers)}, no address given")
     _check_leaves(assignment)
+    written = [name for name in program.buffers if assignment.states[name].mutated]
+    if written and len(plan.replicas) > 1:
+        raise PlanError(
+            f"training writes {written[0]}, and replicas would each write their own; train with one"
+        )
+    for bucket in assignment.buckets:
+        if bucket.holders[assignment.replica] != assignment.rank:
+            raise BadFrame(
+                f"stage {program.stage} uses {bucket.names[0]} first, which the plan has elsewhere"
+            )
+
+
+def _check_exchange(plan: Plan) -> None:
+    """Raise PlanError for an exchange of replicas that workers do not run."""
+    exchange = plan.exchange
+    if (exchange is not None) != (len(plan.replicas) > 1):
+        raise PlanError(f"{len(plan.replicas)} replicas do not go with exchange {exchange}")
+    if exchange is None:
+        return
+    check_exchange(exchange)
+    for replica in plan.replicas:
+        starts = [stage.start for stage in replica.stages]
+        if starts[:1] != [0] or starts != sorted(set(starts)):
+            raise PlanError(f"stages of a replica that begin at ops {starts[:8]}")
+    if (exchange.rule, exchange.every, exchange.codec) != ("sum", 1, "none") or exchange.inner is not None:
+        raise PlanError(
+            f"replicas exchange exact sums at every step here, not {exchange.rule} every {exchange.every} "
+            f"through {exchange.codec}; update this worker"
+        )
+    if len(exchange.rates) not in (0, len(plan.places)):
+        raise PlanError(f"rates of {len(exchange.rates)} ranks of {len(plan.places)}")
 
 
 def _check_leaves(assignment: Assignment) -> None:
@@ -170,8 +243,9 @@ def _neighbours(assignment: Assignment) -> set[str]:
     if evaluation is not None:
         stages.update(received.source for received in evaluation.received)
         stages.update(target for produced in evaluation.produced for target in produced.targets)
-    if stages and max(stages) >= len(assignment.plan.stages):
-        raise BadFrame(
-            f"stage {assignment.stage} refers to stage {max(stages)} of {len(assignment.plan.stages)}"
-        )
-    return {assignment.worker_of(stage) for stage in stages}
+    count = len(assignment.pipeline.stages)
+    if stages and max(stages) >= count:
+        raise BadFrame(f"stage {assignment.stage} refers to stage {max(stages)} of {count}")
+    others = {rank for bucket in assignment.buckets for rank in bucket.holders}
+    places = assignment.plan.places
+    return {assignment.worker_of(stage) for stage in stages} | {places[rank].worker for rank in others}

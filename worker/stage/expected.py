@@ -8,10 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from atoll.collective import TOTAL
 from atoll.opdag import TensorMeta
 from worker.stage.assignment import Assignment
 from worker.transport.frames import Direction, MessageKey
+
+if TYPE_CHECKING:
+    from atoll.gradient_exchange import Arriving, Bucket
+    from worker.exchange.bucket import Outgoing
 
 EMPTY = TensorMeta((0,), "uint8")
 """What an acknowledgement of an evaluation micro-batch carries: nothing, as a zero-gradient mark."""
@@ -34,7 +40,7 @@ def step_arrivals(assignment: Assignment, step: int) -> Iterator[Arrival]:
     def key(direction: Direction, micro: int, edge: int) -> MessageKey:
         return MessageKey(assignment.job, assignment.version, step, micro, edge, direction)
 
-    for micro in range(assignment.training.n_micro):
+    for micro in assignment.micros:
         for r in program.received:
             yield Arrival(key(Direction.FORWARD, micro, r.op), assignment.worker_of(r.source), r.meta)
             if r.requires_grad and r.grad_from is not None:
@@ -49,11 +55,23 @@ def step_arrivals(assignment: Assignment, step: int) -> Iterator[Arrival]:
         at = tied.holders.index(program.stage)
         if at + 1 < len(tied.holders):
             peer = assignment.worker_of(tied.holders[at + 1])
-            for block in range(assignment.training.blocks):
+            for block in assignment.blocks:
                 yield Arrival(key(Direction.TIED_PARTIAL, block, tied.index), peer, meta)
         if at:
             peer = assignment.worker_of(tied.holders[0])
             yield Arrival(key(Direction.TIED_TOTAL, 0, tied.index), peer, meta)
+    for bucket in assignment.buckets:
+        for arriving in bucket.arriving:
+            size = bucket.collective.segments[arriving.segment].size
+            peer = assignment.holder(bucket, arriving.source)
+            yield Arrival(key(*bucket_key(bucket, arriving)), peer, TensorMeta((size,), "float32"))
+
+
+def bucket_key(bucket: Bucket, message: Arriving | Outgoing) -> tuple[Direction, int, int]:
+    """Direction, micro and edge of a bucket's message."""
+    if message.label == TOTAL:
+        return Direction.TOTAL, message.segment, bucket.op
+    return Direction.PART, message.label, bucket.op
 
 
 def evaluation_arrivals(

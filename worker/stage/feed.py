@@ -42,23 +42,23 @@ class InputRule:
 
 
 class Feed:
-    """Training micro-batches, fetched ahead. ``start`` once; ``close`` ends the thread."""
+    """Training data of ``micros`` of each step, fetched ahead. ``start`` once; ``close`` ends the thread."""
 
     def __init__(
         self,
         fetch: Fetch,
         rules: Mapping[str, InputRule],
-        n_micro: int,
+        micros: range,
         steps: int,
         ahead: int = 3,
         max_bytes: int = 256 << 20,
     ) -> None:
         self._fetch = fetch
         self._rules = dict(rules)
-        self._n_micro = n_micro
+        self._micros = micros
         self._steps = steps
         self._ahead = max(ahead, 2)
-        step_bytes = n_micro * sum(rule.meta.nbytes for rule in rules.values())
+        step_bytes = len(micros) * sum(rule.meta.nbytes for rule in rules.values())
         # The step being computed and the next one are always kept, however large.
         self._window = max(2, min(self._ahead, max_bytes // max(step_bytes, 1)))
         self._changed = threading.Condition()
@@ -142,7 +142,7 @@ class Feed:
     def _fetch_step(self, step: int) -> None:
         for arrived in self._fetch(False, tuple(self._rules), step, 1):
             tensor = _checked(arrived, self._rules)
-            if arrived.step != step or not 0 <= arrived.micro < self._n_micro:
+            if arrived.step != step or arrived.micro not in self._micros:
                 raise BadFrame(f"asked for data of step {step}, got {arrived.step}.{arrived.micro}")
             with self._changed:
                 if self._closed or self._next != step:
@@ -152,7 +152,7 @@ class Feed:
         with self._changed:
             if self._next == step:
                 complete = [m for m in self._held.get(step, {}).values() if len(m) == len(self._rules)]
-                if len(complete) != self._n_micro:
+                if len(complete) != len(self._micros):
                     raise ConnectionFailed(f"data of step {step} ended early")
                 self._next = step + 1
 

@@ -14,12 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
-from atoll.block_sums import fold
 from atoll.errors import BadFrame
 from atoll.microbatch import Work
 from worker.cancel import Cancel
@@ -28,6 +28,7 @@ from worker.machine.cpu import CpuMeter
 from worker.pipe.status import Waiting
 from worker.spans import Span, Spans
 from worker.stage.expected import evaluation_arrivals, step_arrivals
+from worker.stage.joining import GradientExchange
 from worker.stage.ports import HeldOut, MicroBatches, TensorLinks
 from worker.stage.replay import Asks
 from worker.stage.reports import LongWait, Progress, StepReport
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from atoll.plan import LinkSpec
     from atoll.program import StageProgram
     from worker.stage.assignment import Assignment
+    from worker.stage.joining import Which
     from worker.stage.stage import Stage
 
 POLL_S = 0.25
@@ -83,7 +85,11 @@ class StageRun:
         self._eras = list(assignment.eras)  # first step -> the plan version from there on, ascending
         self._asks: Asks | None = None  # while steps are repeated
         self.stood_by = [0, 0]  # steps that were repeated beside the plan, bytes that came for them
-        self._actions = assignment.plan.actions(assignment.stage)
+        self._actions = assignment.plan.actions(assignment.rank)
+        self._joining: GradientExchange | None = None  # of the step under way, where there are other replicas
+        self._joining_s = 0.0  # sending parts within the backward that runs
+        if assignment.buckets:
+            stage.watch_parts(self._part_whole)
         self._expected: int | None = None  # last step whose messages are taken
         self._steps = 0  # whose updates the stage has
         self._busy = {Work.FORWARD: 0.0, Work.BACKWARD: 0.0}
@@ -190,6 +196,7 @@ class StageRun:
         self._busy = {Work.FORWARD: 0.0, Work.BACKWARD: 0.0}
         self._waited_s = 0.0
         self._stage.begin_step(step)
+        self._joining = self._begin_exchange(step)
         self._links.take_digest()  # of a step that was given up
         started_s, computed_s = self._clock(), self._cpu.computed_s
         for action in self._actions:
@@ -203,10 +210,16 @@ class StageRun:
             else:
                 self._backward(step, action, cancel)
             self._progress.tick()
+            if self._joining is not None:
+                self._joining.advance(partial(self._arrived, step))
         computed_s = self._cpu.computed_s - computed_s  # codecs' work, too
         self._step_s = self._clock() - started_s
         handling_s = self._step_s - computed_s - self._waited_s
         self._fold_tied(step, cancel)
+        if self._joining is not None:
+            self._joining.finish(partial(self._arrived, step), partial(self._awaited, step, cancel))
+            self._joining = None
+        self._share_tied(step, cancel)
         with self._cpu.computing() as taken:
             report = self._stage.finish_step()
         optimizer_s, self._optimizer_s = self._optimizer_s, 0.0
@@ -245,7 +258,7 @@ class StageRun:
         """
         self._cpu.forget()  # what this takes is not the next step's
         program = self.assignment.eval_program
-        if program is None or (coded and not lossy(self.at(step).plan.links)):
+        if program is None or (coded and not lossy(self.at(step).pipeline.links)):
             return None
         direction = Direction.EVALUATION_CODED if coded else Direction.EVALUATION
         batches = self._held_out(cancel)
@@ -346,10 +359,10 @@ class StageRun:
             for target in p.targets:
                 self._send(target, self._key(direction, step, micro, p.op), produced[p.op])
 
-    # ---------------------------------------------------------------- tied parameters
+    # ---------------------------------------------------------------- tied parameters, other replicas
 
     def _fold_tied(self, step: int, cancel: Cancel) -> None:
-        """Partial sums from the last holder down to the first, the total back to every other."""
+        """Partial sums from the last holder down to the first."""
         me = self.assignment.stage
         for tied in self.assignment.program.tied:
             at = tied.holders.index(me)
@@ -358,11 +371,16 @@ class StageRun:
                 later: Tensor | None = None
                 if at + 1 < len(tied.holders):
                     later = self._receive(key, self.assignment.worker_of(tied.holders[at + 1]), cancel)
-                partial = self._stage.tied_partial(tied.name, block, later)
+                sums = self._stage.tied_partial(tied.name, block, later)
                 if at:
-                    self._send(tied.holders[at - 1], key, partial)
-            if not at:
-                total = fold(self._stage.parts(tied.name).values())
+                    self._send(tied.holders[at - 1], key, sums)
+
+    def _share_tied(self, step: int, cancel: Cancel) -> None:
+        """Send the total from the first holder to every other; where there are replicas, theirs."""
+        me = self.assignment.stage
+        for tied in self.assignment.program.tied:
+            if tied.holders[0] == me:
+                total = self._stage.total(tied.name)
                 self._stage.set_total(tied.name, total)
                 for holder in tied.holders[1:]:
                     self._send(holder, self._key(Direction.TIED_TOTAL, step, 0, tied.index), total)
@@ -372,6 +390,36 @@ class StageRun:
                 key = self._key(Direction.TIED_TOTAL, step, 0, tied.index)
                 peer = self.assignment.worker_of(tied.holders[0])
                 self._stage.set_total(tied.name, self._receive(key, peer, cancel))
+
+    def _begin_exchange(self, step: int) -> GradientExchange | None:
+        assignment = self.at(step)
+        if not assignment.buckets:
+            return None
+
+        def send(peer: str, which: Which, value: Tensor) -> None:
+            with self._progress.waiting(peer, "room", step):
+                self._links.send(peer, self._key_of(step, which), value)
+
+        return GradientExchange(assignment, self._stage, send)
+
+    def _part_whole(self, name: str, label: int) -> None:
+        if self._joining is not None:
+            begun_s = self._cpu.at_work_s()
+            self._joining.part_whole(name, label)
+            self._joining_s += self._cpu.at_work_s() - begun_s
+
+    def _arrived(self, step: int, which: Which) -> Tensor | None:
+        try:
+            return _whole(self._links.receive(self._key_of(step, which), 0.0), which)
+        except TimeoutError:
+            return None
+
+    def _awaited(self, step: int, cancel: Cancel, which: Which, peer: str) -> Tensor:
+        return _whole(self._receive(self._key_of(step, which), peer, cancel), which)
+
+    def _key_of(self, step: int, which: Which) -> MessageKey:
+        direction, micro, edge = which
+        return self._key(direction, step, micro, edge)
 
     # ---------------------------------------------------------------- waits, sends, clocks
 
@@ -383,7 +431,7 @@ class StageRun:
             if self.assignment.standby or number < self.assignment.first_step:
                 continue  # no evaluation is repeated
             self._links.expect(evaluation_arrivals(assignment, number))
-            if lossy(assignment.plan.links):
+            if lossy(assignment.pipeline.links):
                 self._links.expect(evaluation_arrivals(assignment, number, Direction.EVALUATION_CODED))
         self._expected = max(step, self._expected or 0)
 
@@ -453,7 +501,8 @@ class StageRun:
         with self.spans.timed(work.value, step, micro), self._cpu.computing() as taken:
             result = run()
             self._synchronize()
-        self._busy[Work.FORWARD if work is Work.FORWARD else Work.BACKWARD] += taken.seconds
+        joining_s, self._joining_s = self._joining_s, 0.0
+        self._busy[Work.FORWARD if work is Work.FORWARD else Work.BACKWARD] += taken.seconds - joining_s
         return result
 
     def _synchronize(self) -> None:
@@ -467,11 +516,17 @@ def codecs_of(assignment: Assignment, cpu: CpuMeter | None = None) -> StageCodec
     return StageCodecs(
         assignment.program,
         assignment.eval_program,
-        assignment.plan.links,
-        [stage.worker for stage in assignment.plan.stages],
+        assignment.pipeline.links,
+        [stage.worker for stage in assignment.pipeline.stages],
         assignment.training.seed,
         cpu,
     )
+
+
+def _whole(value: Tensor | None, which: Which) -> Tensor:
+    if value is None:
+        raise BadFrame(f"gradients arrived as a zero mark: {which}")
+    return value
 
 
 def _gradient_sources(program: StageProgram) -> list[tuple[int, int]]:

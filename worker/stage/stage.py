@@ -26,7 +26,7 @@ from worker.stage.optimizers import make_optimizer
 from worker.stage.reports import StageReport
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from atoll.job import TrainingSpec
     from atoll.microbatch import Action
@@ -146,6 +146,7 @@ class Stage:
     def backward(self, micro: int, grads: Mapping[int, Tensor | None]) -> dict[int, Tensor | None]:
         """Backward of one micro-batch; None, given or returned, is the zero-gradient mark."""
         moved = {op: None if g is None else self._moved(g) for op, g in grads.items()}
+        self._sums.backward_begins(micro)
         answers = self._executor.backward(micro, moved, self.training.n_micro)
         self._sums.backward_done(micro, self.owed)
         return answers
@@ -168,10 +169,25 @@ class Stage:
             self._sums.add(name, block, partial)
         return partial
 
+    def watch_parts(self, notice: Callable[[str, int], None]) -> None:
+        """Have ``notice(parameter, block)`` called within backwards when a part is whole, on the thread that
+        computes; nowhere but on a CPU, where that is so."""
+        if self.device.type == "cpu":
+            self._sums.watch(notice)
+
+    @property
+    def whole_blocks(self) -> tuple[int, ...]:
+        """Blocks of micro-batches whose gradients are summed, but for tied parameters."""
+        return self._sums.whole
+
     def parts(self, name: str) -> Mapping[int, Tensor | None]:
         """Return sums of a parameter of ``norm_names`` by block, ascending: what replicas join by adding
         them in this order. Where this stage's blocks begin the step, one under 0 for all of them."""
         return self._sums.parts(name)
+
+    def total(self, name: str) -> Tensor | None:
+        """Return a parameter's whole gradient: what an exchange has set, else the sum of ``parts``."""
+        return self._totals[name] if name in self._totals else fold(self._sums.parts(name).values())
 
     def set_total(self, name: str, total: Tensor | None) -> None:
         """Take a parameter's whole gradient, as its first holder or an exchange computed it."""
@@ -182,11 +198,7 @@ class Stage:
         """Put the step's gradients in place and report; call after every set_total. A parameter without one
         has its gradient from this stage alone."""
         for name in self.trainable:
-            if name in self._totals or name in self._followed:
-                total = self._totals[name]
-            else:
-                total = fold(self._sums.parts(name).values())
-            self._parameters[name].grad = total
+            self._parameters[name].grad = self._totals[name] if name in self._followed else self.total(name)
         gradients = [self._parameters[name].grad for name in self.norm_names]
         norms, digest = norms_and_digest(gradients, self.device)
         squares = tuple(norm**2 for norm in norms)

@@ -60,7 +60,7 @@ class FrameType(IntEnum):
 
 
 class Direction(IntEnum):
-    """Why a message travels; the smaller value leaves first."""
+    """Reason for which a message travels; see ``URGENCY``."""
 
     BACKWARD = 0
     TIED_PARTIAL = 1
@@ -69,12 +69,21 @@ class Direction(IntEnum):
     EVALUATION = 4
     EVALUATION_CODED = 5  # the same batches, through the links' codecs
     REPLAY = 6  # empty: send me again what you sent my stage in this step; micro NOT_HERE: it cannot be
-    COPY = 7  # pieces of blobs (``hosting.peer_blobs``)
+    PART = 7  # of gradients, to who adds them; micro: block, edge: ``gradient_exchange.Bucket.op``
+    TOTAL = 8  # of gradients, to the other replicas; micro: the replica that has added
+    COPY = 9  # pieces of blobs (``hosting.peer_blobs``)
 
     # An Enum's own is a Python function, and keys are looked up ten times a message.
     __hash__ = int.__hash__
 
 
+_ORDER = (
+    Direction.BACKWARD, Direction.TIED_PARTIAL, Direction.TIED_TOTAL, Direction.PART, Direction.TOTAL,
+    Direction.FORWARD, Direction.EVALUATION, Direction.EVALUATION_CODED, Direction.REPLAY,
+    Direction.COPY,
+)  # fmt: skip
+URGENCY = tuple(map(_ORDER.index, Direction))
+"""By direction: the smaller leaves first. Values are the wire's, and of the seeds of what codecs draw."""
 NOT_HERE = 1
 """``micro`` of the answer to a REPLAY that cannot be obeyed; its header is the reason."""
 MEASURED = frozenset({Direction.FORWARD, Direction.BACKWARD})

@@ -14,12 +14,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from worker.transport.frames import MAX_SPAN, Direction, MessageKey
+from worker.transport.frames import MAX_SPAN, URGENCY, MessageKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-BACKGROUND = 1 + max(Direction)
+BACKGROUND = 1 + max(URGENCY)
 """Comes after every direction."""
 OVERDUE_SPAN = MAX_SPAN // 4
 """A background message that was begun goes first when so many others have passed it: a message's number may
@@ -43,7 +43,7 @@ class Outgoing:
     @property
     def rank(self) -> int:
         """Urgency: the smaller value leaves first."""
-        return BACKGROUND if self.background else self.key.direction
+        return BACKGROUND if self.background else URGENCY[self.key.direction]
 
     @property
     def waiting(self) -> bool:
@@ -59,7 +59,7 @@ class Chunk(NamedTuple):
 
 
 class Outbox:
-    """Chunks by (direction, age). ``held`` counts payload bytes of unconfirmed messages, ``background_held``
+    """Chunks by (urgency, age). ``held`` counts payload bytes of unconfirmed messages, ``background_held``
     those of background ones, which ``held`` leaves out."""
 
     def __init__(self, counted: Callable[[int], None] = lambda _: None) -> None:

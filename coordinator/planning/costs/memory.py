@@ -3,8 +3,9 @@
 bytes(a, b, q) = state(a, b) + q * activations(a, b) + 2 * boundary(a, b), with q micro-batches
 in flight. A micro-batch whose weight gradients are still to come keeps what these need instead of all
 activations, which may be more. state counts weights, gradients and optimizer state once a parameter, sums of
-earlier blocks of micro-batches where there are several, plus buffers and constants. This is the planner's
-figure, compared with a worker's budget; it leaves out what the process itself (interpreter, libraries) takes.
+earlier blocks of micro-batches where there are several, what is exchanged where there are replicas, plus
+buffers and constants. This is the planner's figure, compared with a worker's budget; it leaves
+out what the process itself (interpreter, libraries) takes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 
+JOINING = 2
+"""Gradients beside a stage's own where there are other replicas: those that travel, and the totals."""
+
+
 class MemoryModel:
     """Prefix sums over a DAG under a TrainingSpec; every query of an interval is O(1) but for
     leaves used more than once, which are few."""
@@ -47,6 +52,7 @@ class MemoryModel:
                 bytes_held, bytes_trained = leaf_bytes(dag, leaf, training.optimizer)
                 # Of several blocks the sum so far; where another stage may use the leaf, too, each one's.
                 sums = training.blocks - 1 if uses[leaf] > 1 else min(training.blocks - 1, 1)
+                sums += JOINING if training.replicas != "1" else 0
                 state[op] += bytes_held + sums * bytes_trained
                 trainable[op] += bytes_trained
                 tensors[op] += bytes_trained > 0

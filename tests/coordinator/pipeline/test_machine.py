@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.dataset_spec import DataSpec
+from atoll.exchange import Exchange
 from atoll.job import JobSpec, Optimizer, TrainingSpec
 from atoll.microbatch import ScheduleName
-from atoll.plan import LinkSpec, Plan, StageSpec, one_replica
+from atoll.plan import LinkSpec, Plan, Replica, StageSpec, one_replica
 from coordinator.messages import jobs
 from coordinator.messages.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
 from coordinator.messages.facts import Checkpoint, CheckpointStored, JobEnded, StepCommitted
@@ -402,3 +403,56 @@ def test_whatever_stages_say_steps_are_committed_in_order_and_once(events: list[
         seen += [t.fact.step for t in todo if isinstance(t, Record) and isinstance(t.fact, StepCommitted)]
         assert state.reason
     assert seen == list(range(len(seen)))
+
+
+def two_replicas() -> Plan:
+    first = Replica((0, 1), (StageSpec(0, 1, 0, 1, "w0", 1), StageSpec(1, 3, 1, 3, "w1", 1)))
+    second = Replica((1, 2), (StageSpec(0, 3, 0, 3, "w2", 1),))
+    return replace(plan(), replicas=(first, second), blocks=2, exchange=Exchange())
+
+
+def replicated(**changes: Any) -> JobState:
+    state = JobState("j", spec(blocks=2, replicas="2", **changes), Checkpoint(0, {}), 0.0)
+    for event in (jobs.Picked("go"), jobs.Profiled(), jobs.Planned(two_replicas())):
+        state, _ = step(state, event)
+    for rank in range(3):
+        state, _ = step(state, FromRank(rank, Loaded("j", 1)))
+    return state
+
+
+def shared(rank: int, at: int, losses: tuple[float, ...] = (), norms: tuple[float, ...] = ()) -> FromRank:
+    return FromRank(rank, StepReady("j", 1, at, losses=losses, square_norms=norms))
+
+
+def test_replicas_commit_when_all_ranks_are_ready_and_norms_count_once() -> None:
+    state = replicated(optimizer=Optimizer(clip_norm=1.0))
+    for event in (shared(2, 0, (0.3,), (9.0, 16.0)), shared(0, 0, (), (9.0,))):
+        state, todo = step(state, event)
+        assert todo == []
+    state, todo = step(state, shared(1, 0, (0.1,), (16.0,)))
+    assert state.loss == 0.1 + 0.3
+    assert commits(todo)[0].gradient_scale == pytest.approx(1 / 5, rel=1e-6)
+
+
+def test_replicas_with_other_gradients_go_back_to_the_checkpoint() -> None:
+    state = replicated()
+    for event in (shared(0, 0, (), (9.0,)), shared(1, 0, (0.1,), (16.0,))):
+        state, _ = step(state, event)
+    state, todo = step(state, shared(2, 0, (0.3,), (9.0, 16.5)))
+    assert state.phase is Phase.PAUSED
+    assert "those of w2" in state.reason
+    assert not commits(todo)
+
+
+def test_the_first_replica_alone_stores() -> None:
+    state = replicated(checkpoint_every=1, steps=2)
+    for event in (shared(0, 0), shared(1, 0, (0.1,)), shared(2, 0, (0.3,))):
+        state, todo = step(state, event)
+    assert commits(todo)[0].store
+    assert state.store_ranks == {0, 1}
+    state, todo = step(state, FromRank(1, StateStored("j", 1, 0, {"w1": HASH})))
+    assert not todo
+    state, todo = step(state, FromRank(0, StateStored("j", 1, 0, {"w0": HASH})))
+    assert isinstance(todo[0], Record)
+    assert isinstance(todo[0].fact, CheckpointStored)
+    assert state.checkpoint.step == 1

@@ -98,6 +98,7 @@ def bad(**fields: object) -> Change:
         (lambda m: m.metas[0].meta.shape.append(1 << 62), "shape|elements|dimension|size"),
         (lambda m: setattr(m.peers[0].peer, "worker", "w\u202e"), "peer"),
         (lambda m: setattr(m.peers[0].peer.addresses[0], "port", 70_000), "port"),
+        (lambda m: setattr(m, "rank", 2), "rank"),
     ],
 )
 def test_an_assignment_that_breaks_a_bound_is_refused(stage: Assignment, change: Change, why: str) -> None:

@@ -164,7 +164,7 @@ class Crew:
             assignment.training,
             self.made.tensors if tensors is None else tensors,
             states=self.made.states,
-            actions=assignment.plan.actions(assignment.stage),
+            actions=assignment.plan.actions(assignment.rank),
         )
         program = assignment.eval_program
         assert program is not None

@@ -10,7 +10,7 @@ from atoll.errors import AtollError, BadFrame, PlanError
 from atoll.exchange import Exchange
 from atoll.job import TrainingSpec
 from atoll.microbatch import ScheduleName
-from atoll.opdag import TensorMeta
+from atoll.opdag import StateMeta, TensorMeta
 from atoll.plan import Plan, Replica, StageSpec, one_replica
 from atoll.program import StageProgram
 from worker.stage.assignment import Assignment, check
@@ -20,14 +20,22 @@ STAGES = (StageSpec(0, 2, 0, 0, "w1", 1),)
 PROGRAM = StageProgram(0, 1, (), frozenset(), (), (), (), (), (), (), (), None)
 PLAN = Plan("job", 1, "", "", "", ScheduleName.GPIPE, 4, one_replica(4, STAGES), blocks=2)
 SECOND = Replica((2, 4), (StageSpec(0, 2, 0, 0, "w2", 1),))
+LATE = Replica((2, 4), (StageSpec(1, 2, 0, 0, "w2", 1),))
+TWO = replace(PLAN, replicas=(Replica((0, 2), STAGES), SECOND), exchange=Exchange())
 
 
 def assignment(plan: Plan = PLAN) -> Assignment:
     return Assignment("job", 1, TRAINING, PROGRAM, None, plan, (), {}, {}, 0)
 
 
-def test_a_stage_of_a_plan_of_one_replica_is_taken() -> None:
+def test_a_stage_of_a_plan_is_taken_whatever_its_replica() -> None:
     check(assignment(), "w1")
+    check(assignment(TWO), "w1")
+    second = replace(assignment(TWO), replica=1)
+    check(second, "w2")
+    assert (second.rank, second.micros, dict(second.blocks)) == (1, range(2, 4), {1: range(2, 4)})
+    with pytest.raises(PlanError, match="replica 2 of a plan of 2"):
+        check(replace(second, replica=2), "w2")
     assert assignment().inputs(PROGRAM) == dict[str, TensorMeta]()
 
 
@@ -35,12 +43,18 @@ def test_a_stage_of_a_plan_of_one_replica_is_taken() -> None:
     ("plan", "error", "why"),
     [
         (
-            replace(PLAN, replicas=(Replica((0, 2), STAGES), SECOND), exchange=Exchange()),
+            replace(TWO, exchange=Exchange("mean")),
             PlanError,
-            "a plan of 2 replicas; this version runs plans of one",
+            "replicas exchange exact sums at every step here, not mean every 1 through none",
         ),
-        (replace(PLAN, replicas=()), PlanError, "a plan of 0 replicas"),
-        (replace(PLAN, replicas=(Replica((0, 2), STAGES),)), BadFrame, r"micro-batches \(0, 2\)"),
+        (replace(TWO, exchange=None), PlanError, "2 replicas do not go with exchange None"),
+        (replace(PLAN, exchange=Exchange()), PlanError, "1 replicas do not go with exchange"),
+        (replace(TWO, exchange=Exchange(rates=(1.0,))), PlanError, "rates of 1 ranks of 2"),
+        (replace(TWO, exchange=Exchange(rates=(1.0, 0.0))), PlanError, "both above 0"),
+        (replace(TWO, replicas=(TWO.replicas[0], replace(SECOND, micros=(1, 4)))), PlanError, "begin at 2"),
+        (replace(TWO, replicas=(TWO.replicas[0], LATE)), PlanError, "begin at ops"),
+        (replace(PLAN, replicas=()), PlanError, "replica 0 of a plan of 0 replicas"),
+        (replace(PLAN, replicas=(Replica((0, 2), STAGES),)), PlanError, "end at micro-batch 2"),
         (replace(PLAN, blocks=1), BadFrame, "in 1 blocks, training declares 4 in 2"),
         (replace(PLAN, n_micro=2, replicas=one_replica(2, STAGES)), BadFrame, "plan has 2 micro-batches"),
         (replace(PLAN, replicas=one_replica(4, SECOND.stages)), BadFrame, "belongs to w2, this is w1"),
@@ -50,3 +64,12 @@ def test_a_stage_of_a_plan_of_one_replica_is_taken() -> None:
 def test_what_cannot_be_run_is_refused(plan: Plan, error: type[AtollError], why: str) -> None:
     with pytest.raises(error, match=why):
         check(assignment(plan), "w1")
+
+
+def test_buffers_that_replicas_would_each_write_are_refused() -> None:
+    program = replace(PROGRAM, buffers=("mean",))
+    states = {"mean": StateMeta(TensorMeta((2,), "float32"), mutated=True)}
+    given = replace(assignment(), program=program, states=states, tensors={"mean": "a" * 64})
+    check(given, "w1")
+    with pytest.raises(PlanError, match="training writes mean"):
+        check(replace(given, plan=TWO), "w1")

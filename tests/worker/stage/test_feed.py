@@ -61,7 +61,7 @@ def provider() -> Provider:
 
 
 def feed_of(provider: Provider, steps: int = 100, ahead: int = 3, max_bytes: int = 1 << 20) -> Feed:
-    return Feed(provider, RULES, provider.n_micro, steps, ahead, max_bytes)
+    return Feed(provider, RULES, range(provider.n_micro), steps, ahead, max_bytes)
 
 
 def test_micro_batches_arrive_in_the_models_dtype(provider: Provider) -> None:
@@ -128,7 +128,7 @@ def test_a_wait_ends_when_the_work_is_cancelled() -> None:
         raise ConnectionFailed("away")
         yield
 
-    feed = Feed(never, RULES, 2, 10)
+    feed = Feed(never, RULES, range(2), 10)
     feed.start(0)
     cancel = Cancel()
     assert started.wait(HUNG_S)
@@ -139,7 +139,7 @@ def test_a_wait_ends_when_the_work_is_cancelled() -> None:
 
 
 def test_a_stage_without_inputs_asks_for_nothing(provider: Provider) -> None:
-    feed = Feed(provider, {}, 2, 10)
+    feed = Feed(provider, {}, range(2), 10)
     feed.start(0)
     assert feed.take(0, 0, Cancel()) == {}
     assert provider.asked == []
@@ -161,7 +161,7 @@ def test_a_stage_without_inputs_asks_for_nothing(provider: Provider) -> None:
     ],
 )
 def test_data_that_the_model_cannot_take_ends_the_stage_with_a_reason(wrong: Arrived, says: str) -> None:
-    feed = Feed(lambda *_: [wrong], RULES, 1, 10)
+    feed = Feed(lambda *_: [wrong], RULES, range(1), 10)
     feed.start(0)
     with pytest.raises(BadFrame, match=says):
         feed.take(0, 0, Cancel())
@@ -172,7 +172,7 @@ def test_what_the_provider_refuses_reaches_the_computation() -> None:
     def refuse(*_: object) -> Iterable[Arrived]:
         raise UsageError("no such input")
 
-    feed = Feed(refuse, RULES, 1, 10)
+    feed = Feed(refuse, RULES, range(1), 10)
     feed.start(0)
     with pytest.raises(UsageError, match="no such input"):
         feed.take(0, 0, Cancel())

@@ -1,0 +1,174 @@
+"""Gradients that the replicas of a plan exchange: which rank holds what, in which messages, and who adds.
+
+Every trained parameter has one holder in each replica: the stage of its first use, which folds the uses of
+later stages as well. Parameters with the same holders are a group. Its gradients follow each other from the
+last op to the first, as backwards finish them, and are merged into buckets; a bucket is cut among its
+holders, each of which adds one segment (``collective.owners``). All ranks derive the same from the plan and
+the ops of their own stage.
+
+A part is the sum over one block of micro-batches, or over all blocks of the replica that begins the step
+(``block_sums``). Blocks are added in ascending order, so a total has the bits of one machine. Behind its
+elements a bucket has one mark for each parameter: whether anything reached it. A parameter without a gradient
+is not stepped, and that is not the same as a gradient of zeros.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, pairwise
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from atoll.collective import Collective, cut, even_shares, owner_shares, owners
+from atoll.job import stepwise_groups
+from atoll.microbatch import own_blocks
+from atoll.opdag import FLOATING, Source, leaf_refs
+
+if TYPE_CHECKING:
+    from atoll.job import Optimizer
+    from atoll.opdag import StateMeta
+    from atoll.plan import Plan
+    from atoll.program import StageProgram
+
+ELEMENT_BYTES = 4  # gradients are float32
+
+
+class Arriving(NamedTuple):
+    """A message of a bucket, and the replica that sends it."""
+
+    segment: int
+    label: int  # block, or ``collective.TOTAL``
+    source: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that travel together, as one of their holders sees them.
+
+    ``op`` tells its messages from those of other buckets: the last one that first uses any of these
+    parameters. Ranks of the ``collective`` are numbers of replicas, and its segments their owners'.
+    """
+
+    op: int
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]  # elements of each
+    replica: int  # this holder's
+    holders: tuple[int, ...]  # ranks of the plan, by replica
+    collective: Collective
+    arriving: tuple[Arriving, ...]
+
+    @property
+    def labels(self) -> tuple[int, ...]:
+        """Parts that this holder has."""
+        return self.collective.labels[self.replica]
+
+    @property
+    def spans(self) -> Iterator[tuple[str, int, int]]:
+        """(parameter, first element, end) in the bucket."""
+        return (
+            (name, *span)
+            for name, span in zip(self.names, pairwise((0, *accumulate(self.sizes))), strict=True)
+        )
+
+    @property
+    def elements(self) -> int:
+        """Number of elements, without the marks."""
+        return sum(self.sizes)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload bytes that this holder sends in a step."""
+        segments = self.collective.segments
+        sent = (a.segment for a in self.collective.actions[self.replica] if hasattr(a, "to"))
+        return ELEMENT_BYTES * sum(segments[segment].size for segment in sent)
+
+
+def part_labels(plan: Plan, replica: int) -> tuple[int, ...]:
+    """Return the parts that a replica has of every gradient: its blocks, or 0 alone where they begin the
+    step."""
+    blocks = own_blocks(plan.n_micro, plan.blocks, plan.replicas[replica].micros)
+    return (0,) if 0 in blocks else tuple(blocks)
+
+
+def first_uses(program: StageProgram) -> dict[str, int]:
+    """Return the op that first uses each parameter of a stage, of those whose first use is in this stage."""
+    elsewhere = {tied.name for tied in program.tied if tied.holders[0] != program.stage}
+    found: dict[str, int] = {}
+    for op, node in program.ops:
+        for leaf in leaf_refs(node):
+            if leaf.source is Source.PARAMETER and leaf.name not in elsewhere:
+                found.setdefault(leaf.name, op)
+    return found
+
+
+def buckets(
+    plan: Plan, replica: int, program: StageProgram, elements: Mapping[str, int]
+) -> tuple[Bucket, ...]:
+    """Return what the holder of ``program`` in a replica exchanges, in the order in which it is finished.
+
+    ``elements``: of the trained parameters. Empty in a plan of one replica.
+    """
+    if len(plan.replicas) < 2 or plan.exchange is None:
+        return ()
+    uses = {name: op for name, op in first_uses(program).items() if name in elements}
+    starts = [[stage.start for stage in other.stages] for other in plan.replicas]
+    firsts = list(accumulate((len(other.stages) for other in plan.replicas), initial=0))
+    held: dict[tuple[int, ...], list[str]] = {}
+    for name, op in reversed(uses.items()):
+        ranks = tuple(
+            first + bisect_right(begins, op) - 1 for first, begins in zip(firsts, starts, strict=False)
+        )
+        held.setdefault(ranks, []).append(name)
+    labels = {number: part_labels(plan, number) for number in range(len(plan.replicas))}
+    found = []
+    for ranks, names in held.items():  # from the last op to the first
+        rates = [plan.exchange.rates[rank] for rank in ranks] if plan.exchange.rates else []
+        shares = owner_shares(rates) if rates else even_shares(len(ranks))
+        by_op = (list(same) for _, same in groupby(names, key=lambda name: uses[name]))
+        for bucket in _merged(by_op, elements, plan.exchange.bucket_bytes):
+            sizes = tuple(elements[name] for name in bucket)
+            segments = cut(sum(sizes) + len(sizes), shares)
+            collective = owners(labels, segments, range(len(ranks)))
+            arriving = tuple(
+                Arriving(segment, label, source)
+                for (segment, label), source in collective.sources(replica).items()
+            )
+            op = max(uses[name] for name in bucket)
+            found.append(Bucket(op, tuple(bucket), sizes, replica, ranks, collective, arriving))
+    return tuple(sorted(found, key=lambda bucket: -bucket.op))
+
+
+def _merged(
+    by_op: Iterable[Sequence[str]], elements: Mapping[str, int], most_bytes: int
+) -> Iterator[list[str]]:
+    """Merge parameters in their order up to so many bytes; those of one op stay together."""
+    bucket: list[str] = []
+    for names in by_op:
+        n_bytes = ELEMENT_BYTES * sum(elements[name] for name in (*bucket, *names))
+        if bucket and n_bytes > most_bytes:
+            yield bucket
+            bucket = []
+        bucket += names
+    if bucket:
+        yield bucket
+
+
+def with_rates(plan: Plan, rates: Sequence[float]) -> Plan:
+    """Return the plan with what each rank gets over its slowest link to another, in bytes/s."""
+    if plan.exchange is None:
+        return plan
+    return replace(plan, exchange=replace(plan.exchange, rates=tuple(rates)))
+
+
+def trained_elements(
+    names: Iterable[str], states: Mapping[str, StateMeta], optimizer: Optimizer
+) -> dict[str, int]:
+    """Return the number of elements of each parameter that is trained."""
+    groups = stepwise_groups(tuple(names), optimizer)
+    return {
+        name: prod(states[name].meta.shape)
+        for name, group in groups.items()
+        if states[name].requires_grad and not group.frozen and states[name].meta.dtype in FLOATING
+    }

@@ -1,0 +1,64 @@
+"""What the replicas of a plan report of one step, taken together. Pure.
+
+A stage of one replica sees the losses of its share alone, so they come one by one and are added in the order
+of the micro-batches, as on one machine. Gradients were joined before: every replica holds all of them and has
+the same norms, which count once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from atoll.plan import Plan
+    from coordinator.messages.events import StepReady
+
+Reports = Mapping[int, "StepReady"]
+"""By rank; of every rank of the plan."""
+
+
+def step_loss(plan: Plan, ready: Reports) -> float:
+    """Return the step's loss."""
+    if len(plan.replicas) == 1:
+        return next((r.loss for _, r in sorted(ready.items()) if r.loss is not None), math.nan)
+    return sum((loss for number in range(len(plan.replicas)) for loss in _losses(plan, number, ready)), 0.0)
+
+
+def square_norms(plan: Plan, ready: Reports) -> list[float]:
+    """Return the squared norm of every parameter's gradient once, in canonical order."""
+    return [square for rank in ranks_of(plan, 0) for square in ready[rank].square_norms]
+
+
+def disagreement(plan: Plan, ready: Reports) -> str:
+    """Return what does not go together in the reports of a step, "" where all of it does.
+
+    Each replica sums the same totals in the same order, whatever its cut, so the norms are equal to the bit.
+    """
+    if len(plan.replicas) == 1:
+        return ""
+    for number, replica in enumerate(plan.replicas):
+        said, share = len(_losses(plan, number, ready)), replica.micros[1] - replica.micros[0]
+        if said != share:
+            return f"replica {number} reports {said} losses of {share} micro-batches"
+    held = [_norms(plan, number, ready) for number in range(len(plan.replicas))]
+    others = [number for number, norms in enumerate(held) if norms != held[0]]
+    if not others:
+        return ""
+    workers = ", ".join(plan.places[rank].worker for number in others for rank in ranks_of(plan, number))
+    return f"replicas have different gradients: those of {workers} are not those of replica 0"
+
+
+def ranks_of(plan: Plan, replica: int) -> tuple[int, ...]:
+    """Return the ranks of a replica, in the order of its stages."""
+    return tuple(rank for rank, place in enumerate(plan.places) if place.replica == replica)
+
+
+def _losses(plan: Plan, replica: int, ready: Reports) -> list[float]:
+    return [loss for rank in ranks_of(plan, replica) for loss in ready[rank].losses]
+
+
+def _norms(plan: Plan, replica: int, ready: Reports) -> tuple[str, ...]:
+    # As text: NaN equals itself.
+    return tuple(repr(square) for rank in ranks_of(plan, replica) for square in ready[rank].square_norms)

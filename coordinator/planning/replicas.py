@@ -1,0 +1,384 @@
+"""Plans of several replicas: which machines make one, how much of a step each takes, and what joining costs.
+
+    step = max over replicas of their pipeline's step + exchange
+
+Replicas are parts of the fleet of about equal speed, whole sites together where there are as many; each is
+planned as a pipeline for its share of the step's blocks, and shares are moved to who would be done first.
+Gradients are exchanged when the last backward is over: all that one machine sends passes its links at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from atoll.collective import owner_shares
+from atoll.errors import NotEnoughMemory, PlanError, UsageError
+from atoll.exchange import Exchange
+from atoll.gradient_exchange import part_labels
+from atoll.job import Recompute
+from atoll.microbatch import ScheduleName, block_ranges
+from atoll.plan import LinkPrediction, Plan, Prediction, Replica, StageSpec, validate, written_buffers
+from coordinator.planning.clusters import groups
+from coordinator.planning.costs.message_costs import bytes_cpu_s
+from coordinator.planning.costs.quota import core_share
+from coordinator.planning.planner import GIVEN_CUT, PlanRequest, make_plan
+from coordinator.planning.problem import Problem
+from coordinator.planning.transfers import exchange_s, rank_rates
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from coordinator.planning.costs.fleet import Fleet
+    from coordinator.planning.op_fence import Effort
+
+    Floats = NDArray[np.float64]
+
+MOST_REPLICAS = 8
+ROUNDS = 3  # of shares of the blocks after the replicas' predicted speed
+BETWEEN = "/"  # two replicas of a given cut
+SHARE = "@"  # before the micro-batches of a replica of a given cut
+
+Parts = tuple[tuple[str, ...], ...]
+"""Workers of each replica."""
+
+
+def best_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
+    """Return the plan with as many replicas as the job's training asks for, or the best of all.
+
+    UsageError for more replicas than blocks, and whatever ``make_plan`` raises.
+    """
+    training = request.training
+    if request.partitioner.startswith(GIVEN_CUT) and BETWEEN in request.partitioner:
+        return _given(request, effort)
+    if training.replica_count == 1:
+        return make_plan(request, effort)
+    written = written_buffers(request.dag)
+    if written and training.replica_count is not None:
+        raise PlanError(
+            f"training writes {len(written)} buffers, as {written[0]}, one micro-batch after the other; "
+            "workers do not average those of replicas: give --replicas 1"
+        )
+    if written:
+        return make_plan(_alone(request), effort)
+    if training.replica_count is None:
+        return _fastest(request, effort)
+    _check_count(training.replica_count, request)
+    # A job that has lost machines goes on with fewer replicas.
+    fewest = training.replica_count if request.version <= 1 else 2
+    for count in range(training.replica_count, fewest - 1, -1):
+        found = _planned(request, count, effort)
+        if found:
+            return min(found, key=_step_s)
+    if request.version > 1:
+        return make_plan(_alone(request), effort)
+    raise NotEnoughMemory(
+        f"the fleet has no room for {training.replicas} replicas of the model; give --replicas 1 or auto, or "
+        "more memory"
+    )
+
+
+def _fastest(request: PlanRequest, effort: Effort | None) -> Plan:
+    """One pipeline, or as many replicas as end a step first."""
+    found: list[Plan] = []
+    most = min(MOST_REPLICAS, request.training.blocks, len(request.fleet.devices))
+    for count in range(2, most + 1):
+        found += _planned(request, count, effort)
+    try:
+        found.append(make_plan(_alone(request), effort))
+    except NotEnoughMemory:
+        if not found:
+            raise
+    return min(found, key=_step_s)
+
+
+def _planned(request: PlanRequest, count: int, effort: Effort | None) -> list[Plan]:
+    """Plans of so many replicas; none where they do not fit."""
+    found = []
+    for parts in partitions(request.fleet, count):
+        with suppress(NotEnoughMemory):
+            found.append(_shared_out(request, parts, effort))
+    return found
+
+
+def _check_count(count: int, request: PlanRequest) -> None:
+    if count > request.training.blocks:
+        raise UsageError(
+            f"{count} replicas share out {request.training.blocks} blocks of micro-batches; give at least "
+            f"--set blocks={count}"
+        )
+    if count > len(request.fleet.devices) and request.version <= 1:
+        raise NotEnoughMemory(f"{count} replicas on {len(request.fleet.devices)} machines")
+
+
+def partitions(fleet: Fleet, count: int) -> Iterator[Parts]:
+    """Disjoint parts of about equal speed: whole sites together, and the fleet in order of its sites."""
+    if count > len(fleet.devices):
+        return
+    speed = [device.gflops.get("", 1.0) / device.scale for device in fleet.devices]
+    sites = [list(group) for group in groups(fleet.bandwidth_bps)]
+    if len(sites) >= count:
+        bins: list[list[int]] = [[] for _ in range(count)]
+        for site in sorted(sites, key=lambda site: -sum(speed[i] for i in site)):
+            min(bins, key=lambda held: sum(speed[i] for i in held)).extend(site)
+        yield _named(fleet, bins)
+    order = [i for site in sites for i in site]
+    whole, reached = sum(speed), 0.0
+    chunks: list[list[int]] = [[] for _ in range(count)]
+    for i in order:
+        chunks[min(count - 1, int(count * (reached + speed[i] / 2) / whole))].append(i)
+        reached += speed[i]
+    if all(chunks):
+        yield _named(fleet, chunks)
+
+
+def _named(fleet: Fleet, parts: Sequence[Sequence[int]]) -> Parts:
+    return tuple(tuple(fleet.devices[i].worker for i in sorted(part)) for part in parts)
+
+
+def shares_of(units: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """Whole units in proportion to ``speeds``, at least one each: whoever would be done first takes the
+    next."""
+    shares = [1] * len(speeds)
+    for _ in range(units - len(speeds)):
+        at = min(range(len(speeds)), key=lambda i: ((shares[i] + 1) / speeds[i], i))
+        shares[at] += 1
+    return tuple(shares)
+
+
+# ---------------------------------------------------------------- one way to share out
+
+
+def _shared_out(request: PlanRequest, parts: Parts, effort: Effort | None) -> Plan:
+    """Plan each part's pipeline, with shares by the speed that is predicted of it."""
+    blocks = block_ranges(request.training.n_micro, request.training.blocks)
+    shares = shares_of(len(blocks), [1.0] * len(parts))
+    tried: dict[tuple[int, ...], Plan] = {}
+    for _ in range(ROUNDS):
+        if shares in tried:
+            break
+        ends = [blocks[stop - 1].stop for stop in accumulate(shares)]
+        tried[shares] = plan = _joined(request, parts, ends, effort)
+        speeds = [len(_blocks(plan, number)) / _pipeline_s(plan, number) for number in range(len(parts))]
+        shares = shares_of(len(blocks), speeds)
+    return min(tried.values(), key=_step_s)
+
+
+def _blocks(plan: Plan, number: int) -> list[range]:
+    start, stop = plan.replicas[number].micros
+    return [block for block in block_ranges(plan.n_micro, plan.blocks) if start <= block.start < stop]
+
+
+def _pipeline_s(plan: Plan, number: int) -> float:
+    """Seconds in which the slowest stage of a replica computes its share."""
+    assert plan.prediction is not None  # noqa: S101 - made here
+    stages = zip(plan.places, plan.prediction.stages, strict=True)
+    return max(told.compute_s + told.handling_s for place, told in stages if place.replica == number)
+
+
+def _joined(
+    request: PlanRequest,
+    parts: Parts,
+    ends: Sequence[int],
+    effort: Effort | None,
+    partitioners: Sequence[str] = (),
+) -> Plan:
+    """Plan every replica alone, and put them together. ``ends``: of their micro-batches."""
+    cuts = partitioners or [request.partitioner] * len(parts)
+    spans = list(pairwise((0, *ends)))
+
+    def planned(recompute: Recompute) -> list[Plan]:
+        return [
+            make_plan(_part(request, part, span, cut, recompute), effort)
+            for part, span, cut in zip(parts, spans, cuts, strict=True)
+        ]
+
+    plans = planned(request.training.recompute)
+    wanted = {plan.recompute for plan in plans}
+    if len(wanted) > 1:  # what is computed again is decided for all
+        plans = planned(max(wanted, key=(Recompute.OFF, Recompute.SELECTIVE, Recompute.FULL).index))
+    return _together(request, plans, spans)
+
+
+def _part(
+    request: PlanRequest, workers: Sequence[str], span: tuple[int, int], cut: str, recompute: Recompute
+) -> PlanRequest:
+    """The request of one replica; its training still says that there are others."""
+    training, (start, stop) = request.training, span
+    own = [b for b in block_ranges(training.n_micro, training.blocks) if start <= b.start < stop]
+    share = replace(training, n_micro=stop - start, blocks=len(own), recompute=recompute)
+    return replace(request, fleet=request.fleet.subset(workers), training=share, partitioner=cut, beyond=0)
+
+
+def _together(request: PlanRequest, plans: Sequence[Plan], spans: Sequence[tuple[int, int]]) -> Plan:
+    evaluated = all(plan.stages[-1].eval_stop for plan in plans)
+    replicas = tuple(
+        Replica(span, tuple(_stage(s, plan, evaluated) for s in plan.stages), plan.links)
+        for plan, span in zip(plans, spans, strict=True)
+    )
+    schedules = {plan.schedule for plan in plans}
+    schedule = next(iter(schedules))
+    if len(schedules) > 1:
+        held = any(stage.held for replica in replicas for stage in replica.stages)
+        schedule = ScheduleName.ZERO_BUBBLE if held else ScheduleName.ONE_F_ONE_B
+    workers = [stage.worker for replica in replicas for stage in replica.stages]
+    fleet = request.fleet
+    rates = rank_rates(fleet, [fleet.index[worker] for worker in workers])
+    plan = replace(
+        plans[0],
+        partitioner=request.partitioner,
+        schedule=schedule,
+        n_micro=request.training.n_micro,
+        blocks=request.training.blocks,
+        replicas=replicas,
+        exchange=Exchange(rates=tuple(rates)),
+        left_out=tuple(
+            (device.worker, "the replicas are faster without it")
+            for device in fleet.devices
+            if device.worker not in workers
+        ),
+    )
+    plan = replace(plan, prediction=_predicted(request, plan, plans))
+    validate(plan, request.dag, request.training)
+    return plan
+
+
+def _stage(stage: StageSpec, plan: Plan, evaluated: bool) -> StageSpec:
+    """A stage of a plan whose schedule may be named otherwise."""
+    if not evaluated:
+        stage = replace(stage, eval_start=0, eval_stop=0)
+    return replace(stage, warmup=plan.n_micro) if plan.schedule is ScheduleName.GPIPE else stage
+
+
+# ---------------------------------------------------------------- what joining costs
+
+
+def exchanged_bytes(plan: Plan, problem: Problem) -> Floats:
+    """Return the bytes [devices, devices] of the gradients that a step's exchange carries."""
+    assert plan.exchange is not None  # noqa: S101 - several replicas
+    index = problem.fleet.index
+    sent = np.zeros((len(problem.fleet.devices),) * 2)
+    labels = [len(part_labels(plan, number)) for number in range(len(plan.replicas))]
+    firsts = list(accumulate((len(replica.stages) for replica in plan.replicas), initial=0))
+    edges = sorted({edge for r in plan.replicas for s in r.stages for edge in (s.start, s.stop)})
+    for start, stop in pairwise(edges):
+        n_bytes = problem.memory.trained(start, stop)[0]
+        if not n_bytes:
+            continue
+        stages = [
+            next(at for at, s in enumerate(replica.stages) if s.start <= start < s.stop)
+            for replica in plan.replicas
+        ]
+        ranks = [first + at for first, at in zip(firsts, stages, strict=False)]
+        shares = owner_shares([plan.exchange.rates[rank] for rank in ranks])
+        held = [index[r.stages[at].worker] for r, at in zip(plan.replicas, stages, strict=True)]
+        for a, one in enumerate(held):
+            for b, other in enumerate(held):
+                if a != b:  # parts to the owner, and the own total to all
+                    sent[one, other] += n_bytes * (labels[a] * shares[b] + shares[a])
+    return sent
+
+
+def _exchange_s(request: PlanRequest, sent: Floats) -> float:
+    """Seconds of an exchange: of the links, or of the busiest end that handles the bytes."""
+    fleet = request.fleet
+    handling = [
+        bytes_cpu_s(float(sent[at].sum() + sent[:, at].sum()), float(fleet.effective_bps[at].max()))
+        / core_share(device)
+        for at, device in enumerate(fleet.devices)
+    ]
+    return max(exchange_s(fleet, sent), *handling)
+
+
+def _predicted(request: PlanRequest, plan: Plan, plans: Sequence[Plan]) -> Prediction:
+    alone = [p.prediction for p in plans if p.prediction is not None]
+    if len(alone) != len(plans):
+        raise PlanError("a replica without a prediction cannot be joined")
+    slowest = max(alone, key=lambda p: p.step_s)
+    problem = Problem(request.dag, request.training, request.fleet)
+    sent = exchanged_bytes(plan, problem)
+    joining_s = _exchange_s(request, sent)
+    names = [device.worker for device in request.fleet.devices]
+    links = tuple(
+        LinkPrediction(
+            names[a], names[b], round(sent[a, b]), 8.0 * sent[a, b] / request.fleet.effective_bps[a, b]
+        )
+        for a, b in zip(*np.nonzero(sent), strict=True)
+    )
+    dominated = joining_s > slowest.step_s
+    megabytes = float(sent.sum(axis=1).max()) / 1e6
+    words = (
+        f"{len(plans)} replicas exchange gradients in {joining_s:.3g} s, {megabytes:.1f} MB from the busiest"
+    )
+    return replace(
+        slowest,
+        step_s=slowest.step_s + joining_s,
+        lower_bound_s=max(p.lower_bound_s for p in alone),
+        bottleneck="exchange" if dominated else slowest.bottleneck,
+        reason=words if dominated else slowest.reason,
+        stages=tuple(stage for p in alone for stage in p.stages),
+        links=tuple(link for p in alone for link in p.links) + links,
+        notes=tuple(dict.fromkeys((words, *(note for p in alone for note in p.notes)))),
+    )
+
+
+def _step_s(plan: Plan) -> float:
+    return plan.prediction.step_s if plan.prediction is not None else float("inf")
+
+
+def _alone(request: PlanRequest) -> PlanRequest:
+    return replace(request, training=replace(request.training, replicas="1"))
+
+
+# ---------------------------------------------------------------- given cuts
+
+
+def _given(request: PlanRequest, effort: Effort | None) -> Plan:
+    """Replicas that are given by their cuts, on the devices as they joined: ``cut:26,65@4/40@2``.
+
+    Each has as many micro-batches as it names, or an equal share of the blocks. UsageError.
+    """
+    text = request.partitioner.removeprefix(GIVEN_CUT)
+    cuts: list[str] = []
+    counts: list[str] = []
+    for piece in text.split(BETWEEN):
+        starts, _, share = piece.partition(SHARE)
+        cuts.append(starts)
+        counts.append(share)
+    training = replace(request.training, replicas=str(len(cuts)))
+    request = replace(request, training=training)
+    if all(counts):
+        try:
+            ends = list(accumulate(int(count) for count in counts))
+        except ValueError:
+            raise UsageError(f"{request.partitioner}: give numbers of micro-batches after {SHARE}") from None
+    else:
+        _check_count(len(cuts), request)
+        blocks = block_ranges(training.n_micro, training.blocks)
+        ends = [blocks[stop - 1].stop for stop in accumulate(shares_of(len(blocks), [1.0] * len(cuts)))]
+    borders = {block.stop for block in block_ranges(training.n_micro, training.blocks)}
+    if (
+        ends[-1] != training.n_micro
+        or any(a >= b for a, b in pairwise((0, *ends)))
+        or not borders.issuperset(ends)
+    ):
+        raise UsageError(
+            f"{request.partitioner}: replicas that end at micro-batches {ends}; {training.blocks} blocks end "
+            f"at {sorted(borders)}"
+        )
+    free = [device.worker for device in request.fleet.devices]
+    parts = []
+    for starts in cuts:
+        count = 1 + len({part for part in starts.split(",") if part.strip()})
+        parts.append(tuple(free[:count]))
+        if len(parts[-1]) < count:
+            raise UsageError(
+                f"{request.partitioner} makes more stages than the {len(request.fleet.devices)} devices"
+            )
+        free = free[count:]
+    return _joined(request, tuple(parts), ends, effort, [GIVEN_CUT + starts for starts in cuts])

@@ -1,0 +1,54 @@
+"""Reports of several replicas of one step, taken together."""
+
+from __future__ import annotations
+
+from atoll.exchange import Exchange
+from atoll.microbatch import ScheduleName
+from atoll.plan import Plan, Replica, StageSpec
+from coordinator.messages.events import StepReady
+from coordinator.pipeline.joined import disagreement, ranks_of, square_norms, step_loss
+
+
+def stage(start: int, stop: int, worker: str) -> StageSpec:
+    return StageSpec(start, stop, 0, 0, worker, 0)
+
+
+PLAN = Plan(
+    "j", 1, "", "", "", ScheduleName.ONE_F_ONE_B, 3,
+    (
+        Replica((0, 1), (stage(0, 2, "a"), stage(2, 4, "b"))),
+        Replica((1, 3), (stage(0, 4, "c"),)),
+    ),
+    blocks=3, exchange=Exchange(),
+)  # fmt: skip
+NAN = float("nan")
+
+
+def ready(losses: tuple[float, ...] = (), norms: tuple[float, ...] = ()) -> StepReady:
+    return StepReady("j", 1, 0, losses=losses, square_norms=norms)
+
+
+REPORTS = {0: ready((), (1.0, 2.0)), 1: ready((0.1,), (3.0,)), 2: ready((0.2, 0.3), (1.0, 2.0, 3.0))}
+
+
+def test_losses_are_added_in_the_order_of_the_micro_batches() -> None:
+    assert step_loss(PLAN, dict(reversed(REPORTS.items()))) == (0.1 + 0.2) + 0.3
+
+
+def test_norms_of_gradients_that_all_replicas_hold_count_once() -> None:
+    assert square_norms(PLAN, REPORTS) == [1.0, 2.0, 3.0]
+    assert ranks_of(PLAN, 0) == (0, 1)
+    assert disagreement(PLAN, REPORTS) == ""
+
+
+def test_a_replica_with_other_gradients_is_named() -> None:
+    other = REPORTS | {2: ready((0.2, 0.3), (1.0, 2.0, 3.0000000000000004))}
+    assert "those of c" in disagreement(PLAN, other)
+    shown = {0: ready((), (NAN,)), 1: ready((0.1,), (2.0,)), 2: ready((0.2, 0.3), (NAN, 2.0))}
+    assert disagreement(PLAN, shown) == ""
+
+
+def test_a_share_without_all_of_its_losses_is_named() -> None:
+    assert "replica 1 reports 1 losses of 2" in disagreement(
+        PLAN, REPORTS | {2: ready((0.2,), (1.0, 2.0, 3.0))}
+    )

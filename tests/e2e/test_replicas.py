@@ -1,0 +1,159 @@
+"""Replicas on real worker processes train the model that one machine with as many blocks trains."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from atoll.exchange import Exchange
+from atoll.gradient_exchange import Bucket, buckets, trained_elements
+from atoll.job import Optimizer, TrainingSpec
+from atoll.microbatch import ScheduleName
+from atoll.plan import Plan, Replica, StageSpec
+from atoll.program import stage_programs
+from benchmarks.oracle import (
+    DROPOUT,
+    MAX_MICRO,
+    REPLICATED,
+    Case,
+    built_in,
+    difference,
+    random_replicas,
+    run_local,
+)
+from benchmarks.real_workers import LoopbackFleet, as_job, cuts_of
+from coordinator.client.prepare import prepare
+from coordinator.messages.facts import PlanAdopted, StepCommitted, from_record
+from coordinator.storage.journal import StoredJournal
+from tests.e2e.test_reconfigured import disturb
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TRAINING = TrainingSpec(
+    steps=2, n_micro=MAX_MICRO, seed=17, optimizer=Optimizer(lr=3e-3, weight_decay=0.01, clip_norm=0.5)
+)
+WORKERS = 4
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[LoopbackFleet]:
+    with LoopbackFleet(3) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[LoopbackFleet]:
+    with LoopbackFleet(WORKERS) as started:
+        yield started
+
+
+@cache
+def case(name: str) -> Case:
+    return built_in(name, TRAINING, DROPOUT)
+
+
+def plan_of(given: Case, blocks: int, *replicas: tuple[int, tuple[int, ...]]) -> tuple[Case, Plan]:
+    """Replicas of (number of micro-batches, starts of their stages), and the case in as many blocks."""
+    found, first = [], 0
+    for count, starts in replicas:
+        stages = tuple(
+            StageSpec(a, b, 0, 0, f"{first}.{a}", 0)
+            for a, b in zip(starts, (*starts[1:], 10**6), strict=True)
+        )
+        found.append(Replica((first, first + count), stages))
+        first += count
+    plan = Plan(
+        "j", 1, "", "", "", ScheduleName.ONE_F_ONE_B, first, tuple(found), blocks=blocks, exchange=Exchange()
+    )
+    training = replace(given.training, n_micro=first, blocks=blocks)
+    return replace(given, training=training, batches=lambda step: given.batches(step)[:first]), plan
+
+
+def buckets_of(given: Case, plan: Plan, rank: int) -> tuple[Bucket, ...]:
+    """What a rank exchanges, as every rank derives it."""
+    place = plan.places[rank]
+    starts = [stage.start for stage in plan.replicas[place.replica].stages]
+    program = stage_programs(given.dag, starts)[place.stage]
+    elements = trained_elements(program.parameters, given.states, given.training.optimizer)
+    return buckets(plan, place.replica, program, elements)
+
+
+def test_two_replicas_of_the_whole_model_end_in_the_bits_of_one_machine(three: LoopbackFleet) -> None:
+    given, plan = plan_of(case("gpt2"), 4, (1, (0,)), (3, (0,)))
+    found = three.run_replicas(given, plan)
+    assert three.plan is not None
+    assert [replica.micros for replica in three.plan.replicas] == [(0, 1), (1, 4)]
+    for rank, place in enumerate(three.plan.places):
+        spans = [
+            s
+            for s in three.client.trace(three.job)
+            if (s.worker, s.kind, s.step) == (place.worker, "send", 1)
+        ]
+        assert sum(span.bytes for span in spans) == sum(
+            b.sent_bytes for b in buckets_of(given, three.plan, rank)
+        )
+    assert difference(found, run_local(given, (0,)), 1) == 0.0
+
+
+def test_a_pipeline_beside_a_whole_model_ends_in_the_bits_of_one_machine(three: LoopbackFleet) -> None:
+    middle = case("gpt2").dag.cuttable()[len(case("gpt2").dag.cuttable()) // 2]
+    given, plan = plan_of(case("gpt2"), 2, (2, (0, middle)), (2, (0,)))
+    found = three.run_replicas(given, plan)
+    assert three.plan is not None
+    assert [len(replica.stages) for replica in three.plan.replicas] == [2, 1]
+    assert difference(found, run_local(given, (0,)), 1) == 0.0
+
+
+def drawn(seed: int) -> tuple[Case, Plan]:
+    """A random plan of several replicas that the fleet has workers for."""
+    source = random.Random(seed)
+    while True:
+        found, plan = random_replicas(case(REPLICATED[seed % len(REPLICATED)]), source)
+        if len(plan.replicas) > 1 and len(plan.places) <= WORKERS:
+            return found, plan
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_random_replicas_end_in_the_bits_of_one_machine(seed: int, fleet: LoopbackFleet) -> None:
+    given, plan = drawn(seed)
+    found = fleet.run_replicas(given, plan)
+    assert fleet.plan is not None
+    assert [r.micros for r in fleet.plan.replicas] == [r.micros for r in plan.replicas]
+    assert [[s.start for s in r.stages] for r in fleet.plan.replicas] == [
+        [s.start for s in r.stages] for r in plan.replicas
+    ]
+    assert difference(found, run_local(given, (0,)), 1) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 2], ids=["of the pipeline", "of the whole model"])
+def test_no_step_and_no_bit_is_lost_with_a_rank_that_is_killed(lost: int) -> None:
+    middle = case("gpt2").dag.cuttable()[len(case("gpt2").dag.cuttable()) // 2]
+    longer = replace(case("gpt2"), training=replace(TRAINING, steps=60, checkpoint_every=10_000))
+    given, plan = plan_of(longer, 4, (2, (0, middle)), (2, (0,)))
+    holders: list[str] = []
+    struck = False
+    with LoopbackFleet(4) as fleet:
+        prepared = prepare(as_job(given), partitioner=cuts_of(plan), schedule=plan.schedule.value)
+        job = fleet.client.submit(prepared).job
+        losses: dict[int, float] = {}
+        for update in fleet.client.watch(job):
+            losses.update({p.step: p.value for p in update.metrics if p.name == "loss"})
+            holders = [s.workers[0] for r in update.plan.replicas for s in r.stages] or holders
+            if not struck and update.step > 10:
+                struck = True
+                disturb(fleet, holders[lost], signal.SIGKILL)
+        assert update.state == "finished", update.reason
+        found = fleet.result(job, losses)
+        with closing(StoredJournal(fleet.state / "journal.sqlite")) as journal:
+            facts = [from_record(record) for record in journal.replay()]
+    assert struck
+    assert [fact.step for fact in facts if isinstance(fact, StepCommitted)] == list(range(60))
+    assert sum(isinstance(fact, PlanAdopted) for fact in facts) == 1  # nothing began anew
+    assert difference(found, run_local(given, (0,)), 1) == 0.0

@@ -1,0 +1,148 @@
+"""Replicas whose stages run in threads over real links: the bits of one machine with as many blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from atoll.collective import TOTAL
+from atoll.exchange import Exchange
+from atoll.gradient_exchange import Bucket
+from atoll.job import Optimizer, TrainingSpec
+from atoll.microbatch import ScheduleName
+from atoll.plan import Plan, Replica, StageSpec
+from atoll.program import stage_programs
+from tests.worker.stage.crew import TRAINING, Case, Crew, case, cut_evenly
+from worker.cancel import Cancel
+from worker.exchange.bucket import Outgoing
+from worker.inprocess.pipeline import LocalPipeline
+from worker.stage.assignment import Assignment, PeerLink
+from worker.stage.joining import GradientExchange
+from worker.stage.reports import StepReport, step_loss
+from worker.transport.contract import Paths
+from worker.transport.frames import Direction
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+FOUR = replace(TRAINING, blocks=4, optimizer=Optimizer(lr=3e-3, weight_decay=0.01, clip_norm=0.5))
+
+
+def assigned(
+    made: Case,
+    training: TrainingSpec,
+    cuts: Sequence[tuple[tuple[int, int], Sequence[int]]],
+    schedule: ScheduleName = ScheduleName.ONE_F_ONE_B,
+    exchange: Exchange | None = None,
+) -> list[Assignment]:
+    """Assignments of a plan with a replica for each of (micro-batches, starts)."""
+    replicas = tuple(
+        Replica(
+            micros,
+            tuple(
+                StageSpec(
+                    a, b, 0, 1, f"r{number}.{at}", len(starts) - at - 1, schedule is ScheduleName.ZERO_BUBBLE
+                )
+                for at, (a, b) in enumerate(zip(starts, (*starts[1:], len(made.dag.ops)), strict=True))
+            ),
+        )
+        for number, (micros, starts) in enumerate(cuts)
+    )
+    plan = Plan(
+        "job", 1, "", "", "test", schedule, training.n_micro, replicas,
+        blocks=training.blocks, exchange=exchange or Exchange(),
+    )  # fmt: skip
+    peers = tuple(PeerLink(place.worker, Paths()) for place in plan.places)
+    return [
+        Assignment("job", 1, training, p, evaluation, plan, peers, {}, made.states, 0, replica=number)
+        for number, (_, starts) in enumerate(cuts)
+        for p, evaluation in zip(*made.programs(starts), strict=True)
+    ]
+
+
+def one_machine(made: Case, training: TrainingSpec) -> LocalPipeline:
+    return LocalPipeline(stage_programs(made.dag, (0,)), training, made.tensors, states=made.states)
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule"),
+    [
+        ((1, 1), ScheduleName.ZERO_BUBBLE),
+        ((2, 1), ScheduleName.ONE_F_ONE_B),
+        ((2, 2, 1), ScheduleName.ZERO_BUBBLE),
+    ],
+)
+def test_replicas_end_in_the_bits_of_one_machine(stages: tuple[int, ...], schedule: ScheduleName) -> None:
+    made = case("gpt2")
+    ends = {2: [(0, 1), (1, 4)], 3: [(0, 2), (2, 3), (3, 4)]}[len(stages)]
+    cuts = [(micros, cut_evenly(made.dag, count)) for micros, count in zip(ends, stages, strict=True)]
+    crew = Crew(made, assigned(made, FOUR, cuts, schedule, Exchange(bucket_bytes=4096)))
+    whole = one_machine(made, FOUR)
+    for step in range(FOUR.steps):
+        batches = [made.batches.of(step, micro) for micro in range(FOUR.n_micro)]
+        expected = whole.step(step, batches)
+        reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
+        assert len(reports) == sum(stages)
+        losses = [loss for report in reports for loss in report.stage.losses]
+        assert step_loss(losses) == expected.loss
+        first = [norm for report in reports[: stages[0]] for norm in report.stage.square_norms]
+        assert tuple(first) == expected.square_norms
+        crew.all("apply", step, expected.gradient_scale)
+    held = whole.snapshot()
+    for run in crew.runs:
+        for name, tensors in run.snapshot().items():
+            for key, value in tensors.items():
+                assert torch.equal(value, held[name][key]), (name, key)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_an_exchange_carries_what_owners_need_and_no_more(count: int) -> None:
+    made = case("gpt2")
+    training = replace(FOUR, n_micro=count, blocks=count)
+    given = assigned(made, training, [((at, at + 1), (0,)) for at in range(count)])
+    crew = Crew(made, given)
+    crew.all("run_step", 0, Cancel())
+    dense = 4 * sum(bucket.elements for bucket in given[0].buckets)
+    for sender in crew.hub.ports:
+        keys = [
+            k
+            for who, _, k in crew.hub.sent
+            if who == sender and k.direction in (Direction.PART, Direction.TOTAL)
+        ]
+        sent = sum(len(crew.hub.packets[key][0]) for key in keys)
+        # 2 (R - 1) / R of the gradients, beside headers.
+        assert sent - 2 * (count - 1) / count * dense == pytest.approx(
+            0.0, abs=0.02 * dense + 128 * len(keys)
+        )
+
+
+def test_parts_of_blocks_that_are_whole_leave_before_the_step_is_over() -> None:
+    made = case("gpt2")
+    crew = Crew(made, assigned(made, FOUR, [((0, 1), (0,)), ((1, 4), (0,))]))
+    crew.all("run_step", 0, Cancel())
+    stage = crew.runs[1]
+    assert [tuple(bucket.labels) for bucket in stage.assignment.buckets] == [(1, 2, 3)] * len(
+        stage.assignment.buckets
+    )
+    order = [key.micro for who, _, key in crew.hub.sent if who == "r1.0" and key.direction is Direction.PART]
+    assert order == sorted(order)
+
+
+def test_parts_leave_while_the_backward_still_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = case("mlp")
+    training = replace(FOUR, n_micro=2, blocks=2)
+    crew = Crew(
+        made, assigned(made, training, [((0, 1), (0,)), ((1, 2), (0,))], exchange=Exchange(bucket_bytes=1))
+    )
+    at_once: list[bool] = []
+    send = GradientExchange._sent
+
+    def noting(self: GradientExchange, bucket: Bucket, messages: Iterable[Outgoing]) -> None:
+        found = list(messages)
+        at_once.extend(not self._stage.whole_blocks for message in found if message.label != TOTAL)
+        send(self, bucket, found)
+
+    monkeypatch.setattr(GradientExchange, "_sent", noting)
+    crew.all("run_step", 0, Cancel())
+    assert any(at_once)

@@ -1,0 +1,109 @@
+"""Exchange of one stage's gradients with the other replicas of its plan, while a step computes.
+
+A part leaves as soon as the gradients of its bucket are whole, on a CPU while the backward still computes
+others; what arrives is added between two actions, and the rest is waited for at the step's end. Parts are
+waited for first: nobody needs anything to send them, so no order of waits can be a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from atoll.collective import TOTAL
+from worker.exchange.bucket import BucketRun
+from worker.stage.expected import bucket_key
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from atoll.gradient_exchange import Arriving, Bucket
+    from worker.exchange.bucket import Outgoing
+    from worker.stage.assignment import Assignment
+    from worker.stage.stage import Stage
+    from worker.transport.frames import Direction
+
+    Which = tuple[Direction, int, int]  # direction, micro, edge of a key
+
+Send = Callable[[str, "Which", "Tensor"], None]
+Take = Callable[["Which"], "Tensor | None"]
+"""What has arrived, None where it has not."""
+Wait = Callable[["Which", str], "Tensor"]
+
+
+class GradientExchange:
+    """All buckets of one stage in one step."""
+
+    def __init__(self, assignment: Assignment, stage: Stage, send: Send) -> None:
+        self._assignment, self._stage, self._send = assignment, stage, send
+        self._runs = [BucketRun(bucket) for bucket in assignment.buckets]
+        self._due = {(at, label) for at, run in enumerate(self._runs) for label in run.bucket.labels}
+        awaited = [(at, a) for at, run in enumerate(self._runs) for a in run.bucket.arriving]
+        self._awaited = dict.fromkeys(sorted(awaited, key=lambda entry: entry[1].label == TOTAL))
+        self._bucket_of = {name: at for at, run in enumerate(self._runs) for name in run.bucket.names}
+        self._missing: dict[tuple[int, int], set[str]] = {}  # gradients whose part is not whole
+        tied = {tied.name for tied in assignment.program.tied}
+        self._tied = {at for at, run in enumerate(self._runs) if tied & set(run.bucket.names)}
+
+    def part_whole(self, name: str, label: int) -> None:
+        """Send a bucket's part once those of all its gradients are whole, while others are computed."""
+        at = self._bucket_of[name]
+        missing = self._missing.setdefault((at, label), set(self._runs[at].bucket.names))
+        missing.discard(name)
+        if not missing and (at, label) in self._due and at not in self._tied:
+            self._contribute({(at, label)})
+
+    def advance(self, take: Take) -> None:
+        """Send what is whole, add what has arrived."""
+        self._contribute(self._whole())
+        self._take(take)
+
+    def finish(self, take: Take, wait: Wait) -> None:
+        """Send and wait for the rest, and give the stage its totals. Call it when tied parameters' uses in
+        later stages are folded."""
+        self._contribute(set(self._due))
+        while self._awaited:
+            self._take(take)
+            entry = next(iter(self._awaited), None)
+            if entry is not None:
+                self._arrived(entry, wait(*self._which(entry)))
+        for run in self._runs:
+            for name, total in run.totals().items():
+                shape = self._assignment.states[name].meta.shape
+                self._stage.set_total(name, None if total is None else total.view(shape))
+
+    def _whole(self) -> set[tuple[int, int]]:
+        """Parts that are due and whole. Of tied parameters the later stages' uses come last."""
+        whole = self._stage.whole_blocks
+        labels = {0} if 0 in whole and len(whole) == len(self._stage.blocks) else set(whole) - {0}
+        return {(at, label) for at, label in self._due if label in labels and at not in self._tied}
+
+    def _contribute(self, which: set[tuple[int, int]]) -> None:
+        self._due -= which
+        for at, label in sorted(which, key=lambda part: (part[1], part[0])):
+            run = self._runs[at]
+            parts = {name: self._stage.parts(name).get(label) for name in run.bucket.names}
+            self._sent(run.bucket, run.contribute(label, parts))
+
+    def _take(self, take: Take) -> None:
+        for entry in list(self._awaited):
+            value = take(self._which(entry)[0])
+            if value is not None:
+                self._arrived(entry, value)
+
+    def _arrived(self, entry: tuple[int, Arriving], value: Tensor) -> None:
+        at, arriving = entry
+        del self._awaited[entry]
+        run = self._runs[at]
+        elements = value.reshape(-1).to("cpu")
+        self._sent(run.bucket, run.receive(arriving.segment, arriving.label, elements))
+
+    def _sent(self, bucket: Bucket, messages: Iterable[Outgoing]) -> None:
+        for message in messages:
+            peer = self._assignment.holder(bucket, message.to)
+            self._send(peer, bucket_key(bucket, message), message.value)
+
+    def _which(self, entry: tuple[int, Arriving]) -> tuple[Which, str]:
+        at, arriving = entry
+        bucket = self._runs[at].bucket
+        return bucket_key(bucket, arriving), self._assignment.holder(bucket, arriving.source)
