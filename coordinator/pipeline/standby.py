@@ -14,7 +14,7 @@ from coordinator.messages.jobs import STEPPING, JobState, Standby
 from coordinator.pipeline.assigning import neighbours
 from coordinator.pipeline.loss_cost import LossCost, loss_costs
 from coordinator.pipeline.reconfigure import not_repeatable
-from coordinator.pipeline.successors import seconds_of
+from coordinator.pipeline.successors import Successors
 
 if TYPE_CHECKING:
     from coordinator.membership.roster import Roster
@@ -70,21 +70,17 @@ def _why(cost: LossCost, saved_s: float) -> str:
 def best(state: JobState, roster: Roster, rank: int, resting: frozenset[str]) -> str:
     """Return the idle worker that repeats a rank's steps best, "" where none can: of the same class first, so
     that its state has the same bits, then the fastest."""
-    assert state.plan is not None  # noqa: S101 - it has ranks
-    precision = state.spec.training.precision.value
-    idle = [w for w in roster.plannable(roster.idle(), precision) if w not in resting]
     by_number = state.spec.standbys is not None  # then the owner answers for what links carry
-    if not idle or not (by_number or _links_allow(state, roster, rank)):
+    if not (by_number or _links_allow(state, roster, rank)):
         return ""
-    holder = state.plan.places[rank].worker
-    known = [w for w in dict.fromkeys((*idle, *(p.worker for p in state.plan.places))) if w in roster.workers]
-    fleet = {device.worker: device for device in roster.fleet(known, precision).devices}
-    step_s = state.median_step_s or inf
-    seconds = {worker: seconds_of(state, roster, rank, fleet, worker) for worker in idle}
-    most_s = inf if by_number else step_s  # who takes longer falls behind
-    fit = [worker for worker in idle if seconds[worker] < most_s]
-    same = fleet[holder].device_class if holder in fleet else None
-    return min(fit, key=lambda w: (fleet[w].device_class != same, seconds[w]), default="")
+    most_s = inf if by_number else state.median_step_s or inf  # who takes longer falls behind
+    fit = [
+        successor
+        for successor in Successors(state, roster, frozenset()).of(rank)
+        if successor.worker not in resting and successor.step_s < most_s
+    ]
+    fit.sort(key=lambda successor: (successor.other_bits, successor.step_s))
+    return fit[0].worker if fit else ""
 
 
 def sent_bytes(state: JobState, source: int, target: int) -> int:

@@ -139,13 +139,12 @@ def alike(state: JobState, roster: Roster, rank: int, wanted: DeviceClass) -> li
     """Return the idle workers of a class of device that could hold a rank, the quickest first."""
     if state.plan is None:
         return []
-    precision = state.spec.training.precision.value
-    places = [place.worker for place in state.plan.places]
-    idle = [w for w in roster.idle() if roster.workers[w].introduction.device_class == wanted]
-    idle = [w for w in roster.plannable(idle, precision) if w not in places]
-    fleet = _devices(roster, (*idle, *places), precision)
-    worth = {w: seconds_of(state, roster, rank, fleet, w) for w in idle}
-    return sorted((w for w in idle if worth[w] < inf), key=lambda w: worth[w])
+    fit = [
+        successor
+        for successor in Successors(state, roster, frozenset()).of(rank)
+        if roster.workers[successor.worker].introduction.device_class == wanted
+    ]
+    return [successor.worker for successor in sorted(fit, key=lambda successor: successor.step_s)]
 
 
 def seconds_of(
