@@ -113,7 +113,7 @@ class LocalFleet:
         self.start_again(name)
 
     def ended(self) -> list[str]:
-        """Return the names of those that have ended."""
+        """Return the names of ended processes."""
         return self._processes.ended()
 
     def _serve(self, listen: str) -> None:

@@ -44,7 +44,7 @@ class Copies:
     _looked_s: float = -inf
 
     def of(self, worker: str) -> tuple[do.StageCopy, ...]:
-        """Return what a worker was told to keep."""
+        """Return the copies that were ordered from a worker."""
         return self._ordered.get(worker, (None, ()))[1]
 
     def heard(self, worker: str, held: CopyHeld) -> None:

@@ -332,7 +332,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
 
 
 def _fact(commit: StepCommit, loss: float, now_s: float, reports: Sequence[StepReady]) -> StepCommitted:
-    """Everything that the commit says, so that it can be said again after a restart; and the ranks' digests,
+    """Everything that the commit says, so that it can be repeated after a restart; and the ranks' digests,
     for who repeats the step."""
     digests = tuple(report.digest.gradients + report.digest.inputs for report in reports)
     return StepCommitted(

@@ -46,7 +46,7 @@ def wanted(state: JobState) -> int:
 
 
 def choose(state: JobState, record: JobRecord, roster: Roster, resting: frozenset[str]) -> Chosen | None:
-    """Return the next standby: for the rank whose loss costs most of those that some idle worker can repeat;
+    """Return the next standby: for the most expensive loss among ranks that some idle worker can repeat;
     ``resting``: workers that are not to be asked now."""
     if len(state.standbys) >= wanted(state) or not_repeatable(state, record):
         return None

@@ -1,4 +1,4 @@
-"""Blobs that whoever uploads was told are here: it will name them without having sent them.
+"""Blobs whose presence was confirmed to an uploader: it will name them without having sent them.
 
 The same job twice stores the same bytes, and so does a step that is done anew. Such a blob may belong to a
 checkpoint that another job has replaced meanwhile, and is not to go between the answer and the report that
@@ -37,7 +37,7 @@ class Promises:
         return blob in self._told
 
     def lapse(self, before_s: float) -> None:
-        """Forget what was reported, and what was told ``before_s`` and never reported."""
+        """Forget what was reported, and what was confirmed ``before_s`` and never reported."""
         with self._lock:
             for blob, those in list(self._told.items()):
                 for whom, told_s in list(those.items()):
