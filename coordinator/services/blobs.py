@@ -202,7 +202,7 @@ class DataService(rpc.DataServicer):
 
 
 def _promise(shell: Shell, name: str, asker: str) -> None:
-    """Keep a blob whose presence is confirmed to its uploader. Whoever deletes it now is done when it has been touched."""
+    """Keep a blob whose presence is confirmed to its uploader: who deletes it is done once it was touched."""
     shell.promises.told(asker, name, shell.clock())
     shell.blobs.touch(name)
 
