@@ -49,10 +49,11 @@ class OpsRequest:
 
 def assignment(m: pb.Assign) -> Assignment:
     """A stage of a plan."""
+    job = bounds.name("job", m.job, DEFAULT_LIMITS)
     plan = convert.from_proto(m.plan)
     rank = bounds.within("rank", m.rank, 0, len(plan.places) - 1)
     return Assignment(
-        job=bounds.name("job", m.job, DEFAULT_LIMITS),
+        job=job,
         version=m.plan_version,
         training=convert.from_proto(m.training),
         program=convert.from_proto(m.program),

@@ -128,11 +128,12 @@ def test_micro_batches_come_in_order_until_the_answer_does() -> None:
         answer()(requests, m)
 
     daemon = Daemon(batches=send)
-    found = list(daemon_batches(daemon.requests, "job")(True, ("x", "y"), 4, 2))
+    found = list(daemon_batches(daemon.requests, "job", range(1, 2))(True, ("x", "y"), 4, 2))
     assert found == [Arrived(step, 1, "x", "uint8", (2,), b"ab") for step in (4, 5)]
     [asked] = daemon.close()
     wanted = asked.batches.batches
     assert (wanted.job, wanted.evaluation, list(wanted.inputs)) == ("job", True, ["x", "y"])
+    assert (wanted.first_micro, wanted.micros) == (1, 1)
 
 
 def test_micro_batches_that_break_off_raise_and_those_nobody_reads_are_given_up() -> None:
@@ -141,7 +142,7 @@ def test_micro_batches_that_break_off_raise_and_those_nobody_reads_are_given_up(
         answer(kind="ConnectionFailed", error="reset")(requests, m)
 
     daemon = Daemon(batches=send)
-    fetch = daemon_batches(daemon.requests, "job")
+    fetch = daemon_batches(daemon.requests, "job", None)
     batches = fetch(False, ("x",), 4, 2)
     assert next(iter(batches)).step == 4
     with pytest.raises(ConnectionFailed, match="reset"):
