@@ -132,6 +132,7 @@ def test_every_message_was_declared_by_its_receiver(blocks: int) -> None:
         Direction.REPLAY,
         Direction.PART,  # of replicas
         Direction.TOTAL,
+        Direction.COPY,  # of blobs
     }
 
 
