@@ -147,12 +147,20 @@ class Meetings:
         if tunnel is not None and tunnel.dials:
             found.append(self._later(tunnel.after_s, peer, (tunnel,), timeout_s))
         elif tunnel is not None:
-            self._do("answer", peer, self._answer(peer, tunnel.after_s))
+            self._answer_anew(peer, tunnel.after_s)
         return found
 
     async def _later(self, after_s: float, peer: str, roads: Sequence[Road], timeout_s: float) -> Found:
         await asyncio.sleep(after_s)
         return await self._dialler.first(peer, roads, timeout_s - after_s)
+
+    def _answer_anew(self, peer: str, after_s: float) -> None:
+        """Wait at the relay with the newest ticket: what waits there is perhaps as dead as what broke, and an
+        older offer's time may be far."""
+        waiting = self._duties.pop(("answer", peer), None)
+        if waiting is not None:
+            waiting.cancel()
+        self._do("answer", peer, self._answer(peer, after_s))
 
     async def _answer(self, peer: str, after_s: float) -> None:
         """Accept what the peer dials through the tunnel, until it is joined without."""
@@ -188,9 +196,7 @@ class Meetings:
         if last.way is Way.REVERSED and self._addresses.get(peer.name):
             self._do("dial back", peer.name, self._dial_back(peer))
         if peer.relayed and ("answer", peer.name) in self._duties:
-            # What waits at the relay is perhaps as dead as what broke.
-            self._duties.pop(("answer", peer.name)).cancel()
-            self._do("answer", peer.name, self._answer(peer.name, 0.0))
+            self._answer_anew(peer.name, 0.0)
 
     async def _find(self, peer: Peer) -> None:
         """Try every way between ends of which one has moved, where none comes about by itself."""
