@@ -57,6 +57,13 @@ def said_to(state: JobState, rank: int, word: Word) -> Word:
     return word
 
 
+def beside(plan: Plan, rank: int, worker: str, version: int) -> Plan:
+    """Return the plan as if a worker had that rank."""
+    workers = [place.worker for place in plan.places]
+    workers[rank] = worker
+    return plan.moved(version, workers)
+
+
 def repetition(
     state: JobState, case: Repeated, worker: str, version: int, roster: Roster
 ) -> tuple[do.Assign, dict[str, do.StandbysHere]]:
@@ -64,11 +71,9 @@ def repetition(
     and what the rank's neighbours are to know of it, by worker."""
     assert state.plan is not None  # noqa: S101 - a plan was adopted
     plan, rank, job = state.plan, case.rank, state.job
-    places = plan.places
-    workers = [worker if at == rank else place.worker for at, place in enumerate(places)]
-    beside = plan.moved(version, workers)
-    peers = _peers(beside, rank, roster)
-    assign = do.Assign(job, state.spec, beside, rank, case.end, dict(case.source.tensors), peers, case.replay)
+    places, theirs = plan.places, beside(plan, rank, worker, version)
+    peers, tensors = _peers(theirs, rank, roster), dict(case.source.tensors)
+    assign = do.Assign(job, state.spec, theirs, rank, case.end, tensors, peers, case.replay)
     said = {
         places[other].worker: do.StandbysHere(
             job, plan.version, (rank_peer(roster, places[other].worker, rank, worker, other),), checks=True

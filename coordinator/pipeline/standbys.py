@@ -17,12 +17,11 @@ from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import RUNNING, Event, JobState, Phase, Replaced, Standby
 from coordinator.pipeline import reconfigure
-from coordinator.pipeline.assigning import assignment, neighbours, rank_peer, reconfiguration
+from coordinator.pipeline.assigning import assignment, beside, neighbours, rank_peer, reconfiguration
 from coordinator.pipeline.standby import Chosen, choose, wanted
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
-    from atoll.plan import Plan
     from coordinator.membership.effects import Effects
 
 LOOK_S = 1.0  # between two looks for standbys
@@ -94,8 +93,8 @@ class Standbys:
         )
         self._notify(state)
         replay = reconfigure.standing_by(state, record, source)
-        beside = replace(state, plan=self._beside(state, standby, state.assigned))
-        self.effects.send(chosen.worker, assignment(beside, chosen.rank, roster, source, replay))
+        seen = self._as_it_sees(state, standby)
+        self.effects.send(chosen.worker, assignment(seen, chosen.rank, roster, source, replay))
         self.effects.log(
             Name.STANDBY_CHOSEN,
             job=state.job,
@@ -107,12 +106,10 @@ class Standbys:
         return state
 
     @staticmethod
-    def _beside(state: JobState, standby: Standby, version: int) -> Plan:
-        """The plan as if the standby had its rank."""
+    def _as_it_sees(state: JobState, standby: Standby) -> JobState:
+        """The job as if the standby had its rank."""
         assert state.plan is not None  # noqa: S101 - it has ranks
-        workers = [place.worker for place in state.plan.places]
-        workers[standby.rank] = standby.worker
-        return state.plan.moved(version, workers)
+        return replace(state, plan=beside(state.plan, standby.rank, standby.worker, state.assigned))
 
     def drop(self, state: JobState, standby: Standby, reason: str, rest_s: float = REST_S) -> JobState:
         """Give a standby up: it goes back to the pool."""
@@ -239,8 +236,8 @@ class Standbys:
     def follow(self, state: JobState) -> None:
         """Have the standbys of a plan that was reconfigured go on with it."""
         for standby in list(state.standbys.values()):
-            beside = replace(state, plan=self._beside(state, standby, state.assigned))
-            message = reconfiguration(beside, standby.rank, self.effects.roster, 0)
+            seen = self._as_it_sees(state, standby)
+            message = reconfiguration(seen, standby.rank, self.effects.roster, 0)
             self.effects.send(standby.worker, replace(message, standby=True))
         self._notify(state, always=True)
 
@@ -250,14 +247,14 @@ class Standbys:
             return
         roster = self.effects.roster
         for rank, place in enumerate(state.plan.places):
-            beside = [s for r, s in sorted(state.standbys.items()) if r in neighbours(state.plan, rank)]
-            names = tuple(standby.worker for standby in beside)
+            near = [s for r, s in sorted(state.standbys.items()) if r in neighbours(state.plan, rank)]
+            names = tuple(standby.worker for standby in near)
             if self._said.get((state.job, place.worker), ()) == names and not (always and names):
                 continue
             if place.worker not in roster.workers:
                 continue
             self._said[state.job, place.worker] = names
-            peers = tuple(rank_peer(roster, place.worker, s.rank, s.worker, rank) for s in beside)
+            peers = tuple(rank_peer(roster, place.worker, s.rank, s.worker, rank) for s in near)
             self.effects.send(place.worker, do.StandbysHere(state.job, state.assigned, peers))
 
     def uses(self, state: JobState, worker: str) -> bool:
