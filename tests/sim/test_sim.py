@@ -54,7 +54,7 @@ def test_a_planted_bug_is_found_within_a_thousand_worlds(
         world for world in map(scenario, range(1000)) if any(isinstance(f, needed) for f in world.faults)
     ]
     found = next(filter(None, (violation_of(world)[0] for world in worlds)), "")
-    assert "job-" in found or "update of" in found, found
+    assert any(word in found for word in ("job-", "update of", "is honest")), found
     assert "Error" not in found
 
 

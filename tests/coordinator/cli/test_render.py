@@ -51,12 +51,14 @@ def hostile(message: Message) -> list[str]:
             continue  # one within one of its kind: filled once
         if field.type == FieldDescriptor.TYPE_MESSAGE:
             filled += hostile(value.add() if field.is_repeated else value)
-        elif field.type == FieldDescriptor.TYPE_STRING and not field.is_repeated:
+        elif field.is_repeated:
+            continue  # of plain values
+        elif field.type == FieldDescriptor.TYPE_STRING:
             filled.append(f"{message.DESCRIPTOR.name}.{field.name}{HOSTILE}")
             setattr(message, field.name, filled[-1])
         elif field.cpp_type in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
             setattr(message, field.name, 1.5)
-        elif field.cpp_type != FieldDescriptor.CPPTYPE_BOOL and not field.is_repeated:
+        elif field.cpp_type != FieldDescriptor.CPPTYPE_BOOL:
             setattr(message, field.name, 2)
     return filled
 

@@ -42,9 +42,9 @@ def trained(*workers: str, lent: dict[str, int] | None = None, checkpoint_every:
 
 
 def ordered(world: Scripted, worker: str) -> list[tuple[int, int]]:
-    """Step and stage of each copy in the newest order."""
+    """Step and rank of each copy in the newest order."""
     orders = world.to(worker, do.KeepCopies)
-    return [(int(c.name.split(".")[1]), c.stage) for c in orders[-1].copies] if orders else []
+    return [(int(c.name.split(".")[1]), c.rank) for c in orders[-1].copies] if orders else []
 
 
 def keeps(world: Scripted, worker: str, n_bytes: int = 10 * MB, took_s: float = 10.0) -> None:
