@@ -6,8 +6,8 @@ The 50 ms keep a link busy, find one that grew, and bound what a gradient waits 
 longer than the quickest an acknowledgement takes back, behind what the other direction has queued by its own
 window. Without it one end of a link that both fill yields to the other and stays there.
 
-In one round trip of eight the slack is twice as long (Cardwell 2016, section 4.1, probes in one of eight): who
-handles what arrived only when the processor is its own delivers little of a small window, more of a larger.
+In one round trip of eight the slack is twice as long (Cardwell 2016, section 4.1, probes so): who handles what
+arrived only when the processor is its own delivers little of a small window, and more of a larger.
 No clock here: times come in as arguments.
 """
 
@@ -132,12 +132,10 @@ class Window:
 
     def _resize(self) -> None:
         if self.rate is not None and self.rtt_s is not None:
+            unqueued_s = self.rtt_s + self._late_s
             probes = self._rounds % PROBE_ROUNDS == 0
-            self._steady_size = self._for(SLACK_S)
-            self.size = self._for(PROBE_SLACK_S) if probes else self._steady_size
+            self._steady_size = self._within(self.rate * (unqueued_s + SLACK_S))
+            self.size = self._within(self.rate * (unqueued_s + (PROBE_SLACK_S if probes else SLACK_S)))
 
-    def _for(self, slack_s: float) -> int:
-        assert self.rate is not None
-        assert self.rtt_s is not None
-        wanted = int(self.rate * (self.rtt_s + slack_s + self._late_s))
-        return max(LEAST_BYTES, min(self._maximum, wanted))
+    def _within(self, nbytes: float) -> int:
+        return max(LEAST_BYTES, min(self._maximum, int(nbytes)))
