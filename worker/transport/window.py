@@ -6,7 +6,7 @@ The 50 ms keep a link busy, find one that grew, and bound what a gradient waits 
 longer than the quickest an acknowledgement takes back, behind what the other direction has queued by its own
 window. Without it one end of a link that both fill yields to the other and stays there.
 
-In one round trip of eight the slack is twice as long (Cardwell 2016, section 4.1, probes so): who handles what
+In one round trip of eight the slack is twice as long (Cardwell 2016, section 4.1): who handles what
 arrived only when the processor is its own delivers little of a small window, and more of a larger.
 No clock here: times come in as arguments.
 """
