@@ -129,7 +129,7 @@ def test_micro_batches_wait_until_what_was_sent_is_read(fake: FakeChild) -> None
     served = serving(fake)
     fake.room.clear()
     asked = control.BatchRequest(job="j", inputs=["x"], first_step=4, count=2)
-    served.batches(pb.FetchBatches(request=1, batches=asked))
+    served.batches(pb.FetchBatches(request=1, batches=asked), "j")
     with pytest.raises(queue.Empty):
         fake.sent.get(timeout=0.05)
     fake.room.set()
