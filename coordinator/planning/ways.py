@@ -26,8 +26,8 @@ from coordinator.planning.op_fence import Effort
 from coordinator.planning.peers import PeerSelection
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
-from coordinator.planning.replicas import MOST_REPLICAS, partitions, shares_of
-from coordinator.planning.transfers import exchange_s, latency_s, owner_transfers
+from coordinator.planning.replicas import MOST_REPLICAS, partitions
+from coordinator.planning.transfers import exchange_s, latency_s, owner_transfers, shares_of
 from strategies.exchanges.catalogue import EXCHANGES, exchange_facts
 
 if TYPE_CHECKING:

@@ -1,0 +1,65 @@
+"""Peers with steps of their own on real worker processes: the model of the rule in one process, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+import torch
+
+from atoll.exchange import Exchange
+from atoll.job import Optimizer, TrainingSpec
+from atoll.program import stage_programs
+from benchmarks.oracle import Case, Run, built_in, difference
+from benchmarks.real_workers import LoopbackFleet, as_job
+from coordinator.client.prepare import prepare
+from coordinator.messages.facts import RoundMet, StepCommitted, from_record
+from coordinator.storage.journal import StoredJournal
+from tests.patience import eventually  # noqa: F401
+from worker.inprocess.peers import LocalPeers, WholeModel
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TRAINING = TrainingSpec(
+    steps=6,
+    n_micro=4,
+    seed=17,
+    optimizer=Optimizer(lr=3e-3, weight_decay=0.01, clip_norm=0.5),
+    exchange="diloco",
+    local_steps=3,
+)
+SHARES = (range(1), range(1, 2), range(2, 4))
+CUT = "cut:@1/@1/@2"
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[LoopbackFleet]:
+    with LoopbackFleet(3) as started:
+        yield started
+
+
+def in_one_process(case: Case, exchange: Exchange) -> Run:
+    """The rule among three peers that share out each step as the plan does."""
+    (program,) = stage_programs(case.dag, (0,))
+    model = WholeModel(program, case.training, case.tensors, states=case.states)
+    peers = LocalPeers(model, exchange, len(SHARES), micros=SHARES)
+    losses = []
+    for step in range(case.training.steps):
+        figures = peers.step(step, lambda rank, at: [case.batches(at)[m] for m in SHARES[rank]])
+        whole = sum(len(share) * loss for share, loss in zip(SHARES, figures.losses, strict=True))
+        losses.append((whole / case.training.n_micro,))
+    state = peers.stages[0].snapshot()
+    return Run(tuple(losses), {name: {"value": held["value"]} for name, held in state.items()})
+
+
+def test_peers_end_in_the_bits_of_the_rule_in_one_process(fleet: LoopbackFleet) -> None:
+    case = built_in("gpt2", TRAINING, 0.1)
+    found = fleet.train(prepare(as_job(case), partitioner=CUT))
+    assert fleet.plan is not None
+    assert [replica.micros for replica in fleet.plan.replicas] == [(0, 1), (1, 2), (2, 4)]
+    with closing(StoredJournal(fleet.state / "journal.sqlite")) as journal:
+        facts = [from_record(record) for record in journal.replay()]
+    assert [fact.step for fact in facts if isinstance(fact, StepCommitted)] == [2, 5]
+    assert [len(fact.included) for fact in facts if isinstance(fact, RoundMet)] == [3, 3]
+    assert difference(found, in_one_process(case, Exchange("diloco", every=3))) == 0.0
