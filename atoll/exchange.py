@@ -111,7 +111,9 @@ def wanted_exchange(how: str, every: int) -> Exchange | None:
         return None
     if rule not in LOCAL_RULES:
         known = ", ".join((EXACT, AUTO, *sorted(LOCAL_RULES)))
-        raise UsageError(f"exchange {how[:40]!r}; workers run {known}, a rule with a codec as in diloco:int8_block")
+        raise UsageError(
+            f"exchange {how[:40]!r}; workers run {known}, a rule with a codec as in diloco:int8_block"
+        )
     exchange = Exchange(rule, every)
     if rule == "sparseloco":
         exchange = replace(exchange, ratio=SPARSE_RATIO)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from atoll.data import DataSource
+    from atoll.exchange import Exchange
     from atoll.federated import Federated, FederatedSpec
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from atoll.dataset_spec import DataField, DataSpec, Layout
-from atoll.exchange import EXACT, LOCAL_STEPS
 from atoll.errors import BadFrame, UsageError
+from atoll.exchange import EXACT, LOCAL_STEPS
 from atoll.job import (
     MAX_STANDBYS,
     JobSpec,

@@ -64,8 +64,8 @@ def plan(
 ) -> None:
     """Show the plan of a job, without running it: stages, devices, step time, bottleneck, bytes, memory.
 
-    With --fleet also which way wins: one pipeline, replicas, data parallelism, and with --exchange local steps
-    or gossip.
+    With --fleet also which way wins: one pipeline, replicas, data parallelism; with --exchange also local
+    steps or gossip.
     """
     ways: Sequence[Way] = ()
     request: PlanRequest | None = None
@@ -111,8 +111,8 @@ def _local_plan(
 ) -> tuple[Plan, PlanRequest, Sequence[Way]]:
     from coordinator.client.fleet_file import read_fleet
     from coordinator.client.prepare import capture_graphs
+    from coordinator.planning.chosen import chosen_plan
     from coordinator.planning.planner import PlanRequest
-    from coordinator.planning.replicas import best_plan
     from coordinator.planning.ways import WayKind, compare_ways
 
     described = read_fleet(fleet)
@@ -135,7 +135,7 @@ def _local_plan(
         how = job.training.exchange
         ways = compare_ways(request, inexact="" if how == EXACT else how.partition(":")[0])
         if job.training.replicas != "1" or how != EXACT:
-            return best_plan(request), request, ways
+            return chosen_plan(request), request, ways
     pipeline = next(way.plans[0] for way in ways if way.kind is WayKind.PIPELINE)
     return pipeline, request, ways
 

@@ -124,7 +124,7 @@ class StepCommitted:
 
 @dataclass(frozen=True, slots=True)
 class RoundMet:
-    """Receipt of the exchange round that a period of local steps ended with, up to ``step``: the workers whose
+    """Receipt of the exchange round that ended the period of local steps up to ``step``: the workers whose
     contributions its result holds, and why those of others are ``missing``. Follows the commit's fact."""
 
     job: str

@@ -29,9 +29,7 @@ def own(tensors: Tensors, rank: int) -> dict[str, str]:
     """Return a rank's tensors by the model's names: its own where it has stored any."""
     found = {name: blob for name, blob in tensors.items() if OF not in name}
     mine = f"{OF}{rank}"
-    found.update(
-        {name.removesuffix(mine): blob for name, blob in tensors.items() if name.endswith(mine)}
-    )
+    found.update({name.removesuffix(mine): blob for name, blob in tensors.items() if name.endswith(mine)})
     return found
 
 

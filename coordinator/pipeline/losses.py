@@ -82,9 +82,7 @@ class Losses:
         words = f"{reason}; {taken}" if ranks else f"{reason}; all connect anew"
         if without:
             words = f"{reason}; the others go on without {without}"
-        self.step(
-            state.job, Replaced(chosen.workers, chosen.newcomers, words, blamed, absent=chosen.absent)
-        )
+        self.step(state.job, Replaced(chosen.workers, chosen.newcomers, words, blamed, absent=chosen.absent))
 
     def doubted(self, state: JobState, reason: str) -> None:
         """Do a step that is not finite again, without those whom its doubt leaves out; from the checkpoint

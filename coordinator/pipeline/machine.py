@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from atoll.job import CHECKPOINT_EVERY_S
 from atoll.transitions import Transitions
+from coordinator.messages import peer_tensors
 from coordinator.messages.events import EvalReady, Loaded, StageFailed, StageMessage, StateStored, StepReady
 from coordinator.messages.facts import (
     Checkpoint,
@@ -27,7 +28,6 @@ from coordinator.messages.facts import (
     began,
 )
 from coordinator.messages.instructions import Relink, StepCommit, StepDiscard, StepStart
-from coordinator.messages import peer_tensors
 from coordinator.messages.jobs import (
     ENDED,
     PREPARING,
@@ -256,7 +256,9 @@ def _ready(state: JobState, event: FromRank[StepReady], now_s: float) -> Outcome
         return state, [Dropped(f"rank {event.rank} reports step {report.step} twice")]
     ready = {**state.ready, event.rank: report}
     if state.local and not finite(report):  # the others wait for what it will not bring
-        reason = f"{_place(state, event.rank)} diverged in the steps to {report.step + 1}; lower the learning rate"
+        reason = (
+            f"{_place(state, event.rank)} diverged in the steps to {report.step + 1}; lower the learning rate"
+        )
         return _interrupt(state, reason, blamed=True)
     waits = state.seating and state.step in state.stores  # a peer joins with the state that is being stored
     if len(ready) < len(state.present) or state.plan is None or waits:
@@ -590,9 +592,7 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
     )
     stay = {worker for rank, worker in enumerate(event.workers) if rank not in event.absent}
     places = state.plan.places
-    left = tuple(
-        places[rank].worker for rank in state.plan.present if places[rank].worker not in stay
-    )
+    left = tuple(places[rank].worker for rank in state.plan.present if places[rank].worker not in stay)
     fact = Reconfigured(
         state.job,
         version,

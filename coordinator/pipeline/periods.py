@@ -7,7 +7,7 @@ of the plan, and the others exchange without it; the receipt of the round names 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from coordinator.messages.facts import RoundMet
@@ -68,6 +68,25 @@ def round_met(state: JobState, ready: Reports, at_s: float) -> RoundMet:
         receipts[0].digest,
         at_s,
     )
+
+
+def exchange_words(state: JobState, met: RoundMet | None, label: Callable[[str], str]) -> str:
+    """Say who exchanges what with whom, "" where nobody does."""
+    plan = state.plan
+    if plan is None or plan.exchange is None:
+        return ""
+    exchange, places = plan.exchange, plan.places
+    if not exchange.local:
+        names = (" and ".join(label(stage.worker) for stage in replica.stages) for replica in plan.replicas)
+        return f"exact gradients at every step, among {'; '.join(names)}"
+    names = (label(places[rank].worker) for rank in plan.present)
+    coded = "" if exchange.codec == "none" else f" in {exchange.codec}"
+    words = f"{exchange.rule}{coded} every {exchange.every} steps, among {', '.join(names)}"
+    for rank in sorted(plan.absent):
+        words += f"; without {label(places[rank].worker)}: {state.lost.get(rank, 'is lost')}"
+    if met is not None and met.version:
+        words += f"; round {met.round} after {met.step + 1} steps: {len(met.included)} of {len(places)}"
+    return words
 
 
 def _share(plan: Plan, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""Ranks of lost peers that idle workers take: who trains with local steps is joined at the end of a period. Pure.
+"""Ranks of lost peers that idle workers take: peers with local steps are joined at a period's end. Pure.
 
 The peers that are there store what a newcomer begins with when a period is committed, and go on. With the
 checkpoint all connect anew, the newcomer among them, and it takes the steps of the period that is under way;

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -55,21 +55,35 @@ def peers_plan(
         return _joined(request, exchange, *given, effort)
     own = replace(request.training, n_micro=1, blocks=1, exchange=exchange.rule)
     problem = Problem(request.dag, own, request.fleet)
-    found = list(_counted(request, exchange, problem))
-    if not found:
+    found = fastest(request, exchange, problem)
+    if found is None:
         need = problem.memory.bytes(0, problem.n_ops, 1)
+        held = sum(bool(limit >= need) for limit in problem.limits)
         raise NotEnoughMemory(
-            f"peers with local steps hold the whole model, {need / 2**20:.0f} MiB with what {exchange.rule} keeps "
-            f"of it; {sum(limit >= need for limit in problem.limits)} of {len(problem.limits)} machines have that"
+            f"peers with local steps hold the whole model, {need / 2**20:.0f} MiB with what {exchange.rule} "
+            f"keeps of it; {held} of {len(problem.limits)} machines have that"
         )
-    _, parts, ends = min(found, key=lambda one: one[0])
-    return _joined(request, exchange, parts, ends, effort)
+    return _joined(request, exchange, found.parts, found.ends, effort)
 
 
-def _counted(
-    request: PlanRequest, exchange: Exchange, problem: Problem
-) -> Iterator[tuple[float, list[tuple[str, ...]], list[int]]]:
-    """Yield (seconds a step, workers, ends of their shares) for numbers of the fastest peers."""
+class Sharing(NamedTuple):
+    """Peers that share out a step, where their shares end, and the predicted seconds of a step."""
+
+    step_s: float
+    parts: list[tuple[str, ...]]
+    ends: list[int]
+
+
+def fastest(request: PlanRequest, exchange: Exchange, problem: Problem | None = None) -> Sharing | None:
+    """Return how many peers end a step first, None where fewer than two machines hold what the rule keeps."""
+    if problem is None:
+        own = replace(request.training, n_micro=1, blocks=1, exchange=exchange.rule)
+        problem = Problem(request.dag, own, request.fleet)
+    return min(_counted(request, exchange, problem), key=lambda one: one.step_s, default=None)
+
+
+def _counted(request: PlanRequest, exchange: Exchange, problem: Problem) -> Iterator[Sharing]:
+    """Yield sharings for numbers of the fastest peers."""
     n_micro, fleet = request.training.n_micro, request.fleet
     need = problem.memory.bytes(0, problem.n_ops, 1)
     micro_s = problem.compute[:, -1]
@@ -89,7 +103,7 @@ def _counted(
         compute_s = max(share * float(micro_s[i]) for share, i in zip(shares, members, strict=True))
         joint_s = exchange_s(fleet, transfers(fleet, members, n_bytes, exchange))
         step_s = compute_s + max(0.0, joint_s / exchange.every - exchange.delay * compute_s / exchange.every)
-        yield step_s, [(fleet.devices[i].worker,) for i in members], list(accumulate(shares))
+        yield Sharing(step_s, [(fleet.devices[i].worker,) for i in members], list(accumulate(shares)))
 
 
 def transfers(fleet: Fleet, members: list[int], n_bytes: float, exchange: Exchange) -> Floats:

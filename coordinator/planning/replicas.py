@@ -62,8 +62,8 @@ def best_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
             return peers_plan(request, local, effort)
         return make_plan(_alone(request), effort)
     if local is not None and (given or not request.partitioner.startswith(GIVEN_CUT)):
-        parts = _given_parts(request)[:2] if given else None
-        return peers_plan(request, local, effort, parts)
+        shared = _given_parts(request)[:2] if given else None
+        return peers_plan(request, local, effort, shared)
     if given:
         parts, ends, cuts = _given_parts(request)
         training = replace(training, replicas=str(len(cuts)))

@@ -18,6 +18,7 @@ from atoll.errors import StorageError
 from atoll.opdag import DTYPE_BYTES
 from coordinator.federated.driver import FederatedDriver
 from coordinator.messages.jobs import ENDED
+from coordinator.pipeline.assigning import tensors_of
 from coordinator.pipeline.driver import PipelineDriver
 from coordinator.storage.graph_store import leaf_metas
 

@@ -15,8 +15,8 @@ from atoll.dataset_spec import DataSpec
 from atoll.errors import AccessDenied, AtollError, JobFailed, NoWorkers, StorageError, UsageError
 from atoll.job import JobSpec, TrainingSpec
 from coordinator.federated.checks import check_spec, exported_prefix
-from coordinator.messages import peer_tensors
 from coordinator.messages import events as ev
+from coordinator.messages import peer_tensors
 from coordinator.messages.facts import STATE, Checkpoint, Record
 from coordinator.messages.jobs import ENDED
 from coordinator.planning.planner import known_partitioner

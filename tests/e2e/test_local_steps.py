@@ -1,13 +1,13 @@
-"""Peers with steps of their own on real worker processes: the model of the rule in one process, bit for bit."""
+"""Peers with steps of their own on real worker processes: the bits of the rule in one process."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 
 import pytest
-import torch
 
 from atoll.exchange import Exchange
 from atoll.job import Optimizer, TrainingSpec
@@ -15,9 +15,9 @@ from atoll.program import stage_programs
 from benchmarks.oracle import Case, Run, built_in, difference
 from benchmarks.real_workers import LoopbackFleet, as_job
 from coordinator.client.prepare import prepare
-from coordinator.messages.facts import RoundMet, StepCommitted, from_record
+from coordinator.messages.facts import PlanAdopted, RoundMet, StepCommitted, from_record
 from coordinator.storage.journal import StoredJournal
-from tests.patience import eventually  # noqa: F401
+from tests.e2e.test_reconfigured import disturb
 from worker.inprocess.peers import LocalPeers, WholeModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,4 +62,44 @@ def test_peers_end_in_the_bits_of_the_rule_in_one_process(fleet: LoopbackFleet) 
         facts = [from_record(record) for record in journal.replay()]
     assert [fact.step for fact in facts if isinstance(fact, StepCommitted)] == [2, 5]
     assert [len(fact.included) for fact in facts if isinstance(fact, RoundMet)] == [3, 3]
-    assert difference(found, in_one_process(case, Exchange("diloco", every=3))) == 0.0
+    assert difference(found, in_one_process(case, Exchange("diloco", every=3)), 1) == 0.0
+
+
+@pytest.mark.slow
+def test_a_killed_peer_costs_no_step_and_an_idle_worker_joins_in_its_place() -> None:
+    longer = replace(TRAINING, steps=150)
+    case = built_in("gpt2", longer, 0.1)
+    struck = ""
+    with LoopbackFleet(4) as fleet:
+        job = fleet.client.submit(prepare(as_job(case), partitioner=CUT)).job
+        holders: list[str] = []
+        shown: list[str] = []
+        for update in fleet.client.watch(job):
+            holders = [s.workers[0] for r in update.plan.replicas for s in r.stages] or holders
+            shown.append(update.exchange)
+            if not struck and update.step > 12:
+                struck = holders[1]
+                disturb(fleet, struck, signal.SIGKILL)
+        assert update.state == "finished", update.reason
+        with closing(StoredJournal(fleet.state / "journal.sqlite")) as journal:
+            facts = [from_record(record) for record in journal.replay()]
+    assert [fact.step for fact in facts if isinstance(fact, StepCommitted)] == list(range(2, 150, 3))
+    assert sum(isinstance(fact, PlanAdopted) for fact in facts) == 1  # nothing began anew
+    rounds = [fact for fact in facts if isinstance(fact, RoundMet)]
+    without = [fact for fact in rounds if fact.missing]
+    assert without
+    assert all(list(fact.missing) == [struck] for fact in without)
+    assert all(len(fact.included) == 2 for fact in without)
+    assert len(rounds[-1].included) == 3
+    assert struck not in rounds[-1].included
+    assert any("without" in words for words in shown)
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_with_each_peers_own_state(fleet: LoopbackFleet) -> None:
+    half = replace(built_in("gpt2", TRAINING, 0.1), training=replace(TRAINING, steps=3))
+    whole = built_in("gpt2", TRAINING, 0.1)
+    fleet.train(prepare(as_job(half), partitioner=CUT))
+    found = fleet.train(prepare(as_job(whole), partitioner=CUT, resume_of=fleet.job))
+    expected = in_one_process(whole, Exchange("diloco", every=3))
+    assert difference(found, Run(expected.figures[3:], expected.state), 1) == 0.0

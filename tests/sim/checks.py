@@ -286,5 +286,7 @@ class Checks:
             if spec.federated is not None:
                 if self.closed.get(job, 0) != spec.training.steps:
                     raise Violation(f"{job} finished after {self.closed.get(job, 0)} rounds")
-            elif peer_tensors.model(state.checkpoint.tensors) != dict(self._expected(job, spec.training.steps)):
+            elif peer_tensors.model(state.checkpoint.tensors) != dict(
+                self._expected(job, spec.training.steps)
+            ):
                 raise Violation(f"{job} does not end with the weights of an undisturbed run")

@@ -286,7 +286,8 @@ class Coordinator(Process):
         count = count if len(workers) >= count else 1
         ends = [block.stop for block in block_ranges(training.n_micro, training.blocks)]
         borders = [0, *(ends[len(ends) * (at + 1) // count - 1] for at in range(count))]
-        replicas, local = [], training.local_exchange
+        replicas: list[Replica] = []
+        local = training.local_exchange
         for micros in pairwise(borders):
             # Replicas of other cuts than the one before: as many stages as are left to it.
             own = workers[: self.stages if count == 1 else max(1, len(workers) // (count - len(replicas)))]

@@ -107,19 +107,19 @@ def arriving(collective: Collective, rank: int, settings: Contribution) -> list[
 
 def unpacked(arrived: Arriving, at: ExchangeRound, phase: int, target: int) -> Message:
     """Read the message of an arrived frame. Raises BadFrame for what ``packed`` does not make."""
-    frame = torch.cat(arrived.pieces).numpy()
+    frame = memoryview(torch.cat(arrived.pieces).numpy())  # type: ignore[arg-type]
     if len(frame) < _HEAD.size:
         raise BadFrame(f"a message of a round of {len(frame)} bytes")
     count, header_bytes, digest = _HEAD.unpack_from(frame)
     begins = _HEAD.size + 2 * count
     ends = begins + header_bytes
     if ends > len(frame) or len(digest) != DIGEST_BYTES:
-        raise BadFrame(f"a message of a round of {len(frame)} bytes with {count} labels and a header to {ends}")
+        raise BadFrame(
+            f"a message of a round of {len(frame)} bytes with {count} labels and a header to {ends}"
+        )
     included = struct.unpack_from(f"!{count}H", frame, _HEAD.size)
-    view = memoryview(frame)  # type: ignore[arg-type]
-    packet = parse_packet(view[begins:ends], view[ends:])
+    packet = parse_packet(frame[begins:ends], frame[ends:])
     slot = arrived.slot
     return Message(
         at.number, phase, arrived.source, target, slot.segment, slot.label, included, packet, digest
     )
-

@@ -190,9 +190,7 @@ def _assign(m: pb.Assign) -> events.Assign:
     if exchange is None or not exchange.local:
         return events.Assign(job, m.plan_version, peers, m.first_step, work, eras, m.replay.standby)
     steps = bounds.within("steps", m.training.steps, m.first_step, MAX_STEP)
-    return events.Assign(
-        job, m.plan_version, peers, m.first_step, work, eras, exchange=exchange, steps=steps
-    )
+    return events.Assign(job, m.plan_version, peers, m.first_step, work, eras, exchange=exchange, steps=steps)
 
 
 def _keep_copies(m: pb.KeepCopies) -> CopiesAsked:

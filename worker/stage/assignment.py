@@ -210,8 +210,8 @@ def _check_exchange(plan: Plan, rank: int) -> None:
         raise PlanError("a peer with steps of its own holds the whole model: one stage a replica")
     if not (exact or exchange.local) or exchange.inner is not None:
         raise PlanError(
-            f"replicas exchange exact sums at every step here, or take local steps, not {exchange.rule} every "
-            f"{exchange.every} through {exchange.codec}; update this worker"
+            f"replicas exchange exact sums at every step here, or take local steps, not {exchange.rule} "
+            f"every {exchange.every} through {exchange.codec}; update this worker"
         )
     if len(exchange.rates) not in (0, len(plan.places)):
         raise PlanError(f"rates of {len(exchange.rates)} ranks of {len(plan.places)}")

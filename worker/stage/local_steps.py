@@ -2,9 +2,9 @@
 
 A period begins with a committed state. The peer takes its optimizer's steps on its own share of each step's
 micro-batches; its optimizer's state never leaves it but for checkpoints. The model as it is
-``contributed_after`` so many steps is what it brings to the round; the result is used with the commit, so that
-until then a round may be done again with the same bits, among fewer or other peers. Steps that were taken
-stay: who is interrupted goes on with the step it was at.
+``contributed_after`` so many steps is what it brings to the round; the result is used with the commit, so
+that until then a round may be done again with the same bits, among fewer or other peers. Steps that were
+taken stay: who is interrupted goes on with the step it was at.
 """
 
 from __future__ import annotations

@@ -44,7 +44,9 @@ class StepReport:
     optimizer_s: float  # of the step before: finish_step and apply
     handling_s: float = 0.0  # of messages: neither computing nor codecs nor waiting
     inputs: bytes = b""  # digest of the messages that the stage took, where steps are checked
-    receipt: Receipt | None = None  # of the round that ends a period; then ``stage`` has the loss of each step
+    receipt: Receipt | None = (
+        None  # of the round that ends a period; then ``stage`` has the loss of each step
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -577,7 +577,9 @@ class StageRun:
                 if self._asks is not None:
                     self._asks.waited(peer, key.step, waited_s)
                 if within_s is not None and waited_s >= within_s:
-                    raise PeerLost(peer, f"nothing came of it before the deadline of {within_s:.0f} s") from None
+                    raise PeerLost(
+                        peer, f"nothing came of it before the deadline of {within_s:.0f} s"
+                    ) from None
                 if waited_s >= told_at_s:
                     told_at_s = 2 * waited_s
                     self._notice(LongWait(key, peer, waited_s))

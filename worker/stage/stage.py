@@ -96,9 +96,7 @@ class Stage:
         span = range(min(micros), max(micros) + 1)
         self._of_micros = len(span) if alone else training.n_micro  # whose mean the loss is
         self.blocks = (
-            {0: span}
-            if alone
-            else own_blocks(training.n_micro, training.blocks, (span.start, span.stop))
+            {0: span} if alone else own_blocks(training.n_micro, training.blocks, (span.start, span.stop))
         )
         self._sums = BlockSums(
             self._executor.uses, self._executor.late, self.blocks, {t.name for t in program.tied}

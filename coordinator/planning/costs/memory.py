@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 JOINING = 2
 """Gradients beside a stage's own where there are other replicas: those that travel, and the totals."""
 PEERS_OWN = 5
-"""Copies of the model that a peer with local steps has: the outer one, its momentum, what it brought to a round,
-the change, and the totals."""
+"""Copies of the model that a peer with local steps has: the outer one, its momentum, what it brought to a
+round, the change, and the totals."""
 
 
 class MemoryModel:

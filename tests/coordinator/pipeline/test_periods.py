@@ -16,7 +16,17 @@ from coordinator.messages import jobs, peer_tensors
 from coordinator.messages.events import Loaded, RoundReceipt, StateStored, StepReady
 from coordinator.messages.facts import Checkpoint, CheckpointStored, RoundMet, StepCommitted
 from coordinator.messages.instructions import StepCommit, StepStart
-from coordinator.messages.jobs import FromRank, JobState, Phase, Point, Reassign, Record, Replaced, Seating, ToRanks
+from coordinator.messages.jobs import (
+    FromRank,
+    JobState,
+    Phase,
+    Point,
+    Reassign,
+    Record,
+    Replaced,
+    Seating,
+    ToRanks,
+)
 from coordinator.pipeline import machine
 
 HASH = "ab" * 32
@@ -26,13 +36,17 @@ PEERS = 3
 def plan(version: int = 1) -> Plan:
     replicas = tuple(Replica((i, i + 1), (StageSpec(0, 4, 0, 4, f"w{i}", 0),)) for i in range(PEERS))
     exchange = Exchange("diloco", every=4)
-    return Plan("j", version, HASH, HASH, "op_fence", ScheduleName.ONE_F_ONE_B, PEERS, replicas, exchange=exchange)
+    return Plan(
+        "j", version, HASH, HASH, "op_fence", ScheduleName.ONE_F_ONE_B, PEERS, replicas, exchange=exchange
+    )
 
 
 def training(**changes: Any) -> JobState:
     spec = TrainingSpec(**{"steps": 10, "n_micro": PEERS, "exchange": "diloco", "local_steps": 4, **changes})
     data = DataSpec((), 8, 1)
-    state = JobState("j", JobSpec("job", spec, HASH, HASH, {"p": HASH}, data, None), Checkpoint(0, {"p": HASH}), 0.0)
+    state = JobState(
+        "j", JobSpec("job", spec, HASH, HASH, {"p": HASH}, data, None), Checkpoint(0, {"p": HASH}), 0.0
+    )
     for event in (jobs.Picked("go"), jobs.Profiled(), jobs.Planned(plan())):
         state, _ = machine.step(state, event, 1.0)
     return loaded(state)
@@ -69,13 +83,20 @@ def test_a_period_is_committed_once_and_shows_each_of_its_steps() -> None:
     state, todo = period(training())
     assert state.step == 4
     (commit,) = [t.message for t in todo if isinstance(t, ToRanks)]
-    assert isinstance(commit, StepCommit) and (commit.step, commit.gradient_scale, commit.last) == (3, 1.0, False)
+    assert isinstance(commit, StepCommit)
+    assert (commit.step, commit.gradient_scale, commit.last) == (
+        3,
+        1.0,
+        False,
+    )
     assert [(p.step, p.value) for p in todo if isinstance(p, Point) and p.name == "loss"] == [
         (step, 1.0) for step in (1, 2, 3, 4)
     ]
     assert [fact.step for fact in facts(todo, StepCommitted)] == [3]
     (met,) = facts(todo, RoundMet)
-    assert met.included == ("w0", "w1", "w2") and met.missing == {} and met.sent_bytes == 30
+    assert met.included == ("w0", "w1", "w2")
+    assert met.missing == {}
+    assert met.sent_bytes == 30
 
 
 def test_the_last_period_ends_with_the_last_step() -> None:
@@ -83,7 +104,8 @@ def test_the_last_period_ends_with_the_last_step() -> None:
     state, _ = period(state)
     assert (state.step, state.due) == (8, 9)
     state, todo = period(state)
-    assert state.step == 10 and facts(todo, StepCommitted)[0].last
+    assert state.step == 10
+    assert facts(todo, StepCommitted)[0].last
 
 
 def lose(state: JobState, rank: int) -> tuple[JobState, list[jobs.Todo]]:
@@ -97,14 +119,17 @@ def test_the_others_go_on_without_a_lost_peer_and_the_receipt_names_it() -> None
     state, _ = machine.step(state, ready(state, 0), 1.5)
     state, todo = lose(state, 1)
     (reassign,) = [t for t in todo if isinstance(t, Reassign)]
-    assert reassign.left == ("w1",) and reassign.newcomers == frozenset()
-    assert state.present == (0, 2) and state.step == 0
+    assert reassign.left == ("w1",)
+    assert reassign.newcomers == frozenset()
+    assert state.present == (0, 2)
+    assert state.step == 0
     assert state.rank_of("w1") is None
     state = loaded(state)
     state, todo = period(state)
     assert state.step == 4
     (met,) = facts(todo, RoundMet)
-    assert met.included == ("w0", "w2") and met.missing == {"w1": "w1 is lost"}
+    assert met.included == ("w0", "w2")
+    assert met.missing == {"w1": "w1 is lost"}
     assert [p.value for p in todo if isinstance(p, Point) and p.name == "loss"] == [1.0] * 4
 
 
@@ -122,14 +147,16 @@ def test_peers_that_do_not_agree_commit_nothing(wrong: RoundReceipt | None, word
     state, _ = machine.step(state, ready(state, 0), 1.0)
     state, _ = machine.step(state, ready(state, 1), 1.0)
     state, todo = machine.step(state, ready(state, 2, receipt=wrong), 1.0)
-    assert state.phase is Phase.PAUSED and words in state.reason
+    assert state.phase is Phase.PAUSED
+    assert words in state.reason
     assert not facts(todo, StepCommitted)
 
 
 def test_a_peer_that_diverges_ends_the_period_at_once() -> None:
     state = training()
     state, _ = machine.step(state, ready(state, 2, finite=False), 1.0)
-    assert state.phase is Phase.PAUSED and "w2 diverged" in state.reason
+    assert state.phase is Phase.PAUSED
+    assert "w2 diverged" in state.reason
 
 
 def stored(state: JobState, rank: int, done: int) -> FromRank[StateStored]:
@@ -160,14 +187,18 @@ def test_a_peer_joins_with_the_state_that_a_period_began_with() -> None:
     state, _ = machine.step(state, Seating(True), 3.0)
     state, todo = period(state)
     (commit,) = [t.message for t in todo if isinstance(t, ToRanks)]
-    assert isinstance(commit, StepCommit) and commit.store and state.step == 8
+    assert isinstance(commit, StepCommit)
+    assert commit.store
+    assert state.step == 8
     state, todo = period(state)  # has to wait: the newcomer would begin with an older state
-    assert state.step == 8 and not facts(todo, StepCommitted)
+    assert state.step == 8
+    assert not facts(todo, StepCommitted)
     for rank in state.present:
         state, _ = machine.step(state, stored(state, rank, 8), 9.0)
     assert state.checkpoint.step == 8
     state, _ = machine.step(state, Replaced(("w0", "w9", "w2"), frozenset({1}), "w9 joins", chosen=True), 9.0)
-    assert state.present == (0, 1, 2) and state.lost == {}
+    assert state.present == (0, 1, 2)
+    assert state.lost == {}
     state, todo = period(loaded(state))
     assert facts(todo, RoundMet)[0].included == ("w0", "w9", "w2")
 
@@ -180,4 +211,5 @@ def test_a_period_that_waited_is_committed_when_nobody_joins_after_all() -> None
     state, _ = period(state)
     assert state.step == 4
     state, todo = machine.step(state, Seating(False), 4.0)
-    assert state.step == 8 and facts(todo, StepCommitted)
+    assert state.step == 8
+    assert facts(todo, StepCommitted)

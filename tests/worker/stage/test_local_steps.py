@@ -151,7 +151,7 @@ def test_the_others_go_on_with_the_steps_they_took_without_a_lost_peer(looks: in
     for run in crew.runs:
         cancelled(run, Counted(looks))
     taken = [len(run._local.losses) for run in crew.runs if run._local is not None]
-    assert 0 < max(taken)
+    assert max(taken) > 0
     plan = given[0].plan.moved(2, [place.worker for place in given[0].plan.places], frozenset({2}))
     for run, assignment in zip(crew.runs, given, strict=False):
         run.reconfigure(assignment.reconfigured(plan, assignment.links, 0))
@@ -191,5 +191,5 @@ def test_a_rule_by_its_name_is_one_that_workers_run() -> None:
         exchange = wanted_exchange(how, 20)
         assert exchange is not None
         ready = assigned(made, exchange)[0]
-        tensors = {n: "ab" * 32 for n in made.states}
+        tensors = dict.fromkeys(made.states, "ab" * 32)
         check(replace(ready, tensors=tensors), "p0")
