@@ -52,7 +52,7 @@ def test_a_peers_death_costs_no_step_of_the_others() -> None:
 
 
 def test_an_idle_worker_takes_a_lost_peers_place() -> None:
-    crash = Crash(3.2, 0.0, "w0")
+    crash = Crash(6.0, 0.0, "w0")
     why, world = violation_of(
         Scenario(seed=3, workers=4, replicas=3, local_steps=4, steps=40, faults=(crash,))
     )
