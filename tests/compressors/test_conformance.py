@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -48,16 +50,16 @@ def same(one: Packet, two: Packet) -> bool:
 
 @every_case
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shape_and_dtype_survive_the_wire_or_the_codec_says_that_it_does_not_take_them(
-    case: Case, dtype: str, shape: tuple[int, ...]
+    case: Case, dtype: str
 ) -> None:
-    tensor = normal(TensorMeta(shape, dtype))
-    if dtype in FLOATS or CODECS[case.name].exact:
-        round_trip(case.make(), tensor)
-        return
-    with pytest.raises(UsageError, match=dtype):
-        case.make().compress(tensor)
+    for shape in SHAPES:
+        tensor = normal(TensorMeta(shape, dtype))
+        if dtype in FLOATS or CODECS[case.name].exact:
+            round_trip(case.make(), tensor)
+            continue
+        with pytest.raises(UsageError, match=dtype):
+            case.make().compress(tensor)
 
 
 @every_case
@@ -160,16 +162,14 @@ def test_exact_codecs_keep_the_bits_of_nan_and_signed_zero(case: Case, dtype: st
 
 @every_case
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", [(1,), (3, 5), (4, 300), (2000,)], ids=str)
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_an_element_that_is_not_finite_is_seen_at_the_other_end(
-    case: Case, dtype: str, shape: tuple[int, ...], bad: float
-) -> None:
-    tensor = normal(TensorMeta(shape, dtype))
-    for at in {0, tensor.numel() // 2, tensor.numel() - 1}:
-        hurt = tensor.clone()
-        hurt.view(-1)[at] = bad
-        assert not torch.isfinite(round_trip(case.make(), hurt)).all()
+def test_an_element_that_is_not_finite_is_seen_at_the_other_end(case: Case, dtype: str) -> None:
+    for shape in ((1,), (3, 5), (4, 300), (2000,)):
+        tensor = normal(TensorMeta(shape, dtype))
+        places = {0, tensor.numel() // 2, tensor.numel() - 1}
+        for at, bad in itertools.product(places, (torch.inf, -torch.inf, torch.nan)):
+            hurt = tensor.clone()
+            hurt.view(-1)[at] = bad
+            assert not torch.isfinite(round_trip(case.make(), hurt)).all(), (shape, at, bad)
 
 
 @every_case

@@ -612,9 +612,7 @@ class ComputeHost:
             case "store":
                 served.store(m.store)
             case "batches":
-                if self._held is None or m.batches.batches.job != self._held.job:
-                    raise BadFrame("micro-batches of another job were asked for")
-                served.batches(m.batches)
+                served.batches(m.batches, self._held.job if self._held is not None else "")
             case "cancel":
                 served.cancel(m.cancel)
             case "codec_speeds" if len(m.codec_speeds) <= MAX_SPEEDS_BYTES:

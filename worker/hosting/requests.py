@@ -95,11 +95,14 @@ class Served:
 
         self.start(m.request, work)
 
-    def batches(self, m: pb.FetchBatches) -> None:
-        """Send micro-batches as they come."""
+    def batches(self, m: pb.FetchBatches, held: str) -> None:
+        """Send micro-batches of the job ``held`` as they come; those of another were asked for before the
+        process heard that it is released."""
         child = self._child
 
         def work(cancel: Cancel, _: Callable[[int], None]) -> int:
+            if m.batches.job != held:
+                raise Cancelled("its job is not held here")
             for batch in self._batches(m.batches):
                 while not child.has_room(ROOM_S):
                     cancel.check()

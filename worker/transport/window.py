@@ -5,6 +5,9 @@ its acknowledgements carry; at most the rate at which the same bytes were sent (
 The 50 ms keep a link busy, find one that grew, and bound what a gradient waits behind. Late: how much
 longer than the quickest an acknowledgement takes back, behind what the other direction has queued by its own
 window. Without it one end of a link that both fill yields to the other and stays there.
+
+In one round trip of eight the slack is twice as long (Cardwell 2016, section 4.1): who handles what
+arrived only when the processor is its own delivers little of a small window, and more of a larger.
 No clock here: times come in as arguments.
 """
 
@@ -17,6 +20,8 @@ from worker.transport.frames import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 SLACK_S = 0.050
 INITIAL_BYTES = 256 << 10
 LEAST_BYTES = 32 << 10
+PROBE_ROUNDS = 8
+PROBE_SLACK_S = 2 * SLACK_S
 CHUNKS = 8  # of a window: an urgent message waits for one that is being written
 RTT_HORIZON_S = 600.0
 """Long, as the round trip of a link that is kept full shows its queue: every horizon adds the slack to it."""
@@ -70,7 +75,9 @@ class Window:
         self.in_flight = 0
         self.rate: float | None = None  # bytes/s
         self.rtt_s: float | None = None
-        self.size = INITIAL_BYTES
+        self.size = self._steady_size = INITIAL_BYTES
+        self._rounds = 0
+        self._round_ends = 0  # once so many bytes have been delivered
 
     @property
     def open(self) -> bool:
@@ -79,7 +86,7 @@ class Window:
     @property
     def chunk(self) -> int:
         """Bytes of the next chunk, a multiple of 4 KiB."""
-        return max(4 * MIN_CHUNK_BYTES, min(MAX_CHUNK_BYTES, self.size // CHUNKS)) & -MIN_CHUNK_BYTES
+        return max(4 * MIN_CHUNK_BYTES, min(MAX_CHUNK_BYTES, self._steady_size // CHUNKS)) & -MIN_CHUNK_BYTES
 
     def sent(self, now_s: float, nbytes: int, *, backlogged: bool) -> Sent:
         """A chunk leaves; ``backlogged``: more waits."""
@@ -93,6 +100,9 @@ class Window:
         clock."""
         self.in_flight -= nbytes
         self._delivered += nbytes
+        if self._delivered >= self._round_ends:
+            self._rounds += 1
+            self._round_ends = self._delivered + self.in_flight
         apart_s = now_s - clock_s
         late_s = min(MOST_LATE_S, apart_s + self._quickest.note(now_s, -apart_s))
         self._late_s += (late_s - self._late_s) / LATE_ACKS
@@ -122,5 +132,10 @@ class Window:
 
     def _resize(self) -> None:
         if self.rate is not None and self.rtt_s is not None:
-            wanted = int(self.rate * (self.rtt_s + SLACK_S + self._late_s))
-            self.size = max(LEAST_BYTES, min(self._maximum, wanted))
+            unqueued_s = self.rtt_s + self._late_s
+            probes = self._rounds % PROBE_ROUNDS == 0
+            self._steady_size = self._within(self.rate * (unqueued_s + SLACK_S))
+            self.size = self._within(self.rate * (unqueued_s + (PROBE_SLACK_S if probes else SLACK_S)))
+
+    def _within(self, nbytes: float) -> int:
+        return max(LEAST_BYTES, min(self._maximum, int(nbytes)))

@@ -234,6 +234,16 @@ def test_a_process_gets_blobs_batches_and_connections_of_its_job(start: Start) -
     assert world.network.admitted == ["w-b"]
 
 
+def test_batches_of_a_job_that_was_released_meanwhile_are_not_sent(start: Start) -> None:
+    world = start(
+        load="say(batches=pb.FetchBatches(request=4, batches=control.BatchRequest(job='k')))",
+        answer="posted('StepApplied', step=m.request if m.error == 'cancelled' else 0)",
+        batch="posted('StepApplied', step=100)",
+    )
+    world.load()
+    assert world.event().step == 4
+
+
 # ------------------------------------------------------------ rules that are broken
 
 _KEY = "key = pb.Key(job={job!r}, plan_version=1, step=5, direction=3)\n"
@@ -248,10 +258,6 @@ BREACHES = {
     "speaks for us": (
         "say(said=control.FromWorker(leaving=control.Leaving(reason='bye')))",
         "a message to the coordinator of kind leaving",
-    ),
-    "another's batches": (
-        "say(batches=pb.FetchBatches(request=1, batches=control.BatchRequest(job='k')))",
-        "micro-batches of another job",
     ),
     "our file": (
         "file = pb.StoreFile(hash='b' * 64, size=5, path='/etc/passwd')\n"

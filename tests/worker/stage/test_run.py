@@ -196,7 +196,8 @@ def test_a_step_reports_its_times_and_spans() -> None:
     crew.runs[0].apply(0, 1.0)
     assert report.forward_s > 0
     assert report.backward_s > 0
-    kinds = [span.kind for span in crew.runs[0].spans.take()]
+    # Batches come from another thread: on a busy machine the stage waits for them.
+    kinds = [span.kind for span in crew.runs[0].spans.take() if span.kind != "wait"]
     assert kinds == ["F", "B", "F", "B", "opt"] or kinds == ["F", "F", "B", "B", "opt"]
     assert crew.runs[0].run_step(1, Cancel()).optimizer_s > 0
 

@@ -217,8 +217,9 @@ class Door:
     def __init__(self, port: int, *, opened: bool = False) -> None:
         self._target, self._opened, self._closed = port, opened, False
         self._streams: list[tuple[asyncio.Task[None], asyncio.StreamWriter, asyncio.StreamWriter]] = []
+        self._entering: set[asyncio.Task[None] | None] = set()
         self._loop = SHARED.acquire()
-        self._server = self._run(asyncio.start_server(self._pass, "127.0.0.1", 0))
+        self._server = self._run(asyncio.start_server(self._enter, "127.0.0.1", 0))
         self.address: tuple[str, int] = self._server.sockets[0].getsockname()
 
     def _run(self, work: object) -> asyncio.Server:
@@ -250,9 +251,15 @@ class Door:
                 for writer in writers:
                     writer.transport.abort()
             await asyncio.sleep(0)
+            await asyncio.gather(*filter(None, self._entering))
 
         self._run(close())
         SHARED.release()
+
+    async def _enter(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._entering.add(task := asyncio.current_task())
+        await self._pass(reader, writer)
+        self._entering.discard(task)
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if not self._opened:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -13,6 +14,7 @@ from worker.transport.window import (
     INITIAL_BYTES,
     LEAST_BYTES,
     MOST_LATE_S,
+    PROBE_SLACK_S,
     SLACK_S,
     Recent,
     Sent,
@@ -23,10 +25,13 @@ MAXIMUM = 64 << 20
 
 
 class Link:
-    """Two ends that send all the time; an acknowledgement waits behind what its own end has sent."""
+    """Two ends that send all the time; an acknowledgement waits behind what its own end has sent.
 
-    def __init__(self, mbit: float, rtt_s: float, ends: int) -> None:
-        self.rate, self.rtt_s, self.ends = mbit * 125_000, rtt_s, ends
+    ``turn_s``: an end has the processor once in so long, and handles then all that has arrived.
+    """
+
+    def __init__(self, mbit: float, rtt_s: float, ends: int, turn_s: float = 0.0) -> None:
+        self.rate, self.rtt_s, self.ends, self.turn_s = mbit * 125_000, rtt_s, ends, turn_s
         self.windows = [Window(MAXIMUM) for _ in range(2)]
         self.acked = [0, 0]
         self.longest_s = 0.0  # queue, once the windows are known
@@ -42,10 +47,14 @@ class Link:
             clock_s = -1.0 + self.rtt_s / 2 + self._clocks_s[1 - end]
             self.windows[end].acked(self.rtt_s - 1.0, clock_s, 64, sent)
             self._later(float(end), partial(self._fill, end))
+        self.until(seconds)
+        return [self.acked[end] / (self.rate * (seconds - end)) for end in range(self.ends)]
+
+    def until(self, seconds: float) -> None:
+        """Go on."""
         while self._events[0][0] <= seconds:
             now_s, _, do = heapq.heappop(self._events)
             do(now_s)
-        return [self.acked[end] / (self.rate * (seconds - end)) for end in range(self.ends)]
 
     def _later(self, at_s: float, do: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (at_s, next(self._numbers), do))
@@ -60,6 +69,8 @@ class Link:
             self.longest_s = max(self.longest_s, self._free_s[end] - now_s)
 
     def _arrived(self, end: int, sent: Sent, now_s: float) -> None:
+        if self.turn_s:
+            now_s = math.ceil(now_s / self.turn_s) * self.turn_s
         through_s = max(now_s, self._free_s[end])
         clock_s = now_s + self._clocks_s[end]
         self._later(through_s + self.rtt_s / 2, partial(self._told, 1 - end, sent, clock_s))
@@ -74,13 +85,23 @@ class Link:
 def test_the_window_fills_a_link_and_keeps_its_queue_at_the_slack(mbit: float, rtt_s: float) -> None:
     link = Link(mbit, rtt_s, 1)
     assert link.shares(20.0)[0] > 0.95
-    # What a gradient waits for at most: the slack, and the chunk by which a window is exceeded.
-    assert link.longest_s < 1.4 * SLACK_S + link.windows[0].chunk / link.rate
+    # What a gradient waits for at most: a probe's slack, and the chunk by which a window is exceeded.
+    assert link.longest_s < 1.2 * PROBE_SLACK_S + link.windows[0].chunk / link.rate
+
+
+def test_a_link_that_grew_is_found_though_the_peer_seldom_has_the_processor() -> None:
+    link = Link(2, 0.004, 1, turn_s=0.1)
+    link.shares(5.0)
+    link.rate *= 100
+    link.until(30.0)
+    before = link.acked[0]
+    link.until(40.0)
+    assert link.acked[0] - before > 0.3 * 10.0 * link.rate
 
 
 @pytest.mark.parametrize(
     ("mbit", "rtt_s", "least"),
-    [(11.4, 0.014, 0.9), (20, 0.03, 0.8), (8, 0.08, 0.8), (100, 0.08, 0.7), (4, 0.2, 0.7)],
+    [(11.4, 0.014, 0.85), (20, 0.03, 0.8), (8, 0.08, 0.8), (100, 0.08, 0.7), (4, 0.2, 0.7)],
 )
 def test_neither_end_gives_way_where_both_send_over_one_queue(
     mbit: float, rtt_s: float, least: float
