@@ -126,7 +126,7 @@ class ComputeHost:
         self._config, self._consent = config, consent
         self._worker = ""  # until it has joined; then with its ports
         self._ports: HostPorts
-        self._speeds = SpeedFile(config.state_dir)
+        self._speeds = SpeedFile(config.device_dir)
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._now: _Now | None = None
@@ -446,7 +446,7 @@ class ComputeHost:
             name = "atoll-compute-close"
             threading.Thread(target=before.child.close, args=(CLOSE_S,), name=name, daemon=True).start()
         config = self._config
-        scratch = make_scratch(config.state_dir.absolute(), f"{os.getpid()}-{next(self._numbers)}")
+        scratch = make_scratch(config.device_dir.absolute(), f"{os.getpid()}-{next(self._numbers)}")
         view = replace(view, read_write=(*view.read_write, scratch))
         child = Child(
             view, chosen(config.sandbox, view.device), config.threads, scratch, self._heard, self._ended
