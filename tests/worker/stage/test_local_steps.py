@@ -102,6 +102,22 @@ def test_peers_end_in_the_bits_of_the_rule_in_one_process(rule: str) -> None:
         same(run.snapshot(), stage.snapshot())
 
 
+def test_all_end_with_one_model_though_fragments_take_turns() -> None:
+    made, exchange = case("gpt2"), RULES["streaming"]
+    crew = Crew(made, assigned(made, exchange))
+    *before, last = periods(exchange)
+    trained(crew, before)
+    names = list(crew.runs[0].snapshot())
+
+    def alike() -> bool:
+        first, *others = (run.snapshot() for run in crew.runs)
+        return all(torch.equal(first[n]["value"], other[n]["value"]) for n in names for other in others)
+
+    assert not alike()
+    trained(crew, [last])
+    assert alike()
+
+
 @pytest.mark.parametrize("rule", ["diloco, coded", "streaming"])
 def test_peers_that_begin_with_what_they_stored_end_in_the_same_bits(rule: str) -> None:
     made, exchange = case("gpt2"), RULES[rule]
