@@ -18,6 +18,7 @@ import torch
 from atoll.collective import even_shares, owner_shares
 from atoll.errors import BadFrame
 from atoll.exchange import ExchangeRound
+from compressors.vector import Vector
 from strategies.exchanges import exchange_facts, make_rule
 from strategies.exchanges.base import Flat, Settled
 from strategies.exchanges.diloco import OuterState
@@ -217,7 +218,9 @@ class LocalSteps:
         shares = owner_shares(rates) if rates else even_shares(len(plan.present))
         by_rank = dict(zip(plan.present, shares, strict=True))
         collective = collective_of(self._pattern, [plan.present], settings, shares=by_rank)
-        return _Round(at, collective, settings)
+        # Nothing but codecs and sizes is needed of it any more: a model is large.
+        empty = Vector(settings.vector.size, torch.empty(0))
+        return _Round(at, collective, replace(settings, vector=empty, carry=None))
 
     def _arrived(self, assignment: Assignment, one: Arriving, send: Send) -> None:
         if not one.whole or self._run is None or self._found is None:

@@ -91,13 +91,18 @@ def test_peers_end_in_the_bits_of_the_rule_in_one_process(rule: str) -> None:
     whole = range(exchange.every + exchange.delay - 1, SPEC.steps, exchange.every)
     ends = [last for last in periods(exchange) if last in whole]
     losses: list[tuple[float, ...]] = []
+    sent: dict[int, tuple[int, ...]] = {}  # by the step after which it was contributed
     for reports in trained(crew, ends):
         assert len({report.receipt.digest for report in reports if report.receipt}) == 1
         assert all(report.receipt and report.receipt.complete for report in reports)
         losses += zip(*(report.stage.losses for report in reports), strict=True)
+        sent[exchange.contributed_after(reports[0].step) - 1] = tuple(
+            report.receipt.sent_bytes for report in reports if report.receipt
+        )
     for step in range(ends[-1] + 1):
         figures = reference.step(step, lambda rank, at: [made.batches.of(at, m) for m in SHARES[rank]])
         assert figures.losses == losses[step]
+        assert figures.sent_bytes == sent.get(step, (0, 0, 0))
     for run, stage in zip(crew.runs, reference.stages, strict=True):
         same(run.snapshot(), stage.snapshot())
 
