@@ -1264,7 +1264,7 @@ Global___Spans: _TypeAlias = Spans  # noqa: Y015
 
 @_typing.final
 class PeerJoined(_message.Message):
-    """How this worker is joined with a peer: direct (it dialled) | reversed (the peer did) | relayed; empty: not any
+    """How this worker is joined with a peer: local (devices of one daemon) | direct (it dialled) | reversed (the peer did) | relayed; empty: not any
     more. relay: HOST:PORT of the one that both dialled.
     """
 
@@ -3078,7 +3078,7 @@ Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
 
 @_typing.final
 class LinkStatus(_message.Message):
-    """way: direct (the source dialled) | reversed | relayed; empty: not joined now."""
+    """way: local (devices of one daemon) | direct (the source dialled) | reversed | relayed; empty: not joined now."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

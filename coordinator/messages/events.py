@@ -159,7 +159,7 @@ class LinkProbed:
 
 @dataclass(frozen=True, slots=True)
 class PeerJoined:
-    """``way``: direct | reversed | relayed, "" when the worker is not joined with the peer any more."""
+    """``way``: local | direct | reversed | relayed, "" when the worker is joined with the peer no more."""
 
     peer: str
     way: str

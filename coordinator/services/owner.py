@@ -31,6 +31,7 @@ from protos import atoll_job_pb2 as job_pb
 from protos import bounds
 from protos.convert import from_proto, to_proto
 from protos.credentials import JoinToken, fingerprint, new_token, token_id
+from protos.devices import machine_of
 from protos.grpc_errors import refuse
 from protos.telemetry import Event
 from protos.text_limits import clean
@@ -345,7 +346,7 @@ class OwnerService(rpc.OwnerServicer):
         """Make a worker leave; for good: its certificate opens nothing any more."""
         reason = clean(request.reason, 500)
         try:
-            if request.worker not in self._register.workers:
+            if machine_of(request.worker) not in self._register.workers:
                 raise UsageError(f"no worker {request.worker[:80]!r}; `atoll status` lists them")
             self._did(context, "kick", worker=request.worker, for_good=request.for_good, reason=reason)
             payload = {"worker": request.worker, "reason": reason, "for_good": request.for_good}
@@ -359,7 +360,7 @@ class OwnerService(rpc.OwnerServicer):
         """Strike a worker that is not here from the register: its certificate opens nothing any more."""
         try:
             worker = self._register.named(request.worker)
-            if worker in self._shell.outboxes:
+            if any(machine_of(connected) == worker for connected in self._shell.outboxes):
                 raise UsageError(f"{worker} is connected; `atoll kick {worker}` makes it leave first")
             self._did(context, "forget", worker=worker)
             payload = {"worker": worker, "reason": "forgotten", "for_good": True, "forgotten": True}

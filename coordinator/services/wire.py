@@ -165,8 +165,8 @@ def _link_probed(m: pb.LinkProbed) -> ev.LinkProbed:
 
 
 def _peer_joined(m: pb.PeerJoined) -> ev.PeerJoined:
-    if m.way not in ("", "direct", "reversed", "relayed"):
-        raise BadFrame(f"joined {m.way[:40]!r}; possible are direct, reversed, relayed")
+    if m.way not in ("", "local", "direct", "reversed", "relayed"):
+        raise BadFrame(f"joined {m.way[:40]!r}; possible are local, direct, reversed, relayed")
     return ev.PeerJoined(bounds.name("peer", m.peer, LIMITS), m.way, clean(m.relay, MAX_RELAY_CHARS))
 
 
