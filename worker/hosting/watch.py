@@ -24,8 +24,8 @@ WORKED_SHARE, PATIENCE = 0.5, 12.0
 
 @dataclass(slots=True)
 class OpWatch:
-    """Watches one compute process; asked now and then. ``period``: steps that are ordered at once, as of a peer
-    with steps of its own."""
+    """Watches one compute process; asked now and then. ``period``: steps that are ordered at once, as of a
+    peer with steps of its own."""
 
     period: int = 1
     _begun: int = -1
