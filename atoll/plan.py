@@ -230,6 +230,8 @@ def validate(plan: Plan, dag: OpDag, training: TrainingSpec) -> None:
         check_exchange(plan.exchange)
         if len(plan.exchange.rates) not in (0, len(workers)):
             raise PlanError(f"rates of {len(plan.exchange.rates)} ranks of {len(workers)}")
+        if len(plan.exchange.sites) not in (0, len(workers)):
+            raise PlanError(f"sites of {len(plan.exchange.sites)} ranks of {len(workers)}")
     if len(plan.replicas) > 1:
         _check_gradients(dag)
         if not training.average_buffers:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from atoll.errors import BadFrame, PlanError
-from atoll.exchange import check_exchange
+from atoll.exchange import Exchange, check_exchange
 from atoll.gradient_exchange import Bucket, buckets, trained_elements
 from atoll.job import TrainingSpec
 from atoll.microbatch import own_blocks
@@ -203,13 +203,16 @@ def _check_exchange(plan: Plan) -> None:
         starts = [stage.start for stage in replica.stages]
         if starts[:1] != [0] or starts != sorted(set(starts)):
             raise PlanError(f"stages of a replica that begin at ops {starts[:8]}")
-    if (exchange.rule, exchange.every, exchange.codec) != ("sum", 1, "none") or exchange.inner is not None:
+    coded = (exchange.rule, exchange.every, exchange.codec) != ("sum", 1, "none")
+    if coded or exchange.inner not in (None, Exchange()):
         raise PlanError(
             f"replicas exchange exact sums at every step here, not {exchange.rule} every {exchange.every} "
             f"through {exchange.codec}; update this worker"
         )
     if len(exchange.rates) not in (0, len(plan.places)):
         raise PlanError(f"rates of {len(exchange.rates)} ranks of {len(plan.places)}")
+    if len(exchange.sites) not in (0, len(plan.places)):
+        raise PlanError(f"sites of {len(exchange.sites)} ranks of {len(plan.places)}")
 
 
 def _check_leaves(assignment: Assignment) -> None:
