@@ -36,7 +36,7 @@ CHUNK_BYTES = 1 << 17
 """Each is a sign of life to the coordinator: a link of 1 Mbit/s carries one in a second."""
 
 HEADER_BYTES = 64 << 10  # a blob's safetensors header is far below this
-STATE_KEYS = 3  # optimizer tensors beside the value, at most, each float32 of the value's shape
+STATE_KEYS = 7  # beside the value, at most, each float32 of its shape: three of an optimizer, four of a peer
 POLL_S = 0.1
 ATTEMPTS = 8  # in a row without a new byte
 VERIFIED_S = 60.0  # a blob that was hashed so lately is used without hashing it again

@@ -16,6 +16,7 @@ from atoll.errors import AccessDenied, AtollError, JobFailed, NoWorkers, Storage
 from atoll.job import JobSpec, TrainingSpec
 from coordinator.federated.checks import check_spec, exported_prefix
 from coordinator.messages import events as ev
+from coordinator.messages import peer_tensors
 from coordinator.messages.facts import STATE, Checkpoint, Record
 from coordinator.messages.jobs import ENDED
 from coordinator.planning.planner import known_partitioner
@@ -228,7 +229,7 @@ class OwnerService(rpc.OwnerServicer):
         # A federated job's newest model is one file over the tensors that it began with; the server's
         # state holds it too, uncoded.
         model = checkpoint.tensors.get(STATE, "")
-        tensors = state.spec.tensors if model else checkpoint.tensors
+        tensors = state.spec.tensors if model else peer_tensors.model(checkpoint.tensors)
         return pb.ResultReply(
             step=checkpoint.step,
             model=model,
