@@ -113,7 +113,7 @@ def test_between_two_daemons_of_two_devices_half_of_a_flat_exchange_crosses() ->
     with LoopbackFleet(0) as fleet:
         spawned(fleet, "west")
         spawned(fleet, "east")
-        found = fleet._train(prepare(as_job(case), partitioner=partitioner))
+        found = fleet.train(prepare(as_job(case), partitioner=partitioner))
         plan = fleet.plan
         spans = [s for s in fleet.client.trace(fleet.job) if (s.kind, s.step) == ("send", 1)]
     assert plan is not None
