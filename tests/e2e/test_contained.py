@@ -68,7 +68,7 @@ def undisturbed() -> Run:
     return run_local(case(), (0,))
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=["contained", pytest.param("bare", marks=pytest.mark.slow)])
 def fleet(request: pytest.FixtureRequest) -> Iterator[HostileFleet]:
     with hostile_fleet(request.param) as started:
         yield started

@@ -107,6 +107,7 @@ def test_a_federation_learns_and_its_figures_are_shown(fleet: FederatedFleet) ->
     assert {"loss", "eval_loss", "eval_accuracy", "clients_accuracy", "bytes_up", "round_s"} <= found
 
 
+@pytest.mark.slow
 def test_sparse_updates_with_error_feedback_learn_too(fleet: FederatedFleet) -> None:
     last = finished(fleet, submitted(fleet, job(6, uplink="bcrs:4", downlink="lossless")))
     assert {c.codec for c in last.federated.clients} == {"topk"}

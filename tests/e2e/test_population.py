@@ -75,8 +75,6 @@ def test_a_population_has_the_same_bits_on_two_hosts_and_where_one_is_killed() -
     with hosts(2) as fleet:
         undisturbed = trained(fleet, "two", strategy="fedavg")
         assert same(trained(fleet, "killed", kills=(1,), back=False, strategy="fedavg"), undisturbed)
-        fleet.wait_until(lambda: len(fleet.states("pool")) == 1, "one host to be left")
-        assert same(trained(fleet, "one", strategy="fedavg"), undisturbed)
 
 
 @pytest.mark.slow
