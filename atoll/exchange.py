@@ -10,14 +10,21 @@ status of its own, and what was not included stays with its owner for the next r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
 from math import ceil, isfinite
 
-from atoll.errors import PlanError
+from atoll.errors import PlanError, UsageError
 
 BUCKET_BYTES = 4 << 20
+LOCAL_RULES = frozenset({"diloco", "streaming_diloco", "sparseloco"})
+"""Rules of what peers change in steps of their own (``Content.DELTA`` of the catalogue)."""
+EXACT = "exact"
+AUTO = "auto"
+LOCAL_STEPS = 50  # between two exchanges
+SPARSE_RATIO = 200.0  # of sparseloco, unless a job says otherwise
+STREAMED_FRAGMENTS, STREAMED_DELAY = 4, 5  # the same of streaming_diloco; the steps in which a result arrives
 
 
 class Content(StrEnum):
@@ -65,6 +72,62 @@ class Exchange:
     def awaited(self, ranks: int) -> int:
         """Ranks that are waited for, of so many."""
         return ceil(self.quorum * ranks - 1e-9)  # 0.07 of 100 are 7
+
+    @property
+    def local(self) -> bool:
+        """Whether each rank takes its optimizer's steps by itself and exchanges what has come of them."""
+        return self.rule in LOCAL_RULES
+
+    def last_step(self, step: int, steps: int) -> int:
+        """Return the last step of the period that ``step`` is in, of so many steps in all.
+
+        A period ends with the use of a round's result, ``delay`` steps after ``every`` divides the number of
+        steps, and with the last step. Its commit and messages are named by that step. Every step is a period
+        of its own unless the exchange is ``local``.
+        """
+        if not self.local:
+            return step
+        return min((self.round_of(step) + 1) * self.every + self.delay, steps) - 1
+
+    def round_of(self, step: int) -> int:
+        """Return the number of the round whose result ends the period of ``step``."""
+        return max(0, step - self.delay) // self.every
+
+    def contributed_after(self, last: int) -> int:
+        """Return how many steps are done when a rank contributes to the round that ends with step ``last``.
+        One that the end of the training cuts short has its contributions at its end."""
+        begins = (self.round_of(last) + 1) * self.every
+        return begins if begins + self.delay == last + 1 else last + 1
+
+
+def wanted_exchange(how: str, every: int) -> Exchange | None:
+    """Return the exchange that a job asks for as RULE[:CODEC or RATIO], None where it asks for exact ways or
+    leaves the choice to the planner.
+
+    UsageError for a rule that no worker runs, PlanError for a period that cannot be.
+    """
+    rule, _, setting = how.partition(":")
+    if how in (EXACT, AUTO):
+        return None
+    if rule not in LOCAL_RULES:
+        known = ", ".join((EXACT, AUTO, *sorted(LOCAL_RULES)))
+        raise UsageError(
+            f"exchange {how[:40]!r}; workers run {known}, a rule with a codec as in diloco:int8_block"
+        )
+    exchange = Exchange(rule, every)
+    if rule == "sparseloco":
+        exchange = replace(exchange, ratio=SPARSE_RATIO)
+    if rule == "streaming_diloco":
+        parts = min(STREAMED_FRAGMENTS, every)
+        exchange = replace(exchange, every=max(1, every // parts), fragments=parts)
+        exchange = replace(exchange, delay=min(STREAMED_DELAY, exchange.every - 1))
+    if setting:
+        try:
+            exchange = replace(exchange, ratio=float(setting))
+        except ValueError:
+            exchange = replace(exchange, codec=setting)
+    check_exchange(exchange)
+    return exchange
 
 
 def check_exchange(exchange: Exchange) -> None:

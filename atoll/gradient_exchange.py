@@ -108,9 +108,9 @@ def buckets(
 ) -> tuple[Bucket, ...]:
     """Return what the holder of ``program`` in a replica exchanges, in the order in which it is finished.
 
-    ``elements``: of the trained parameters. Empty in a plan of one replica.
+    ``elements``: of the trained parameters. Empty in a plan of one replica, and where peers exchange changes.
     """
-    if len(plan.replicas) < 2 or plan.exchange is None:
+    if len(plan.replicas) < 2 or plan.exchange is None or plan.local:
         return ()
     uses = {name: op for name, op in first_uses(program).items() if name in elements}
     starts = [[stage.start for stage in other.stages] for other in plan.replicas]

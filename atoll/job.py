@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from atoll.compression import AUTO, Compression
 from atoll.dataset_spec import DataSpec
 from atoll.errors import UsageError
+from atoll.exchange import EXACT, LOCAL_STEPS, wanted_exchange
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from atoll.data import DataSource
+    from atoll.exchange import Exchange
     from atoll.federated import Federated, FederatedSpec
 
 
@@ -117,6 +119,7 @@ class Recompute(StrEnum):
 
 
 MOST_REPLICAS = 64
+MOST_LOCAL_STEPS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,8 @@ class TrainingSpec:
     blocks: int = 1  # of a step's micro-batches: gradients are summed within each, then block after block
     average_buffers: bool = False  # replicas may average what training writes, such as running statistics
     replicas: str = "1"  # of the pipeline, each for a share of the blocks; auto: as many as are fastest
+    exchange: str = EXACT  # exact; RULE[:CODEC]: peers with steps of their own; auto: what counts most
+    local_steps: int = LOCAL_STEPS  # of a peer between two exchanges
     spot_checks: float = 0.005  # share of the steps that an idle worker repeats to compare; 0 = none
 
     def __post_init__(self) -> None:
@@ -147,12 +152,14 @@ class TrainingSpec:
             ("eval_every", self.eval_every, 0, 10**9),
             ("eval_batches", self.eval_batches, 0, 10**6),
             ("checkpoint_every", self.checkpoint_every, 0, 10**9),
+            ("local_steps", self.local_steps, 1, MOST_LOCAL_STEPS),
         ):
             if not low <= value <= high:
                 raise UsageError(f"{name} = {value}; give a number from {low} to {high}")
         if not 0.0 <= self.spot_checks <= 1.0:
             raise UsageError(f"spot_checks = {self.spot_checks}; give a share of the steps from 0 to 1")
         Compression.parse(self.compress)
+        wanted_exchange(self.exchange, self.local_steps)
         if self.replicas != AUTO and not (
             self.replicas.isascii() and self.replicas.isdecimal() and len(self.replicas) < 4
         ):
@@ -164,6 +171,11 @@ class TrainingSpec:
     def replica_count(self) -> int | None:
         """Number of replicas that is asked for; None where the planner chooses."""
         return None if self.replicas == AUTO else int(self.replicas)
+
+    @property
+    def local_exchange(self) -> Exchange | None:
+        """Exchange of peers with steps of their own, where the job asks for one by its rule."""
+        return wanted_exchange(self.exchange, self.local_steps)
 
     @property
     def compression(self) -> Compression:

@@ -128,6 +128,7 @@ class Plan:
     recompute: Recompute = Recompute.OFF  # decided: never AUTO
     blocks: int = 1  # of the step's micro-batches, whose gradients are summed one by one: the job's
     exchange: Exchange | None = None  # joins the replicas; present where there are several
+    absent: frozenset[int] = frozenset()  # ranks whose peer is lost and has no successor yet, of local steps
 
     @property
     def only(self) -> Replica:
@@ -155,9 +156,25 @@ class Plan:
             for at, stage in enumerate(replica.stages)
         )
 
+    @property
+    def present(self) -> tuple[int, ...]:
+        """Ranks that have a worker, ascending."""
+        return tuple(rank for rank in range(len(self.places)) if rank not in self.absent)
+
+    @property
+    def local(self) -> bool:
+        """Whether every replica is a whole model that takes steps of its own between two exchanges."""
+        return self.exchange is not None and self.exchange.local
+
+    def last_step(self, step: int, steps: int) -> int:
+        """Return the last step of the period that ``step`` is in, of so many in all: itself, unless peers
+        take local steps."""
+        return step if self.exchange is None else self.exchange.last_step(step, steps)
+
     def rank_of(self, worker: str) -> int | None:
         """Return the rank that ``worker`` has, None when the plan does not use it."""
-        return next((rank for rank, place in enumerate(self.places) if place.worker == worker), None)
+        places = self.places
+        return next((rank for rank in self.present if places[rank].worker == worker), None)
 
     def actions(self, rank: int) -> tuple[Action, ...]:
         """Return the actions of a rank in a step, in order, on the micro-batches of its replica."""
@@ -173,17 +190,20 @@ class Plan:
         """Return a plan of one replica under a later version that differs in its codecs alone."""
         return replace(self, version=version, replicas=(replace(self.only, links=tuple(links)),))
 
-    def moved(self, version: int, workers: Sequence[str]) -> Plan:
-        """Return the same plan under a later version with these workers by rank.
+    def moved(self, version: int, workers: Sequence[str], absent: frozenset[int] = frozenset()) -> Plan:
+        """Return the same plan under a later version with these workers by rank; of ``absent`` ranks those
+        that were lost.
 
         What was predicted stays the figures of those before.
         """
         names = {place.worker: worker for place, worker in zip(self.places, workers, strict=True)}
+        given = iter(workers)
         replicas = tuple(
-            replace(r, stages=tuple(replace(stage, worker=names[stage.worker]) for stage in r.stages))
+            replace(r, stages=tuple(replace(stage, worker=next(given)) for stage in r.stages))
             for r in self.replicas
         )
-        return replace(self, version=version, replicas=replicas, prediction=_renamed(self.prediction, names))
+        prediction = _renamed(self.prediction, names)
+        return replace(self, version=version, replicas=replicas, prediction=prediction, absent=absent)
 
 
 def _renamed(prediction: Prediction | None, names: Mapping[str, str]) -> Prediction | None:
@@ -217,7 +237,8 @@ def validate(plan: Plan, dag: OpDag, training: TrainingSpec) -> None:
     for number, replica in enumerate(plan.replicas):
         _check_cut(replica, dag, f"replica {number}: " if len(plan.replicas) > 1 else "")
     check_shares(plan)
-    workers = [place.worker for place in plan.places]
+    _check_peers(plan)
+    workers = [plan.places[rank].worker for rank in plan.present]
     twice = sorted({worker for worker in workers if workers.count(worker) > 1})
     if twice:
         raise PlanError(f"a worker has two places: {', '.join(twice)}")
@@ -228,8 +249,8 @@ def validate(plan: Plan, dag: OpDag, training: TrainingSpec) -> None:
         )
     if plan.exchange is not None:
         check_exchange(plan.exchange)
-        if len(plan.exchange.rates) not in (0, len(workers)):
-            raise PlanError(f"rates of {len(plan.exchange.rates)} ranks of {len(workers)}")
+        if len(plan.exchange.rates) not in (0, len(plan.places)):
+            raise PlanError(f"rates of {len(plan.exchange.rates)} ranks of {len(plan.places)}")
     if len(plan.replicas) > 1:
         _check_gradients(dag)
         if not training.average_buffers:
@@ -263,8 +284,10 @@ def _check_cut(replica: Replica, dag: OpDag, where: str) -> None:
 
 
 def check_shares(plan: Plan) -> None:
-    """Raise PlanError unless the replicas share out the micro-batches in order, by whole blocks."""
-    borders = {block.stop for block in block_ranges(plan.n_micro, plan.blocks)}
+    """Raise PlanError unless the replicas share out the micro-batches in order, by whole blocks where their
+    gradients are added up."""
+    blocks = plan.n_micro if plan.local else plan.blocks
+    borders = {block.stop for block in block_ranges(plan.n_micro, blocks)}
     expected = 0
     for number, replica in enumerate(plan.replicas):
         start, stop = replica.micros
@@ -281,6 +304,14 @@ def check_shares(plan: Plan) -> None:
         expected = stop
     if expected != plan.n_micro:
         raise PlanError(f"replicas end at micro-batch {expected}, the step has {plan.n_micro}")
+
+
+def _check_peers(plan: Plan) -> None:
+    """Raise PlanError for ranks that are absent where they cannot be, or peers that are no whole models."""
+    if plan.local and any(len(replica.stages) != 1 for replica in plan.replicas):
+        raise PlanError("a peer with steps of its own holds the whole model: one stage a replica")
+    if plan.absent and (not plan.local or not plan.present or max(plan.absent) >= len(plan.places)):
+        raise PlanError(f"ranks {sorted(plan.absent)[:8]} of {len(plan.places)} are absent")
 
 
 def _check_gradients(dag: OpDag) -> None:

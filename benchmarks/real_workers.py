@@ -115,13 +115,14 @@ class LoopbackFleet:
 
     def run(self, case: Case, starts: Sequence[int]) -> Run:
         """Train a case of the oracle over the workers, cut at ``starts``; a Runner."""
-        return self._train(prepare(as_job(case), partitioner=cut_at(starts)))
+        return self.train(prepare(as_job(case), partitioner=cut_at(starts)))
 
     def run_replicas(self, case: Case, plan: Plan) -> Run:
         """Train a case by the cuts, shares and schedule of a plan, on the workers as they joined."""
-        return self._train(prepare(as_job(case), partitioner=cuts_of(plan), schedule=plan.schedule.value))
+        return self.train(prepare(as_job(case), partitioner=cuts_of(plan), schedule=plan.schedule.value))
 
-    def _train(self, prepared: Prepared) -> Run:
+    def train(self, prepared: Prepared) -> Run:
+        """Train what was prepared; JobFailed where it does not finish."""
         reply = self.client.submit(prepared)
         self.job = reply.job
         losses: dict[int, float] = {}

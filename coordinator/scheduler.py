@@ -22,6 +22,7 @@ from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import Checkpoint, JobRecord, JobSubmitted, Ledger
 from coordinator.messages.jobs import BESIDE, ENDED, JobState
+from protos.devices import machine_of
 from protos.telemetry import Event as Name
 
 STALL_S = 0.25  # a tick later than this is our own stall
@@ -393,17 +394,20 @@ class Scheduler:
             self.effects.move(event.worker, members.Released(event.reason))
 
     def _kick(self, event: ev.KickAsked) -> None:
-        reason = event.reason or "asked by the owner"
+        reason, machine = event.reason or "asked by the owner", machine_of(event.worker)
+        # One certificate is all its devices'; a machine that leaves takes them along.
+        whole = event.for_good or event.worker == machine
+        kicked = [w for w in self.roster.workers if w == event.worker or (whole and machine_of(w) == machine)]
         for peer in self.roster.workers if event.for_good else ():
-            if peer != event.worker:  # peers hold a certificate for as long as it lasts
-                self.effects.send(peer, do.Revoked(event.worker, reason))
-        if event.worker not in self.roster.workers:
-            return
-        self.effects.send(event.worker, do.Dismiss(reason, event.for_good))
-        self.effects.log(
-            Name.WORKER_KICKED, "warning", worker=event.worker, reason=reason, for_good=event.for_good
-        )
-        self.effects.move(event.worker, members.Kicked(reason))
+            if peer not in kicked:  # peers hold a certificate for as long as it lasts
+                for worker in kicked or [event.worker]:
+                    self.effects.send(peer, do.Revoked(worker, reason))
+        for worker in kicked:
+            self.effects.send(worker, do.Dismiss(reason, event.for_good))
+            self.effects.log(
+                Name.WORKER_KICKED, "warning", worker=worker, reason=reason, for_good=event.for_good
+            )
+            self.effects.move(worker, members.Kicked(reason))
 
     # ------------------------------------------------------------ storage
 

@@ -29,9 +29,9 @@ from coordinator.messages import instructions as do
 from coordinator.messages.facts import Fact, JobEnded, Ledger, to_record
 from coordinator.messages.jobs import ENDED
 from coordinator.pipeline.driver import PipelineDriver
+from coordinator.planning.chosen import chosen_plan
 from coordinator.planning.new_codecs import respec, step_with
 from coordinator.planning.planner import PlanRequest
-from coordinator.planning.replicas import best_plan
 from coordinator.scheduler import Scheduler
 from coordinator.storage.blob_store import BlobStore
 from coordinator.storage.graph_store import Graphs, GraphStore
@@ -376,7 +376,7 @@ class Shell:
 
         def work() -> Plan:
             graphs = self.graphs.graphs(spec.dag_hash, spec.eval_dag_hash)
-            plan = best_plan(
+            plan = chosen_plan(
                 PlanRequest(
                     request.job,
                     request.version,

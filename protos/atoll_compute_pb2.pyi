@@ -385,6 +385,7 @@ class ToCompute(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FREED_FIELD_NUMBER: _builtins.int
+    ASSIGNMENT_FIELD_NUMBER: _builtins.int
     SETUP_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     RUN_STEP_FIELD_NUMBER: _builtins.int
@@ -410,6 +411,8 @@ class ToCompute(_message.Message):
     RECONFIGURE_FIELD_NUMBER: _builtins.int
     REPEAT_STEP_FIELD_NUMBER: _builtins.int
     COMPUTE_SHARE_FIELD_NUMBER: _builtins.int
+    assignment: _builtins.int
+    """with load: its number"""
     interrupt: _builtins.str
     report_codecs: _builtins.bool
     stop: _builtins.bool
@@ -465,6 +468,7 @@ class ToCompute(_message.Message):
         self,
         *,
         freed: _abc.Iterable[_builtins.int] | None = ...,
+        assignment: _builtins.int = ...,
         setup: Global___ComputeSetup | None = ...,
         load: _atoll_control_pb2.Assign | None = ...,
         run_step: Global___ComputeStep | None = ...,
@@ -493,7 +497,7 @@ class ToCompute(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "batch", b"batch", "body", b"body", "change_links", b"change_links", "compute_share", b"compute_share", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "ping", b"ping", "reconfigure", b"reconfigure", "repeat_step", b"repeat_step", "report_codecs", b"report_codecs", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "batch", b"batch", "body", b"body", "change_links", b"change_links", "compute_share", b"compute_share", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "freed", b"freed", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "ping", b"ping", "reconfigure", b"reconfigure", "repeat_step", b"repeat_step", "report_codecs", b"report_codecs", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "assignment", b"assignment", "batch", b"batch", "body", b"body", "change_links", b"change_links", "compute_share", b"compute_share", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "freed", b"freed", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "ping", b"ping", "reconfigure", b"reconfigure", "repeat_step", b"repeat_step", "report_codecs", b"report_codecs", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["setup", "load", "run_step", "apply_step", "evaluate", "change_links", "discard", "drop", "interrupt", "join", "train", "evaluate_round", "settle", "time_ops", "report_codecs", "arrived", "lost", "answer", "batch", "transferred", "stop", "ping", "reconfigure", "repeat_step", "compute_share"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
@@ -836,11 +840,14 @@ class FromCompute(_message.Message):
     CODEC_SPEEDS_FIELD_NUMBER: _builtins.int
     LOG_FIELD_NUMBER: _builtins.int
     PONG_FIELD_NUMBER: _builtins.int
+    LOADING_FIELD_NUMBER: _builtins.int
     cancel: _builtins.int
     """a request"""
     codec_speeds: _builtins.bytes
     """to be kept for the next start"""
     pong: _builtins.int
+    loading: _builtins.int
+    """the assignment of this number begins: what was said before is of another"""
     @_builtins.property
     def freed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -887,12 +894,13 @@ class FromCompute(_message.Message):
         codec_speeds: _builtins.bytes = ...,
         log: Global___ComputeLog | None = ...,
         pong: _builtins.int = ...,
+        loading: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "body", b"body", "cancel", b"cancel", "codec_speeds", b"codec_speeds", "connect", b"connect", "fetch", b"fetch", "forget", b"forget", "log", b"log", "outgoing", b"outgoing", "pong", b"pong", "posted", b"posted", "ready", b"ready", "said", b"said", "store", b"store", "wanted", b"wanted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "body", b"body", "cancel", b"cancel", "codec_speeds", b"codec_speeds", "connect", b"connect", "fetch", b"fetch", "forget", b"forget", "loading", b"loading", "log", b"log", "outgoing", b"outgoing", "pong", b"pong", "posted", b"posted", "ready", b"ready", "said", b"said", "store", b"store", "wanted", b"wanted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "body", b"body", "cancel", b"cancel", "codec_speeds", b"codec_speeds", "connect", b"connect", "fetch", b"fetch", "forget", b"forget", "freed", b"freed", "log", b"log", "outgoing", b"outgoing", "pong", b"pong", "posted", b"posted", "ready", b"ready", "said", b"said", "store", b"store", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "body", b"body", "cancel", b"cancel", "codec_speeds", b"codec_speeds", "connect", b"connect", "fetch", b"fetch", "forget", b"forget", "freed", b"freed", "loading", b"loading", "log", b"log", "outgoing", b"outgoing", "pong", b"pong", "posted", b"posted", "ready", b"ready", "said", b"said", "store", b"store", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ready", "posted", "said", "wanted", "outgoing", "connect", "forget", "fetch", "store", "batches", "cancel", "codec_speeds", "log", "pong"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ready", "posted", "said", "wanted", "outgoing", "connect", "forget", "fetch", "store", "batches", "cancel", "codec_speeds", "log", "pong", "loading"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

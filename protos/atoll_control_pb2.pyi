@@ -1019,6 +1019,7 @@ class StepReady(_message.Message):
     HANDLING_S_FIELD_NUMBER: _builtins.int
     LOSSES_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    RECEIPT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     step: _builtins.int
@@ -1048,6 +1049,10 @@ class StepReady(_message.Message):
 
     @_builtins.property
     def digest(self) -> Global___StepDigest: ...
+    @_builtins.property
+    def receipt(self) -> Global___ExchangeReceipt:
+        """of the round that ends a period of local steps; step is its last"""
+
     def __init__(
         self,
         *,
@@ -1065,16 +1070,57 @@ class StepReady(_message.Message):
         handling_s: _builtins.float = ...,
         losses: _abc.Iterable[_builtins.float] | None = ...,
         digest: Global___StepDigest | None = ...,
+        receipt: Global___ExchangeReceipt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "digest", b"digest", "loss", b"loss"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "digest", b"digest", "loss", b"loss", "receipt", b"receipt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "backward_s", b"backward_s", "digest", b"digest", "finite", b"finite", "forward_s", b"forward_s", "handling_s", b"handling_s", "job", b"job", "links", b"links", "loss", b"loss", "losses", b"losses", "optimizer_s", b"optimizer_s", "plan_version", b"plan_version", "square_norms", b"square_norms", "step", b"step", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "backward_s", b"backward_s", "digest", b"digest", "finite", b"finite", "forward_s", b"forward_s", "handling_s", b"handling_s", "job", b"job", "links", b"links", "loss", b"loss", "losses", b"losses", "optimizer_s", b"optimizer_s", "plan_version", b"plan_version", "receipt", b"receipt", "square_norms", b"square_norms", "step", b"step", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
 
 Global___StepReady: _TypeAlias = StepReady  # noqa: Y015
+
+@_typing.final
+class ExchangeReceipt(_message.Message):
+    """What a rank's result of an exchange round holds. digest: of the result, equal at all ranks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    INCLUDED_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    SENT_BYTES_FIELD_NUMBER: _builtins.int
+    RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    share: _builtins.float
+    """of the elements, those that hold all that was expected"""
+    sent_bytes: _builtins.int
+    received_bytes: _builtins.int
+    digest: _builtins.str
+    @_builtins.property
+    def included(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """ranks"""
+
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        included: _abc.Iterable[_builtins.int] | None = ...,
+        share: _builtins.float = ...,
+        sent_bytes: _builtins.int = ...,
+        received_bytes: _builtins.int = ...,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "included", b"included", "received_bytes", b"received_bytes", "round", b"round", "sent_bytes", b"sent_bytes", "share", b"share"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExchangeReceipt: _TypeAlias = ExchangeReceipt  # noqa: Y015
 
 @_typing.final
 class EvalReady(_message.Message):
@@ -1218,7 +1264,7 @@ Global___Spans: _TypeAlias = Spans  # noqa: Y015
 
 @_typing.final
 class PeerJoined(_message.Message):
-    """How this worker is joined with a peer: direct (it dialled) | reversed (the peer did) | relayed; empty: not any
+    """How this worker is joined with a peer: local (devices of one daemon) | direct (it dialled) | reversed (the peer did) | relayed; empty: not any
     more. relay: HOST:PORT of the one that both dialled.
     """
 
@@ -3032,7 +3078,7 @@ Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
 
 @_typing.final
 class LinkStatus(_message.Message):
-    """way: direct (the source dialled) | reversed | relayed; empty: not joined now."""
+    """way: local (devices of one daemon) | direct (the source dialled) | reversed | relayed; empty: not joined now."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -3238,6 +3284,7 @@ class JobUpdate(_message.Message):
     CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
     FEDERATED_FIELD_NUMBER: _builtins.int
     SPOT_CHECKS_FIELD_NUMBER: _builtins.int
+    EXCHANGE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     name: _builtins.str
     state: _builtins.str
@@ -3258,6 +3305,8 @@ class JobUpdate(_message.Message):
     checkpoint_step: _builtins.int
     spot_checks: _builtins.str
     """what they have shown so far"""
+    exchange: _builtins.str
+    """who exchanges with whom, and what of; empty: nobody"""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageStatus]: ...
     @_builtins.property
@@ -3296,10 +3345,11 @@ class JobUpdate(_message.Message):
         checkpoint_step: _builtins.int = ...,
         federated: Global___FederatedStatus | None = ...,
         spot_checks: _builtins.str = ...,
+        exchange: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "federated", b"federated", "loss", b"loss", "plan", b"plan", "samples_per_s", b"samples_per_s", "step_s", b"step_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "checkpoint_step", b"checkpoint_step", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "federated", b"federated", "job", b"job", "links", b"links", "loss", b"loss", "metrics", b"metrics", "name", b"name", "plan", b"plan", "plan_version", b"plan_version", "reason", b"reason", "samples_per_s", b"samples_per_s", "spot_checks", b"spot_checks", "stages", b"stages", "state", b"state", "step", b"step", "step_s", b"step_s", "steps", b"steps", "time_s", b"time_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "checkpoint_step", b"checkpoint_step", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "exchange", b"exchange", "federated", b"federated", "job", b"job", "links", b"links", "loss", b"loss", "metrics", b"metrics", "name", b"name", "plan", b"plan", "plan_version", b"plan_version", "reason", b"reason", "samples_per_s", b"samples_per_s", "spot_checks", b"spot_checks", "stages", b"stages", "state", b"state", "step", b"step", "step_s", b"step_s", "steps", b"steps", "time_s", b"time_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__commit_s: _TypeAlias = _typing.Literal["commit_s"]  # noqa: Y015
     _WhichOneofArgType__commit_s: _TypeAlias = _typing.Literal["_commit_s", b"_commit_s"]  # noqa: Y015

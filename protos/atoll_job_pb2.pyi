@@ -552,6 +552,8 @@ class TrainingSpec(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     AVERAGE_BUFFERS_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
+    EXCHANGE_FIELD_NUMBER: _builtins.int
+    LOCAL_STEPS_FIELD_NUMBER: _builtins.int
     SPOT_CHECKS_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     n_micro: _builtins.int
@@ -570,6 +572,10 @@ class TrainingSpec(_message.Message):
     """replicas may average what training writes"""
     replicas: _builtins.str
     """a number, or auto; empty: 1"""
+    exchange: _builtins.str
+    """exact | auto | RULE[:CODEC or RATIO]; empty: exact"""
+    local_steps: _builtins.int
+    """of a peer between two exchanges; 0: 50"""
     spot_checks: _builtins.float
     """share of the steps that another worker repeats to compare; 0: none"""
     @_builtins.property
@@ -593,11 +599,13 @@ class TrainingSpec(_message.Message):
         blocks: _builtins.int = ...,
         average_buffers: _builtins.bool = ...,
         replicas: _builtins.str = ...,
+        exchange: _builtins.str = ...,
+        local_steps: _builtins.int = ...,
         spot_checks: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["optimizer", b"optimizer", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["average_buffers", b"average_buffers", "blocks", b"blocks", "checkpoint_every", b"checkpoint_every", "compress", b"compress", "eval_batches", b"eval_batches", "eval_every", b"eval_every", "n_micro", b"n_micro", "optimizer", b"optimizer", "precision", b"precision", "recompute", b"recompute", "replicas", b"replicas", "schedule", b"schedule", "seed", b"seed", "spot_checks", b"spot_checks", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["average_buffers", b"average_buffers", "blocks", b"blocks", "checkpoint_every", b"checkpoint_every", "compress", b"compress", "eval_batches", b"eval_batches", "eval_every", b"eval_every", "exchange", b"exchange", "local_steps", b"local_steps", "n_micro", b"n_micro", "optimizer", b"optimizer", "precision", b"precision", "recompute", b"recompute", "replicas", b"replicas", "schedule", b"schedule", "seed", b"seed", "spot_checks", b"spot_checks", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1237,6 +1245,7 @@ class Plan(_message.Message):
     REPLICAS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     EXCHANGE_FIELD_NUMBER: _builtins.int
+    ABSENT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     version: _builtins.int
     dag_hash: _builtins.str
@@ -1266,6 +1275,10 @@ class Plan(_message.Message):
     def exchange(self) -> Global___Exchange:
         """of the replicas"""
 
+    @_builtins.property
+    def absent(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """ranks whose peer is lost and has no successor, of local steps"""
+
     def __init__(
         self,
         *,
@@ -1284,10 +1297,11 @@ class Plan(_message.Message):
         replicas: _abc.Iterable[Global___Replica] | None = ...,
         blocks: _builtins.int = ...,
         exchange: Global___Exchange | None = ...,
+        absent: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["exchange", b"exchange", "prediction", b"prediction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "dag_hash", b"dag_hash", "eval_dag_hash", b"eval_dag_hash", "exchange", b"exchange", "job", b"job", "left_out", b"left_out", "links", b"links", "n_micro", b"n_micro", "partitioner", b"partitioner", "prediction", b"prediction", "recompute", b"recompute", "replicas", b"replicas", "schedule", b"schedule", "stages", b"stages", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "blocks", b"blocks", "dag_hash", b"dag_hash", "eval_dag_hash", b"eval_dag_hash", "exchange", b"exchange", "job", b"job", "left_out", b"left_out", "links", b"links", "n_micro", b"n_micro", "partitioner", b"partitioner", "prediction", b"prediction", "recompute", b"recompute", "replicas", b"replicas", "schedule", b"schedule", "stages", b"stages", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from atoll.dataset_spec import DataField, DataSpec, Layout
 from atoll.errors import BadFrame, UsageError
+from atoll.exchange import EXACT, LOCAL_STEPS
 from atoll.job import (
     MAX_STANDBYS,
     JobSpec,
@@ -105,6 +106,8 @@ def training_to_proto(training: TrainingSpec) -> pb.TrainingSpec:
         blocks=training.blocks,
         average_buffers=training.average_buffers,
         replicas=training.replicas,
+        exchange=training.exchange,
+        local_steps=training.local_steps,
         spot_checks=training.spot_checks,
     )
 
@@ -130,6 +133,8 @@ def training_from_proto(message: pb.TrainingSpec, limits: Limits) -> TrainingSpe
         blocks=message.blocks or 1,
         average_buffers=message.average_buffers,
         replicas=bounds.text("replicas", message.replicas, limits.name_chars) or "1",
+        exchange=bounds.text("exchange", message.exchange, limits.name_chars) or EXACT,
+        local_steps=message.local_steps or LOCAL_STEPS,
         spot_checks=bounds.number("spot_checks", message.spot_checks, 0.0, 1.0),
     )
 

@@ -134,6 +134,7 @@ def plan_to_proto(plan: Plan) -> pb.Plan:
         n_micro=plan.n_micro,
         blocks=plan.blocks,
         left_out=[pb.LeftOut(worker=worker, why=why) for worker, why in plan.left_out],
+        absent=sorted(plan.absent),
     )
     if len(plan.replicas) == 1:
         message.stages.extend(_stage_to_proto(stage) for stage in plan.stages)
@@ -161,7 +162,8 @@ def plan_from_proto(message: pb.Plan, limits: Limits) -> Plan:
         recompute=_decided(message.recompute),
         blocks=bounds.within("blocks", message.blocks or 1, 1, n_micro),
         replicas=_replicas_from_proto(message, n_micro, limits),
-        exchange=_exchange_from_proto(message.exchange, limits) if message.HasField("exchange") else None,
+        exchange=exchange_of(message, limits),
+        absent=frozenset(bounds.count("absent ranks", message.absent, limits.stages)),
         left_out=tuple(
             (bounds.name("worker", o.worker, limits), bounds.text("why", o.why, limits.text_chars))
             for o in bounds.count("workers left out", message.left_out, limits.items)
@@ -170,6 +172,11 @@ def plan_from_proto(message: pb.Plan, limits: Limits) -> Plan:
             prediction_from_proto(message.prediction, limits) if message.HasField("prediction") else None
         ),
     )
+
+
+def exchange_of(message: pb.Plan, limits: Limits) -> Exchange | None:
+    """Read a plan's exchange alone."""
+    return _exchange_from_proto(message.exchange, limits) if message.HasField("exchange") else None
 
 
 def _decided(recompute: str) -> Recompute:

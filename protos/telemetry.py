@@ -52,6 +52,7 @@ class Event(StrEnum):
     MESSAGE_DROPPED = "message.dropped"
     EVALUATED = "job.evaluated"
     ROUND_CLOSED = "round.closed"
+    ROUND_MET = "round.met"
     CLIENT_DROPPED = "client.dropped"
     CLIENT_UNFIT = "client.unfit"
     CONSENT_AWAITED = "consent.awaited"

@@ -36,7 +36,7 @@ CHUNK_BYTES = 1 << 17
 """Each is a sign of life to the coordinator: a link of 1 Mbit/s carries one in a second."""
 
 HEADER_BYTES = 64 << 10  # a blob's safetensors header is far below this
-STATE_KEYS = 3  # optimizer tensors beside the value, at most, each float32 of the value's shape
+STATE_KEYS = 7  # beside the value, at most, each float32 of its shape: three of an optimizer, four of a peer
 POLL_S = 0.1
 ATTEMPTS = 8  # in a row without a new byte
 VERIFIED_S = 60.0  # a blob that was hashed so lately is used without hashing it again
@@ -49,7 +49,9 @@ class BlobCache:
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self._directory = directory
         self._max_bytes = max_bytes
-        self._kept: frozenset[str] = frozenset()
+        self._kept: dict[int, frozenset[str]] = {}
+        self.changed = threading.Condition()
+        self.busy: set[str] = set()  # being fetched: two that write one file would spoil it
         self._verified_s: dict[str, float] = {}
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -93,9 +95,14 @@ class BlobCache:
                 return path.stat().st_size
         return 0
 
-    def keep(self, names: Iterable[str]) -> None:
-        """Never delete these to make room, until others are named."""
-        self._kept = frozenset(names)
+    def keep(self, names: Iterable[str], owner: int = 0) -> None:
+        """Never delete these to make room, until ``owner`` names others."""
+        self._kept[owner] = frozenset(names)
+
+    def release(self, names: Iterable[str], owner: int) -> None:
+        """Delete what ``owner`` kept and no other does."""
+        others = (kept for other, kept in self._kept.items() if other != owner)
+        self.discard(frozenset(names).difference(*others))
 
     def discard(self, names: Iterable[str]) -> None:
         """Delete blobs, and what there is of them."""
@@ -134,7 +141,7 @@ class BlobCache:
 
     def trim(self, keep: Iterable[str] = ()) -> None:
         """Delete the least recently used blobs beyond the bound, never those in ``keep``."""
-        kept = self._kept.union(keep)
+        kept = frozenset[str]().union(keep, self.busy, *self._kept.values())
         files = sorted((p for p in self._directory.iterdir() if p.is_file()), key=lambda p: p.stat().st_mtime)
         total = sum(p.stat().st_size for p in files)
         for path in files:
@@ -212,8 +219,6 @@ class BlobFiles:
         self._port, self._cache, self._rate = port, cache, max_bytes_per_s
         self._traffic = traffic or Traffic()
         self._near: tuple[NearBlobs, ...] = ()
-        self._changed = threading.Condition()
-        self._busy: set[str] = set()  # being fetched: two that write one file would spoil it
 
     def prefer(self, near: Sequence[NearBlobs]) -> None:
         """Ask these first from now on, in this order; the store has what they cannot send."""
@@ -225,17 +230,18 @@ class BlobFiles:
     def fetch(
         self, wanted: Mapping[str, int], cancel: Cancel, progress: Callable[[int], None] = lambda _: None
     ) -> None:
-        with self._changed:
-            while not self._busy.isdisjoint(wanted):
+        cache = self._cache
+        with cache.changed:
+            while not cache.busy.isdisjoint(wanted):
                 cancel.check()
-                self._changed.wait(POLL_S)
-            self._busy.update(wanted)
+                cache.changed.wait(POLL_S)
+            cache.busy.update(wanted)
         try:
             self._fetch(wanted, cancel, progress)
         finally:
-            with self._changed:
-                self._busy.difference_update(wanted)
-                self._changed.notify_all()
+            with cache.changed:
+                cache.busy.difference_update(wanted)
+                cache.changed.notify_all()
 
     def _fetch(self, wanted: Mapping[str, int], cancel: Cancel, progress: Callable[[int], None]) -> None:
         self._cache.trim(wanted)

@@ -33,11 +33,11 @@ FOLDER_VERSION = 1  # raised as docs/decisions/023-versions-of-wire-and-disk.md 
 # What a worker may have left in its state folder, by which the folder is known as one.
 _KEPT = (
     "identity", SETTINGS_FILE, OLDER_FILE, "running", "blobs", "compute", "data", "apps", "federated",
-    "codec_speed.json", "consent", "departures", "send_log",
+    "codec_speed.json", "consent", "departures", "send_log", "devices",
 )  # fmt: skip
 _FLOORS = ("min_batch", "min_samples", "min_steps", "min_clients")
 REMEMBERED = (
-    "host", "port", "name", "device", "threads", "memory_bytes", "gpu_memory_bytes", "listen_host",
+    "host", "port", "name", "device", "devices", "threads", "memory_bytes", "gpu_memory_bytes", "listen_host",
     "listen_port", "advertise", "inbound", "site", "max_upload_mbit", "kept_bytes", "node_config",
     "use_proxy", "sandbox", "send_log_bytes", "copy_bytes", "app_nodes", "app_env", *_FLOORS,
 )  # fmt: skip
@@ -52,6 +52,8 @@ class WorkerConfig:
     token: str = field(default="", repr=False)
     name: str = ""  # "" = this machine's name
     device: str = "auto"  # auto | cpu | cuda | cuda:N
+    devices: str = ""  # several, as ``worker.machine.lent`` reads them; "" = device alone
+    number: int = 0  # of the device among several; not remembered
     threads: int = 0  # of compute; 0 = all physical cores that this process may use
     memory_bytes: int = 0  # the planner's budget; 0 = what is free now
     gpu_memory_bytes: int = 0  # the same on a GPU; 0 = memory_bytes
@@ -156,8 +158,13 @@ class WorkerConfig:
         return self.state_dir / "blobs"
 
     @property
+    def device_dir(self) -> Path:
+        """The folder of what is kept for one device."""
+        return self.state_dir / "devices" / str(self.number) if self.number else self.state_dir
+
+    @property
     def send_log_dir(self) -> Path:
-        return self.state_dir / "send_log"
+        return self.device_dir / "send_log"
 
     @property
     def max_upload_bytes_per_s(self) -> float | None:
@@ -191,6 +198,10 @@ def make_config(given: Mapping[str, Any], environment: Mapping[str, str] = os.en
     if "host" in options and remembered.get("host") not in (None, options["host"]):
         # Another coordinator: its own answers, this machine's limits; floors were lowered for one.
         remembered = {k: v for k, v in remembered.items() if k not in ("port", "site", *_FLOORS)}
+    if "device" in options or "devices" in options:
+        remembered = {k: v for k, v in remembered.items() if k not in ("device", "devices")}
+    if "device" in options and options.get("devices"):
+        raise UsageError("--device and --devices contradict each other; give one of them")
     merged = {**remembered, **options, "state_dir": state_dir}
     if "host" not in merged:
         raise UsageError(

@@ -13,6 +13,7 @@ import typer
 from rich.live import Live
 
 from atoll.errors import StorageError, UsageError
+from atoll.exchange import EXACT
 from coordinator.cli.format import in_bytes, plain
 from coordinator.cli.options import Common, JobOptions, telling
 from coordinator.cli.render import plan_view, watch_line, watch_view, worker_names
@@ -57,30 +58,21 @@ def plan(
         ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Also draw the plan.")] = None,
-    exchange: Annotated[
-        str,
-        typer.Option(
-            metavar="HOW",
-            help="With --fleet: also compare ways that train another model than one machine would: auto, or "
-            "a rule such as diloco or saps.",
-        ),
-    ] = "",
     *,
     options: JobOptions,
     common: Common,
 ) -> None:
     """Show the plan of a job, without running it: stages, devices, step time, bottleneck, bytes, memory.
 
-    With --fleet also which way wins: one pipeline, replicas, data parallelism, local steps or gossip.
+    With --fleet also which way wins: one pipeline, replicas, data parallelism; with --exchange also local
+    steps or gossip.
     """
     ways: Sequence[Way] = ()
     request: PlanRequest | None = None
     if fleet is not None:
         job = _cut(options.load(jobfile))
-        found, request, ways = _local_plan(job, fleet, options, exchange, common.json)
+        found, request, ways = _local_plan(job, fleet, options, common.json)
         names: Mapping[str, str] = {device.worker: device.label for device in request.fleet.devices}
-    elif exchange:
-        raise UsageError("--exchange compares ways for a fleet in a file; give --fleet FLEET.toml")
     else:
         with common.client() as client:
             job = _cut(options.load(jobfile))
@@ -115,12 +107,12 @@ def batch_of(job: Job) -> int:
 
 
 def _local_plan(
-    job: Job, fleet: Path, options: JobOptions, exchange: str, quiet: bool
+    job: Job, fleet: Path, options: JobOptions, quiet: bool
 ) -> tuple[Plan, PlanRequest, Sequence[Way]]:
     from coordinator.client.fleet_file import read_fleet
     from coordinator.client.prepare import capture_graphs
+    from coordinator.planning.chosen import chosen_plan
     from coordinator.planning.planner import PlanRequest
-    from coordinator.planning.replicas import best_plan
     from coordinator.planning.ways import WayKind, compare_ways
 
     described = read_fleet(fleet)
@@ -140,9 +132,10 @@ def _local_plan(
             dag_hash=graphs.blob.hash,
             eval_dag_hash=graphs.eval_blob.hash,
         )
-        ways = compare_ways(request, inexact=exchange)
-        if job.training.replicas != "1":
-            return best_plan(request), request, ways
+        how = job.training.exchange
+        ways = compare_ways(request, inexact="" if how == EXACT else how.partition(":")[0])
+        if job.training.replicas != "1" or how != EXACT:
+            return chosen_plan(request), request, ways
     pipeline = next(way.plans[0] for way in ways if way.kind is WayKind.PIPELINE)
     return pipeline, request, ways
 

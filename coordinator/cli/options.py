@@ -12,12 +12,14 @@ import click
 import typer
 from rich.text import Text
 
+from atoll.exchange import AUTO
 from coordinator.client.client import Client, connect
 from protos.command_line import AsJson, TokenFile, err, given_token
 
 if TYPE_CHECKING:
     from atoll.job import Job
 
+MOST_COMPARED = 8  # replicas, where the planner chooses among all ways
 EXIT_CODES = """Exit codes: 0 done, 1 other error, 2 wrong usage or job file, 3 model cannot be captured,
 4 no plan for this fleet, 5 coordinator unreachable, 6 access denied, 7 protocol mismatch,
 8 job failed, 9 storage, 10 damaged message, 130 interrupted."""
@@ -113,6 +115,24 @@ class JobOptions:
             "for as many as are predicted to be fastest; same as --set replicas=N. Default: 1.",
         ),
     ] = None
+    exchange: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOW",
+            help="Exchange of machines that each hold the model: exact, or steps of their own in between by "
+            "a rule, as diloco or diloco:int8_block; auto: the planner chooses among all; same as --set "
+            "exchange=HOW. Default: exact.",
+        ),
+    ] = None
+    local_steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="H",
+            help="Steps of a machine's own between two exchanges, where --exchange has such; same as --set "
+            "local_steps=H. Default: 50.",
+        ),
+    ] = None
     spot_checks: Annotated[
         float | None,
         typer.Option(
@@ -135,13 +155,19 @@ class JobOptions:
             ("steps", self.steps),
             ("compress", self.compress),
             ("replicas", self.replicas),
+            ("exchange", self.exchange),
+            ("local_steps", self.local_steps),
             ("spot_checks", self.spot_checks),
         )
         items = [f"{name}={value}" for name, value in given if value is not None]
         job = load_job(path, [*(self.sets or []), *items, *more], full_trace=self.trace)
         check_compression(job.training.compression)  # before the capture, which takes its time
         count = job.training.replica_count or 1
-        if job.training.blocks == 1 < count:  # each needs one of its own
+        if job.training.exchange == AUTO and job.training.replicas == "1":  # replicas are compared, too
+            count = min(MOST_COMPARED, job.training.n_micro)
+        if (
+            job.training.blocks == 1 < count and job.training.local_exchange is None
+        ):  # each needs one of its own
             job = replace(job, training=replace(job.training, blocks=count))
         return job
 

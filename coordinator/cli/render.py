@@ -117,6 +117,8 @@ def status_view(status: pb.StatusReply) -> RenderableType:
     ]
     for job in status.jobs:
         parts += _standbys(job.stages, names)
+        if job.exchange:
+            parts.append(Text(f"{job.job}: {job.exchange}", style=DIM))
     if status.links:
         parts.append(_rates_table(status.links, names))
     return Group(*parts)
@@ -210,6 +212,8 @@ def watch_view(update: pb.JobUpdate, losses: Sequence[float], names: Names) -> R
         parts += _standbys(update.stages, names)
     if update.spot_checks:
         parts.append(Text(update.spot_checks, style=DIM))
+    if update.exchange:
+        parts.append(Text(update.exchange, style=DIM))
     if update.links:
         parts += [_carried_table(update.links, names), *_reasons(update.links, names)]
     return Group(*parts)

@@ -159,7 +159,7 @@ class LinkProbed:
 
 @dataclass(frozen=True, slots=True)
 class PeerJoined:
-    """``way``: direct | reversed | relayed, "" when the worker is not joined with the peer any more."""
+    """``way``: local | direct | reversed | relayed, "" when the worker is joined with the peer no more."""
 
     peer: str
     way: str
@@ -204,6 +204,18 @@ class Goodput:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundReceipt:
+    """What the result of an exchange round holds at one rank. ``digest``: of the result."""
+
+    round: int
+    included: tuple[int, ...]  # ranks
+    share: float  # of the elements, those that hold all that was expected
+    sent_bytes: int
+    received_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class StepReady:
     job: str
     version: int
@@ -219,8 +231,9 @@ class StepReady:
     links: tuple[Goodput, ...] = ()
     losses: tuple[
         float, ...
-    ] = ()  # of a share of the micro-batches, each over n_micro; ``loss`` is None then
+    ] = ()  # of a share of the micro-batches, each over n_micro; ``loss`` is None then. Of a period: by step
     digest: Digest = NO_DIGEST
+    receipt: RoundReceipt | None = None  # of the round that ends a period of local steps
 
 
 @dataclass(frozen=True, slots=True)

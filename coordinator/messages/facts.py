@@ -92,6 +92,7 @@ class Reconfigured:
     workers: tuple[str, ...]
     newcomers: tuple[int, ...]
     reason: str
+    absent: tuple[int, ...] = ()  # ranks of lost peers, which the others go on without
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,22 @@ class StepCommitted:
     last: bool = False
     coded: bool = False
     digests: tuple[str, ...] = ()  # by rank, in hex: of its gradients, then of what it was sent
+
+
+@dataclass(frozen=True, slots=True)
+class RoundMet:
+    """Receipt of the exchange round that ended the period of local steps up to ``step``: the workers whose
+    contributions its result holds, and why those of others are ``missing``. Follows the commit's fact."""
+
+    job: str
+    version: int
+    step: int
+    round: int
+    included: tuple[str, ...]
+    missing: Mapping[str, str]  # worker -> why
+    sent_bytes: int  # by all of them together
+    digest: str  # of the result
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +236,7 @@ JobFact = (
     | Reconfigured
     | RatioCapped
     | StepCommitted
+    | RoundMet
     | SpotChecked
     | WorkRejected
     | Evaluated
@@ -237,6 +255,7 @@ _KINDS: dict[str, type[Fact]] = {
     "Reconfigured": Reconfigured,
     "RatioCapped": RatioCapped,
     "StepCommitted": StepCommitted,
+    "RoundMet": RoundMet,
     "SpotChecked": SpotChecked,
     "WorkRejected": WorkRejected,
     "Evaluated": Evaluated,
@@ -304,6 +323,7 @@ class JobRecord:
     since: tuple[int, ...] = ()  # by rank: the version under which its worker was given its stage
     moving: bool = False  # reconfigured, and no step was committed since
     commit: StepCommitted | None = None
+    met: RoundMet | None = None  # the newest round of peers with local steps
     relink: LinksChanged | None = None  # said, not begun
     awaiting_eval: int | None = None
     storing: tuple[int, ...] = ()  # steps whose checkpoint is not whole yet
@@ -412,6 +432,8 @@ class Ledger:
                 job.cap = fact.cap
             case StepCommitted():
                 self._commit(job, fact)
+            case RoundMet():
+                job.met = fact
             case SpotChecked(_, rank, _, step):
                 job.agreed = tuple(
                     max(known, step) if at == rank else known for at, known in enumerate(job.agreed)
@@ -494,7 +516,7 @@ class Ledger:
         kept = {rank for rank in range(len(fact.workers)) if rank not in fact.newcomers}
         if any(job.plan.places[rank].worker != fact.workers[rank] for rank in kept):
             job.storing = ()  # who has stood by stores nothing of steps before
-        job.plan = job.plan.moved(fact.version, fact.workers)
+        job.plan = job.plan.moved(fact.version, fact.workers, frozenset(fact.absent))
         job.since = tuple(
             fact.version if rank in fact.newcomers else job.given(rank) for rank in range(len(fact.workers))
         )

@@ -101,13 +101,22 @@ class StageLost:
 class Replaced:
     """Other workers have ranks from now on; ``workers`` by rank. Those of ``newcomers`` are given their
     stage, the others hold theirs, as standbys perhaps. ``blamed``: a stage broke by itself; ``chosen``:
-    nobody is lost."""
+    nobody is lost. ``absent``: ranks of lost peers, which the others go on without."""
 
     workers: tuple[str, ...]
     newcomers: frozenset[int]
     reason: str
     blamed: bool = False
     chosen: bool = False
+    absent: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Seating:
+    """A worker could take a lost peer's rank: the next commit stores what it begins with, and the one after
+    waits for that. ``wanted`` False: there is none any more, or it has the rank."""
+
+    wanted: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +180,7 @@ Event = (
     | FromRank[StageMessage]
     | StageLost
     | Replaced
+    | Seating
     | LogsShort
     | LogsWanted
     | Rejected
@@ -329,6 +339,8 @@ class JobState:
     relink: Relink | None = None  # said with a commit, not begun
     lineage: tuple[tuple[int, int], ...] = ()  # (version, its first step) on the stages of this plan
     standbys: Mapping[int, Standby] = field(default_factory=dict)  # by rank
+    lost: Mapping[int, str] = field(default_factory=dict)  # why, by rank of those that are absent
+    seating: bool = False  # a peer is to join after the checkpoint that is asked for, with or before a commit
 
     @property
     def n_ranks(self) -> int:
@@ -339,8 +351,26 @@ class JobState:
         return self.plan.rank_of(worker) if self.plan else None
 
     @property
+    def present(self) -> tuple[int, ...]:
+        """Ranks that have a worker: all of them, unless peers are lost that have no successor."""
+        return self.plan.present if self.plan else ()
+
+    @property
+    def local(self) -> bool:
+        """Whether the plan's peers take steps of their own."""
+        return self.plan is not None and self.plan.local
+
+    @property
+    def due(self) -> int:
+        """The step that is committed next: the one in flight, or the last of the period of local steps."""
+        return self.plan.last_step(self.step, self.steps) if self.plan else self.step
+
+    @property
     def store_ranks(self) -> frozenset[int]:
-        """Ranks that store a checkpoint: those of the first replica, as all hold the same."""
+        """Ranks that store a checkpoint: those of the first replica, as all hold the same; of peers with
+        states of their own all that are there."""
+        if self.local:
+            return frozenset(self.present)
         return frozenset(
             r for r, place in enumerate(self.plan.places if self.plan else ()) if not place.replica
         )
@@ -352,6 +382,8 @@ class JobState:
     @property
     def replay_from(self) -> int:
         """Return the first step whose messages somebody may still ask for."""
+        if self.local:  # a peer's steps are not repeated
+            return self.due + 1
         checked = self.checkpoint.step if self.logs_from is None else self.logs_from
         return min([self.checkpoint.step, checked, *(standby.step for standby in self.standbys.values())])
 

@@ -8,6 +8,7 @@ from typing import Protocol
 from atoll.plan import Plan
 from coordinator.membership.roster import Roster
 from coordinator.messages import instructions as do
+from coordinator.messages import peer_tensors
 from coordinator.messages.facts import Checkpoint
 from coordinator.messages.jobs import JobState
 
@@ -40,8 +41,13 @@ def assignment(
 ) -> do.Assign:
     """Return the message that gives a rank of the adopted plan its stage."""
     assert state.plan is not None  # noqa: S101 - a plan was adopted
-    peers, tensors = _peers(state.plan, rank, roster), dict(source.tensors)
+    peers, tensors = _peers(state.plan, rank, roster), tensors_of(state.plan, rank, source)
     return do.Assign(state.job, state.spec, state.plan, rank, state.step, tensors, peers, replay, holders)
+
+
+def tensors_of(plan: Plan, rank: int, source: Checkpoint) -> dict[str, str]:
+    """Return a checkpoint's tensors as a rank begins with them."""
+    return peer_tensors.own(source.tensors, rank) if plan.local else peer_tensors.model(source.tensors)
 
 
 def reconfiguration(state: JobState, rank: int, roster: Roster, base: int) -> do.Reconfigure:
@@ -106,7 +112,8 @@ def neighbours(plan: Plan, rank: int) -> set[int]:
     stages = set().union(*(pair for pair in ends if mine.stage in pair)) - {mine.stage}
     own = replica.stages[mine.stage]
     found = set()
-    for at, place in enumerate(places):
+    for at in plan.present:
+        place = places[at]
         spec = plan.replicas[place.replica].stages[place.stage]
         overlaps = max(spec.start, own.start) < min(spec.stop, own.stop)
         if overlaps if place.replica != mine.replica else place.stage in stages:

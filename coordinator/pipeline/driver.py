@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from coordinator.membership import member as members
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
-from coordinator.messages.facts import CheckpointStored, CheckpointTorn, JobRecord, RatioCapped
+from coordinator.messages.facts import CheckpointStored, CheckpointTorn, JobRecord, RatioCapped, RoundMet
 from coordinator.messages.jobs import (
     BESIDE,
     ENDED,
@@ -56,6 +56,7 @@ from coordinator.pipeline.losses import Losses
 from coordinator.pipeline.profiling import Hold, Profiling
 from coordinator.pipeline.relink import current
 from coordinator.pipeline.restart import Returning
+from coordinator.pipeline.seats import Seats
 from coordinator.pipeline.stuck import Stuck
 from coordinator.pipeline.suspicion import Suspicion
 from protos.telemetry import Event as Name
@@ -86,6 +87,7 @@ class PipelineDriver:
     stuck: Stuck = field(init=False)
     suspicion: Suspicion = field(init=False)
     losses: Losses = field(init=False)
+    seating: Seats = field(init=False)
     beside: Beside = field(init=False)
     _committed: JobState | None = None  # after its newest step, not learned from yet
 
@@ -110,6 +112,8 @@ class PipelineDriver:
             self._step,
             self.beside.checks.make_way,
         )
+
+        self.seating = Seats(self.effects, self._step)
 
     # ------------------------------------------------------------ jobs
 
@@ -148,11 +152,11 @@ class PipelineDriver:
         """Go on with the plan that ran when we stopped once its workers are back; plan anew where the journal
         does not say enough."""
         until_s = self.effects.now_s + RESTART_GRACE_S
-        workers = frozenset(place.worker for place in record.plan.places) if record.plan else frozenset()
+        plan = record.plan
+        workers = frozenset(plan.places[rank].worker for rank in plan.present) if plan else frozenset()
         running = restart.running(state, record, self.effects.now_s)
         if running is not None:
-            places = record.plan.places if record.plan is not None else ()
-            since = {place.worker: record.given(rank) for rank, place in enumerate(places)}
+            since = {plan.places[rank].worker: record.given(rank) for rank in plan.present} if plan else {}
             self.returning[state.job] = Returning(record.assigned, workers, set(workers), until_s, since)
             return running
         self.profiling.holds[state.job] = Hold(until_s, workers)
@@ -347,9 +351,9 @@ class PipelineDriver:
         del self.returning[job]
         state = self.jobs[job]
         self.adapting.adopted(state, self.effects.ledger.jobs[job].cap)
-        for rank, place in enumerate(state.plan.places if state.plan else ()):
+        for rank, worker in _present(state):
             if state.phase is Phase.LOADING and rank not in state.loaded:
-                self.reconnected(job, place.worker)
+                self.reconnected(job, worker)
         self._step(job, Resumed())
 
     def reconnected(self, job: str, worker: str) -> None:
@@ -366,7 +370,7 @@ class PipelineDriver:
         if state.phase is Phase.LOADING and rank not in state.loaded:
             self._give(state, rank)
         elif state.phase in STEPPING and state.step == state.first_step:
-            self.effects.send(worker, do.StepStart(state.job, state.version, state.step))
+            self.effects.send(worker, do.StepStart(state.job, state.version, state.due))
         elif state.last_commit is not None:
             self.effects.send(worker, said_to(state, rank, state.last_commit))
 
@@ -405,10 +409,10 @@ class PipelineDriver:
         state = self.beside.standbys.reassigned(state)
         for worker in todo.left:
             self._let_go(state, worker, todo.reason)
-        for rank, place in enumerate(state.plan.places if state.plan else ()):
-            member = self.effects.roster.workers[place.worker].member
+        for rank, worker in _present(state):
+            member = self.effects.roster.workers[worker].member
             if (member.job, member.rank) != (state.job, rank):
-                self.effects.move(place.worker, members.AssignedTo(state.job, rank))
+                self.effects.move(worker, members.AssignedTo(state.job, rank))
             self._give(state, rank)
         self.beside.standbys.follow(state)
 
@@ -498,6 +502,8 @@ class PipelineDriver:
         for blamed, seconds in self.stuck.tick(here, self.effects.now_s):
             self.effects.quarantine(blamed.worker, f"{blamed.reason}; for {seconds:.0f} s", seconds)
         self.suspicion.tick(self.jobs)
+        for state in list(self.jobs.values()):
+            self.seating.look(state)
         self.beside.tick(self.returning)
 
     def storage_failed(self, reason: str) -> None:
@@ -601,6 +607,8 @@ class PipelineDriver:
         if state.phase in ENDED:
             self.adapting.over(job)
         self.suspicion.stepped(before, state)
+        if before.checkpoint.step != state.checkpoint.step:
+            self.seating.look(state)
         if self.jobs[job].standbys and self.jobs[job].phase not in RUNNING:
             self.beside.standbys.over(self.jobs[job])
         self.beside.checks.stepped(before, state)
@@ -616,13 +624,15 @@ class PipelineDriver:
         match todo:
             case Record(fact):
                 self.effects.record(fact)
+                if isinstance(fact, RoundMet):
+                    self._met(fact)
                 loading = state.moving or not all(standby.loaded for standby in state.standbys.values())
                 if isinstance(fact, CheckpointStored) and not (loading or self.beside.checks.busy(state.job)):
                     self.effects.emit(do.SweepBlobs())
             case ToRanks(message, rank):
-                for at, place in enumerate(state.plan.places if state.plan else ()):
+                for at, worker in _present(state):
                     if rank is None or rank == at:
-                        self.effects.send(place.worker, said_to(state, at, message))
+                        self.effects.send(worker, said_to(state, at, message))
                 if rank is None and isinstance(message, do.StepCommit):
                     self.beside.standbys.committed(state, message)
             case LinksDue():
@@ -641,15 +651,22 @@ class PipelineDriver:
             case Dropped(why):
                 self.effects.drop("stage message", why, state.job)
 
+    def _met(self, met: RoundMet) -> None:
+        """Log a round: who is missing in it is no secret."""
+        missing = "; ".join(f"{self.effects.label(worker)}: {why}" for worker, why in met.missing.items())
+        fields = {"round": met.round, "included": len(met.included), "bytes": met.sent_bytes}
+        level = "warning" if missing else "info"
+        self.effects.log(Name.ROUND_MET, level, job=met.job, step=met.step, missing=missing or None, **fields)
+
     def _assign(self, state: JobState) -> None:
-        for rank, place in enumerate(state.plan.places if state.plan else ()):
-            self.effects.move(place.worker, members.AssignedTo(state.job, rank))
+        for rank, worker in _present(state):
+            self.effects.move(worker, members.AssignedTo(state.job, rank))
             self._give(state, rank)
 
     def _release(self, state: JobState, reason: str) -> None:
         self.losses.forget(state.job)
-        for place in state.plan.places if state.plan else ():
-            self._let_go(state, place.worker, reason)
+        for _, worker in _present(state):
+            self._let_go(state, worker, reason)
 
     def _let_go(self, state: JobState, worker: str, reason: str) -> None:
         known = self.effects.roster.workers.get(worker)
@@ -658,6 +675,11 @@ class PipelineDriver:
             self.effects.move(worker, members.Released(f"released by {state.job}"))
 
 
+def _present(state: JobState) -> list[tuple[int, str]]:
+    """Return the ranks of a job's plan that have a worker, with it."""
+    return [(rank, state.plan.places[rank].worker) for rank in state.present] if state.plan else []
+
+
 def _awaited(state: JobState, rank: int, report: ev.StepReady) -> bool:
     """Whether a report is of the step in flight: one that is repeated took its time in an earlier one."""
-    return report.step == state.step and rank not in state.ready and current(state, report.version)
+    return report.step == state.due and rank not in state.ready and current(state, report.version)

@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from coordinator.pipeline import periods
+
 if TYPE_CHECKING:
     from atoll.plan import Plan
     from coordinator.messages.events import StepReady
@@ -21,14 +23,17 @@ Reports = Mapping[int, "StepReady"]
 
 def step_loss(plan: Plan, ready: Reports) -> float:
     """Return the step's loss."""
+    if plan.local:
+        return periods.step_losses(plan, ready)[-1]
     if len(plan.replicas) == 1:
         return next((r.loss for _, r in sorted(ready.items()) if r.loss is not None), math.nan)
     return sum((loss for number in range(len(plan.replicas)) for loss in _losses(plan, number, ready)), 0.0)
 
 
 def square_norms(plan: Plan, ready: Reports) -> list[float]:
-    """Return the squared norm of every parameter's gradient once, in canonical order."""
-    return [square for rank in ranks_of(plan, 0) for square in ready[rank].square_norms]
+    """Return the squared norm of every parameter's gradient once, in canonical order; none where peers clip
+    their own."""
+    return [square for rank in ranks_of(plan, 0) if rank in ready for square in ready[rank].square_norms]
 
 
 def disagreement(plan: Plan, ready: Reports) -> str:
@@ -36,6 +41,8 @@ def disagreement(plan: Plan, ready: Reports) -> str:
 
     Each replica sums the same totals in the same order, whatever its cut, so the norms are equal to the bit.
     """
+    if plan.local:
+        return periods.disagreement(plan, ready)
     if len(plan.replicas) == 1:
         return ""
     for number, replica in enumerate(plan.replicas):

@@ -32,6 +32,9 @@ def loss_costs(state: JobState, record: JobRecord, roster: Roster) -> list[LossC
     """Return by rank what its loss would cost; nothing while the plan's stages were never all loaded."""
     if state.plan is None or not begun(state):
         return []
+    if state.local:
+        why = "the other peers keep their steps and go on without it; those of its period are lost"
+        return [LossCost(roster.liveness.dead_after_s, why) for _ in range(state.n_ranks)]
     return [_cost(state, record, roster, rank) for rank in range(state.n_ranks)]
 
 

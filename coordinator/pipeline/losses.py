@@ -67,6 +67,9 @@ class Losses:
         self, state: JobState, chosen: Choice, ranks: Collection[int], reason: str, blamed: bool = False
     ) -> None:
         """Carry out a choice: who takes over what, and repeats how much, is the job's reason."""
+        without = ", ".join(
+            self.effects.label(chosen.workers[rank]) for rank in sorted(ranks) if rank in chosen.absent
+        )
         steps = state.step - state.checkpoint.step
         repeating = f", repeating {steps} steps from step {state.checkpoint.step}" if steps else ""
         taken = ", ".join(
@@ -74,9 +77,12 @@ class Losses:
             if rank in chosen.newcomers
             else f"{self.effects.label(chosen.workers[rank])} takes rank {rank}, for which it stood by"
             for rank in sorted(ranks)
+            if rank not in chosen.absent
         )
         words = f"{reason}; {taken}" if ranks else f"{reason}; all connect anew"
-        self.step(state.job, Replaced(chosen.workers, chosen.newcomers, words, blamed))
+        if without:
+            words = f"{reason}; the others go on without {without}"
+        self.step(state.job, Replaced(chosen.workers, chosen.newcomers, words, blamed, absent=chosen.absent))
 
     def doubted(self, state: JobState, reason: str) -> None:
         """Do a step that is not finite again, without those whom its doubt leaves out; from the checkpoint
@@ -126,7 +132,8 @@ class Losses:
         peer = state.rank_of(failed.message.lost_peer)
         if peer is None or machine.staleness(state, failed) is not None:
             return
-        ranks = {peer} if state.failures else set()
+        # Peers with local steps hold nobody up: who did not deliver joins again later.
+        ranks = {peer} if state.failures or state.local else set()
         chosen = self.choose(state, ranks)
         if isinstance(chosen, Choice):
             words = f"rank {failed.rank} and rank {peer} lost each other: {failed.message.reason}"

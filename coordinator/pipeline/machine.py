@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from atoll.job import CHECKPOINT_EVERY_S
 from atoll.transitions import Transitions
+from coordinator.messages import peer_tensors
 from coordinator.messages.events import EvalReady, Loaded, StageFailed, StageMessage, StateStored, StepReady
 from coordinator.messages.facts import (
     Checkpoint,
@@ -56,13 +57,14 @@ from coordinator.messages.jobs import (
     Relinked,
     Replaced,
     Resumed,
+    Seating,
     StageLost,
     Todo,
     ToRanks,
     Torn,
     Waits,
 )
-from coordinator.pipeline import joined, link_policy, relink
+from coordinator.pipeline import joined, link_policy, periods, relink
 from coordinator.pipeline.doubt import diverged, doubted, finite, words
 
 RECENT = 21  # step times kept for medians
@@ -182,6 +184,8 @@ def _adopt(state: JobState, event: Planned, now_s: float) -> Outcome:
         source=None,
         eval_owed=False,
         store_owed=False,
+        seating=False,
+        lost={},
         part_bytes={},
     )
     return adopted, [Record(PlanAdopted(state.job, plan)), AssignAll()]
@@ -206,11 +210,11 @@ def _load(state: JobState, event: FromRank[Loaded], now_s: float) -> Outcome:
             load_s={**state.load_s, rank: heard.took_s},
             fetched_s={**state.fetched_s, rank: heard.fetched_s},
         )
-    waiting = state.n_ranks - len(loaded)
+    waiting = len(state.present) - len(loaded)
     if waiting:
-        reason = state.reason if state.moving else f"{waiting} of {state.n_ranks} stages are loading"
+        reason = state.reason if state.moving else f"{waiting} of {len(state.present)} stages are loading"
         return replace(state, loaded=loaded, reason=reason), []
-    reason = f"training with plan {state.version}"
+    reason = f"training with plan {state.version}{_without(state)}"
     begun = replace(
         state,
         loaded=loaded,
@@ -224,7 +228,7 @@ def _load(state: JobState, event: FromRank[Loaded], now_s: float) -> Outcome:
     )
     if state.step >= state.steps:  # stopped after the last step was stored
         return _settle(begun)
-    todo: list[Todo] = [ToRanks(StepStart(state.job, state.version, state.step))]
+    todo: list[Todo] = [ToRanks(StepStart(state.job, state.version, state.due))]
     for rank, report in state.ready.items():
         if begun.phase is Phase.TRAINING:
             begun, more = _ready(begun, FromRank(rank, report), now_s)
@@ -235,7 +239,7 @@ def _load(state: JobState, event: FromRank[Loaded], now_s: float) -> Outcome:
 @TRANSITIONS.on(Phase.LOADING)
 def _ready_before(state: JobState, event: FromRank[StepReady], now_s: float) -> Outcome:
     """A rank repeats a step that began before our restart: it counts once we know that all had loaded."""
-    if event.message.step != state.step:
+    if event.message.step != state.due:
         return state, _late(state, event.rank, event.message.step)
     return replace(state, ready={**state.ready, event.rank: event.message}), []
 
@@ -246,12 +250,18 @@ def _ready_before(state: JobState, event: FromRank[StepReady], now_s: float) -> 
 @TRANSITIONS.on(*STEPPING)
 def _ready(state: JobState, event: FromRank[StepReady], now_s: float) -> Outcome:
     report = event.message
-    if report.step != state.step:
+    if report.step != state.due:
         return state, _late(state, event.rank, report.step)
     if event.rank in state.ready:
         return state, [Dropped(f"rank {event.rank} reports step {report.step} twice")]
     ready = {**state.ready, event.rank: report}
-    if len(ready) < state.n_ranks or state.plan is None:
+    if state.local and not finite(report):  # the others wait for what it will not bring
+        reason = (
+            f"{_place(state, event.rank)} diverged in the steps to {report.step + 1}; lower the learning rate"
+        )
+        return _interrupt(state, reason, blamed=True)
+    waits = state.seating and state.step in state.stores  # a peer joins with the state that is being stored
+    if len(ready) < len(state.present) or state.plan is None or waits:
         return replace(state, ready=ready), []
     if not all(map(finite, ready.values())):
         return _doubt(state, ready)
@@ -271,12 +281,12 @@ def _late(state: JobState, rank: int, reported: int) -> list[Todo]:
 
 def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Outcome:
     training = state.spec.training
-    done = state.step + 1
+    done = state.due + 1
     last = done >= training.steps
     evaluate = _can_evaluate(state) and (last or state.eval_owed or _evaluation_due(state, done))
     store = last or state.store_owed or _store_due(state, done, now_s)
     assert state.plan is not None  # noqa: S101 - all of its ranks are ready
-    reports = [ready[rank] for rank in range(state.n_ranks)]
+    reports = [ready[rank] for rank in state.present]
     norms = joined.square_norms(state.plan, ready)
     scale = clip_scale(norms, training.optimizer.clip_norm)
     loss = joined.step_loss(state.plan, ready)
@@ -285,7 +295,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     commit = StepCommit(
         state.job,
         state.version,
-        state.step,
+        state.due,
         scale,
         store,
         evaluate,
@@ -294,7 +304,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         coded,
         state.replay_from,
     )
-    took_s = now_s - state.begun_s if state.begun_s is not None else None
+    took_s = (now_s - state.begun_s) / (done - state.step) if state.begun_s is not None else None
     committed = replace(
         state,
         step=done,
@@ -317,15 +327,17 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     )
     committed = relink.begun(committed)
     todo: list[Todo] = [
-        Record(_fact(commit, loss, now_s, reports)),
+        Record(_fact(commit, loss, now_s, () if state.local else reports)),
         *_change_links(state, change),
         ToRanks(commit),
-        Point(done, "loss", loss),
-        Point(done, "learning_rate", training.learning_rate(state.step)),
+        *_losses(state, ready, loss),
+        Point(done, "learning_rate", training.learning_rate(state.due)),
     ]
+    if state.local:
+        todo.insert(1, Record(periods.round_met(state, ready, now_s)))
     if took_s is not None:
         todo.append(Point(done, "step_s", took_s))
-    if training.optimizer.clip_norm is not None:
+    if training.optimizer.clip_norm is not None and norms:
         todo.append(Point(done, "gradient_norm", math.sqrt(sum(norms))))
     settled, more = _settle(committed)
     return settled, todo + more
@@ -350,11 +362,26 @@ def _fact(commit: StepCommit, loss: float, now_s: float, reports: Sequence[StepR
     )
 
 
+def _losses(state: JobState, ready: Mapping[int, StepReady], loss: float) -> list[Todo]:
+    """Show the loss of a step, or of each of a period's."""
+    if state.plan is None or not state.local:
+        return [Point(state.step + 1, "loss", loss)]
+    return [
+        Point(at, "loss", value)
+        for at, value in enumerate(periods.step_losses(state.plan, ready), state.step + 1)
+    ]
+
+
+def _reached(state: JobState, done: int, every: int) -> bool:
+    """Whether a multiple of ``every`` steps is reached with the commit after which ``done`` are."""
+    return done // every > state.step // every
+
+
 def _store_due(state: JobState, done: int, now_s: float) -> bool:
     """Every ``checkpoint_every`` steps; where the job does not say, by the clock, one at a time."""
     every = state.spec.training.checkpoint_every
     if every:
-        return done % every == 0
+        return _reached(state, done, every)
     return now_s >= state.store_due_s and not state.stores
 
 
@@ -383,7 +410,7 @@ def _evaluation_due(state: JobState, done: int) -> bool:
     every, plan = state.spec.training.eval_every, state.plan
     if not every and plan is not None and relink.lossy(plan):
         every = link_policy.look_every(state.spec.training, plan)
-    return every > 0 and done % every == 0
+    return every > 0 and _reached(state, done, every)
 
 
 def _doubt(state: JobState, ready: Mapping[int, StepReady]) -> Outcome:
@@ -436,9 +463,12 @@ def _stored(state: JobState, event: FromRank[StateStored], now_s: float) -> Outc
         state = replace(state, part_bytes={**state.part_bytes, event.rank: report.n_bytes})
     if not state.store_ranks <= parts.keys():
         return replace(state, stores={**state.stores, done: parts}), []
-    tensors = dict(state.checkpoint.tensors)
-    for rank in sorted(parts):
-        tensors.update(parts[rank])
+    return _whole(state, done, parts, now_s)
+
+
+def _whole(state: JobState, done: int, parts: Mapping[int, Mapping[str, str]], now_s: float) -> Outcome:
+    """A checkpoint has all its parts."""
+    tensors = _checkpoint_of(state, parts)
     # An older checkpoint that is still incomplete will never be needed.
     rest = {at: value for at, value in state.stores.items() if at > done}
     wait_s = max(CHECKPOINT_EVERY_S, STORING_SHARE * (now_s - state.storing_s))
@@ -456,6 +486,23 @@ def _stored(state: JobState, event: FromRank[StateStored], now_s: float) -> Outc
     return settled, [Record(CheckpointStored(state.job, done, tensors, now_s)), *todo]
 
 
+def _checkpoint_of(state: JobState, parts: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
+    if state.local:
+        return peer_tensors.merged(state.checkpoint.tensors, parts)
+    tensors = peer_tensors.model(state.checkpoint.tensors)
+    for rank in sorted(parts):
+        tensors.update(parts[rank])
+    return tensors
+
+
+def _without(state: JobState) -> str:
+    """Name the peers that are lost, for people."""
+    if state.plan is None or not state.plan.absent:
+        return ""
+    missing = ", ".join(state.plan.places[rank].worker for rank in sorted(state.plan.absent))
+    return f"; without {missing}, until another worker takes the place"
+
+
 def _settle(state: JobState) -> Outcome:
     """Choose among training, evaluating, storing and finished."""
     evaluating = state.awaiting_eval is not None
@@ -463,7 +510,7 @@ def _settle(state: JobState) -> Outcome:
         reason = f"evaluating after step {state.awaiting_eval}"
         return replace(state, phase=Phase.EVALUATING, reason=reason), []
     if state.step < state.steps:
-        reason = f"training with plan {state.version}{_gap(state)}"
+        reason = f"training with plan {state.version}{_gap(state)}{_without(state)}"
         return replace(state, phase=Phase.TRAINING, reason=reason), []
     if state.stores:
         return replace(state, phase=Phase.STORING, reason="storing the result"), []
@@ -523,7 +570,9 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
         phase=Phase.LOADING,
         reason=event.reason,
         version=version,
-        plan=state.plan.moved(version, event.workers),
+        plan=state.plan.moved(version, event.workers, event.absent),
+        lost={rank: state.lost.get(rank, event.reason) for rank in event.absent},
+        seating=False,
         assigned=version,
         first_step=state.step,
         moving=True,
@@ -541,7 +590,9 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
         relink=None,
         lineage=began(state.lineage, version, state.step),
     )
-    left = tuple(place.worker for place in state.plan.places if place.worker not in event.workers)
+    stay = {worker for rank, worker in enumerate(event.workers) if rank not in event.absent}
+    places = state.plan.places
+    left = tuple(places[rank].worker for rank in state.plan.present if places[rank].worker not in stay)
     fact = Reconfigured(
         state.job,
         version,
@@ -550,13 +601,30 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
         event.workers,
         tuple(sorted(event.newcomers)),
         event.reason,
+        tuple(sorted(event.absent)),
     )
-    return moved, [Record(fact), Reassign(left, event.newcomers, event.reason)]
+    todo: list[Todo] = [Record(fact), Reassign(left, event.newcomers, event.reason)]
+    for done, parts in sorted(moved.stores.items()):
+        if moved.local and done in moved.stores and moved.store_ranks <= parts.keys():
+            moved, more = _whole(moved, done, parts, now_s)  # who is lost was the last that had not stored
+            todo += more
+    return moved, todo
 
 
 def _too_often(state: JobState, blamed: bool) -> bool:
     """Whether replacing stages has not helped: the checkpoint is what is left before giving up."""
     return state.failures >= MAX_FAILURES * (1 if blamed else 4) - 1
+
+
+@TRANSITIONS.on(*RUNNING)
+def _seat(state: JobState, event: Seating, now_s: float) -> Outcome:
+    """Store what a peer is to begin with; a period that has waited for nobody in the end is committed."""
+    seating = replace(state, seating=event.wanted, store_owed=state.store_owed or event.wanted)
+    if event.wanted or state.phase not in STEPPING or len(state.ready) < len(state.present):
+        return seating, []
+    *others, last = state.ready.items()
+    rank, report = last
+    return _ready(replace(seating, ready=dict(others)), FromRank(rank, report), now_s)
 
 
 @TRANSITIONS.on(*STEPPING)

@@ -28,10 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Workers by rank from now on; those of ``newcomers`` are given their stage, others hold theirs."""
+    """Workers by rank from now on; those of ``newcomers`` are given their stage, others hold theirs.
+    ``absent``: ranks of peers with local steps that the others go on without."""
 
     workers: tuple[str, ...]
     newcomers: frozenset[int]
+    absent: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +102,13 @@ def choose(
     plan = state.plan
     if plan is None or not begun(state):
         return Refused("not all stages were loaded")
+    workers = [place.worker for place in plan.places]
+    loading = {r for r in plan.present if state.moving and record.given(r) == state.assigned}
+    if plan.local:
+        return _without(state, lost, loading)
     wrong = not_repeatable(state, record)
     if wrong:
         return Refused(wrong)
-    workers = [place.worker for place in plan.places]
-    loading = {r for r in range(len(workers)) if state.moving and record.given(r) == state.assigned}
     ready = _standing_by(state, roster, lost)
     newcomers = frozenset(lost).difference(ready) | (loading - state.loaded)
     wrong = _unlogged(state, roster, newcomers, ready)
@@ -121,6 +125,33 @@ def choose(
         return Refused(f"too few idle workers can take over stages {words}", for_now=True)
     taken = {**ready, **chosen}
     return Choice(tuple(taken.get(rank, worker) for rank, worker in enumerate(workers)), newcomers)
+
+
+def _without(state: JobState, lost: Collection[int], loading: Collection[int]) -> Choice | Refused:
+    """Have the other peers go on: they keep the local steps that they have taken."""
+    assert state.plan is not None  # noqa: S101 - it has ranks
+    absent = state.plan.absent | frozenset(lost)
+    newcomers = frozenset(loading) - state.loaded - absent
+    stay = frozenset(state.present) - absent - newcomers
+    if not stay:
+        return Refused("no peer is left that holds its state")
+    return Choice(tuple(place.worker for place in state.plan.places), newcomers, absent)
+
+
+def seats(state: JobState, roster: Roster) -> Choice | None:
+    """Return which idle workers take the ranks of lost peers, None where no one fits any."""
+    if state.plan is None or not state.plan.absent:
+        return None
+    chosen: dict[int, str] = {}
+    for rank in sorted(state.plan.absent):
+        lost = state.plan.absent - chosen.keys()
+        fit = Successors(state, roster, frozenset(lost)).of(rank, chosen)
+        if fit:
+            chosen[rank] = fit[0].worker
+    if not chosen:
+        return None
+    workers = tuple(chosen.get(rank, place.worker) for rank, place in enumerate(state.plan.places))
+    return Choice(workers, frozenset(chosen), state.plan.absent - chosen.keys())
 
 
 def _standing_by(state: JobState, roster: Roster, lost: Collection[int]) -> dict[int, str]:

@@ -52,7 +52,9 @@ class Returning:
         if not oldest <= held.version <= self.assigned:
             return f"with its stage of plan {held.version}, awaited is that of plan {self.assigned}"
         self.loaded |= state.moving and held.loaded and held.version == self.assigned
-        if held.step == state.step or (held.step == state.step - 1 and held.ready):
+        plan = state.plan
+        reported = (held.step if plan is None else plan.last_step(held.step, state.steps)) + 1
+        if held.step == state.step or (held.ready and reported == state.step):
             return ""
         return f"with its stage after {held.step} steps, {state.step} are committed"
 
@@ -95,7 +97,8 @@ def running(waiting: JobState, record: JobRecord, now_s: float) -> JobState | No
         stores={done: {} for done in record.storing},
         storing_s=now_s,
         store_due_s=now_s + CHECKPOINT_EVERY_S,
-        loaded=frozenset() if phase is Phase.LOADING else frozenset(range(len(plan.places))),
+        loaded=frozenset() if phase is Phase.LOADING else frozenset(plan.present),
+        lost=dict.fromkeys(plan.absent, "was lost before the coordinator was restarted"),
         relink=Relink(announced.version, announced.first_step, announced.links) if announced else None,
         lineage=record.lineage,
     )

@@ -198,7 +198,7 @@ class Stuck:
     def _look(self, state: JobState) -> Culprit | None:
         watched = self._jobs.setdefault(state.job, _Watched())
         self._note(watched, state)
-        places = state.plan.places if state.plan is not None else ()
+        places = [state.plan.places[rank] for rank in state.present] if state.plan is not None else ()
         slowdown = self.roster.slowdown(state.job, (place.worker for place in places))
         silent_s, allowed = self._clock_s - watched.since_s, deadlines(state, slowdown)
         seats = self._seats(watched, state)
@@ -225,7 +225,8 @@ class Stuck:
 
     def _seats(self, watched: _Watched, state: JobState) -> dict[str, Seat]:
         done, seats = _done(state, watched.evaluated), {}
-        for rank, place in enumerate(state.plan.places if state.plan is not None else ()):
+        for rank in state.present:
+            place = state.plan.places[rank]  # type: ignore[union-attr]
             known = self.roster.workers[place.worker]
             beat = known.beat
             counts: Stamp = (beat.progress if beat is not None else 0, known.uploads)

@@ -27,9 +27,10 @@ from atoll.plan import LinkPrediction, Plan, Prediction, Replica, StageSpec, val
 from coordinator.planning.clusters import groups
 from coordinator.planning.costs.message_costs import bytes_cpu_s
 from coordinator.planning.costs.quota import core_share
+from coordinator.planning.local_plans import peers_plan
 from coordinator.planning.planner import GIVEN_CUT, PlanRequest, make_plan
 from coordinator.planning.problem import Problem
-from coordinator.planning.transfers import exchange_s, rank_rates
+from coordinator.planning.transfers import exchange_s, rank_rates, shares_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -54,8 +55,19 @@ def best_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
     UsageError for more replicas than blocks, and whatever ``make_plan`` raises.
     """
     training = request.training
-    if request.partitioner.startswith(GIVEN_CUT) and BETWEEN in request.partitioner:
-        return _given(request, effort)
+    given = request.partitioner.startswith(GIVEN_CUT) and BETWEEN in request.partitioner
+    local = training.local_exchange
+    if local is not None and not request.partitioner.startswith(GIVEN_CUT) and request.version > 1:
+        with suppress(NotEnoughMemory):  # of a job that has lost machines one may be left
+            return peers_plan(request, local, effort)
+        return make_plan(_alone(request), effort)
+    if local is not None and (given or not request.partitioner.startswith(GIVEN_CUT)):
+        shared = _given_parts(request)[:2] if given else None
+        return peers_plan(request, local, effort, shared)
+    if given:
+        parts, ends, cuts = _given_parts(request)
+        training = replace(training, replicas=str(len(cuts)))
+        return _joined(replace(request, training=training), parts, ends, effort, cuts)
     if training.replica_count == 1:
         return make_plan(request, effort)
     written = written_buffers(request.dag)
@@ -139,16 +151,6 @@ def partitions(fleet: Fleet, count: int) -> Iterator[Parts]:
 
 def _named(fleet: Fleet, parts: Sequence[Sequence[int]]) -> Parts:
     return tuple(tuple(fleet.devices[i].worker for i in sorted(part)) for part in parts)
-
-
-def shares_of(units: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Whole units in proportion to ``speeds``, at least one each: whoever would be done first takes the
-    next."""
-    shares = [1] * len(speeds)
-    for _ in range(units - len(speeds)):
-        at = min(range(len(speeds)), key=lambda i: ((shares[i] + 1) / speeds[i], i))
-        shares[at] += 1
-    return tuple(shares)
 
 
 # ---------------------------------------------------------------- one way to share out
@@ -338,8 +340,9 @@ def _alone(request: PlanRequest) -> PlanRequest:
 # ---------------------------------------------------------------- given cuts
 
 
-def _given(request: PlanRequest, effort: Effort | None) -> Plan:
-    """Replicas that are given by their cuts, on the devices as they joined: ``cut:26,65@4/40@2``.
+def _given_parts(request: PlanRequest) -> tuple[Parts, list[int], list[str]]:
+    """Workers, ends of the shares and cuts of replicas that are given, on the devices as they joined:
+    ``cut:26,65@4/40@2``.
 
     Each has as many micro-batches as it names, or an equal share of the blocks. UsageError.
     """
@@ -350,8 +353,9 @@ def _given(request: PlanRequest, effort: Effort | None) -> Plan:
         starts, _, share = piece.partition(SHARE)
         cuts.append(starts)
         counts.append(share)
-    training = replace(request.training, replicas=str(len(cuts)))
-    request = replace(request, training=training)
+    training = request.training
+    if training.local_exchange is not None:  # peers share a step out as they like
+        training = replace(training, blocks=training.n_micro)
     if all(counts):
         try:
             ends = list(accumulate(int(count) for count in counts))
@@ -381,4 +385,4 @@ def _given(request: PlanRequest, effort: Effort | None) -> Plan:
                 f"{request.partitioner} makes more stages than the {len(request.fleet.devices)} devices"
             )
         free = free[count:]
-    return _joined(request, tuple(parts), ends, effort, [GIVEN_CUT + starts for starts in cuts])
+    return tuple(parts), ends, [GIVEN_CUT + starts for starts in cuts]

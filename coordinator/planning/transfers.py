@@ -14,6 +14,8 @@ import numpy as np
 from atoll.collective import owner_shares
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from coordinator.planning.costs.fleet import Fleet
@@ -28,6 +30,16 @@ def rank_rates(fleet: Fleet, members: list[int]) -> list[float]:
     rate = fleet.effective_bps[np.ix_(members, members)] / 8.0
     np.fill_diagonal(rate, np.inf)
     return [float(min(rate[i].min(), rate[:, i].min())) for i in range(len(members))]
+
+
+def shares_of(units: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """Whole units in proportion to ``speeds``, at least one each: whoever would be done first takes the
+    next."""
+    shares = [1] * len(speeds)
+    for _ in range(units - len(speeds)):
+        at = min(range(len(speeds)), key=lambda i: ((shares[i] + 1) / speeds[i], i))
+        shares[at] += 1
+    return tuple(shares)
 
 
 def owner_transfers(fleet: Fleet, members: list[int], n_bytes: float) -> Floats:

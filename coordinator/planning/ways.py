@@ -22,12 +22,13 @@ import numpy as np
 from atoll.errors import NotEnoughMemory, PlanError
 from atoll.exchange import Exchange
 from coordinator.planning.buckets import ExchangeCost, Gradient, merge
+from coordinator.planning.costs.memory import PEERS_OWN
 from coordinator.planning.op_fence import Effort
 from coordinator.planning.peers import PeerSelection
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
-from coordinator.planning.replicas import MOST_REPLICAS, partitions, shares_of
-from coordinator.planning.transfers import exchange_s, latency_s, owner_transfers
+from coordinator.planning.replicas import MOST_REPLICAS, partitions
+from coordinator.planning.transfers import exchange_s, latency_s, owner_transfers, shares_of
 from strategies.exchanges.catalogue import EXCHANGES, exchange_facts
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 DAY_S = 86_400.0
 MOST_PEERS = 64  # of ways that change the model: nobody has measured what more of them teach
 GOSSIP_ROUNDS = 60
-MODEL_COPIES = 2  # float32, beside the optimizer's state: what a rule of deltas keeps
+MODEL_COPIES = PEERS_OWN  # float32, beside the optimizer's state: what a rule of deltas keeps
 LOCAL_EXCHANGES = (
     *(Exchange("diloco", every=every, codec="int8_block") for every in (10, 50, 200)),
     Exchange("streaming_diloco", every=12, fragments=4, delay=5, codec="int4_block"),
@@ -360,8 +361,8 @@ def _local_steps(request: PlanRequest, peers: Peers, inexact: str) -> Iterator[W
     extra = MODEL_COPIES * peers.trained_bytes
     peers = peers.with_room(extra)
     shapes = ((round(peers.trained_bytes / 4),),)
-    for count in peers.counts(MOST_PEERS):
-        micros = _local_micros(peers, count, n_micro)
+    for count in peers.counts(min(MOST_PEERS, n_micro)):
+        micros = peers.shares(count, n_micro)
         compute_s = peers.compute_s(micros)
         dense = owner_transfers(fleet, list(peers.members[:count]), peers.trained_bytes)
         for exchange in LOCAL_EXCHANGES:

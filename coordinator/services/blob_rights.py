@@ -18,6 +18,7 @@ from atoll.errors import StorageError
 from atoll.opdag import DTYPE_BYTES
 from coordinator.federated.driver import FederatedDriver
 from coordinator.messages.jobs import ENDED
+from coordinator.pipeline.assigning import tensors_of
 from coordinator.pipeline.driver import PipelineDriver
 from coordinator.storage.graph_store import leaf_metas
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from coordinator.storage.graph_store import GraphStore
 
 CHECKPOINTS = 4  # of a stage that may be under way: the next, and those whose reports wait to be read
-OPTIMIZER_TENSORS = 3  # beside a checkpoint's value, each float32
+STATE_TENSORS = 7  # beside a checkpoint's value, each float32: an optimizer's, and a peer's
 HEADER_BYTES = 64 << 10  # of a tensor's file
 UPDATE_MARGIN = 0.25  # of the dense size: what a codec may need more than the values themselves
 UPDATE_TENSOR_BYTES = 16 << 10  # of a tensor's name, header and alignment
@@ -57,7 +58,10 @@ class StageRole:
         """The blobs of its stage's tensors."""
         kept = [self.state.checkpoint, *([self.state.source] if self.state.source is not None else [])]
         leaves = self.leaves()
-        return frozenset(c.tensors[name] for c in kept for name in leaves if name in c.tensors)
+        plan = self.state.plan
+        assert plan is not None  # noqa: S101 - it holds a stage of one
+        parts = [tensors_of(plan, self.rank, checkpoint) for checkpoint in kept]
+        return frozenset(tensors[name] for tensors in parts for name in leaves if name in tensors)
 
     def allowance(self) -> Allowance:
         """Its part of some checkpoints."""
@@ -89,7 +93,7 @@ def leaves_of(graphs: GraphStore, plan: Plan, rank: int) -> dict[str, StateMeta]
 
 def most_bytes(meta: TensorMeta) -> int:
     """Return the bound of a tensor's file with its optimizer state."""
-    return meta.nbytes + 4 * OPTIMIZER_TENSORS * meta.elements + HEADER_BYTES
+    return meta.nbytes + 4 * STATE_TENSORS * meta.elements + HEADER_BYTES
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from atoll.errors import AccessDenied, AtollError, JobFailed, NoWorkers, Storage
 from atoll.job import JobSpec, TrainingSpec
 from coordinator.federated.checks import check_spec, exported_prefix
 from coordinator.messages import events as ev
+from coordinator.messages import peer_tensors
 from coordinator.messages.facts import STATE, Checkpoint, Record
 from coordinator.messages.jobs import ENDED
 from coordinator.planning.planner import known_partitioner
@@ -30,6 +31,7 @@ from protos import atoll_job_pb2 as job_pb
 from protos import bounds
 from protos.convert import from_proto, to_proto
 from protos.credentials import JoinToken, fingerprint, new_token, token_id
+from protos.devices import machine_of
 from protos.grpc_errors import refuse
 from protos.telemetry import Event
 from protos.text_limits import clean
@@ -227,7 +229,7 @@ class OwnerService(rpc.OwnerServicer):
         # A federated job's newest model is one file over the tensors that it began with; the server's
         # state holds it too, uncoded.
         model = checkpoint.tensors.get(STATE, "")
-        tensors = state.spec.tensors if model else checkpoint.tensors
+        tensors = state.spec.tensors if model else peer_tensors.model(checkpoint.tensors)
         return pb.ResultReply(
             step=checkpoint.step,
             model=model,
@@ -344,7 +346,7 @@ class OwnerService(rpc.OwnerServicer):
         """Make a worker leave; for good: its certificate opens nothing any more."""
         reason = clean(request.reason, 500)
         try:
-            if request.worker not in self._register.workers:
+            if machine_of(request.worker) not in self._register.workers:
                 raise UsageError(f"no worker {request.worker[:80]!r}; `atoll status` lists them")
             self._did(context, "kick", worker=request.worker, for_good=request.for_good, reason=reason)
             payload = {"worker": request.worker, "reason": reason, "for_good": request.for_good}
@@ -358,7 +360,7 @@ class OwnerService(rpc.OwnerServicer):
         """Strike a worker that is not here from the register: its certificate opens nothing any more."""
         try:
             worker = self._register.named(request.worker)
-            if worker in self._shell.outboxes:
+            if any(machine_of(connected) == worker for connected in self._shell.outboxes):
                 raise UsageError(f"{worker} is connected; `atoll kick {worker}` makes it leave first")
             self._did(context, "forget", worker=worker)
             payload = {"worker": worker, "reason": "forgotten", "for_good": True, "forgotten": True}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.errors import AccessDenied, UsageError
 from protos.credentials import matching_hash, secret_hash, token_id
+from protos.devices import machine_of
 from protos.telemetry import Event
 
 if TYPE_CHECKING:
@@ -112,8 +113,8 @@ class Register:
         return found[0]
 
     def refusal(self, worker: str) -> str | None:
-        """Why this worker may not open a session, None when it may."""
-        known = self.workers.get(worker)
+        """Why this worker, or the machine whose device it is, may not open a session; None when it may."""
+        known = self.workers.get(machine_of(worker))
         if known is None:
             return f"worker {worker} is not enrolled here; join again with a token"
         return f"worker {worker} was removed for good: {known.barred}" if known.barred else None
@@ -139,7 +140,7 @@ def _worker_enrolled(register: Register, payload: Mapping[str, Any], at_s: float
 
 
 def _worker_kicked(register: Register, payload: Mapping[str, Any], at_s: float) -> None:
-    known = register.workers.get(payload["worker"])
+    known = register.workers.get(machine_of(payload["worker"]))
     if payload.get("forgotten"):  # a coordinator that does not know the word bars it
         register.workers.pop(payload["worker"], None)
     elif known is not None and payload["for_good"]:

@@ -14,6 +14,7 @@ from coordinator.messages.events import UNLIMITED, Guest
 from coordinator.messages.jobs import ENDED, JobState
 from coordinator.pipeline.driver import PipelineDriver
 from coordinator.pipeline.loss_cost import loss_costs
+from coordinator.pipeline.periods import exchange_words
 from coordinator.pipeline.standby import standby_words
 from coordinator.services.views_federated import federated_status
 from protos import atoll_control_pb2 as pb
@@ -70,6 +71,7 @@ def job_update(
         update.links.extend(carried(scheduler, state))
         if isinstance(driver, PipelineDriver):
             update.spot_checks = driver.beside.checks.words(state)
+            update.exchange = exchange_words(state, scheduler.ledger.jobs[job].met, driver.effects.label)
         costs = loss_costs(state, scheduler.ledger.jobs[job], scheduler.roster) if with_costs else []
         for stage, cost in zip(update.stages, costs, strict=False):
             stage.replace_s, stage.replace_why, stage.copy = cost.seconds, cost.why, cost.copy

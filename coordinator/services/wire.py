@@ -8,6 +8,7 @@ from typing import Any
 
 from atoll.errors import BadFrame
 from atoll.federated import MAX_SAMPLES, ConsentWord, checked_name
+from atoll.job import MOST_LOCAL_STEPS
 from atoll.opdag import op_refs
 from atoll.program import stage_programs
 from coordinator.membership.roster import MAX_MEMORY_BYTES, MIN_MEMORY_BYTES
@@ -34,7 +35,7 @@ MAX_PAUSED_CHARS = 300
 MAX_RATE_BPS = 1e15
 LEAST_SHARE = 0.001
 MAX_CODECS = 100
-MAX_MICRO = 4096  # micro-batches of a step
+MAX_LOSSES = max(4096, MOST_LOCAL_STEPS)  # micro-batches of a step, or steps of a period
 MAX_RELAY_CHARS = 270  # HOST:PORT
 MAX_SECONDS = 30 * 86_400.0
 MAX_MOVED_BYTES = 1 << 44
@@ -164,8 +165,8 @@ def _link_probed(m: pb.LinkProbed) -> ev.LinkProbed:
 
 
 def _peer_joined(m: pb.PeerJoined) -> ev.PeerJoined:
-    if m.way not in ("", "direct", "reversed", "relayed"):
-        raise BadFrame(f"joined {m.way[:40]!r}; possible are direct, reversed, relayed")
+    if m.way not in ("", "local", "direct", "reversed", "relayed"):
+        raise BadFrame(f"joined {m.way[:40]!r}; possible are local, direct, reversed, relayed")
     return ev.PeerJoined(bounds.name("peer", m.peer, LIMITS), m.way, clean(m.relay, MAX_RELAY_CHARS))
 
 
@@ -182,7 +183,7 @@ def _ready(m: pb.StepReady) -> ev.StepReady:
         waited_s=m.waited_s,
         optimizer_s=m.optimizer_s,
         handling_s=m.handling_s,
-        losses=tuple(bounds.count("losses", m.losses, MAX_MICRO)),
+        losses=tuple(bounds.count("losses", m.losses, MAX_LOSSES)),
         links=tuple(
             ev.Goodput(
                 peer=bounds.name("peer", g.peer, LIMITS),
@@ -197,6 +198,18 @@ def _ready(m: pb.StepReady) -> ev.StepReady:
             for g in bounds.count("link figures", m.links, LIMITS.stages)
         ),
         digest=_digest(m.digest),
+        receipt=_receipt(m.receipt) if m.HasField("receipt") else None,
+    )
+
+
+def _receipt(m: pb.ExchangeReceipt) -> ev.RoundReceipt:
+    return ev.RoundReceipt(
+        m.round,
+        tuple(bounds.count("ranks of a round", m.included, LIMITS.stages)),
+        bounds.number("share of a round", m.share, 0.0, 1.0),
+        m.sent_bytes,
+        m.received_bytes,
+        bounds.text("digest of a round", m.digest, LIMITS.name_chars),
     )
 
 

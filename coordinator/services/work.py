@@ -43,6 +43,7 @@ from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos.credentials import peer_name
+from protos.devices import machine_of, named_in
 from protos.grpc_errors import refuse
 from protos.networks import customer, unmapped
 from protos.telemetry import Event
@@ -71,7 +72,8 @@ log = structlog.get_logger()
 
 
 def worker_of(context: Context, insecure: bool) -> str:
-    """The worker id that its certificate, or without TLS its metadata, names. Raises AccessDenied."""
+    """The worker id that its certificate, or without TLS its metadata, names; the metadata also say which of
+    that machine's devices calls. Raises AccessDenied."""
     if insecure:
         found = dict(context.invocation_metadata() or ()).get("atoll-worker", "")
         name: str | None = found if isinstance(found, str) else None
@@ -79,7 +81,7 @@ def worker_of(context: Context, insecure: bool) -> str:
         name = peer_name({key: list(values) for key, values in context.auth_context().items()})
     if not name:
         raise AccessDenied("this call names no worker; join first with a token")
-    return name
+    return named_in(name, context.invocation_metadata())
 
 
 def host_of(context: Context) -> str:
@@ -139,7 +141,7 @@ class WorkService(rpc.WorkServicer):
 
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewReply:  # noqa: N802
         """A new certificate for an enrolled worker's new key; that it may call at all was checked before."""
-        worker, authority = worker_of(context, self._insecure), self._authority
+        worker, authority = machine_of(worker_of(context, self._insecure)), self._authority
         if authority is None:
             raise UsageError("this coordinator runs with --insecure: there are no certificates")
         certificate = authority.sign(request.csr_pem, worker)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from coordinator.storage.blob_store import BlobStore
 
 MAX_HEADER_BYTES = 64 << 10  # of a tensor's file
-OPTIMIZER_TENSORS = 3  # beside the value, at most, none with more elements
+STATE_TENSORS = 7  # beside the value, at most, none with more elements: an optimizer's, and a peer's
 VALUE = "value"
 _DTYPES = {
     "F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32",
@@ -77,7 +77,7 @@ def _header_defect(head: bytes, size: int, state: StateMeta) -> str:
             return f"a header of {length} bytes in a file of {size}"
         entries: dict[str, Any] = json.loads(head[8 : 8 + length])
         entries.pop("__metadata__", None)
-        if VALUE not in entries or len(entries) > 1 + OPTIMIZER_TENSORS:
+        if VALUE not in entries or len(entries) > 1 + STATE_TENSORS:
             return f"it holds {sorted(entries)[:5]}, expected 'value'"
         end = 0
         for key, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):

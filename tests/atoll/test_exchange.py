@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.exchange import Exchange, ExchangeRound
+from atoll.errors import UsageError
+from atoll.exchange import LOCAL_RULES, Content, Exchange, ExchangeRound, wanted_exchange
+from strategies.exchanges.catalogue import EXCHANGES
 
 
 @pytest.mark.parametrize(
@@ -19,3 +21,45 @@ def test_draws_depend_on_seed_round_and_purpose_alone() -> None:
     assert at.draw_seed("mask") == ExchangeRound(3, (0, 7), seed=5, weights=(1.0, 2.0)).draw_seed("mask")
     others = [ExchangeRound(4, (0, 1), 5), ExchangeRound(3, (0, 1), 6)]
     assert len({at.draw_seed("mask"), at.draw_seed("1 2"), *(one.draw_seed("mask") for one in others)}) == 4
+
+
+def test_periods_of_local_steps_end_where_the_period_divides_the_steps_and_with_the_last() -> None:
+    exchange = Exchange("diloco", every=4)
+    assert [exchange.last_step(step, 10) for step in range(10)] == [3] * 4 + [7] * 4 + [9] * 2
+    assert [exchange.round_of(last) for last in (3, 7, 9)] == [0, 1, 2]
+    assert [exchange.contributed_after(last) for last in (3, 7, 9)] == [4, 8, 10]
+    assert [Exchange("sum").last_step(step, 10) for step in range(10)] == list(range(10))
+
+
+def test_a_result_that_is_used_later_ends_its_period_later() -> None:
+    exchange = Exchange("streaming_diloco", every=4, delay=2, fragments=2)
+    lasts = [exchange.last_step(step, 12) for step in range(12)]
+    assert lasts == [5] * 6 + [9] * 4 + [11] * 2
+    assert [exchange.round_of(last) for last in (5, 9, 11)] == [0, 1, 2]
+    assert [exchange.contributed_after(last) for last in (5, 9)] == [4, 8]
+    assert exchange.contributed_after(11) == 12  # cut short: contributed at the end
+
+
+def test_local_rules_are_those_that_exchange_changes() -> None:
+    assert {name for name, facts in EXCHANGES.items() if facts.content is Content.DELTA} == LOCAL_RULES
+
+
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [
+        ("exact", None),
+        ("auto", None),
+        ("diloco", Exchange("diloco", every=48)),
+        ("diloco:int8_block", Exchange("diloco", every=48, codec="int8_block")),
+        ("streaming_diloco", Exchange("streaming_diloco", every=12, fragments=4, delay=5)),
+        ("sparseloco:50", Exchange("sparseloco", every=48, ratio=50.0)),
+    ],
+)
+def test_a_job_names_its_exchange_in_a_word(how: str, found: Exchange | None) -> None:
+    assert wanted_exchange(how, 48) == found
+
+
+@pytest.mark.parametrize("how", ["saps", "nonsense", ""])
+def test_a_rule_that_no_worker_runs_is_refused(how: str) -> None:
+    with pytest.raises(UsageError, match="workers run"):
+        wanted_exchange(how, 50)

@@ -244,6 +244,26 @@ def test_peers_hear_of_a_revocation_of_who_is_not_here_and_not_of_a_mere_kick() 
     assert [m.worker for m in world.to("a", do.Revoked)] == ["w-gone"]
 
 
+@pytest.mark.parametrize(
+    ("kicked", "for_good", "gone"),
+    [
+        ("w-m", False, ["w-m", "w-m/1"]),  # a machine takes its devices along
+        ("w-m/1", False, ["w-m/1"]),
+        ("w-m/1", True, ["w-m", "w-m/1"]),  # one certificate is all its devices'
+    ],
+)
+def test_who_is_kicked_takes_along_whoever_shares_the_certificate(
+    kicked: str, for_good: bool, gone: list[str]
+) -> None:
+    world = Scripted()
+    world.join("w-m", "w-m/1", "w-mm", "b")
+    world.handle(ev.KickAsked(kicked, "noise", for_good))
+    dismissed = [worker for worker in ("w-m", "w-m/1", "w-mm", "b") if world.to(worker, do.Dismiss)]
+    assert dismissed == gone
+    assert [m.worker for m in world.to("b", do.Revoked)] == (gone if for_good else [])
+    assert not any(world.to(worker, do.Revoked) for worker in gone)
+
+
 def test_a_worker_whose_bytes_arrive_is_not_lost_though_its_heartbeats_are_late() -> None:
     world = Scripted().training()
     world.silent = {"a"}

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from atoll.job import Optimizer, TrainingSpec
-from benchmarks.oracle import built_in, run_local
-from benchmarks.real_workers import LoopbackFleet
+from benchmarks.oracle import Case, Run, built_in, run_local
+from benchmarks.real_workers import LoopbackFleet, as_job, cut_at
+from coordinator.client.prepare import prepare
 from coordinator.messages.facts import SpotChecked, StepCommitted, WorkRejected, from_record
 from coordinator.storage.journal import StoredJournal
 
@@ -39,6 +40,10 @@ class CheatedFleet(LoopbackFleet):
         module, *more = super().join_command(name)
         return ["tests.e2e.cheating_worker" if name == "worker1" else module, *more]
 
+    def run_in_place(self, case: Case, starts: Sequence[int]) -> Run:
+        """Train a case, cut at ``starts``; nobody takes the cheat's place before it is found."""
+        return self._train(prepare(as_job(case), partitioner=cut_at(starts), standbys=0))
+
     def facts(self, *kinds: type) -> Sequence[object]:
         """Facts of these kinds in the coordinator's journal."""
         with closing(StoredJournal(self.state / "journal.sqlite")) as journal:
@@ -54,7 +59,7 @@ def test_a_worker_with_wrong_gradients_is_named_and_its_work_done_anew(
     positions = case.dag.cuttable()
     half = (0, positions[len(positions) // 2])
     with CheatedFleet(5) as fleet:
-        run = fleet.run(case, half)
+        run = fleet.run_in_place(case, half)
         names = {w.worker: w.name for w in fleet.client.status().workers}
         reasons = {w.name: w.reason for w in fleet.client.status().workers}
         (rejected,) = fleet.facts(WorkRejected)

@@ -43,7 +43,7 @@ PURE = [
 """Files, and wings with every file in them, that touch no clock, thread, file or socket."""
 HALLS = {
     "coordinator": {"__init__", "server", "shell", "scheduler", "config"},
-    "worker": {"__init__", "daemon", "context", "config", "cancel", "spans", "blobs"},
+    "worker": {"__init__", "daemon", "member", "context", "config", "cancel", "spans", "blobs"},
 }
 IMPURE = {
     "socket", "threading", "asyncio", "time", "random", "os", "subprocess", "grpc", "torch",

@@ -9,18 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
+from coordinator.messages import peer_tensors
 from coordinator.messages.facts import (
     CheckpointStored,
     CoordinatorStarted,
     Fact,
     PlanAdopted,
     RoundClosed,
+    RoundMet,
     StepCommitted,
 )
 from coordinator.messages.jobs import ENDED, RUNNING, Phase
 from coordinator.pipeline.driver import PipelineDriver
 from coordinator.pipeline.relink import version_at
-from tests.sim.compute import reference
+from tests.sim import local_steps
+from tests.sim.compute import exact_step, reference
 
 if TYPE_CHECKING:
     from atoll.job import JobSpec
@@ -56,6 +59,7 @@ class Checks:
     closed: dict[str, int] = field(default_factory=dict)
     committed: dict[str, int] = field(default_factory=dict)
     states: dict[str, Phase] = field(default_factory=dict)
+    joint: dict[str, dict[int, dict[str, str]]] = field(default_factory=dict)  # job -> steps -> peers' state
     references: dict[str, tuple[Mapping[str, str], list[float]]] = field(default_factory=dict)
     events: int = 0
 
@@ -78,7 +82,7 @@ class Checks:
         held = bench.held or bench.repeats
         assert held is not None
         key = (f"{worker}/{self.world.workers[worker].life}", job, held.serial)
-        awaited = self.applied.get(key, held.first)
+        awaited = held.plan.last_step(self.applied.get(key, held.first), self.world.specs[job].training.steps)
         if step != awaited:
             raise Violation(f"{worker} applies step {step} of {job}, version {version}; next is {awaited}")
         self.applied[key] = step + 1
@@ -107,6 +111,8 @@ class Checks:
                 self.plans[job] = coordinator.shadow.jobs[job].steps
             case StepCommitted():
                 self._committed(coordinator, fact)
+            case RoundMet():
+                self._met(coordinator, fact)
             case CheckpointStored(job, step, tensors):
                 self._stored(job, step, tensors)
             case RoundClosed():
@@ -165,7 +171,7 @@ class Checks:
     def _commit(self, coordinator: Coordinator, commit: do.StepCommit) -> None:
         driver: Any = coordinator.scheduler.driver_of(commit.job)
         state = driver.jobs[commit.job]
-        ranks = {place.worker for place in state.plan.places}
+        ranks = {state.plan.places[rank].worker for rank in state.plan.present}
         missing = ranks - self.ready[commit.job, commit.version, commit.step]
         if missing and self.committed.get(commit.job, -1) < commit.step:
             raise Violation(f"{commit.job} commits step {commit.step} without {sorted(missing)}")
@@ -174,25 +180,58 @@ class Checks:
             raise Violation(f"{commit.job} sends the commit of step {commit.step} before it is durable")
 
     def _committed(self, coordinator: Coordinator, fact: StepCommitted) -> None:
+        plan = coordinator.shadow.jobs[fact.job].plan  # the scheduler may know of another by now
         awaited = self.plans.get(fact.job, fact.step)
+        if plan is not None:
+            awaited = plan.last_step(awaited, self.world.specs[fact.job].training.steps)
         if fact.step != awaited:
             raise Violation(f"{fact.job} records step {fact.step} of its plan, next is {awaited}")
         self.plans[fact.job] = fact.step + 1
         losses = self.references[fact.job][1]
-        if fact.loss != losses[fact.step] and not self.world.misled:
+        local = self.world.specs[fact.job].training.local_exchange is not None
+        if fact.loss != losses[fact.step] and not (self.world.misled or local):
             raise Violation(f"{fact.job}: step {fact.step} is not that of an undisturbed run")
-        plan = coordinator.shadow.jobs[fact.job].plan  # the scheduler may know of another by now
-        ranks = {place.worker for place in plan.places} if plan is not None else set()
+        if local and plan is not None and not plan.local:  # one pipeline is left
+            states = self._joint(fact.job, fact.step)
+            states[fact.step + 1], _ = exact_step(self.world.specs[fact.job], states[fact.step], fact.step)
+        ranks = {plan.places[rank].worker for rank in plan.present} if plan is not None else set()
         missing = ranks - self.ready[fact.job, fact.version, fact.step]
         if missing:
             raise Violation(f"{fact.job} records step {fact.step} without {sorted(missing)}")
         self.committed[fact.job] = max(self.committed.get(fact.job, -1), fact.step)
 
+    def _met(self, coordinator: Coordinator, met: RoundMet) -> None:
+        """What peers have after a round follows from who was in it, and from nothing else."""
+        record = coordinator.shadow.jobs[met.job]
+        assert record.plan is not None
+        states, present = self._joint(met.job, met.step), record.plan.present
+        first = max(states)
+        states[met.step + 1] = local_steps.after(states[first], present, first, met.step)
+        if met.included != tuple(record.plan.places[rank].worker for rank in present):
+            raise Violation(f"{met.job}: a round of {met.included}, the plan has ranks {present}")
+        absent = {record.plan.places[rank].worker for rank in record.plan.absent}
+        if absent != met.missing.keys() or not all(met.missing.values()):
+            raise Violation(f"{met.job}: {dict(met.missing)} are missing in a round, {absent} are lost")
+
+    def _joint(self, job: str, step: int) -> dict[int, dict[str, str]]:
+        """Return the states of a job of peers up to a step; newer ones are of a plan that has gone back."""
+        states = self.joint.setdefault(job, {0: dict(self.world.specs[job].tensors)})
+        for later in [done for done in states if done > step]:
+            del states[later]
+        return states
+
+    def _expected(self, job: str, step: int) -> Mapping[str, str]:
+        """Return the state that a job has after so many steps."""
+        if self.world.specs[job].training.local_exchange is not None:
+            return self.joint.get(job, {}).get(step, self.world.specs[job].tensors)
+        return reference(self.world.specs[job], step)[0]
+
     def _stored(self, job: str, step: int, tensors: Mapping[str, str]) -> None:
-        wanted, _ = reference(self.world.specs[job], step)
+        wanted = self._expected(job, step)
+        absent = set(tensors.values()) - self.world.coordinator.folder.blobs
+        tensors = peer_tensors.model(tensors)
         if dict(tensors) != wanted and not self.world.misled:
             raise Violation(f"{job}: the checkpoint of step {step} is not that of an undisturbed run")
-        absent = set(tensors.values()) - self.world.coordinator.folder.blobs
         if absent:
             raise Violation(f"{job}: {len(absent)} blobs of the checkpoint of step {step} are not there")
 
@@ -214,7 +253,7 @@ class Checks:
         for job, state in driver.jobs.items():
             for rank, report in state.ready.items():
                 said = (report.version, report.step)
-                if said != (version_at(state.lineage, state.step, state.version), state.step):
+                if said != (version_at(state.lineage, state.step, state.version), state.due):
                     raise Violation(f"{job} counts a report of {said} of rank {rank}")
 
     def folded(self) -> None:
@@ -247,5 +286,7 @@ class Checks:
             if spec.federated is not None:
                 if self.closed.get(job, 0) != spec.training.steps:
                     raise Violation(f"{job} finished after {self.closed.get(job, 0)} rounds")
-            elif dict(state.checkpoint.tensors) != self.references[job][0]:
+            elif peer_tensors.model(state.checkpoint.tensors) != dict(
+                self._expected(job, spec.training.steps)
+            ):
                 raise Violation(f"{job} does not end with the weights of an undisturbed run")

@@ -22,7 +22,9 @@ from coordinator.messages.jobs import BESIDE
 from coordinator.pipeline.assigning import neighbours
 from coordinator.pipeline.machine import clip_scale
 from coordinator.pipeline.relink import version_at
+from tests.sim import local_steps
 from tests.sim.clock import Process, digest
+from tests.sim.local_steps import LOCAL_STEP_S
 from tests.sim.send_log import Kept, SendLog, Wanted
 from worker.session import events as e
 from worker.session import instructions as todo
@@ -99,15 +101,22 @@ def number(value: str) -> float:
 
 def reference(spec: JobSpec, steps: int) -> tuple[dict[str, str], list[float]]:
     """Return the tensors after ``steps`` undisturbed steps, and each step's loss."""
-    tensors, losses, blocks = dict(spec.tensors), [], spec.training.blocks
+    tensors, losses = dict(spec.tensors), []
     for step in range(steps):
-        values = forward(batches(step, blocks, range(blocks)), tensors, sorted(tensors))
-        loss = joined(values)
-        several = micro_losses(values, spec.training.n_micro, blocks, range(blocks))
-        losses.append(number(loss) if blocks == 1 else sum(several, 0.0))
-        norms = list(square_norms(tensors, sorted(tensors), loss))
-        tensors = update(tensors, step, loss, clip_scale(norms, spec.training.optimizer.clip_norm))
+        tensors, loss = exact_step(spec, tensors, step)
+        losses.append(loss)
     return tensors, losses
+
+
+def exact_step(spec: JobSpec, tensors: Mapping[str, str], step: int) -> tuple[dict[str, str], float]:
+    """Return the tensors after an undisturbed step, and its loss."""
+    blocks = spec.training.blocks
+    values = forward(batches(step, blocks, range(blocks)), tensors, sorted(tensors))
+    loss = joined(values)
+    several = micro_losses(values, spec.training.n_micro, blocks, range(blocks))
+    norms = list(square_norms(tensors, sorted(tensors), loss))
+    after = update(tensors, step, loss, clip_scale(norms, spec.training.optimizer.clip_norm))
+    return after, number(loss) if blocks == 1 else sum(several, 0.0)
 
 
 _serials = itertools.count()
@@ -129,6 +138,8 @@ class Held:
     values: dict[int, str] = field(default_factory=dict)  # step -> what its own pipeline computed
     digests: list[ev.Digest] = field(default_factory=list)  # of steps that are repeated
     serial: int = field(default_factory=lambda: next(_serials))
+    taken: int = 0  # local steps of the period under way, ...
+    own: str = ""  # ... and the state that they have led to
 
     @property
     def stage(self) -> int:
@@ -266,6 +277,10 @@ class Bench:
         match instruction:
             case todo.LoadStage(work=work):
                 self._load(work)
+            case todo.RunStep(job, version, step) if self.held is not None and self.held.plan.local:
+                self.running, self._due = (job, version, step), False
+                self._asked_s, self._computed_s = self.process.clock.now_s, 0.0
+                self._later(LOCAL_STEP_S, self._local_step)
             case todo.RunStep(job, version, step):
                 self.running, self._due = (job, version, step), False
                 self._asked_s, self._computed_s = self.process.clock.now_s, 0.0
@@ -336,7 +351,7 @@ class Bench:
             return self._waits_for_repeats(self.repeats)
         if held is None or running is None or not self._due:
             return None
-        if (*running, False) in self._sent:
+        if held.plan.local or (*running, False) in self._sent:
             awaited = next((w for w, r in held.others.items() if (*running, r) not in self.parts), "")
             return (
                 ev.Waits(awaited, "part", running[2], self.process.clock.now_s - self._asked_s)
@@ -615,7 +630,10 @@ class Bench:
         if isinstance(message, Part):
             self.parts[message.job, message.version, message.step, message.replica] = message.value
             self.progress += 1
-            self._join_replicas()
+            if self.held is not None and self.held.plan.local:
+                self._join_peers()
+            else:
+                self._join_replicas()
             return
         self.inbox[message.job, message.version, message.step, message.forwards] = message.value
         self.progress += 1
@@ -703,10 +721,55 @@ class Bench:
         self.running = None
         self.post(e.StepDone(job, version, step, message))
 
+    # ------------------------------------------------------------ steps of its own
+
+    def _local_step(self) -> None:
+        """Take a step of the period, or begin its round after the last."""
+        held, running = self.held, self.running
+        if held is None or running is None:
+            return
+        job, version, last = running
+        count = last + 1 - held.step
+        if held.taken == 0:
+            held.own = local_steps.begun(held.tensors, held.work.rank)
+        if held.taken < count:
+            held.own = local_steps.stepped(held.own, held.step + held.taken)
+            held.taken += 1
+            self._later(LOCAL_STEP_S, self._local_step)
+            return
+        self._due = True
+        for peer in held.others:
+            self.send(peer, Part(job, version, last, held.replica, held.own))
+        self._join_peers()
+
+    def _join_peers(self) -> None:
+        """Report the period once the part of every peer is here."""
+        held, running = self.held, self.running
+        if held is None or running is None or not self._due:
+            return
+        job, version, last = running
+        found = {replica: self.parts.get((*running, replica)) for replica in held.others.values()}
+        if None in found.values():
+            return
+        result = local_steps.total([held.own, *(str(part) for part in found.values())])
+        if last >= self.process.cheats_from:
+            result = digest("cheat", result)
+        held.outputs[last] = result
+        message = ev.StepReady(
+            job, version, last, forward_s=self._computed_s, losses=(number(result),) * (last + 1 - held.step),
+            receipt=local_steps.receipt(held.plan, last, result),
+        )  # fmt: skip
+        self.running = None
+        self.post(e.StepDone(job, version, last, message))
+
     def _apply(self, job: str, version: int, step: int, scale: float, store: bool) -> None:
         held = self.held
         assert held is not None, f"{self.process.name} applies step {step} and holds nothing"
-        held.tensors = update(held.tensors, step, held.outputs.pop(step), scale)
+        if held.plan.local:
+            held.tensors = local_steps.used(held.tensors, step, held.outputs.pop(step))
+            held.taken, held.own = 0, ""
+        else:
+            held.tensors = update(held.tensors, step, held.outputs.pop(step), scale)
         held.values.pop(step, None)
         held.step = step + 1
         self.applied(job, version, step)

@@ -286,10 +286,13 @@ class Coordinator(Process):
         count = count if len(workers) >= count else 1
         ends = [block.stop for block in block_ranges(training.n_micro, training.blocks)]
         borders = [0, *(ends[len(ends) * (at + 1) // count - 1] for at in range(count))]
-        replicas = []
+        replicas: list[Replica] = []
+        local = training.local_exchange
         for micros in pairwise(borders):
             # Replicas of other cuts than the one before: as many stages as are left to it.
             own = workers[: self.stages if count == 1 else max(1, len(workers) // (count - len(replicas)))]
+            if local is not None:
+                own = own[:1]
             workers = workers[len(own) :]
             if len(own) < self.fewest:
                 return ev.PlanFailed(asked.job, asked.attempt, f"stage {len(own)} lacks a worker")
@@ -297,7 +300,7 @@ class Coordinator(Process):
         plan = Plan(
             asked.job, asked.version, asked.spec.dag_hash, asked.spec.eval_dag_hash, "even",
             ScheduleName.GPIPE, training.n_micro, tuple(replicas), blocks=training.blocks,
-            exchange=Exchange() if count > 1 else None,
+            exchange=(local or Exchange()) if count > 1 else None,
         )  # fmt: skip
         return ev.PlanMade(asked.job, asked.attempt, plan)
 

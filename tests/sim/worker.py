@@ -38,7 +38,9 @@ def event_of(message: do.Message) -> e.Event | None:
             eras = tuple((era.first_step, era.version) for era in replay.eras) if replay is not None else ()
             names = frozenset(peer.worker for peer in peers)
             standby = replay is not None and replay.standby
-            return e.Assign(job, plan.version, names, first_step, message, eras, standby)
+            local = plan.exchange if plan.local else None
+            steps = message.spec.training.steps
+            return e.Assign(job, plan.version, names, first_step, message, eras, standby, local, steps)
         case do.Reconfigure(job, plan, base, step, peers, standby):
             names = frozenset(peer.worker for peer in peers)
             return e.Reconfigure(job, plan.version, base, step, names, message, standby)

@@ -33,6 +33,7 @@ def pipeline_job(
     spot_checks: float = 0.2,
     standbys: int | None = 0,
     replicas: int = 1,
+    local_steps: int = 0,
 ) -> JobSpec:
     """Return a job of so many steps that can be cut into as many stages as it has tensors."""
     names = {f"w{at:02}": digest("initial", at) for at in range(tensors)}
@@ -42,6 +43,8 @@ def pipeline_job(
     )
     if replicas > 1:
         training = replace(training, n_micro=4, blocks=4, replicas=str(replicas))
+    if local_steps:
+        training = replace(training, exchange="diloco", local_steps=local_steps)
     data = DataSpec((), 8, 1)
     return JobSpec("job", training, "ab" * 32, "cd" * 32, names, data, data, standbys=standbys)
 
@@ -71,6 +74,7 @@ class Scenario:
     standbys: int | None = 0  # as of ``JobSpec``
     steps: int = 16
     replicas: int = 1  # of a pipeline
+    local_steps: int = 0  # of each replica between two exchanges, which is a peer then
 
     def names(self) -> list[str]:
         return [f"w{at}" for at in range(self.workers)]
@@ -158,7 +162,12 @@ class World:
         for at, worker in enumerate(self.workers.values()):
             self.clock.after(0.1 * at, worker.start)
         scenario = self.scenario
-        spec = pipeline_job(scenario.steps, standbys=scenario.standbys, replicas=scenario.replicas)
+        spec = pipeline_job(
+            scenario.steps,
+            standbys=scenario.standbys,
+            replicas=scenario.replicas,
+            local_steps=scenario.local_steps,
+        )
         jobs = [spec] * scenario.pipeline
         jobs += [federated_job() for _ in range(self.scenario.federated)]
         for at, spec in enumerate(jobs):

@@ -33,6 +33,7 @@ from worker.hosting.protections import protections
 from worker.hosting.sandbox import chosen, probe
 from worker.machine.device import Device
 from worker.machine.facts import ask_facts
+from worker.machine.lent import lent_devices
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -109,7 +110,7 @@ def examine(config: WorkerConfig, telling: Callable[[str], object]) -> Report:
     report = Report(config.entry_address)
     telling("looking at this machine")
     try:
-        _examine_device(config, report)
+        _examine_devices(config, report)
     except AtollError as error:
         report.add("device", Mark.BAD, str(error))
     telling(f"reaching {config.entry_address}")
@@ -137,10 +138,16 @@ def show(report: Report, out: Console) -> None:
 # ---------------------------------------------------------------- this machine
 
 
-def _examine_device(config: WorkerConfig, report: Report) -> None:
+def _examine_devices(config: WorkerConfig, report: Report) -> None:
+    """Look at each device that would be lent; the figures of the first stand for a machine of one device."""
+    each = [_examine_device(device, report) for device in lent_devices(config)]
+    report.figures |= {**each[0], "devices": each}
+
+
+def _examine_device(config: WorkerConfig, report: Report) -> dict[str, Any]:
     facts = ask_facts(config)
     device, rates = facts.device, facts.rates
-    report.figures |= {
+    figures = {
         "device": device.kind,
         "model": device.model,
         "threads": device.threads,
@@ -158,6 +165,7 @@ def _examine_device(config: WorkerConfig, report: Report) -> None:
     )
     _examine_memory(device, config, report)
     _examine_protections(device, config, report)
+    return figures
 
 
 def _examine_memory(device: Device, config: WorkerConfig, report: Report) -> None:
@@ -413,9 +421,12 @@ def _conclude(config: WorkerConfig, report: Report) -> None:
     if bad:
         report.add("verdict", Mark.BAD, f"not fit to join yet: {', '.join(dict.fromkeys(bad))}")
         return
-    parameters = report.figures["memory_limit_bytes"] * STATE_SHARE / STATE_BYTES_PER_PARAMETER
-    report.figures["holds_parameters"] = int(parameters)
-    text = f"would hold a stage of about {parameters / 1e6:.0f} million parameters under AdamW"
+    bytes_of = [device["memory_limit_bytes"] for device in report.figures["devices"]]
+    parameters = [nbytes * STATE_SHARE / STATE_BYTES_PER_PARAMETER for nbytes in bytes_of]
+    report.figures["holds_parameters"] = int(sum(parameters))
+    shown = ", ".join(f"{count / 1e6:.0f}" for count in parameters)
+    stages = "a stage" if len(parameters) == 1 else f"{len(parameters)} stages"
+    text = f"would hold {stages} of about {shown} million parameters under AdamW"
     up_bps = report.figures.get("up_bps")
     if up_bps:
         mib_s = 2**20 * 8 / up_bps

@@ -25,6 +25,7 @@ WHAT = {
     "apps": "apps, and what they kept",
     "federated": "client state of federated jobs",
     "send_log": "what stages sent",
+    "devices": "what is kept for further devices: what their stages sent, measured speeds",
     "consent": "jobs that asked, and the owner's word on each",
     "departures": "the log of what left",
     "codec_speed.json": "measured speeds",

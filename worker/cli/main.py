@@ -154,6 +154,7 @@ def status(
         "state_dir": str(folder),
         "coordinator": config.entry_address if config else None,
         "worker": identity.name if identity else None,
+        "devices": (config.devices or config.device) if config else None,
         "certificate_expires": identity.expires().isoformat() if identity else None,
         "process": process,
         "paused": (applied.paused or None) if applied is not None and process is not None else None,

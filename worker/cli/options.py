@@ -35,6 +35,14 @@ class Joining:
     ] = None
     token_file: TokenFile = None
     device: Annotated[str | None, typer.Option(metavar="D", help="auto, cpu, cuda or cuda:N.")] = None
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Several devices, each a worker of its own: all (every GPU), or a list such as "
+            "cuda:0,cuda:1 or cpu*2.",
+        ),
+    ] = None
     threads: Annotated[
         int | None,
         typer.Option(metavar="N", help="Compute threads; default: one per physical core it may use."),
@@ -72,7 +80,7 @@ class Joining:
 
     def given(self) -> dict[str, Any]:
         """Fields of the configuration; None where nothing was given."""
-        names = ("device", "threads", "sandbox", "state_dir", "insecure", "use_proxy")
+        names = ("device", "devices", "threads", "sandbox", "state_dir", "insecure", "use_proxy")
         found: dict[str, Any] = {name: getattr(self, name) for name in names}
         found["token"] = given_token(self.token, self.token_file)
         if self.memory:

@@ -13,6 +13,7 @@ from worker.links.links import NEVER, Links
 from worker.machine.torch_device import torch_device
 from worker.stage import feed, tensor_blobs
 from worker.stage.assignment import Assignment, check
+from worker.stage.local_steps import LocalSteps
 from worker.stage.op_marks import OpMarks
 from worker.stage.reports import LongWait
 from worker.stage.run import Meters, StageRun, codecs_of
@@ -50,7 +51,9 @@ def load(
             states=assignment.states,
             recompute=assignment.plan.recompute,
             actions=assignment.plan.actions(assignment.rank),
+            alone=assignment.plan.local,
         )
+        local = LocalSteps(assignment, stage, tensors) if assignment.plan.local else None
     (_, first), *later = assignment.eras
     links = Links(
         context.network,
@@ -76,6 +79,7 @@ def load(
         _held_out(assignment, context),
         Meters(context.spans, context.progress, context.cpu),
         notice,
+        local,
     )
     try:
         run.open(assignment.first_step if assignment.replay is None else assignment.replay.first_step)

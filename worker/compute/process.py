@@ -121,7 +121,7 @@ class ComputeProcess:
             status=self._status,
             duty=self._duty,
         )
-        self._bench = Workbench(context, self._post, self._say, gauge)
+        self._bench = Workbench(context, self._post, self._say, self._say_loading, gauge)
 
     def run(self) -> None:
         """Work until the pipe ends or the daemon says so."""
@@ -181,7 +181,7 @@ class ComputeProcess:
             case "interrupt":
                 do(instructions.Interrupt(m))
             case "load":
-                do(instructions.LoadStage(m.job, m.plan_version, m))
+                do(instructions.LoadStage(m.job, m.plan_version, message))
             case "join":
                 do(instructions.JoinFederation(m.invitation.job, m.invitation.version, m))
             case "train":
@@ -212,6 +212,9 @@ class ComputeProcess:
 
     def _say(self, message: control.FromWorker) -> None:
         self._tell(pb.FromCompute(said=message))
+
+    def _say_loading(self, assignment: int) -> None:
+        self._tell(pb.FromCompute(loading=assignment))
 
     def _rested(self, cpu: CpuMeter, seconds: float) -> None:
         """A part of a rest is over: no hang, and time that the step takes."""

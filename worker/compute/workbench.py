@@ -65,9 +65,12 @@ class Workbench:
         context: ComputeContext,
         post: Callable[[events.Event], None],
         send: Callable[[pb.FromWorker], None],
+        loads: Callable[[int], None],
         gauge: CodecGauge,
     ) -> None:
-        self._context, self._post, self._send, self._gauge = context, post, send, gauge
+        """``loads``: told the number of an assignment, once nothing more can come of the one before."""
+        self._context, self._post, self._send, self._loads = context, post, send, loads
+        self._gauge = gauge
         self._tasks: queue.SimpleQueue[tuple[Task, Cancel] | None] = queue.SimpleQueue()
         self._stores: queue.SimpleQueue[tuple[Task, Cancel] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -110,8 +113,8 @@ class Workbench:
         """Take an instruction of the session that concerns computing."""
         match instruction:
             case instructions.LoadStage(job, version, work):
-                self._standby = work.replay.standby
-                self._submit(self._guarded(job, version, 0, lambda c: self._load(orders.assignment(work), c)))
+                self._standby = work.load.replay.standby
+                self._submit(self._guarded(job, version, 0, lambda c: self._load(work, c)))
             case instructions.RepeatStep(job, version, step, scale):
                 self._newest = step
                 self._submit(self._guarded(job, version, step, lambda c: self._repeat(step, scale, c)))
@@ -244,9 +247,11 @@ class Workbench:
 
     # ---------------------------------------------------------------- a stage
 
-    def _load(self, work: Assignment, cancel: Cancel) -> None:
+    def _load(self, asked: compute_pb.ToCompute, cancel: Cancel) -> None:
         started_s = time.perf_counter()
         self._drop()
+        self._loads(asked.assignment)
+        work = orders.assignment(asked.load)
         run, links, fetched = load(work, self._context, cancel, self._report_waiting)
         with self._lock:
             self._run, self._links = run, links

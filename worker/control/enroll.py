@@ -25,6 +25,7 @@ from protos.credentials import (
     signing_request,
     verify_certificate,
 )
+from protos.devices import device_metadata, device_name
 from protos.grpc_errors import to_atoll_error
 from protos.text_limits import clean
 from worker.config import WorkerConfig, join_address
@@ -49,6 +50,12 @@ class Membership:
     work_address: str
     clock_offset_s: float  # coordinator's wall clock minus ours
     overlap_s: float = 0.0  # for which two authorities are trusted yet; 0: there is one
+    device: int = 0  # of the machine ``worker``, for which calls are made
+
+    @property
+    def name(self) -> str:
+        """The worker id of the device."""
+        return device_name(self.worker, self.device)
 
     def channel(self, config: WorkerConfig) -> grpc.Channel:
         ca = self.identity.ca_pem if self.identity else None
@@ -65,8 +72,9 @@ class Membership:
 
     @property
     def metadata(self) -> Sequence[tuple[str, str]]:
-        """Names us where no certificate does."""
-        return () if self.identity else (("atoll-worker", self.worker),)
+        """Names us where no certificate does, and the device that calls."""
+        machine = () if self.identity else (("atoll-worker", self.worker),)
+        return (*machine, *device_metadata(self.device))
 
 
 def join(

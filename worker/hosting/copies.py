@@ -39,8 +39,10 @@ class Copies:
         folder: Path,
         lent_bytes: int,
         send: Callable[[pb.FromWorker], None],
+        owner: int = 0,
     ) -> None:
-        """``folder``: on the disk of the cache."""
+        """``folder``: on the disk of the cache. ``owner``: number of the device, of those that share it."""
+        self._owner = owner
         self._blobs, self._cache, self._folder, self._send = blobs, cache, folder, send
         self.lent_bytes = lent_bytes
         self._changed = threading.Condition()
@@ -59,12 +61,12 @@ class Copies:
             now, last = _blobs_of(copies), _blobs_of(self._wanted)
             # A stage may be about to load what was kept until now; what was kept before that may go.
             stale, self._before = self._before - now - last, last
-            self._cache.keep(now)
+            self._cache.keep(now, self._owner)
             self._wanted, self._todo = tuple(copies), list(copies)
             self._held = {}
             self._cancel.set("other copies are wanted")
             if self._idle:
-                self._cache.discard(stale)
+                self._cache.release(stale, self._owner)
             self._changed.notify()
 
     def may_work(self, idle: bool) -> None:
@@ -141,7 +143,7 @@ class Copies:
         except AtollError as error:
             log.info("copy.not_kept", job=copy.job, name=copy.name, reason=str(error))
             if isinstance(error, StorageError):
-                self._cache.discard(set(copy.blobs) - self.offered)
+                self._cache.release(set(copy.blobs) - self.offered, self._owner)
             return pb.CopyHeld(job=copy.job, name=copy.name, error=str(error)[:500])
         n_bytes = self._here(copy)
         log.info("copy.kept", job=copy.job, name=copy.name, bytes=n_bytes, fetched_bytes=came)

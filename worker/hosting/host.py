@@ -35,9 +35,9 @@ from worker.federated.folders import make_job_folder, noise_key
 from worker.hosting.child import SHARED_BYTES, Child, make_scratch
 from worker.hosting.child_log import ChildLog
 from worker.hosting.connecting import connect, time_link
-from worker.hosting.gate import Gate
+from worker.hosting.gate import Gate, ranks_of
 from worker.hosting.limits import computed_s
-from worker.hosting.requests import Batches, Served, unlogged
+from worker.hosting.requests import Batches, Served, of_assignment, unlogged
 from worker.hosting.sandbox import View, chosen
 from worker.hosting.send_log import NOTHING, SendLog
 from worker.hosting.setup import setup_of
@@ -69,8 +69,7 @@ PING_S, PONG_S = 5.0, 60.0
 AGAIN_FIRST_S, AGAIN_MOST_S = 0.5, 60.0  # a new process after one that died without work
 SAID = frozenset({"spans", "log", "codec_speeds"})
 """Messages to the coordinator that a compute process sends by itself."""
-# Bytes for the coordinator: of spans and logs, of which more is left out, and of all, which nothing honest
-# comes near.
+# Bytes for the coordinator: of spans and logs, of which more is left out; of all, which nothing honest nears.
 SAID_BURST, SAID_PER_S = 16 << 20, 1 << 20
 MOST_BURST, MOST_PER_S = 256 << 20, 16 << 20
 MESSAGE_COST = 1000  # bytes, beside its own
@@ -116,6 +115,8 @@ class _Now:
     said: Budget = field(default_factory=lambda: Budget(SAID_BURST, SAID_PER_S))
     most: Budget = field(default_factory=lambda: Budget(MOST_BURST, MOST_PER_S))
     joined: str = ""  # the federated job that it was started for
+    assigned: int = 0  # number of the last assignment
+    loading: int = 0  # and of the one that it last said to have begun
 
 
 class ComputeHost:
@@ -125,7 +126,7 @@ class ComputeHost:
         self._config, self._consent = config, consent
         self._worker = ""  # until it has joined; then with its ports
         self._ports: HostPorts
-        self._speeds = SpeedFile(config.state_dir)
+        self._speeds = SpeedFile(config.device_dir)
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._now: _Now | None = None
@@ -341,13 +342,14 @@ class ComputeHost:
         first_step = assigned.replay.first_step if assigned.HasField("replay") else assigned.first_step
         folder = self._config.send_log_dir / str(next(self._numbers))
         sent = SendLog(folder, job, self._config.send_log_bytes, first_step)
-        network = self._ports.network
-        now.gate = Gate(job, version, _ranks(assigned), network, child.incoming, child.send, sent, child.end)
+        network, ranks = self._ports.network, ranks_of(assigned)
+        now.gate = Gate(job, version, ranks, network, child.incoming, child.send, sent, child.end)
         now.watch = OpWatch()
         self._links = work.links
         network.register(job, now.gate)
         self._ports.fetch_from(work.holders)
-        child.send(pb.ToCompute(load=assigned))
+        now.assigned += 1
+        child.send(pb.ToCompute(load=assigned, assignment=now.assigned))
 
     def _reconfigure(self, asked: instructions.Reconfigure) -> None:
         now, version, step = self._now, asked.version, asked.step
@@ -358,7 +360,7 @@ class ComputeHost:
             self._held.standby = asked.standby
         self._at(version, step)
         self._links = work.links
-        now.gate.reconfigure(_ranks(work.message), version, step, repeating=asked.repeating)
+        now.gate.reconfigure(ranks_of(work.message), version, step, repeating=asked.repeating)
         now.child.send(pb.ToCompute(reconfigure=work.message))
 
     def _join(self, joining: instructions.JoinFederation) -> None:
@@ -444,7 +446,7 @@ class ComputeHost:
             name = "atoll-compute-close"
             threading.Thread(target=before.child.close, args=(CLOSE_S,), name=name, daemon=True).start()
         config = self._config
-        scratch = make_scratch(config.state_dir.absolute(), f"{os.getpid()}-{next(self._numbers)}")
+        scratch = make_scratch(config.device_dir.absolute(), f"{os.getpid()}-{next(self._numbers)}")
         view = replace(view, read_write=(*view.read_write, scratch))
         child = Child(
             view, chosen(config.sandbox, view.device), config.threads, scratch, self._heard, self._ended
@@ -588,11 +590,16 @@ class ComputeHost:
         served = now.served
         if served is None:
             raise BadFrame("it spoke before it was spoken to")
-        if m.freed and now.gate is not None:
+        left_over = now.loading != now.assigned  # the blocks that it read then are free already
+        if m.freed and now.gate is not None and not left_over:
             now.gate.freed(m.freed)
+        if left_over and of_assignment(m):
+            return served.left_over(m)
         match m.WhichOneof("body"):
             case "ready":
                 self._heard_ready(now, m.ready)
+            case "loading":
+                now.loading = m.loading
             case "posted" | "said" if not now.most.take(time.monotonic(), m.ByteSize() + MESSAGE_COST):
                 raise BadFrame("it says more than any job has to say")
             case "posted":
@@ -612,9 +619,7 @@ class ComputeHost:
             case "store":
                 served.store(m.store)
             case "batches":
-                if self._held is None or m.batches.batches.job != self._held.job:
-                    raise BadFrame("micro-batches of another job were asked for")
-                served.batches(m.batches)
+                served.batches(m.batches, self._held.job if self._held is not None else "")
             case "cancel":
                 served.cancel(m.cancel)
             case "codec_speeds" if len(m.codec_speeds) <= MAX_SPEEDS_BYTES:
@@ -689,11 +694,6 @@ class ComputeHost:
     def _time_link(self, request: int, peer: str, target: LinkRequest) -> None:
         found = time_link(self._ports.network, peer, target)
         self._ports.post(events.Probed(wire.link_probed(request, peer, *found)))
-
-
-def _ranks(message: control.Assign | control.Reconfigure) -> dict[str, int]:
-    """Ranks of the neighbours, by their workers."""
-    return {entry.peer.worker: entry.rank for entry in message.peers}
 
 
 def _step(job: str, version: int, step: int, **more: Any) -> pb.ComputeStep:

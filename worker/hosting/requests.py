@@ -18,6 +18,7 @@ from protos import bounds
 from protos.bounds import DEFAULT_LIMITS
 from worker.blobs import BlobFile
 from worker.cancel import Cancel, Cancelled
+from worker.session.events import Probed
 
 if TYPE_CHECKING:
     from worker.blobs import BlobStore
@@ -30,6 +31,8 @@ REPORT_S = 0.1  # between two signs of life
 MAX_BLOBS = 1 << 20
 ROOM_S = 1.0
 
+OF_ASSIGNMENT = frozenset({"wanted", "outgoing", "connect", "forget", "batches"})
+
 Batches = Callable[[control.BatchRequest], Iterable[control.Batch]]
 """The data provider's answer to a request."""
 Work = Callable[[Cancel, Callable[[int], None]], int]
@@ -41,6 +44,12 @@ Departing = Callable[[Sequence[BlobFile], Callable[[], int]], AbstractContextMan
 def unlogged(files: Sequence[BlobFile], left: Callable[[], int]) -> AbstractContextManager[None]:
     """Of jobs that touch no data owner's data."""
     return nullcontext()
+
+
+def of_assignment(m: pb.FromCompute) -> bool:
+    """Whether a message concerns the stage that is held, or was."""
+    kind = m.WhichOneof("body")
+    return m.posted.kind != Probed.__name__ if kind == "posted" else kind in OF_ASSIGNMENT
 
 
 class Served:
@@ -95,8 +104,11 @@ class Served:
 
         self.start(m.request, work)
 
-    def batches(self, m: pb.FetchBatches) -> None:
-        """Send micro-batches as they come."""
+    def batches(self, m: pb.FetchBatches, held: str) -> None:
+        """Send micro-batches of the job ``held`` as they come; those of another were asked for before the
+        process heard that it is released."""
+        if m.batches.job != held:
+            return self._decline(m.request)
         child = self._child
 
         def work(cancel: Cancel, _: Callable[[int], None]) -> int:
@@ -108,6 +120,23 @@ class Served:
             return 0
 
         self.start(m.request, work)
+
+    def left_over(self, m: pb.FromCompute) -> None:
+        """Answer what was said before the process heard that another assignment follows, perhaps of the same
+        job: nothing is done for it any more. Raises BadFrame."""
+        match m.WhichOneof("body"):
+            case "outgoing":
+                self._child.freed(m.outgoing.offset, m.outgoing.size)
+            case "connect":
+                self._decline(m.connect.request)
+            case "batches":
+                self._decline(m.batches.request)
+
+    def _decline(self, number: int) -> None:
+        def work(cancel: Cancel, _: Callable[[int], None]) -> int:
+            raise Cancelled("of an assignment that is over")
+
+        self.start(number, work)
 
     def start(self, number: int, work: Work) -> None:
         """Do it in a thread, and answer. Raises BadFrame for more than may be under way."""

@@ -17,6 +17,7 @@ import torch
 from atoll.collective import butterfly_groups, group_size
 from atoll.errors import UsageError
 from atoll.exchange import Content, Exchange, ExchangeRound, Partners, Pattern, check_exchange
+from atoll.microbatch import one_f_one_b
 from strategies.exchanges import exchange_facts, make_rule
 from strategies.exchanges.base import Flat
 from worker.inprocess.exchange import Answer, later, run_round
@@ -90,21 +91,27 @@ class LocalPeers:
         groups: GroupsOf | None = None,
         network: SimulatedNetwork | None = None,
         seconds: Seconds = lambda rank, step: 0.0,
+        micros: Sequence[range] | None = None,
     ) -> None:
+        """``micros``: of a step that each rank has, as the peers of a plan share it out; without, each draws
+        its own, as many as the training declares."""
         program, training = model.program, model.training
         if program.n_stages != 1:
             raise UsageError(f"a program of {program.n_stages} stages; a peer holds the whole model")
         self.training = training
         self.ranks = tuple(range(ranks))
+        self._micros = micros or [range(training.n_micro)] * ranks
         self.stages = [
             Stage(
                 program,
                 model.eval_program,
-                replace(training, seed=training.seed + rank),
+                training if micros else replace(training, seed=training.seed + rank),
                 model.tensors,
                 states=model.states,
+                actions=one_f_one_b(len(own), 0, first=own.start),
+                alone=micros is not None,
             )
-            for rank in self.ranks
+            for rank, own in enumerate(self._micros)
         ]
         self.network, self._seconds = network, seconds
         self._groups = groups or self._default_groups
@@ -130,7 +137,7 @@ class LocalPeers:
         losses, norms = [], []
         for rank, stage in enumerate(self.stages):
             stage.begin_step(step)
-            for micro, batch in enumerate(batches(rank, step)):
+            for micro, batch in zip(self._micros[rank], batches(rank, step), strict=True):
                 stage.forward(micro, batch, {})
                 stage.backward(micro, {})
             report = stage.finish_step()

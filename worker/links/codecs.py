@@ -38,7 +38,7 @@ from compressors.base import (
 from compressors.catalogue import Use
 from worker.links.codec_use import CodecUse
 from worker.machine.cpu import CpuMeter, Taken
-from worker.transport.frames import MEASURED, Direction, MessageKey
+from worker.transport.frames import EXCHANGED, MEASURED, Direction, MessageKey
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +55,7 @@ class Coding:
     codec: Compressor
     on_support: bool = False  # a gradient at the positions its value had
     keeps_support: bool = False  # a value whose gradient comes back that way
+    bounded: bool = False  # bytes in a row, as many as the declared shape has at most
 
     @property
     def exact(self) -> bool:
@@ -69,10 +70,13 @@ class Coding:
     def check(self, packet: Packet, meta: TensorMeta) -> None:
         """BadFrame unless the packet is what both ends agreed on for a tensor of ``meta``."""
         shown = NOTHING if packet.zero else meta
+        if self.bounded and packet.meta.elements <= meta.elements:
+            shown = TensorMeta((packet.meta.elements,), meta.dtype)
         check_packet(packet, self.codec.name, shown, self.max_payload_bytes(meta))
 
 
 EXACT = Coding(make_compressor("none"))
+BYTES = Coding(make_compressor("none"), bounded=True)
 
 
 def lossy(links: Iterable[LinkSpec]) -> bool:
@@ -101,15 +105,18 @@ class StageCodecs:
         workers: Sequence[str] = (),
         seed: int = 0,
         cpu: CpuMeter | None = None,
+        *,
+        exchanges_bytes: bool = False,
     ) -> None:
         """``workers[stage]`` names the peer; without a program everything travels exactly. ``cpu``: of the
-        thread that computes.
+        thread that computes. ``exchanges_bytes``: parts and totals are messages of a round, coded already.
 
         UsageError for a codec that is unknown or that no link can carry.
         """
         self.use: dict[str, CodecUse] = {}
         self._seed, self._cpu, self._workers = seed, cpu or CpuMeter(), workers
         self._pairs = _Pairs(links)
+        self._exchanged = BYTES if exchanges_bytes else EXACT
         self._outgoing: dict[tuple[str, Direction, int], Coding] = {}
         self._incoming: dict[tuple[str, Direction, int], Coding] = {}
         self._supports: dict[tuple[int, int, int], Support] = {}  # (step, micro, op)
@@ -122,6 +129,8 @@ class StageCodecs:
 
     def coding(self, peer: str, key: MessageKey, *, sending: bool) -> Coding:
         """Coding of the message to (``sending``) or from ``peer``."""
+        if key.direction in EXCHANGED:
+            return self._exchanged
         table = self._outgoing if sending else self._incoming
         return table.get((peer, key.direction, key.edge), EXACT)
 
@@ -165,12 +174,12 @@ class StageCodecs:
     # ---------------------------------------------------------------- one message
 
     def _computing(self, coding: Coding) -> AbstractContextManager[Taken]:
-        return nullcontext(Taken()) if coding is EXACT else self._cpu.computing()
+        return nullcontext(Taken()) if coding in (EXACT, BYTES) else self._cpu.computing()
 
     def _encode(self, coding: Coding, key: MessageKey, tensor: Tensor | None) -> Packet:
         if tensor is None:
             return zero_packet(coding.codec.name, NOTHING)
-        if coding is EXACT:
+        if coding in (EXACT, BYTES):
             return coding.codec.compress(tensor)[0]
         if self._last is not None:
             last_key, last_coding, last_tensor, packet = self._last

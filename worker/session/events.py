@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from atoll.exchange import Exchange
+
 # ---------------------------------------------------------------- events: the coordinator's
 
 
@@ -28,6 +30,8 @@ class Assign:
     work: Any = field(repr=False, compare=False)  # opaque here: what LoadStage is given
     eras: tuple[tuple[int, int], ...] = ()
     standby: bool = False
+    exchange: Exchange | None = None  # of a peer that takes steps of its own, of ``steps`` in all
+    steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ of a job carries (job, version, step); what does not match the state is late or 
 is normal on the internet: it is ignored and counted. A commit may announce that the stages change
 their links two steps on: from that step everything carries the new version, before it the old. Where the plan
 is reconfigured the stage stays, and the step in flight begins anew under the new version.
+A peer that takes steps of its own does those of a period in one order, which is named by its last step.
 A hot standby loads a stage in the same way and repeats each step when it hears its commit, until it takes the
 rank.
 """
@@ -143,7 +144,14 @@ def _dismissed(state: Session, event: ev.Dismiss) -> Step:
 def _pause(state: Session, event: ev.PauseAsked) -> Step:
     """Leave the job and free the machine; the session goes on."""
     paused = replace(
-        state, phase=Phase.PAUSED, job="", eras=(), peers=frozenset(), commit=None, unacknowledged=()
+        state,
+        phase=Phase.PAUSED,
+        job="",
+        eras=(),
+        peers=frozenset(),
+        exchange=None,
+        commit=None,
+        unacknowledged=(),
     )
     return paused, (*drop(state, event.reason), do.Suspend(event.reason))
 
@@ -177,6 +185,8 @@ def _assigned(state: Session, event: ev.Assign) -> Step:
         eras=(*event.eras, (event.first_step, event.version)) if event.eras else ((0, event.version),),
         peers=event.peers,
         step=event.first_step,
+        exchange=event.exchange,
+        steps=event.steps,
         standby=event.standby,
         repeated=0,
         commit=None,
@@ -203,6 +213,7 @@ def _released(state: Session, event: ev.Release) -> Step:
         eras=(),
         peers=frozenset(),
         standby=False,
+        exchange=None,
         commit=None,
         pending=None,
         unacknowledged=(),
@@ -219,22 +230,22 @@ def _loaded(state: Session, event: ev.StageLoaded) -> Step:
 @TRANSITIONS.on(Phase.READY)
 def _started(state: Session, event: ev.StepStart) -> Step:
     """Run the step that is next here: a word that is repeated later names one that is over."""
-    if event.step != state.step:
+    if event.step != state.due:
         return ignore(state)
-    state = acknowledged(replace(state, phase=Phase.TRAINING, step=event.step), Kind.LOADED, Kind.FAILED)
+    state = acknowledged(replace(state, phase=Phase.TRAINING), Kind.LOADED, Kind.FAILED)
     return state, (do.RunStep(state.job, state.version, event.step),)
 
 
 @TRANSITIONS.on(Phase.TRAINING)
 def _done(state: Session, event: ev.StepDone) -> Step:
-    if event.step != state.step:
+    if event.step != state.due:
         return ignore(state)
     return send(replace(state, phase=Phase.WAITING), Kind.READY, event.message)
 
 
 @TRANSITIONS.on(Phase.WAITING)
 def _committed(state: Session, event: ev.StepCommit) -> Step:
-    if event.step != state.step:
+    if event.step != state.due:
         return ignore(state)
     state = acknowledged(replace(state, phase=Phase.APPLYING, commit=event), Kind.READY)
     apply = do.ApplyStep(
@@ -263,7 +274,7 @@ def _with_era(state: Session, first_step: int, version: int) -> Session:
 
 @TRANSITIONS.on(Phase.APPLYING)
 def _applied(state: Session, event: ev.StepApplied) -> Step:
-    if event.step != state.step or state.commit is None:
+    if event.step != state.due or state.commit is None:
         return ignore(state)
     if state.commit.evaluate and state.pending is None:
         evaluate = do.Evaluate(state.job, state.version, event.step, state.commit.evaluate_coded)
@@ -273,7 +284,7 @@ def _applied(state: Session, event: ev.StepApplied) -> Step:
 
 @TRANSITIONS.on(Phase.EVALUATING)
 def _evaluated(state: Session, event: ev.EvalDone) -> Step:
-    if event.step != state.step:
+    if event.step != state.due:
         return ignore(state)
     state, sent = send(state, Kind.EVALUATED, event.message)
     state, todo = _next(state)
@@ -282,19 +293,19 @@ def _evaluated(state: Session, event: ev.EvalDone) -> Step:
 
 def _next(state: Session) -> Step:
     last, pending = state.commit is not None and state.commit.last, state.pending
-    state = replace(state, step=state.step + 1, commit=None, pending=None)
+    state = replace(state, step=state.due + 1, commit=None, pending=None)
     if pending is not None:
         return _reconfigure(state, pending)
     if last:
         return replace(state, phase=Phase.READY), ()
-    return replace(state, phase=Phase.TRAINING), (do.RunStep(state.job, state.version, state.step),)
+    return replace(state, phase=Phase.TRAINING), (do.RunStep(state.job, state.version, state.due),)
 
 
 @TRANSITIONS.on(Phase.TRAINING, Phase.WAITING, Phase.FAILED)
 def _discarded(state: Session, event: ev.StepDiscard) -> Step:
     """Back to ready; a step that runs again is started again, under a new plan version where
     neighbours may have messages of the first attempt under way."""
-    if event.step != state.step or not state.whole:
+    if event.step != state.due or not state.whole:
         return ignore(state)
     state = acknowledged(state, Kind.READY, Kind.FAILED)
     discard = do.DiscardStep(state.job, state.version, event.step, event.reason)
@@ -341,7 +352,7 @@ def _reconfigured(state: Session, event: ev.Reconfigure) -> Step:
     if state.phase is not Phase.EVALUATING:
         return _reconfigure(state, event)
     # Who is lost may be waited for here; the coordinator has dropped this evaluation.
-    state, todo = _reconfigure(replace(state, step=state.step + 1, commit=None), event)
+    state, todo = _reconfigure(replace(state, step=state.due + 1, commit=None), event)
     return state, (do.Interrupt("the plan is reconfigured"), *todo)
 
 
@@ -358,7 +369,7 @@ def _misfit(state: Session, event: ev.Reconfigure) -> str:
     if state.assigned < event.base:
         return f"its stage is of plan {state.assigned}, which is older than plan {event.base}"
     over = state.phase in (Phase.APPLYING, Phase.EVALUATING)
-    if event.step != state.step + over:
+    if event.step != (state.due + 1 if over else state.step):
         return f"its stage is after {state.step} steps, not {event.step}"
     return ""
 
@@ -401,7 +412,7 @@ def _broke(state: Session, event: ev.StageBroke) -> Step:
     version = state.assigned if loading else event.version
     failed = do.StageFailed(event.job, version, step, event.reason, event.lost_peer)
     if state.phase is Phase.EVALUATING:  # the step whose model was to be evaluated is applied
-        state = replace(state, step=state.step + 1, commit=None)
+        state = replace(state, step=state.due + 1, commit=None)
     elif state.phase in (Phase.READY, Phase.APPLYING, Phase.STANDING_BY):
         state = replace(state, whole=False)
     whole = state.whole and not event.gone

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from atoll.exchange import Exchange
 from worker.session.events import Reconfigure, StepCommit
 from worker.session.instructions import DropStage, Instruction, Send
 
@@ -85,6 +86,8 @@ class Session:
     eras: tuple[tuple[int, int], ...] = ()  # (first step, version), ascending
     peers: frozenset[str] = frozenset()
     step: int = 0
+    exchange: Exchange | None = None  # of a peer that takes steps of its own ...
+    steps: int = 0  # ... of so many in all
     standby: bool = False  # beside the plan; then ``step`` is the next whose commit is awaited, ...
     repeated: int = 0  # ... and so many have been repeated
     key: str = ""  # of the clients of a population in training
@@ -100,6 +103,11 @@ class Session:
     def version(self) -> int:
         """Plan version of the current step; 0 without a job."""
         return self.version_at(self.step)
+
+    @property
+    def due(self) -> int:
+        """The step under way; of a peer that takes steps of its own the last of their period."""
+        return self.step if self.exchange is None else self.exchange.last_step(self.step, self.steps)
 
     def version_at(self, step: int) -> int:
         """The plan version that ``step`` runs under, as far as it was announced."""
@@ -129,7 +137,7 @@ def held(state: Session) -> Held | None:
     applied = state.phase is Phase.EVALUATING  # the step whose model is evaluated is over
     ready = state.phase in (Phase.WAITING, Phase.APPLYING)
     loaded = state.phase is not Phase.LOADING
-    return Held(state.job, state.assigned, state.step + applied, loaded, ready)
+    return Held(state.job, state.assigned, state.due + 1 if applied else state.step, loaded, ready)
 
 
 Step = tuple[Session, tuple[Instruction, ...]]

@@ -26,6 +26,7 @@ from worker.transport.contract import Paths, RelayOffer, Way
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from atoll.exchange import Receipt
     from worker.machine.op_probe import OpTiming
     from worker.manners.limits import Limits
     from worker.spans import Span
@@ -185,7 +186,11 @@ def _assign(m: pb.Assign) -> events.Assign:
     )
     m.ClearField("holders")  # what computes asks nobody but this process
     work = AssignedStage(m, links, holders)
-    return events.Assign(job, m.plan_version, peers, m.first_step, work, eras, m.replay.standby)
+    exchange = convert_plan.exchange_of(m.plan, DEFAULT_LIMITS)
+    if exchange is None or not exchange.local:
+        return events.Assign(job, m.plan_version, peers, m.first_step, work, eras, m.replay.standby)
+    steps = bounds.within("steps", m.training.steps, m.first_step, MAX_STEP)
+    return events.Assign(job, m.plan_version, peers, m.first_step, work, eras, exchange=exchange, steps=steps)
 
 
 def _keep_copies(m: pb.KeepCopies) -> CopiesAsked:
@@ -404,6 +409,19 @@ def held_stage(state: Session) -> pb.HeldStage | None:
     )
 
 
+def _receipt(receipt: Receipt | None) -> pb.ExchangeReceipt | None:
+    if receipt is None:
+        return None
+    return pb.ExchangeReceipt(
+        round=receipt.round,
+        included=receipt.included,
+        share=receipt.share,
+        sent_bytes=receipt.sent_bytes,
+        received_bytes=receipt.received_bytes,
+        digest=receipt.digest,
+    )
+
+
 def step_ready(
     job: str,
     version: int,
@@ -431,6 +449,7 @@ def step_ready(
             optimizer_s=report.optimizer_s,
             handling_s=report.handling_s,
             digest=pb.StepDigest(gradients=report.stage.digest, inputs=report.inputs),
+            receipt=_receipt(report.receipt),
         )
     )
 

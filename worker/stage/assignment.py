@@ -92,7 +92,7 @@ class Assignment:
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Gradients that are exchanged with the other replicas."""
+        """Gradients that are exchanged with the other replicas; none where peers exchange changes."""
         names = [name for name in self.program.parameters if name in self.states]
         elements = trained_elements(names, self.states, self.training.optimizer)
         return buckets(self.plan, self.replica, self.program, elements)
@@ -161,7 +161,7 @@ def check(assignment: Assignment, me: str) -> None:
         raise BadFrame(f"plan of {plan.job} version {plan.version} assigned as version {assignment.version}")
     if not 0 <= assignment.replica < len(plan.replicas):
         raise PlanError(f"replica {assignment.replica} of a plan of {len(plan.replicas)} replicas")
-    _check_exchange(plan)
+    _check_exchange(plan, assignment.rank)
     stages = assignment.pipeline.stages
     if program.n_stages != len(stages) or not 0 <= program.stage < len(stages):
         raise BadFrame(f"stage {program.stage} of {program.n_stages}, but the plan has {len(stages)}")
@@ -191,8 +191,10 @@ def check(assignment: Assignment, me: str) -> None:
             )
 
 
-def _check_exchange(plan: Plan) -> None:
+def _check_exchange(plan: Plan, rank: int) -> None:
     """Raise PlanError for an exchange of replicas that workers do not run."""
+    if plan.absent and (not plan.local or rank in plan.absent or max(plan.absent) >= len(plan.places)):
+        raise PlanError(f"ranks {sorted(plan.absent)[:8]} of {len(plan.places)} are absent, this is {rank}")
     exchange = plan.exchange
     if (exchange is not None) != (len(plan.replicas) > 1):
         raise PlanError(f"{len(plan.replicas)} replicas do not go with exchange {exchange}")
@@ -203,10 +205,13 @@ def _check_exchange(plan: Plan) -> None:
         starts = [stage.start for stage in replica.stages]
         if starts[:1] != [0] or starts != sorted(set(starts)):
             raise PlanError(f"stages of a replica that begin at ops {starts[:8]}")
-    if (exchange.rule, exchange.every, exchange.codec) != ("sum", 1, "none") or exchange.inner is not None:
+    exact = (exchange.rule, exchange.every, exchange.codec) == ("sum", 1, "none")
+    if exchange.local and any(len(replica.stages) != 1 for replica in plan.replicas):
+        raise PlanError("a peer with steps of its own holds the whole model: one stage a replica")
+    if not (exact or exchange.local) or exchange.inner is not None:
         raise PlanError(
-            f"replicas exchange exact sums at every step here, not {exchange.rule} every {exchange.every} "
-            f"through {exchange.codec}; update this worker"
+            f"replicas exchange exact sums at every step here, or take local steps, not {exchange.rule} "
+            f"every {exchange.every} through {exchange.codec}; update this worker"
         )
     if len(exchange.rates) not in (0, len(plan.places)):
         raise PlanError(f"rates of {len(exchange.rates)} ranks of {len(plan.places)}")
@@ -247,5 +252,7 @@ def _neighbours(assignment: Assignment) -> set[str]:
     if stages and max(stages) >= count:
         raise BadFrame(f"stage {assignment.stage} refers to stage {max(stages)} of {count}")
     others = {rank for bucket in assignment.buckets for rank in bucket.holders}
+    if assignment.plan.local:
+        others |= set(assignment.plan.present)
     places = assignment.plan.places
     return {assignment.worker_of(stage) for stage in stages} | {places[rank].worker for rank in others}

@@ -44,6 +44,16 @@ def set_values(parameters: Parameters, flat: Tensor) -> None:
             parameters[name].copy_(part)
 
 
+def by_name(parameters: Parameters, flat: Tensor) -> dict[str, Tensor]:
+    """Return the parts of ``flat`` [n], in the shapes of the parameters whose place they have."""
+    return dict(_parts(parameters, flat))
+
+
+def flat_of(parameters: Parameters, parts: Mapping[str, Tensor]) -> Tensor:
+    """Return copies of tensors, one for each parameter, in one row [n]."""
+    return _row([parts[name] for name in _order(parameters)])
+
+
 def set_gradients(parameters: Parameters, flat: Tensor) -> None:
     """Make ``flat`` [n] the parameters' gradients; they share its memory where device and dtype allow."""
     for name, part in _parts(parameters, flat):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from atoll.exchange import Receipt
 from worker.pipe.status import Waiting
 from worker.transport.frames import MessageKey
 
@@ -43,6 +44,9 @@ class StepReport:
     optimizer_s: float  # of the step before: finish_step and apply
     handling_s: float = 0.0  # of messages: neither computing nor codecs nor waiting
     inputs: bytes = b""  # digest of the messages that the stage took, where steps are checked
+    receipt: Receipt | None = (
+        None  # of the round that ends a period; then ``stage`` has the loss of each step
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,16 +22,19 @@ from torch import Tensor
 
 from atoll.errors import BadFrame
 from atoll.microbatch import Work
+from atoll.opdag import TensorMeta
+from protos.bounds import DIGEST_BYTES
 from worker.cancel import Cancel
 from worker.links.codecs import StageCodecs, lossy
 from worker.machine.cpu import CpuMeter
 from worker.pipe.status import Waiting
 from worker.spans import Span, Spans
-from worker.stage.expected import evaluation_arrivals, step_arrivals
+from worker.stage.expected import Arrival, evaluation_arrivals, step_arrivals
 from worker.stage.joining import GradientExchange
 from worker.stage.ports import HeldOut, MicroBatches, TensorLinks
 from worker.stage.replay import Asks
-from worker.stage.reports import LongWait, Progress, StepReport
+from worker.stage.reports import LongWait, Progress, StageReport, StepReport
+from worker.transport.contract import PeerLost
 from worker.transport.frames import Direction, MessageKey
 
 if TYPE_CHECKING:
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from atoll.program import StageProgram
     from worker.stage.assignment import Assignment
     from worker.stage.joining import Which
+    from worker.stage.local_steps import LocalSteps
     from worker.stage.stage import Stage
 
 POLL_S = 0.25
@@ -74,8 +78,10 @@ class StageRun:
         held_out: HeldOut,
         meters: Meters,
         notice: Callable[[LongWait], None] = lambda _: None,
+        local: LocalSteps | None = None,
     ) -> None:
-        """``notice`` hears of waits that last suspiciously long."""
+        """``notice`` hears of waits that last suspiciously long; ``local`` of a peer that takes steps of its
+        own, where steps in between two commits are a period."""
         self.assignment = assignment
         self.spans, self._progress, self._cpu = meters.spans, meters.progress, meters.cpu
         self._clock = time.perf_counter
@@ -86,6 +92,7 @@ class StageRun:
         self._asks: Asks | None = None  # while steps are repeated
         self.stood_by = [0, 0]  # steps that were repeated beside the plan, bytes that came for them
         self._actions = assignment.plan.actions(assignment.rank)
+        self._local = local
         self._joining: GradientExchange | None = None  # of the step under way, where there are other replicas
         self._joining_s = 0.0  # sending parts within the backward that runs
         if assignment.buckets:
@@ -101,7 +108,7 @@ class StageRun:
     def open(self, first_step: int) -> None:
         """Take messages of the first step; before anybody is told that this stage is loaded."""
         self._steps = first_step
-        self._expect_up_to(first_step)
+        self._expect_first(first_step)
         self._feed.start(first_step)
 
     def at(self, step: int) -> Assignment:
@@ -134,7 +141,7 @@ class StageRun:
         self._eras = [*(era for era in self._eras if era[0] < step), (step, later)]
         self.assignment = later
         self._expected = step - 1
-        self._expect_up_to(step)
+        self._expect_first(step)
         self._cpu.forget()
 
     def replay(
@@ -184,15 +191,22 @@ class StageRun:
         return report
 
     def run_step(self, step: int, cancel: Cancel) -> StepReport:
-        """Forwards, backwards, tied parameters; ends where the commit decides.
+        """Forwards, backwards, tied parameters; ends where the commit decides. Of a peer with steps of its
+        own: those of the period that ``step`` ends, and the round.
 
         Raises Cancelled, PeerLost, or what an op raised.
         """
+        if self._local is not None:
+            return self._period(self._local, step, cancel)
         # A neighbour may begin the next step before this stage hears of the commit.
         self._expect_up_to(step + 1)
         self._links.step_done(step - 1)
         over = [first for first, _ in self._eras if first <= step][:-1]
         self._eras = [era for era in self._eras if era[0] not in over]
+        return self._computed(step, cancel)
+
+    def _computed(self, step: int, cancel: Cancel) -> StepReport:
+        """Do what a step has before its commit."""
         self._busy = {Work.FORWARD: 0.0, Work.BACKWARD: 0.0}
         self._waited_s = 0.0
         self._stage.begin_step(step)
@@ -237,15 +251,92 @@ class StageRun:
             self._links.take_digest(),
         )
 
+    def _period(self, local: LocalSteps, last: int, cancel: Cancel) -> StepReport:
+        """Take the steps of a period that are left, and exchange what has come of them."""
+        later = self.assignment.plan.last_step(last + 1, self.assignment.training.steps)
+        # A neighbour may end the next period before this one hears of the commit.
+        self._expect_rounds(local, (last, later))
+        self._links.step_done(self._steps - 1)
+        local.forget_round()
+        reports: list[StepReport] = []
+        for step in local.begin(self._steps, last):
+            report = self._computed(step, cancel)
+            if not report.stage.finite:
+                return replace(report, step=last)
+            self._update(step, self.assignment.training.optimizer.gradient_scale(report.stage.square_norms))
+            self._feed.step_done(step)
+            local.taken(step, sum(report.stage.losses))
+            reports.append(report)
+            self._exchange_round(local, last, cancel)
+        self._waited_s = 0.0
+        self._exchange_round(local, last, cancel)  # where all steps had been taken before
+        take, wait = partial(self._arrived, last), partial(self._within, last, cancel)
+        receipt = local.finish(self.assignment, partial(self._send_exchanged, last), take, wait)
+        count = max(1, len(reports))
+        stage = StageReport(tuple(local.losses), (), True, bytes.fromhex(receipt.digest)[:DIGEST_BYTES])
+        return StepReport(
+            last,
+            stage,
+            sum(report.forward_s for report in reports) / count,
+            sum(report.backward_s for report in reports) / count,
+            sum(report.waited_s for report in reports) + self._waited_s,
+            sum(report.optimizer_s for report in reports) / count,
+            sum(report.handling_s for report in reports) / count,
+            receipt=receipt,
+        )
+
+    def _exchange_round(self, local: LocalSteps, last: int, cancel: Cancel) -> None:
+        """Begin the round of a period when it is time to, or take what has come of it."""
+        cancel.check()
+        send = partial(self._send_exchanged, last)
+        if local.contributes:
+            local.contribute(self.assignment, send)
+        else:
+            local.advance(self.assignment, send, partial(self._arrived, last))
+
+    def _send_exchanged(self, step: int, peer: str, which: Which, value: Tensor) -> None:
+        with self._progress.waiting(peer, "room", step):
+            self._links.send(peer, self._key_of(step, which), value)
+
+    def _within(self, step: int, cancel: Cancel, which: Which, peer: str, patience: float) -> Tensor:
+        """Wait for a message of a round. Raises PeerLost where it has not come before the deadline."""
+        exchange = self.assignment.plan.exchange
+        within_s = exchange.deadline_s * patience if exchange is not None and exchange.deadline_s else None
+        return _whole(self._receive(self._key_of(step, which), peer, cancel, within_s), which)
+
+    def _expect_rounds(self, local: LocalSteps, ends: Iterable[int]) -> None:
+        """Take messages of the rounds of periods that end with these steps."""
+        assignment = self.assignment
+        for last in ends:
+            if last <= (-1 if self._expected is None else self._expected):
+                continue
+            self._links.expect(
+                Arrival(
+                    self._key_of(last, one.slot.key(number)),
+                    assignment.plan.places[one.source].worker,
+                    TensorMeta((size,), "uint8"),
+                )
+                for one in local.arrivals(assignment, last)
+                for number, size in enumerate(one.sizes)
+            )
+            self._links.expect(evaluation_arrivals(assignment, last))
+            self._expected = last
+
     def apply(self, step: int, gradient_scale: float) -> None:
-        """Commit: the optimizer's step."""
+        """Commit: the optimizer's step, or the use of a round's result."""
+        if self._local is not None:
+            self._local.settle()
+        else:
+            self._update(step, gradient_scale)
+            self._feed.step_done(step)
+        self._steps = step + 1
+        self._progress.tick()
+
+    def _update(self, step: int, gradient_scale: float) -> None:
         with self.spans.timed("opt", step), self._cpu.computing() as taken:
             self._stage.apply(gradient_scale)
             self._synchronize()
         self._optimizer_s = self._finish_s + taken.seconds
-        self._steps = step + 1
-        self._feed.step_done(step)
-        self._progress.tick()
 
     def discard(self) -> None:
         """Leave no trace of the step under way."""
@@ -275,7 +366,10 @@ class StageRun:
 
     def snapshot(self) -> dict[str, dict[str, Tensor]]:
         """CPU copies of what this stage holds, with optimizer state."""
-        return self._stage.snapshot()
+        found = self._stage.snapshot()
+        if self._local is not None:
+            self._local.add_to(found)
+        return found
 
     def close(self) -> None:
         self._feed.close()
@@ -423,6 +517,14 @@ class StageRun:
 
     # ---------------------------------------------------------------- waits, sends, clocks
 
+    def _expect_first(self, step: int) -> None:
+        """Take messages of the step, or the period, that comes first."""
+        if self._local is not None:
+            last = self.assignment.plan.last_step(step, self.assignment.training.steps)
+            self._expect_rounds(self._local, (last,))
+        else:
+            self._expect_up_to(step)
+
     def _expect_up_to(self, step: int) -> None:
         first = step if self._expected is None else self._expected + 1
         for number in range(first, step + 1):
@@ -445,13 +547,16 @@ class StageRun:
         self._note_wait(step, micro, begun_s, self._clock() - started_s, "")
         return inputs
 
-    def _receive(self, key: MessageKey, peer: str, cancel: Cancel) -> Tensor | None:
+    def _receive(
+        self, key: MessageKey, peer: str, cancel: Cancel, within_s: float | None = None
+    ) -> Tensor | None:
+        """Wait for a message. Raises PeerLost where it has not come in ``within_s``, if that is given."""
         try:
-            return self._await(key, peer, cancel)
+            return self._await(key, peer, cancel, within_s)
         finally:
             self._progress.waits = None
 
-    def _await(self, key: MessageKey, peer: str, cancel: Cancel) -> Tensor | None:
+    def _await(self, key: MessageKey, peer: str, cancel: Cancel, within_s: float | None) -> Tensor | None:
         told_at_s = max(LONG_WAIT_S, 2 * self._step_s)
         begun_s, started_s, computed_s = self.spans.now_s(), self._clock(), self._cpu.computed_s
         while True:
@@ -471,6 +576,10 @@ class StageRun:
                 )
                 if self._asks is not None:
                     self._asks.waited(peer, key.step, waited_s)
+                if within_s is not None and waited_s >= within_s:
+                    raise PeerLost(
+                        peer, f"nothing came of it before the deadline of {within_s:.0f} s"
+                    ) from None
                 if waited_s >= told_at_s:
                     told_at_s = 2 * waited_s
                     self._notice(LongWait(key, peer, waited_s))
@@ -520,6 +629,7 @@ def codecs_of(assignment: Assignment, cpu: CpuMeter | None = None) -> StageCodec
         [stage.worker for stage in assignment.pipeline.stages],
         assignment.training.seed,
         cpu,
+        exchanges_bytes=assignment.plan.local,
     )
 
 

@@ -47,7 +47,8 @@ class Stage:
     state (``STATE_KEYS``). ``states`` says which parameters were frozen and which dtype an input
     has; without it every parameter trains and inputs are taken as they come. ``actions``
     are those of a step: which micro-batches, all of them unless given, and whether backwards leave weights'
-    gradients to ``weight_gradients``.
+    gradients to ``weight_gradients``. ``alone``: the loss is the mean of these micro-batches, whose gradients
+    are one sum: a step of a peer's own.
     UnsupportedOp for a node that no honest capture makes, UsageError for missing or misshapen
     tensors, PlanError when the evaluation program needs state that another stage trains.
     """
@@ -63,6 +64,7 @@ class Stage:
         states: Mapping[str, StateMeta] | None = None,
         recompute: Recompute = Recompute.OFF,
         actions: Sequence[Action] = (),
+        alone: bool = False,
     ) -> None:
         for _, node in (*program.ops, *(eval_program.ops if eval_program else ())):
             check_node(node, MAX_OUTPUT_BYTES)
@@ -91,7 +93,11 @@ class Stage:
         self._executor.load(self._values, self.frozen)
         self.trainable = tuple(n for n in program.parameters if n in self._executor.uses)
         micros = [action.micro for action in actions] or [0, training.n_micro - 1]
-        self.blocks = own_blocks(training.n_micro, training.blocks, (min(micros), max(micros) + 1))
+        span = range(min(micros), max(micros) + 1)
+        self._of_micros = len(span) if alone else training.n_micro  # whose mean the loss is
+        self.blocks = (
+            {0: span} if alone else own_blocks(training.n_micro, training.blocks, (span.start, span.stop))
+        )
         self._sums = BlockSums(
             self._executor.uses, self._executor.late, self.blocks, {t.name for t in program.tied}
         )
@@ -147,7 +153,7 @@ class Stage:
         """Backward of one micro-batch; None, given or returned, is the zero-gradient mark."""
         moved = {op: None if g is None else self._moved(g) for op, g in grads.items()}
         self._sums.backward_begins(micro)
-        answers = self._executor.backward(micro, moved, self.training.n_micro)
+        answers = self._executor.backward(micro, moved, self._of_micros)
         self._sums.backward_done(micro, self.owed)
         return answers
 
@@ -375,8 +381,7 @@ class Stage:
     def _step_losses(self) -> tuple[float, ...]:
         if self.program.loss is None:
             return ()
-        n_micro = self.training.n_micro
-        return tuple(float(self._losses[micro]) / n_micro for micro in sorted(self._losses))
+        return tuple(float(self._losses[micro]) / self._of_micros for micro in sorted(self._losses))
 
     def _forget(self) -> None:
         self._executor.reset()

@@ -22,6 +22,7 @@ class PeerLost(ConnectionFailed):
 class Way(StrEnum):
     """How this worker is joined with a peer."""
 
+    LOCAL = "local"  # a device of the same daemon
     DIRECT = "direct"  # dialled from here
     REVERSED = "reversed"  # dialled from there
     RELAYED = "relayed"  # both dialled a relay

@@ -69,8 +69,9 @@ class Direction(IntEnum):
     EVALUATION = 4
     EVALUATION_CODED = 5  # the same batches, through the links' codecs
     REPLAY = 6  # empty: send me again what you sent my stage in this step; micro NOT_HERE: it cannot be
-    PART = 7  # of gradients, to who adds them; micro: block, edge: ``gradient_exchange.Bucket.op``
-    TOTAL = 8  # of gradients, to the other replicas; micro: the replica that has added
+    PART = 7  # of gradients, to who adds them; micro: block, edge: ``gradient_exchange.Bucket.op``. ...
+    TOTAL = 8  # of gradients, to the other replicas; micro: the replica that has added. ...
+    # ... Of a round of peers: their bytes, edge: segment, micro: piece and label (``exchange.carrier``).
     COPY = 9  # pieces of blobs (``hosting.peer_blobs``)
 
     # An Enum's own is a Python function, and keys are looked up ten times a message.
@@ -89,6 +90,9 @@ NOT_HERE = 1
 MEASURED = frozenset({Direction.FORWARD, Direction.BACKWARD})
 """Boundary tensors of training steps: what a link's rate is measured by. Tied parameters and evaluation
 come in bursts of their own size at steps of their own, and no codec of the plan answers for them."""
+
+
+EXCHANGED = frozenset({Direction.PART, Direction.TOTAL})
 
 
 class MessageKey(NamedTuple):

@@ -22,6 +22,7 @@ import structlog
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch
 from protos import PROTOCOL_VERSION
 from protos.credentials import CurrentIdentity
+from protos.devices import machine_of
 from worker.transport.connection import Connection
 from worker.transport.contract import (
     Goodput,
@@ -84,15 +85,16 @@ class PeerNetwork:
         joined: Callable[[str, Way | None, str], None] = lambda peer, way, relay: None,
         tunnel: Callable[[RelayOffer], Tunnel] | None = None,
     ) -> None:
-        """``identity`` None: no TLS, for loopback experiments; then ``name`` is believed. ``traffic``: what
-        this machine may send and receive; None: anything.
+        """``identity`` None: no TLS, for loopback experiments; then ``name`` is believed. ``name``: of one of
+        the certified machine's devices; empty: the machine itself. ``traffic``: what this machine may send
+        and receive; None: anything.
 
         ``lost(peer, reason)`` is called before the jobs' receivers hear of it, ``joined(peer, way, relay)``
         on the loop whenever a peer is joined another way, or none; ``tunnel`` makes one of an offer. Raises
         ConnectionFailed when the port cannot be opened.
         """
         self.config = config or TransportConfig()
-        self.name = identity.name if identity else name
+        self.name = name or (identity.name if identity else "")
         self._identity = CurrentIdentity(identity) if identity is not None else None
         self._lost, self._traffic = lost, traffic
         self._courtesy = Courtesy(self._urgent_over)
@@ -299,7 +301,7 @@ class PeerNetwork:
         """A pipe that nothing was said on. Raises ConnectionFailed."""
         identity = self._identity.now if self._identity is not None else None
         if isinstance(road, tuple):
-            return DialledPipe(identity, name, target_of(road), use_proxy=self.config.use_proxy)
+            return DialledPipe(identity, machine_of(name), target_of(road), use_proxy=self.config.use_proxy)
         if self._ends is None:
             raise ConnectionFailed("this system has no local sockets for tunnels")
         try:
@@ -307,7 +309,7 @@ class PeerNetwork:
                 stream = await road.open()
         except TimeoutError:
             raise ConnectionFailed(f"{road.name}: the other end did not come") from None
-        return DialledPipe(identity, name, self._ends.dialled(stream), use_proxy=False)
+        return DialledPipe(identity, machine_of(name), self._ends.dialled(stream), use_proxy=False)
 
     async def _connect(self, name: str, road: Road, stream: int, deadline_s: float) -> Connection:
         """Dial and greet. Raises AccessDenied, ProtocolMismatch, ConnectionFailed."""
@@ -318,7 +320,10 @@ class PeerNetwork:
             async with asyncio.timeout(left_s):
                 await pipe.send(encode(hello))
                 answer = await pipe.receive()
-            remote = self._checked(answer, name)
+            remote = self._greeting(answer)
+            if remote.name != name:
+                raise AccessDenied(f"{name} calls itself {remote.name!r}")
+            self._checked(remote)
             # A peer that forgot us has just met us anew, under the number we gave: a fresh number would
             # make it forget us again, and the two would take turns at that for ever.
             peer = self._peer(remote.name, remote.session, hello.session)
@@ -388,20 +393,29 @@ class PeerNetwork:
         """Raises what the caller is refused with."""
         try:
             async with asyncio.timeout(self.config.handshake_s):
-                first = await pipe.receive()
-            remote = self._checked(first, None if self._identity is None else pipe.certified or "")
+                hello = self._greeting(await pipe.receive())
+            if self._identity is not None and machine_of(hello.name) != (pipe.certified or ""):
+                raise AccessDenied(f"{pipe.certified} calls itself {hello.name!r}")
+            network = self._addressed(hello.target)
+            remote = network._checked(hello)
         except (AccessDenied, BadFrame) as error:
             log.warning("peer.refused", peer=pipe.certified, reason=str(error))
             raise
+        await network._serve_accepted(pipe, remote)
+
+    def _addressed(self, name: str) -> PeerNetwork:
+        """The network that a caller of ``name`` means, of those behind this port."""
+        return self
+
+    async def _serve_accepted(self, pipe: AcceptedPipe, remote: Hello) -> None:
         peer = self._peer(remote.name, remote.session)
         await pipe.send(encode(self._hello(peer, remote.stream)))
         if not peer.gone and not self._closed:
             way, outbound = Way.RELAYED if pipe.tunnelled else Way.REVERSED, remote.stream % 2 == 1
             await self._serve(self._attach(pipe, peer, remote, way, outbound=outbound))
 
-    def _checked(self, first: bytes | None, name: str | None) -> Hello:
-        """The other side's HELLO; ``name``: who it is, None: whoever it says. Raises BadFrame,
-        ProtocolMismatch or AccessDenied."""
+    def _greeting(self, first: bytes | None) -> Hello:
+        """The other side's HELLO. Raises BadFrame, ProtocolMismatch."""
         if first is None:
             raise BadFrame("connection closed by the peer")
         frame = decode(first)[0]
@@ -411,8 +425,10 @@ class PeerNetwork:
             raise ProtocolMismatch(
                 f"peer speaks protocol {frame.protocol}, {self.name} speaks {PROTOCOL_VERSION}; update one"
             )
-        if name is not None and frame.name != name:
-            raise AccessDenied(f"{name} calls itself {frame.name!r}")
+        return frame
+
+    def _checked(self, frame: Hello) -> Hello:
+        """A HELLO that this network accepts. Raises AccessDenied."""
         if frame.target != self.name:
             raise AccessDenied(f"this is {self.name}, not {frame.target!r}")
         if frame.name not in self._expected:
@@ -458,6 +474,19 @@ class PeerNetwork:
             raise ValueError(f"message of {len(view)} bytes; at most {self.config.max_message_bytes}")
         if len(header) > MAX_META_BYTES:
             raise ValueError(f"message header of {len(header)} bytes; at most {MAX_META_BYTES}")
+        self._submit(peer, key, header, view, timeout_s, more=more, background=background)
+
+    def _submit(
+        self,
+        peer: str,
+        key: MessageKey,
+        header: bytes,
+        view: memoryview,
+        timeout_s: float | None,
+        *,
+        more: bool,
+        background: bool,
+    ) -> None:
         self._known(peer).submit(key, header, view, timeout_s, more=more, background=background)
 
     def flush(self, peer: str, timeout_s: float) -> bool:

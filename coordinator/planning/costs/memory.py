@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 JOINING = 2
 """Gradients beside a stage's own where there are other replicas: those that travel, and the totals."""
+PEERS_OWN = 5
+"""Copies of the model that a peer with local steps has: the outer one, its momentum, what it brought to a
+round, the change, and the totals."""
 
 
 class MemoryModel:
@@ -53,6 +56,7 @@ class MemoryModel:
                 # Of several blocks the sum so far; where another stage may use the leaf, too, each one's.
                 sums = training.blocks - 1 if uses[leaf] > 1 else min(training.blocks - 1, 1)
                 sums += JOINING if training.replicas != "1" else 0
+                sums += PEERS_OWN if training.local_exchange is not None else 0
                 state[op] += bytes_held + sums * bytes_trained
                 trainable[op] += bytes_trained
                 tensors[op] += bytes_trained > 0

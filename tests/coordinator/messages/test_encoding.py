@@ -29,6 +29,7 @@ FACTS: list[facts.Fact] = [
     facts.RatioCapped("j", 5, 11.2),
     facts.StepCommitted("j", 3, 8, 1 / 3, 2.5, 0.75, store=True, evaluate=True, coded=True),
     facts.StepCommitted("j", 3, 9, 0.5, 2.5, 0.75, digests=("0123456789abcdef" * 2, "")),
+    facts.RoundMet("j", 3, 9, 4, ("w-a", "w-b"), {"w-c": "w-c is lost"}, 2000, "ab" * 16, 2.5),
     facts.SpotChecked("j", 1, 6, 9, "w-b"),
     facts.WorkRejected("j", 6, "w-a", "wrong: w-a computed step 8 of stage 1 otherwise than w-b and w-c"),
     facts.Evaluated("j", 9, 0.25),

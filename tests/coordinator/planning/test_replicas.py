@@ -15,7 +15,8 @@ from atoll.program import stage_programs
 from coordinator.planning.costs.fleet import Fleet
 from coordinator.planning.planner import PlanRequest
 from coordinator.planning.problem import Problem
-from coordinator.planning.replicas import best_plan, exchanged_bytes, shares_of
+from coordinator.planning.replicas import best_plan, exchanged_bytes
+from coordinator.planning.transfers import shares_of
 from tests.coordinator.planning.test_ways import DAG, fleet_of
 
 FOUR = TrainingSpec(1, 8, blocks=4, replicas="2")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from protos import atoll_control_pb2 as pb
-from protos.atoll_compute_pb2 import ComputeJoin
+from protos.atoll_compute_pb2 import ComputeJoin, ToCompute
 from tests.patience import HUNG_S
 from worker.cancel import Cancel
 from worker.compute.workbench import PROBE_S, Workbench
@@ -53,7 +53,7 @@ def bench_with(
     status = ComputeStatus(memoryview(bytearray(HEAD_BYTES)))
     meter = cpu or CpuMeter()
     context: Any = SimpleNamespace(device=device, cpu=meter, status=status, duty=DutyCycle())
-    bench = Workbench(context, posted.put, said.put, gauge)  # type: ignore[arg-type]
+    bench = Workbench(context, posted.put, said.put, lambda assignment: None, gauge)  # type: ignore[arg-type]
     bench.start()
     return bench, posted, said
 
@@ -155,7 +155,10 @@ def test_an_op_that_is_timed_is_shown_on_the_status_page_until_it_ends(
 @pytest.mark.parametrize(
     ("instruction", "why"),
     [
-        (instructions.LoadStage("j", 3, pb.Assign(job="j\u202e", plan_version=3)), "control characters"),
+        (
+            instructions.LoadStage("j", 3, ToCompute(load=pb.Assign(job="j\u202e", plan_version=3))),
+            "control characters",
+        ),
         (instructions.TrainLocally("j", 3, pb.TrainRound(job="j", round=3)), "codec"),
         (instructions.EvaluateLocally("j", 3, pb.EvaluateRound(job="j", round=3)), "model"),
         (instructions.JoinFederation("j", 3, ComputeJoin(invitation=pb.Participate(job="j"))), "optimizer"),

@@ -56,12 +56,16 @@ while True:
         break
     body = getattr(message, kind)
     held = body.job if kind == "load" else body.invitation.job if kind == "join" else held
+    if kind == "load":
+        globals().get("on_load_asked", lambda m: None)(body)
+        say(loading=message.assignment)
     globals().get("on_" + kind, lambda m: None)(body)
 """
 
 
 def command(handlers: Mapping[str, str]) -> tuple[str, ...]:
-    """Command line of a process that runs ``handlers`` by kind of message; ``m`` is its body."""
+    """Command line of a process that runs ``handlers`` by kind of message; ``m`` is its body.
+    ``load_asked``: before the assignment's number is said."""
     functions = [f"def on_{kind}(m):\n{indent(code, '    ')}\n" for kind, code in handlers.items()]
     return (sys.executable, "-P", "-c", "\n".join([_BEGIN, *functions, _END]))
 

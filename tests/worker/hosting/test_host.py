@@ -234,6 +234,42 @@ def test_a_process_gets_blobs_batches_and_connections_of_its_job(start: Start) -
     assert world.network.admitted == ["w-b"]
 
 
+def test_batches_of_a_job_that_was_released_meanwhile_are_not_sent(start: Start) -> None:
+    world = start(
+        load="say(batches=pb.FetchBatches(request=4, batches=control.BatchRequest(job='k')))",
+        answer="posted('StepApplied', step=m.request if m.error == 'cancelled' else 0)",
+        batch="posted('StepApplied', step=100)",
+    )
+    world.load()
+    assert world.event().step == 4
+
+
+def test_what_was_said_of_the_assignment_before_is_left_and_harms_nobody(start: Start) -> None:
+    """Of the same job and version, as where a standby is given another rank."""
+    of_before = "key = pb.Key(job='j', plan_version=1, step=5, direction=3)\n"
+    world = start(
+        load_asked=of_before + "say(wanted=pb.WantedList(messages=[pb.Wanted(peer='w-x', key=key)]))\n"
+        "say(outgoing=pb.Outgoing(peer='w-x', key=key, offset=0, size=3))\n"
+        "say(connect=pb.JobLinks(request=3))\n"
+        "say(batches=pb.FetchBatches(request=4, batches=control.BatchRequest(job='j')))\n"
+        "say(forget=pb.JobLinks(job='j', plan_version=1))\n"
+        "posted('StageBroke', plan_version=1)\n"
+        "posted('Probed', message=control.FromWorker(ops_probed=control.OpsProbed(request=9)))",
+        answer="posted('StepApplied', step=m.request if m.error == 'cancelled' else 0)",
+        batch="posted('StepApplied', step=100)",
+    )
+    world.host.do(instructions.TimeOps(9, PROBE))
+    before = world.child
+    world.load()
+    assert isinstance(world.event(), events.Probed)
+    assert sorted(world.event().step for _ in range(2)) == [3, 4]
+    world.load()
+    assert sorted(world.event().step for _ in range(2)) == [3, 4]
+    assert world.child is before
+    assert world.network.sent.empty()
+    assert world.network.admitted == []
+
+
 # ------------------------------------------------------------ rules that are broken
 
 _KEY = "key = pb.Key(job={job!r}, plan_version=1, step=5, direction=3)\n"
@@ -248,10 +284,6 @@ BREACHES = {
     "speaks for us": (
         "say(said=control.FromWorker(leaving=control.Leaving(reason='bye')))",
         "a message to the coordinator of kind leaving",
-    ),
-    "another's batches": (
-        "say(batches=pb.FetchBatches(request=1, batches=control.BatchRequest(job='k')))",
-        "micro-batches of another job",
     ),
     "our file": (
         "file = pb.StoreFile(hash='b' * 64, size=5, path='/etc/passwd')\n"

@@ -129,7 +129,7 @@ def test_micro_batches_wait_until_what_was_sent_is_read(fake: FakeChild) -> None
     served = serving(fake)
     fake.room.clear()
     asked = control.BatchRequest(job="j", inputs=["x"], first_step=4, count=2)
-    served.batches(pb.FetchBatches(request=1, batches=asked))
+    served.batches(pb.FetchBatches(request=1, batches=asked), "j")
     with pytest.raises(queue.Empty):
         fake.sent.get(timeout=0.05)
     fake.room.set()
@@ -141,7 +141,8 @@ def test_micro_batches_wait_until_what_was_sent_is_read(fake: FakeChild) -> None
 def test_micro_batches_that_nobody_reads_are_given_up(fake: FakeChild) -> None:
     served = serving(fake)
     fake.room.clear()
-    served.batches(pb.FetchBatches(request=1, batches=control.BatchRequest(job="j", inputs=["x"], count=2)))
+    asked = control.BatchRequest(job="j", inputs=["x"], count=2)
+    served.batches(pb.FetchBatches(request=1, batches=asked), "j")
     served.cancel(1)
     assert fake.answer().error == "cancelled"
 

@@ -25,6 +25,7 @@ from tests.worker.links.hub import Hub
 from worker.links.links import NEVER, Links, Network
 from worker.spans import Spans
 from worker.stage.assignment import Assignment, PeerLink
+from worker.stage.local_steps import LocalSteps
 from worker.stage.reports import Progress
 from worker.stage.run import Meters, StageRun, codecs_of
 from worker.stage.stage import Stage
@@ -144,28 +145,34 @@ class Crew:
         made: Case,
         assignments: Sequence[Assignment],
         network_of: Callable[[str], Network] | None = None,
+        tensors: Sequence[Mapping[str, Mapping[str, Tensor]]] = (),
     ) -> None:
-        """``network_of`` a worker; None: all in one ``hub``."""
+        """``network_of`` a worker; None: all in one ``hub``. ``tensors`` of each; none: the captured ones."""
+        held = tensors or [made.tensors] * len(assignments)
         self.made, self.hub = made, Hub()
         self.network_of = network_of or self.hub.port
         self.links: list[Links] = []
-        self.runs = [self.run_of(a) for a in assignments]
-        for run in self.runs:
-            run.open(0)
+        self.runs = [self.run_of(a, tensors) for a, tensors in zip(assignments, held, strict=True)]
+        for run, assignment in zip(self.runs, assignments, strict=True):
+            run.open(assignment.first_step)
 
     def run_of(
         self, assignment: Assignment, tensors: Mapping[str, Mapping[str, Tensor]] | None = None
     ) -> StageRun:
         """A run of the assigned stage, from ``tensors`` or, without any, from the captured ones."""
-        me = assignment.worker_of(assignment.stage)
+        me, local = assignment.worker_of(assignment.stage), None
+        tensors = self.made.tensors if tensors is None else tensors
         stage = Stage(
             assignment.program,
             assignment.eval_program,
             assignment.training,
-            self.made.tensors if tensors is None else tensors,
+            tensors,
             states=self.made.states,
             actions=assignment.plan.actions(assignment.rank),
+            alone=assignment.plan.local,
         )
+        if assignment.plan.local:
+            local = LocalSteps(assignment, stage, tensors)
         program = assignment.eval_program
         assert program is not None
 
@@ -186,7 +193,7 @@ class Crew:
         for begins, era in later:
             links.relink(era.version, begins, codecs_of(era))
         self.links.append(links)
-        return StageRun(assignment, stage, links, feed, held_out, Meters(spans, Progress()))
+        return StageRun(assignment, stage, links, feed, held_out, Meters(spans, Progress()), local=local)
 
     def all(self, work: str, *arguments: object, **named: object) -> list[object]:
         results: list[object] = [None] * len(self.runs)

@@ -45,7 +45,7 @@ def test_a_stage_of_a_plan_is_taken_whatever_its_replica() -> None:
         (
             replace(TWO, exchange=Exchange("mean")),
             PlanError,
-            "replicas exchange exact sums at every step here, not mean every 1 through none",
+            "replicas exchange exact sums at every step here, or take local steps, not mean every 1 through",
         ),
         (replace(TWO, exchange=None), PlanError, "2 replicas do not go with exchange None"),
         (replace(PLAN, exchange=Exchange()), PlanError, "1 replicas do not go with exchange"),

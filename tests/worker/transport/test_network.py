@@ -613,5 +613,5 @@ def test_a_peer_that_is_barred_is_lost_at_once_and_not_let_in_again(host: Make) 
     b.network.bar("w-a", "its certificate was revoked: noise")
     assert b.losses.get(timeout=HUNG_S) == ("w-a", "its certificate was revoked: noise")
     with pytest.raises(AccessDenied, match="does not expect"):
-        b.network._checked(encode(Hello(PROTOCOL_VERSION, 1, "w-a", "w-b", "", 0)), "w-a")
+        b.network._checked(Hello(PROTOCOL_VERSION, 1, "w-a", "w-b", "", 0))
     b.network.bar("w-nobody", "revoked")

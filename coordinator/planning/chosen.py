@@ -1,0 +1,78 @@
+"""The way that a job is trained on a fleet: exact ones by default, local steps where it asks for them.
+
+``auto`` holds the fastest exact plan against peers with local steps, each of whose micro-batches counts by
+its rule's measured ``efficiency``; the plan says what it was held against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from atoll.exchange import AUTO, EXACT
+from atoll.plan import written_buffers
+from coordinator.planning.local_plans import fastest, peers_plan
+from coordinator.planning.replicas import best_plan
+from coordinator.planning.ways import LOCAL_EXCHANGES
+from strategies.exchanges.catalogue import EXCHANGES
+
+if TYPE_CHECKING:
+    from atoll.exchange import Exchange
+    from atoll.plan import Plan
+    from coordinator.planning.local_plans import Sharing
+    from coordinator.planning.op_fence import Effort
+    from coordinator.planning.planner import PlanRequest
+
+
+def chosen_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
+    """Return the plan of a job as its training asks for it; raises what ``best_plan`` does."""
+    training = request.training
+    if training.exchange != AUTO:
+        return best_plan(request, effort)
+    replicas = "auto" if training.replicas == "1" else training.replicas
+    exact_request = replace(request, training=replace(training, exchange=EXACT, replicas=replicas))
+    exact = best_plan(exact_request, effort)
+    found = _best_local(request)
+    if found is None:
+        return _explained(exact, "no two machines hold the model and what local steps keep of it")
+    sharing, exchange = found
+    efficiency = EXCHANGES[exchange.rule].efficiency_at(exchange.every)
+    exact_s = exact.prediction.step_s if exact.prediction is not None else float("inf")
+    worth, exact_worth = efficiency / sharing.step_s, 1.0 / exact_s
+    words = (
+        f"{exchange.rule} every {exchange.every} steps among {len(sharing.parts)} machines: "
+        f"{sharing.step_s:.3g} s a step that counts {efficiency:.2f} of an exact one; {_shape(exact)}: "
+        f"{exact_s:.3g} s"
+    )
+    if worth <= exact_worth:
+        return _explained(exact, words)
+    return _explained(peers_plan(request, exchange, effort, (sharing.parts, sharing.ends)), words)
+
+
+def _best_local(request: PlanRequest) -> tuple[Sharing, Exchange] | None:
+    """Return the peers and the exchange whose steps teach most a second."""
+    if written_buffers(request.dag):
+        return None
+    found = [
+        (sharing, exchange)
+        for exchange in LOCAL_EXCHANGES
+        if (sharing := fastest(request, exchange)) is not None
+    ]
+    return max(
+        found,
+        key=lambda one: EXCHANGES[one[1].rule].efficiency_at(one[1].every) / one[0].step_s,
+        default=None,
+    )
+
+
+def _shape(plan: Plan) -> str:
+    count = len(plan.replicas)
+    stages = len(plan.places)
+    return f"{count} replicas of {stages} stages in all" if count > 1 else f"one pipeline of {stages} stages"
+
+
+def _explained(plan: Plan, words: str) -> Plan:
+    if plan.prediction is None:
+        return plan
+    notes = (*plan.prediction.notes, f"exchange auto: {words}")
+    return replace(plan, prediction=replace(plan.prediction, notes=notes))

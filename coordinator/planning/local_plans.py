@@ -1,0 +1,208 @@
+"""Plans of peers that each hold the whole model, take steps of their own and exchange what has come of them.
+
+    step = slowest peer's share of a step + what of an exchange outlasts its delay / steps between two of them
+
+A step's micro-batches are shared out by the peers' speed, so a step sees the same data as on one machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from atoll.errors import NotEnoughMemory, PlanError
+from atoll.plan import LinkPrediction, Plan, Prediction, Replica, validate, written_buffers
+from coordinator.planning.planner import PlanRequest, make_plan
+from coordinator.planning.problem import Problem
+from coordinator.planning.transfers import exchange_s, owner_transfers, rank_rates, shares_of
+from strategies.exchanges.catalogue import EXCHANGES
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from atoll.exchange import Exchange
+    from coordinator.planning.costs.fleet import Fleet
+    from coordinator.planning.op_fence import Effort
+
+    Floats = NDArray[np.float64]
+
+MOST_PEERS = 64
+LEAST_DEADLINE_S = 60.0  # or as long as a period takes: the others go on without who is later
+
+
+def peers_plan(
+    request: PlanRequest,
+    exchange: Exchange,
+    effort: Effort | None = None,
+    given: tuple[Sequence[tuple[str, ...]], Sequence[int]] | None = None,
+) -> Plan:
+    """Return the plan of as many peers as end a step first, or as many as the job's ``replicas`` say.
+
+    ``given``: their workers, and where their shares of a step end. NotEnoughMemory where fewer than two
+    machines hold the model and what the rule keeps, PlanError for a model that peers cannot share.
+    """
+    written = written_buffers(request.dag)
+    if written:
+        raise PlanError(
+            f"training writes {len(written)} buffers, as {written[0]}, which peers with local steps do not "
+            "join: give --exchange exact"
+        )
+    if given is not None:
+        return _joined(request, exchange, *given, effort)
+    own = replace(request.training, n_micro=1, blocks=1, exchange=exchange.rule)
+    problem = Problem(request.dag, own, request.fleet)
+    found = fastest(request, exchange, problem)
+    if found is None:
+        need = problem.memory.bytes(0, problem.n_ops, 1)
+        held = sum(bool(limit >= need) for limit in problem.limits)
+        raise NotEnoughMemory(
+            f"peers with local steps hold the whole model, {need / 2**20:.0f} MiB with what {exchange.rule} "
+            f"keeps of it; {held} of {len(problem.limits)} machines have that"
+        )
+    return _joined(request, exchange, found.parts, found.ends, effort)
+
+
+class Sharing(NamedTuple):
+    """Peers that share out a step, where their shares end, and the predicted seconds of a step."""
+
+    step_s: float
+    parts: list[tuple[str, ...]]
+    ends: list[int]
+
+
+def fastest(request: PlanRequest, exchange: Exchange, problem: Problem | None = None) -> Sharing | None:
+    """Return how many peers end a step first, None where fewer than two machines hold what the rule keeps."""
+    if problem is None:
+        own = replace(request.training, n_micro=1, blocks=1, exchange=exchange.rule)
+        problem = Problem(request.dag, own, request.fleet)
+    return min(_counted(request, exchange, problem), key=lambda one: one.step_s, default=None)
+
+
+def _counted(request: PlanRequest, exchange: Exchange, problem: Problem) -> Iterator[Sharing]:
+    """Yield sharings for numbers of the fastest peers."""
+    n_micro, fleet = request.training.n_micro, request.fleet
+    need = problem.memory.bytes(0, problem.n_ops, 1)
+    micro_s = problem.compute[:, -1]
+    able = [i for i in range(len(fleet.devices)) if problem.limits[i] >= need]
+    able.sort(key=lambda i: (micro_s[i], i))
+    most = min(MOST_PEERS, len(able), n_micro)
+    asked = request.training.replica_count or 1
+    counts = range(2, most + 1)
+    if asked > 1:
+        counts = range(asked, asked + 1) if request.version <= 1 else range(2, asked + 1)
+    n_bytes = problem.memory.trained(0, problem.n_ops)[0]
+    for count in counts:
+        if count > most:
+            continue
+        members = able[:count]
+        shares = shares_of(n_micro, [1.0 / float(micro_s[i]) for i in members])
+        compute_s = max(share * float(micro_s[i]) for share, i in zip(shares, members, strict=True))
+        joint_s = exchange_s(fleet, transfers(fleet, members, n_bytes, exchange))
+        step_s = compute_s + max(0.0, joint_s / exchange.every - exchange.delay * compute_s / exchange.every)
+        yield Sharing(step_s, [(fleet.devices[i].worker,) for i in members], list(accumulate(shares)))
+
+
+def transfers(fleet: Fleet, members: list[int], n_bytes: float, exchange: Exchange) -> Floats:
+    """Return the bytes [devices, devices] of a round among ``members`` with so many trained bytes each."""
+    dense = owner_transfers(fleet, members, n_bytes)
+    count = len(members)
+    if count < 2 or not n_bytes:
+        return dense
+    volume = EXCHANGES[exchange.rule].volume(((round(n_bytes / 4),),), exchange, count)
+    return dense * (volume / (float(dense.sum()) / count))
+
+
+def _joined(
+    request: PlanRequest,
+    exchange: Exchange,
+    parts: Sequence[tuple[str, ...]],
+    ends: Sequence[int],
+    effort: Effort | None,
+) -> Plan:
+    """Plan each peer for its share, and put them together."""
+    spans = list(pairwise((0, *ends)))
+    plans = [
+        make_plan(
+            replace(
+                request,
+                fleet=request.fleet.subset(part),
+                training=replace(
+                    request.training, n_micro=stop - start, blocks=1, replicas="1", exchange=exchange.rule
+                ),
+                partitioner="op_fence",
+                beyond=0,
+            ),
+            effort,
+        )
+        for part, (start, stop) in zip(parts, spans, strict=True)
+    ]
+    evaluated = all(plan.stages[-1].eval_stop for plan in plans)
+    stages = [
+        plan.stages[0] if evaluated else replace(plan.stages[0], eval_start=0, eval_stop=0) for plan in plans
+    ]
+    fleet = request.fleet
+    members = [fleet.index[stage.worker] for stage in stages]
+    predicted = _predicted(request, plans, members, exchange)
+    exchange = replace(
+        exchange,
+        rates=tuple(rank_rates(fleet, members)),
+        deadline_s=max(LEAST_DEADLINE_S, exchange.every * predicted.step_s),
+    )
+    workers = {stage.worker for stage in stages}
+    plan = replace(
+        plans[0],
+        partitioner=request.partitioner,
+        n_micro=request.training.n_micro,
+        blocks=request.training.blocks,
+        replicas=tuple(Replica(span, (stage,)) for span, stage in zip(spans, stages, strict=True)),
+        exchange=exchange,
+        prediction=predicted,
+        left_out=tuple(
+            (device.worker, "the peers are faster without it, or it does not hold the model")
+            for device in fleet.devices
+            if device.worker not in workers
+        ),
+    )
+    validate(plan, request.dag, request.training)
+    return plan
+
+
+def _predicted(
+    request: PlanRequest, plans: Sequence[Plan], members: list[int], exchange: Exchange
+) -> Prediction:
+    alone = [p.prediction for p in plans if p.prediction is not None]
+    slowest = max(alone, key=lambda p: p.step_s)
+    problem = Problem(request.dag, request.training, request.fleet)
+    n_bytes = problem.memory.trained(0, problem.n_ops)[0]
+    sent = transfers(request.fleet, members, n_bytes, exchange)
+    joint_s = exchange_s(request.fleet, sent)
+    late_s = max(0.0, joint_s - exchange.delay * slowest.step_s)
+    names = [device.worker for device in request.fleet.devices]
+    links = tuple(
+        LinkPrediction(
+            names[a],
+            names[b],
+            round(sent[a, b] / exchange.every),
+            8.0 * sent[a, b] / request.fleet.effective_bps[a, b] / exchange.every,
+        )
+        for a, b in zip(*np.nonzero(sent), strict=True)
+    )
+    words = (
+        f"{len(plans)} peers with {exchange.rule} exchange every {exchange.every} steps, in {joint_s:.3g} s, "
+        f"{float(sent.sum(axis=1).max()) / 1e6:.1f} MB from the busiest; another model than one machine's"
+    )
+    dominated = late_s > exchange.every * slowest.step_s
+    return replace(
+        slowest,
+        step_s=slowest.step_s + late_s / exchange.every,
+        lower_bound_s=max(p.lower_bound_s for p in alone),
+        bottleneck="exchange" if dominated else slowest.bottleneck,
+        reason=words if dominated else slowest.reason,
+        stages=tuple(stage for p in alone for stage in p.stages),
+        links=links,
+        notes=tuple(dict.fromkeys((words, *(note for p in alone for note in p.notes)))),
+    )

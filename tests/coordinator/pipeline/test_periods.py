@@ -1,0 +1,215 @@
+"""Periods of local steps: one commit a period, by whoever is there; a lost peer costs the others nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from atoll.dataset_spec import DataSpec
+from atoll.exchange import Exchange
+from atoll.job import JobSpec, TrainingSpec
+from atoll.microbatch import ScheduleName
+from atoll.plan import Plan, Replica, StageSpec
+from coordinator.messages import jobs, peer_tensors
+from coordinator.messages.events import Loaded, RoundReceipt, StateStored, StepReady
+from coordinator.messages.facts import Checkpoint, CheckpointStored, RoundMet, StepCommitted
+from coordinator.messages.instructions import StepCommit, StepStart
+from coordinator.messages.jobs import (
+    FromRank,
+    JobState,
+    Phase,
+    Point,
+    Reassign,
+    Record,
+    Replaced,
+    Seating,
+    ToRanks,
+)
+from coordinator.pipeline import machine
+
+HASH = "ab" * 32
+PEERS = 3
+
+
+def plan(version: int = 1) -> Plan:
+    replicas = tuple(Replica((i, i + 1), (StageSpec(0, 4, 0, 4, f"w{i}", 0),)) for i in range(PEERS))
+    exchange = Exchange("diloco", every=4)
+    return Plan(
+        "j", version, HASH, HASH, "op_fence", ScheduleName.ONE_F_ONE_B, PEERS, replicas, exchange=exchange
+    )
+
+
+def training(**changes: Any) -> JobState:
+    spec = TrainingSpec(**{"steps": 10, "n_micro": PEERS, "exchange": "diloco", "local_steps": 4, **changes})
+    data = DataSpec((), 8, 1)
+    state = JobState(
+        "j", JobSpec("job", spec, HASH, HASH, {"p": HASH}, data, None), Checkpoint(0, {"p": HASH}), 0.0
+    )
+    for event in (jobs.Picked("go"), jobs.Profiled(), jobs.Planned(plan())):
+        state, _ = machine.step(state, event, 1.0)
+    return loaded(state)
+
+
+def loaded(state: JobState) -> JobState:
+    todo: list[jobs.Todo] = []
+    for rank in state.present:
+        state, todo = machine.step(state, FromRank(rank, Loaded("j", state.assigned)), 1.0)
+    assert state.phase is Phase.TRAINING
+    assert [t.message for t in todo if isinstance(t, ToRanks)] == [StepStart("j", state.version, state.due)]
+    return state
+
+
+def ready(state: JobState, rank: int, **changes: Any) -> FromRank[StepReady]:
+    receipt = RoundReceipt(0, state.present, 1.0, 10, 10, "d1")
+    losses = tuple(float(rank) for _ in range(state.due + 1 - state.step))
+    report = StepReady("j", state.version, state.due, None, losses=losses, receipt=receipt)
+    return FromRank(rank, replace(report, **changes))
+
+
+def period(state: JobState, now_s: float = 9.0) -> tuple[JobState, list[jobs.Todo]]:
+    todo: list[jobs.Todo] = []
+    for rank in state.present:
+        state, todo = machine.step(state, ready(state, rank), now_s)
+    return state, todo
+
+
+def facts(todo: list[jobs.Todo], kind: type) -> list[Any]:
+    return [t.fact for t in todo if isinstance(t, Record) and isinstance(t.fact, kind)]
+
+
+def test_a_period_is_committed_once_and_shows_each_of_its_steps() -> None:
+    state, todo = period(training())
+    assert state.step == 4
+    (commit,) = [t.message for t in todo if isinstance(t, ToRanks)]
+    assert isinstance(commit, StepCommit)
+    assert (commit.step, commit.gradient_scale, commit.last) == (
+        3,
+        1.0,
+        False,
+    )
+    assert [(p.step, p.value) for p in todo if isinstance(p, Point) and p.name == "loss"] == [
+        (step, 1.0) for step in (1, 2, 3, 4)
+    ]
+    assert [fact.step for fact in facts(todo, StepCommitted)] == [3]
+    (met,) = facts(todo, RoundMet)
+    assert met.included == ("w0", "w1", "w2")
+    assert met.missing == {}
+    assert met.sent_bytes == 30
+
+
+def test_the_last_period_ends_with_the_last_step() -> None:
+    state, _ = period(training())
+    state, _ = period(state)
+    assert (state.step, state.due) == (8, 9)
+    state, todo = period(state)
+    assert state.step == 10
+    assert facts(todo, StepCommitted)[0].last
+
+
+def lose(state: JobState, rank: int) -> tuple[JobState, list[jobs.Todo]]:
+    workers = tuple(place.worker for place in state.plan.places)  # type: ignore[union-attr]
+    gone = Replaced(workers, frozenset(), f"w{rank} is lost", absent=frozenset({rank}))
+    return machine.step(state, gone, 2.0)
+
+
+def test_the_others_go_on_without_a_lost_peer_and_the_receipt_names_it() -> None:
+    state = training()
+    state, _ = machine.step(state, ready(state, 0), 1.5)
+    state, todo = lose(state, 1)
+    (reassign,) = [t for t in todo if isinstance(t, Reassign)]
+    assert reassign.left == ("w1",)
+    assert reassign.newcomers == frozenset()
+    assert state.present == (0, 2)
+    assert state.step == 0
+    assert state.rank_of("w1") is None
+    state = loaded(state)
+    state, todo = period(state)
+    assert state.step == 4
+    (met,) = facts(todo, RoundMet)
+    assert met.included == ("w0", "w2")
+    assert met.missing == {"w1": "w1 is lost"}
+    assert [p.value for p in todo if isinstance(p, Point) and p.name == "loss"] == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (RoundReceipt(0, (0, 1, 2), 1.0, 1, 1, "d2"), "different results"),
+        (RoundReceipt(0, (0, 2), 1.0, 1, 1, "d1"), "expected are those"),
+        (RoundReceipt(0, (0, 1, 2), 0.5, 1, 1, "d1"), "50% of the model"),
+        (None, "without a receipt"),
+    ],
+)
+def test_peers_that_do_not_agree_commit_nothing(wrong: RoundReceipt | None, words: str) -> None:
+    state = training()
+    state, _ = machine.step(state, ready(state, 0), 1.0)
+    state, _ = machine.step(state, ready(state, 1), 1.0)
+    state, todo = machine.step(state, ready(state, 2, receipt=wrong), 1.0)
+    assert state.phase is Phase.PAUSED
+    assert words in state.reason
+    assert not facts(todo, StepCommitted)
+
+
+def test_a_peer_that_diverges_ends_the_period_at_once() -> None:
+    state = training()
+    state, _ = machine.step(state, ready(state, 2, finite=False), 1.0)
+    assert state.phase is Phase.PAUSED
+    assert "w2 diverged" in state.reason
+
+
+def stored(state: JobState, rank: int, done: int) -> FromRank[StateStored]:
+    return FromRank(rank, StateStored("j", state.version, done - 1, {"p": f"{rank}" * 64}))
+
+
+def test_every_peer_stores_a_state_of_its_own() -> None:
+    state, _ = period(training(checkpoint_every=4))
+    todo: list[jobs.Todo] = []
+    for rank in state.present:
+        state, todo = machine.step(state, stored(state, rank, 4), 9.0)
+    (fact,) = facts(todo, CheckpointStored)
+    assert fact.tensors == {"p": "0" * 64, "p@1": "1" * 64, "p@2": "2" * 64}
+    assert peer_tensors.own(fact.tensors, 1) == {"p": "1" * 64}
+    assert peer_tensors.own(fact.tensors, 7) == peer_tensors.model(fact.tensors) == {"p": "0" * 64}
+
+
+def test_a_checkpoint_without_a_peer_keeps_nothing_of_its_old_state() -> None:
+    before = {"p": "a" * 64, "p@1": "b" * 64, "constant": "c" * 64}
+    assert peer_tensors.merged(before, {2: {"p": "2" * 64}, 3: {"p": "3" * 64}}) == {
+        "p": "2" * 64, "p@3": "3" * 64, "constant": "c" * 64,
+    }  # fmt: skip
+
+
+def test_a_peer_joins_with_the_state_that_a_period_began_with() -> None:
+    state, _ = lose(training(), 1)
+    state, _ = period(loaded(state))
+    state, _ = machine.step(state, Seating(True), 3.0)
+    state, todo = period(state)
+    (commit,) = [t.message for t in todo if isinstance(t, ToRanks)]
+    assert isinstance(commit, StepCommit)
+    assert commit.store
+    assert state.step == 8
+    state, todo = period(state)  # has to wait: the newcomer would begin with an older state
+    assert state.step == 8
+    assert not facts(todo, StepCommitted)
+    for rank in state.present:
+        state, _ = machine.step(state, stored(state, rank, 8), 9.0)
+    assert state.checkpoint.step == 8
+    state, _ = machine.step(state, Replaced(("w0", "w9", "w2"), frozenset({1}), "w9 joins", chosen=True), 9.0)
+    assert state.present == (0, 1, 2)
+    assert state.lost == {}
+    state, todo = period(loaded(state))
+    assert facts(todo, RoundMet)[0].included == ("w0", "w9", "w2")
+
+
+def test_a_period_that_waited_is_committed_when_nobody_joins_after_all() -> None:
+    state, _ = lose(training(), 1)
+    state = loaded(state)
+    state, _ = machine.step(state, Seating(True), 3.0)
+    state, _ = period(state)
+    state, _ = period(state)
+    assert state.step == 4
+    state, todo = machine.step(state, Seating(False), 4.0)
+    assert state.step == 8
+    assert facts(todo, StepCommitted)

@@ -1,0 +1,105 @@
+"""Peers with steps of their own on real worker processes: the bits of the rule in one process."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from atoll.exchange import Exchange
+from atoll.job import Optimizer, TrainingSpec
+from atoll.program import stage_programs
+from benchmarks.oracle import Case, Run, built_in, difference
+from benchmarks.real_workers import LoopbackFleet, as_job
+from coordinator.client.prepare import prepare
+from coordinator.messages.facts import PlanAdopted, RoundMet, StepCommitted, from_record
+from coordinator.storage.journal import StoredJournal
+from tests.e2e.test_reconfigured import disturb
+from worker.inprocess.peers import LocalPeers, WholeModel
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TRAINING = TrainingSpec(
+    steps=6,
+    n_micro=4,
+    seed=17,
+    optimizer=Optimizer(lr=3e-3, weight_decay=0.01, clip_norm=0.5),
+    exchange="diloco",
+    local_steps=3,
+)
+SHARES = (range(1), range(1, 2), range(2, 4))
+CUT = "cut:@1/@1/@2"
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[LoopbackFleet]:
+    with LoopbackFleet(3) as started:
+        yield started
+
+
+def in_one_process(case: Case, exchange: Exchange) -> Run:
+    """The rule among three peers that share out each step as the plan does."""
+    (program,) = stage_programs(case.dag, (0,))
+    model = WholeModel(program, case.training, case.tensors, states=case.states)
+    peers = LocalPeers(model, exchange, len(SHARES), micros=SHARES)
+    losses = []
+    for step in range(case.training.steps):
+        figures = peers.step(step, lambda rank, at: [case.batches(at)[m] for m in SHARES[rank]])
+        whole = sum(len(share) * loss for share, loss in zip(SHARES, figures.losses, strict=True))
+        losses.append((whole / case.training.n_micro,))
+    state = peers.stages[0].snapshot()
+    return Run(tuple(losses), {name: {"value": held["value"]} for name, held in state.items()})
+
+
+def test_peers_end_in_the_bits_of_the_rule_in_one_process(fleet: LoopbackFleet) -> None:
+    case = built_in("gpt2", TRAINING, 0.1)
+    found = fleet.train(prepare(as_job(case), partitioner=CUT))
+    assert fleet.plan is not None
+    assert [replica.micros for replica in fleet.plan.replicas] == [(0, 1), (1, 2), (2, 4)]
+    with closing(StoredJournal(fleet.state / "journal.sqlite")) as journal:
+        facts = [from_record(record) for record in journal.replay()]
+    assert [fact.step for fact in facts if isinstance(fact, StepCommitted)] == [2, 5]
+    assert [len(fact.included) for fact in facts if isinstance(fact, RoundMet)] == [3, 3]
+    assert difference(found, in_one_process(case, Exchange("diloco", every=3)), 1) == 0.0
+
+
+@pytest.mark.slow
+def test_a_killed_peer_costs_no_step_and_an_idle_worker_joins_in_its_place() -> None:
+    longer = replace(TRAINING, steps=150)
+    case = built_in("gpt2", longer, 0.1)
+    struck = ""
+    with LoopbackFleet(4) as fleet:
+        job = fleet.client.submit(prepare(as_job(case), partitioner=CUT)).job
+        holders: list[str] = []
+        shown: list[str] = []
+        for update in fleet.client.watch(job):
+            holders = [s.workers[0] for r in update.plan.replicas for s in r.stages] or holders
+            shown.append(update.exchange)
+            if not struck and update.step > 12:
+                struck = holders[1]
+                disturb(fleet, struck, signal.SIGKILL)
+        assert update.state == "finished", update.reason
+        with closing(StoredJournal(fleet.state / "journal.sqlite")) as journal:
+            facts = [from_record(record) for record in journal.replay()]
+    assert [fact.step for fact in facts if isinstance(fact, StepCommitted)] == list(range(2, 150, 3))
+    assert sum(isinstance(fact, PlanAdopted) for fact in facts) == 1  # nothing began anew
+    rounds = [fact for fact in facts if isinstance(fact, RoundMet)]
+    without = [fact for fact in rounds if fact.missing]
+    assert without
+    assert all(list(fact.missing) == [struck] for fact in without)
+    assert all(len(fact.included) == 2 for fact in without)
+    assert len(rounds[-1].included) == 3
+    assert struck not in rounds[-1].included
+    assert any("without" in words for words in shown)
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_with_each_peers_own_state(fleet: LoopbackFleet) -> None:
+    half = replace(built_in("gpt2", TRAINING, 0.1), training=replace(TRAINING, steps=3))
+    whole = built_in("gpt2", TRAINING, 0.1)
+    fleet.train(prepare(as_job(half), partitioner=CUT))
+    found = fleet.train(prepare(as_job(whole), partitioner=CUT, resume_of=fleet.job))
+    expected = in_one_process(whole, Exchange("diloco", every=3))
+    assert difference(found, Run(expected.figures[3:], expected.state), 1) == 0.0

@@ -1,0 +1,95 @@
+"""Peers with local steps in simulated worlds: whoever is lost, the others go on with the steps they took."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from coordinator.messages.facts import Reconfigured, RoundMet, StepCommitted, from_record
+from coordinator.messages.jobs import Phase
+from tests.sim.compute import Bench
+from tests.sim.faults import Crash
+from tests.sim.shrink import shrunk
+from tests.sim.world import Scenario, World, scenario, told, violation_of
+
+
+def peers(seed: int) -> Scenario:
+    """A world drawn by its seed in which peers take steps of their own."""
+    drawn, replicas = scenario(seed), 2 + seed % 3
+    return replace(
+        drawn,
+        workers=max(drawn.workers, replicas + seed % 2),
+        pipeline=1,
+        federated=0,
+        steps=40,
+        replicas=replicas,
+        local_steps=1 + seed % 7,
+        standbys=0,
+    )
+
+
+def facts(world: World) -> list[object]:
+    return [from_record(record) for record in world.coordinator.folder.records]
+
+
+def test_undisturbed_peers_commit_once_a_period() -> None:
+    why, world = violation_of(Scenario(seed=1, workers=3, replicas=3, local_steps=5))
+    assert why == ""
+    assert [fact.step for fact in facts(world) if isinstance(fact, StepCommitted)] == [4, 9, 14, 15]
+    assert all(len(fact.included) == 3 for fact in facts(world) if isinstance(fact, RoundMet))
+
+
+def test_a_peers_death_costs_no_step_of_the_others() -> None:
+    crash = Crash(4.0, 0.0, "w1")
+    why, world = violation_of(Scenario(seed=2, workers=3, replicas=3, local_steps=5, faults=(crash,)))
+    assert why == "", told(world, 60)
+    assert [fact.step for fact in facts(world) if isinstance(fact, StepCommitted)] == [4, 9, 14, 15]
+    met = [fact for fact in facts(world) if isinstance(fact, RoundMet)]
+    assert [len(fact.included) for fact in met][-1] == 2
+    assert "w1" in met[-1].missing
+    assert world.coordinator.shadow.jobs["job-1"].outcome == Phase.FINISHED
+
+
+def test_an_idle_worker_takes_a_lost_peers_place() -> None:
+    crash = Crash(6.0, 0.0, "w0")
+    why, world = violation_of(
+        Scenario(seed=3, workers=4, replicas=3, local_steps=4, steps=40, faults=(crash,))
+    )
+    assert why == "", told(world, 60)
+    moves = [fact for fact in facts(world) if isinstance(fact, Reconfigured)]
+    assert any(fact.absent for fact in moves)
+    assert any(fact.newcomers for fact in moves)
+    met = [fact for fact in facts(world) if isinstance(fact, RoundMet)]
+    assert len(met[-1].included) == 3
+    assert not met[-1].missing
+
+
+@pytest.mark.parametrize("first", [0, 10, 20])
+def test_everything_holds_where_peers_take_local_steps(first: int) -> None:
+    for seed in range(first, first + 10):
+        found = peers(seed)
+        why, world = violation_of(found)
+        if why:
+            small = shrunk(found)
+            why, world = violation_of(small)
+            pytest.fail(f"seed {seed}: {why}\n{small!r}\n{told(world, 40)}", pytrace=False)
+
+
+def test_a_peer_with_another_result_commits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Bench._join_peers
+
+    def bug(self: Bench) -> None:
+        """Take its own part for that of another."""
+        held, running = self.held, self.running
+        if held is not None and running is not None and held.replica == 1 and held.own:
+            for replica in held.others.values():
+                self.parts[(*running, replica)] = held.own
+        right(self)
+
+    monkeypatch.setattr(Bench, "_join_peers", bug)
+    _, world = violation_of(Scenario(seed=1, workers=3, replicas=3, local_steps=4))
+    state = world.coordinator.scheduler.jobs["job-1"]
+    assert state.phase is Phase.FAILED
+    assert "different results" in state.reason
+    assert world.coordinator.shadow.jobs["job-1"].steps == 0

@@ -1,0 +1,195 @@
+"""Peers with local steps in threads over real links: the bits of their rule in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from atoll.errors import PlanError
+from atoll.exchange import Exchange, wanted_exchange
+from atoll.job import Optimizer
+from atoll.microbatch import ScheduleName
+from atoll.plan import Plan, Replica, StageSpec
+from atoll.program import stage_programs
+from tests.worker.stage.crew import TRAINING, Case, Crew, case
+from worker.cancel import Cancel, Cancelled
+from worker.inprocess.peers import LocalPeers, WholeModel
+from worker.stage.assignment import Assignment, PeerLink, check
+from worker.stage.reports import StepReport
+from worker.transport.contract import Paths, PeerLost
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SHARES = (range(1), range(1, 2), range(2, 4))
+SPEC = replace(TRAINING, steps=8, optimizer=Optimizer(lr=3e-3, weight_decay=0.01, clip_norm=0.5))
+RULES = {
+    "diloco": Exchange("diloco", every=3),
+    "diloco, coded": Exchange("diloco", every=4, codec="int8_block"),
+    "streaming": Exchange("streaming_diloco", every=2, fragments=2, delay=1),
+    "sparseloco": Exchange("sparseloco", every=4, ratio=20.0),
+}
+
+
+def assigned(made: Case, exchange: Exchange, first_step: int = 0) -> list[Assignment]:
+    n_ops = len(made.dag.ops)
+    replicas = tuple(
+        Replica((share.start, share.stop), (StageSpec(0, n_ops, 0, 1, f"p{rank}", 0),))
+        for rank, share in enumerate(SHARES)
+    )
+    plan = Plan("job", 1, "", "", "test", ScheduleName.ONE_F_ONE_B, SPEC.n_micro, replicas, exchange=exchange)
+    peers = tuple(PeerLink(place.worker, Paths()) for place in plan.places)
+    ((program,), (evaluation,)) = made.programs((0,))
+    return [
+        Assignment(
+            "job", 1, SPEC, program, evaluation, plan, peers, {}, made.states, first_step, replica=rank
+        )
+        for rank in range(len(SHARES))
+    ]
+
+
+def in_one_process(made: Case, exchange: Exchange) -> LocalPeers:
+    (program,) = stage_programs(made.dag, (0,))
+    model = WholeModel(program, SPEC, made.tensors, states=made.states)
+    return LocalPeers(model, exchange, len(SHARES), micros=SHARES)
+
+
+def same(run: Mapping[str, Mapping[str, Tensor]], stage: Mapping[str, Mapping[str, Tensor]]) -> None:
+    for name, tensors in stage.items():
+        for key, value in tensors.items():
+            assert torch.equal(value, run[name][key]), (name, key)
+
+
+def periods(exchange: Exchange, first: int = 0) -> list[int]:
+    ends, step = [], first
+    while step < SPEC.steps:
+        ends.append(exchange.last_step(step, SPEC.steps))
+        step = ends[-1] + 1
+    return ends
+
+
+def trained(crew: Crew, ends: list[int]) -> list[list[StepReport]]:
+    found = []
+    for last in ends:
+        found.append([r for r in crew.all("run_step", last, Cancel()) if isinstance(r, StepReport)])
+        crew.all("apply", last, 1.0)
+    return found
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_peers_end_in_the_bits_of_the_rule_in_one_process(rule: str) -> None:
+    made, exchange = case("gpt2"), RULES[rule]
+    crew, reference = Crew(made, assigned(made, exchange)), in_one_process(made, exchange)
+    # The reference exchanges nothing where the training ends before a round does.
+    whole = range(exchange.every + exchange.delay - 1, SPEC.steps, exchange.every)
+    ends = [last for last in periods(exchange) if last in whole]
+    losses: list[tuple[float, ...]] = []
+    for reports in trained(crew, ends):
+        assert len({report.receipt.digest for report in reports if report.receipt}) == 1
+        assert all(report.receipt and report.receipt.complete for report in reports)
+        losses += zip(*(report.stage.losses for report in reports), strict=True)
+    for step in range(ends[-1] + 1):
+        figures = reference.step(step, lambda rank, at: [made.batches.of(at, m) for m in SHARES[rank]])
+        assert figures.losses == losses[step]
+    for run, stage in zip(crew.runs, reference.stages, strict=True):
+        same(run.snapshot(), stage.snapshot())
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_peers_that_begin_with_what_they_stored_end_in_the_same_bits(rule: str) -> None:
+    made, exchange = case("gpt2"), RULES[rule]
+    whole = Crew(made, assigned(made, exchange))
+    first, *rest = periods(exchange)
+    trained(whole, [first])
+    stored = [run.snapshot() for run in whole.runs]
+    tensors = [{**made.tensors, **held} for held in stored]
+    again = Crew(made, assigned(made, exchange, first + 1), tensors=tensors)
+    for one in (whole, again):
+        trained(one, rest)
+    for run, other in zip(whole.runs, again.runs, strict=True):
+        same(run.snapshot(), other.snapshot())
+
+
+def test_who_begins_with_anothers_state_takes_no_residual_of_it() -> None:
+    made, exchange = case("gpt2"), RULES["diloco, coded"]
+    crew = Crew(made, assigned(made, exchange))
+    trained(crew, periods(exchange)[:1])
+    stored = crew.runs[0].snapshot()
+    assert any("residual" in held for held in stored.values())
+    later = assigned(made, exchange, 4)
+    newcomer = Crew(made, later[1:2], tensors=[{**made.tensors, **stored}]).runs[0].snapshot()
+    assert not any("residual" in held for held in newcomer.values())
+    assert all(torch.equal(stored[n]["outer_momentum"], newcomer[n]["outer_momentum"]) for n in stored)
+
+
+class Counted(Cancel):
+    """Is cancelled at its n-th look."""
+
+    def __init__(self, looks: int) -> None:
+        super().__init__()
+        self.left = looks
+
+    def check(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.set("a peer is lost")
+        super().check()
+
+
+@pytest.mark.parametrize("looks", [4, 9, 14])
+def test_the_others_go_on_with_the_steps_they_took_without_a_lost_peer(looks: int) -> None:
+    made, exchange = case("gpt2"), RULES["diloco"]
+    crew, given = Crew(made, assigned(made, exchange)), assigned(made, exchange)
+    crew.runs = crew.runs[:2]  # the third is gone before it sends anything
+
+    def cancelled(run: object, cancel: Cancel) -> None:
+        with pytest.raises(Cancelled):
+            run.run_step(2, cancel)  # type: ignore[attr-defined]
+
+    for run in crew.runs:
+        cancelled(run, Counted(looks))
+    taken = [len(run._local.losses) for run in crew.runs if run._local is not None]
+    assert max(taken) > 0
+    plan = given[0].plan.moved(2, [place.worker for place in given[0].plan.places], frozenset({2}))
+    for run, assignment in zip(crew.runs, given, strict=False):
+        run.reconfigure(assignment.reconfigured(plan, assignment.links, 0))
+    (reports,) = trained(crew, [2])
+    assert [len(report.stage.losses) for report in reports] == [3, 3]
+    assert all(report.receipt is not None and report.receipt.included == (0, 1) for report in reports)
+    # What they took before was not taken again: two peers alone come to the same.
+    (program,) = stage_programs(made.dag, (0,))
+    model = WholeModel(program, SPEC, made.tensors, states=made.states)
+    alone = LocalPeers(model, exchange, 2, micros=SHARES[:2])
+    for step in range(3):
+        alone.step(step, lambda rank, at: [made.batches.of(at, m) for m in SHARES[rank]])
+    for run, stage in zip(crew.runs, alone.stages, strict=True):
+        same(run.snapshot(), stage.snapshot())
+
+
+def test_nobody_is_waited_for_beyond_the_deadline() -> None:
+    made = case("gpt2")
+    crew = Crew(made, assigned(made, replace(RULES["diloco"], deadline_s=0.3)))
+    crew.runs = crew.runs[:1]
+    with pytest.raises(PeerLost, match="deadline") as lost:
+        crew.runs[0].run_step(2, Cancel())
+    assert lost.value.peer in ("p1", "p2")
+
+
+def test_a_peer_that_is_absent_is_given_no_work() -> None:
+    made = case("gpt2")
+    one = assigned(made, RULES["diloco"])[2]
+    names = [place.worker for place in one.plan.places]
+    with pytest.raises(PlanError, match="absent"):
+        check(replace(one, plan=one.plan.moved(1, names, frozenset({2}))), "p2")
+
+
+def test_a_rule_by_its_name_is_one_that_workers_run() -> None:
+    made = case("gpt2")
+    for how in ("diloco", "diloco:int4_block", "streaming_diloco", "sparseloco"):
+        exchange = wanted_exchange(how, 20)
+        assert exchange is not None
+        ready = assigned(made, exchange)[0]
+        tensors = dict.fromkeys(made.states, "ab" * 32)
+        check(replace(ready, tensors=tensors), "p0")

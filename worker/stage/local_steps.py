@@ -1,0 +1,229 @@
+"""Steps of a peer's own, and the exchange round that ends a period of them.
+
+A period begins with a committed state. The peer takes its optimizer's steps on its own share of each step's
+micro-batches; its optimizer's state never leaves it but for checkpoints. The model as it is
+``contributed_after`` so many steps is what it brings to the round; the result is used with the commit, so
+that until then a round may be done again with the same bits, among fewer or other peers. Steps that were
+taken stay: who is interrupted goes on with the step it was at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from atoll.collective import even_shares, owner_shares
+from atoll.errors import BadFrame
+from atoll.exchange import ExchangeRound
+from strategies.exchanges import exchange_facts, make_rule
+from strategies.exchanges.base import Flat, Settled
+from strategies.exchanges.diloco import OuterState
+from worker.exchange.carrier import Slot, arriving, most_bytes, packed, split, unpacked
+from worker.exchange.round import CollectiveRun
+from worker.exchange.schedule import collective_of
+from worker.stage.flat import by_name, flat_of, flat_shapes, flat_values, set_values
+from worker.transport.contract import PeerLost
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from atoll.collective import Collective
+    from atoll.exchange import Receipt
+    from strategies.exchanges.base import Contribution
+    from worker.exchange.carrier import Arriving
+    from worker.exchange.round import Message
+    from worker.stage.assignment import Assignment
+    from worker.stage.stage import Stage
+    from worker.transport.frames import Direction
+
+    Which = tuple[Direction, int, int]
+
+OUTER, MOMENTUM, RESIDUAL, PEER = "outer", "outer_momentum", "residual", "peer"
+"""Keys of a checkpoint's tensors beside those of the optimizer; ``PEER`` says whose residual it is."""
+
+Send = Callable[[str, "Which", "Tensor"], None]
+Take = Callable[["Which"], "Tensor | None"]
+"""What has arrived, None where it has not."""
+Wait = Callable[["Which", str, float], "Tensor"]
+"""Wait for a message of a peer, so many times the exchange's deadline."""
+TOTALS_PATIENCE = 2.0  # deadlines: who is to send a total may wait for one itself before it names who is late
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """A round as all its ranks derive it; ``settings``: codecs and size of each contribution."""
+
+    at: ExchangeRound
+    collective: Collective
+    settings: Contribution
+
+
+class LocalSteps:
+    """A peer's rule, its state, and how far it is within a period; not thread-safe."""
+
+    def __init__(
+        self, assignment: Assignment, stage: Stage, tensors: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
+        """``tensors``: what the stage was made from; of a checkpoint they have the rule's state as well."""
+        assert assignment.plan.exchange is not None  # noqa: S101 - of local steps
+        self._exchange = assignment.plan.exchange
+        self._rule = make_rule(self._exchange)
+        self._pattern = exchange_facts(self._exchange.rule).pattern
+        self._stage, self._rank, self._steps = stage, assignment.rank, assignment.training.steps
+        self._state = self._restored(tensors)
+        self._last = -1  # step that ends the period under way
+        self.losses: list[float] = []  # of the period's steps so far
+        self._brought: Tensor | None = None  # the model as contributed
+        self._run: CollectiveRun | None = None
+        self._found: _Round | None = None  # the round of ``_run``
+        self._left: list[Arriving] = []  # of it
+
+    # ---------------------------------------------------------------- steps
+
+    def begin(self, first: int, last: int) -> range:
+        """Return the steps that are left of a period."""
+        if last != self._last:
+            self._last, self.losses, self._brought, self._run = last, [], None, None
+        return range(first + len(self.losses), last + 1)
+
+    def taken(self, step: int, loss: float) -> None:
+        """Take in that the optimizer's step is done."""
+        self.losses.append(loss)
+        if step + 1 == self._exchange.contributed_after(self._last):
+            self._brought = flat_values(self._stage.trained)
+
+    @property
+    def contributes(self) -> bool:
+        """Whether this is the time to begin the round of the period."""
+        return self._brought is not None and self._run is None
+
+    # ---------------------------------------------------------------- the round
+
+    def arrivals(self, assignment: Assignment, last: int) -> list[Arriving]:
+        """Return what the round that ends with step ``last`` brings to this rank."""
+        found = self._round(assignment, last)
+        return arriving(found.collective, self._rank, found.settings)
+
+    def contribute(self, assignment: Assignment, send: Send) -> None:
+        """Begin the round: send what this rank brings."""
+        assert self._brought is not None  # noqa: S101 - it ``contributes``
+        found = self._round(assignment, self._last)
+        brought = self._rule.contribute(self._brought, self._state, found.at, self._rank)
+        self._found = found
+        self._run = CollectiveRun(self._rule, found.collective, self._rank, found.at, {self._rank: brought})
+        self._left = arriving(found.collective, self._rank, found.settings)
+        self._send_all(assignment, self._run.start(), send)
+
+    def advance(self, assignment: Assignment, send: Send, take: Take) -> None:
+        """Take what has arrived."""
+        for one in list(self._left):
+            while not one.whole and (piece := take(one.next_key)) is not None:
+                one.pieces.append(piece)
+            self._arrived(assignment, one, send)
+
+    def finish(self, assignment: Assignment, send: Send, take: Take, wait: Wait) -> Receipt:
+        """Wait for the rest of the round. Raises PeerLost for who sends nothing before the deadline, or what
+        it should not."""
+        while self._left:
+            self.advance(assignment, send, take)
+            if self._left:
+                one = self._left[0]
+                patience = TOTALS_PATIENCE if one.slot.label < 0 else 1.0
+                one.pieces.append(wait(one.next_key, assignment.plan.places[one.source].worker, patience))
+                self._arrived(assignment, one, send)
+        assert self._run is not None  # noqa: S101 - it was begun
+        return self._run.receipt()
+
+    def settle(self) -> None:
+        """Use the round's result, with its commit."""
+        if self._run is None:
+            raise RuntimeError("a period is committed whose round has not been")
+        settled = self._rule.settle(self._run.exchanged(self._state, flat_values(self._stage.trained)))
+        assert isinstance(settled, Settled)  # noqa: S101 - rules of changes have one phase
+        self._state = settled.state
+        set_values(self._stage.trained, settled.result)
+        self._last, self._run, self._brought = -1, None, None
+
+    def forget_round(self) -> None:
+        """Do the round again, among the peers that there are then; the steps stay."""
+        self._run = None
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def add_to(self, snapshot: Mapping[str, dict[str, Tensor]]) -> None:
+        """Put the rule's state beside the optimizer's."""
+        state: OuterState = self._state
+        trained = self._stage.trained
+        flats = {MOMENTUM: state.momentum, RESIDUAL: state.residual}
+        if not exchange_facts(self._exchange.rule).alike:
+            flats[OUTER] = state.outer
+        for key, flat in flats.items():
+            if flat is not None:
+                for name, part in by_name(trained, flat).items():
+                    snapshot[name][key] = part.contiguous().clone()
+        for name in trained:
+            snapshot[name][PEER] = torch.tensor([float(self._rank)])
+
+    def _restored(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> OuterState:
+        trained = self._stage.trained
+        own = flat_values(trained)
+        state: OuterState = self._rule.init(Flat(flat_shapes(trained)), own)
+        mine = all(
+            PEER in tensors[name] and int(tensors[name][PEER].reshape(-1)[0]) == self._rank
+            for name in trained
+        )
+
+        def kept(key: str) -> Tensor | None:
+            held = {name: tensors[name][key] for name in trained if key in tensors[name]}
+            if len(held) < len(trained):
+                return None
+            odd = [name for name, part in held.items() if part.shape != trained[name].shape]
+            if odd:
+                raise BadFrame(f"{key} of {odd[0]} is of shape {tuple(held[odd[0]].shape)}")
+            return flat_of(trained, held)
+
+        momentum, outer = kept(MOMENTUM), kept(OUTER)
+        state = replace(state, outer=state.outer if outer is None else outer)
+        if momentum is not None:
+            state = replace(state, momentum=momentum)
+        return replace(state, residual=kept(RESIDUAL) if mine else None)
+
+    # ---------------------------------------------------------------- inside
+
+    def _round(self, assignment: Assignment, last: int) -> _Round:
+        plan, exchange = assignment.plan, self._exchange
+        at = ExchangeRound(exchange.round_of(last), plan.present, assignment.training.seed)
+        nothing = torch.zeros_like(self._state.outer)
+        settings = self._rule.contribute(nothing, self._state, at, self._rank)
+        rates = [exchange.rates[rank] for rank in plan.present] if exchange.rates else []
+        shares = owner_shares(rates) if rates else even_shares(len(plan.present))
+        by_rank = dict(zip(plan.present, shares, strict=True))
+        collective = collective_of(self._pattern, [plan.present], settings, shares=by_rank)
+        return _Round(at, collective, settings)
+
+    def _arrived(self, assignment: Assignment, one: Arriving, send: Send) -> None:
+        if not one.whole or self._run is None or self._found is None:
+            return
+        self._left.remove(one)
+        try:
+            message = unpacked(one, self._found.at, self._found.settings.phase, self._rank)
+            answers = self._run.receive(message)
+        except BadFrame as error:
+            raise PeerLost(assignment.plan.places[one.source].worker, str(error)) from None
+        self._send_all(assignment, answers, send)
+
+    def _send_all(self, assignment: Assignment, messages: list[Message], send: Send) -> None:
+        """Send messages; a total that goes to several is made into bytes once."""
+        assert self._found is not None  # noqa: S101 - its messages are of a round
+        frames: dict[Slot, Tensor] = {}
+        for message in messages:
+            slot = Slot(message.segment, message.label)
+            if slot not in frames:
+                frames[slot] = packed(message)
+            peer = assignment.plan.places[message.target].worker
+            most = most_bytes(self._found.collective, slot, self._found.settings)
+            for number, piece in enumerate(split(frames[slot], most)):
+                send(peer, slot.key(number), piece)
