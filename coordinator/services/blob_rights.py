@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from coordinator.storage.graph_store import GraphStore
 
 CHECKPOINTS = 4  # of a stage that may be under way: the next, and those whose reports wait to be read
-STATE_TENSORS = 7  # beside a checkpoint's value, each float32: an optimizer's, and a peer's
+STATE_TENSORS = 3  # beside a checkpoint's value, each float32: an optimizer's, ...
+PEER_TENSORS = 4  # ... and of a peer with local steps its rule's
 HEADER_BYTES = 64 << 10  # of a tensor's file
 UPDATE_MARGIN = 0.25  # of the dense size: what a codec may need more than the values themselves
 UPDATE_TENSOR_BYTES = 16 << 10  # of a tensor's name, header and alignment
@@ -66,7 +67,8 @@ class StageRole:
     def allowance(self) -> Allowance:
         """Its part of some checkpoints."""
         metas = [state.meta for state in self.leaves().values()]
-        once = sum(map(most_bytes, metas))
+        local = self.state.local
+        once = sum(most_bytes(meta, local=local) for meta in metas)
         return Allowance(CHECKPOINTS * once, CHECKPOINTS * len(metas))
 
     def snapshot(self) -> frozenset[str]:
@@ -91,9 +93,10 @@ def leaves_of(graphs: GraphStore, plan: Plan, rank: int) -> dict[str, StateMeta]
     return {name: states[name] for name in tensors}
 
 
-def most_bytes(meta: TensorMeta) -> int:
-    """Return the bound of a tensor's file with its optimizer state."""
-    return meta.nbytes + 4 * STATE_TENSORS * meta.elements + HEADER_BYTES
+def most_bytes(meta: TensorMeta, *, local: bool = False) -> int:
+    """Return the bound of a tensor's file with its optimizer state; ``local``: of a peer with local steps."""
+    beside = STATE_TENSORS + PEER_TENSORS * local
+    return meta.nbytes + 4 * beside * meta.elements + HEADER_BYTES
 
 
 @dataclass(frozen=True)

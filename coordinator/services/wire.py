@@ -498,7 +498,7 @@ def _copy(copy: do.StageCopy, graphs: GraphStore) -> pb.StageCopy:
     most: dict[str, int] = {}
     for name, state in leaves_of(graphs, copy.plan, copy.rank).items():
         blob = copy.tensors[name]
-        most[blob] = max(most.get(blob, 0), most_bytes(state.meta))
+        most[blob] = max(most.get(blob, 0), most_bytes(state.meta, local=copy.plan.local))
     blobs = [pb.BlobRef(hash=blob, size=size) for blob, size in most.items()]
     return pb.StageCopy(job=copy.job, name=copy.name, blobs=blobs)
 

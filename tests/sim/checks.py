@@ -35,6 +35,7 @@ EXCUSES = (
     "no idle worker can take over",  # which is looked at
     "too few idle workers can take over",  # and so is this
     "all stages are lost at once",
+    "no peer is left that holds its state",
     "not all stages were loaded",
     "(lost ",  # a peer that is still there: the link between two is cut
     "the disk is full",

@@ -16,7 +16,7 @@ from tests.sim.world import Scenario, scenario, told, violation_of
 def replicated(seed: int) -> Scenario:
     """A world drawn by its seed in which pipelines are replicated."""
     drawn = scenario(seed)
-    return replace(drawn, pipeline=1, federated=0, replicas=2 + seed % 2)
+    return replace(drawn, pipeline=1, federated=0, replicas=2 + seed % 2, local_steps=0)
 
 
 def test_replicas_of_other_cuts_end_as_an_undisturbed_run_does() -> None:

@@ -92,8 +92,16 @@ def scenario(seed: int) -> Scenario:
     log_steps = 2 if random.random() < SHORT_LOGS else found.log_steps
     standbys = random.randint(1, 2) if random.random() < WITH_STANDBYS else 0
     replicas = random.choice((2, 3)) if random.random() < REPLICATED else 1
+    local_steps = random.choice((0, 3, 7)) if replicas > 1 else 0
     faults = tuple(sorted(faults, key=lambda fault: fault.at_s))
-    return replace(found, faults=faults, log_steps=log_steps, standbys=standbys, replicas=replicas)
+    return replace(
+        found,
+        faults=faults,
+        log_steps=log_steps,
+        standbys=standbys,
+        replicas=replicas,
+        local_steps=local_steps,
+    )
 
 
 @dataclass

@@ -45,13 +45,12 @@ def load(
         stage = Stage(
             assignment.program,
             assignment.eval_program,
-            assignment.training,
+            assignment.own_training,
             tensors,
             device,
             states=assignment.states,
             recompute=assignment.plan.recompute,
             actions=assignment.plan.actions(assignment.rank),
-            alone=assignment.plan.local,
         )
         local = LocalSteps(assignment, stage, tensors) if assignment.plan.local else None
     (_, first), *later = assignment.eras

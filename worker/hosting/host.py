@@ -344,7 +344,7 @@ class ComputeHost:
         sent = SendLog(folder, job, self._config.send_log_bytes, first_step)
         network, ranks = self._ports.network, ranks_of(assigned)
         now.gate = Gate(job, version, ranks, network, child.incoming, child.send, sent, child.end)
-        now.watch = OpWatch()
+        now.watch = OpWatch(max(1, assigned.plan.exchange.every))
         self._links = work.links
         network.register(job, now.gate)
         self._ports.fetch_from(work.holders)

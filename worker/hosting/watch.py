@@ -24,8 +24,10 @@ WORKED_SHARE, PATIENCE = 0.5, 12.0
 
 @dataclass(slots=True)
 class OpWatch:
-    """Watches one compute process; asked now and then."""
+    """Watches one compute process; asked now and then. ``period``: steps that are ordered at once, as of a
+    peer with steps of its own."""
 
+    period: int = 1
     _begun: int = -1
     _since_s: float = 0.0
     _since_cpu_s: float | None = None
@@ -40,7 +42,7 @@ class OpWatch:
     def step_done(self, now_s: float) -> None:
         """It is computed."""
         self._steps += 1
-        self._step_s = max(self._step_s, now_s - self._step_since_s)
+        self._step_s = max(self._step_s, (now_s - self._step_since_s) / self.period)
 
     def forget(self) -> None:
         """Count from now on."""

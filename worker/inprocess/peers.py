@@ -105,11 +105,12 @@ class LocalPeers:
             Stage(
                 program,
                 model.eval_program,
-                training if micros else replace(training, seed=training.seed + rank),
+                replace(training, n_micro=len(own), blocks=1)
+                if micros
+                else replace(training, seed=training.seed + rank),
                 model.tensors,
                 states=model.states,
                 actions=one_f_one_b(len(own), 0, first=own.start),
-                alone=micros is not None,
             )
             for rank, own in enumerate(self._micros)
         ]

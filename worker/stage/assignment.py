@@ -86,6 +86,13 @@ class Assignment:
         return range(*self.pipeline.micros)
 
     @property
+    def own_training(self) -> TrainingSpec:
+        """How the stage takes its steps: a peer's own are of its share of the micro-batches alone."""
+        if not self.plan.local:
+            return self.training
+        return replace(self.training, n_micro=len(self.micros), blocks=1)
+
+    @property
     def blocks(self) -> Mapping[int, range]:
         """Its blocks of them, by number."""
         return own_blocks(self.plan.n_micro, self.plan.blocks, self.pipeline.micros)

@@ -18,9 +18,11 @@ import torch
 from atoll.collective import even_shares, owner_shares
 from atoll.errors import BadFrame
 from atoll.exchange import ExchangeRound
+from compressors.vector import Vector
 from strategies.exchanges import exchange_facts, make_rule
 from strategies.exchanges.base import Flat, Settled
 from strategies.exchanges.diloco import OuterState
+from strategies.exchanges.streaming_diloco import StreamingDiLoCo
 from worker.exchange.carrier import Slot, arriving, most_bytes, packed, split, unpacked
 from worker.exchange.round import CollectiveRun
 from worker.exchange.schedule import collective_of
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
     from atoll.collective import Collective
     from atoll.exchange import Receipt
-    from strategies.exchanges.base import Contribution
+    from strategies.exchanges.base import Contribution, ExchangeRule
     from worker.exchange.carrier import Arriving
     from worker.exchange.round import Message
     from worker.stage.assignment import Assignment
@@ -92,7 +94,8 @@ class LocalSteps:
     def taken(self, step: int, loss: float) -> None:
         """Take in that the optimizer's step is done."""
         self.losses.append(loss)
-        if step + 1 == self._exchange.contributed_after(self._last):
+        whole = self._last + 1 if self._ends(self._last) else self._exchange.contributed_after(self._last)
+        if step + 1 == whole:
             self._brought = flat_values(self._stage.trained)
 
     @property
@@ -111,9 +114,10 @@ class LocalSteps:
         """Begin the round: send what this rank brings."""
         assert self._brought is not None  # noqa: S101 - it ``contributes``
         found = self._round(assignment, self._last)
-        brought = self._rule.contribute(self._brought, self._state, found.at, self._rank)
+        rule = self._rule_of(self._last)
+        brought = rule.contribute(self._brought, self._state, found.at, self._rank)
         self._found = found
-        self._run = CollectiveRun(self._rule, found.collective, self._rank, found.at, {self._rank: brought})
+        self._run = CollectiveRun(rule, found.collective, self._rank, found.at, {self._rank: brought})
         self._left = arriving(found.collective, self._rank, found.settings)
         self._send_all(assignment, self._run.start(), send)
 
@@ -141,7 +145,9 @@ class LocalSteps:
         """Use the round's result, with its commit."""
         if self._run is None:
             raise RuntimeError("a period is committed whose round has not been")
-        settled = self._rule.settle(self._run.exchanged(self._state, flat_values(self._stage.trained)))
+        settled = self._rule_of(self._last).settle(
+            self._run.exchanged(self._state, flat_values(self._stage.trained))
+        )
         assert isinstance(settled, Settled)  # noqa: S101 - rules of changes have one phase
         self._state = settled.state
         set_values(self._stage.trained, settled.result)
@@ -193,16 +199,28 @@ class LocalSteps:
 
     # ---------------------------------------------------------------- inside
 
+    def _ends(self, last: int) -> bool:
+        return last + 1 == self._steps
+
+    def _rule_of(self, last: int) -> ExchangeRule:
+        """Return the rule of the round that ends with step ``last``: the training's last one joins the whole
+        model, and all end with the same."""
+        if not (self._ends(last) and isinstance(self._rule, StreamingDiLoCo)):
+            return self._rule
+        return replace(self._rule, exchange=replace(self._exchange, fragments=1, delay=0), alpha=0.0)
+
     def _round(self, assignment: Assignment, last: int) -> _Round:
         plan, exchange = assignment.plan, self._exchange
         at = ExchangeRound(exchange.round_of(last), plan.present, assignment.training.seed)
         nothing = torch.zeros_like(self._state.outer)
-        settings = self._rule.contribute(nothing, self._state, at, self._rank)
+        settings = self._rule_of(last).contribute(nothing, self._state, at, self._rank)
         rates = [exchange.rates[rank] for rank in plan.present] if exchange.rates else []
         shares = owner_shares(rates) if rates else even_shares(len(plan.present))
         by_rank = dict(zip(plan.present, shares, strict=True))
         collective = collective_of(self._pattern, [plan.present], settings, shares=by_rank)
-        return _Round(at, collective, settings)
+        # Nothing but codecs and sizes is needed of it any more: a model is large.
+        empty = Vector(settings.vector.size, torch.empty(0))
+        return _Round(at, collective, replace(settings, vector=empty, carry=None))
 
     def _arrived(self, assignment: Assignment, one: Arriving, send: Send) -> None:
         if not one.whole or self._run is None or self._found is None:

@@ -47,8 +47,8 @@ class Stage:
     state (``STATE_KEYS``). ``states`` says which parameters were frozen and which dtype an input
     has; without it every parameter trains and inputs are taken as they come. ``actions``
     are those of a step: which micro-batches, all of them unless given, and whether backwards leave weights'
-    gradients to ``weight_gradients``. ``alone``: the loss is the mean of these micro-batches, whose gradients
-    are one sum: a step of a peer's own.
+    gradients to ``weight_gradients``. Actions on as many micro-batches as the training has, whatever their
+    numbers, are all of a step: a peer's own share where it takes steps by itself.
     UnsupportedOp for a node that no honest capture makes, UsageError for missing or misshapen
     tensors, PlanError when the evaluation program needs state that another stage trains.
     """
@@ -64,7 +64,6 @@ class Stage:
         states: Mapping[str, StateMeta] | None = None,
         recompute: Recompute = Recompute.OFF,
         actions: Sequence[Action] = (),
-        alone: bool = False,
     ) -> None:
         for _, node in (*program.ops, *(eval_program.ops if eval_program else ())):
             check_node(node, MAX_OUTPUT_BYTES)
@@ -94,10 +93,9 @@ class Stage:
         self.trainable = tuple(n for n in program.parameters if n in self._executor.uses)
         micros = [action.micro for action in actions] or [0, training.n_micro - 1]
         span = range(min(micros), max(micros) + 1)
-        self._of_micros = len(span) if alone else training.n_micro  # whose mean the loss is
-        self.blocks = (
-            {0: span} if alone else own_blocks(training.n_micro, training.blocks, (span.start, span.stop))
-        )
+        whole = (len(span), training.blocks) == (training.n_micro, 1)
+        own = (span.start, span.stop)
+        self.blocks = {0: span} if whole else own_blocks(training.n_micro, training.blocks, own)
         self._sums = BlockSums(
             self._executor.uses, self._executor.late, self.blocks, {t.name for t in program.tied}
         )
@@ -153,7 +151,7 @@ class Stage:
         """Backward of one micro-batch; None, given or returned, is the zero-gradient mark."""
         moved = {op: None if g is None else self._moved(g) for op, g in grads.items()}
         self._sums.backward_begins(micro)
-        answers = self._executor.backward(micro, moved, self._of_micros)
+        answers = self._executor.backward(micro, moved, self.training.n_micro)
         self._sums.backward_done(micro, self.owed)
         return answers
 
@@ -381,7 +379,7 @@ class Stage:
     def _step_losses(self) -> tuple[float, ...]:
         if self.program.loss is None:
             return ()
-        return tuple(float(self._losses[micro]) / self._of_micros for micro in sorted(self._losses))
+        return tuple(float(self._losses[micro]) / self.training.n_micro for micro in sorted(self._losses))
 
     def _forget(self) -> None:
         self._executor.reset()

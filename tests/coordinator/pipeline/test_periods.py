@@ -28,6 +28,7 @@ from coordinator.messages.jobs import (
     ToRanks,
 )
 from coordinator.pipeline import machine
+from coordinator.pipeline.periods import exchange_words
 
 HASH = "ab" * 32
 PEERS = 3
@@ -97,6 +98,16 @@ def test_a_period_is_committed_once_and_shows_each_of_its_steps() -> None:
     assert met.included == ("w0", "w1", "w2")
     assert met.missing == {}
     assert met.sent_bytes == 30
+
+
+def test_it_is_shown_who_exchanges_with_whom_and_who_is_missing_since_when() -> None:
+    state, todo = period(training())
+    (met,) = facts(todo, RoundMet)
+    assert exchange_words(state, met, str) == (
+        "diloco every 4 steps, among w0, w1, w2; round 0 after 4 steps: 3 of 3"
+    )
+    state, _ = lose(state, 1)
+    assert exchange_words(state, None, str) == "diloco every 4 steps, among w0, w2; without w1: w1 is lost"
 
 
 def test_the_last_period_ends_with_the_last_step() -> None:

@@ -118,6 +118,7 @@ def test_a_standby_of_one_stage_goes_on_when_another_is_taken_over() -> None:
     standby = only(world)
     spare = next(worker for worker in "de" if worker != standby.worker)
     other = next(rank for rank in range(3) if rank != standby.rank)
+    has_repeated(world, 4)
     world.done.clear()
     leave(world, world.holders()[other])
     assert world.holders()[other] == spare, "who is idle goes first"
@@ -128,6 +129,20 @@ def test_a_standby_of_one_stage_goes_on_when_another_is_taken_over() -> None:
     world.done.clear()
     step(world)
     assert [m.version for m in world.to(standby.worker, do.StepCommit)] == [2]
+
+
+def test_a_standby_that_is_behind_is_given_up_where_a_neighbour_is_replaced() -> None:
+    """What the neighbour sent of the steps that it has not done is gone."""
+    world = standing("a", "b", "c", "d", "e")
+    has_repeated(world, 3)
+    standby = only(world)
+    spare = next(worker for worker in "de" if worker != standby.worker)
+    world.done.clear()
+    leave(world, world.holders()[1 if standby.rank != 1 else 0])
+    assert spare in world.holders()
+    assert world.to(standby.worker, do.Reconfigure) == []
+    (release,) = world.to(standby.worker, do.Release)
+    assert release.reason == "its neighbour is replaced"
 
 
 def test_where_nobody_is_idle_a_standby_takes_another_stage_from_the_checkpoint() -> None:

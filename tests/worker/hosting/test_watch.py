@@ -88,3 +88,13 @@ def test_time_in_which_the_whole_machine_stood_still_does_not_count() -> None:
     assert watch.overdue(PRODUCT, 5000.0, never) is None
     assert watch.overdue(PRODUCT, 5060.0, lambda: 0.0) is None
     assert watch.overdue(PRODUCT, 5062.0, lambda: 40.0) is not None
+
+
+def test_of_a_period_of_steps_each_counts_its_share() -> None:
+    watch = OpWatch(period=50)
+    for order in range(STEPS_KNOWN):
+        watch.step_begins(1000.0 * order)
+        watch.step_done(1000.0 * order + 500.0)  # 10 s a step
+    watch.overdue(PRODUCT, 5000.0, never)
+    assert watch.overdue(PRODUCT, 5000.0 + LONGEST_STEPS * 10.0, lambda: 40.0) is None
+    assert watch.overdue(PRODUCT, 5001.0 + LONGEST_STEPS * 10.0, lambda: 80.0) is not None

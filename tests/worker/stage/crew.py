@@ -165,11 +165,10 @@ class Crew:
         stage = Stage(
             assignment.program,
             assignment.eval_program,
-            assignment.training,
+            assignment.own_training,
             tensors,
             states=self.made.states,
             actions=assignment.plan.actions(assignment.rank),
-            alone=assignment.plan.local,
         )
         if assignment.plan.local:
             local = LocalSteps(assignment, stage, tensors)

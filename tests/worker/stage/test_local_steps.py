@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -15,9 +16,13 @@ from atoll.job import Optimizer
 from atoll.microbatch import ScheduleName
 from atoll.plan import Plan, Replica, StageSpec
 from atoll.program import stage_programs
+from tests.patience import HUNG_S
 from tests.worker.stage.crew import TRAINING, Case, Crew, case
 from worker.cancel import Cancel, Cancelled
+from worker.exchange.carrier import packed
+from worker.exchange.round import Message
 from worker.inprocess.peers import LocalPeers, WholeModel
+from worker.stage import local_steps
 from worker.stage.assignment import Assignment, PeerLink, check
 from worker.stage.reports import StepReport
 from worker.transport.contract import Paths, PeerLost
@@ -86,18 +91,39 @@ def test_peers_end_in_the_bits_of_the_rule_in_one_process(rule: str) -> None:
     whole = range(exchange.every + exchange.delay - 1, SPEC.steps, exchange.every)
     ends = [last for last in periods(exchange) if last in whole]
     losses: list[tuple[float, ...]] = []
+    sent: dict[int, tuple[int, ...]] = {}  # by the step after which it was contributed
     for reports in trained(crew, ends):
         assert len({report.receipt.digest for report in reports if report.receipt}) == 1
         assert all(report.receipt and report.receipt.complete for report in reports)
         losses += zip(*(report.stage.losses for report in reports), strict=True)
+        sent[exchange.contributed_after(reports[0].step) - 1] = tuple(
+            report.receipt.sent_bytes for report in reports if report.receipt
+        )
     for step in range(ends[-1] + 1):
         figures = reference.step(step, lambda rank, at: [made.batches.of(at, m) for m in SHARES[rank]])
         assert figures.losses == losses[step]
+        assert figures.sent_bytes == sent.get(step, (0, 0, 0))
     for run, stage in zip(crew.runs, reference.stages, strict=True):
         same(run.snapshot(), stage.snapshot())
 
 
-@pytest.mark.parametrize("rule", RULES)
+def test_all_end_with_one_model_though_fragments_take_turns() -> None:
+    made, exchange = case("gpt2"), RULES["streaming"]
+    crew = Crew(made, assigned(made, exchange))
+    *before, last = periods(exchange)
+    trained(crew, before)
+    names = list(crew.runs[0].snapshot())
+
+    def alike() -> bool:
+        first, *others = (run.snapshot() for run in crew.runs)
+        return all(torch.equal(first[n]["value"], other[n]["value"]) for n in names for other in others)
+
+    assert not alike()
+    trained(crew, [last])
+    assert alike()
+
+
+@pytest.mark.parametrize("rule", ["diloco, coded", "streaming"])
 def test_peers_that_begin_with_what_they_stored_end_in_the_same_bits(rule: str) -> None:
     made, exchange = case("gpt2"), RULES[rule]
     whole = Crew(made, assigned(made, exchange))
@@ -193,3 +219,41 @@ def test_a_rule_by_its_name_is_one_that_workers_run() -> None:
         ready = assigned(made, exchange)[0]
         tensors = dict.fromkeys(made.states, "ab" * 32)
         check(replace(ready, tensors=tensors), "p0")
+
+
+def outcomes(crew: Crew, last: int) -> list[object]:
+    """What a period comes to at each peer: its report, or what was raised."""
+    found: list[object] = [None] * len(crew.runs)
+
+    def one(at: int) -> None:
+        try:
+            found[at] = crew.runs[at].run_step(last, Cancel())
+        except PeerLost as lost:
+            found[at] = lost
+
+    threads = [threading.Thread(target=one, args=(at,)) for at in range(len(crew.runs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HUNG_S)
+    return found
+
+
+@pytest.mark.parametrize("rule", ["diloco", "sparseloco"])
+def test_who_sends_a_part_that_does_not_match_its_digest_is_named(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, exchange = case("gpt2"), replace(RULES[rule], deadline_s=1.0)
+    crew = Crew(made, assigned(made, exchange))
+
+    def damaged(message: Message) -> Tensor:
+        frame = packed(message)
+        if message.source == 1:
+            frame[-1] ^= 1
+        return frame
+
+    monkeypatch.setattr(local_steps, "packed", damaged)
+    first, *_ = outcomes(crew, periods(exchange)[0])
+    assert isinstance(first, PeerLost)
+    assert first.peer == "p1"
+    assert "does not match its digest" in str(first)

@@ -1,0 +1,85 @@
+"""Plans of peers with local steps: who takes part, what of a step each has, and what ``auto`` chooses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from atoll.errors import NotEnoughMemory
+from atoll.job import TrainingSpec
+from atoll.plan import Plan
+from coordinator.client.fleet_file import parse_fleet
+from coordinator.planning.chosen import chosen_plan
+from coordinator.planning.planner import PlanRequest
+from tests.coordinator.planning.dags import gpt_like
+
+DAG = gpt_like(layers=4)
+TRAINING = TrainingSpec(steps=100, n_micro=8, blocks=8, exchange="diloco", local_steps=50)
+ROOMY: dict[str, Any] = {"memory_mib": 8000, "gflops": 20}
+
+
+def planned(
+    n: int = 4, *, training: TrainingSpec = TRAINING, version: int = 1, cut: str = "", **of: Any
+) -> Plan:
+    fleet = parse_fleet({"default": of, "device": [{"name": f"d{i}"} for i in range(n)]})
+    return chosen_plan(PlanRequest("j", version, DAG, None, training, fleet, cut or "op_fence"))
+
+
+def test_every_machine_that_holds_the_model_is_a_peer_with_a_share_of_a_step() -> None:
+    plan = planned(mbit=50, ms=10, **ROOMY)
+    assert plan.exchange is not None
+    assert (plan.exchange.rule, plan.exchange.every) == ("diloco", 50)
+    assert [replica.micros for replica in plan.replicas] == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert all(len(replica.stages) == 1 for replica in plan.replicas)
+    assert len(plan.exchange.rates) == 4
+    assert plan.exchange.deadline_s >= 60.0
+    assert plan.prediction is not None
+    assert "another model than one machine's" in plan.prediction.notes[0]
+
+
+def test_so_many_peers_as_are_asked_for_and_fewer_once_some_are_lost() -> None:
+    two = replace(TRAINING, replicas="2")
+    assert len(planned(training=two, mbit=50, ms=10, **ROOMY).replicas) == 2
+    three = replace(TRAINING, replicas="3")
+    assert len(planned(2, training=three, version=2, mbit=50, ms=10, **ROOMY).replicas) == 2
+    assert planned(1, training=three, version=2, mbit=50, ms=10, **ROOMY).exchange is None
+
+
+def test_shares_that_are_given() -> None:
+    plan = planned(cut="cut:@1/@3/@4", mbit=50, ms=10, **ROOMY)
+    assert [replica.micros for replica in plan.replicas] == [(0, 1), (1, 4), (4, 8)]
+
+
+def test_machines_that_do_not_hold_the_model_cannot_be_peers() -> None:
+    with pytest.raises(NotEnoughMemory, match="0 of 4 machines"):
+        planned(memory_mib=40, gflops=50, mbit=50, ms=10)
+
+
+def test_a_step_is_predicted_with_its_share_of_the_exchange() -> None:
+    seldom = planned(mbit=8, ms=10, **ROOMY).prediction
+    often = planned(training=replace(TRAINING, local_steps=1), mbit=8, ms=10, **ROOMY).prediction
+    assert seldom is not None
+    assert often is not None
+    assert often.step_s > 5 * seldom.step_s
+
+
+@pytest.mark.parametrize(
+    ("fleet", "local", "replicas"),
+    [
+        ({"memory_mib": 40, "gflops": 50, "mbit": 50, "ms": 10}, False, 1),
+        ({"memory_mib": 1000, "gflops": 2, "mbit": 10_000, "ms": 0.1}, False, 4),
+        ({"memory_mib": 8000, "gflops": 2, "mbit": 10, "ms": 20}, True, None),
+    ],
+    ids=["tight memory", "fast links", "thin links"],
+)
+def test_auto_takes_what_teaches_most_and_says_what_it_was_held_against(
+    fleet: dict[str, Any], local: bool, replicas: int | None
+) -> None:
+    plan = planned(training=replace(TRAINING, exchange="auto"), **fleet)
+    assert plan.local is local
+    assert replicas is None or len(plan.replicas) == replicas
+    assert plan.prediction is not None
+    (words,) = [note for note in plan.prediction.notes if note.startswith("exchange auto: ")]
+    assert ("no two machines" in words) or ("of an exact one; " in words)
