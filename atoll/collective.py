@@ -225,6 +225,50 @@ def owners(
     return Collective(tuple(segments), actions, {rank: tuple(sorted(labels[rank])) for rank in ranks})
 
 
+def site_owners(
+    labels: Mapping[int, Sequence[int]], segments: Sequence[Segment], sites: Sequence[Sequence[int]]
+) -> Collective:
+    """Reduce by sites in turn: each adds its parts to the sum of those before, the total goes back the way.
+
+    ``sites``: ranks of each, in the order of their labels, of which none lies between another site's. Rank
+    ``sites[j][s]`` is the gateway of segment s in site j: it alone sends the segment to other sites, so a
+    link between two neighbouring sites carries the vector once each way, where ``owners`` carries a site's
+    every part and to its every rank the total. The sum of the sites before travels under the lowest label:
+    it is the begin of the same sum in ascending order, hence its bits. 2 (S - 1) latencies between S sites.
+    Raises UsageError for sites out of order or with fewer ranks than segments.
+    """
+    held = [sorted(label for rank in site for label in labels[rank]) for site in sites]
+    every = [label for site in held for label in site]
+    if every != sorted(set(every)) or any(label < 0 for label in every):
+        raise UsageError(f"sites with contributions {held}: ascending from site to site, each held once")
+    used = [at for at, segment in enumerate(segments) if segment.size]
+    if any(len(site) < len(segments) for site in sites):
+        raise UsageError(f"{len(segments)} segments and a site of {min(map(len, sites))} ranks")
+    actions: dict[int, tuple[Action, ...]] = {}
+    for number, site in enumerate(sites):
+        for rank in site:
+            others = _after(site, rank)
+            parts: list[Action] = [
+                Send(peer, at, label, label)
+                for peer in others
+                for at in used
+                if site[at] == peer
+                for label in sorted(labels[rank])
+            ]
+            own = [at for at in used if site[at] == rank]
+            passed: list[Action] = []
+            for at in own:
+                passed.append(Add(at, (*every[:1], *held[number]) if number else tuple(held[number])))
+                if number + 1 < len(sites):
+                    onward = sites[number + 1][at]
+                    passed += [Send(onward, at, TOTAL, every[0]), Copy(at, onward)]
+                back = [sites[number - 1][at]] if number else []
+                passed += [Send(peer, at, TOTAL, TOTAL) for peer in (*back, *others)]
+            copies: list[Action] = [Copy(at, site[at]) for at in used if at not in own]
+            actions[rank] = (*parts, *passed, *copies)
+    return Collective(tuple(segments), actions, {rank: tuple(sorted(labels[rank])) for rank in actions})
+
+
 def tree(ranks: Sequence[int], elements: int) -> Collective:
     """Binomial tree over one segment: merged upwards in ceil(log2 P) hops, copied down in as many.
 

@@ -68,6 +68,7 @@ class Exchange:
     inner: Exchange | None = None  # of the ranks of one site among themselves
     bucket_bytes: int = BUCKET_BYTES  # gradients are merged into messages up to this size
     rates: tuple[float, ...] = ()  # bytes/s of each rank over its slowest link to another; none: all alike
+    sites: tuple[int, ...] = ()  # of each rank, where ``inner`` joins those of one
 
     def awaited(self, ranks: int) -> int:
         """Ranks that are waited for, of so many."""
@@ -153,6 +154,8 @@ def check_exchange(exchange: Exchange) -> None:
         raise PlanError(
             f"exchange in messages of {exchange.bucket_bytes} bytes at rates {exchange.rates}; both above 0"
         )
+    if exchange.sites and exchange.inner is None:
+        raise PlanError(f"an exchange of ranks at {len(set(exchange.sites))} sites, and none within a site")
     if exchange.inner is not None:
         check_exchange(exchange.inner)
 

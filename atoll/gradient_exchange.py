@@ -21,12 +21,13 @@ from itertools import accumulate, groupby, pairwise
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from atoll.collective import Collective, cut, even_shares, owner_shares, owners
+from atoll.collective import TOTAL, Collective, Send, cut, even_shares, owner_shares, owners, site_owners
 from atoll.job import stepwise_groups
 from atoll.microbatch import own_blocks
 from atoll.opdag import FLOATING, Source, leaf_refs
 
 if TYPE_CHECKING:
+    from atoll.exchange import Exchange
     from atoll.job import Optimizer
     from atoll.opdag import StateMeta
     from atoll.plan import Plan
@@ -78,11 +79,43 @@ class Bucket:
         return sum(self.sizes)
 
     @property
+    def passed_on(self) -> frozenset[int]:
+        """Segments whose total this holder sends on, whoever made it."""
+        sends = (a for a in self.collective.actions[self.replica] if isinstance(a, Send))
+        return frozenset(send.segment for send in sends if send.label == TOTAL)
+
+    @property
     def sent_bytes(self) -> int:
         """Payload bytes that this holder sends in a step."""
         segments = self.collective.segments
         sent = (a.segment for a in self.collective.actions[self.replica] if hasattr(a, "to"))
         return ELEMENT_BYTES * sum(segments[segment].size for segment in sent)
+
+
+def joining(
+    exchange: Exchange, ranks: Sequence[int], labels: Mapping[int, Sequence[int]], elements: int
+) -> Collective:
+    """Return the collective in which replicas join so many elements.
+
+    ``ranks`` of the plan that hold them, ``labels`` of their parts, both by replica. Where the ranks of one
+    site exchange among themselves first, each segment has one gateway a site; else one owner.
+    """
+    rates = [exchange.rates[rank] for rank in ranks] if exchange.rates else [1.0] * len(ranks)
+    sites = _sites([exchange.sites[rank] for rank in ranks]) if exchange.inner and exchange.sites else ()
+    if sites:
+        gateways = zip(*sites, strict=False)  # of each segment: as many as the smallest site has ranks
+        slowest = [min(rates[replica] for replica in those) for those in gateways]
+        return site_owners(labels, cut(elements, slowest), sites)
+    shares = owner_shares(rates) if exchange.rates else even_shares(len(ranks))
+    return owners(labels, cut(elements, shares), range(len(ranks)))
+
+
+def _sites(site_of: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Replicas of each site in the order of their blocks; none where there is one site, where none has two
+    replicas, or where another's blocks lie between those of one: then a sum in their order would cross
+    between sites more often than an exchange without sites."""
+    runs = [tuple(at for at, _ in run) for _, run in groupby(enumerate(site_of), key=lambda entry: entry[1])]
+    return tuple(runs) if 1 < len(runs) == len(set(site_of)) < len(site_of) else ()
 
 
 def part_labels(plan: Plan, replica: int) -> tuple[int, ...]:
@@ -124,13 +157,10 @@ def buckets(
     labels = {number: part_labels(plan, number) for number in range(len(plan.replicas))}
     found = []
     for ranks, names in held.items():  # from the last op to the first
-        rates = [plan.exchange.rates[rank] for rank in ranks] if plan.exchange.rates else []
-        shares = owner_shares(rates) if rates else even_shares(len(ranks))
         by_op = (list(same) for _, same in groupby(names, key=lambda name: uses[name]))
         for bucket in _merged(by_op, elements, plan.exchange.bucket_bytes):
             sizes = tuple(elements[name] for name in bucket)
-            segments = cut(sum(sizes) + len(sizes), shares)
-            collective = owners(labels, segments, range(len(ranks)))
+            collective = joining(plan.exchange, ranks, labels, sum(sizes) + len(sizes))
             arriving = tuple(
                 Arriving(segment, label, source)
                 for (segment, label), source in collective.sources(replica).items()

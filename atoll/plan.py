@@ -249,8 +249,9 @@ def validate(plan: Plan, dag: OpDag, training: TrainingSpec) -> None:
         )
     if plan.exchange is not None:
         check_exchange(plan.exchange)
-        if len(plan.exchange.rates) not in (0, len(plan.places)):
-            raise PlanError(f"rates of {len(plan.exchange.rates)} ranks of {len(plan.places)}")
+        for figures, what in ((plan.exchange.rates, "rates"), (plan.exchange.sites, "sites")):
+            if len(figures) not in (0, len(plan.places)):
+                raise PlanError(f"{what} of {len(figures)} ranks of {len(plan.places)}")
     if len(plan.replicas) > 1:
         _check_gradients(dag)
         if not training.average_buffers:

@@ -1161,6 +1161,7 @@ class Exchange(_message.Message):
     INNER_FIELD_NUMBER: _builtins.int
     BUCKET_BYTES_FIELD_NUMBER: _builtins.int
     RATES_FIELD_NUMBER: _builtins.int
+    SITES_FIELD_NUMBER: _builtins.int
     rule: _builtins.str
     every: _builtins.int
     """steps"""
@@ -1181,6 +1182,10 @@ class Exchange(_message.Message):
     def rates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """bytes/s of each rank over its slowest link to another"""
 
+    @_builtins.property
+    def sites(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of each rank, where inner joins those of one"""
+
     def __init__(
         self,
         *,
@@ -1195,10 +1200,11 @@ class Exchange(_message.Message):
         inner: Global___Exchange | None = ...,
         bucket_bytes: _builtins.int = ...,
         rates: _abc.Iterable[_builtins.float] | None = ...,
+        sites: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["inner", b"inner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_bytes", b"bucket_bytes", "codec", b"codec", "deadline_s", b"deadline_s", "delay", b"delay", "every", b"every", "fragments", b"fragments", "inner", b"inner", "quorum", b"quorum", "rates", b"rates", "ratio", b"ratio", "rule", b"rule"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_bytes", b"bucket_bytes", "codec", b"codec", "deadline_s", b"deadline_s", "delay", b"delay", "every", b"every", "fragments", b"fragments", "inner", b"inner", "quorum", b"quorum", "rates", b"rates", "ratio", b"ratio", "rule", b"rule", "sites", b"sites"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

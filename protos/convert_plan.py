@@ -248,6 +248,7 @@ def _exchange_to_proto(exchange: Exchange) -> pb.Exchange:
         deadline_s=exchange.deadline_s,
         bucket_bytes=exchange.bucket_bytes,
         rates=exchange.rates,
+        sites=exchange.sites,
     )
     if exchange.inner is not None:
         message.inner.CopyFrom(_exchange_to_proto(exchange.inner))
@@ -273,6 +274,7 @@ def _exchange_from_proto(message: pb.Exchange, limits: Limits, *, inner: bool = 
             bounds.number("rate of a rank", rate, low=0.0)
             for rate in bounds.count("rates of ranks", message.rates, limits.stages)
         ),
+        sites=tuple(bounds.count("sites of ranks", message.sites, limits.stages)),
     )
 
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from atoll.collective import owner_shares
+from atoll.collective import Send
 from atoll.errors import NotEnoughMemory, PlanError, UsageError
 from atoll.exchange import Exchange
-from atoll.gradient_exchange import part_labels
+from atoll.gradient_exchange import joining, part_labels
 from atoll.job import Recompute
 from atoll.microbatch import ScheduleName, block_ranges
 from atoll.plan import LinkPrediction, Plan, Prediction, Replica, StageSpec, validate, written_buffers
@@ -30,7 +30,7 @@ from coordinator.planning.costs.quota import core_share
 from coordinator.planning.local_plans import peers_plan
 from coordinator.planning.planner import GIVEN_CUT, PlanRequest, make_plan
 from coordinator.planning.problem import Problem
-from coordinator.planning.transfers import exchange_s, rank_rates, shares_of
+from coordinator.planning.transfers import PHASES, exchange_s, rank_rates, shares_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 MOST_REPLICAS = 8
+NEARLY = 1.01
+"""Times a flat exchange's step: within sites first is taken up to there. Whether links between sites share an
+uplink is not always known, and it sends less over them."""
+UNITS = 1 << 20  # into which a vector is cut to count what is sent of it
 ROUNDS = 3  # of shares of the blocks after the replicas' predicted speed
 BETWEEN = "/"  # two replicas of a given cut
 SHARE = "@"  # before the micro-batches of a replica of a given cut
@@ -230,7 +234,8 @@ def _together(request: PlanRequest, plans: Sequence[Plan], spans: Sequence[tuple
         schedule = ScheduleName.ZERO_BUBBLE if held else ScheduleName.ONE_F_ONE_B
     workers = [stage.worker for replica in replicas for stage in replica.stages]
     fleet = request.fleet
-    rates = rank_rates(fleet, [fleet.index[worker] for worker in workers])
+    ranks = [fleet.index[worker] for worker in workers]
+    flat = Exchange(rates=tuple(rank_rates(fleet, ranks)))
     plan = replace(
         plans[0],
         partitioner=request.partitioner,
@@ -238,14 +243,20 @@ def _together(request: PlanRequest, plans: Sequence[Plan], spans: Sequence[tuple
         n_micro=request.training.n_micro,
         blocks=request.training.blocks,
         replicas=replicas,
-        exchange=Exchange(rates=tuple(rates)),
+        exchange=flat,
         left_out=tuple(
             (device.worker, "the replicas are faster without it")
             for device in fleet.devices
             if device.worker not in workers
         ),
     )
-    plan = replace(plan, prediction=_predicted(request, plan, plans))
+    ways = [flat]
+    site_of = {device: number for number, site in enumerate(groups(fleet.bandwidth_bps)) for device in site}
+    if len(set(site_of.values())) > 1:
+        ways.append(replace(flat, inner=Exchange(), sites=tuple(site_of[rank] for rank in ranks)))
+    found = [replace(plan, exchange=way) for way in ways]
+    flatly, *within = (replace(p, prediction=_predicted(request, p, plans)) for p in found)
+    plan = next((p for p in within if _step_s(p) <= NEARLY * _step_s(flatly)), flatly)
     validate(plan, request.dag, request.training)
     return plan
 
@@ -265,7 +276,7 @@ def exchanged_bytes(plan: Plan, problem: Problem) -> Floats:
     assert plan.exchange is not None  # noqa: S101 - several replicas
     index = problem.fleet.index
     sent = np.zeros((len(problem.fleet.devices),) * 2)
-    labels = [len(part_labels(plan, number)) for number in range(len(plan.replicas))]
+    labels = {number: part_labels(plan, number) for number in range(len(plan.replicas))}
     firsts = list(accumulate((len(replica.stages) for replica in plan.replicas), initial=0))
     edges = sorted({edge for r in plan.replicas for s in r.stages for edge in (s.start, s.stop)})
     for start, stop in pairwise(edges):
@@ -277,24 +288,26 @@ def exchanged_bytes(plan: Plan, problem: Problem) -> Floats:
             for replica in plan.replicas
         ]
         ranks = [first + at for first, at in zip(firsts, stages, strict=False)]
-        shares = owner_shares([plan.exchange.rates[rank] for rank in ranks])
         held = [index[r.stages[at].worker] for r, at in zip(plan.replicas, stages, strict=True)]
-        for a, one in enumerate(held):
-            for b, other in enumerate(held):
-                if a != b:  # parts to the owner, and the own total to all
-                    sent[one, other] += n_bytes * (labels[a] * shares[b] + shares[a])
+        joined = joining(plan.exchange, ranks, labels, UNITS)
+        for replica, actions in joined.actions.items():
+            for action in actions:
+                if isinstance(action, Send):
+                    share = joined.segments[action.segment].size / UNITS
+                    sent[held[replica], held[action.to]] += n_bytes * share
     return sent
 
 
-def _exchange_s(request: PlanRequest, sent: Floats) -> float:
-    """Seconds of an exchange: of the links, or of the busiest end that handles the bytes."""
+def _exchange_s(request: PlanRequest, sent: Floats, phases: int) -> float:
+    """Seconds of an exchange: of the links, or of the busiest end that handles the bytes. ``phases``: of
+    messages that wait for each other."""
     fleet = request.fleet
     handling = [
         bytes_cpu_s(float(sent[at].sum() + sent[:, at].sum()), float(fleet.effective_bps[at].max()))
         / core_share(device)
         for at, device in enumerate(fleet.devices)
     ]
-    return max(exchange_s(fleet, sent), *handling)
+    return max(exchange_s(fleet, sent, phases), *handling)
 
 
 def _predicted(request: PlanRequest, plan: Plan, plans: Sequence[Plan]) -> Prediction:
@@ -304,7 +317,9 @@ def _predicted(request: PlanRequest, plan: Plan, plans: Sequence[Plan]) -> Predi
     slowest = max(alone, key=lambda p: p.step_s)
     problem = Problem(request.dag, request.training, request.fleet)
     sent = exchanged_bytes(plan, problem)
-    joining_s = _exchange_s(request, sent)
+    assert plan.exchange is not None  # noqa: S101 - several replicas
+    sites = len(set(plan.exchange.sites))
+    joining_s = _exchange_s(request, sent, max(PHASES, 2 * (sites - 1)))
     names = [device.worker for device in request.fleet.devices]
     links = tuple(
         LinkPrediction(
@@ -316,6 +331,7 @@ def _predicted(request: PlanRequest, plan: Plan, plans: Sequence[Plan]) -> Predi
     megabytes = float(sent.sum(axis=1).max()) / 1e6
     words = (
         f"{len(plans)} replicas exchange gradients in {joining_s:.3g} s, {megabytes:.1f} MB from the busiest"
+        + (f"; within {sites} sites first" if plan.exchange.inner else "")
     )
     return replace(
         slowest,

@@ -76,6 +76,6 @@ def latency_s(fleet: Fleet, sent: Floats) -> float:
     return float(np.where(sent > 0.0, fleet.latency_s, 0.0).max(initial=0.0))
 
 
-def exchange_s(fleet: Fleet, sent: Floats) -> float:
-    """Seconds of an exchange by owners that transfers ``sent``."""
-    return seconds(fleet, sent) + PHASES * latency_s(fleet, sent)
+def exchange_s(fleet: Fleet, sent: Floats, phases: int = PHASES) -> float:
+    """Seconds of an exchange that transfers ``sent``, in so many latencies."""
+    return seconds(fleet, sent) + phases * latency_s(fleet, sent)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -25,6 +27,7 @@ from atoll.collective import (
     pairwise_sums,
     published,
     side_by_side,
+    site_owners,
     tree,
 )
 from atoll.errors import UsageError
@@ -100,6 +103,37 @@ def test_groups_stand_side_by_side() -> None:
     assert both.expected(3, 2) == {1, 3}
     with pytest.raises(UsageError, match="two groups"):
         side_by_side([groups[0], groups[0]])
+
+
+@pytest.mark.parametrize(
+    "sites", [((0, 1), (2, 3)), ((0,), (1, 2), (3,)), ((0, 1, 2), (3, 4, 5, 6)), ((0, 1), (2, 3), (4, 5))]
+)
+def test_sites_in_turn_give_everybody_everything_and_cross_once_each_way(
+    sites: tuple[tuple[int, ...], ...],
+) -> None:
+    everyone, elements = [rank for site in sites for rank in site], 840
+    segments = cut(elements, even_shares(min(map(len, sites))))
+    found = site_owners({rank: (rank,) for rank in everyone}, segments, sites)
+    for rank in everyone:
+        assert found.results(rank) == tuple(range(len(segments)))
+        for at in range(len(segments)):
+            assert found.expected(rank, at) == set(everyone)
+    site_of = {rank: number for number, site in enumerate(sites) for rank in site}
+    crossing: Counter[tuple[int, int]] = Counter()
+    for rank, actions in found.actions.items():
+        for action in actions:
+            if isinstance(action, Send) and site_of[rank] != site_of[action.to]:
+                crossing[site_of[rank], site_of[action.to]] += segments[action.segment].size
+    neighbours = list(pairwise(range(len(sites))))
+    assert crossing == {pair: elements for a, b in neighbours for pair in ((a, b), (b, a))}
+
+
+def test_sites_whose_contributions_do_not_follow_each_other_are_refused() -> None:
+    labels = {rank: (rank,) for rank in range(4)}
+    with pytest.raises(UsageError, match="ascending from site to site"):
+        site_owners(labels, cut(8, even_shares(2)), ((0, 2), (1, 3)))
+    with pytest.raises(UsageError, match="2 segments and a site of 1 ranks"):
+        site_owners(labels, cut(8, even_shares(2)), ((0, 1, 2), (3,)))
 
 
 def test_a_collective_in_which_ranks_wait_for_each_other_is_refused() -> None:

@@ -14,10 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
+from atoll.gradient_exchange import trained_elements
 from atoll.job import Optimizer, TrainingSpec
 from benchmarks.oracle import built_in, difference, run_local
 from benchmarks.real_workers import LoopbackFleet, as_job, cut_at
 from coordinator.client.prepare import prepare
+from coordinator.planning.planner import GIVEN_CUT
 from protos.devices import machine_of
 from tests.patience import HUNG_S, eventually
 from worker.config import WorkerConfig
@@ -94,6 +96,37 @@ def compute_processes(daemon: Daemon) -> list[int]:
     return [now.child.launched.pid for member in daemon._members if (now := member._host._now) is not None]
 
 
+def spawned(fleet: LoopbackFleet, name: str) -> None:
+    """Start a worker process that lends two parts of its CPU."""
+    command = fleet.join_command(name)
+    at = command.index("--device")
+    before = len(states(fleet))
+    fleet._spawn(name, *command[:at], "--devices", "cpu*2", *command[at + 2 :])
+    eventually(lambda: list(states(fleet).values()).count("pool") == before + 2)
+
+
+@pytest.mark.slow
+def test_between_two_daemons_of_two_devices_half_of_a_flat_exchange_crosses() -> None:
+    training = replace(TRAINING, blocks=4, optimizer=Optimizer(lr=3e-3, weight_decay=0.01, clip_norm=0.5))
+    case = built_in("gpt2", training, 0.1)
+    partitioner = f"{GIVEN_CUT}@1/@1/@1/@1"
+    with LoopbackFleet(0) as fleet:
+        spawned(fleet, "west")
+        spawned(fleet, "east")
+        found = fleet.train(prepare(as_job(case), partitioner=partitioner))
+        plan = fleet.plan
+        spans = [s for s in fleet.client.trace(fleet.job) if (s.kind, s.step) == ("send", 1)]
+    assert plan is not None
+    assert plan.exchange is not None
+    assert plan.exchange.inner is not None, "the pairs inside a daemon are no faster than those between them"
+    assert difference(found, run_local(case, (0,)), 1) == 0.0
+    crossing = sum(s.bytes for s in spans if machine_of(s.worker) != machine_of(s.peer))
+    elements = trained_elements(case.dag.parameters, case.states, training.optimizer)
+    flat = 4 * 4 * sum(elements.values())  # of each of two owners' halves: two parts there, two totals back
+    print(f"crossing {crossing} bytes a step, flat {flat}: {crossing / flat:.3f}")
+    assert crossing <= 0.55 * flat
+
+
 @pytest.mark.slow
 def test_a_compute_process_that_dies_takes_along_its_own_stage_and_no_other(tmp_path: Path) -> None:
     case = built_in("branches", replace(TRAINING, steps=60, spot_checks=0.0), 0.1)
@@ -124,10 +157,7 @@ def test_a_daemon_that_dies_loses_all_its_devices_and_the_job_goes_on(tmp_path: 
     cuts = case.dag.cuttable()
     prepared = prepare(as_job(case), partitioner=cut_at((0, cuts[len(cuts) // 2])))
     with LoopbackFleet(0) as fleet:
-        command = fleet.join_command("several")
-        at = command.index("--device")
-        fleet._spawn("several", *command[:at], "--devices", "cpu*2", *command[at + 2 :])
-        eventually(lambda: states(fleet) == {"several/0": "pool", "several/1": "pool"})
+        spawned(fleet, "several")
         for name in ("worker0", "worker1"):
             fleet._spawn(name, *fleet.join_command(name))
         eventually(lambda: list(states(fleet).values()) == ["pool"] * 4)

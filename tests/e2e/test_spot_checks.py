@@ -42,7 +42,7 @@ class CheatedFleet(LoopbackFleet):
 
     def run_in_place(self, case: Case, starts: Sequence[int]) -> Run:
         """Train a case, cut at ``starts``; nobody takes the cheat's place before it is found."""
-        return self._train(prepare(as_job(case), partitioner=cut_at(starts), standbys=0))
+        return self.train(prepare(as_job(case), partitioner=cut_at(starts), standbys=0))
 
     def facts(self, *kinds: type) -> Sequence[object]:
         """Facts of these kinds in the coordinator's journal."""

@@ -208,7 +208,7 @@ JOBS = st.builds(
 PAIR = (StageSpec(0, 2, 0, 1, "w1", 3), StageSpec(2, 5, 1, 4, "w2", 1, 4))
 LINK = (LinkSpec(0, 1, "topk", 4.0),)
 ONE_AND_TWO = (Replica((0, 2), (StageSpec(0, 5, 0, 4, "w3", 0),)), Replica((2, 8), PAIR, LINK))
-NESTED = Exchange("diloco", 50, "int8", 4.0, 2, 1, 0.5, 3.0, Exchange())
+NESTED = Exchange("diloco", 50, "int8", 4.0, 2, 1, 0.5, 3.0, Exchange(), sites=(0, 1, 1))
 PLANS = st.builds(
     Plan,
     job=NAMES,

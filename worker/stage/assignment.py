@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from atoll.errors import BadFrame, PlanError
-from atoll.exchange import check_exchange
+from atoll.exchange import Exchange, check_exchange
 from atoll.gradient_exchange import Bucket, buckets, trained_elements
 from atoll.job import TrainingSpec
 from atoll.microbatch import own_blocks
@@ -215,13 +215,16 @@ def _check_exchange(plan: Plan, rank: int) -> None:
     exact = (exchange.rule, exchange.every, exchange.codec) == ("sum", 1, "none")
     if exchange.local and any(len(replica.stages) != 1 for replica in plan.replicas):
         raise PlanError("a peer with steps of its own holds the whole model: one stage a replica")
-    if not (exact or exchange.local) or exchange.inner is not None:
+    inner = exchange.inner is None or (exact and exchange.inner == Exchange())
+    if not (exact or exchange.local) or not inner:
         raise PlanError(
             f"replicas exchange exact sums at every step here, or take local steps, not {exchange.rule} "
             f"every {exchange.every} through {exchange.codec}; update this worker"
         )
     if len(exchange.rates) not in (0, len(plan.places)):
         raise PlanError(f"rates of {len(exchange.rates)} ranks of {len(plan.places)}")
+    if len(exchange.sites) not in (0, len(plan.places)):
+        raise PlanError(f"sites of {len(exchange.sites)} ranks of {len(plan.places)}")
 
 
 def _check_leaves(assignment: Assignment) -> None:

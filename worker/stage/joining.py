@@ -2,7 +2,8 @@
 
 A part leaves as soon as the gradients of its bucket are whole, on a CPU while the backward still computes
 others; what arrives is added between two actions, and the rest is waited for at the step's end. Parts are
-waited for first: nobody needs anything to send them, so no order of waits can be a circle.
+waited for first, then totals that others wait for here: nobody needs more to send a part than the parts of
+the site before, nor a total than the total of the site behind, so no order of waits can be a circle.
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ class GradientExchange:
         self._assignment, self._stage, self._send = assignment, stage, send
         self._runs = [BucketRun(bucket) for bucket in assignment.buckets]
         self._due = {(at, label) for at, run in enumerate(self._runs) for label in run.bucket.labels}
+        passed_on = [run.bucket.passed_on for run in self._runs]
         awaited = [(at, a) for at, run in enumerate(self._runs) for a in run.bucket.arriving]
-        self._awaited = dict.fromkeys(sorted(awaited, key=lambda entry: entry[1].label == TOTAL))
+        self._awaited = dict.fromkeys(
+            sorted(awaited, key=lambda e: (e[1].label == TOTAL, e[1].segment not in passed_on[e[0]]))
+        )
         self._bucket_of = {name: at for at, run in enumerate(self._runs) for name in run.bucket.names}
         self._missing: dict[tuple[int, int], set[str]] = {}  # gradients whose part is not whole
         tied = {tied.name for tied in assignment.program.tied}

@@ -13,10 +13,11 @@ from atoll.job import TrainingSpec
 from atoll.plan import Plan
 from atoll.program import stage_programs
 from coordinator.planning.costs.fleet import Fleet
+from coordinator.planning.costs.network import Uplink
 from coordinator.planning.planner import PlanRequest
 from coordinator.planning.problem import Problem
 from coordinator.planning.replicas import best_plan, exchanged_bytes
-from coordinator.planning.transfers import shares_of
+from coordinator.planning.transfers import exchange_s, shares_of
 from tests.coordinator.planning.test_ways import DAG, fleet_of
 
 FOUR = TrainingSpec(1, 8, blocks=4, replicas="2")
@@ -74,6 +75,42 @@ def test_bytes_of_the_exchange_are_those_of_the_messages() -> None:
                     found[index[place.worker], index[to]] += 4 * size
     assert found.sum() == pytest.approx(sent.sum(), rel=0.02)
     np.testing.assert_allclose(found, sent, rtol=0.05)
+
+
+def two_clusters(mbit: float) -> Fleet:
+    """Two pairs of machines, each pair on a fast network, with slower links between them."""
+    fleet = fleet_of(4, memory_mib=1000, gflops=2, mbit=10_000, ms=0.1)
+    site = np.array([0, 0, 1, 1])
+    between = site[:, None] != site[None, :]
+    rate = np.where(between, mbit * 1e6, fleet.bandwidth_bps)
+    return replace(fleet, bandwidth_bps=rate, latency_s=np.where(between, 0.02, fleet.latency_s))
+
+
+def test_replicas_at_two_sites_add_within_each_first_and_half_as_much_crosses() -> None:
+    fleet = two_clusters(mbit=20)
+    training = replace(FOUR, replicas="4")
+    plan = planned(fleet, training)
+    assert plan.exchange is not None
+    assert plan.exchange.inner is not None
+    assert plan.exchange.sites in ((0, 0, 1, 1), (1, 1, 0, 0))
+    assert plan.prediction is not None
+    assert "within 2 sites first" in plan.prediction.notes[0]
+    problem = Problem(DAG, training, fleet)
+    flat = replace(plan, exchange=replace(plan.exchange, inner=None, sites=()))
+    apart = np.array([0, 0, 1, 1])[:, None] != np.array([0, 0, 1, 1])[None, :]
+    crossing = [float(exchanged_bytes(one, problem)[apart].sum()) for one in (plan, flat)]
+    assert crossing[0] <= 0.55 * crossing[1]
+    # Links that share an uplink: predicted to be about twice as fast.
+    uplinks = (Uplink("a", ("d0", "d1"), 20e6, 20e6), Uplink("b", ("d2", "d3"), 20e6, 20e6))
+    behind = replace(fleet, uplinks=uplinks)
+    took_s = [exchange_s(behind, exchanged_bytes(one, problem)) for one in (plan, flat)]
+    assert took_s[0] <= 0.55 * took_s[1]
+
+
+def test_on_one_fast_network_the_exchange_is_flat() -> None:
+    plan = planned(fleet_of(4, memory_mib=1000, gflops=2, mbit=10_000, ms=0.1), replace(FOUR, replicas="4"))
+    assert plan.exchange is not None
+    assert (plan.exchange.inner, plan.exchange.sites) == (None, ())
 
 
 def test_given_cuts_name_shares_or_have_equal_ones() -> None:

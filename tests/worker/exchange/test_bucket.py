@@ -9,25 +9,29 @@ import torch
 from torch import Tensor
 
 from atoll.block_sums import fold
-from atoll.collective import cut, owner_shares, owners
-from atoll.gradient_exchange import Arriving, Bucket
+from atoll.exchange import Exchange
+from atoll.gradient_exchange import Arriving, Bucket, joining
 from worker.exchange.bucket import BucketRun
 
 NAMES = ("head", "empty", "bias", "odd")
 SIZES = (37, 5, 1, 12)
 
 
-def bucket(replica: int, labels: dict[int, tuple[int, ...]], rates: list[float]) -> Bucket:
-    segments = cut(sum(SIZES) + len(SIZES), owner_shares(rates))
-    collective = owners(labels, segments, range(len(labels)))
+def bucket(
+    replica: int, labels: dict[int, tuple[int, ...]], rates: list[float], sites: tuple[int, ...] = ()
+) -> Bucket:
+    exchange = Exchange(rates=tuple(rates), sites=sites, inner=Exchange() if sites else None)
+    collective = joining(exchange, range(len(labels)), labels, sum(SIZES) + len(SIZES))
     arriving = tuple(Arriving(*key, source) for key, source in collective.sources(replica).items())
     return Bucket(9, NAMES, SIZES, replica, tuple(range(len(labels))), collective, arriving)
 
 
+@pytest.mark.parametrize("joined_sites", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_totals_have_the_bits_of_one_fold_over_the_blocks_in_order(seed: int) -> None:
+def test_totals_have_the_bits_of_one_fold_over_the_blocks_in_order(seed: int, joined_sites: bool) -> None:
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    count = draw.randint(2, 4)
+    count = draw.randint(2, 6)
+    sites = tuple(sorted(draw.choices(range(3), k=count))) if joined_sites else ()
     blocks, labels = iter(range(1, 20)), {0: (0,)}
     for replica in range(1, count):
         labels[replica] = tuple(next(blocks) for _ in range(draw.randint(1, 3)))
@@ -42,7 +46,7 @@ def test_totals_have_the_bits_of_one_fold_over_the_blocks_in_order(seed: int) ->
         for held in labels.values()
         for label in held
     }
-    runs = {replica: BucketRun(bucket(replica, labels, rates)) for replica in labels}
+    runs = {replica: BucketRun(bucket(replica, labels, rates, sites)) for replica in labels}
     due = [(replica, label) for replica, held in labels.items() for label in held]
     draw.shuffle(due)
     waiting = []

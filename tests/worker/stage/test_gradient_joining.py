@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from atoll.collective import TOTAL
 from atoll.exchange import Exchange
 from atoll.gradient_exchange import Bucket
-from atoll.job import Optimizer, TrainingSpec
+from atoll.job import Optimizer, ParamGroup, TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.plan import Plan, Replica, StageSpec
 from atoll.program import stage_programs
@@ -66,18 +67,24 @@ def one_machine(made: Case, training: TrainingSpec) -> LocalPipeline:
 
 
 @pytest.mark.parametrize(
-    ("stages", "schedule"),
+    ("stages", "schedule", "sites"),
     [
-        ((1, 1), ScheduleName.ZERO_BUBBLE),
-        ((2, 1), ScheduleName.ONE_F_ONE_B),
-        ((2, 2, 1), ScheduleName.ZERO_BUBBLE),
+        ((1, 1), ScheduleName.ZERO_BUBBLE, ()),
+        ((2, 1), ScheduleName.ONE_F_ONE_B, ()),
+        ((2, 2, 1), ScheduleName.ZERO_BUBBLE, ()),
+        ((1, 1, 1, 1), ScheduleName.ONE_F_ONE_B, (0, 0, 1, 1)),
+        ((2, 1, 1), ScheduleName.ONE_F_ONE_B, (0, 1, 1, 1)),  # whose first stage is elsewhere than its last
+        ((1, 1, 1, 1), ScheduleName.ZERO_BUBBLE, (0, 1, 1, 2)),
     ],
 )
-def test_replicas_end_in_the_bits_of_one_machine(stages: tuple[int, ...], schedule: ScheduleName) -> None:
+def test_replicas_end_in_the_bits_of_one_machine(
+    stages: tuple[int, ...], schedule: ScheduleName, sites: tuple[int, ...]
+) -> None:
     made = case("gpt2")
-    ends = {2: [(0, 1), (1, 4)], 3: [(0, 2), (2, 3), (3, 4)]}[len(stages)]
+    ends = {2: [(0, 1), (1, 4)], 3: [(0, 2), (2, 3), (3, 4)], 4: list(pairwise(range(5)))}[len(stages)]
     cuts = [(micros, cut_evenly(made.dag, count)) for micros, count in zip(ends, stages, strict=True)]
-    crew = Crew(made, assigned(made, FOUR, cuts, schedule, Exchange(bucket_bytes=4096)))
+    exchange = Exchange(bucket_bytes=4096, sites=sites, inner=Exchange() if sites else None)
+    crew = Crew(made, assigned(made, FOUR, cuts, schedule, exchange))
     whole = one_machine(made, FOUR)
     for step in range(FOUR.steps):
         batches = [made.batches.of(step, micro) for micro in range(FOUR.n_micro)]
@@ -115,6 +122,32 @@ def test_an_exchange_carries_what_owners_need_and_no_more(count: int) -> None:
         assert sent - 2 * (count - 1) / count * dense == pytest.approx(
             0.0, abs=0.02 * dense + 128 * len(keys)
         )
+
+
+def exchanged(crew: Crew) -> dict[tuple[str, str], int]:
+    """Bytes of the messages that replicas exchanged, by sender and receiver."""
+    found: dict[tuple[str, str], int] = {}
+    for sender, receiver, key in crew.hub.sent:
+        if key.direction in (Direction.PART, Direction.TOTAL):
+            found[sender, receiver] = found.get((sender, receiver), 0) + len(crew.hub.packets[key][0])
+    return found
+
+
+def test_with_a_frozen_base_what_replicas_exchange_is_the_trained_share() -> None:
+    made = case("gpt2")
+    training = replace(FOUR, n_micro=2, blocks=2)
+    adapters = [name for name in made.states if ".mlp." in name]
+    frozen = tuple(ParamGroup((name,), frozen=True) for name in made.states if name not in adapters)
+    sizes = {}
+    for groups in ((), frozen):
+        tuned = replace(training, optimizer=replace(training.optimizer, groups=groups))
+        crew = Crew(made, assigned(made, tuned, [((0, 1), (0,)), ((1, 2), (0,))]))
+        crew.all("run_step", 0, Cancel())
+        sizes[bool(groups)] = sum(exchanged(crew).values())
+    every = {name: state.meta.elements for name, state in made.states.items() if state.requires_grad}
+    share = sum(every[name] for name in adapters) / sum(every.values())
+    print(f"trained {share:.4f} of the elements, exchanged {sizes[True] / sizes[False]:.4f} of the bytes")
+    assert sizes[True] / sizes[False] == pytest.approx(share, rel=0.02)
 
 
 def test_parts_of_blocks_that_are_whole_leave_before_the_step_is_over() -> None:
