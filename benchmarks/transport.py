@@ -469,10 +469,15 @@ def loopback(folder: Path, seed: int) -> dict[str, Any]:
     }
 
 
+def line_path(name: str) -> str:
+    """One of the benchmarks' own lines as a path; any other scenario as it is, name or path."""
+    path = LINKS / f"{name}.toml"
+    return str(path) if path.exists() else name
+
+
 def line_scenario(name: str) -> Scenario:
     """One of the benchmarks' own lines, or any other scenario: name or path."""
-    path = LINKS / f"{name}.toml"
-    return read_scenario(path if path.exists() else name)
+    return read_scenario(line_path(name))
 
 
 def lab_link(folder: Path, name: str, seed: int) -> dict[str, Any]:
