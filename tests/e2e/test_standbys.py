@@ -38,15 +38,16 @@ def test_the_standby_takes_over_with_the_same_bits(
     torch.set_num_threads(1)
     case = built_in("branches", replace(TRAINING, steps=STEPS), 0.1)
     due, holders, awaited = list(losses), list[str](), list[str]()
+    struck = 0  # version of the plan that was last disturbed; a faster worker may make another one meanwhile
     with LoopbackFleet(6, options=("--log-json",)) as fleet:
         reply = fleet.client.submit(prepare(as_job(case), partitioner=cut_at(thirds(case)), standbys=3))
         for update in fleet.client.watch(reply.job):
             holders = [stage.workers[0] for stage in update.plan.stages] or holders
-            moved = update.plan_version == 1 + len(losses) - len(due)
-            if due and moved and update.state == "training":
+            if due and update.plan_version > struck and update.state == "training":
                 stage = update.stages[due[0][0]]
                 if stage.standby and " behind; " in stage.standby_why:
                     awaited.append(stage.standby)
+                    struck = update.plan_version
                     disturb(fleet, holders[due[0][0]], due.pop(0)[1])
         assert due == []
         assert update.state == "finished", update.reason
@@ -59,9 +60,8 @@ def test_the_standby_takes_over_with_the_same_bits(
     assert [step for _, step in commits] == list(range(STEPS))
     assert sum(isinstance(fact, PlanAdopted) for _, fact in facts) == 1
     moves = [fact for _, fact in facts if isinstance(fact, Reconfigured)]
-    assert [
-        (move.newcomers, move.workers[stage]) for move, (stage, _) in zip(moves, losses, strict=True)
-    ] == [((), worker) for worker in awaited]
+    for (stage, _), worker in zip(losses, awaited, strict=True):
+        assert any(move.workers[stage] == worker and not move.newcomers for move in moves)
     assert len(reconfigured) >= 3 * len(losses)
     pauses = sorted(after - before for (before, _), (after, _) in pairwise(commits))
     print(f"longest pauses between commits: {[round(s, 2) for s in pauses[-len(losses) :]]} s")
