@@ -291,6 +291,7 @@ class Standby:
     loaded: bool = False  # it has repeated all that had to be when it was asked
     why: str = ""
     swap: str = ""
+    source: Checkpoint | None = None  # what it began with
 
 
 Todo = Record | ToRanks | AssignAll | Reassign | Redo | ReleaseAll | Point | Dropped | LinksDue

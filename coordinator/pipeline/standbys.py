@@ -86,7 +86,9 @@ class Standbys:
         assert state.plan is not None  # noqa: S101 - it has ranks
         now_s, roster = self.effects.now_s, self.effects.roster
         source, record = state.checkpoint, self.effects.ledger.jobs[state.job]
-        standby = Standby(chosen.worker, chosen.rank, now_s, source.step, now_s, why=chosen.why, swap=swap)
+        standby = Standby(
+            chosen.worker, chosen.rank, now_s, source.step, now_s, why=chosen.why, swap=swap, source=source
+        )
         state = replace(state, standbys={**state.standbys, chosen.rank: standby})
         self.put(state)
         self.effects.move(

@@ -163,8 +163,9 @@ def role_of(scheduler: Scheduler, graphs: GraphStore, worker: str) -> Role | Non
         case PipelineDriver():
             state = driver.jobs[job]
             rank, case = state.rank_of(worker), driver.beside.checks.case_of(job, worker)
-            if case is not None:  # beside the plan it loads what the rank had then
-                rank, state = case.rank, replace(state, source=case.source)
+            for other in (case, state.standby_of(worker)):
+                if other is not None:  # beside the plan it loads what the rank had then
+                    rank, state = other.rank, replace(state, source=other.source)
             if state.plan is None or rank is None:
                 return None
             return StageRole(state, rank, graphs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -17,11 +17,17 @@ from coordinator.messages.events import Held
 from coordinator.messages.jobs import Phase, Standby
 from coordinator.pipeline import standbys
 from coordinator.pipeline.standby import repeated_bytes, standby_words
+from coordinator.services.blob_rights import StageRole, role_of
 from coordinator.services.views import job_update
 from tests.coordinator.pipeline.test_reconfigure import JOB, commits, leave, moves, spec, step, store
 from tests.coordinator.pipeline.test_relink import COARSE, pipeline
 from tests.coordinator.pipeline.test_restart import back
 from tests.sim.scripted import Scripted
+
+if TYPE_CHECKING:
+    from coordinator.storage.graph_store import GraphStore
+
+NO_GRAPHS = cast("GraphStore", None)
 
 
 def standing(
@@ -73,6 +79,9 @@ def test_an_idle_worker_repeats_all_steps_and_its_neighbours_let_it_ask() -> Non
     rank = only(world).rank
     assert (assign.rank, assign.first_step, assign.plan.version) == (rank, 4, 1)
     assert assign.plan.places[rank].worker == "d"
+    role = role_of(world.scheduler, NO_GRAPHS, "d")
+    assert isinstance(role, StageRole)
+    assert (role.rank, role.state.source) == (rank, world.state().checkpoint), "it may load its tensors"
     assert (assign.replay.standby, assign.replay.first_step, len(assign.replay.scales)) == (True, 0, 4)
     told = {worker: [p.worker for p in m.peers] for worker, m in world.messages(do.StandbysHere)}
     assert told == {peer.worker: ["d"] for peer in assign.peers}
