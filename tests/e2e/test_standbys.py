@@ -20,7 +20,7 @@ from coordinator.messages.facts import PlanAdopted, Reconfigured, StepCommitted,
 from coordinator.storage.journal import StoredJournal
 from tests.e2e.test_reconfigured import FIRST, LAST, MIDDLE, TRAINING, disturb, logged, thirds
 
-STEPS = 1000
+STEPS = 400
 pytestmark = pytest.mark.slow
 
 
