@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 MAX_ASKED = 8
-"""Steps that a peer may have asked for; the lowest make way."""
+"""Steps that a peer may have asked for. What it asked for first makes way, not the lowest step: an assignment
+before may have come to higher ones."""
 ROOM_S = 0.2
 """A peer whose queue is full makes way for the others."""
 
@@ -59,14 +60,14 @@ class Replays:
         with self._changed:
             if self._closed:
                 return
-            known = self._asked.get((peer, key.step))
+            known = self._asked.pop((peer, key.step), None)
             if known is not None and known.key == key:
                 known.again, known.done = True, False
             else:
-                self._asked[peer, key.step] = _Asked(peer, rank, key)
-                steps = sorted(step for name, step in self._asked if name == peer)
-                for step in steps[:-MAX_ASKED]:
-                    del self._asked[peer, step]
+                known = _Asked(peer, rank, key)
+            self._asked[peer, key.step] = known
+            for first in [asked for asked in self._asked if asked[0] == peer][:-MAX_ASKED]:
+                del self._asked[first]
             self._due = True
             self._changed.notify()
             if self._thread is None:

@@ -317,6 +317,18 @@ def test_a_peer_may_have_asked_for_so_many_steps_at_a_time(setup: Setup) -> None
     assert len(setup.gate._replays._asked) <= MAX_ASKED
 
 
+def test_who_begins_again_with_low_steps_has_them_though_it_had_asked_for_higher_ones(setup: Setup) -> None:
+    """As where a standby was given up and begins again: what it had asked for made way last."""
+    setup.hub.port("peer")
+    sent(setup, KEY, b"abc")
+    setup.hub.sent.clear()
+    for step in range(20, 20 + MAX_ASKED):
+        assert setup.send(ask(step), b"")
+    assert setup.send(ask(5), b"")
+    until(lambda: setup.hub.sent)
+    assert [key for *_, key in setup.hub.sent] == [KEY]
+
+
 def test_after_a_reconfiguration_neither_old_messages_nor_lost_peers_pass(setup: Setup) -> None:
     for name in ("peer", "new"):
         setup.hub.port(name)
