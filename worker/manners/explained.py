@@ -7,6 +7,7 @@ EXPLAINED = {
     "port": "Coordinator's entry port.",
     "name": "Name shown to owners; empty: this machine's.",
     "device": "What computes: auto, cpu, cuda or cuda:N.",
+    "devices": "Several that compute: all, cuda:0,cuda:1 or cpu*2; empty: device alone.",
     "threads": "Compute threads; 0: one per physical core.",
     "memory_bytes": "Memory that a job may add, and plans count on; 0: 85 % of what is free at the start.",
     "gpu_memory_bytes": "The same of a GPU's memory; 0: as memory_bytes.",

@@ -78,7 +78,8 @@ def test_it_says_what_it_computes_on_answers_refuses_and_ends(real: Real) -> Non
     real.child.send(pb.ToCompute(ping=41))
     assert real.says("pong").pong == 41
     # What breaks a bound is the job's failure; torch's own words come through the log.
-    real.child.send(pb.ToCompute(load=control.Assign(job="j", plan_version=3)))
+    real.child.send(pb.ToCompute(load=control.Assign(job="j", plan_version=3), assignment=7))
+    assert real.says("loading").loading == 7
     broke = real.says("posted").posted
     assert (broke.kind, broke.job, broke.plan_version) == ("StageBroke", "j", 3)
     assert broke.reason
