@@ -137,7 +137,7 @@ def test_a_process_that_answers_nobody_is_ended_and_its_job_goes_on_before(way: 
     """Their worker is quarantined, each time for longer: a fleet for each."""
     with hostile_fleet(way) as fleet:
         assert_ends(fleet, attack, SILENT[attack])
-        assert not survived(fleet, "honest")
+        assert "failed" not in survived(fleet, "honest")
 
 
 @pytest.mark.slow
@@ -159,9 +159,8 @@ def test_memory_of_the_daemon_cannot_be_read(fleet: HostileFleet, request: pytes
 
 
 @pytest.mark.slow
-def test_a_job_that_cost_three_processes_is_refused_and_another_taken(fleet: HostileFleet) -> None:
-    found = attacked(fleet, "segfault always", case())
-    assert found.state == "failed"
-    refused = "this worker takes no more of job segfault-always-1, which ended its process 3 times"
-    assert re.search(rf"{refused}; the last time: {OP}ended the compute process \(SIGSEGV", found.reasons)
-    assert not survived(fleet, "honest")
+def test_a_job_that_always_kills_one_workers_process_goes_on_without_that_worker(fleet: HostileFleet) -> None:
+    """That a worker refuses a job that has cost it three processes is shown by ``test_host``."""
+    reasons = survived(fleet, "segfault always")
+    assert re.search(rf"worker0.*{OP}ended the compute process \(SIGSEGV", reasons), reasons
+    assert "failed" not in survived(fleet, "honest")
