@@ -75,5 +75,7 @@ def test_a_worker_with_wrong_gradients_is_named_and_its_work_done_anew(
     assert agreed
     alone = run_local(case, half)
     assert [row[0] for row in run.figures] == [row[0] for row in alone.figures]
-    for name in run.state:
+    trained = [name for name in alone.state if name in run.state]  # of tied ones the file has each name
+    assert trained
+    for name in trained:
         assert torch.equal(run.state[name]["value"], alone.state[name]["value"]), name
