@@ -209,13 +209,7 @@ def owners(
     for rank in ranks:
         others = _after(ranks, rank)
         mine = [at for at in used if owner_of[at] == rank]
-        parts: list[Action] = [
-            Send(peer, at, label, label)
-            for peer in others
-            for at in used
-            if owner_of[at] == peer
-            for label in sorted(labels[rank])
-        ]
+        parts = _parts(labels[rank], others, used, owner_of)
         totals: list[Action] = []
         for at in mine:
             totals.append(Add(at, tuple(every)))
@@ -223,6 +217,19 @@ def owners(
         copies: list[Action] = [Copy(at, owner_of[at]) for at in used if owner_of[at] != rank]
         actions[rank] = (*parts, *totals, *copies)
     return Collective(tuple(segments), actions, {rank: tuple(sorted(labels[rank])) for rank in ranks})
+
+
+def _parts(
+    held: Sequence[int], others: Sequence[int], used: Sequence[int], owner_of: Sequence[int]
+) -> list[Action]:
+    """What a rank that holds these labels sends to the owners of segments, in the order of ``others``."""
+    return [
+        Send(peer, at, label, label)
+        for peer in others
+        for at in used
+        if owner_of[at] == peer
+        for label in sorted(held)
+    ]
 
 
 def site_owners(
@@ -248,13 +255,7 @@ def site_owners(
     for number, site in enumerate(sites):
         for rank in site:
             others = _after(site, rank)
-            parts: list[Action] = [
-                Send(peer, at, label, label)
-                for peer in others
-                for at in used
-                if site[at] == peer
-                for label in sorted(labels[rank])
-            ]
+            parts = _parts(labels[rank], others, used, site)
             own = [at for at in used if site[at] == rank]
             passed: list[Action] = []
             for at in own:

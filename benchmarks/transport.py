@@ -328,7 +328,11 @@ def tls_context(folder: Path, *, server: bool) -> ssl.SSLContext:
 def serve(kind: type[End], arguments: Sequence[str]) -> None:
     """Be the end that ``arguments_of`` asked for: obey commands until stdin ends."""
     folder, name, nbytes, seed = arguments
-    end = kind(Path(folder), name, int(nbytes), int(seed))
+    obey(kind(Path(folder), name, int(nbytes), int(seed)))
+
+
+def obey(end: Any) -> None:
+    """Have an end do what stdin says, until that ends: its methods' names and arguments, a line each."""
     try:
         for line in sys.stdin:
             command, *arguments = json.loads(line)

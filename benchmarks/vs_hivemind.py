@@ -41,7 +41,7 @@ from atoll.plan import Plan, Replica, StageSpec
 from atoll.program import stage_programs
 from benchmarks.harness import LabFleet, conclude, execute, follow, machine, need_lab, parser, steady
 from benchmarks.oracle import from_job, run_local
-from benchmarks.transport import PATIENT, Remote, identities, line_path, line_scenario
+from benchmarks.transport import PATIENT, Remote, identities, line_path, line_scenario, obey
 from benchmarks.vs_hivemind_job import LR, MICRO_BATCH, SHARE, STEPS, WIDTH
 from benchmarks.waits import HUNG_S
 from coordinator.capture.capture import capture
@@ -204,18 +204,12 @@ class Peer:
         return value
 
 
-def obey(arguments: Sequence[str]) -> None:
+def serve(arguments: Sequence[str]) -> None:
     """Be one of our peers until stdin ends."""
     rank, host, asked = arguments
     torch.set_num_threads(1)
     keep_chunk_memory()  # as in a worker
-    peer = Peer(int(rank), host, json.loads(asked))
-    try:
-        for line in sys.stdin:
-            command, *given = json.loads(line)
-            print(json.dumps(getattr(peer, command)(*given)), flush=True)
-    finally:
-        peer.close()
+    obey(Peer(int(rank), host, json.loads(asked)))
 
 
 # ---------------------------------------------------------------- two peers
@@ -401,7 +395,7 @@ def main() -> int:
     made.add_argument("--peer", nargs=3, help=argparse.SUPPRESS)
     args = made.parse_args()
     if args.peer:
-        obey(args.peer)
+        serve(args.peer)
         return 0
     need_lab(args.json)
     systems = {OURS: [sys.executable, "-m", "benchmarks.vs_hivemind", "--peer"]}

@@ -19,7 +19,6 @@ from protos.command_line import AsJson, TokenFile, err, given_token
 if TYPE_CHECKING:
     from atoll.job import Job
 
-MOST_COMPARED = 8  # replicas, where the planner chooses among all ways
 EXIT_CODES = """Exit codes: 0 done, 1 other error, 2 wrong usage or job file, 3 model cannot be captured,
 4 no plan for this fleet, 5 coordinator unreachable, 6 access denied, 7 protocol mismatch,
 8 job failed, 9 storage, 10 damaged message, 130 interrupted."""
@@ -164,10 +163,11 @@ class JobOptions:
         check_compression(job.training.compression)  # before the capture, which takes its time
         count = job.training.replica_count or 1
         if job.training.exchange == AUTO and job.training.replicas == "1":  # replicas are compared, too
-            count = min(MOST_COMPARED, job.training.n_micro)
-        if (
-            job.training.blocks == 1 < count and job.training.local_exchange is None
-        ):  # each needs one of its own
+            from coordinator.planning.replicas import MOST_REPLICAS
+
+            count = min(MOST_REPLICAS, job.training.n_micro)
+        exact = job.training.local_exchange is None
+        if exact and job.training.blocks == 1 < count:  # each needs one of its own
             job = replace(job, training=replace(job.training, blocks=count))
         return job
 

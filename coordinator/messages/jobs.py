@@ -340,7 +340,7 @@ class JobState:
     relink: Relink | None = None  # said with a commit, not begun
     lineage: tuple[tuple[int, int], ...] = ()  # (version, its first step) on the stages of this plan
     standbys: Mapping[int, Standby] = field(default_factory=dict)  # by rank
-    lost: Mapping[int, str] = field(default_factory=dict)  # why, by rank of those that are absent
+    lost: Mapping[int, str] = field(default_factory=dict)  # why, by absent rank
     seating: bool = False  # a peer is to join after the checkpoint that is asked for, with or before a commit
 
     @property

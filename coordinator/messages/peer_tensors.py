@@ -18,8 +18,7 @@ def merged(before: Tensors, parts: Mapping[int, Tensors]) -> dict[str, str]:
     """Return a checkpoint of what each rank has stored; ``before``: whatever no step changes, from the
     checkpoint before."""
     first, *others = sorted(parts)
-    found = {name: blob for name, blob in before.items() if OF not in name}
-    found.update(parts[first])
+    found = {**model(before), **parts[first]}
     for rank in others:
         found.update({f"{name}{OF}{rank}": blob for name, blob in parts[rank].items()})
     return found
@@ -27,10 +26,9 @@ def merged(before: Tensors, parts: Mapping[int, Tensors]) -> dict[str, str]:
 
 def own(tensors: Tensors, rank: int) -> dict[str, str]:
     """Return a rank's tensors by the model's names: its own where it has stored any."""
-    found = {name: blob for name, blob in tensors.items() if OF not in name}
     mine = f"{OF}{rank}"
-    found.update({name.removesuffix(mine): blob for name, blob in tensors.items() if name.endswith(mine)})
-    return found
+    its_own = {name.removesuffix(mine): blob for name, blob in tensors.items() if name.endswith(mine)}
+    return model(tensors) | its_own
 
 
 def model(tensors: Tensors) -> dict[str, str]:

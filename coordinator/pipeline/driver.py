@@ -406,12 +406,13 @@ class PipelineDriver:
     def _reassign(self, state: JobState, todo: Reassign) -> None:
         self.adapting.adopted(state, self.effects.ledger.jobs[state.job].cap)
         self.losses.forget(state.job)
-        state = self.beside.standbys.reassigned(state)
+        members_now = {rank: self.effects.roster.workers[worker].member for rank, worker in _present(state)}
+        replaced = {rank for rank, m in members_now.items() if (m.job, m.rank) != (state.job, rank)}
+        state = self.beside.standbys.reassigned(state, replaced)
         for worker in todo.left:
             self._let_go(state, worker, todo.reason)
         for rank, worker in _present(state):
-            member = self.effects.roster.workers[worker].member
-            if (member.job, member.rank) != (state.job, rank):
+            if rank in replaced:
                 self.effects.move(worker, members.AssignedTo(state.job, rank))
             self._give(state, rank)
         self.beside.standbys.follow(state)

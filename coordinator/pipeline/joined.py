@@ -8,17 +8,13 @@ the same norms, which count once.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from coordinator.pipeline import periods
 
 if TYPE_CHECKING:
     from atoll.plan import Plan
-    from coordinator.messages.events import StepReady
-
-Reports = Mapping[int, "StepReady"]
-"""By rank; of every rank of the plan."""
+    from coordinator.pipeline.periods import Reports
 
 
 def step_loss(plan: Plan, ready: Reports) -> float:

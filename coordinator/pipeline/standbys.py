@@ -22,7 +22,6 @@ from coordinator.pipeline.standby import Chosen, choose, wanted
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
-    from atoll.plan import Place
     from coordinator.membership.effects import Effects
 
 LOOK_S = 1.0  # between two looks for standbys
@@ -224,10 +223,10 @@ class Standbys:
             1e-3, state.median_step_s or 1e-3
         )
 
-    def reassigned(self, state: JobState) -> JobState:
+    def reassigned(self, state: JobState, replaced: set[int]) -> JobState:
         """Drop those that have a rank now from the standbys of a plan that was reconfigured, and give up
         those that were repeating steps beside a neighbour that is replaced: what it sent of them goes with
-        it, and they would wait for that."""
+        it, and they would wait for that. ``replaced``: ranks that others had before."""
         plan = state.plan
         assert plan is not None  # noqa: S101 - it has ranks
         placed = {place.worker for place in plan.places}
@@ -237,17 +236,11 @@ class Standbys:
             left = {rank: s for rank, s in state.standbys.items() if s.worker not in placed}
             state = replace(state, standbys=left)
             self.put(state)
-        replaced = {rank for rank, place in enumerate(plan.places) if not self._holds(state, rank, place)}
         for standby in list(state.standbys.values()):
             behind = standby.step < state.step
             if behind and replaced.intersection(neighbours(plan, standby.rank)):
                 state = self.drop(state, standby, "its neighbour is replaced", rest_s=0.0)
         return state
-
-    def _holds(self, state: JobState, rank: int, place: Place) -> bool:
-        """Whether who has a rank now had it before."""
-        known = self.effects.roster.workers.get(place.worker)
-        return known is not None and (known.member.job, known.member.rank) == (state.job, rank)
 
     def follow(self, state: JobState) -> None:
         """Have the standbys of a plan that was reconfigured go on with it."""

@@ -36,7 +36,7 @@ def chosen_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
     if found is None:
         return _explained(exact, "no two machines hold the model and what local steps keep of it")
     sharing, exchange = found
-    efficiency = EXCHANGES[exchange.rule].efficiency_at(exchange.every)
+    efficiency = _efficiency(exchange)
     exact_s = exact.prediction.step_s if exact.prediction is not None else float("inf")
     worth, exact_worth = efficiency / sharing.step_s, 1.0 / exact_s
     words = (
@@ -58,11 +58,12 @@ def _best_local(request: PlanRequest) -> tuple[Sharing, Exchange] | None:
         for exchange in LOCAL_EXCHANGES
         if (sharing := fastest(request, exchange)) is not None
     ]
-    return max(
-        found,
-        key=lambda one: EXCHANGES[one[1].rule].efficiency_at(one[1].every) / one[0].step_s,
-        default=None,
-    )
+    return max(found, key=lambda one: _efficiency(one[1]) / one[0].step_s, default=None)
+
+
+def _efficiency(exchange: Exchange) -> float:
+    """What a micro-batch of local steps counts of an exact one."""
+    return EXCHANGES[exchange.rule].efficiency_at(exchange.every)
 
 
 def _shape(plan: Plan) -> str:

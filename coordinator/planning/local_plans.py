@@ -18,8 +18,7 @@ from atoll.errors import NotEnoughMemory, PlanError
 from atoll.plan import LinkPrediction, Plan, Prediction, Replica, validate, written_buffers
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
-from coordinator.planning.transfers import exchange_s, owner_transfers, rank_rates, shares_of
-from strategies.exchanges.catalogue import EXCHANGES
+from coordinator.planning.transfers import coded, exchange_s, owner_transfers, rank_rates, shares_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-MOST_PEERS = 64
+MOST_PEERS = 64  # nobody has measured what more of them teach
 LEAST_DEADLINE_S = 60.0  # or as long as a period takes: the others go on without who is later
 
 
@@ -53,10 +52,9 @@ def peers_plan(
         )
     if given is not None:
         return _joined(request, exchange, *given, effort)
-    own = replace(request.training, n_micro=1, blocks=1, exchange=exchange.rule)
-    problem = Problem(request.dag, own, request.fleet)
-    found = fastest(request, exchange, problem)
+    found = fastest(request, exchange)
     if found is None:
+        problem = _problem(request, exchange)
         need = problem.memory.bytes(0, problem.n_ops, 1)
         held = sum(bool(limit >= need) for limit in problem.limits)
         raise NotEnoughMemory(
@@ -74,16 +72,20 @@ class Sharing(NamedTuple):
     ends: list[int]
 
 
-def fastest(request: PlanRequest, exchange: Exchange, problem: Problem | None = None) -> Sharing | None:
+def fastest(request: PlanRequest, exchange: Exchange) -> Sharing | None:
     """Return how many peers end a step first, None where fewer than two machines hold what the rule keeps."""
-    if problem is None:
-        own = replace(request.training, n_micro=1, blocks=1, exchange=exchange.rule)
-        problem = Problem(request.dag, own, request.fleet)
-    return min(_counted(request, exchange, problem), key=lambda one: one.step_s, default=None)
+    return min(_counted(request, exchange), key=lambda one: one.step_s, default=None)
 
 
-def _counted(request: PlanRequest, exchange: Exchange, problem: Problem) -> Iterator[Sharing]:
+def _problem(request: PlanRequest, exchange: Exchange) -> Problem:
+    """One micro-batch at a peer that holds the whole model."""
+    own = replace(request.training, n_micro=1, blocks=1, exchange=exchange.rule)
+    return Problem(request.dag, own, request.fleet)
+
+
+def _counted(request: PlanRequest, exchange: Exchange) -> Iterator[Sharing]:
     """Yield sharings for numbers of the fastest peers."""
+    problem = _problem(request, exchange)
     n_micro, fleet = request.training.n_micro, request.fleet
     need = problem.memory.bytes(0, problem.n_ops, 1)
     micro_s = problem.compute[:, -1]
@@ -112,8 +114,7 @@ def transfers(fleet: Fleet, members: list[int], n_bytes: float, exchange: Exchan
     count = len(members)
     if count < 2 or not n_bytes:
         return dense
-    volume = EXCHANGES[exchange.rule].volume(((round(n_bytes / 4),),), exchange, count)
-    return dense * (volume / (float(dense.sum()) / count))
+    return coded(dense, n_bytes, exchange, count)
 
 
 def _joined(

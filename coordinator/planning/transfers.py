@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.collective import owner_shares
+from strategies.exchanges.catalogue import EXCHANGES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
+    from atoll.exchange import Exchange
     from coordinator.planning.costs.fleet import Fleet
 
     Floats = NDArray[np.float64]
@@ -69,6 +71,13 @@ def seconds(fleet: Fleet, sent: Floats) -> float:
         known = [(fleet.index[a], fleet.index[b]) for a, b in relay.pairs if {a, b} <= fleet.index.keys()]
         worst = max(worst, 8.0 * float(sum(sent[pair] for pair in known)) / relay.bps)
     return worst / fleet.payload_share
+
+
+def coded(dense: Floats, n_bytes: float, exchange: Exchange, count: int) -> Floats:
+    """[devices, devices] bytes of a round by the exchange's rule among ``count`` members with so many trained
+    bytes each, who send ``dense`` where it is by owners and without a codec."""
+    volume = EXCHANGES[exchange.rule].volume(((round(n_bytes / 4),),), exchange, count)
+    return dense * (volume / (float(dense.sum()) / count))
 
 
 def latency_s(fleet: Fleet, sent: Floats) -> float:

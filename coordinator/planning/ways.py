@@ -23,12 +23,13 @@ from atoll.errors import NotEnoughMemory, PlanError
 from atoll.exchange import Exchange
 from coordinator.planning.buckets import ExchangeCost, Gradient, merge
 from coordinator.planning.costs.memory import PEERS_OWN
+from coordinator.planning.local_plans import MOST_PEERS
 from coordinator.planning.op_fence import Effort
 from coordinator.planning.peers import PeerSelection
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
 from coordinator.planning.replicas import MOST_REPLICAS, partitions
-from coordinator.planning.transfers import exchange_s, latency_s, owner_transfers, shares_of
+from coordinator.planning.transfers import coded, exchange_s, latency_s, owner_transfers, shares_of
 from strategies.exchanges.catalogue import EXCHANGES, exchange_facts
 
 if TYPE_CHECKING:
@@ -40,9 +41,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 DAY_S = 86_400.0
-MOST_PEERS = 64  # of ways that change the model: nobody has measured what more of them teach
 GOSSIP_ROUNDS = 60
-MODEL_COPIES = PEERS_OWN  # float32, beside the optimizer's state: what a rule of deltas keeps
 LOCAL_EXCHANGES = (
     *(Exchange("diloco", every=every, codec="int8_block") for every in (10, 50, 200)),
     Exchange("streaming_diloco", every=12, fragments=4, delay=5, codec="int4_block"),
@@ -358,9 +357,8 @@ def _hidden(peers: Peers, whole_s: float, delay_s: float, micros: Sequence[int])
 
 def _local_steps(request: PlanRequest, peers: Peers, inexact: str) -> Iterator[Way]:
     n_micro, fleet = request.training.n_micro, request.fleet
-    extra = MODEL_COPIES * peers.trained_bytes
+    extra = PEERS_OWN * peers.trained_bytes
     peers = peers.with_room(extra)
-    shapes = ((round(peers.trained_bytes / 4),),)
     for count in peers.counts(min(MOST_PEERS, n_micro)):
         micros = peers.shares(count, n_micro)
         compute_s = peers.compute_s(micros)
@@ -369,7 +367,7 @@ def _local_steps(request: PlanRequest, peers: Peers, inexact: str) -> Iterator[W
             if inexact not in ("auto", exchange.rule):
                 continue
             facts = EXCHANGES[exchange.rule]
-            sent = dense * (facts.volume(shapes, exchange, count) / (float(dense.sum()) / count))
+            sent = coded(dense, peers.trained_bytes, exchange, count)
             joint_s = exchange_s(fleet, sent)
             round_s = exchange.every * compute_s + max(0.0, joint_s - exchange.delay * compute_s)
             yield Way(

@@ -41,7 +41,7 @@ class Copies:
         send: Callable[[pb.FromWorker], None],
         owner: int = 0,
     ) -> None:
-        """``folder``: on the disk of the cache. ``owner``: number of the device, of those that share it."""
+        """``folder``: on the disk of the cache. ``owner``: number of the device, where several share it."""
         self._owner = owner
         self._blobs, self._cache, self._folder, self._send = blobs, cache, folder, send
         self.lent_bytes = lent_bytes

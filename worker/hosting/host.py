@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -42,6 +41,7 @@ from worker.hosting.sandbox import View, chosen
 from worker.hosting.send_log import NOTHING, SendLog
 from worker.hosting.setup import setup_of
 from worker.hosting.watch import OpWatch
+from worker.machine.lent import gpus_here
 from worker.machine.speed_file import MAX_BYTES as MAX_SPEEDS_BYTES
 from worker.machine.speed_file import SpeedFile
 from worker.session import events, instructions, wire
@@ -435,7 +435,7 @@ class ComputeHost:
     def _pool_view(self) -> View:
         """Files of a process for any pipeline's stage."""
         wanted = self._config.device
-        gpu = wanted.startswith("cuda") or (wanted == "auto" and any(Path("/dev").glob("nvidia[0-9]*")))
+        gpu = wanted.startswith("cuda") or (wanted == "auto" and gpus_here() > 0)
         return View((self._config.blob_dir.absolute(),), (), "cuda" if gpu else "cpu")
 
     def _launch(self, view: View, joined: str = "") -> None:
