@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from atoll.errors import PlanError
-from atoll.exchange import Exchange, check_exchange
+from atoll.exchange import Exchange, PairTable, check_exchange
 from atoll.job import Recompute, TrainingSpec
 from atoll.microbatch import Action, ScheduleName, block_ranges, gpipe, one_f_one_b
 from atoll.opdag import FLOATING, OpDag, Source, leaf_refs
@@ -190,9 +190,15 @@ class Plan:
         """Return a plan of one replica under a later version that differs in its codecs alone."""
         return replace(self, version=version, replicas=(replace(self.only, links=tuple(links)),))
 
-    def moved(self, version: int, workers: Sequence[str], absent: frozenset[int] = frozenset()) -> Plan:
+    def moved(
+        self,
+        version: int,
+        workers: Sequence[str],
+        absent: frozenset[int] = frozenset(),
+        pairs: PairTable | None = None,
+    ) -> Plan:
         """Return the same plan under a later version with these workers by rank; of ``absent`` ranks those
-        that were lost.
+        that were lost. ``pairs``: the newer table that gossip draws by, None: as it is.
 
         What was predicted stays the figures of those before.
         """
@@ -203,7 +209,10 @@ class Plan:
             for r in self.replicas
         )
         prediction = _renamed(self.prediction, names)
-        return replace(self, version=version, replicas=replicas, prediction=prediction, absent=absent)
+        moved = replace(self, version=version, replicas=replicas, prediction=prediction, absent=absent)
+        if pairs is None or self.exchange is None:
+            return moved
+        return replace(moved, exchange=replace(self.exchange, pairs=pairs))
 
 
 def _renamed(prediction: Prediction | None, names: Mapping[str, str]) -> Prediction | None:
@@ -252,6 +261,8 @@ def validate(plan: Plan, dag: OpDag, training: TrainingSpec) -> None:
         for figures, what in ((plan.exchange.rates, "rates"), (plan.exchange.sites, "sites")):
             if len(figures) not in (0, len(plan.places)):
                 raise PlanError(f"{what} of {len(figures)} ranks of {len(plan.places)}")
+        if plan.exchange.pairs is not None and len(plan.exchange.pairs.rates) != len(plan.places) ** 2:
+            raise PlanError(f"rates of {len(plan.exchange.pairs.rates)} pairs of {len(plan.places)} ranks")
     if len(plan.replicas) > 1:
         _check_gradients(dag)
         if not training.average_buffers:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from atoll.errors import AtollError, StorageError
+from atoll.exchange import PairTable
 from atoll.job import JobSpec
 from atoll.plan import LinkSpec, Plan
 from coordinator.messages.encoding import from_json, to_json
@@ -93,6 +94,7 @@ class Reconfigured:
     newcomers: tuple[int, ...]
     reason: str
     absent: tuple[int, ...] = ()  # ranks of lost peers, which the others go on without
+    pairs: PairTable | None = None  # of the plan's exchange from now on; None: as it was
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +136,9 @@ class RoundMet:
     included: tuple[str, ...]
     missing: Mapping[str, str]  # worker -> why
     sent_bytes: int  # by all of them together
-    digest: str  # of the result
+    digest: str  # of the result; of several groups theirs
     at_s: float
+    groups: tuple[tuple[int, ...], ...] = ()  # ranks that exchanged with each other, where not all with all
 
 
 @dataclass(frozen=True, slots=True)
@@ -516,7 +519,7 @@ class Ledger:
         kept = {rank for rank in range(len(fact.workers)) if rank not in fact.newcomers}
         if any(job.plan.places[rank].worker != fact.workers[rank] for rank in kept):
             job.storing = ()  # who has stood by stores nothing of steps before
-        job.plan = job.plan.moved(fact.version, fact.workers, frozenset(fact.absent))
+        job.plan = job.plan.moved(fact.version, fact.workers, frozenset(fact.absent), fact.pairs)
         job.since = tuple(
             fact.version if rank in fact.newcomers else job.given(rank) for rank in range(len(fact.workers))
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
 
+from atoll.exchange import PairTable
 from atoll.job import JobSpec
 from atoll.plan import LinkSpec, Plan
 from coordinator.messages.events import StageMessage, StepReady
@@ -101,7 +102,8 @@ class StageLost:
 class Replaced:
     """Other workers have ranks from now on; ``workers`` by rank. Those of ``newcomers`` are given their
     stage, the others hold theirs, as standbys perhaps. ``blamed``: a stage broke by itself; ``chosen``:
-    nobody is lost. ``absent``: ranks of lost peers, which the others go on without."""
+    nobody is lost. ``absent``: ranks of lost peers, which the others go on without. ``pairs``: the newer
+    table that gossip draws pairs by."""
 
     workers: tuple[str, ...]
     newcomers: frozenset[int]
@@ -109,6 +111,7 @@ class Replaced:
     blamed: bool = False
     chosen: bool = False
     absent: frozenset[int] = frozenset()
+    pairs: PairTable | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ from coordinator.pipeline.calibration import learn
 from coordinator.pipeline.doubt import left_out
 from coordinator.pipeline.link_adaptation import Adapting, capped
 from coordinator.pipeline.losses import Losses
+from coordinator.pipeline.pair_tables import PairTables
 from coordinator.pipeline.profiling import Hold, Profiling
 from coordinator.pipeline.relink import current
 from coordinator.pipeline.restart import Returning
@@ -88,6 +89,7 @@ class PipelineDriver:
     suspicion: Suspicion = field(init=False)
     losses: Losses = field(init=False)
     seating: Seats = field(init=False)
+    pair_tables: PairTables = field(init=False)
     beside: Beside = field(init=False)
     _committed: JobState | None = None  # after its newest step, not learned from yet
 
@@ -114,6 +116,7 @@ class PipelineDriver:
         )
 
         self.seating = Seats(self.effects, self._step)
+        self.pair_tables = PairTables(self.effects, self._step)
 
     # ------------------------------------------------------------ jobs
 
@@ -505,6 +508,7 @@ class PipelineDriver:
         self.suspicion.tick(self.jobs)
         for state in list(self.jobs.values()):
             self.seating.look(state)
+            self.pair_tables.look(self.jobs[state.job])
         self.beside.tick(self.returning)
 
     def storage_failed(self, reason: str) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from coordinator.messages.jobs import STEPPING, Event, JobState, Replaced, Seating
+from coordinator.pipeline.pair_tables import newer_table
 from coordinator.pipeline.reconfigure import seats
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ class Seats:
         label = self.effects.label
         taken = ", ".join(f"{label(chosen.workers[rank])} joins as rank {rank}" for rank in chosen.newcomers)
         words = f"{taken}, with the state after {state.step} steps"
+        there = [rank for rank in range(state.n_ranks) if rank not in chosen.absent]
+        table = newer_table(state, self.effects.roster, chosen.workers, there)
         self.step(
-            state.job, Replaced(chosen.workers, chosen.newcomers, words, chosen=True, absent=chosen.absent)
+            state.job,
+            Replaced(chosen.workers, chosen.newcomers, words, chosen=True, absent=chosen.absent, pairs=table),
         )

@@ -20,16 +20,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.errors import NotEnoughMemory, PlanError
-from atoll.exchange import Exchange
+from atoll.exchange import MOST_PEERS, Exchange
 from coordinator.planning.buckets import ExchangeCost, Gradient, merge
 from coordinator.planning.costs.memory import PEERS_OWN
-from coordinator.planning.local_plans import MOST_PEERS
 from coordinator.planning.op_fence import Effort
 from coordinator.planning.peers import PeerSelection
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
 from coordinator.planning.replicas import MOST_REPLICAS, partitions
-from coordinator.planning.transfers import coded, exchange_s, latency_s, owner_transfers, shares_of
+from coordinator.planning.transfers import (
+    coded,
+    exchange_s,
+    latency_s,
+    owner_transfers,
+    pair_rates,
+    shares_of,
+)
 from strategies.exchanges.catalogue import EXCHANGES, exchange_facts
 
 if TYPE_CHECKING:
@@ -423,16 +429,14 @@ def _gossip_s(peers: Peers, micros: Sequence[int], members: list[int], n_bytes: 
     """Seconds of a step in the pairs that peer selection draws, where each waits for its partner alone, and
     the longest exchange of a pair among them."""
     fleet = peers.request.fleet
-    at = np.ix_(members, members)
-    pair_s = 8.0 * n_bytes / fleet.effective_bps[at] + fleet.latency_s[at]
-    np.fill_diagonal(pair_s, np.inf)
-    selection = PeerSelection.begin(range(len(members)), n_bytes / pair_s, 0, share=1.0 / GOSSIP_RATIO)
+    rates = pair_rates(fleet, members, n_bytes)
+    selection = PeerSelection.begin(range(len(members)), rates, 0, share=1.0 / GOSSIP_RATIO)
     clock, longest_s = np.zeros(len(members)), 0.0
     compute_s = np.array([m * s for m, s in zip(micros, peers.micro_s, strict=False)])
     for number in range(GOSSIP_ROUNDS):
         clock += compute_s
         for i, j in ((int(a), int(b)) for a, b in selection.pairs(number)):
-            taken_s = max(pair_s[i, j], pair_s[j, i])
+            taken_s = n_bytes / min(rates[i, j], rates[j, i])
             clock[i] = clock[j] = max(clock[i], clock[j]) + taken_s
             longest_s = max(longest_s, float(taken_s))
     return float(clock.max()) / GOSSIP_ROUNDS, longest_s

@@ -41,6 +41,7 @@ class ExchangeFacts:
     alike: bool = True  # every rank holds the same bits after a complete round
     together: bool = False  # a round counts for all of a group or for none
     phases: int = 1  # collectives a round, at most
+    by_rates: bool = False  # pairs are drawn by how fast they are
     everybody_every: int = 0  # rounds of groups, of which the last is everybody's; 0: never
     check: Callable[[Exchange], None] = lambda exchange: None  # raises PlanError for settings not meant
     efficiencies: tuple[tuple[int, float], ...] = ()  # (steps between rounds, ...), ascending; see below
@@ -124,6 +125,13 @@ def own_codec_at_once(exchange: Exchange) -> None:
     """Refuse codecs, fragments and delays."""
     no_codec(exchange)
     at_once(exchange)
+
+
+def dense_models(exchange: Exchange) -> None:
+    """Refuse codecs and ratios: models travel as they are, or as the rule has it."""
+    no_codec(exchange)
+    if exchange.ratio != 1.0:
+        raise PlanError(f"exchange {exchange.rule!r} with a ratio of {exchange.ratio:g}: it has none to set")
 
 
 def masked_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
@@ -276,6 +284,8 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             volume=masked_volume,
             alike=False,
             together=True,
+            by_rates=True,
+            check=no_codec,
             efficiencies=((1, 0.68),),
         ),
         ExchangeFacts(
@@ -289,6 +299,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             pattern=Pattern.PUBLISHED,
             volume=byte_volume,
             alike=False,
+            check=dense_models,
             efficiencies=((5, 0.59),),
         ),
         ExchangeFacts(
@@ -302,6 +313,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             pattern=Pattern.OWNERS,
             volume=dense_volume,
             everybody_every=10,
+            check=dense_models,
             efficiencies=((1, 0.81),),
         ),
         ExchangeFacts(

@@ -156,9 +156,10 @@ class Assignment:
 
 
 def _work(plan: Plan) -> tuple[object, ...]:
-    """What is computed under a plan, whoever computes it."""
+    """What is computed under a plan, whoever computes it and exchanges with whom."""
+    exchange = replace(plan.exchange, pairs=None) if plan.exchange else None
     replicas = [(r.micros, [replace(stage, worker="") for stage in r.stages]) for r in plan.replicas]
-    return plan.schedule, plan.exchange, replicas
+    return plan.schedule, exchange, replicas
 
 
 def check(assignment: Assignment, me: str) -> None:
@@ -225,6 +226,8 @@ def _check_exchange(plan: Plan, rank: int) -> None:
         raise PlanError(f"rates of {len(exchange.rates)} ranks of {len(plan.places)}")
     if len(exchange.sites) not in (0, len(plan.places)):
         raise PlanError(f"sites of {len(exchange.sites)} ranks of {len(plan.places)}")
+    if exchange.pairs is not None and len(exchange.pairs.rates) != len(plan.places) ** 2:
+        raise PlanError(f"rates of {len(exchange.pairs.rates)} pairs of {len(plan.places)} ranks")
 
 
 def _check_leaves(assignment: Assignment) -> None:
