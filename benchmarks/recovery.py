@@ -4,9 +4,9 @@ A GPT cut in three trains on the first workers of a scenario, the others are bac
 checkpoint the worker of one stage is killed (kill -9). Either its hot standby takes the stage over, or a
 backup does from the send logs, or, with `--send-log-bytes 0` at each worker, the job goes back to its
 checkpoint. Downtime: from the last commit before the loss to the commit of the step that was in flight,
-less the median step. The runs without a loss show what logs and standbys cost a step; of standbys also the
-bytes a step that they were sent, against what the plan says that their stages receive. Every run ends with
-the losses of the first one, bit for bit.
+less the median step, and beside it what the plan foretold of that stage's loss. The runs without a loss show
+what logs and standbys cost a step; of standbys also the bytes a step that they were sent, against what the
+plan says that their stages receive. Every run ends with the losses of the first one, bit for bit.
 
   python -m benchmarks.recovery --seed 0 --json
   python -m benchmarks.recovery --scenario homes --stage 1 --stage 2 --json
@@ -100,6 +100,7 @@ def run(
     last: dict[str, Any] = {}
     received: dict[int, int] = {}  # bytes a step that a stage receives, as planned
     seen = set[int]()  # stages with a standby
+    foretold: dict[int, float] = {}  # seconds that a stage's loss would cost, as last said
     with fleet._command("watch", name, "--json") as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -113,6 +114,12 @@ def run(
                 if "0 steps behind" in s.get("standby_why", "")
             }
             seen |= ready
+            if not killed_s:
+                foretold |= {
+                    int(s.get("stage", 0)): s["replace_s"]
+                    for s in last.get("stages", ())
+                    if s.get("replace_s")
+                }
             due = kill is not None and last["step"] >= kill[1] and (not standby or kill[0] in ready)
             if kill is not None and not killed_s and due:
                 fleet.kill(names[holders[kill[0]]])
@@ -133,7 +140,11 @@ def run(
     if standby:
         figures["standbys"] = len(seen)
         figures["standby_bytes_over_plan"] = sent_over_planned(fleet.logged("stage.stood_by"), received)
-    return figures | times(points, killed_s)
+    figures |= times(points, killed_s)
+    if kill is not None:
+        figures["foretold_s"] = foretold[kill[0]]
+        figures["over_foretold"] = figures["downtime_s"] / foretold[kill[0]]
+    return figures
 
 
 def planned_bytes(update: dict[str, Any], holders: Sequence[str]) -> dict[int, int]:
@@ -161,6 +172,28 @@ def times(points: Sequence[tuple[int, float, float]], killed_s: float) -> dict[s
         again_s = next(at_s for step, _, at_s in points if step >= in_flight and at_s > last_s)
         found["downtime_s"] = again_s - last_s - found["step_s"]
         found["repeated_steps"] = sum(step < in_flight and at_s > last_s for step, _, at_s in points)
+    return found
+
+
+def compared(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Ratios of the arms: a step's with standbys, and the longest downtimes, over those without."""
+
+    def of(arm: str, name: str) -> list[float]:
+        return [row[name] for row in rows if row["arm"] == arm and name in row]
+
+    found: dict[str, float] = {}
+    for arm in ("log", "standby"):
+        if of(arm, "downtime_s"):
+            found[f"{arm}_over_foretold"] = max(of(arm, "over_foretold"))
+        if of(arm, "downtime_s") and of("checkpoint", "downtime_s"):
+            found[f"{arm}_over_going_back"] = max(of(arm, "downtime_s")) / max(of("checkpoint", "downtime_s"))
+    undisturbed = {row["arm"]: row["step_s"] for row in rows if row["stage"] is None}
+    if {"standby", "log"} <= undisturbed.keys():
+        found["standby_step_over_log"] = undisturbed["standby"] / undisturbed["log"]
+        bytes_over_plan = of("standby", "standby_bytes_over_plan")
+        found["standby_bytes_off_plan"] = max(abs(ratio - 1.0) for ratio in bytes_over_plan)
+    for name, value in found.items():
+        print(f"{name}: {value:.2f}", flush=True)
     return found
 
 
@@ -221,8 +254,9 @@ def main() -> int:
                     ),
                     flush=True,
                 )
+    found = {"machine": machine(), "rows": rows, **compared(rows)}
     wrong = [f"{row['arm']}, stage {row['stage']}" for row in rows if row["losses"] != rows[0]["losses"]]
-    return conclude({"machine": machine(), "rows": rows}, options.json, ", ".join(wrong))
+    return conclude(found, options.json, ", ".join(wrong))
 
 
 if __name__ == "__main__":
