@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from atoll.errors import PlanError
-from atoll.exchange import Exchange, PairTable, check_exchange
+from atoll.exchange import Exchange, check_exchange
 from atoll.job import Recompute, TrainingSpec
 from atoll.microbatch import Action, ScheduleName, block_ranges, gpipe, one_f_one_b
 from atoll.opdag import FLOATING, OpDag, Source, leaf_refs
@@ -195,10 +195,10 @@ class Plan:
         version: int,
         workers: Sequence[str],
         absent: frozenset[int] = frozenset(),
-        pairs: PairTable | None = None,
+        exchange: Exchange | None = None,
     ) -> Plan:
         """Return the same plan under a later version with these workers by rank; of ``absent`` ranks those
-        that were lost. ``pairs``: the newer table that gossip draws by, None: as it is.
+        that were lost. ``exchange``: in place of the one there is, with another codec or table of pairs.
 
         What was predicted stays the figures of those before.
         """
@@ -210,9 +210,7 @@ class Plan:
         )
         prediction = _renamed(self.prediction, names)
         moved = replace(self, version=version, replicas=replicas, prediction=prediction, absent=absent)
-        if pairs is None or self.exchange is None:
-            return moved
-        return replace(moved, exchange=replace(self.exchange, pairs=pairs))
+        return moved if exchange is None else replace(moved, exchange=exchange)
 
 
 def _renamed(prediction: Prediction | None, names: Mapping[str, str]) -> Prediction | None:

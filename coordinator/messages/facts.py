@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from atoll.errors import AtollError, StorageError
-from atoll.exchange import PairTable
+from atoll.exchange import Exchange
 from atoll.job import JobSpec
 from atoll.plan import LinkSpec, Plan
 from coordinator.messages.encoding import from_json, to_json
@@ -94,7 +94,7 @@ class Reconfigured:
     newcomers: tuple[int, ...]
     reason: str
     absent: tuple[int, ...] = ()  # ranks of lost peers, which the others go on without
-    pairs: PairTable | None = None  # of the plan's exchange from now on; None: as it was
+    exchange: Exchange | None = None  # of the plan from now on; None: as it was
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,7 +519,7 @@ class Ledger:
         kept = {rank for rank in range(len(fact.workers)) if rank not in fact.newcomers}
         if any(job.plan.places[rank].worker != fact.workers[rank] for rank in kept):
             job.storing = ()  # who has stood by stores nothing of steps before
-        job.plan = job.plan.moved(fact.version, fact.workers, frozenset(fact.absent), fact.pairs)
+        job.plan = job.plan.moved(fact.version, fact.workers, frozenset(fact.absent), fact.exchange)
         job.since = tuple(
             fact.version if rank in fact.newcomers else job.given(rank) for rank in range(len(fact.workers))
         )

@@ -572,7 +572,7 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
         phase=Phase.LOADING,
         reason=event.reason,
         version=version,
-        plan=state.plan.moved(version, event.workers, event.absent, event.pairs),
+        plan=state.plan.moved(version, event.workers, event.absent, event.exchange),
         lost={rank: state.lost.get(rank, event.reason) for rank in event.absent},
         seating=False,
         assigned=version,
@@ -604,7 +604,7 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
         tuple(sorted(event.newcomers)),
         event.reason,
         tuple(sorted(event.absent)),
-        event.pairs,
+        event.exchange,
     )
     todo: list[Todo] = [Record(fact), Reassign(left, event.newcomers, event.reason)]
     for done, parts in sorted(moved.stores.items()):

@@ -14,6 +14,7 @@ from atoll.microbatch import own_blocks
 from atoll.opdag import StateMeta, TensorMeta
 from atoll.plan import LinkSpec, Plan, Replica, check_shares
 from atoll.program import StageProgram
+from strategies.exchanges.catalogue import exchange_facts
 from worker.transport.contract import Paths
 
 
@@ -140,6 +141,7 @@ class Assignment:
             raise PlanError(
                 f"plan {plan.version} has other stages than {self.version}: it must be loaded anew"
             )
+        _check_exchange(plan, self.rank)
         changed = replace(self, version=plan.version, plan=plan, links=links, first_step=step)
         return replace(changed, replay=None, standby=standby)
 
@@ -156,8 +158,8 @@ class Assignment:
 
 
 def _work(plan: Plan) -> tuple[object, ...]:
-    """What is computed under a plan, whoever computes it and exchanges with whom."""
-    exchange = replace(plan.exchange, pairs=None) if plan.exchange else None
+    """What is computed under a plan, whoever computes it and exchanges with whom, in whatever codec."""
+    exchange = replace(plan.exchange, pairs=None, codec="none") if plan.exchange else None
     replicas = [(r.micros, [replace(stage, worker="") for stage in r.stages]) for r in plan.replicas]
     return plan.schedule, exchange, replicas
 
@@ -222,6 +224,8 @@ def _check_exchange(plan: Plan, rank: int) -> None:
             f"replicas exchange exact sums at every step here, or take local steps, not {exchange.rule} "
             f"every {exchange.every} through {exchange.codec}; update this worker"
         )
+    if exchange.local:
+        exchange_facts(exchange.rule).check(exchange)
     if len(exchange.rates) not in (0, len(plan.places)):
         raise PlanError(f"rates of {len(exchange.rates)} ranks of {len(plan.places)}")
     if len(exchange.sites) not in (0, len(plan.places)):
