@@ -143,6 +143,8 @@ def wanted_exchange(how: str, every: int) -> Exchange | None:
         parts = min(STREAMED_FRAGMENTS, every)
         exchange = replace(exchange, every=max(1, every // parts), fragments=parts)
         exchange = replace(exchange, delay=min(STREAMED_DELAY, exchange.every - 1))
+    if setting and exchange.gossips and rule not in RATIOS:
+        raise UsageError(f"exchange {how[:40]!r}; {rule} has nothing to set")
     if setting:
         try:
             exchange = replace(exchange, ratio=float(setting))
