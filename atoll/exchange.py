@@ -145,6 +145,8 @@ def wanted_exchange(how: str, every: int) -> Exchange | None:
         parts = min(STREAMED_FRAGMENTS, every)
         exchange = replace(exchange, every=max(1, every // parts), fragments=parts)
         exchange = replace(exchange, delay=min(STREAMED_DELAY, exchange.every - 1))
+    if setting and exchange.gossips and rule not in RATIOS:
+        raise UsageError(f"exchange {how[:40]!r}; {rule} has nothing to set")
     if setting == AUTO and rule not in CODED_RULES:
         raise UsageError(f"exchange {how!r}: {rule} codes its rounds by itself; give {rule}, or {rule}:RATIO")
     if setting:

@@ -127,13 +127,6 @@ def own_codec_at_once(exchange: Exchange) -> None:
     at_once(exchange)
 
 
-def dense_models(exchange: Exchange) -> None:
-    """Refuse codecs and ratios: models travel as they are, or as the rule has it."""
-    no_codec(exchange)
-    if exchange.ratio != 1.0:
-        raise PlanError(f"exchange {exchange.rule!r} with a ratio of {exchange.ratio:g}: it has none to set")
-
-
 def masked_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     """Values at the mask, to one peer."""
     return 4.0 * max(1, int(elements_of(shapes) / exchange.ratio))
@@ -299,7 +292,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             pattern=Pattern.PUBLISHED,
             volume=byte_volume,
             alike=False,
-            check=dense_models,
+            check=no_codec,
             efficiencies=((5, 0.59),),
         ),
         ExchangeFacts(
@@ -313,7 +306,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             pattern=Pattern.OWNERS,
             volume=dense_volume,
             everybody_every=10,
-            check=dense_models,
+            check=no_codec,
             efficiencies=((1, 0.81),),
         ),
         ExchangeFacts(

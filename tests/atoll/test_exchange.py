@@ -89,6 +89,12 @@ def test_a_job_names_its_exchange_in_a_word(how: str, found: Exchange | None) ->
     assert wanted_exchange(how, 48) == found
 
 
+@pytest.mark.parametrize("how", ["wagma:50", "swarm:int8_block"])
+def test_what_gossip_does_not_have_is_refused(how: str) -> None:
+    with pytest.raises(UsageError, match="nothing to set"):
+        wanted_exchange(how, 50)
+
+
 @pytest.mark.parametrize("how", ["eager", "nonsense", ""])
 def test_a_rule_that_no_worker_runs_is_refused(how: str) -> None:
     with pytest.raises(UsageError, match="workers run"):

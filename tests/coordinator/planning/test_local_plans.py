@@ -117,11 +117,11 @@ def test_a_round_of_gossip_is_predicted_to_be_much_shorter_than_one_of_models() 
         assert plan.prediction is not None
         return plan.prediction.step_s
 
-    assert step_s("saps") < step_s("wagma") < step_s("diloco")
+    assert 3 * step_s("saps") < min(step_s("wagma"), step_s("diloco"))
 
 
-@pytest.mark.parametrize("how", ["wagma:50", "swarm:int8_block", "saps:topk"])
-def test_what_gossip_does_not_have_is_refused(how: str) -> None:
+@pytest.mark.parametrize("how", ["saps:topk", "sparseloco:topk"])
+def test_a_codec_that_a_rule_does_not_have_is_refused(how: str) -> None:
     with pytest.raises(PlanError, match="exchange"):
         planned(training=replace(GOSSIP, exchange=how), mbit=50, ms=10, **ROOMY)
 
