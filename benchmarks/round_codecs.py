@@ -76,7 +76,7 @@ def followed(fleet: LabFleet, job: str, settings: list[str]) -> list[dict[str, A
 def main() -> int:
     """Print a row for each rate; exit code 1 when a codec does not follow within a minute."""
     options = parser(__doc__ or "", scenario=SCENARIO, job="examples/gpt.py")
-    options.add_argument("--local-steps", type=int, default=200, help="of a period")
+    options.add_argument("--local-steps", type=int, default=100, help="of a period")
     args = options.parse_args()
     need_lab(args.json)
     asked = ["exchange=diloco:auto", f"local_steps={args.local_steps}", f"seed={args.seed}"]
