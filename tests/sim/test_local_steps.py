@@ -6,8 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from atoll.job import TrainingSpec
+from atoll.plan import Plan
 from coordinator.messages.facts import Reconfigured, RoundMet, StepCommitted, from_record
 from coordinator.messages.jobs import Phase
+from strategies.exchanges.partners import Group, groups_of
+from tests.sim import compute
 from tests.sim.compute import Bench
 from tests.sim.faults import Crash
 from tests.sim.shrink import shrunk
@@ -117,3 +121,14 @@ def test_a_peer_with_another_result_commits_nothing(monkeypatch: pytest.MonkeyPa
     assert state.phase is Phase.FAILED
     assert "different results" in state.reason
     assert world.coordinator.shadow.jobs["job-1"].steps == 0
+
+
+def test_peers_that_derive_other_groups_commit_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def others(plan: Plan, training: TrainingSpec, last: int) -> tuple[Group, ...]:
+        return groups_of(plan, replace(training, seed=training.seed + 1), last)
+
+    monkeypatch.setattr(compute, "groups_of", others)
+    _, world = violation_of(Scenario(seed=1, workers=5, replicas=4, local_steps=2, exchange="swarm"))
+    state = world.coordinator.scheduler.jobs["job-1"]
+    assert state.phase is Phase.FAILED
+    assert "expected are those of" in state.reason
