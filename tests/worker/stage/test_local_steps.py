@@ -181,9 +181,9 @@ class Counted(Cancel):
         super().check()
 
 
-@pytest.mark.parametrize("looks", [4, 9, 14])
-def test_the_others_go_on_with_the_steps_they_took_without_a_lost_peer(looks: int) -> None:
-    made, exchange = case("gpt2"), RULES["diloco"]
+@pytest.mark.parametrize(("rule", "looks"), [("diloco", 4), ("diloco", 14), ("saps", 9)])
+def test_the_others_go_on_with_the_steps_they_took_without_a_lost_peer(rule: str, looks: int) -> None:
+    made, exchange = case("gpt2"), replace(RULES[rule], every=3)
     crew, given = Crew(made, assigned(made, exchange)), assigned(made, exchange)
     crew.runs = crew.runs[:2]  # the third is gone before it sends anything
 
