@@ -20,7 +20,7 @@ from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import BESIDE
 from coordinator.pipeline.assigning import neighbours
-from coordinator.pipeline.machine import clip_scale
+from coordinator.pipeline.commits import clip_scale
 from coordinator.pipeline.relink import version_at
 from tests.sim import local_steps
 from tests.sim.clock import Process, digest
