@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
 from atoll.job import CHECKPOINT_EVERY_S
 from atoll.transitions import Transitions
@@ -66,6 +67,10 @@ from coordinator.messages.jobs import (
 from coordinator.pipeline import commits, joined, periods, relink
 from coordinator.pipeline.doubt import diverged, doubted, finite, words
 
+if TYPE_CHECKING:
+    from atoll.plan import Plan
+
+FigureT = TypeVar("FigureT", int, float)
 RECENT = 21  # step times kept for medians
 STORING_SHARE = 20.0  # storing takes at most a twentieth of the time: a slow uplink stores rarely
 MAX_FAILURES = 3  # of stages, without a committed step in between
@@ -482,14 +487,18 @@ def _lose(state: JobState, event: StageLost, now_s: float) -> Outcome:
 
 @TRANSITIONS.on(*RUNNING)
 def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
-    """Everybody keeps what is committed, and the step in flight begins anew with the newcomers."""
+    """Everybody keeps what is committed, and the step in flight begins anew: with the newcomers, or with the
+    replicas that are whole."""
     over = state.checkpoint.step >= state.steps
     if state.plan is None or over or (_too_often(state, event.blamed) and not event.chosen):
         return _interrupt(state, event.reason, event.blamed)
+    plan, held = event.plan or state.plan, [state.plan.places[rank].worker for rank in state.present]
+    if event.plan is not None:
+        state = _renumbered(state, state.plan, event.plan)
     # Of steps before, who has stood by stores nothing: a checkpoint that lacks its part will not be whole.
     promoted = {
         rank
-        for rank, place in enumerate(state.plan.places)
+        for rank, place in enumerate(plan.places)
         if place.worker != event.workers[rank] and rank not in event.newcomers
     }
     stores = {done: parts for done, parts in state.stores.items() if promoted <= parts.keys()}
@@ -499,7 +508,7 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
         phase=Phase.LOADING,
         reason=event.reason,
         version=version,
-        plan=state.plan.moved(version, event.workers, event.absent),
+        plan=plan.moved(version, event.workers, event.absent),
         lost={rank: state.lost.get(rank, event.reason) for rank in event.absent},
         seating=False,
         assigned=version,
@@ -520,8 +529,7 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
         lineage=began(state.lineage, version, state.step),
     )
     stay = {worker for rank, worker in enumerate(event.workers) if rank not in event.absent}
-    places = state.plan.places
-    left = tuple(places[rank].worker for rank in state.plan.present if places[rank].worker not in stay)
+    left = tuple(worker for worker in held if worker not in stay)
     fact = Reconfigured(
         state.job,
         version,
@@ -531,6 +539,7 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
         tuple(sorted(event.newcomers)),
         event.reason,
         tuple(sorted(event.absent)),
+        event.plan,
     )
     todo: list[Todo] = [Record(fact), Reassign(left, event.newcomers, event.reason)]
     for done, parts in sorted(moved.stores.items()):
@@ -538,6 +547,26 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
             moved, more = _whole(moved, done, parts, now_s)  # who is lost was the last that had not stored
             todo += more
     return moved, todo
+
+
+def _renumbered(state: JobState, before: Plan, after: Plan) -> JobState:
+    """Know a job's ranks by their numbers in the plan of the replicas that are whole. Nobody can repeat the
+    steps before, so the state as it is gets stored, by whoever does that now."""
+    ranks = after.ranks_in(before)
+
+    def of(figures: Mapping[int, FigureT]) -> dict[int, FigureT]:
+        return {new: figures[old] for new, old in enumerate(ranks) if old in figures}
+
+    stores = dict(state.stores) if before.storers == after.storers else {}
+    if state.step > state.checkpoint.step:
+        stores.setdefault(state.step, {})
+    return replace(
+        state,
+        load_s=of(state.load_s),
+        fetched_s=of(state.fetched_s),
+        part_bytes=of(state.part_bytes),
+        stores=stores,
+    )
 
 
 def _too_often(state: JobState, blamed: bool) -> bool:

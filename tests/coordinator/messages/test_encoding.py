@@ -40,6 +40,7 @@ FACTS: list[facts.Fact] = [
     ),
     facts.RoundEvaluated("f", 0, "central", 1.0, {"accuracy": 0.5}, 10, 1),
     facts.Reconfigured("j", 5, 9, 4, tuple(place.worker for place in PLAN.places), (0,), "w is lost"),
+    facts.Reconfigured("j", 6, 12, 5, ("w-b",), (), "w-a is lost; w-b goes on", plan=PLAN),
     facts.JobEnded("f", "failed", "why"),
 ]
 
