@@ -13,6 +13,7 @@ least one at 40 ms or more.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from math import ceil
 from typing import Any
 
@@ -60,14 +61,16 @@ def row_text(row: dict[str, Any]) -> str:
     )
 
 
-def scenario_rows(name: str, job: str, settings: list[str], steps: int) -> list[dict[str, Any]]:
-    """All partitioners in one scenario."""
+def scenario_rows(
+    name: str, job: str, settings: list[str], steps: int, partitioners: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The partitioners in one scenario."""
     rows = []
     with LabFleet(name) as fleet:
-        first = {p: fleet.plan(job, p, settings)["prediction"]["step_s"] for p in PARTITIONERS}
+        first = {p: fleet.plan(job, p, settings)["prediction"]["step_s"] for p in {REFRESHER, *partitioners}}
         refreshing = max(REFRESHING_STEPS, ceil(REFRESHING_S / first[REFRESHER]))
         fleet.train(job, REFRESHER, settings, stop_after=refreshing)
-        for partitioner in PARTITIONERS:
+        for partitioner in partitioners:
             row = measure(fleet, job, partitioner, settings, steps, first[partitioner])
             rows.append(row)
             print(row_text(row), flush=True)
@@ -79,14 +82,15 @@ def main() -> None:
     options = parser(__doc__, scenario=", ".join(DEFAULT), job="examples/gpt.py")
     options.add_argument("--steps", type=int, default=8)
     options.add_argument("--set", action="append", default=[], help="job override, e.g. MICRO_BATCH=8")
+    options.add_argument("--only", action="append", choices=PARTITIONERS, help="may repeat (default all)")
     args = options.parse_args()
     need_lab(args.json)
     # Runs are stopped before anything is stored: over a slow line that takes longer than the steps.
     settings = [*fitting(SETTINGS, args.job), f"steps={SCHEDULED}", f"seed={args.seed}", "eval_batches=0"]
     settings += args.set
     print(COLUMNS)
-    names = args.scenario or DEFAULT
-    rows = [row for name in names for row in scenario_rows(name, args.job, settings, args.steps)]
+    names, only = args.scenario or DEFAULT, args.only or PARTITIONERS
+    rows = [row for name in names for row in scenario_rows(name, args.job, settings, args.steps, only)]
     print(
         f"machine {machine()}, seed {args.seed}; error = predicted / measured - 1; first: from probes alone"
     )
