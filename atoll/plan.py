@@ -84,6 +84,8 @@ class StagePrediction:
     memory_limit_bytes: int
     codec_s: float = 0.0  # per step: encoding and decoding, beside compute_s
     handling_s: float = 0.0  # per step: messages, wakings; beside both
+    gradient_bytes: int = 0  # of the parameters that one op uses; of those that several use, once for each:
+    tied_gradient_bytes: int = 0  # what sums of blocks, and other replicas, take more memory for
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,11 @@ class Plan:
         return tuple(rank for rank in range(len(self.places)) if rank not in self.absent)
 
     @property
+    def storers(self) -> tuple[str, ...]:
+        """Workers of the first replica, which store checkpoints: all replicas hold the same."""
+        return tuple(stage.worker for stage in self.replicas[0].stages)
+
+    @property
     def local(self) -> bool:
         """Whether every replica is a whole model that takes steps of its own between two exchanges."""
         return self.exchange is not None and self.exchange.local
@@ -175,6 +182,11 @@ class Plan:
         """Return the rank that ``worker`` has, None when the plan does not use it."""
         places = self.places
         return next((rank for rank in self.present if places[rank].worker == worker), None)
+
+    def ranks_in(self, before: Plan) -> tuple[int, ...]:
+        """Return by rank which one its worker had in an earlier plan. KeyError where one had none."""
+        had = {place.worker: rank for rank, place in enumerate(before.places)}
+        return tuple(had[place.worker] for place in self.places)
 
     def actions(self, rank: int) -> tuple[Action, ...]:
         """Return the actions of a rank in a step, in order, on the micro-batches of its replica."""

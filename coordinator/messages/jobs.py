@@ -102,8 +102,9 @@ class StageLost:
 class Replaced:
     """Other workers have ranks from now on; ``workers`` by rank. Those of ``newcomers`` are given their
     stage, the others hold theirs, as standbys perhaps. ``blamed``: a stage broke by itself; ``chosen``:
-    nobody is lost. ``absent``: ranks of lost peers, which the others go on without. ``exchange``: of
-    the plan from now on, None: as it was."""
+    nobody is lost. ``absent``: ranks of lost peers, which the others go on without. ``exchange``: of the plan
+    from now on, None: as it was. ``plan``: of the replicas that are whole, where they go on without others;
+    ranks are its own."""
 
     workers: tuple[str, ...]
     newcomers: frozenset[int]
@@ -112,6 +113,7 @@ class Replaced:
     chosen: bool = False
     absent: frozenset[int] = frozenset()
     exchange: Exchange | None = None
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -393,7 +393,8 @@ class PipelineDriver:
             return
         if state.last_commit is not None:
             self.effects.send(worker, said_to(state, rank, state.last_commit))
-        self.effects.send(worker, reconfiguration(state, rank, roster, since))
+        store = reconfigure.stores_anew(state, record, rank)
+        self.effects.send(worker, reconfiguration(state, rank, roster, since, store=store))
 
     # ------------------------------------------------------------ losses
 
