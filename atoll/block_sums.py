@@ -51,10 +51,8 @@ class BlockSums:
         self, uses: Uses, late: Collection[int], blocks: Mapping[int, range], tied: Collection[str]
     ) -> None:
         self._uses, self._late, self._tied = uses, late, tied
-        self._blocks = tuple(blocks.items())
-        self._prefix = 0 in blocks
         self._notice: WeakMethod[Callable[[str, int], None]] | None = None
-        self.clear()
+        self.share(blocks)
 
     def watch(self, notice: Callable[[str, int], None]) -> None:
         """Have the method ``notice(parameter, label)`` called as soon as a part is whole, while a backward
@@ -65,6 +63,12 @@ class BlockSums:
             if name not in self._tied and not any(op in self._late for op, _ in sites):
                 for _, leaf in sites:
                     leaf.register_post_accumulate_grad_hook(partial(_accumulated, me, name))  # type: ignore[no-untyped-call]
+
+    def share(self, blocks: Mapping[int, range]) -> None:
+        """Sum these blocks from now on; what was summed of a step is forgotten."""
+        self._blocks = tuple(blocks.items())
+        self._prefix = 0 in blocks
+        self.clear()
 
     def clear(self) -> None:
         """Forget the step's gradients."""

@@ -22,6 +22,8 @@ GOSSIP_RULES = frozenset({"saps", "swarm", "wagma"})
 """Rules of peers' models (``Content.MODEL`` of the catalogue), some with some in each round."""
 LOCAL_RULES = frozenset({"diloco", "streaming_diloco", "sparseloco"}) | GOSSIP_RULES
 """Rules of what comes of peers' own steps: those, and what peers have changed (``Content.DELTA``)."""
+CODED_RULES = frozenset({"diloco", "streaming_diloco"})
+"""Those whose rounds travel in a codec of the job's choice."""
 EXACT = "exact"
 AUTO = "auto"
 LOCAL_STEPS = 50  # between two exchanges, unless a job or the rule's paper says otherwise
@@ -75,7 +77,7 @@ class Exchange:
 
     rule: str = "sum"  # of strategies.exchanges.catalogue
     every: int = 1  # steps between two rounds
-    codec: str = "none"  # of what travels, where the rule leaves it open
+    codec: str = "none"  # of what travels, where the rule leaves it open; auto until it is planned
     ratio: float = 1.0  # dense bytes / wire bytes aimed at, >= 1
     fragments: int = 1  # parts of the model that take turns, one a round
     delay: int = 0  # steps between a round's start and the use of its result
@@ -145,6 +147,8 @@ def wanted_exchange(how: str, every: int) -> Exchange | None:
         exchange = replace(exchange, delay=min(STREAMED_DELAY, exchange.every - 1))
     if setting and exchange.gossips and rule not in RATIOS:
         raise UsageError(f"exchange {how[:40]!r}; {rule} has nothing to set")
+    if setting == AUTO and rule not in CODED_RULES:
+        raise UsageError(f"exchange {how!r}: {rule} codes its rounds by itself; give {rule}, or {rule}:RATIO")
     if setting:
         try:
             exchange = replace(exchange, ratio=float(setting))

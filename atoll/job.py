@@ -178,6 +178,12 @@ class TrainingSpec:
         return wanted_exchange(self.exchange, self.local_steps)
 
     @property
+    def codes_rounds(self) -> bool:
+        """Whether the codec of peers' rounds is left to what their links carry."""
+        exchange = self.local_exchange
+        return exchange is not None and exchange.codec == AUTO
+
+    @property
     def compression(self) -> Compression:
         """``compress``, parsed."""
         return Compression.parse(self.compress)

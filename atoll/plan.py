@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from atoll.errors import PlanError
-from atoll.exchange import Exchange, PairTable, check_exchange
+from atoll.exchange import Exchange, check_exchange
 from atoll.job import Recompute, TrainingSpec
 from atoll.microbatch import Action, ScheduleName, block_ranges, gpipe, one_f_one_b
 from atoll.opdag import FLOATING, OpDag, Source, leaf_refs
@@ -84,6 +84,8 @@ class StagePrediction:
     memory_limit_bytes: int
     codec_s: float = 0.0  # per step: encoding and decoding, beside compute_s
     handling_s: float = 0.0  # per step: messages, wakings; beside both
+    gradient_bytes: int = 0  # of the parameters that one op uses; of those that several use, once for each:
+    tied_gradient_bytes: int = 0  # what sums of blocks, and other replicas, take more memory for
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,11 @@ class Plan:
         return tuple(rank for rank in range(len(self.places)) if rank not in self.absent)
 
     @property
+    def storers(self) -> tuple[str, ...]:
+        """Workers of the first replica, which store checkpoints: all replicas hold the same."""
+        return tuple(stage.worker for stage in self.replicas[0].stages)
+
+    @property
     def local(self) -> bool:
         """Whether every replica is a whole model that takes steps of its own between two exchanges."""
         return self.exchange is not None and self.exchange.local
@@ -175,6 +182,11 @@ class Plan:
         """Return the rank that ``worker`` has, None when the plan does not use it."""
         places = self.places
         return next((rank for rank in self.present if places[rank].worker == worker), None)
+
+    def ranks_in(self, before: Plan) -> tuple[int, ...]:
+        """Return by rank which one its worker had in an earlier plan. KeyError where one had none."""
+        had = {place.worker: rank for rank, place in enumerate(before.places)}
+        return tuple(had[place.worker] for place in self.places)
 
     def actions(self, rank: int) -> tuple[Action, ...]:
         """Return the actions of a rank in a step, in order, on the micro-batches of its replica."""
@@ -195,10 +207,10 @@ class Plan:
         version: int,
         workers: Sequence[str],
         absent: frozenset[int] = frozenset(),
-        pairs: PairTable | None = None,
+        exchange: Exchange | None = None,
     ) -> Plan:
         """Return the same plan under a later version with these workers by rank; of ``absent`` ranks those
-        that were lost. ``pairs``: the newer table that gossip draws by, None: as it is.
+        that were lost. ``exchange``: in place of the one there is, with another codec or table of pairs.
 
         What was predicted stays the figures of those before.
         """
@@ -210,9 +222,7 @@ class Plan:
         )
         prediction = _renamed(self.prediction, names)
         moved = replace(self, version=version, replicas=replicas, prediction=prediction, absent=absent)
-        if pairs is None or self.exchange is None:
-            return moved
-        return replace(moved, exchange=replace(self.exchange, pairs=pairs))
+        return moved if exchange is None else replace(moved, exchange=exchange)
 
 
 def _renamed(prediction: Prediction | None, names: Mapping[str, str]) -> Prediction | None:

@@ -2275,6 +2275,7 @@ class Reconfigure(_message.Message):
     PLAN_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
     STANDBY_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     base_version: _builtins.int
@@ -2282,6 +2283,8 @@ class Reconfigure(_message.Message):
     step: _builtins.int
     standby: _builtins.bool
     """who repeats this rank's steps goes on doing so, with these neighbours; unset, of one who did: it takes the rank"""
+    store: _builtins.bool
+    """the stage is to be stored as it is, after 'step' steps"""
     @_builtins.property
     def plan(self) -> _atoll_job_pb2.Plan: ...
     @_builtins.property
@@ -2296,10 +2299,11 @@ class Reconfigure(_message.Message):
         plan: _atoll_job_pb2.Plan | None = ...,
         peers: _abc.Iterable[Global___RankPeer] | None = ...,
         standby: _builtins.bool = ...,
+        store: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "job", b"job", "peers", b"peers", "plan", b"plan", "plan_version", b"plan_version", "standby", b"standby", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "job", b"job", "peers", b"peers", "plan", b"plan", "plan_version", b"plan_version", "standby", b"standby", "step", b"step", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -119,7 +119,8 @@ class JobOptions:
         typer.Option(
             metavar="HOW",
             help="Exchange of machines that each hold the model: exact, or steps of their own in between by "
-            "a rule, as diloco, diloco:int8_block or saps; auto: the planner chooses among all; same as "
+            "a rule, as diloco, diloco:int8_block, diloco:auto (the codec that the links need) or saps; "
+            "auto: the planner chooses among all; same as "
             "--set exchange=HOW. Default: exact.",
         ),
     ] = None

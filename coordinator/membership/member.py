@@ -235,6 +235,12 @@ def _assign(member: Member, event: AssignedTo, now_s: float, timing: Liveness) -
     return _to(placed, Phase.ASSIGNED, event.what or what, now_s)
 
 
+@TRANSITIONS.on(Phase.SUSPECT)
+def _renumber(member: Member, event: AssignedTo, now_s: float, timing: Liveness) -> Member:
+    # Its job's plan goes on without some of its ranks.
+    return replace(member, job=event.job, rank=event.rank)
+
+
 @TRANSITIONS.on(*Phase)
 def _release(member: Member, event: Released, now_s: float, timing: Liveness) -> Member:
     free = replace(member, job="", rank=NO_RANK)

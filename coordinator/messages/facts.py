@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from atoll.errors import AtollError, StorageError
-from atoll.exchange import PairTable
+from atoll.exchange import Exchange
 from atoll.job import JobSpec
 from atoll.plan import LinkSpec, Plan
 from coordinator.messages.encoding import from_json, to_json
@@ -94,7 +94,8 @@ class Reconfigured:
     newcomers: tuple[int, ...]
     reason: str
     absent: tuple[int, ...] = ()  # ranks of lost peers, which the others go on without
-    pairs: PairTable | None = None  # of the plan's exchange from now on; None: as it was
+    exchange: Exchange | None = None  # of the plan from now on; None: as it was
+    plan: Plan | None = None  # where whole replicas share out the micro-batches without the others: theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -516,10 +517,13 @@ class Ledger:
     def _reconfigure(self, job: JobRecord, fact: Reconfigured) -> None:
         if job.plan is None:
             return
+        if fact.plan is not None:
+            self._share_anew(job, job.plan, fact.plan, fact.step)
         kept = {rank for rank in range(len(fact.workers)) if rank not in fact.newcomers}
         if any(job.plan.places[rank].worker != fact.workers[rank] for rank in kept):
             job.storing = ()  # who has stood by stores nothing of steps before
-        job.plan = job.plan.moved(fact.version, fact.workers, frozenset(fact.absent), fact.pairs)
+        plan, absent = fact.plan or job.plan, frozenset(fact.absent)
+        job.plan = plan.moved(fact.version, fact.workers, absent, fact.exchange)
         job.since = tuple(
             fact.version if rank in fact.newcomers else job.given(rank) for rank in range(len(fact.workers))
         )
@@ -531,6 +535,18 @@ class Ledger:
         casts = tuple(cast for cast in job.casts if cast.first_step < fact.step)
         job.casts = (*casts, Cast(fact.step, fact.workers))[-LINEAGE:]
         job.relink, job.awaiting_eval = None, None
+
+    @staticmethod
+    def _share_anew(job: JobRecord, before: Plan, after: Plan, step: int) -> None:
+        """Have whole replicas go on without others: their ranks have other numbers, and steps before ``step``
+        cannot be repeated."""
+        ranks = after.ranks_in(before)
+        job.since = tuple(job.given(rank) for rank in ranks)
+        job.agreed = tuple(job.agreed[rank] for rank in ranks)
+        stores = job.storing if before.storers == after.storers else ()
+        due = step > job.last_checkpoint.step and step not in stores
+        job.storing = (*stores, step) if due else stores
+        job.plan, job.eras = after, ()
 
     def _close(self, job: JobRecord, fact: RoundClosed) -> None:
         kept = (*job.closed, fact)

@@ -140,7 +140,8 @@ class KeepCopies:
 @dataclass(frozen=True, slots=True)
 class Reconfigure:
     """Keep the stage, begin ``step`` anew with these peers. ``base``: the version it was given under.
-    ``standby``: go on standing by for the rank; without, who stands by takes it."""
+    ``standby``: go on standing by for the rank; without, who stands by takes it. ``store``: store the stage
+    as it is."""
 
     job: str
     plan: Plan
@@ -148,6 +149,7 @@ class Reconfigure:
     step: int
     peers: tuple[RankPeer, ...]
     standby: bool = False
+    store: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
 
-from atoll.exchange import PairTable
+from atoll.exchange import Exchange
 from atoll.job import JobSpec
 from atoll.plan import LinkSpec, Plan
 from coordinator.messages.events import StageMessage, StepReady
@@ -102,8 +102,9 @@ class StageLost:
 class Replaced:
     """Other workers have ranks from now on; ``workers`` by rank. Those of ``newcomers`` are given their
     stage, the others hold theirs, as standbys perhaps. ``blamed``: a stage broke by itself; ``chosen``:
-    nobody is lost. ``absent``: ranks of lost peers, which the others go on without. ``pairs``: the newer
-    table that gossip draws pairs by."""
+    nobody is lost. ``absent``: ranks of lost peers, which the others go on without. ``exchange``: of the plan
+    from now on, None: as it was. ``plan``: of the replicas that are whole, where they go on without others;
+    ranks are its own."""
 
     workers: tuple[str, ...]
     newcomers: frozenset[int]
@@ -111,7 +112,8 @@ class Replaced:
     blamed: bool = False
     chosen: bool = False
     absent: frozenset[int] = frozenset()
-    pairs: PairTable | None = None
+    exchange: Exchange | None = None
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,10 +50,14 @@ def tensors_of(plan: Plan, rank: int, source: Checkpoint) -> dict[str, str]:
     return peer_tensors.own(source.tensors, rank) if plan.local else peer_tensors.model(source.tensors)
 
 
-def reconfiguration(state: JobState, rank: int, roster: Roster, base: int) -> do.Reconfigure:
-    """Return the message that says to a rank which keeps its stage who its neighbours are now."""
+def reconfiguration(
+    state: JobState, rank: int, roster: Roster, base: int, *, store: bool = False
+) -> do.Reconfigure:
+    """Return the message that says to a rank which keeps its stage who its neighbours are now; ``store``: and
+    that it stores the stage as it is."""
     assert state.plan is not None  # noqa: S101 - a plan was adopted
-    return do.Reconfigure(state.job, state.plan, base, state.step, _peers(state.plan, rank, roster))
+    peers = _peers(state.plan, rank, roster)
+    return do.Reconfigure(state.job, state.plan, base, state.step, peers, store=store)
 
 
 def said_to(state: JobState, rank: int, word: Word) -> Word:

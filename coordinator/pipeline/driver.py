@@ -57,6 +57,7 @@ from coordinator.pipeline.pair_tables import PairTables
 from coordinator.pipeline.profiling import Hold, Profiling
 from coordinator.pipeline.relink import current
 from coordinator.pipeline.restart import Returning
+from coordinator.pipeline.round_codecs import RoundCodecs
 from coordinator.pipeline.seats import Seats
 from coordinator.pipeline.stuck import Stuck
 from coordinator.pipeline.suspicion import Suspicion
@@ -90,6 +91,7 @@ class PipelineDriver:
     losses: Losses = field(init=False)
     seating: Seats = field(init=False)
     pair_tables: PairTables = field(init=False)
+    round_codecs: RoundCodecs = field(init=False)
     beside: Beside = field(init=False)
     _committed: JobState | None = None  # after its newest step, not learned from yet
 
@@ -117,6 +119,7 @@ class PipelineDriver:
 
         self.seating = Seats(self.effects, self._step)
         self.pair_tables = PairTables(self.effects, self._step)
+        self.round_codecs = RoundCodecs(self._step)
 
     # ------------------------------------------------------------ jobs
 
@@ -390,7 +393,8 @@ class PipelineDriver:
             return
         if state.last_commit is not None:
             self.effects.send(worker, said_to(state, rank, state.last_commit))
-        self.effects.send(worker, reconfiguration(state, rank, roster, since))
+        store = reconfigure.stores_anew(state, record, rank)
+        self.effects.send(worker, reconfiguration(state, rank, roster, since, store=store))
 
     # ------------------------------------------------------------ losses
 
@@ -509,6 +513,7 @@ class PipelineDriver:
         for state in list(self.jobs.values()):
             self.seating.look(state)
             self.pair_tables.look(self.jobs[state.job])
+            self.round_codecs.look(self.jobs[state.job])
         self.beside.tick(self.returning)
 
     def storage_failed(self, reason: str) -> None:
@@ -611,6 +616,7 @@ class PipelineDriver:
             self.profiling.holds.setdefault(job, Hold(back.until_s, back.workers))
         if state.phase in ENDED:
             self.adapting.over(job)
+            self.round_codecs.over(job)
         self.suspicion.stepped(before, state)
         if before.checkpoint.step != state.checkpoint.step:
             self.seating.look(state)

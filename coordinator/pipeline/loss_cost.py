@@ -13,6 +13,7 @@ from coordinator.pipeline.fetching import Fetching
 from coordinator.pipeline.reconfigure import Choice, begun, choose
 
 if TYPE_CHECKING:
+    from atoll.plan import Plan
     from coordinator.membership.roster import Roster
     from coordinator.messages.facts import JobRecord
     from coordinator.messages.jobs import JobState
@@ -48,6 +49,9 @@ def _cost(state: JobState, record: JobRecord, roster: Roster, rank: int) -> Loss
         return LossCost(
             seconds, f"{standby.worker} stands by, {behind} steps behind: {notice_s:.1f} s to notice"
         )
+    if isinstance(chosen, Choice) and chosen.plan is not None:
+        why = f"the other replicas go on without it: {notice_s:.1f} s to notice{_longer(state, chosen.plan)}"
+        return LossCost(notice_s, f"{why}; {chosen.why}")
     copy = ""
     if isinstance(chosen, Choice):
         worker, each_s = chosen.workers[rank], repeated_s(state, roster, rank)
@@ -62,6 +66,15 @@ def _cost(state: JobState, record: JobRecord, roster: Roster, rank: int) -> Loss
         )
         again = f", {steps} steps of {each_s:.2g} s by all" if steps else ""
     return LossCost(notice_s + load_s + steps * each_s, how + again, copy)
+
+
+def _longer(state: JobState, left: Plan) -> str:
+    """Return by how much a step gets longer without a replica, "" where nothing was predicted."""
+    before, after = state.plan.prediction if state.plan is not None else None, left.prediction
+    if before is None or after is None or not before.step_s > 0:
+        return ""
+    step_s = _step_s(state)
+    return f", then a step takes about {step_s * after.step_s / before.step_s:.2g} s, not {step_s:.2g} s"
 
 
 def _loaded_s(state: JobState, roster: Roster, rank: int, worker: str) -> tuple[float, str]:

@@ -17,6 +17,7 @@ from coordinator.pipeline.profiling import Hold, Profiling
 from coordinator.pipeline.reconfigure import Choice, Refused, begun, choose
 
 if TYPE_CHECKING:
+    from atoll.plan import Plan
     from coordinator.membership.effects import Effects
     from coordinator.messages.events import StageFailed
 
@@ -70,6 +71,10 @@ class Losses:
         without = ", ".join(
             self.effects.label(chosen.workers[rank]) for rank in sorted(ranks) if rank in chosen.absent
         )
+        if chosen.plan is not None:
+            words = f"{reason}; {self._going_on(state, chosen, chosen.plan)}"
+            self.step(state.job, Replaced(chosen.workers, chosen.newcomers, words, blamed, plan=chosen.plan))
+            return
         steps = state.step - state.checkpoint.step
         repeating = f", repeating {steps} steps from step {state.checkpoint.step}" if steps else ""
         taken = ", ".join(
@@ -83,6 +88,14 @@ class Losses:
         if without:
             words = f"{reason}; the others go on without {without}"
         self.step(state.job, Replaced(chosen.workers, chosen.newcomers, words, blamed, absent=chosen.absent))
+
+    def _going_on(self, state: JobState, chosen: Choice, plan: Plan) -> str:
+        """Say which replicas go on, and without which, and why."""
+        assert state.plan is not None  # noqa: S101 - it has ranks
+        freed = [place.worker for place in state.plan.places if place.worker not in chosen.workers]
+        count, before = len(plan.replicas), len(state.plan.replicas)
+        who = f"{count} of {before} replicas go on" if count > 1 else f"one of {before} replicas goes on"
+        return f"{chosen.why}: {who}, without {', '.join(map(self.effects.label, freed))}"
 
     def doubted(self, state: JobState, reason: str) -> None:
         """Do a step that is not finite again, without those whom its doubt leaves out; from the checkpoint

@@ -9,8 +9,9 @@ message carries (job, plan version, step); what does not match is dropped and co
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
 from atoll.job import CHECKPOINT_EVERY_S
 from atoll.transitions import Transitions
@@ -24,7 +25,6 @@ from coordinator.messages.facts import (
     LinksChanged,
     PlanAdopted,
     Reconfigured,
-    StepCommitted,
     began,
 )
 from coordinator.messages.instructions import Relink, StepCommit, StepDiscard, StepStart
@@ -64,14 +64,17 @@ from coordinator.messages.jobs import (
     Torn,
     Waits,
 )
-from coordinator.pipeline import joined, link_policy, periods, relink
+from coordinator.pipeline import commits, joined, periods, relink
 from coordinator.pipeline.doubt import diverged, doubted, finite, words
 
+if TYPE_CHECKING:
+    from atoll.plan import Plan
+
+FigureT = TypeVar("FigureT", int, float)
 RECENT = 21  # step times kept for medians
 STORING_SHARE = 20.0  # storing takes at most a twentieth of the time: a slow uplink stores rarely
 MAX_FAILURES = 3  # of stages, without a committed step in between
 SHOWN_GAP = 0.01  # of the loss through the codecs: less than this is noise
-_CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_
 
 Outcome = tuple[JobState, list[Todo]]
 _ALIVE = frozenset(Phase) - ENDED
@@ -95,20 +98,6 @@ def step(state: JobState, event: Event, now_s: float) -> Outcome:
     if transition is None:
         raise LookupError(f"{state.job}: {kind.__name__} while {state.phase.value} ({state.reason})")
     return transition(state, event, now_s)
-
-
-def clip_scale(square_norms: list[float], clip_norm: float | None) -> float:
-    """min(1, clip / (||g|| + 1e-6)); 1 when not clipped.
-
-    The squares are added one by one in canonical parameter order, so that the sum is the same
-    whatever stage each parameter is on.
-    """
-    if clip_norm is None:
-        return 1.0
-    total = 0.0
-    for square in square_norms:
-        total += square
-    return min(1.0, clip_norm / (math.sqrt(total) + _CLIP_EPS))
 
 
 def staleness(state: JobState, event: FromRank[StageMessage]) -> str | None:
@@ -283,12 +272,14 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     training = state.spec.training
     done = state.due + 1
     last = done >= training.steps
-    evaluate = _can_evaluate(state) and (last or state.eval_owed or _evaluation_due(state, done))
-    store = last or state.store_owed or _store_due(state, done, now_s)
+    evaluate = commits.can_evaluate(state) and (
+        last or state.eval_owed or commits.evaluation_due(state, done)
+    )
+    store = last or state.store_owed or commits.store_due(state, done, now_s)
     assert state.plan is not None  # noqa: S101 - all of its ranks are ready
     reports = [ready[rank] for rank in state.present]
     norms = joined.square_norms(state.plan, ready)
-    scale = clip_scale(norms, training.optimizer.clip_norm)
+    scale = commits.clip_scale(norms, training.optimizer.clip_norm)
     loss = joined.step_loss(state.plan, ready)
     change = relink.due(state)
     coded = evaluate and relink.lossy(state.plan)
@@ -327,10 +318,10 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     )
     committed = relink.begun(committed)
     todo: list[Todo] = [
-        Record(_fact(commit, loss, now_s, () if state.local else reports)),
+        Record(commits.fact_of(commit, loss, now_s, () if state.local else reports)),
         *_change_links(state, change),
         ToRanks(commit),
-        *_losses(state, ready, loss),
+        *commits.losses(state, ready, loss),
         Point(done, "learning_rate", training.learning_rate(state.due)),
     ]
     if state.local:
@@ -341,48 +332,6 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         todo.append(Point(done, "gradient_norm", math.sqrt(sum(norms))))
     settled, more = _settle(committed)
     return settled, todo + more
-
-
-def _fact(commit: StepCommit, loss: float, now_s: float, reports: Sequence[StepReady]) -> StepCommitted:
-    """Everything that the commit says, so that it can be repeated after a restart; and the ranks' digests,
-    for who repeats the step."""
-    digests = tuple(report.digest.gradients + report.digest.inputs for report in reports)
-    return StepCommitted(
-        commit.job,
-        commit.version,
-        commit.step,
-        loss,
-        now_s,
-        commit.gradient_scale,
-        commit.store,
-        commit.evaluate,
-        commit.last,
-        commit.evaluate_coded,
-        digests if any(digests) else (),
-    )
-
-
-def _losses(state: JobState, ready: Mapping[int, StepReady], loss: float) -> list[Todo]:
-    """Show the loss of a step, or of each of a period's."""
-    if state.plan is None or not state.local:
-        return [Point(state.step + 1, "loss", loss)]
-    return [
-        Point(at, "loss", value)
-        for at, value in enumerate(periods.step_losses(state.plan, ready), state.step + 1)
-    ]
-
-
-def _reached(state: JobState, done: int, every: int) -> bool:
-    """Whether a multiple of ``every`` steps is reached with the commit after which ``done`` are."""
-    return done // every > state.step // every
-
-
-def _store_due(state: JobState, done: int, now_s: float) -> bool:
-    """Every ``checkpoint_every`` steps; where the job does not say, by the clock, one at a time."""
-    every = state.spec.training.checkpoint_every
-    if every:
-        return _reached(state, done, every)
-    return now_s >= state.store_due_s and not state.stores
 
 
 def _change_links(state: JobState, change: Relink | None) -> list[Todo]:
@@ -396,21 +345,6 @@ def _change_links(state: JobState, change: Relink | None) -> list[Todo]:
 @TRANSITIONS.on(*STEPPING)
 def _relink(state: JobState, event: Relinked, now_s: float) -> Outcome:
     return relink.want(state, event), []
-
-
-def _can_evaluate(state: JobState) -> bool:
-    """Whether there is held-out data and a cut of the evaluation graph that goes with the plan."""
-    held_out = state.spec.eval_data is not None and state.spec.training.eval_batches > 0
-    return held_out and state.plan is not None and all(r.stages[-1].eval_stop for r in state.plan.replicas)
-
-
-def _evaluation_due(state: JobState, done: int) -> bool:
-    """Every ``eval_every`` steps; where the job does not say, as often as the guard looks at what codecs
-    lose, so only at the end where they lose nothing."""
-    every, plan = state.spec.training.eval_every, state.plan
-    if not every and plan is not None and relink.lossy(plan):
-        every = link_policy.look_every(state.spec.training, plan)
-    return every > 0 and _reached(state, done, every)
 
 
 def _doubt(state: JobState, ready: Mapping[int, StepReady]) -> Outcome:
@@ -555,14 +489,18 @@ def _lose(state: JobState, event: StageLost, now_s: float) -> Outcome:
 
 @TRANSITIONS.on(*RUNNING)
 def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
-    """Everybody keeps what is committed, and the step in flight begins anew with the newcomers."""
+    """Everybody keeps what is committed, and the step in flight begins anew: with the newcomers, or with the
+    replicas that are whole."""
     over = state.checkpoint.step >= state.steps
     if state.plan is None or over or (_too_often(state, event.blamed) and not event.chosen):
         return _interrupt(state, event.reason, event.blamed)
+    plan, held = event.plan or state.plan, [state.plan.places[rank].worker for rank in state.present]
+    if event.plan is not None:
+        state = _renumbered(state, state.plan, event.plan)
     # Of steps before, who has stood by stores nothing: a checkpoint that lacks its part will not be whole.
     promoted = {
         rank
-        for rank, place in enumerate(state.plan.places)
+        for rank, place in enumerate(plan.places)
         if place.worker != event.workers[rank] and rank not in event.newcomers
     }
     stores = {done: parts for done, parts in state.stores.items() if promoted <= parts.keys()}
@@ -572,7 +510,7 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
         phase=Phase.LOADING,
         reason=event.reason,
         version=version,
-        plan=state.plan.moved(version, event.workers, event.absent, event.pairs),
+        plan=plan.moved(version, event.workers, event.absent, event.exchange),
         lost={rank: state.lost.get(rank, event.reason) for rank in event.absent},
         seating=False,
         assigned=version,
@@ -593,8 +531,7 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
         lineage=began(state.lineage, version, state.step),
     )
     stay = {worker for rank, worker in enumerate(event.workers) if rank not in event.absent}
-    places = state.plan.places
-    left = tuple(places[rank].worker for rank in state.plan.present if places[rank].worker not in stay)
+    left = tuple(worker for worker in held if worker not in stay)
     fact = Reconfigured(
         state.job,
         version,
@@ -604,7 +541,8 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
         tuple(sorted(event.newcomers)),
         event.reason,
         tuple(sorted(event.absent)),
-        event.pairs,
+        event.exchange,
+        event.plan,
     )
     todo: list[Todo] = [Record(fact), Reassign(left, event.newcomers, event.reason)]
     for done, parts in sorted(moved.stores.items()):
@@ -612,6 +550,26 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
             moved, more = _whole(moved, done, parts, now_s)  # who is lost was the last that had not stored
             todo += more
     return moved, todo
+
+
+def _renumbered(state: JobState, before: Plan, after: Plan) -> JobState:
+    """Know a job's ranks by their numbers in the plan of the replicas that are whole. Nobody can repeat the
+    steps before, so the state as it is gets stored, by whoever does that now."""
+    ranks = after.ranks_in(before)
+
+    def of(figures: Mapping[int, FigureT]) -> dict[int, FigureT]:
+        return {new: figures[old] for new, old in enumerate(ranks) if old in figures}
+
+    stores = dict(state.stores) if before.storers == after.storers else {}
+    if state.step > state.checkpoint.step:
+        stores.setdefault(state.step, {})
+    return replace(
+        state,
+        load_s=of(state.load_s),
+        fetched_s=of(state.fetched_s),
+        part_bytes=of(state.part_bytes),
+        stores=stores,
+    )
 
 
 def _too_often(state: JobState, blamed: bool) -> bool:

@@ -7,7 +7,7 @@ most a step. Therefore it waits until many pairs have moved.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from coordinator.messages.jobs import STEPPING, Event, JobState, Replaced
@@ -53,13 +53,15 @@ class PairTables:
         self._looked_s[state.job] = self.effects.now_s
         workers = tuple(place.worker for place in state.plan.places)
         newer = newer_table(state, self.effects.roster, workers, state.present)
-        before = state.plan.exchange.pairs if state.plan.exchange is not None else None
-        if newer is None or before is None:
+        exchange = state.plan.exchange
+        if newer is None or exchange is None or exchange.pairs is None:
             return
-        moved = moved_share(before, newer)
+        moved = moved_share(exchange.pairs, newer)
         if moved >= MOVED:
             words = f"{moved:.0%} of the pairs are faster or slower than they were: pairs are drawn anew"
             absent = state.plan.absent
+            exchange = replace(exchange, pairs=newer)
             self.step(
-                state.job, Replaced(workers, frozenset(), words, chosen=True, absent=absent, pairs=newer)
+                state.job,
+                Replaced(workers, frozenset(), words, chosen=True, absent=absent, exchange=exchange),
             )

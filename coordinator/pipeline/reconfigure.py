@@ -4,8 +4,9 @@ A stage is a function of its state and its messages. The newest checkpoint has t
 logs have the messages since; the journal has the scale of each step and the codecs of each version. So
 whoever comes repeats those steps, up to the one that was in flight. Neighbours that are lost at once repeat
 them together, each from what the other one sends anew. Who has stood by for a lost rank is there already: it
-takes the place as those do who stay. Where no stage is left that holds newer state, or no worker fits, the
-job goes back to its checkpoint.
+takes the place as those do who stay. Where no stage is left that holds newer state, or no worker fits, those
+replicas that are whole go on without the others (``whole_replicas``); without one the job goes back to its
+checkpoint.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from coordinator.membership.member import Phase as Membership
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import Checkpoint, Era
 from coordinator.messages.jobs import STEPPING, JobState, Phase
+from coordinator.pipeline import whole_replicas
 from coordinator.pipeline.assigning import neighbours
 from coordinator.pipeline.successors import Successors
 
 if TYPE_CHECKING:
+    from atoll.plan import Plan
     from coordinator.membership.roster import Roster
     from coordinator.messages.facts import JobRecord
 
@@ -29,11 +32,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Workers by rank from now on; those of ``newcomers`` are given their stage, others hold theirs.
-    ``absent``: ranks of peers with local steps that the others go on without."""
+    ``absent``: ranks of peers with local steps that the others go on without. ``plan``: of whole replicas
+    that go on without others, whose ranks these are then, and ``why`` nobody takes those over."""
 
     workers: tuple[str, ...]
     newcomers: frozenset[int]
     absent: frozenset[int] = frozenset()
+    plan: Plan | None = None
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +88,22 @@ def not_repeatable(state: JobState, record: JobRecord) -> str:
     steps = state.step - state.checkpoint.step
     if steps > len(record.scales):
         return f"{steps} steps since the checkpoint are more than the {len(record.scales)} known"
-    if steps and not any(era.first_step <= state.checkpoint.step for era in record.eras):
-        return f"the codecs of step {state.checkpoint.step} are not known any more"
+    if steps and not ran_alike(record, state.checkpoint.step):
+        return f"codecs or shares of step {state.checkpoint.step} are not known any more"
     return ""
+
+
+def ran_alike(record: JobRecord, step: int) -> bool:
+    """Whether steps from ``step`` on ran under plans that are known, in which every rank had its share."""
+    return any(era.first_step <= step for era in record.eras)
+
+
+def stores_anew(state: JobState, record: JobRecord, rank: int) -> bool:
+    """Whether a rank that keeps its stage is to store it as it is: after replicas were lost nobody can repeat
+    the steps before, and who was to store may be among them."""
+    parts = state.stores.get(state.step)
+    due = parts is not None and rank in state.store_ranks - parts.keys()
+    return due and state.moving and not ran_alike(record, state.step - 1)
 
 
 def choose(
@@ -94,28 +113,46 @@ def choose(
     lost: Collection[int],
     again: Collection[str] = (),
 ) -> Choice | Refused:
-    """Return who takes over the ``lost`` ranks, or why nobody can; ``again``: workers of lost ranks that may
-    have theirs once more where no other fits.
+    """Return who takes over the ``lost`` ranks, which replicas go on without them, or why nobody can;
+    ``again``: workers of lost ranks that may have theirs once more where no other fits.
 
     Ranks that were loading already begin anew.
     """
     plan = state.plan
     if plan is None or not begun(state):
         return Refused("not all stages were loaded")
-    workers = [place.worker for place in plan.places]
     loading = {r for r in plan.present if state.moving and record.given(r) == state.assigned}
     if plan.local:
         return _without(state, lost, loading)
-    wrong = not_repeatable(state, record)
-    if wrong:
-        return Refused(wrong)
     ready = _standing_by(state, roster, lost)
     newcomers = frozenset(lost).difference(ready) | (loading - state.loaded)
-    wrong = _unlogged(state, roster, newcomers, ready)
+    missing = frozenset(lost).difference(ready)
+    chosen = _taken_over(state, record, roster, missing, newcomers, ready, again)
+    if isinstance(chosen, Choice) or len(plan.replicas) == 1:
+        return chosen
+    left = whole_replicas.without(state, roster, newcomers.union(lost))
+    if isinstance(left, str):
+        return Refused(f"{chosen.reason}, and {left}", chosen.for_now)
+    return Choice(tuple(place.worker for place in left.places), frozenset(), plan=left, why=chosen.reason)
+
+
+def _taken_over(
+    state: JobState,
+    record: JobRecord,
+    roster: Roster,
+    missing: frozenset[int],
+    newcomers: frozenset[int],
+    ready: Mapping[int, str],
+    again: Collection[str],
+) -> Choice | Refused:
+    """Have other workers take over the ``missing`` ranks; ``newcomers``: those and who was loading already,
+    ``ready``: by rank who takes one as it is."""
+    plan = state.plan
+    assert plan is not None  # noqa: S101 - it has ranks
+    wrong = (newcomers and not_repeatable(state, record)) or _unlogged(state, roster, newcomers, ready)
     if wrong:
         return Refused(wrong)
     spare = [s.worker for s in state.standbys.values() if _here(roster, s.worker)]
-    missing = frozenset(lost).difference(ready)
     chosen = Successors(state, roster, missing, again, ready, spare).chosen()
     if isinstance(chosen, tuple):
         stages = [plan.places[rank].stage for rank in chosen]
@@ -124,7 +161,8 @@ def choose(
         words = f"{', '.join(map(str, stages[:-1]))} and {stages[-1]}"
         return Refused(f"too few idle workers can take over stages {words}", for_now=True)
     taken = {**ready, **chosen}
-    return Choice(tuple(taken.get(rank, worker) for rank, worker in enumerate(workers)), newcomers)
+    workers = tuple(taken.get(rank, place.worker) for rank, place in enumerate(plan.places))
+    return Choice(workers, newcomers)
 
 
 def _without(state: JobState, lost: Collection[int], loading: Collection[int]) -> Choice | Refused:

@@ -8,7 +8,7 @@ the others keep those that they have taken. A period that ends before the checkp
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from coordinator.messages.jobs import STEPPING, Event, JobState, Replaced, Seating
@@ -42,8 +42,12 @@ class Seats:
         taken = ", ".join(f"{label(chosen.workers[rank])} joins as rank {rank}" for rank in chosen.newcomers)
         words = f"{taken}, with the state after {state.step} steps"
         there = [rank for rank in range(state.n_ranks) if rank not in chosen.absent]
-        table = newer_table(state, self.effects.roster, chosen.workers, there)
+        table, exchange = newer_table(state, self.effects.roster, chosen.workers, there), None
+        if table is not None and state.plan is not None and state.plan.exchange is not None:
+            exchange = replace(state.plan.exchange, pairs=table)
         self.step(
             state.job,
-            Replaced(chosen.workers, chosen.newcomers, words, chosen=True, absent=chosen.absent, pairs=table),
+            Replaced(
+                chosen.workers, chosen.newcomers, words, chosen=True, absent=chosen.absent, exchange=exchange
+            ),
         )

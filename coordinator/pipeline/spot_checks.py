@@ -112,6 +112,8 @@ class SpotChecks:
         moved = before.assigned != state.assigned
         if moved or state.phase not in STEPPING | {Phase.STORING}:
             self._end(state.job, again=True)
+        if self._due.get(state.job, 0) >= state.n_ranks:  # replicas were lost
+            self._due.pop(state.job, None)
         if state.phase in ENDED or state.phase in WAITING:
             self._due.pop(state.job, None)
             self._failures.pop(state.job, None)
@@ -210,7 +212,9 @@ class SpotChecks:
         known = workers.get(worker)
         replay = reconfigure.replay(state, record, rank, source)
         count = state.step - source.step
-        if known is None or replay is None or not 0 < count <= min(len(record.digests), len(record.scales)):
+        if known is None or replay is None or not reconfigure.ran_alike(record, source.step):
+            return None
+        if not 0 < count <= min(len(record.digests), len(record.scales)):
             return None
         wanted = known.introduction.device_class
         who = tuple(record.worker_at(rank, step) for step in range(source.step, state.step))

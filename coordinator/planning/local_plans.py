@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from atoll.errors import NotEnoughMemory, PlanError
-from atoll.exchange import MOST_PEERS
+from atoll.exchange import AUTO, MOST_PEERS
 from atoll.plan import LinkPrediction, Plan, Prediction, Replica, validate, written_buffers
+from coordinator.planning.exchange_codecs import with_codec
 from coordinator.planning.gossip_plans import hidden_steps, round_of, with_table
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
@@ -45,7 +46,8 @@ def peers_plan(
     ``given``: their workers, and where their shares of a step end. NotEnoughMemory where fewer than two
     machines hold the model and what the rule keeps, PlanError for a model that peers cannot share.
     """
-    exchange_facts(exchange.rule).check(exchange)
+    if exchange.codec != AUTO:
+        exchange_facts(exchange.rule).check(exchange)
     written = written_buffers(request.dag)
     if written:
         raise PlanError(
@@ -106,6 +108,7 @@ def _counted(request: PlanRequest, exchange: Exchange) -> Iterator[Sharing]:
         shares = shares_of(n_micro, [1.0 / float(micro_s[i]) for i in members])
         compute_s = max(share * float(micro_s[i]) for share, i in zip(shares, members, strict=True))
         drawn = with_table(fleet, members, n_bytes, exchange, seed, search=False)
+        drawn = with_codec(fleet, members, n_bytes, drawn, compute_s)
         _, joint_s = round_of(fleet, members, n_bytes, drawn, seed)
         step_s = compute_s + max(0.0, joint_s - hidden_steps(exchange) * compute_s) / exchange.every
         yield Sharing(step_s, [(fleet.devices[i].worker,) for i in members], list(accumulate(shares)))
@@ -143,6 +146,8 @@ def _joined(
     members = [fleet.index[stage.worker] for stage in stages]
     n_bytes = _problem(request, exchange).memory.trained(0, len(request.dag.ops))[0]
     exchange = with_table(fleet, members, n_bytes, exchange, request.training.seed)
+    alone_s = max(plan.prediction.step_s for plan in plans if plan.prediction is not None)
+    exchange = with_codec(fleet, members, n_bytes, exchange, alone_s)
     predicted = _predicted(request, plans, members, exchange)
     exchange = replace(
         exchange,

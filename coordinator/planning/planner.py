@@ -394,6 +394,7 @@ def _stage_predictions(
     bounds = scored.candidate.bounds(problem.n_ops)
     for i, ((a, b), stage, depth) in enumerate(zip(bounds, work.stages, scored.depths, strict=True)):
         device = problem.fleet.devices[stage.device]
+        once, tied = problem.memory.gradients(a, b)
         found.append(
             StagePrediction(
                 worker=device.worker,
@@ -406,6 +407,8 @@ def _stage_predictions(
                 memory_limit_bytes=device.memory_limit_bytes,
                 codec_s=problem.n_micro * stage.codec_s,
                 handling_s=2 * problem.n_micro * (stage.action_s + stage.bytes_s) - stage.bytes_s,
+                gradient_bytes=round(once),
+                tied_gradient_bytes=round(tied),
             )
         )
     return tuple(found)

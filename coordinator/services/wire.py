@@ -530,6 +530,7 @@ def _reconfigure(message: do.Reconfigure, way: Way) -> pb.Reconfigure:
         plan=to_proto(message.plan),
         peers=_peers(message.peers, way),
         standby=message.standby,
+        store=message.store,
     )
 
 

@@ -29,7 +29,7 @@ from benchmarks.oracle import (
 )
 from benchmarks.real_workers import LoopbackFleet, as_job, cuts_of
 from coordinator.client.prepare import prepare
-from coordinator.messages.facts import PlanAdopted, StepCommitted, from_record
+from coordinator.messages.facts import CheckpointStored, PlanAdopted, Reconfigured, StepCommitted, from_record
 from coordinator.storage.journal import StoredJournal
 from tests.e2e.test_reconfigured import disturb
 
@@ -132,14 +132,16 @@ def test_random_replicas_end_in_the_bits_of_one_machine(seed: int, fleet: Loopba
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("workers", [4, 3], ids=["one idle", "nobody idle"])
 @pytest.mark.parametrize("lost", [0, 2], ids=["of the pipeline", "of the whole model"])
-def test_no_step_and_no_bit_is_lost_with_a_rank_that_is_killed(lost: int) -> None:
+def test_no_step_and_no_bit_is_lost_with_a_rank_that_is_killed(lost: int, workers: int) -> None:
+    """Who is idle takes it over; where nobody is, the replica that is whole goes on."""
     middle = case("gpt2").dag.cuttable()[len(case("gpt2").dag.cuttable()) // 2]
     longer = replace(case("gpt2"), training=replace(TRAINING, steps=60, checkpoint_every=10_000))
     given, plan = plan_of(longer, 4, (2, (0, middle)), (2, (0,)))
     holders: list[str] = []
     struck = False
-    with LoopbackFleet(4) as fleet:
+    with LoopbackFleet(workers) as fleet:
         prepared = prepare(as_job(given), partitioner=cuts_of(plan), schedule=plan.schedule.value)
         job = fleet.client.submit(prepared).job
         losses: dict[int, float] = {}
@@ -156,4 +158,11 @@ def test_no_step_and_no_bit_is_lost_with_a_rank_that_is_killed(lost: int) -> Non
     assert struck
     assert [fact.step for fact in facts if isinstance(fact, StepCommitted)] == list(range(60))
     assert sum(isinstance(fact, PlanAdopted) for fact in facts) == 1  # nothing began anew
+    (moved,) = (fact for fact in facts if isinstance(fact, Reconfigured))
+    assert len(moved.newcomers) == workers - 3
+    if moved.plan is not None:
+        (left,) = moved.plan.replicas
+        assert (len(left.stages), left.micros) == (1 if lost == 0 else 2, (0, 4))
+        assert [fact.step for fact in facts if isinstance(fact, CheckpointStored)] == [moved.step, 60]
+    assert (moved.plan is None) == (workers > 3)
     assert difference(found, run_local(given, (0,)), 1) == 0.0

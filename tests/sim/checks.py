@@ -14,6 +14,7 @@ from coordinator.messages.facts import (
     CheckpointStored,
     CoordinatorStarted,
     Fact,
+    JobRecord,
     PlanAdopted,
     Reconfigured,
     RoundClosed,
@@ -44,6 +45,12 @@ EXCUSES = (
     "wrong: ",  # two others agree that a worker computed a step wrong
 )
 """Reasons for which a job may go back to its checkpoint."""
+
+SHARED_ANEW = ("codecs or shares of step",)
+"""Another, once replicas were lost: until the state of then is stored, nobody can repeat the steps before."""
+
+EXCUSES_OF_REPLICAS = ("not all stages were loaded", "the disk is full", "wrong: ", "gave up after")
+"""Those for which it may though one of its replicas is whole."""
 
 
 class Violation(AssertionError):
@@ -161,9 +168,15 @@ class Checks:
     def _paused(self, coordinator: Coordinator, job: str, reason: str) -> None:
         """Committed steps are done again only where nobody could take over what was lost."""
         record = coordinator.shadow.jobs[job]
-        if record.steps <= record.last_checkpoint.step or self.world.short_logs:
+        if record.steps <= record.last_checkpoint.step:
             return
-        excuse = next((known for known in EXCUSES if known in reason), "")
+        whole = self._whole(coordinator, record)
+        if whole and not any(known in reason for known in EXCUSES_OF_REPLICAS):
+            raise Violation(f"{job} takes back steps though {whole} have a whole replica: {reason}")
+        if self.world.short_logs:
+            return
+        known_to_excuse = EXCUSES + (SHARED_ANEW if self.world.scenario.replicas > 1 else ())
+        excuse = next((known for known in known_to_excuse if known in reason), "")
         if not excuse:
             raise Violation(f"{job} takes back {record.steps - record.last_checkpoint.step} steps: {reason}")
         if excuse in EXCUSES[:2]:
@@ -174,6 +187,21 @@ class Checks:
             ]
             if len(spare) > EXCUSES.index(excuse):
                 raise Violation(f"{job} takes back steps though {spare} could take over: {reason}")
+
+    @staticmethod
+    def _whole(coordinator: Coordinator, record: JobRecord) -> list[str]:
+        """Return the workers of a replica that is whole among several, none where none is."""
+        plan, known = record.plan, coordinator.scheduler.roster.workers
+        if plan is None or plan.local or len(plan.replicas) == 1:
+            return []
+        lost = set()
+        for rank, place in enumerate(plan.places):
+            worker = known.get(place.worker)
+            loading = record.moving and record.given(rank) == record.assigned
+            if worker is None or worker.member.gone or not worker.idle or loading:
+                lost.add(place.replica)
+        left = [number for number in range(len(plan.replicas)) if number not in lost]
+        return [stage.worker for stage in plan.replicas[left[0]].stages] if left else []
 
     def _commit(self, coordinator: Coordinator, commit: do.StepCommit) -> None:
         driver: Any = coordinator.scheduler.driver_of(commit.job)

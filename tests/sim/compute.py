@@ -20,7 +20,7 @@ from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import BESIDE
 from coordinator.pipeline.assigning import neighbours
-from coordinator.pipeline.machine import clip_scale
+from coordinator.pipeline.commits import clip_scale
 from coordinator.pipeline.relink import version_at
 from strategies.exchanges.partners import group_of, groups_of, joins
 from tests.sim import local_steps
@@ -141,14 +141,21 @@ class Held:
     serial: int = field(default_factory=lambda: next(_serials))
     taken: int = 0  # local steps of the period under way, ...
     own: str = ""  # ... and the state that they have led to
+    ran: int = 0  # version of its newest step
+
+    @property
+    def rank(self) -> int:
+        """Its rank now: those of replicas that are lost leave the plan."""
+        rank = self.plan.rank_of(self.work.plan.places[self.work.rank].worker)
+        return self.work.rank if rank is None else rank
 
     @property
     def stage(self) -> int:
-        return self.plan.places[self.work.rank].stage
+        return self.plan.places[self.rank].stage
 
     @property
     def replica(self) -> int:
-        return self.plan.places[self.work.rank].replica
+        return self.plan.places[self.rank].replica
 
     @property
     def pipeline(self) -> Replica:
@@ -170,7 +177,7 @@ class Held:
     def others(self) -> dict[str, int]:
         """Who holds some of its tensors in other replicas, and in which."""
         places = self.plan.places
-        ranks = neighbours(self.plan, self.work.rank)
+        ranks = neighbours(self.plan, self.rank)
         found = {places[rank].worker: places[rank].replica for rank in sorted(ranks)}
         return {worker: replica for worker, replica in found.items() if replica != self.replica}
 
@@ -437,6 +444,8 @@ class Bench:
         held.plan = work.plan
         held.outputs.clear()
         held.values.clear()
+        if work.store:
+            self._snapshot(held, held.ran, step - 1)
         self._connect(held, job, version, step)
 
     def _connect(self, held: Held, job: str, version: int, step: int) -> None:
@@ -584,7 +593,7 @@ class Bench:
         used = digest("slip", used) if self.process.slips else used
         held.digests.append(told(held.tensors, step, used, given, taken))
         held.tensors = update(held.tensors, step, used, scale)
-        held.step = step + 1
+        held.step, held.ran = step + 1, version
         self.applied(job, version, step)
         if self.standby:
             self.post(e.StepApplied(job, version, step))
@@ -774,7 +783,7 @@ class Bench:
         else:
             held.tensors = update(held.tensors, step, held.outputs.pop(step), scale)
         held.values.pop(step, None)
-        held.step = step + 1
+        held.step, held.ran = step + 1, version
         self.applied(job, version, step)
         self._forget(lambda key: key[0] == job and key[2] <= step)
         if store:

@@ -74,7 +74,7 @@ def load(
         assignment,
         stage,
         links,
-        _feed(assignment, context),
+        feed_of(assignment, context),
         _held_out(assignment, context),
         Meters(context.spans, context.progress, context.cpu),
         notice,
@@ -130,7 +130,8 @@ def _tensors(
     return tensors, fetched
 
 
-def _feed(assignment: Assignment, context: ComputeContext) -> feed.Feed:
+def feed_of(assignment: Assignment, context: ComputeContext) -> feed.Feed:
+    """Return what fetches the micro-batches of a stage's share of each step, not started."""
     program, training = assignment.program, assignment.training
     return feed.Feed(
         context.fetch_of(assignment.job, assignment.micros),

@@ -36,6 +36,7 @@ class Reconfiguration:
     links: tuple[PeerLink, ...]
     step: int
     standby: bool = False
+    store: bool = False  # as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def reconfiguration(m: pb.Reconfigure) -> Reconfiguration:
     plan = convert.from_proto(m.plan)
     if (plan.job, plan.version) != (m.job, m.plan_version):
         raise BadFrame(f"plan of {plan.job} version {plan.version} said to be version {m.plan_version}")
-    return Reconfiguration(plan, wire.neighbours(m), m.step, m.standby)
+    return Reconfiguration(plan, wire.neighbours(m), m.step, m.standby, m.store)
 
 
 def _replay(m: pb.Assign) -> Replay:

@@ -20,7 +20,7 @@ from atoll.errors import AtollError
 from strategies.clipping import Clipping
 from worker.cancel import Cancel, Cancelled
 from worker.compute import orders
-from worker.compute.loading import load
+from worker.compute.loading import feed_of, load
 from worker.federated.orders import HostAnswer
 from worker.federated.participation import Participation
 from worker.federated.trainer import LOSS
@@ -307,7 +307,10 @@ class Workbench:
         self._say_stood_by(run)
         # Who is connected may be lost again until then: the new neighbours send when all are loaded.
         self._context.network.connect(later.job, later.version, cancel)
-        run.reconfigure(later)
+        shared = later.micros != run.assignment.micros
+        run.reconfigure(later, feed_of(later, self._context) if shared else None)
+        if asked.store:
+            self._snapshot(run, asked.step - 1)
         took_s = time.perf_counter() - started_s
         log.info(
             "stage.reconfigured",

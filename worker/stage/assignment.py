@@ -12,8 +12,9 @@ from atoll.gradient_exchange import Bucket, buckets, trained_elements
 from atoll.job import TrainingSpec
 from atoll.microbatch import own_blocks
 from atoll.opdag import StateMeta, TensorMeta
-from atoll.plan import LinkSpec, Plan, Replica, check_shares
+from atoll.plan import LinkSpec, Place, Plan, Replica, check_shares
 from atoll.program import StageProgram
+from strategies.exchanges.catalogue import exchange_facts
 from worker.transport.contract import Paths
 
 
@@ -130,18 +131,35 @@ class Assignment:
     def reconfigured(
         self, plan: Plan, links: tuple[PeerLink, ...], step: int, *, standby: bool = False
     ) -> Assignment:
-        """The same stage from ``step`` on under a later plan that has some stages on other workers.
+        """The same stage from ``step`` on under a later plan that has some stages on other workers, or goes
+        on without other replicas: then its own may have another share of the step.
 
         PlanError for a plan under which the stage would compute otherwise.
         """
         if plan.job != self.job or plan.n_micro != self.plan.n_micro:
             raise PlanError(f"a plan of {plan.job} for other micro-batches cannot take over {self.job}")
+        replica = self.replica
         if _work(plan) != _work(self.plan):
-            raise PlanError(
-                f"plan {plan.version} has other stages than {self.version}: it must be loaded anew"
-            )
-        changed = replace(self, version=plan.version, plan=plan, links=links, first_step=step)
+            rank = plan.rank_of(self.worker_of(self.stage))
+            place = plan.places[rank] if rank is not None else None
+            local = plan.local or self.plan.local
+            if local or place is None or place.stage != self.stage or not self._goes_on_as(plan, place):
+                raise PlanError(
+                    f"plan {plan.version} has other stages than {self.version}: it must be loaded anew"
+                )
+            replica = place.replica
+        changed = replace(
+            self, version=plan.version, plan=plan, links=links, first_step=step, replica=replica
+        )
+        _check_exchange(plan, changed.rank)
         return replace(changed, replay=None, standby=standby)
+
+    def _goes_on_as(self, plan: Plan, place: Place) -> bool:
+        """Whether a place in a plan of fewer replicas is this stage's, among the same others."""
+        later, mine = plan.replicas[place.replica], self.pipeline
+        fewer = len(plan.replicas) < len(self.plan.replicas)
+        alike = (plan.blocks, plan.recompute) == (self.plan.blocks, self.plan.recompute)
+        return fewer and alike and later.links == mine.links and _cut(later) == _cut(mine)
 
     @property
     def eras(self) -> tuple[tuple[int, Assignment], ...]:
@@ -155,9 +173,14 @@ class Assignment:
         return {name: self.states[name].meta for name in program.inputs}
 
 
+def _cut(replica: Replica) -> list[object]:
+    """What a replica's stages compute, whatever its share of a step."""
+    return [(s.start, s.stop, s.eval_start, s.eval_stop, s.held > 0) for s in replica.stages]
+
+
 def _work(plan: Plan) -> tuple[object, ...]:
-    """What is computed under a plan, whoever computes it and exchanges with whom."""
-    exchange = replace(plan.exchange, pairs=None) if plan.exchange else None
+    """What is computed under a plan, whoever computes it and exchanges with whom, in whatever codec."""
+    exchange = replace(plan.exchange, pairs=None, codec="none") if plan.exchange else None
     replicas = [(r.micros, [replace(stage, worker="") for stage in r.stages]) for r in plan.replicas]
     return plan.schedule, exchange, replicas
 
@@ -222,6 +245,8 @@ def _check_exchange(plan: Plan, rank: int) -> None:
             f"replicas exchange exact sums at every step here, or take local steps, not {exchange.rule} "
             f"every {exchange.every} through {exchange.codec}; update this worker"
         )
+    if exchange.local:
+        exchange_facts(exchange.rule).check(exchange)
     if len(exchange.rates) not in (0, len(plan.places)):
         raise PlanError(f"rates of {len(exchange.rates)} ranks of {len(plan.places)}")
     if len(exchange.sites) not in (0, len(plan.places)):

@@ -63,6 +63,7 @@ class _Round:
     """A round as all its ranks derive it; ``settings``: codecs and size of each contribution."""
 
     at: ExchangeRound
+    rule: ExchangeRule
     collective: Collective
     settings: Contribution
 
@@ -92,7 +93,8 @@ class LocalSteps:
         """Return the steps that are left of a period."""
         if last != self._last:
             self._last, self.losses, self._brought, self._run = last, [], None, None
-            if exchange_facts(self._rule_of(last).exchange.rule).pattern is Pattern.PUBLISHED:
+            rule = self._rule_of(last, self._exchange.codec)
+            if exchange_facts(rule.exchange.rule).pattern is Pattern.PUBLISHED:
                 self._brought = flat_values(self._stage.trained)
         return range(first + len(self.losses), last + 1)
 
@@ -119,10 +121,9 @@ class LocalSteps:
         """Begin the round: send what this rank brings."""
         assert self._brought is not None  # noqa: S101 - it ``contributes``
         found = self._round(assignment, self._last)
-        rule = self._rule_of(self._last)
-        brought = rule.contribute(self._brought, self._state, found.at, self._rank)
+        brought = found.rule.contribute(self._brought, self._state, found.at, self._rank)
         self._found = found
-        self._run = CollectiveRun(rule, found.collective, self._rank, found.at, {self._rank: brought})
+        self._run = CollectiveRun(found.rule, found.collective, self._rank, found.at, {self._rank: brought})
         self._left = arriving(found.collective, self._rank, found.settings)
         self._send_all(assignment, self._run.start(), send)
 
@@ -148,11 +149,10 @@ class LocalSteps:
 
     def settle(self) -> None:
         """Use the round's result, with its commit."""
-        if self._run is None:
+        if self._run is None or self._found is None:
             raise RuntimeError("a period is committed whose round has not been")
-        settled = self._rule_of(self._last).settle(
-            self._run.exchanged(self._state, flat_values(self._stage.trained))
-        )
+        done = self._run.exchanged(self._state, flat_values(self._stage.trained))
+        settled = self._found.rule.settle(done)
         assert isinstance(settled, Settled)  # noqa: S101 - rules of changes have one phase
         self._state = settled.state
         if self._exchange.gossips and self._ends(self._last):
@@ -222,18 +222,21 @@ class LocalSteps:
     def _ends(self, last: int) -> bool:
         return last + 1 == self._training.steps
 
-    def _rule_of(self, last: int) -> ExchangeRule:
+    def _rule_of(self, last: int, codec: str) -> ExchangeRule:
         """Return the rule of the round that ends with step ``last``: the training's last one joins the whole
-        model, and all end with the same."""
-        if self._exchange.gossips and self._ends(last):
-            return make_rule(replace(self._exchange, rule=JOINING_RULE, ratio=1.0))
-        if not (self._ends(last) and isinstance(self._rule, StreamingDiLoCo)):
-            return self._rule
-        return replace(self._rule, exchange=replace(self._exchange, fragments=1, delay=0), alpha=0.0)
+        model, and all end with the same. ``codec``: of a later plan perhaps, which differs in no more."""
+        exchange = replace(self._exchange, codec=codec)
+        if exchange.gossips and self._ends(last):
+            return make_rule(replace(exchange, rule=JOINING_RULE, ratio=1.0))
+        rule = make_rule(exchange)
+        if not (self._ends(last) and isinstance(rule, StreamingDiLoCo)):
+            return rule
+        return replace(rule, exchange=replace(exchange, fragments=1, delay=0), alpha=0.0)
 
     def _round(self, assignment: Assignment, last: int) -> _Round:
         """Return the round as those of this rank's group derive it."""
-        plan, exchange, rule = assignment.plan, self._exchange, self._rule_of(last)
+        plan, exchange = assignment.plan, self._exchange
+        rule = self._rule_of(last, plan.exchange.codec if plan.exchange is not None else exchange.codec)
         at = ExchangeRound(exchange.round_of(last), plan.present, self._training.seed)
         nothing = torch.zeros(sum(parameter.numel() for parameter in self._stage.trained.values()))
         settings = rule.contribute(nothing, self._state, at, self._rank)
@@ -247,7 +250,7 @@ class LocalSteps:
         collective = collective_of(pattern, groups, settings, shares=by_rank)
         # Nothing but codecs and sizes is needed of it any more: a model is large.
         empty = Vector(settings.vector.size, torch.empty(0))
-        return _Round(at, collective, replace(settings, vector=empty, carry=None))
+        return _Round(at, rule, collective, replace(settings, vector=empty, carry=None))
 
     def _arrived(self, assignment: Assignment, one: Arriving, send: Send) -> None:
         if not one.whole or self._run is None or self._found is None:

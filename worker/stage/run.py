@@ -127,8 +127,9 @@ class StageRun:
         self._links.relink(version, first_step, codecs_of(later, self._cpu))
         self._eras = [*(era for era in self._eras if era[0] < first_step), (first_step, later)]
 
-    def reconfigure(self, later: Assignment) -> None:
-        """Go on at ``later.first_step`` under its plan, with other neighbours.
+    def reconfigure(self, later: Assignment, feed: MicroBatches | None = None) -> None:
+        """Go on at ``later.first_step`` under its plan, with other neighbours; ``feed``: with these
+        micro-batches of a step from now on.
 
         BadFrame when the stage has another number of steps.
         """
@@ -136,6 +137,14 @@ class StageRun:
         if self._steps != step:
             raise BadFrame(f"the stage has {self._steps} steps, and is to go on after {step}")
         self._stage.discard()
+        actions = later.plan.actions(later.rank)
+        if actions != self._actions:
+            self._stage.share(actions)
+            self._actions = actions
+        if feed is not None:
+            self._feed.close()
+            self._feed = feed
+            feed.start(step)
         self._links.reconfigure(later.version, step, codecs_of(later, self._cpu), sends=not later.standby)
         self._asks = None
         self._eras = [*(era for era in self._eras if era[0] < step), (step, later)]

@@ -91,11 +91,7 @@ class Stage:
         )
         self._executor.load(self._values, self.frozen)
         self.trainable = tuple(n for n in program.parameters if n in self._executor.uses)
-        micros = [action.micro for action in actions] or [0, training.n_micro - 1]
-        span = range(min(micros), max(micros) + 1)
-        whole = (len(span), training.blocks) == (training.n_micro, 1)
-        own = (span.start, span.stop)
-        self.blocks = {0: span} if whole else own_blocks(training.n_micro, training.blocks, own)
+        self.blocks = _blocks(training, actions)
         self._sums = BlockSums(
             self._executor.uses, self._executor.late, self.blocks, {t.name for t in program.tied}
         )
@@ -129,6 +125,13 @@ class Stage:
     def trained(self) -> Mapping[str, torch.nn.Parameter]:
         """Parameters that the optimizer steps, in the program's order; gradients after ``finish_step``."""
         return self._parameters
+
+    def share(self, actions: Sequence[Action]) -> None:
+        """Take these actions for those of a step from now on: other micro-batches, in whole blocks, with the
+        step under way discarded. UsageError for others."""
+        self.discard()
+        self.blocks = _blocks(self.training, actions)
+        self._sums.share(self.blocks)
 
     def begin_step(self, step: int) -> None:
         """Open ``step``: no gradients, no micro-batches in flight, buffers remembered. A step that
@@ -390,6 +393,15 @@ class Stage:
         self._losses.clear()
         self._totals.clear()
         self._rollback = {}
+
+
+def _blocks(training: TrainingSpec, actions: Sequence[Action]) -> Mapping[int, range]:
+    """Return the blocks of micro-batches of these actions, by number."""
+    micros = [action.micro for action in actions] or [0, training.n_micro - 1]
+    span = range(min(micros), max(micros) + 1)
+    if (len(span), training.blocks) == (training.n_micro, 1):
+        return {0: span}
+    return own_blocks(training.n_micro, training.blocks, (span.start, span.stop))
 
 
 def _leaf_names(program: StageProgram) -> set[str]:

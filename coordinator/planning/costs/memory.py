@@ -11,7 +11,7 @@ out what the process itself (interpreter, libraries) takes.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from coordinator.planning.costs.traffic import Traffic
 
     Floats = NDArray[np.float64]
+
+FigureT = TypeVar("FigureT", int, float)
 
 
 JOINING = 2
@@ -47,18 +49,19 @@ class MemoryModel:
         self.full = recompute is Recompute.FULL
         self.autocast = training.precision is not Precision.FP32
         state, trainable, tensors = np.zeros(n), np.zeros(n), np.zeros(n)
+        tied = np.zeros(n)
         last_use: dict[LeafRef, int] = {}
         repeats: list[tuple[int, int, float, float]] = []
         uses = Counter(leaf for node in dag.ops for leaf in leaf_refs(node))
         for op, node in enumerate(dag.ops):
             for leaf in leaf_refs(node):
                 bytes_held, bytes_trained = leaf_bytes(dag, leaf, training.optimizer)
-                # Of several blocks the sum so far; where another stage may use the leaf, too, each one's.
-                sums = training.blocks - 1 if uses[leaf] > 1 else min(training.blocks - 1, 1)
-                sums += JOINING if training.replicas != "1" else 0
-                sums += PEERS_OWN if training.local_exchange is not None else 0
-                state[op] += bytes_held + sums * bytes_trained
+                once, again = (0.0, bytes_trained) if uses[leaf] > 1 else (bytes_trained, 0.0)
+                state[op] += bytes_held
+                state[op] += gradient_copies(once, again, training.blocks, alone=training.replicas == "1")
+                state[op] += PEERS_OWN * bytes_trained if training.local_exchange is not None else 0.0
                 trainable[op] += bytes_trained
+                tied[op] += again
                 tensors[op] += bytes_trained > 0
                 if leaf in last_use and bytes_held:
                     # Each use keeps its own gradient accumulator, everything else is held once.
@@ -70,7 +73,7 @@ class MemoryModel:
         saved = np.array([float(node.bytes_saved - selective * node.bytes_repeatable) for node in dag.ops])
         self._state, self._saved = prefix(state), prefix(saved)
         self._owed = prefix(_owed_bytes(dag, training.optimizer, DEEPEST if selective else 0))
-        self._trainable, self._tensors = prefix(trainable), prefix(tensors)
+        self._trainable, self._tensors, self._tied = prefix(trainable), prefix(tensors), prefix(tied)
         self._repeats = np.array(repeats, dtype=np.float64).reshape(-1, 4)
         self.live = traffic.live_bytes.astype(np.float64)  # [n + 1], 0 at both ends
 
@@ -82,6 +85,12 @@ class MemoryModel:
         """(bytes, tensors) of the trainable parameters of ops [a, b)."""
         n_bytes = float(self._trainable[b] - self._trainable[a]) - self._repeated(a, b, 3)
         return n_bytes, float(self._tensors[b] - self._tensors[a])
+
+    def gradients(self, a: int, b: int) -> tuple[float, float]:
+        """Return the bytes of gradients of ops [a, b) as ``gradient_copies`` counts them: of parameters that
+        one op uses, and of those that several do, once for each."""
+        tied = float(self._tied[b] - self._tied[a])
+        return float(self._trainable[b] - self._trainable[a]) - tied, tied
 
     def per_micro_bytes(self, a: int, b: int, *, defer: bool = False) -> float:
         """Return the bytes that a micro-batch in flight stores: saved activations and received values; where
@@ -176,6 +185,14 @@ def _held_bytes(dag: OpDag, op: int, deepest: int) -> int:
     if deepest and cheap_again(node):
         return sum(_held_bytes(dag, ref, deepest - 1) for ref in op_refs(node))
     return node.outputs[0].nbytes
+
+
+def gradient_copies(once: FigureT, tied: FigureT, blocks: int, *, alone: bool) -> FigureT:
+    """Return the bytes of gradients that a stage holds beside each use's own: of several blocks the sum so
+    far, where another stage may use the parameter, too, each one's; where there are other replicas, what
+    travels. ``once``, ``tied``: see ``MemoryModel.gradients``."""
+    sums = min(blocks - 1, 1) * once + (blocks - 1) * tied
+    return sums if alone else sums + JOINING * (once + tied)
 
 
 def leaf_bytes(dag: OpDag, leaf: LeafRef, optimizer: Optimizer) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from atoll.exchange import PairTable
+from atoll.exchange import Exchange, PairTable
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkSpec, Mask, Plan, StageSpec, one_replica
 from coordinator.messages import facts
@@ -42,7 +42,10 @@ FACTS: list[facts.Fact] = [
     ),
     facts.RoundEvaluated("f", 0, "central", 1.0, {"accuracy": 0.5}, 10, 1),
     facts.Reconfigured("j", 5, 9, 4, tuple(place.worker for place in PLAN.places), (0,), "w is lost"),
-    facts.Reconfigured("j", 5, 9, 4, ("a", "b"), (), "moved", (1,), PairTable((0.0, 2.5) * 2, 1.5)),
+    facts.Reconfigured(
+        "j", 5, 9, 4, ("a", "b"), (), "moved", (1,), Exchange("saps", pairs=PairTable((0.0, 2.5) * 2, 1.5))
+    ),
+    facts.Reconfigured("j", 6, 12, 5, ("w-b",), (), "w-a is lost; w-b goes on", plan=PLAN),
     facts.JobEnded("f", "failed", "why"),
 ]
 

@@ -21,6 +21,7 @@ from coordinator.messages.facts import Checkpoint, CheckpointStored, JobEnded, S
 from coordinator.messages.instructions import StepCommit, StepDiscard, StepStart
 from coordinator.messages.jobs import Dropped, FromRank, JobState, Phase, Record, ReleaseAll, ToRanks
 from coordinator.pipeline import machine
+from coordinator.pipeline.commits import clip_scale
 
 HASH = "ab" * 32
 STAGES = 3
@@ -369,8 +370,8 @@ def test_the_clip_coefficient_does_not_depend_on_the_cut(
 ) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(norms)), min_size=2, max_size=2)))
     parts = [norms[: cuts[0]], norms[cuts[0] : cuts[1]], norms[cuts[1] :]]
-    whole = machine.clip_scale(norms, clip)
-    assert machine.clip_scale([n for part in parts for n in part], clip) == whole
+    whole = clip_scale(norms, clip)
+    assert clip_scale([n for part in parts for n in part], clip) == whole
     assert whole <= 1.0
     assert whole == min(1.0, clip / (math.sqrt(sum(norms)) + 1e-6))
 

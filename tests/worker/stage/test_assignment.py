@@ -8,10 +8,10 @@ import pytest
 
 from atoll.errors import AtollError, BadFrame, PlanError
 from atoll.exchange import Exchange
-from atoll.job import TrainingSpec
+from atoll.job import Recompute, TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.opdag import StateMeta, TensorMeta
-from atoll.plan import Plan, Replica, StageSpec, one_replica
+from atoll.plan import LinkSpec, Plan, Replica, StageSpec, one_replica
 from atoll.program import StageProgram
 from worker.stage.assignment import Assignment, check
 
@@ -26,6 +26,29 @@ TWO = replace(PLAN, replicas=(Replica((0, 2), STAGES), SECOND), exchange=Exchang
 
 def assignment(plan: Plan = PLAN) -> Assignment:
     return Assignment("job", 1, TRAINING, PROGRAM, None, plan, (), {}, {}, 0)
+
+
+def test_a_stage_goes_on_without_other_replicas_and_under_no_other_plan() -> None:
+    second = replace(assignment(TWO), replica=1)
+    alone = replace(
+        PLAN, version=2, schedule=ScheduleName.ONE_F_ONE_B, replicas=(replace(SECOND, micros=(0, 4)),)
+    )
+    later = second.reconfigured(alone, (), 3)
+    check(later, "w2")
+    assert (later.rank, later.replica, later.micros, later.first_step) == (0, 0, range(4), 3)
+    assert dict(later.blocks) == {0: range(2), 1: range(2, 4)}
+    (stage,) = SECOND.stages
+    for wrong in (
+        replace(alone, replicas=(Replica((0, 4), STAGES),)),  # of another worker
+        replace(alone, replicas=(Replica((0, 4), (replace(stage, stop=3),)),)),
+        replace(alone, replicas=(Replica((0, 4), (replace(stage, held=2),)),)),
+        replace(alone, replicas=(Replica((0, 4), SECOND.stages, (LinkSpec(0, 0, "int8"),)),)),
+        replace(alone, blocks=4),
+        replace(alone, recompute=Recompute.FULL),
+        replace(TWO, version=2, replicas=(Replica((0, 1), STAGES), replace(SECOND, micros=(1, 4)))),
+    ):
+        with pytest.raises(PlanError, match="other stages"):
+            second.reconfigured(wrong, (), 3)
 
 
 def test_a_stage_of_a_plan_is_taken_whatever_its_replica() -> None:

@@ -103,6 +103,48 @@ def test_replicas_end_in_the_bits_of_one_machine(
                 assert torch.equal(value, held[name][key]), (name, key)
 
 
+@pytest.mark.parametrize("schedule", [ScheduleName.GPIPE, ScheduleName.ZERO_BUBBLE])
+@pytest.mark.parametrize(
+    ("lost", "ends"), [(0, ((0, 1), (1, 4))), (1, ((0, 3), (3, 4))), (2, ((0, 2), (2, 4)))]
+)
+def test_replicas_go_on_without_one_in_the_bits_of_one_machine(
+    lost: int, ends: tuple[tuple[int, int], ...], schedule: ScheduleName
+) -> None:
+    """Whichever has the first blocks then; and one goes on without the second."""
+    made = case("gpt2")
+    stages, micros = (1, 2, 1), [(0, 2), (2, 3), (3, 4)]
+    cuts = [(share, cut_evenly(made.dag, count)) for share, count in zip(micros, stages, strict=True)]
+    crew = Crew(made, assigned(made, FOUR, cuts, schedule, Exchange(bucket_bytes=4096)))
+    whole = one_machine(made, FOUR)
+    for step, shares in enumerate((None, ends, ((0, 4),))):
+        if shares is not None:
+            without(crew, lost if step == 1 else 1, shares, step)
+        expected = whole.step(step, [made.batches.of(step, micro) for micro in range(FOUR.n_micro)])
+        reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
+        assert step_loss([loss for report in reports for loss in report.stage.losses]) == expected.loss
+        crew.all("apply", step, expected.gradient_scale)
+    held = whole.snapshot()
+    for run in crew.runs:
+        for name, tensors in run.snapshot().items():
+            for key, value in tensors.items():
+                assert torch.equal(value, held[name][key]), (name, key)
+
+
+def without(crew: Crew, lost: int, shares: Sequence[tuple[int, int]], step: int) -> None:
+    """Have the other replicas go on with these shares of a step."""
+    plan = crew.runs[0].assignment.plan
+    kept = [replica for number, replica in enumerate(plan.replicas) if number != lost]
+    replicas = tuple(replace(r, micros=micros) for r, micros in zip(kept, shares, strict=True))
+    schedule = plan.schedule
+    if schedule is ScheduleName.GPIPE:
+        schedule = ScheduleName.ONE_F_ONE_B
+    exchange = plan.exchange if len(replicas) > 1 else None
+    later = replace(plan, version=plan.version + 1, replicas=replicas, schedule=schedule, exchange=exchange)
+    crew.runs = [run for run in crew.runs if run.assignment.replica != lost]
+    for run in crew.runs:
+        run.reconfigure(run.assignment.reconfigured(later, run.assignment.links, step))
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_an_exchange_carries_what_owners_need_and_no_more(count: int) -> None:
     made = case("gpt2")

@@ -16,7 +16,7 @@ from atoll.job import Optimizer
 from atoll.microbatch import ScheduleName
 from atoll.plan import Plan, Replica, StageSpec
 from atoll.program import stage_programs
-from strategies.exchanges import exchange_facts
+from strategies.exchanges import exchange_facts, make_rule
 from strategies.exchanges.partners import groups_at
 from tests.patience import HUNG_S
 from tests.worker.stage.crew import TRAINING, Case, Crew, case
@@ -208,6 +208,26 @@ def test_the_others_go_on_with_the_steps_they_took_without_a_lost_peer(rule: str
     for step in range(3):
         alone.step(step, lambda rank, at: [made.batches.of(at, m) for m in SHARES[rank]])
     for run, stage in zip(crew.runs, alone.stages, strict=True):
+        same(run.snapshot(), stage.snapshot())
+
+
+@pytest.mark.parametrize("codecs", [("none", "int4_block"), ("int4_block", "none")])
+def test_rounds_under_a_plan_with_another_codec_have_the_bits_of_that_codec(codecs: tuple[str, str]) -> None:
+    made = case("gpt2")
+    first, then = (Exchange("diloco", every=2, codec=codec) for codec in codecs)
+    given, reference = assigned(made, first), in_one_process(made, first)
+    crew = Crew(made, given)
+    trained(crew, [1])
+    names = [place.worker for place in given[0].plan.places]
+    plan = given[0].plan.moved(2, names, exchange=then)
+    for run, assignment in zip(crew.runs, given, strict=True):
+        run.reconfigure(assignment.reconfigured(plan, assignment.links, 2))
+    trained(crew, [3, 5])
+    for step in range(6):
+        if step == 2:
+            reference.exchange, reference.rule = then, make_rule(then)
+        reference.step(step, lambda rank, at: [made.batches.of(at, m) for m in SHARES[rank]])
+    for run, stage in zip(crew.runs, reference.stages, strict=True):
         same(run.snapshot(), stage.snapshot())
 
 

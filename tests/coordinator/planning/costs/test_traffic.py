@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from atoll.job import Optimizer, OptimizerName, ParamGroup, TrainingSpec
 from atoll.program import stage_programs
-from coordinator.planning.costs.memory import MemoryModel
+from coordinator.planning.costs.memory import MemoryModel, gradient_copies
 from coordinator.planning.costs.traffic import Traffic
 from tests.coordinator.planning.dags import chain_dag, gpt_like
 
@@ -90,6 +90,20 @@ def test_adamw_holds_four_copies_of_a_parameter_and_sgd_two():
     assert model(dag, name=OptimizerName.ADAMW).state_bytes(0, 20) == 4 * weights
     assert model(dag, name=OptimizerName.SGD).state_bytes(0, 20) == 2 * weights
     assert model(dag, name=OptimizerName.SGD, momentum=0.9).state_bytes(0, 20) == 3 * weights
+
+
+def test_what_more_blocks_and_other_replicas_take_follows_from_the_gradients_alone():
+    dag = gpt_like(2)
+    one, several = model(dag), model(dag, blocks=3)
+    shared = TrainingSpec(10, 4, blocks=3, replicas="2")
+    joined = MemoryModel(dag, shared, Traffic(dag, shared.optimizer))
+    for a, b in ((0, len(dag.ops)), (0, 10), (10, len(dag.ops))):
+        once, tied = several.gradients(a, b)
+        assert min(once, tied) > 0
+        more = several.state_bytes(a, b) - one.state_bytes(a, b)
+        assert gradient_copies(once, tied, 3, alone=True) == more
+        more = joined.state_bytes(a, b) - one.state_bytes(a, b)
+        assert gradient_copies(once, tied, 3, alone=False) == more
 
 
 def test_a_tied_parameter_is_held_once_with_a_gradient_for_each_use():

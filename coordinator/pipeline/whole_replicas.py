@@ -1,0 +1,170 @@
+"""What is left of a plan of several replicas when ranks of some of them are lost: those that are whole. Pure.
+
+After each commit every replica holds the same, so whole ones go on at the step in flight without the others:
+they keep their stages and share out the step's blocks of micro-batches anew, as fast as each has been. Bits
+depend on blocks, not on who has them (decision 026). As many micro-batches as before hold activations at one
+time, so only sums of several blocks may take more memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+from atoll.microbatch import ScheduleName, block_ranges
+from atoll.plan import Plan, Prediction, Replica, StagePrediction, StageSpec
+from coordinator.pipeline.joined import ranks_of
+from coordinator.planning.costs.memory import gradient_copies
+from coordinator.planning.transfers import shares_of
+
+if TYPE_CHECKING:
+    from atoll.exchange import Exchange
+    from coordinator.membership.roster import Roster
+    from coordinator.messages.jobs import JobState
+
+
+def without(state: JobState, roster: Roster, lost: Collection[int]) -> Plan | str:
+    """Return the plan of the replicas that have none of the ``lost`` ranks, under the version that it has, or
+    why they do not go on by themselves."""
+    plan = state.plan
+    if plan is None or plan.local or len(plan.replicas) == 1:
+        return "there is no other replica"
+    broken = {plan.places[rank].replica for rank in lost}
+    whole = [number for number in range(len(plan.replicas)) if number not in broken]
+    if not whole:
+        return "no replica is whole"
+    replicas = _shared(state, plan, whole)
+    ranks = [rank for number in whole for rank in ranks_of(plan, number)]
+    grown = any(_count(new) > _count(plan.replicas[old]) for new, old in zip(replicas, whole, strict=True))
+    gpipe = plan.schedule is ScheduleName.GPIPE
+    left = replace(
+        plan,
+        replicas=replicas,
+        schedule=ScheduleName.ONE_F_ONE_B if gpipe and grown else plan.schedule,
+        exchange=_among(plan.exchange, ranks) if len(whole) > 1 else None,
+    )
+    if plan.prediction is None:
+        return left
+    stages = _predicted_stages(plan, left, whole)
+    wrong = _too_large(roster, [plan.prediction.stages[rank] for rank in ranks], stages)
+    return wrong or replace(left, prediction=_predicted(plan, left, whole, stages))
+
+
+def _count(replica: Replica) -> int:
+    return replica.micros[1] - replica.micros[0]
+
+
+def _shared(state: JobState, plan: Plan, whole: Sequence[int]) -> tuple[Replica, ...]:
+    """Share out the step's blocks among replicas by their speed."""
+    blocks = block_ranges(plan.n_micro, plan.blocks)
+    seconds = [_pipeline_s(state, plan, number) for number in whole]
+    speeds = [
+        _count(plan.replicas[number]) / seconds_ if min(seconds) > 0 else 1.0
+        for number, seconds_ in zip(whole, seconds, strict=True)
+    ]
+    ends = [blocks[stop - 1].stop for stop in accumulate(shares_of(len(blocks), speeds))]
+    return tuple(
+        _replica(plan, plan.replicas[number], micros)
+        for number, micros in zip(whole, pairwise((0, *ends)), strict=True)
+    )
+
+
+def _pipeline_s(state: JobState, plan: Plan, number: int) -> float:
+    """Return the seconds that the slowest stage of a replica took for its share of the last step, as
+    predicted where that was not measured; 0 where neither is known."""
+    found = []
+    for rank in ranks_of(plan, number):
+        report = state.reports.get(rank)
+        predicted = plan.prediction.stages[rank] if plan.prediction is not None else None
+        if report is not None and report.forward_s + report.backward_s > 0:
+            found.append(report.forward_s + report.backward_s)
+        else:
+            found.append(predicted.compute_s + predicted.handling_s if predicted is not None else 0.0)
+    return max(found)
+
+
+def _replica(plan: Plan, before: Replica, micros: tuple[int, int]) -> Replica:
+    """Return a replica with another share, of which no more micro-batches hold activations than before."""
+    count = _count(before)
+    if micros[1] - micros[0] <= count:
+        return replace(before, micros=micros)
+
+    def bounded(stage: StageSpec) -> StageSpec:
+        warmup = count if plan.schedule is ScheduleName.GPIPE else stage.warmup
+        return replace(stage, warmup=min(warmup, count - 1), held=min(stage.held, count))
+
+    return replace(before, micros=micros, stages=tuple(map(bounded, before.stages)))
+
+
+def _among(exchange: Exchange | None, ranks: Sequence[int]) -> Exchange | None:
+    if exchange is None:
+        return None
+    rates = tuple(exchange.rates[rank] for rank in ranks) if exchange.rates else ()
+    sites = tuple(exchange.sites[rank] for rank in ranks) if exchange.sites else ()
+    return replace(exchange, rates=rates, sites=sites)
+
+
+# ---------------------------------------------------------------- predictions
+
+
+def _predicted_stages(plan: Plan, left: Plan, whole: Sequence[int]) -> list[StagePrediction]:
+    """Return what the stages take with their new shares."""
+    assert plan.prediction is not None  # noqa: S101 - the caller has looked
+    found = []
+    alone = len(whole) == 1
+    for replica, number in zip(left.replicas, whole, strict=True):
+        before = plan.replicas[number]
+        times = _count(replica) / _count(before)
+        for rank in ranks_of(plan, number):
+            told = plan.prediction.stages[rank]
+            once, tied = told.gradient_bytes, told.tied_gradient_bytes
+            more = gradient_copies(once, tied, _blocks(left, replica), alone=alone)
+            more -= gradient_copies(once, tied, _blocks(plan, before), alone=False)
+            found.append(
+                replace(
+                    told,
+                    compute_s=told.compute_s * times,
+                    codec_s=told.codec_s * times,
+                    handling_s=told.handling_s * times,
+                    memory_bytes=told.memory_bytes + more,
+                )
+            )
+    return found
+
+
+def _blocks(plan: Plan, replica: Replica) -> int:
+    start, stop = replica.micros
+    return sum(start <= block.start < stop for block in block_ranges(plan.n_micro, plan.blocks))
+
+
+def _too_large(roster: Roster, before: Sequence[StagePrediction], after: Sequence[StagePrediction]) -> str:
+    """Return which stage has no room for its new share, "" where all have."""
+    for old, new in zip(before, after, strict=True):
+        known = roster.workers.get(new.worker)
+        limit = known.memory_limit_bytes if known is not None else 0
+        limit = limit or new.memory_limit_bytes
+        if new.memory_bytes > max(limit, old.memory_bytes):
+            mib = f"{new.memory_bytes / 2**20:.0f} MiB of {limit / 2**20:.0f}"
+            return f"{new.worker} has no room for more blocks of micro-batches ({mib})"
+    return ""
+
+
+def _predicted(plan: Plan, left: Plan, whole: Sequence[int], stages: Sequence[StagePrediction]) -> Prediction:
+    """Return what a step takes: the slowest replica's share has grown most, the exchange has not."""
+    assert plan.prediction is not None  # noqa: S101 - the caller has looked
+    times = {
+        stage.worker: _count(replica) / _count(plan.replicas[number])
+        for replica, number in zip(left.replicas, whole, strict=True)
+        for stage in replica.stages
+    }
+    of = {stage.worker: number for number, r in enumerate(left.replicas) for stage in r.stages}
+    links = tuple(
+        replace(link, bytes_per_step=round(link.bytes_per_step * grown), busy_s=link.busy_s * grown)
+        for link in plan.prediction.links
+        if link.source in of and link.target in of
+        for grown in [times[link.source] if of[link.source] == of[link.target] else 1.0]
+    )
+    step_s = plan.prediction.step_s * max(1.0, *times.values())
+    return replace(plan.prediction, step_s=step_s, stages=tuple(stages), links=links)
