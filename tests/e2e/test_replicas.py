@@ -173,14 +173,12 @@ def test_a_replica_that_lost_its_worker_is_whole_again_once_another_joins() -> N
     """The job is cancelled once that is so, and its losses are those of one machine up to then."""
     training = replace(TRAINING, steps=3000, n_micro=4, blocks=2, replicas="2", checkpoint_every=10**6)
     given = replace(case("gpt2"), training=training, batches=lambda step: case("gpt2").batches(step)[:4])
-    losses: dict[int, float] = {}
     holders: list[str] = []
     struck, joined, again_at = False, False, 0
     with LoopbackFleet(2) as fleet:
         job = fleet.client.submit(prepare(as_job(given))).job
         for update in fleet.client.watch(job):
-            losses.update({p.step: p.value for p in update.metrics if p.name == "loss"})
-            holders = [s.workers[0] for r in update.plan.replicas for s in r.stages] or holders
+            holders = [stage.worker for stage in update.stages] or holders
             if not struck and update.step > 5:
                 struck = True
                 disturb(fleet, holders[0], signal.SIGKILL)
