@@ -18,12 +18,18 @@ from math import ceil, isfinite
 from atoll.errors import PlanError, UsageError
 
 BUCKET_BYTES = 4 << 20
-LOCAL_RULES = frozenset({"diloco", "streaming_diloco", "sparseloco"})
-"""Rules of what peers change in steps of their own (``Content.DELTA`` of the catalogue)."""
+GOSSIP_RULES = frozenset({"saps", "swarm", "wagma"})
+"""Rules of peers' models (``Content.MODEL`` of the catalogue), some with some in each round."""
+LOCAL_RULES = frozenset({"diloco", "streaming_diloco", "sparseloco"}) | GOSSIP_RULES
+"""Rules of what comes of peers' own steps: those, and what peers have changed (``Content.DELTA``)."""
+CODED_RULES = frozenset({"diloco", "streaming_diloco"})
+"""Those whose rounds travel in a codec of the job's choice."""
 EXACT = "exact"
 AUTO = "auto"
-LOCAL_STEPS = 50  # between two exchanges
-SPARSE_RATIO = 200.0  # of sparseloco, unless a job says otherwise
+LOCAL_STEPS = 50  # between two exchanges, unless a job or the rule's paper says otherwise
+PAPERS_STEPS = {"saps": 1, "swarm": 5, "wagma": 1}
+MOST_PEERS = 64  # of a table of pairs; nobody has measured what more peers teach
+RATIOS = {"sparseloco": 200.0, "saps": 100.0}  # unless a job says otherwise
 STREAMED_FRAGMENTS, STREAMED_DELAY = 4, 5  # the same of streaming_diloco; the steps in which a result arrives
 
 
@@ -54,12 +60,24 @@ class Pattern(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class PairTable:
+    """Rates of all pairs of ranks. Those as fast as the threshold are drawn, others where they must be."""
+
+    rates: tuple[float, ...]  # bytes/s from each rank to each, row by row; 0 where nothing can be sent
+    threshold: float = 0.0  # bytes/s
+
+    def bps(self, one: int, other: int, ranks: int) -> float:
+        """Bits/s of the slower direction between two of so many ranks."""
+        return 8.0 * min(self.rates[one * ranks + other], self.rates[other * ranks + one])
+
+
+@dataclass(frozen=True, slots=True)
 class Exchange:
     """Exchange of a plan, identical at all its ranks."""
 
     rule: str = "sum"  # of strategies.exchanges.catalogue
     every: int = 1  # steps between two rounds
-    codec: str = "none"  # of what travels, where the rule leaves it open
+    codec: str = "none"  # of what travels, where the rule leaves it open; auto until it is planned
     ratio: float = 1.0  # dense bytes / wire bytes aimed at, >= 1
     fragments: int = 1  # parts of the model that take turns, one a round
     delay: int = 0  # steps between a round's start and the use of its result
@@ -69,6 +87,7 @@ class Exchange:
     bucket_bytes: int = BUCKET_BYTES  # gradients are merged into messages up to this size
     rates: tuple[float, ...] = ()  # bytes/s of each rank over its slowest link to another; none: all alike
     sites: tuple[int, ...] = ()  # of each rank, where ``inner`` joins those of one
+    pairs: PairTable | None = None  # that gossip draws pairs by; None: at random
 
     def awaited(self, ranks: int) -> int:
         """Ranks that are waited for, of so many."""
@@ -78,6 +97,11 @@ class Exchange:
     def local(self) -> bool:
         """Whether each rank takes its optimizer's steps by itself and exchanges what has come of them."""
         return self.rule in LOCAL_RULES
+
+    @property
+    def gossips(self) -> bool:
+        """Whether ranks exchange models with some others in a round, and keep models of their own."""
+        return self.rule in GOSSIP_RULES
 
     def last_step(self, step: int, steps: int) -> int:
         """Return the last step of the period that ``step`` is in, of so many steps in all.
@@ -103,7 +127,7 @@ class Exchange:
 
 def wanted_exchange(how: str, every: int) -> Exchange | None:
     """Return the exchange that a job asks for as RULE[:CODEC or RATIO], None where it asks for exact ways or
-    leaves the choice to the planner.
+    leaves the choice to the planner. ``every`` 0: as many steps as the rule has by itself.
 
     UsageError for a rule that no worker runs, PlanError for a period that cannot be.
     """
@@ -115,13 +139,16 @@ def wanted_exchange(how: str, every: int) -> Exchange | None:
         raise UsageError(
             f"exchange {how[:40]!r}; workers run {known}, a rule with a codec as in diloco:int8_block"
         )
-    exchange = Exchange(rule, every)
-    if rule == "sparseloco":
-        exchange = replace(exchange, ratio=SPARSE_RATIO)
+    every = every or PAPERS_STEPS.get(rule, LOCAL_STEPS)
+    exchange = Exchange(rule, every, ratio=RATIOS.get(rule, 1.0))
     if rule == "streaming_diloco":
         parts = min(STREAMED_FRAGMENTS, every)
         exchange = replace(exchange, every=max(1, every // parts), fragments=parts)
         exchange = replace(exchange, delay=min(STREAMED_DELAY, exchange.every - 1))
+    if setting and exchange.gossips and rule not in RATIOS:
+        raise UsageError(f"exchange {how[:40]!r}; {rule} has nothing to set")
+    if setting == AUTO and rule not in CODED_RULES:
+        raise UsageError(f"exchange {how!r}: {rule} codes its rounds by itself; give {rule}, or {rule}:RATIO")
     if setting:
         try:
             exchange = replace(exchange, ratio=float(setting))
@@ -154,6 +181,10 @@ def check_exchange(exchange: Exchange) -> None:
         raise PlanError(
             f"exchange in messages of {exchange.bucket_bytes} bytes at rates {exchange.rates}; both above 0"
         )
+    if exchange.pairs is not None:
+        figures = (*exchange.pairs.rates, exchange.pairs.threshold)
+        if len(figures) > 1 + MOST_PEERS**2 or not all(isfinite(rate) and rate >= 0.0 for rate in figures):
+            raise PlanError(f"rates of {len(figures) - 1} pairs; at most {MOST_PEERS**2}, each at least 0")
     if exchange.sites and exchange.inner is None:
         raise PlanError(f"an exchange of ranks at {len(set(exchange.sites))} sites, and none within a site")
     if exchange.inner is not None:

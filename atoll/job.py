@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from atoll.compression import AUTO, Compression
 from atoll.dataset_spec import DataSpec
 from atoll.errors import UsageError
-from atoll.exchange import EXACT, LOCAL_STEPS, wanted_exchange
+from atoll.exchange import EXACT, wanted_exchange
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -141,7 +141,7 @@ class TrainingSpec:
     average_buffers: bool = False  # replicas may average what training writes, such as running statistics
     replicas: str = "1"  # of the pipeline, each for a share of the blocks; auto: as many as are fastest
     exchange: str = EXACT  # exact; RULE[:CODEC]: peers with steps of their own; auto: what counts most
-    local_steps: int = LOCAL_STEPS  # of a peer between two exchanges
+    local_steps: int = 0  # of a peer between two exchanges; 0 = as many as the rule has by itself
     spot_checks: float = 0.005  # share of the steps that an idle worker repeats to compare; 0 = none
 
     def __post_init__(self) -> None:
@@ -152,7 +152,7 @@ class TrainingSpec:
             ("eval_every", self.eval_every, 0, 10**9),
             ("eval_batches", self.eval_batches, 0, 10**6),
             ("checkpoint_every", self.checkpoint_every, 0, 10**9),
-            ("local_steps", self.local_steps, 1, MOST_LOCAL_STEPS),
+            ("local_steps", self.local_steps, 0, MOST_LOCAL_STEPS),
         ):
             if not low <= value <= high:
                 raise UsageError(f"{name} = {value}; give a number from {low} to {high}")
@@ -176,6 +176,12 @@ class TrainingSpec:
     def local_exchange(self) -> Exchange | None:
         """Exchange of peers with steps of their own, where the job asks for one by its rule."""
         return wanted_exchange(self.exchange, self.local_steps)
+
+    @property
+    def codes_rounds(self) -> bool:
+        """Whether the codec of peers' rounds is left to what their links carry."""
+        exchange = self.local_exchange
+        return exchange is not None and exchange.codec == AUTO
 
     @property
     def compression(self) -> Compression:

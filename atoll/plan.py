@@ -201,9 +201,15 @@ class Plan:
         """Return a plan of one replica under a later version that differs in its codecs alone."""
         return replace(self, version=version, replicas=(replace(self.only, links=tuple(links)),))
 
-    def moved(self, version: int, workers: Sequence[str], absent: frozenset[int] = frozenset()) -> Plan:
+    def moved(
+        self,
+        version: int,
+        workers: Sequence[str],
+        absent: frozenset[int] = frozenset(),
+        exchange: Exchange | None = None,
+    ) -> Plan:
         """Return the same plan under a later version with these workers by rank; of ``absent`` ranks those
-        that were lost.
+        that were lost. ``exchange``: in place of the one there is, with another codec or table of pairs.
 
         What was predicted stays the figures of those before.
         """
@@ -214,7 +220,8 @@ class Plan:
             for r in self.replicas
         )
         prediction = _renamed(self.prediction, names)
-        return replace(self, version=version, replicas=replicas, prediction=prediction, absent=absent)
+        moved = replace(self, version=version, replicas=replicas, prediction=prediction, absent=absent)
+        return moved if exchange is None else replace(moved, exchange=exchange)
 
 
 def _renamed(prediction: Prediction | None, names: Mapping[str, str]) -> Prediction | None:
@@ -263,6 +270,8 @@ def validate(plan: Plan, dag: OpDag, training: TrainingSpec) -> None:
         for figures, what in ((plan.exchange.rates, "rates"), (plan.exchange.sites, "sites")):
             if len(figures) not in (0, len(plan.places)):
                 raise PlanError(f"{what} of {len(figures)} ranks of {len(plan.places)}")
+        if plan.exchange.pairs is not None and len(plan.exchange.pairs.rates) != len(plan.places) ** 2:
+            raise PlanError(f"rates of {len(plan.exchange.pairs.rates)} pairs of {len(plan.places)} ranks")
     if len(plan.replicas) > 1:
         _check_gradients(dag)
         if not training.average_buffers:

@@ -29,8 +29,8 @@ import networkx as nx
 import numpy as np
 
 from benchmarks.harness import conclude, execute, parser
-from coordinator.planning.matching import Network, Pairs
 from coordinator.planning.peers import QUANTILES, PeerSelection, simulate
+from strategies.exchanges.matching import Network, Pairs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

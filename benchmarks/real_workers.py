@@ -121,8 +121,9 @@ class LoopbackFleet:
         """Train a case by the cuts, shares and schedule of a plan, on the workers as they joined."""
         return self.train(prepare(as_job(case), partitioner=cuts_of(plan), schedule=plan.schedule.value))
 
-    def train(self, prepared: Prepared) -> Run:
-        """Train what was prepared; JobFailed where it does not finish."""
+    def train(self, prepared: Prepared, exchanges: list[str] | None = None) -> Run:
+        """Train what was prepared; JobFailed where it does not finish. ``exchanges`` gets what is shown of
+        who exchanges with whom."""
         reply = self.client.submit(prepared)
         self.job = reply.job
         losses: dict[int, float] = {}
@@ -130,6 +131,8 @@ class LoopbackFleet:
             losses.update({p.step: p.value for p in update.metrics if p.name == "loss"})
             if update.HasField("plan"):
                 self.plan = from_proto(update.plan)
+            if exchanges is not None:
+                exchanges.append(update.exchange)
             last = update
         if last.state != "finished":
             raise JobFailed(f"{reply.job} ended {last.state}: {last.reason}\n{self.log('coordinator')}")

@@ -14,7 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,19 +33,20 @@ from coordinator.capture.capture import capture
 from coordinator.client.fleet_file import read_fleet
 from coordinator.client.job_file import load_job
 from coordinator.planning.costs.fleet import Fleet
-from coordinator.planning.peers import PeerSelection
+from coordinator.planning.gossip_plans import hidden_steps
 from coordinator.planning.planner import PlanRequest
 from coordinator.planning.problem import Problem
 from coordinator.planning.transfers import rank_rates
 from coordinator.planning.ways import Way, WayKind, compare_ways, held_in_common
 from strategies.exchanges import exchange_facts, make_rule
 from strategies.exchanges.base import Contribution
+from strategies.exchanges.partners import Group, groups_at
 from worker.exchange.round import CollectiveRun
 from worker.inprocess.network import SimulatedNetwork
 
 FLEETS = ("tight", "sites", "thin")
 HERE = Path(__file__).resolve().parent / "fleets"
-GOSSIP_STEPS = 40
+GOSSIP_ROUNDS = 40
 
 
 def network_of(fleet: Fleet) -> SimulatedNetwork:
@@ -93,8 +95,9 @@ def simulated_step_s(way: Way, request: PlanRequest) -> float:
     size = round(problem.memory.trained(0, problem.n_ops)[0] / 4)
     compute_s = [m * float(problem.compute[at, -1]) for m, at in zip(way.micros, members, strict=True)]
     exchange = way.exchange or Exchange()
-    if exchange_facts(exchange.rule).pattern is Pattern.PAIRWISE:
-        return _gossip_s(members, compute_s, int(size / exchange.ratio), fleet, network)
+    if exchange.gossips:
+        drawn = partial(groups_at, exchange, tuple(range(len(members))), len(members), request.training.seed)
+        return _gossip_s(exchange, drawn, members, compute_s, size, (fleet, network))
     # A coded exchange as one of as many bytes, uncoded.
     volume = exchange_facts(exchange.rule).volume(((size,),), exchange, len(members))
     carried = round(volume / (8.0 * (len(members) - 1) / len(members)))
@@ -117,19 +120,37 @@ def _replicas_s(way: Way, fleet: Fleet, problem: Problem, network: SimulatedNetw
 
 
 def _gossip_s(
-    members: Sequence[int], compute_s: Sequence[float], size: int, fleet: Fleet, network: SimulatedNetwork
+    exchange: Exchange,
+    drawn: Callable[[int], tuple[Group, ...]],
+    members: Sequence[int],
+    compute_s: Sequence[float],
+    size: int,
+    where: tuple[Fleet, SimulatedNetwork],
 ) -> float:
-    taken_s = 32.0 * size / fleet.effective_bps[np.ix_(members, members)]
-    taken_s += fleet.latency_s[np.ix_(members, members)]
-    np.fill_diagonal(taken_s, np.inf)
-    selection = PeerSelection.begin(list(members), 4.0 * size / taken_s, 0, share=0.01)
-    for number in range(GOSSIP_STEPS):
+    """Rounds in the groups that workers derive, each of which ends with a commit for all."""
+    (fleet, network), published = where, hidden_steps(exchange) > 0
+    for number in range(GOSSIP_ROUNDS):
+        groups = drawn(number)
+        begun_s = max(network.clock)
+        network.clock[:] = [begun_s] * len(network.clock)
         for at, seconds in zip(members, compute_s, strict=True):
-            network.compute(at, seconds)
-        pairs = [(int(a), int(b)) for a, b in selection.pairs(number)]
-        if pairs:
-            carried_s(network, [(pairwise_sums(pairs, size), size)])
-    return max(network.clock[at] for at in members) / GOSSIP_STEPS
+            network.compute(at, 0.0 if published else exchange.every * seconds)
+        exchanges = [
+            _group(exchange, [members[rank] for rank in group], size, fleet)
+            for group in groups
+            if len(group) > 1
+        ]
+        carried_s(network, exchanges)
+        burst_s = begun_s + exchange.every * max(compute_s)
+        network.clock[:] = [max(burst_s, *network.clock)] * len(network.clock)
+    return max(network.clock) / (GOSSIP_ROUNDS * exchange.every)
+
+
+def _group(exchange: Exchange, members: Sequence[int], size: int, fleet: Fleet) -> tuple[Collective, int]:
+    if exchange_facts(exchange.rule).pattern is Pattern.OWNERS:
+        return by_owners(fleet, members, size), size
+    carried = round(exchange_facts(exchange.rule).volume(((size,),), exchange, 2) / 4)
+    return pairwise_sums([(members[0], members[1])], carried), carried
 
 
 def measured(path: Path, dag: OpDag, args: argparse.Namespace) -> dict[str, object]:

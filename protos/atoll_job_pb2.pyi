@@ -575,7 +575,7 @@ class TrainingSpec(_message.Message):
     exchange: _builtins.str
     """exact | auto | RULE[:CODEC or RATIO]; empty: exact"""
     local_steps: _builtins.int
-    """of a peer between two exchanges; 0: 50"""
+    """of a peer between two exchanges; 0: as many as the rule has by itself"""
     spot_checks: _builtins.float
     """share of the steps that another worker repeats to compare; 0: none"""
     @_builtins.property
@@ -1162,6 +1162,8 @@ class Exchange(_message.Message):
     BUCKET_BYTES_FIELD_NUMBER: _builtins.int
     RATES_FIELD_NUMBER: _builtins.int
     SITES_FIELD_NUMBER: _builtins.int
+    PAIR_RATES_FIELD_NUMBER: _builtins.int
+    PAIR_THRESHOLD_FIELD_NUMBER: _builtins.int
     rule: _builtins.str
     every: _builtins.int
     """steps"""
@@ -1174,6 +1176,8 @@ class Exchange(_message.Message):
     deadline_s: _builtins.float
     bucket_bytes: _builtins.int
     """gradients are merged into messages up to this size; 0: 4 MiB"""
+    pair_threshold: _builtins.float
+    """bytes/s; slower pairs are drawn where they must be"""
     @_builtins.property
     def inner(self) -> Global___Exchange:
         """of the ranks of one site; it has none of its own"""
@@ -1185,6 +1189,10 @@ class Exchange(_message.Message):
     @_builtins.property
     def sites(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of each rank, where inner joins those of one"""
+
+    @_builtins.property
+    def pair_rates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """bytes/s from each rank to each, row by row; none: pairs at random"""
 
     def __init__(
         self,
@@ -1201,10 +1209,12 @@ class Exchange(_message.Message):
         bucket_bytes: _builtins.int = ...,
         rates: _abc.Iterable[_builtins.float] | None = ...,
         sites: _abc.Iterable[_builtins.int] | None = ...,
+        pair_rates: _abc.Iterable[_builtins.float] | None = ...,
+        pair_threshold: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["inner", b"inner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_bytes", b"bucket_bytes", "codec", b"codec", "deadline_s", b"deadline_s", "delay", b"delay", "every", b"every", "fragments", b"fragments", "inner", b"inner", "quorum", b"quorum", "rates", b"rates", "ratio", b"ratio", "rule", b"rule", "sites", b"sites"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_bytes", b"bucket_bytes", "codec", b"codec", "deadline_s", b"deadline_s", "delay", b"delay", "every", b"every", "fragments", b"fragments", "inner", b"inner", "pair_rates", b"pair_rates", "pair_threshold", b"pair_threshold", "quorum", b"quorum", "rates", b"rates", "ratio", b"ratio", "rule", b"rule", "sites", b"sites"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

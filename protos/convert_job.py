@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from atoll.dataset_spec import DataField, DataSpec, Layout
 from atoll.errors import BadFrame, UsageError
-from atoll.exchange import EXACT, LOCAL_STEPS
+from atoll.exchange import EXACT
 from atoll.job import (
     MAX_STANDBYS,
     JobSpec,
@@ -134,7 +134,7 @@ def training_from_proto(message: pb.TrainingSpec, limits: Limits) -> TrainingSpe
         average_buffers=message.average_buffers,
         replicas=bounds.text("replicas", message.replicas, limits.name_chars) or "1",
         exchange=bounds.text("exchange", message.exchange, limits.name_chars) or EXACT,
-        local_steps=message.local_steps or LOCAL_STEPS,
+        local_steps=message.local_steps,
         spot_checks=bounds.number("spot_checks", message.spot_checks, 0.0, 1.0),
     )
 

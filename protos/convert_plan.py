@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from atoll.compression import MAX_RATIO
 from atoll.errors import BadFrame
-from atoll.exchange import BUCKET_BYTES, Exchange
+from atoll.exchange import BUCKET_BYTES, MOST_PEERS, Exchange, PairTable
 from atoll.job import Recompute
 from atoll.microbatch import ScheduleName
 from atoll.opdag import OpNode, Source, leaf_refs, op_refs
@@ -249,6 +249,8 @@ def _exchange_to_proto(exchange: Exchange) -> pb.Exchange:
         bucket_bytes=exchange.bucket_bytes,
         rates=exchange.rates,
         sites=exchange.sites,
+        pair_rates=exchange.pairs.rates if exchange.pairs else (),
+        pair_threshold=exchange.pairs.threshold if exchange.pairs else 0.0,
     )
     if exchange.inner is not None:
         message.inner.CopyFrom(_exchange_to_proto(exchange.inner))
@@ -275,6 +277,15 @@ def _exchange_from_proto(message: pb.Exchange, limits: Limits, *, inner: bool = 
             for rate in bounds.count("rates of ranks", message.rates, limits.stages)
         ),
         sites=tuple(bounds.count("sites of ranks", message.sites, limits.stages)),
+        pairs=_pairs_from_proto(message) if message.pair_rates else None,
+    )
+
+
+def _pairs_from_proto(message: pb.Exchange) -> PairTable:
+    rates = bounds.count("rates of pairs", message.pair_rates, MOST_PEERS**2)
+    return PairTable(
+        tuple(bounds.number("rate of a pair", rate, low=0.0) for rate in rates),
+        bounds.number("threshold of pairs", message.pair_threshold, low=0.0),
     )
 
 

@@ -119,8 +119,9 @@ class JobOptions:
         typer.Option(
             metavar="HOW",
             help="Exchange of machines that each hold the model: exact, or steps of their own in between by "
-            "a rule, as diloco or diloco:int8_block; auto: the planner chooses among all; same as --set "
-            "exchange=HOW. Default: exact.",
+            "a rule, as diloco, diloco:int8_block, diloco:auto (the codec that the links need) or saps; "
+            "auto: the planner chooses among all; same as "
+            "--set exchange=HOW. Default: exact.",
         ),
     ] = None
     local_steps: Annotated[
@@ -129,7 +130,7 @@ class JobOptions:
             min=1,
             metavar="H",
             help="Steps of a machine's own between two exchanges, where --exchange has such; same as --set "
-            "local_steps=H. Default: 50.",
+            "local_steps=H. Default: the rule's own, 50 for diloco.",
         ),
     ] = None
     spot_checks: Annotated[

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from atoll.errors import AtollError, StorageError
+from atoll.exchange import Exchange
 from atoll.job import JobSpec
 from atoll.plan import LinkSpec, Plan
 from coordinator.messages.encoding import from_json, to_json
@@ -93,6 +94,7 @@ class Reconfigured:
     newcomers: tuple[int, ...]
     reason: str
     absent: tuple[int, ...] = ()  # ranks of lost peers, which the others go on without
+    exchange: Exchange | None = None  # of the plan from now on; None: as it was
     plan: Plan | None = None  # where there are fewer replicas from then on, or one more: with their shares
 
 
@@ -135,8 +137,9 @@ class RoundMet:
     included: tuple[str, ...]
     missing: Mapping[str, str]  # worker -> why
     sent_bytes: int  # by all of them together
-    digest: str  # of the result
+    digest: str  # of the result; of several groups theirs
     at_s: float
+    groups: tuple[tuple[int, ...], ...] = ()  # ranks that exchanged with each other, where not all with all
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,7 +522,8 @@ class Ledger:
         kept = {rank for rank in range(len(fact.workers)) if rank not in fact.newcomers}
         if any(job.plan.places[rank].worker != fact.workers[rank] for rank in kept):
             job.storing = ()  # who has stood by stores nothing of steps before
-        job.plan = (fact.plan or job.plan).moved(fact.version, fact.workers, frozenset(fact.absent))
+        plan, absent = fact.plan or job.plan, frozenset(fact.absent)
+        job.plan = plan.moved(fact.version, fact.workers, absent, fact.exchange)
         job.since = tuple(
             fact.version if rank in fact.newcomers else job.given(rank) for rank in range(len(fact.workers))
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
 
+from atoll.exchange import Exchange
 from atoll.job import JobSpec
 from atoll.plan import LinkSpec, Plan
 from coordinator.messages.events import StageMessage, StepReady
@@ -101,8 +102,9 @@ class StageLost:
 class Replaced:
     """Other workers have ranks from now on; ``workers`` by rank. Those of ``newcomers`` are given their
     stage, the others hold theirs, as standbys perhaps. ``blamed``: a stage broke by itself; ``chosen``:
-    nobody is lost. ``absent``: ranks of lost peers, which the others go on without. ``plan``: of the replicas
-    that are whole, where they go on without others, or with one more; ranks are its own."""
+    nobody is lost. ``absent``: ranks of lost peers, which the others go on without. ``exchange``: of the plan
+    from now on, None: as it was. ``plan``: of the replicas that are whole, where they go on without others,
+    or with one more; ranks are its own."""
 
     workers: tuple[str, ...]
     newcomers: frozenset[int]
@@ -110,6 +112,7 @@ class Replaced:
     blamed: bool = False
     chosen: bool = False
     absent: frozenset[int] = frozenset()
+    exchange: Exchange | None = None
     plan: Plan | None = None
 
 

@@ -53,9 +53,11 @@ from coordinator.pipeline.calibration import learn
 from coordinator.pipeline.doubt import left_out
 from coordinator.pipeline.link_adaptation import Adapting, capped
 from coordinator.pipeline.losses import Losses
+from coordinator.pipeline.pair_tables import PairTables
 from coordinator.pipeline.profiling import Hold, Profiling
 from coordinator.pipeline.relink import current
 from coordinator.pipeline.restart import Returning
+from coordinator.pipeline.round_codecs import RoundCodecs
 from coordinator.pipeline.seats import Seats
 from coordinator.pipeline.stuck import Stuck
 from coordinator.pipeline.suspicion import Suspicion
@@ -88,6 +90,8 @@ class PipelineDriver:
     suspicion: Suspicion = field(init=False)
     losses: Losses = field(init=False)
     seating: Seats = field(init=False)
+    pair_tables: PairTables = field(init=False)
+    round_codecs: RoundCodecs = field(init=False)
     beside: Beside = field(init=False)
     _committed: JobState | None = None  # after its newest step, not learned from yet
 
@@ -114,6 +118,8 @@ class PipelineDriver:
         )
 
         self.seating = Seats(self.effects, self._step)
+        self.pair_tables = PairTables(self.effects, self._step)
+        self.round_codecs = RoundCodecs(self._step)
 
     # ------------------------------------------------------------ jobs
 
@@ -509,6 +515,8 @@ class PipelineDriver:
         self.suspicion.tick(self.jobs)
         for state in list(self.jobs.values()):
             self.seating.look(state)
+            self.pair_tables.look(self.jobs[state.job])
+            self.round_codecs.look(self.jobs[state.job])
         self.beside.tick(self.returning)
 
     def storage_failed(self, reason: str) -> None:
@@ -611,6 +619,7 @@ class PipelineDriver:
             self.profiling.holds.setdefault(job, Hold(back.until_s, back.workers))
         if state.phase in ENDED:
             self.adapting.over(job)
+            self.round_codecs.over(job)
         self.suspicion.stepped(before, state)
         if before.checkpoint.step != state.checkpoint.step:
             self.seating.look(state)

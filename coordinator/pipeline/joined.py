@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING
 from coordinator.pipeline import periods
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from atoll.plan import Plan
     from coordinator.pipeline.periods import Reports
+    from strategies.exchanges.partners import Group
 
 
 def step_loss(plan: Plan, ready: Reports) -> float:
@@ -32,13 +35,14 @@ def square_norms(plan: Plan, ready: Reports) -> list[float]:
     return [square for rank in ranks_of(plan, 0) if rank in ready for square in ready[rank].square_norms]
 
 
-def disagreement(plan: Plan, ready: Reports) -> str:
-    """Return what does not go together in the reports of a step, "" where all of it does.
+def disagreement(plan: Plan, ready: Reports, groups: Sequence[Group] = ()) -> str:
+    """Return what does not go together in the reports of a step, "" where all of it does; ``groups``: who
+    exchanges with whom, where peers take local steps.
 
     Each replica sums the same totals in the same order, whatever its cut, so the norms are equal to the bit.
     """
     if plan.local:
-        return periods.disagreement(plan, ready)
+        return periods.disagreement(plan, ready, groups)
     if len(plan.replicas) == 1:
         return ""
     for number, replica in enumerate(plan.replicas):

@@ -254,7 +254,7 @@ def _ready(state: JobState, event: FromRank[StepReady], now_s: float) -> Outcome
         return replace(state, ready=ready), []
     if not all(map(finite, ready.values())):
         return _doubt(state, ready)
-    wrong = joined.disagreement(state.plan, ready)
+    wrong = joined.disagreement(state.plan, ready, periods.round_groups(state))
     if wrong:
         return _interrupt(state, wrong, blamed=True)
     return _commit(state, ready, now_s)
@@ -369,6 +369,8 @@ def _evaluated(state: JobState, event: FromRank[EvalReady], now_s: float) -> Out
     # Workers name the step after which they evaluate by its index, counted from 0.
     done = report.step + 1
     if report.loss is None:
+        return state, []
+    if periods.models_differ(state) and event.rank != state.present[0]:
         return state, []
     if done != state.awaiting_eval:
         return state, [Dropped(f"evaluation of step {done}, awaited is {state.awaiting_eval}")]
@@ -508,7 +510,7 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
         phase=Phase.LOADING,
         reason=event.reason,
         version=version,
-        plan=plan.moved(version, event.workers, event.absent),
+        plan=plan.moved(version, event.workers, event.absent, event.exchange),
         lost={rank: state.lost.get(rank, event.reason) for rank in event.absent},
         seating=False,
         assigned=version,
@@ -539,6 +541,7 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
         tuple(sorted(event.newcomers)),
         event.reason,
         tuple(sorted(event.absent)),
+        event.exchange,
         event.plan,
     )
     todo: list[Todo] = [Record(fact), Reassign(left, event.newcomers, event.reason)]

@@ -1,28 +1,50 @@
 """Periods of local steps as their peers report them: who is in a round, and what a period came to. Pure.
 
-A period is committed when every peer that is there has the same result of its round. Who is lost is taken out
-of the plan, and the others exchange without it; the receipt of the round names it.
+A period is committed when every peer that is there has the same result of its round as the others of its
+group (``strategies.exchanges.partners``). Who is lost is taken out of the plan, and the others exchange
+without it; the receipt of the round names it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from atoll.exchange import Partners
 from coordinator.messages.facts import RoundMet
+from strategies.exchanges.catalogue import exchange_facts
+from strategies.exchanges.partners import group_of, groups_of, joins
 
 if TYPE_CHECKING:
+    from atoll.exchange import Exchange
     from atoll.plan import Plan
     from coordinator.messages.events import StepReady
     from coordinator.messages.jobs import JobState
+    from strategies.exchanges.partners import Group
 
 Reports = Mapping[int, "StepReady"]
 """By rank; of every rank that is there."""
+MOST_SHOWN = 8  # groups of a round
 
 
-def disagreement(plan: Plan, ready: Reports) -> str:
-    """Return what does not go together in the reports of a period, "" where all of it does."""
+def round_groups(state: JobState) -> tuple[Group, ...]:
+    """Return who exchanges with whom in the round that is committed next; of a plan without one everybody."""
+    return groups_of(state.plan, state.spec.training, state.due) if state.plan else ()
+
+
+def models_differ(state: JobState) -> bool:
+    """Whether each peer has a model of its own: then the first one's evaluation is the job's."""
+    exchange = state.plan.exchange if state.plan else None
+    return exchange is not None and exchange.gossips and state.step < state.steps
+
+
+def disagreement(plan: Plan, ready: Reports, groups: Sequence[Group]) -> str:
+    """Return what does not go together in the reports of a period, "" where all of it does.
+
+    Ranks of a group have the same sums. That each makes its own model of them as the rule says is not seen.
+    """
     receipts = {rank: report.receipt for rank, report in ready.items()}
     places = plan.places
     without = [rank for rank, receipt in receipts.items() if receipt is None]
@@ -30,16 +52,17 @@ def disagreement(plan: Plan, ready: Reports) -> str:
         return f"{places[without[0]].worker} reports a period without a receipt of its round"
     found = {rank: receipt for rank, receipt in receipts.items() if receipt is not None}
     for rank, receipt in found.items():
-        if receipt.included != plan.present or receipt.share != 1.0:
+        group = group_of(rank, groups)
+        if receipt.included != group or receipt.share != 1.0:
             return (
                 f"{places[rank].worker} has the contributions of ranks {list(receipt.included)} in "
-                f"{receipt.share:.0%} of the model, expected are those of {list(plan.present)}"
+                f"{receipt.share:.0%} of what is exchanged, expected are those of {list(group)}"
             )
-    digests = {receipt.digest for receipt in found.values()}
-    if len(digests) > 1:
-        first = found[plan.present[0]].digest
-        others = ", ".join(places[rank].worker for rank, r in found.items() if r.digest != first)
-        return f"peers have different results of a round: {others} and {places[plan.present[0]].worker}"
+    for group in groups:
+        first = found[group[0]].digest
+        others = ", ".join(places[rank].worker for rank in group if found[rank].digest != first)
+        if others:
+            return f"peers have different results of a round: {others} and {places[group[0]].worker}"
     return ""
 
 
@@ -57,6 +80,8 @@ def round_met(state: JobState, ready: Reports, at_s: float) -> RoundMet:
     assert state.plan is not None  # noqa: S101 - its ranks are ready
     plan, places = state.plan, state.plan.places
     receipts = [report.receipt for _, report in sorted(ready.items()) if report.receipt is not None]
+    digests = list(dict.fromkeys(receipt.digest for receipt in receipts))
+    groups = round_groups(state)
     return RoundMet(
         state.job,
         state.version,
@@ -65,8 +90,9 @@ def round_met(state: JobState, ready: Reports, at_s: float) -> RoundMet:
         tuple(places[rank].worker for rank in plan.present),
         {places[rank].worker: state.lost.get(rank, "is lost") for rank in sorted(plan.absent)},
         sum(receipt.sent_bytes for receipt in receipts),
-        receipts[0].digest,
+        digests[0] if len(digests) == 1 else blake2b(",".join(digests).encode(), digest_size=16).hexdigest(),
         at_s,
+        groups if len(groups) > 1 else (),
     )
 
 
@@ -79,14 +105,45 @@ def exchange_words(state: JobState, met: RoundMet | None, label: Callable[[str],
     if not exchange.local:
         names = (" and ".join(label(stage.worker) for stage in replica.stages) for replica in plan.replicas)
         return f"exact gradients at every step, among {'; '.join(names)}"
-    names = (label(places[rank].worker) for rank in plan.present)
     coded = "" if exchange.codec == "none" else f" in {exchange.codec}"
-    words = f"{exchange.rule}{coded} every {exchange.every} steps, among {', '.join(names)}"
+    steps = "step" if exchange.every == 1 else f"{exchange.every} steps"
+    words = f"{exchange.rule}{coded} every {steps}, {_partners(state, plan, exchange, label)}"
     for rank in sorted(plan.absent):
         words += f"; without {label(places[rank].worker)}: {state.lost.get(rank, 'is lost')}"
     if met is not None and met.version:
         words += f"; round {met.round} after {met.step + 1} steps: {len(met.included)} of {len(places)}"
     return words
+
+
+def _partners(state: JobState, plan: Plan, exchange: Exchange, label: Callable[[str], str]) -> str:
+    """Say who exchanges with whom in the round that comes, and why with those."""
+    names = [label(place.worker) for place in plan.places]
+    if not exchange.gossips:
+        return f"among {', '.join(names[rank] for rank in plan.present)}"
+    groups = round_groups(state)
+    number = exchange.round_of(state.due)
+    shown = [" and ".join(names[rank] for rank in g) + _speed(plan, exchange, g) for g in groups[:MOST_SHOWN]]
+    more = f", and {len(groups) - MOST_SHOWN} more" if len(groups) > MOST_SHOWN else ""
+    if joins(plan, state.spec.training, state.due):
+        why = "all at the end"
+    elif len(groups) == 1 and len(groups[0]) > 2:
+        why = "all in this round"
+    elif exchange_facts(exchange.rule).partners is Partners.GROUPS:
+        why = "in groups that take turns"
+    else:
+        why = "in pairs by bandwidth" if exchange.pairs else "in random pairs"
+    return f"{why}; next, round {number}: {', '.join(shown)}{more}"
+
+
+def _speed(plan: Plan, exchange: Exchange, group: Group) -> str:
+    """Say how fast a pair is that was drawn by its rate, and why a slow one was."""
+    if len(group) == 1:
+        return " alone"
+    if len(group) != 2 or exchange.pairs is None:
+        return ""
+    bps = exchange.pairs.bps(*group, len(plan.places))
+    slow = bps < 8.0 * exchange.pairs.threshold
+    return f" ({bps / 1e6:.3g} Mbit/s{', to connect the others' if slow else ''})"
 
 
 def _share(plan: Plan, rank: int) -> int:

@@ -10,11 +10,12 @@ for it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from coordinator.messages.jobs import STEPPING, Event, JobState, Replaced, Seating
 from coordinator.pipeline import more_replicas
+from coordinator.pipeline.pair_tables import newer_table
 from coordinator.pipeline.reconfigure import seats
 
 if TYPE_CHECKING:
@@ -45,15 +46,29 @@ class Seats:
                 self.step(state.job, Seating(chosen is not None))
             return
         label = self.effects.label
-        taken = ", ".join(f"{label(chosen.workers[rank])} joins as rank {rank}" for rank in chosen.newcomers)
+        taken = ", ".join(
+            f"{label(chosen.workers[rank])} joins as rank {rank}" for rank in sorted(chosen.newcomers)
+        )
         words = f"{taken}, with the state after {state.step} steps"
+        exchange = None
         if chosen.plan is not None:
             times = self._grown.get(state.job, (0, 0.0))[0]
             self._grown[state.job] = times + 1, self.effects.now_s + AGAIN_S * 2.0**times
+        else:
+            there = [rank for rank in range(state.n_ranks) if rank not in chosen.absent]
+            table = newer_table(state, self.effects.roster, chosen.workers, there)
+            if table is not None and state.plan.exchange is not None:
+                exchange = replace(state.plan.exchange, pairs=table)
         self.step(
             state.job,
             Replaced(
-                chosen.workers, chosen.newcomers, words, chosen=True, absent=chosen.absent, plan=chosen.plan
+                chosen.workers,
+                chosen.newcomers,
+                words,
+                chosen=True,
+                absent=chosen.absent,
+                exchange=exchange,
+                plan=chosen.plan,
             ),
         )
 

@@ -15,21 +15,23 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from atoll.errors import NotEnoughMemory, PlanError
+from atoll.exchange import AUTO, MOST_PEERS
 from atoll.plan import LinkPrediction, Plan, Prediction, Replica, validate, written_buffers
+from coordinator.planning.exchange_codecs import with_codec
+from coordinator.planning.gossip_plans import hidden_steps, round_of, with_table
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
-from coordinator.planning.transfers import coded, exchange_s, owner_transfers, rank_rates, shares_of
+from coordinator.planning.transfers import rank_rates, shares_of
+from strategies.exchanges.catalogue import exchange_facts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from atoll.exchange import Exchange
-    from coordinator.planning.costs.fleet import Fleet
     from coordinator.planning.op_fence import Effort
 
     Floats = NDArray[np.float64]
 
-MOST_PEERS = 64  # nobody has measured what more of them teach
 LEAST_DEADLINE_S = 60.0  # or as long as a period takes: the others go on without who is later
 
 
@@ -44,6 +46,8 @@ def peers_plan(
     ``given``: their workers, and where their shares of a step end. NotEnoughMemory where fewer than two
     machines hold the model and what the rule keeps, PlanError for a model that peers cannot share.
     """
+    if exchange.codec != AUTO:
+        exchange_facts(exchange.rule).check(exchange)
     written = written_buffers(request.dag)
     if written:
         raise PlanError(
@@ -86,7 +90,7 @@ def _problem(request: PlanRequest, exchange: Exchange) -> Problem:
 def _counted(request: PlanRequest, exchange: Exchange) -> Iterator[Sharing]:
     """Yield sharings for numbers of the fastest peers."""
     problem = _problem(request, exchange)
-    n_micro, fleet = request.training.n_micro, request.fleet
+    n_micro, fleet, seed = request.training.n_micro, request.fleet, request.training.seed
     need = problem.memory.bytes(0, problem.n_ops, 1)
     micro_s = problem.compute[:, -1]
     able = [i for i in range(len(fleet.devices)) if problem.limits[i] >= need]
@@ -103,18 +107,11 @@ def _counted(request: PlanRequest, exchange: Exchange) -> Iterator[Sharing]:
         members = able[:count]
         shares = shares_of(n_micro, [1.0 / float(micro_s[i]) for i in members])
         compute_s = max(share * float(micro_s[i]) for share, i in zip(shares, members, strict=True))
-        joint_s = exchange_s(fleet, transfers(fleet, members, n_bytes, exchange))
-        step_s = compute_s + max(0.0, joint_s / exchange.every - exchange.delay * compute_s / exchange.every)
+        drawn = with_table(fleet, members, n_bytes, exchange, seed, search=False)
+        drawn = with_codec(fleet, members, n_bytes, drawn, compute_s)
+        _, joint_s = round_of(fleet, members, n_bytes, drawn, seed)
+        step_s = compute_s + max(0.0, joint_s - hidden_steps(exchange) * compute_s) / exchange.every
         yield Sharing(step_s, [(fleet.devices[i].worker,) for i in members], list(accumulate(shares)))
-
-
-def transfers(fleet: Fleet, members: list[int], n_bytes: float, exchange: Exchange) -> Floats:
-    """Return the bytes [devices, devices] of a round among ``members`` with so many trained bytes each."""
-    dense = owner_transfers(fleet, members, n_bytes)
-    count = len(members)
-    if count < 2 or not n_bytes:
-        return dense
-    return coded(dense, n_bytes, exchange, count)
 
 
 def _joined(
@@ -147,6 +144,10 @@ def _joined(
     ]
     fleet = request.fleet
     members = [fleet.index[stage.worker] for stage in stages]
+    n_bytes = _problem(request, exchange).memory.trained(0, len(request.dag.ops))[0]
+    exchange = with_table(fleet, members, n_bytes, exchange, request.training.seed)
+    alone_s = max(plan.prediction.step_s for plan in plans if plan.prediction is not None)
+    exchange = with_codec(fleet, members, n_bytes, exchange, alone_s)
     predicted = _predicted(request, plans, members, exchange)
     exchange = replace(
         exchange,
@@ -179,9 +180,8 @@ def _predicted(
     slowest = max(alone, key=lambda p: p.step_s)
     problem = Problem(request.dag, request.training, request.fleet)
     n_bytes = problem.memory.trained(0, problem.n_ops)[0]
-    sent = transfers(request.fleet, members, n_bytes, exchange)
-    joint_s = exchange_s(request.fleet, sent)
-    late_s = max(0.0, joint_s - exchange.delay * slowest.step_s)
+    sent, joint_s = round_of(request.fleet, members, n_bytes, exchange, request.training.seed)
+    late_s = max(0.0, joint_s - hidden_steps(exchange) * slowest.step_s)
     names = [device.worker for device in request.fleet.devices]
     links = tuple(
         LinkPrediction(
@@ -194,7 +194,7 @@ def _predicted(
     )
     words = (
         f"{len(plans)} peers with {exchange.rule} exchange every {exchange.every} steps, in {joint_s:.3g} s, "
-        f"{float(sent.sum(axis=1).max()) / 1e6:.1f} MB from the busiest; another model than one machine's"
+        f"{float(sent.sum(axis=1).max()) / 1e6:.3g} MB from the busiest; another model than one machine's"
     )
     dominated = late_s > exchange.every * slowest.step_s
     return replace(

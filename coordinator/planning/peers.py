@@ -3,8 +3,8 @@
 Objective: mixing per second = -ln(contraction of the disagreement a round) / mean seconds of a round. A
 round of pairs lasts as long as its slowest; the bottleneck alone is no objective, since pairs chosen for it
 never mix (papers/compression.md 2.2). So a threshold on the rate is sought among quantiles of all pairs'
-rates, by simulating rounds with each; no threshold is among them. ``matching`` then chooses each round's
-pairs and keeps what must hold: connected windows, nobody idle twice running.
+rates, by simulating rounds with each; no threshold is among them. ``strategies.exchanges.matching`` then
+chooses each round's pairs and keeps what must hold: connected windows, nobody idle twice running.
 
 Everything derives from rates, seed and round: whoever has the table derives the same pairs.
 """
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.errors import UsageError
-from coordinator.planning.matching import Network, Pairs, match
+from strategies.exchanges.matching import PAIRS, Network, Pairs, grid_groups, match, random_words
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,7 +36,7 @@ PROBES = 8  # vectors whose disagreement a simulation follows
 MOVED = 0.2  # share by which a rate must move for another search
 EXACT = 2.0**-24  # contraction of one round that counts as agreement: float32 has no finer one
 
-_PAIRS, _SEARCH, _PROBES, _GROUPS = 0, 1, 2, 3  # what a draw is for
+_SEARCH, _PROBES = 1, 2  # what a draw is for, beside matching's
 
 
 class PeerSelection:
@@ -106,26 +106,12 @@ class PeerSelection:
         return now.shape != before.shape or bool((np.abs(now - before) > MOVED * before).any())
 
     def groups(self, round_number: int, size: int) -> tuple[tuple[Peer, ...], ...]:
-        """Return groups of at most ``size`` peers that average together; alone is in none.
-
-        Peers have d digits in base ``size``, in an order drawn anew every d rounds; a round groups those
-        that differ in one digit at most. With size^d peers all hold the mean after d rounds (WAGMA's
-        butterfly, Moshpit's grid: papers/compression.md 7). Rates do not count. UsageError when a pair
-        cannot exchange.
-        """
-        n = self.network.n
-        if size < 2:
-            raise UsageError(f"groups of {size}; at least 2 average")
-        if (self.network.rate + np.eye(n) == 0.0).any():
+        """Return groups of at most ``size`` peers that average together (``grid_groups``); alone is in none.
+        UsageError when a pair cannot exchange."""
+        if (self.network.rate + np.eye(self.network.n) == 0.0).any():
             raise UsageError("groups need peers that all reach each other; exchange in pairs instead")
-        digits = next(d for d in range(1, n + 1) if size**d >= n) if n else 1
-        cycle, digit = divmod(round_number, digits)
-        order = np.argsort(_words(self.seed, cycle, _GROUPS, n), kind="stable").tolist()
-        grouped: dict[int, list[Peer]] = {}
-        for place, peer in enumerate(order):
-            without = place - place // size**digit % size * size**digit
-            grouped.setdefault(without, []).append(self.peers[peer])
-        return tuple(tuple(group) for group in grouped.values() if len(group) > 1)
+        found = grid_groups(self.network.n, size, self.seed, round_number)
+        return tuple(tuple(self.peers[at] for at in group) for group in found)
 
     def _restart(self) -> None:
         self._recent: deque[Pairs] = deque(self._past, maxlen=2 * self.network.window)
@@ -136,7 +122,7 @@ class PeerSelection:
         if self._next - len(self._recent) > max(first, self.first_round - len(self._past)):
             self._restart()
         while self._next < stop:
-            words = _words(self.seed, self._next, _PAIRS, 2 * self.network.n)
+            words = random_words(self.seed, self._next, PAIRS, 2 * self.network.n)
             self._recent.append(match(self.network, words, self._recent))
             self._next += 1
 
@@ -190,7 +176,7 @@ def _nats_of_all(network: Network, history: Sequence[Pairs], seed: int) -> float
 
     Where all agree at once, as two peers do, the vectors begin anew.
     """
-    words = _words(seed, 0, _PROBES, network.n * PROBES).reshape(network.n, PROBES)
+    words = random_words(seed, 0, _PROBES, network.n * PROBES).reshape(network.n, PROBES)
     values = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53 - 0.5
     _normalise(network, values)
     fresh = values.copy()
@@ -250,15 +236,9 @@ def best_threshold(network: Network, seed: int, share: float = 1.0) -> float:
         past: deque[Pairs] = deque(maxlen=network.window)
 
         def select(number: int) -> Pairs:
-            past.append(match(limited, _words(seed, number, _SEARCH, 2 * network.n), past))
+            past.append(match(limited, random_words(seed, number, _SEARCH, 2 * network.n), past))
             return past[-1]
 
         return simulate(network, select, SIMULATED_ROUNDS, seed, share).per_second
 
     return max(thresholds, key=mixes)
-
-
-def _words(seed: int, number: int, purpose: int, count: int) -> Words:
-    """[count] words of 64 bits from a counter: a function of its arguments in every release of numpy."""
-    generator = np.random.Philox(key=[seed % 2**64, number], counter=[0, 0, 0, purpose])
-    return np.asarray(generator.random_raw(count), dtype=np.uint64)

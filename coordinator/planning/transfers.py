@@ -34,6 +34,15 @@ def rank_rates(fleet: Fleet, members: list[int]) -> list[float]:
     return [float(min(rate[i].min(), rate[:, i].min())) for i in range(len(members))]
 
 
+def pair_rates(fleet: Fleet, members: list[int], n_bytes: float) -> Floats:
+    """[members, members] bytes/s that a message of so many bytes gets of each ordered pair, its latency
+    included; 0 on the diagonal."""
+    at = np.ix_(members, members)
+    seconds = 8.0 * n_bytes / fleet.effective_bps[at] + fleet.latency_s[at]
+    np.fill_diagonal(seconds, np.inf)
+    return np.asarray(n_bytes / seconds)
+
+
 def shares_of(units: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """Whole units in proportion to ``speeds``, at least one each: whoever would be done first takes the
     next."""

@@ -6,7 +6,7 @@ Memory decides first what is possible, then seconds decide. Exact ways train the
 
     exact:        step = max over replicas of their pipeline's step + what of the exchange is not hidden
     local steps:  round = H steps of the slowest peer + what of one exchange outlasts its delay
-    gossip:       each peer's step, then its pair's exchange, in the pairs that peer selection draws
+    gossip:       the same, in the pairs or groups that ``strategies.exchanges.partners`` draws
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.errors import NotEnoughMemory, PlanError
-from atoll.exchange import Exchange
+from atoll.exchange import MOST_PEERS, PAPERS_STEPS, RATIOS, Exchange
 from coordinator.planning.buckets import ExchangeCost, Gradient, merge
 from coordinator.planning.costs.memory import PEERS_OWN
-from coordinator.planning.local_plans import MOST_PEERS
+from coordinator.planning.gossip_plans import hidden_steps, round_of, with_table
 from coordinator.planning.op_fence import Effort
-from coordinator.planning.peers import PeerSelection
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
 from coordinator.planning.replicas import MOST_REPLICAS, partitions
-from coordinator.planning.transfers import coded, exchange_s, latency_s, owner_transfers, shares_of
+from coordinator.planning.transfers import (
+    exchange_s,
+    latency_s,
+    owner_transfers,
+    shares_of,
+)
 from strategies.exchanges.catalogue import EXCHANGES, exchange_facts
 
 if TYPE_CHECKING:
@@ -41,7 +45,6 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 DAY_S = 86_400.0
-GOSSIP_ROUNDS = 60
 LOCAL_EXCHANGES = (
     *(Exchange("diloco", every=every, codec="int8_block") for every in (10, 50, 200)),
     Exchange("streaming_diloco", every=12, fragments=4, delay=5, codec="int4_block"),
@@ -49,7 +52,9 @@ LOCAL_EXCHANGES = (
 )
 """Settings compared. Efficiencies were measured uncoded; four bits train to similar quality
 (papers/decentralized.md 8.5)."""
-GOSSIP_RATIO = 100.0
+GOSSIP_EXCHANGES = tuple(
+    Exchange(rule, every=every, ratio=RATIOS.get(rule, 1.0)) for rule, every in PAPERS_STEPS.items()
+)
 FINISHING = Effort(judged=10, improved=1, moves=60, order_moves=60)  # of each replica's own pipeline
 ROUNDS = 2  # of shares of the micro-batches after the replicas' measured speed
 
@@ -105,10 +110,10 @@ def compare_ways(request: PlanRequest, *, inexact: str = "", effort: Effort | No
     found.append(_best(_data_parallel(request, peers), WayKind.DATA_PARALLEL, peers.why_not))
     if inexact:
         copies = "needs room for the model and two copies of it on two machines"
-        found.append(
-            _best(_local_steps(request, peers, inexact), WayKind.LOCAL_STEPS, peers.why_not or copies)
-        )
-        found.append(_best(_gossip(peers, inexact), WayKind.GOSSIP, peers.why_not))
+        for kind, exchanges in ((WayKind.LOCAL_STEPS, LOCAL_EXCHANGES), (WayKind.GOSSIP, GOSSIP_EXCHANGES)):
+            wanted = [exchange for exchange in exchanges if inexact in ("auto", exchange.rule)]
+            if wanted:
+                found.append(_best(_peers(request, peers, wanted), kind, peers.why_not or copies))
     return tuple(sorted(found, key=lambda way: (bool(way.why_not), -way.worth)))
 
 
@@ -355,84 +360,31 @@ def _hidden(peers: Peers, whole_s: float, delay_s: float, micros: Sequence[int])
 # ---------------------------------------------------------------- ways that change the model
 
 
-def _local_steps(request: PlanRequest, peers: Peers, inexact: str) -> Iterator[Way]:
-    n_micro, fleet = request.training.n_micro, request.fleet
-    extra = PEERS_OWN * peers.trained_bytes
+def _peers(request: PlanRequest, peers: Peers, exchanges: Sequence[Exchange]) -> Iterator[Way]:
+    """Peers with steps of their own and one of these exchanges, which share out a step as their plan does."""
+    n_micro, fleet, seed = request.training.n_micro, request.fleet, request.training.seed
+    extra, trained = PEERS_OWN * peers.trained_bytes, peers.trained_bytes
     peers = peers.with_room(extra)
     for count in peers.counts(min(MOST_PEERS, n_micro)):
         micros = peers.shares(count, n_micro)
         compute_s = peers.compute_s(micros)
-        dense = owner_transfers(fleet, list(peers.members[:count]), peers.trained_bytes)
-        for exchange in LOCAL_EXCHANGES:
-            if inexact not in ("auto", exchange.rule):
-                continue
-            facts = EXCHANGES[exchange.rule]
-            sent = coded(dense, peers.trained_bytes, exchange, count)
-            joint_s = exchange_s(fleet, sent)
-            round_s = exchange.every * compute_s + max(0.0, joint_s - exchange.delay * compute_s)
+        members = list(peers.members[:count])
+        for rule in exchanges:
+            exchange = with_table(fleet, members, trained, rule, seed, search=False)
+            sent, joint_s = round_of(fleet, members, trained, exchange, seed)
+            round_s = exchange.every * compute_s + max(0.0, joint_s - hidden_steps(exchange) * compute_s)
+            steps = f"{exchange.every} steps" if exchange.every > 1 else "step"
             yield Way(
-                WayKind.LOCAL_STEPS,
-                f"{count} peers, {exchange.rule} every {exchange.every} steps",
+                WayKind.GOSSIP if exchange.gossips else WayKind.LOCAL_STEPS,
+                f"{count} peers, {exchange.rule} every {steps}",
                 micros_per_s=sum(micros) * exchange.every / round_s,
                 step_s=round_s / exchange.every,
                 exchange_s=joint_s,
                 bytes_a_day=float(sent.sum(axis=1).max()) * DAY_S / round_s,
                 memory_share=peers.memory_share(count, extra),
                 exact=False,
-                efficiency=facts.efficiency_at(exchange.every),
+                efficiency=EXCHANGES[exchange.rule].efficiency_at(exchange.every),
                 workers=peers.names(count),
                 micros=micros,
                 exchange=exchange,
             )
-
-
-def _local_micros(peers: Peers, count: int, n_micro: int) -> tuple[int, ...]:
-    """Micro-batches of a local step: the job's at the fastest peer, fewer where they take longer."""
-    fastest_s = peers.micro_s[0]
-    return tuple(max(1, round(n_micro * fastest_s / peers.micro_s[at])) for at in range(count))
-
-
-def _gossip(peers: Peers, inexact: str) -> Iterator[Way]:
-    if inexact not in ("auto", "saps"):
-        return
-    n_micro = peers.request.training.n_micro
-    facts = EXCHANGES["saps"]
-    exchange = Exchange("saps", ratio=GOSSIP_RATIO)
-    for count in peers.counts(MOST_PEERS):
-        members = list(peers.members[:count])
-        n_bytes = facts.volume(((round(peers.trained_bytes / 4),),), exchange, 2)
-        micros = _local_micros(peers, count, n_micro)
-        step_s, taken_s = _gossip_s(peers, micros, members, n_bytes)
-        yield Way(
-            WayKind.GOSSIP,
-            f"{count} peers in pairs, saps 1/{GOSSIP_RATIO:g}",
-            micros_per_s=sum(micros) / step_s,
-            step_s=step_s,
-            exchange_s=taken_s,
-            bytes_a_day=n_bytes * DAY_S / step_s,
-            memory_share=peers.memory_share(count),
-            exact=False,
-            efficiency=facts.efficiency_at(1),
-            workers=peers.names(count),
-            micros=micros,
-            exchange=exchange,
-        )
-
-
-def _gossip_s(peers: Peers, micros: Sequence[int], members: list[int], n_bytes: float) -> tuple[float, float]:
-    """Seconds of a step in the pairs that peer selection draws, where each waits for its partner alone, and
-    the longest exchange of a pair among them."""
-    fleet = peers.request.fleet
-    at = np.ix_(members, members)
-    pair_s = 8.0 * n_bytes / fleet.effective_bps[at] + fleet.latency_s[at]
-    np.fill_diagonal(pair_s, np.inf)
-    selection = PeerSelection.begin(range(len(members)), n_bytes / pair_s, 0, share=1.0 / GOSSIP_RATIO)
-    clock, longest_s = np.zeros(len(members)), 0.0
-    compute_s = np.array([m * s for m, s in zip(micros, peers.micro_s, strict=False)])
-    for number in range(GOSSIP_ROUNDS):
-        clock += compute_s
-        for i, j in ((int(a), int(b)) for a, b in selection.pairs(number)):
-            taken_s = max(pair_s[i, j], pair_s[j, i])
-            clock[i] = clock[j] = max(clock[i], clock[j]) + taken_s
-            longest_s = max(longest_s, float(taken_s))
-    return float(clock.max()) / GOSSIP_ROUNDS, longest_s

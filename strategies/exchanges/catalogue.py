@@ -41,6 +41,7 @@ class ExchangeFacts:
     alike: bool = True  # every rank holds the same bits after a complete round
     together: bool = False  # a round counts for all of a group or for none
     phases: int = 1  # collectives a round, at most
+    by_rates: bool = False  # pairs are drawn by how fast they are
     everybody_every: int = 0  # rounds of groups, of which the last is everybody's; 0: never
     check: Callable[[Exchange], None] = lambda exchange: None  # raises PlanError for settings not meant
     efficiencies: tuple[tuple[int, float], ...] = ()  # (steps between rounds, ...), ascending; see below
@@ -276,6 +277,8 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             volume=masked_volume,
             alike=False,
             together=True,
+            by_rates=True,
+            check=no_codec,
             efficiencies=((1, 0.68),),
         ),
         ExchangeFacts(
@@ -289,6 +292,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             pattern=Pattern.PUBLISHED,
             volume=byte_volume,
             alike=False,
+            check=no_codec,
             efficiencies=((5, 0.59),),
         ),
         ExchangeFacts(
@@ -302,6 +306,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             pattern=Pattern.OWNERS,
             volume=dense_volume,
             everybody_every=10,
+            check=no_codec,
             efficiencies=((1, 0.81),),
         ),
         ExchangeFacts(

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.errors import UsageError
-from atoll.exchange import LOCAL_RULES, Content, Exchange, ExchangeRound, wanted_exchange
+from atoll.errors import PlanError, UsageError
+from atoll.exchange import (
+    GOSSIP_RULES,
+    LOCAL_RULES,
+    MOST_PEERS,
+    Content,
+    Exchange,
+    ExchangeRound,
+    PairTable,
+    check_exchange,
+    wanted_exchange,
+)
 from strategies.exchanges.catalogue import EXCHANGES
 
 
@@ -40,8 +50,25 @@ def test_a_result_that_is_used_later_ends_its_period_later() -> None:
     assert exchange.contributed_after(11) == 12  # cut short: contributed at the end
 
 
-def test_local_rules_are_those_that_exchange_changes() -> None:
-    assert {name for name, facts in EXCHANGES.items() if facts.content is Content.DELTA} == LOCAL_RULES
+def test_local_rules_are_those_that_exchange_changes_or_models() -> None:
+    def of(*contents: Content) -> set[str]:
+        return {name for name, facts in EXCHANGES.items() if facts.content in contents}
+
+    assert of(Content.DELTA, Content.MODEL) == LOCAL_RULES
+    assert of(Content.MODEL) == GOSSIP_RULES
+
+
+@pytest.mark.parametrize(("rule", "steps"), [("diloco", 50), ("saps", 1), ("swarm", 5), ("wagma", 1)])
+def test_a_rule_has_a_period_of_its_own(rule: str, steps: int) -> None:
+    exchange = wanted_exchange(rule, 0)
+    assert exchange is not None
+    assert exchange.every == steps
+
+
+@pytest.mark.parametrize("wrong", [(-1.0,), (float("nan"),), (1.0,) * (MOST_PEERS**2 + 1)])
+def test_a_table_of_pairs_has_rates_and_a_bound(wrong: tuple[float, ...]) -> None:
+    with pytest.raises(PlanError, match="pairs"):
+        check_exchange(Exchange("saps", pairs=PairTable(wrong)))
 
 
 @pytest.mark.parametrize(
@@ -52,6 +79,9 @@ def test_local_rules_are_those_that_exchange_changes() -> None:
         ("diloco", Exchange("diloco", every=48)),
         ("diloco:int8_block", Exchange("diloco", every=48, codec="int8_block")),
         ("streaming_diloco", Exchange("streaming_diloco", every=12, fragments=4, delay=5)),
+        ("saps", Exchange("saps", every=48, ratio=100.0)),
+        ("saps:20", Exchange("saps", every=48, ratio=20.0)),
+        ("swarm", Exchange("swarm", every=48)),
         ("sparseloco:50", Exchange("sparseloco", every=48, ratio=50.0)),
     ],
 )
@@ -59,7 +89,13 @@ def test_a_job_names_its_exchange_in_a_word(how: str, found: Exchange | None) ->
     assert wanted_exchange(how, 48) == found
 
 
-@pytest.mark.parametrize("how", ["saps", "nonsense", ""])
+@pytest.mark.parametrize("how", ["wagma:50", "swarm:int8_block"])
+def test_what_gossip_does_not_have_is_refused(how: str) -> None:
+    with pytest.raises(UsageError, match="nothing to set"):
+        wanted_exchange(how, 50)
+
+
+@pytest.mark.parametrize("how", ["eager", "nonsense", ""])
 def test_a_rule_that_no_worker_runs_is_refused(how: str) -> None:
     with pytest.raises(UsageError, match="workers run"):
         wanted_exchange(how, 50)

@@ -6,7 +6,7 @@ import networkx as nx
 import numpy as np
 
 from benchmarks.peer_selection import KINDS, at_random, saps
-from coordinator.planning.matching import Network
+from strategies.exchanges.matching import Network
 
 
 def test_every_kind_of_rates_reaches_everybody() -> None:

@@ -22,12 +22,18 @@ from tests.patience import HUNG_S, eventually
 from worker.cli.install import NO_RESTART
 
 USER = "nobody"
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not sys.platform.startswith("linux") or os.geteuid() != 0, reason="needs root, to become another user"
-    ),
-]
+
+
+def unable() -> str:
+    """Why another user cannot run this interpreter, "" where one can."""
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        return "needs root, to become another user"
+    command = ["setpriv", "--reuid", USER, "--clear-groups", sys.executable, "-c", ""]
+    done = subprocess.run(command, capture_output=True, check=False)
+    return f"{USER} cannot run {sys.executable}" if done.returncode else ""
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(unable()), reason=unable())]
 
 
 class Account:
@@ -73,7 +79,7 @@ class Account:
 
 def killed(process: subprocess.Popen[bytes]) -> None:
     """kill -9 to a process and all that it has started."""
-    below = psutil.Process(process.pid).children(recursive=True)
+    below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     process.kill()
     for one in below:
         if one.is_running():

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from atoll.exchange import Exchange
+from atoll.exchange import Exchange, ExchangeRound, Pattern
 from atoll.job import Optimizer, TrainingSpec
 from atoll.program import stage_programs
 from benchmarks.oracle import Case, Run, built_in, difference
@@ -17,8 +17,13 @@ from benchmarks.real_workers import LoopbackFleet, as_job
 from coordinator.client.prepare import prepare
 from coordinator.messages.facts import PlanAdopted, RoundMet, StepCommitted, from_record
 from coordinator.storage.journal import StoredJournal
+from strategies.exchanges import exchange_facts, make_rule
+from strategies.exchanges.partners import groups_at
 from tests.e2e.test_reconfigured import disturb
+from worker.exchange.schedule import Groups
+from worker.inprocess.exchange import run_round
 from worker.inprocess.peers import LocalPeers, WholeModel
+from worker.stage.flat import flat_values, set_values
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TRAINING = TrainingSpec(
@@ -40,15 +45,29 @@ def fleet() -> Iterator[LoopbackFleet]:
 
 
 def in_one_process(case: Case, exchange: Exchange) -> Run:
-    """The rule among three peers that share out each step as the plan does."""
+    """The rule among three peers that share out each step as the plan does, and meet whom it says."""
     (program,) = stage_programs(case.dag, (0,))
     model = WholeModel(program, case.training, case.tensors, states=case.states)
-    peers = LocalPeers(model, exchange, len(SHARES), micros=SHARES)
+    ranks, last = (0, 1, 2), exchange.round_of(case.training.steps - 1)
+
+    def meeting(number: int) -> Groups:
+        if not exchange.gossips:
+            return [ranks]
+        groups = groups_at(exchange, ranks, len(ranks), case.training.seed, number) if number < last else ()
+        both_read = exchange_facts(exchange.rule).pattern is Pattern.PUBLISHED
+        return [*groups, *(group[::-1] for group in groups if both_read and len(group) > 1)]
+
+    peers = LocalPeers(model, exchange, len(SHARES), micros=SHARES, groups=meeting)
     losses = []
     for step in range(case.training.steps):
         figures = peers.step(step, lambda rank, at: [case.batches(at)[m] for m in SHARES[rank]])
         whole = sum(len(share) * loss for share, loss in zip(SHARES, figures.losses, strict=True))
         losses.append((whole / case.training.n_micro,))
+    if exchange.gossips:  # whose last round makes one model
+        models = {rank: flat_values(stage.trained) for rank, stage in enumerate(peers.stages)}
+        rule, at = make_rule(Exchange("wagma")), ExchangeRound(last, ranks)
+        answers = run_round(rule, models, dict.fromkeys(ranks), at, [ranks])
+        set_values(peers.stages[0].trained, answers[0].result)
     state = peers.stages[0].snapshot()
     return Run(tuple(losses), {name: {"value": held["value"]} for name, held in state.items()})
 
@@ -65,9 +84,29 @@ def test_peers_end_in_the_bits_of_the_rule_in_one_process(fleet: LoopbackFleet) 
     assert difference(found, in_one_process(case, Exchange("diloco", every=3)), 1) == 0.0
 
 
+@pytest.mark.parametrize("how", ["saps:4", "swarm", "wagma"])
+def test_gossip_ends_in_the_bits_of_its_rule_in_one_process(fleet: LoopbackFleet, how: str) -> None:
+    case = built_in("gpt2", replace(TRAINING, exchange=how, local_steps=2), 0.1)
+    shown: list[str] = []
+    found = fleet.train(prepare(as_job(case), partitioner=CUT), shown)
+    assert fleet.plan is not None
+    assert fleet.plan.exchange is not None
+    assert bool(fleet.plan.exchange.pairs) == how.startswith("saps")
+    with closing(StoredJournal(fleet.state / "journal.sqlite")) as journal:
+        facts = [from_record(record) for record in journal.replay()]
+    rounds = [fact for fact in facts if isinstance(fact, RoundMet) and fact.job == fleet.job]
+    assert [fact.step for fact in rounds] == [1, 3, 5]
+    assert [fact.groups for fact in rounds] == [
+        groups_at(fleet.plan.exchange, (0, 1, 2), 3, TRAINING.seed, number) for number in (0, 1)
+    ] + [()]
+    assert any("next, round" in words for words in shown)
+    assert difference(found, in_one_process(case, fleet.plan.exchange), 1) == 0.0
+
+
 @pytest.mark.slow
-def test_a_killed_peer_costs_no_step_and_an_idle_worker_joins_in_its_place() -> None:
-    longer = replace(TRAINING, steps=150)
+@pytest.mark.parametrize("how", ["diloco", "saps:4", "swarm"])
+def test_a_killed_peer_costs_no_step_and_an_idle_worker_joins_in_its_place(how: str) -> None:
+    longer = replace(TRAINING, steps=150, exchange=how)
     case = built_in("gpt2", longer, 0.1)
     struck = ""
     with LoopbackFleet(4) as fleet:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from atoll.dataset_spec import DataField, DataSpec, Layout
 from atoll.errors import AtollError, BadFrame, UsageError
-from atoll.exchange import Exchange
+from atoll.exchange import Exchange, PairTable
 from atoll.job import (
     MAX_STANDBYS,
     JobSpec,
@@ -209,6 +209,7 @@ PAIR = (StageSpec(0, 2, 0, 1, "w1", 3), StageSpec(2, 5, 1, 4, "w2", 1, 4))
 LINK = (LinkSpec(0, 1, "topk", 4.0),)
 ONE_AND_TWO = (Replica((0, 2), (StageSpec(0, 5, 0, 4, "w3", 0),)), Replica((2, 8), PAIR, LINK))
 NESTED = Exchange("diloco", 50, "int8", 4.0, 2, 1, 0.5, 3.0, Exchange(), sites=(0, 1, 1))
+GOSSIP = Exchange("saps", ratio=50.0, pairs=PairTable((0.0, 2.5, 1.5, 0.0), 2.0))
 PLANS = st.builds(
     Plan,
     job=NAMES,
@@ -220,7 +221,7 @@ PLANS = st.builds(
     n_micro=st.just(8),
     replicas=st.sampled_from([one_replica(8, PAIR, LINK), ONE_AND_TWO]),
     blocks=st.integers(1, 8),
-    exchange=st.sampled_from([None, Exchange(), NESTED]),
+    exchange=st.sampled_from([None, Exchange(), NESTED, GOSSIP]),
     left_out=st.lists(st.tuples(NAMES, NAMES), max_size=2).map(tuple),
     prediction=st.none()
     | st.builds(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from coordinator.messages.facts import (
     Fact,
     JobRecord,
     PlanAdopted,
+    Reconfigured,
     RoundClosed,
     RoundMet,
     StepCommitted,
@@ -23,6 +24,7 @@ from coordinator.messages.facts import (
 from coordinator.messages.jobs import ENDED, RUNNING, Phase
 from coordinator.pipeline.driver import PipelineDriver
 from coordinator.pipeline.relink import version_at
+from strategies.exchanges.partners import groups_of, joins
 from tests.sim import local_steps
 from tests.sim.compute import exact_step, reference
 
@@ -67,7 +69,8 @@ class Checks:
     closed: dict[str, int] = field(default_factory=dict)
     committed: dict[str, int] = field(default_factory=dict)
     states: dict[str, Phase] = field(default_factory=dict)
-    joint: dict[str, dict[int, dict[str, str]]] = field(default_factory=dict)  # job -> steps -> peers' state
+    joint: dict[str, dict[int, dict[int, dict[str, str]]]] = field(default_factory=dict)
+    """Job -> steps -> rank -> a peer's state."""
     references: dict[str, tuple[Mapping[str, str], list[float]]] = field(default_factory=dict)
     events: int = 0
 
@@ -115,8 +118,11 @@ class Checks:
         """Look at a fact that has just become durable."""
         self._commands(coordinator, fact)
         match fact:
-            case PlanAdopted(job):
+            case PlanAdopted(job, plan):
                 self.plans[job] = coordinator.shadow.jobs[job].steps
+                self._given(coordinator, job, range(len(plan.replicas)))
+            case Reconfigured(job, newcomers=newcomers):
+                self._given(coordinator, job, newcomers)
             case StepCommitted():
                 self._committed(coordinator, fact)
             case RoundMet():
@@ -222,7 +228,8 @@ class Checks:
             raise Violation(f"{fact.job}: step {fact.step} is not that of an undisturbed run")
         if local and plan is not None and not plan.local:  # one pipeline is left
             states = self._joint(fact.job, fact.step)
-            states[fact.step + 1], _ = exact_step(self.world.specs[fact.job], states[fact.step], fact.step)
+            after, _ = exact_step(self.world.specs[fact.job], states[fact.step][0], fact.step)
+            states[fact.step + 1] = {0: after}
         ranks = {plan.places[rank].worker for rank in plan.present} if plan is not None else set()
         missing = ranks - self.ready[fact.job, fact.version, fact.step]
         if missing:
@@ -234,17 +241,28 @@ class Checks:
         record = coordinator.shadow.jobs[met.job]
         assert record.plan is not None
         states, present = self._joint(met.job, met.step), record.plan.present
-        first = max(states)
-        states[met.step + 1] = local_steps.after(states[first], present, first, met.step)
+        first, training = max(states), self.world.specs[met.job].training
+        groups = groups_of(record.plan, training, met.step)
+        if (met.groups or (present,)) != groups:
+            raise Violation(f"{met.job}: a round of {met.groups}, from the journal follow {groups}")
+        joined = joins(record.plan, training, met.step)
+        states[met.step + 1] = local_steps.after(states[first], groups, first, met.step, joined)
         if met.included != tuple(record.plan.places[rank].worker for rank in present):
             raise Violation(f"{met.job}: a round of {met.included}, the plan has ranks {present}")
         absent = {record.plan.places[rank].worker for rank in record.plan.absent}
         if absent != met.missing.keys() or not all(met.missing.values()):
             raise Violation(f"{met.job}: {dict(met.missing)} are missing in a round, {absent} are lost")
 
-    def _joint(self, job: str, step: int) -> dict[int, dict[str, str]]:
+    def _given(self, coordinator: Coordinator, job: str, ranks: Collection[int]) -> None:
+        """Who is given a rank begins with what the newest checkpoint has of it."""
+        checkpoint = coordinator.shadow.jobs[job].last_checkpoint
+        if ranks and self.world.specs[job].training.local_exchange is not None:
+            states = self._joint(job, checkpoint.step).setdefault(checkpoint.step, {})
+            states.update({rank: peer_tensors.own(checkpoint.tensors, rank) for rank in ranks})
+
+    def _joint(self, job: str, step: int) -> dict[int, dict[int, dict[str, str]]]:
         """Return the states of a job of peers up to a step; newer ones are of a plan that has gone back."""
-        states = self.joint.setdefault(job, {0: dict(self.world.specs[job].tensors)})
+        states = self.joint.setdefault(job, {})
         for later in [done for done in states if done > step]:
             del states[later]
         return states
@@ -252,14 +270,17 @@ class Checks:
     def _expected(self, job: str, step: int) -> Mapping[str, str]:
         """Return the state that a job has after so many steps."""
         if self.world.specs[job].training.local_exchange is not None:
-            return self.joint.get(job, {}).get(step, self.world.specs[job].tensors)
+            states = self.joint.get(job, {}).get(step)
+            return states[min(states)] if states else self.world.specs[job].tensors
         return reference(self.world.specs[job], step)[0]
 
     def _stored(self, job: str, step: int, tensors: Mapping[str, str]) -> None:
-        wanted = self._expected(job, step)
+        wanted = [self._expected(job, step)]
+        if self.world.specs[job].training.local_exchange is not None:  # whichever of them stored it
+            wanted += self.joint[job][step].values()
         absent = set(tensors.values()) - self.world.coordinator.folder.blobs
         tensors = peer_tensors.model(tensors)
-        if dict(tensors) != wanted and not self.world.misled:
+        if dict(tensors) not in wanted and not self.world.misled:
             raise Violation(f"{job}: the checkpoint of step {step} is not that of an undisturbed run")
         if absent:
             raise Violation(f"{job}: {len(absent)} blobs of the checkpoint of step {step} are not there")

@@ -22,6 +22,7 @@ from coordinator.messages.jobs import BESIDE
 from coordinator.pipeline.assigning import neighbours
 from coordinator.pipeline.commits import clip_scale
 from coordinator.pipeline.relink import version_at
+from strategies.exchanges.partners import group_of, groups_of, joins
 from tests.sim import local_steps
 from tests.sim.clock import Process, digest
 from tests.sim.local_steps import LOCAL_STEP_S
@@ -757,7 +758,8 @@ class Bench:
         if held is None or running is None or not self._due:
             return
         job, version, last = running
-        found = {replica: self.parts.get((*running, replica)) for replica in held.others.values()}
+        group = group_of(held.work.rank, groups_of(held.plan, held.work.spec.training, last))
+        found = {rank: self.parts.get((*running, rank)) for rank in group if rank != held.work.rank}
         if None in found.values():
             return
         result = local_steps.total([held.own, *(str(part) for part in found.values())])
@@ -766,7 +768,7 @@ class Bench:
         held.outputs[last] = result
         message = ev.StepReady(
             job, version, last, forward_s=self._computed_s, losses=(number(result),) * (last + 1 - held.step),
-            receipt=local_steps.receipt(held.plan, last, result),
+            receipt=local_steps.receipt(held.plan, group, last, result),
         )  # fmt: skip
         self.running = None
         self.post(e.StepDone(job, version, last, message))
@@ -775,7 +777,8 @@ class Bench:
         held = self.held
         assert held is not None, f"{self.process.name} applies step {step} and holds nothing"
         if held.plan.local:
-            held.tensors = local_steps.used(held.tensors, step, held.outputs.pop(step))
+            joined = joins(held.plan, held.work.spec.training, step)
+            held.tensors = local_steps.used(held.tensors, step, held.outputs.pop(step), joined)
             held.taken, held.own = 0, ""
         else:
             held.tensors = update(held.tensors, step, held.outputs.pop(step), scale)

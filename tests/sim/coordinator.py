@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atoll.exchange import Exchange
+from atoll.exchange import Exchange, PairTable
 from atoll.microbatch import ScheduleName, block_ranges
 from atoll.opdag import TensorMeta
 from atoll.plan import LinkSpec, Plan, Replica, StageSpec
@@ -300,7 +300,7 @@ class Coordinator(Process):
         plan = Plan(
             asked.job, asked.version, asked.spec.dag_hash, asked.spec.eval_dag_hash, "even",
             ScheduleName.GPIPE, training.n_micro, tuple(replicas), blocks=training.blocks,
-            exchange=(local or Exchange()) if count > 1 else None,
+            exchange=_with_table(local or Exchange(), count) if count > 1 else None,
         )  # fmt: skip
         return ev.PlanMade(asked.job, asked.attempt, plan)
 
@@ -354,3 +354,8 @@ class Coordinator(Process):
 def _shown(fact: Fact) -> str:
     names = ("job", "version", "step", "round", "outcome", "reason")
     return " ".join(f"{name}={getattr(fact, name)}" for name in names if hasattr(fact, name))
+
+
+def _with_table(exchange: Exchange, ranks: int) -> Exchange:
+    """Have pairs drawn by rates, all alike, where a rule does so."""
+    return replace(exchange, pairs=PairTable((1.0,) * ranks**2)) if exchange.rule == "saps" else exchange

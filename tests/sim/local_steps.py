@@ -1,7 +1,8 @@
 """Peers with local steps in a simulated world: a hash chain for each peer's steps, one hash for a round.
 
 What a peer brings to a round depends on the state that the period began with, its rank and the steps it took.
-So the state after a round is a function of the ranks that were in it, which the journal says.
+So a peer's state after a round is a function of who was in its group, which the journal says, and of their
+states before.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from tests.sim.clock import digest
 
 if TYPE_CHECKING:
     from atoll.plan import Plan
+    from strategies.exchanges.partners import Group
 
 LOCAL_STEP_S = 0.1
 
@@ -41,18 +43,23 @@ def total(parts: Collection[str]) -> str:
     return digest("round", *sorted(parts))
 
 
-def after(tensors: Mapping[str, str], ranks: Collection[int], first: int, last: int) -> dict[str, str]:
-    """Return the state after a round of these ranks."""
-    result = total([brought(tensors, rank, first, last) for rank in ranks])
-    return used(tensors, last, result)
+def after(
+    states: Mapping[int, Mapping[str, str]], groups: Collection[Group], first: int, last: int, joins: bool
+) -> dict[int, dict[str, str]]:
+    """Return the states by rank after a round of these groups; ``joins``: it makes one model of all."""
+    found = {}
+    for group in groups:
+        result = total([brought(states[rank], rank, first, last) for rank in group])
+        found.update({rank: used(states[rank], last, result, joins) for rank in group})
+    return found
 
 
-def used(tensors: Mapping[str, str], last: int, result: str) -> dict[str, str]:
+def used(tensors: Mapping[str, str], last: int, result: str, joins: bool) -> dict[str, str]:
     """Return the state after a round with that result."""
-    return {name: digest(value, last, result) for name, value in tensors.items()}
+    return {name: digest(name if joins else value, last, result) for name, value in tensors.items()}
 
 
-def receipt(plan: Plan, last: int, result: str) -> ev.RoundReceipt:
+def receipt(plan: Plan, group: Group, last: int, result: str) -> ev.RoundReceipt:
     """Return what a peer says of a round."""
     assert plan.exchange is not None
-    return ev.RoundReceipt(plan.exchange.round_of(last), plan.present, 1.0, 1000, 1000, result)
+    return ev.RoundReceipt(plan.exchange.round_of(last), group, 1.0, 1000, 1000, result)

@@ -6,8 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from atoll.job import TrainingSpec
+from atoll.plan import Plan
 from coordinator.messages.facts import Reconfigured, RoundMet, StepCommitted, from_record
 from coordinator.messages.jobs import Phase
+from strategies.exchanges.partners import Group, groups_of
+from tests.sim import compute
 from tests.sim.compute import Bench
 from tests.sim.faults import Crash
 from tests.sim.shrink import shrunk
@@ -76,6 +80,30 @@ def test_everything_holds_where_peers_take_local_steps(first: int) -> None:
             pytest.fail(f"seed {seed}: {why}\n{small!r}\n{told(world, 40)}", pytrace=False)
 
 
+GOSSIP = ("saps", "swarm", "wagma")
+
+
+@pytest.mark.parametrize("rule", GOSSIP)
+def test_gossip_exchanges_in_groups_and_ends_with_one_model(rule: str) -> None:
+    why, world = violation_of(Scenario(seed=1, workers=5, replicas=4, local_steps=2, exchange=rule))
+    assert why == "", told(world, 60)
+    met = [fact for fact in facts(world) if isinstance(fact, RoundMet)]
+    assert [fact.step for fact in met] == list(range(1, 16, 2))
+    assert all(len(fact.groups) > 1 for fact in met[:-1])
+    assert met[-1].groups == ()
+
+
+@pytest.mark.parametrize("rule", GOSSIP)
+def test_everything_holds_where_peers_gossip(rule: str) -> None:
+    for seed in range(3, 9):
+        found = replace(peers(seed), exchange=rule)
+        why, world = violation_of(found)
+        if why:
+            small = shrunk(found)
+            why, world = violation_of(small)
+            pytest.fail(f"seed {seed}: {why}\n{small!r}\n{told(world, 40)}", pytrace=False)
+
+
 def test_a_peer_with_another_result_commits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Bench._join_peers
 
@@ -93,3 +121,14 @@ def test_a_peer_with_another_result_commits_nothing(monkeypatch: pytest.MonkeyPa
     assert state.phase is Phase.FAILED
     assert "different results" in state.reason
     assert world.coordinator.shadow.jobs["job-1"].steps == 0
+
+
+def test_peers_that_derive_other_groups_commit_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def others(plan: Plan, training: TrainingSpec, last: int) -> tuple[Group, ...]:
+        return groups_of(plan, replace(training, seed=training.seed + 1), last)
+
+    monkeypatch.setattr(compute, "groups_of", others)
+    _, world = violation_of(Scenario(seed=1, workers=5, replicas=4, local_steps=2, exchange="swarm"))
+    state = world.coordinator.scheduler.jobs["job-1"]
+    assert state.phase is Phase.FAILED
+    assert "expected are those of" in state.reason

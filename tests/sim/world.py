@@ -34,6 +34,7 @@ def pipeline_job(
     standbys: int | None = 0,
     replicas: int = 1,
     local_steps: int = 0,
+    exchange: str = "diloco",
 ) -> JobSpec:
     """Return a job of so many steps that can be cut into as many stages as it has tensors."""
     names = {f"w{at:02}": digest("initial", at) for at in range(tensors)}
@@ -44,7 +45,7 @@ def pipeline_job(
     if replicas > 1:
         training = replace(training, n_micro=4, blocks=4, replicas=str(replicas))
     if local_steps:
-        training = replace(training, exchange="diloco", local_steps=local_steps)
+        training = replace(training, exchange=exchange, local_steps=local_steps)
     data = DataSpec((), 8, 1)
     return JobSpec("job", training, "ab" * 32, "cd" * 32, names, data, data, standbys=standbys)
 
@@ -75,6 +76,7 @@ class Scenario:
     steps: int = 16
     replicas: int = 1  # of a pipeline
     local_steps: int = 0  # of each replica between two exchanges, which is a peer then
+    exchange: str = "diloco"  # of peers
 
     def names(self) -> list[str]:
         return [f"w{at}" for at in range(self.workers)]
@@ -175,6 +177,7 @@ class World:
             standbys=scenario.standbys,
             replicas=scenario.replicas,
             local_steps=scenario.local_steps,
+            exchange=scenario.exchange,
         )
         jobs = [spec] * scenario.pipeline
         jobs += [federated_job() for _ in range(self.scenario.federated)]

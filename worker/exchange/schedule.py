@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from strategies.exchanges.base import Contribution
 
 Groups = Sequence[tuple[int, ...]]
-"""Ranks that exchange with each other; of ``PUBLISHED`` (reader, source)."""
+"""Ranks that exchange with each other, alone where a rank has nobody; of ``PUBLISHED`` (reader, source)."""
 
 
 def collective_of(
@@ -48,12 +48,18 @@ def collective_of(
         case Pattern.GATHERED:
             return gathered(groups, size)
         case Pattern.PAIRWISE | Pattern.PUBLISHED:
-            if any(len(group) != 2 for group in groups):
+            if any(len(group) not in (1, 2) for group in groups):
                 raise UsageError(f"{pattern} among {[len(group) for group in groups]} ranks; it takes pairs")
-            pairs = [(group[0], group[1]) for group in groups]
-            if pattern is Pattern.PAIRWISE:
-                return pairwise_sums(pairs, size)
-            return published(dict(pairs), size)
+            pairs = [(group[0], group[1]) for group in groups if len(group) == 2]
+            joined = pairwise_sums if pattern is Pattern.PAIRWISE else _read
+            alone = [group for group in groups if len(group) == 1]  # with what is its own
+            return (
+                side_by_side([joined(pairs, size), gathered(alone, size)]) if alone else joined(pairs, size)
+            )
+
+
+def _read(pairs: Sequence[tuple[int, int]], size: int) -> Collective:
+    return published(dict(pairs), size)
 
 
 def _owned(

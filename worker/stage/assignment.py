@@ -14,6 +14,7 @@ from atoll.microbatch import own_blocks
 from atoll.opdag import StateMeta, TensorMeta
 from atoll.plan import LinkSpec, Place, Plan, Replica, check_shares
 from atoll.program import StageProgram
+from strategies.exchanges.catalogue import exchange_facts
 from worker.transport.contract import Paths
 
 
@@ -150,6 +151,7 @@ class Assignment:
         changed = replace(
             self, version=plan.version, plan=plan, links=links, first_step=step, replica=replica
         )
+        _check_exchange(plan, changed.rank)
         return replace(changed, replay=None, standby=standby)
 
     def _goes_on_as(self, plan: Plan, place: Place) -> bool:
@@ -176,9 +178,10 @@ def _cut(replica: Replica) -> list[object]:
 
 
 def _work(plan: Plan) -> tuple[object, ...]:
-    """What is computed under a plan, whoever computes it."""
+    """What is computed under a plan, whoever computes it and exchanges with whom, in whatever codec."""
+    exchange = replace(plan.exchange, pairs=None, codec="none") if plan.exchange else None
     replicas = [(r.micros, [replace(stage, worker="") for stage in r.stages]) for r in plan.replicas]
-    return plan.schedule, plan.exchange, replicas
+    return plan.schedule, exchange, replicas
 
 
 def check(assignment: Assignment, me: str) -> None:
@@ -241,10 +244,14 @@ def _check_exchange(plan: Plan, rank: int) -> None:
             f"replicas exchange exact sums at every step here, or take local steps, not {exchange.rule} "
             f"every {exchange.every} through {exchange.codec}; update this worker"
         )
+    if exchange.local:
+        exchange_facts(exchange.rule).check(exchange)
     if len(exchange.rates) not in (0, len(plan.places)):
         raise PlanError(f"rates of {len(exchange.rates)} ranks of {len(plan.places)}")
     if len(exchange.sites) not in (0, len(plan.places)):
         raise PlanError(f"sites of {len(exchange.sites)} ranks of {len(plan.places)}")
+    if exchange.pairs is not None and len(exchange.pairs.rates) != len(plan.places) ** 2:
+        raise PlanError(f"rates of {len(exchange.pairs.rates)} pairs of {len(plan.places)} ranks")
 
 
 def _check_leaves(assignment: Assignment) -> None:

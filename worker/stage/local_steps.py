@@ -2,9 +2,10 @@
 
 A period begins with a committed state. The peer takes its optimizer's steps on its own share of each step's
 micro-batches; its optimizer's state never leaves it but for checkpoints. The model as it is
-``contributed_after`` so many steps is what it brings to the round; the result is used with the commit, so
-that until then a round may be done again with the same bits, among fewer or other peers. Steps that were
-taken stay: who is interrupted goes on with the step it was at.
+``contributed_after`` so many steps is what it brings to the round, to whom ``partners`` says; a copy that it
+has published leaves as the period begins. The result is used with the commit, so that until then a round may
+be done again with the same bits, among fewer or other peers. Steps that were taken stay: who is interrupted
+goes on with the step it was at.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import torch
 
 from atoll.collective import even_shares, owner_shares
 from atoll.errors import BadFrame
-from atoll.exchange import ExchangeRound
+from atoll.exchange import ExchangeRound, Pattern
 from compressors.vector import Vector
 from strategies.exchanges import exchange_facts, make_rule
 from strategies.exchanges.base import Flat, Settled
 from strategies.exchanges.diloco import OuterState
+from strategies.exchanges.partners import JOINING_RULE, group_of, groups_of
 from strategies.exchanges.streaming_diloco import StreamingDiLoCo
+from strategies.exchanges.swarm import Published
 from worker.exchange.carrier import Slot, arriving, most_bytes, packed, split, unpacked
 from worker.exchange.round import CollectiveRun
 from worker.exchange.schedule import collective_of
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 
     from atoll.collective import Collective
     from atoll.exchange import Receipt
-    from strategies.exchanges.base import Contribution, ExchangeRule
+    from strategies.exchanges.base import Contribution, ExchangeRule, State
     from worker.exchange.carrier import Arriving
     from worker.exchange.round import Message
     from worker.stage.assignment import Assignment
@@ -44,7 +47,8 @@ if TYPE_CHECKING:
     Which = tuple[Direction, int, int]
 
 OUTER, MOMENTUM, RESIDUAL, PEER = "outer", "outer_momentum", "residual", "peer"
-"""Keys of a checkpoint's tensors beside those of the optimizer; ``PEER`` says whose residual it is."""
+PUBLISHED, DISTANCE = "published", "distance"
+"""Keys of a checkpoint's tensors beside those of the optimizer; ``PEER`` says whose state it is."""
 
 Send = Callable[[str, "Which", "Tensor"], None]
 Take = Callable[["Which"], "Tensor | None"]
@@ -59,6 +63,7 @@ class _Round:
     """A round as all its ranks derive it; ``settings``: codecs and size of each contribution."""
 
     at: ExchangeRound
+    rule: ExchangeRule
     collective: Collective
     settings: Contribution
 
@@ -73,8 +78,7 @@ class LocalSteps:
         assert assignment.plan.exchange is not None  # noqa: S101 - of local steps
         self._exchange = assignment.plan.exchange
         self._rule = make_rule(self._exchange)
-        self._pattern = exchange_facts(self._exchange.rule).pattern
-        self._stage, self._rank, self._steps = stage, assignment.rank, assignment.training.steps
+        self._stage, self._rank, self._training = stage, assignment.rank, assignment.training
         self._state = self._restored(tensors)
         self._last = -1  # step that ends the period under way
         self.losses: list[float] = []  # of the period's steps so far
@@ -89,13 +93,16 @@ class LocalSteps:
         """Return the steps that are left of a period."""
         if last != self._last:
             self._last, self.losses, self._brought, self._run = last, [], None, None
+            rule = self._rule_of(last, self._exchange.codec)
+            if exchange_facts(rule.exchange.rule).pattern is Pattern.PUBLISHED:
+                self._brought = flat_values(self._stage.trained)
         return range(first + len(self.losses), last + 1)
 
     def taken(self, step: int, loss: float) -> None:
         """Take in that the optimizer's step is done."""
         self.losses.append(loss)
         whole = self._last + 1 if self._ends(self._last) else self._exchange.contributed_after(self._last)
-        if step + 1 == whole:
+        if step + 1 == whole and self._brought is None:
             self._brought = flat_values(self._stage.trained)
 
     @property
@@ -114,10 +121,9 @@ class LocalSteps:
         """Begin the round: send what this rank brings."""
         assert self._brought is not None  # noqa: S101 - it ``contributes``
         found = self._round(assignment, self._last)
-        rule = self._rule_of(self._last)
-        brought = rule.contribute(self._brought, self._state, found.at, self._rank)
+        brought = found.rule.contribute(self._brought, self._state, found.at, self._rank)
         self._found = found
-        self._run = CollectiveRun(rule, found.collective, self._rank, found.at, {self._rank: brought})
+        self._run = CollectiveRun(found.rule, found.collective, self._rank, found.at, {self._rank: brought})
         self._left = arriving(found.collective, self._rank, found.settings)
         self._send_all(assignment, self._run.start(), send)
 
@@ -143,29 +149,35 @@ class LocalSteps:
 
     def settle(self) -> None:
         """Use the round's result, with its commit."""
-        if self._run is None:
+        if self._run is None or self._found is None:
             raise RuntimeError("a period is committed whose round has not been")
-        settled = self._rule_of(self._last).settle(
-            self._run.exchanged(self._state, flat_values(self._stage.trained))
-        )
+        done = self._run.exchanged(self._state, flat_values(self._stage.trained))
+        settled = self._found.rule.settle(done)
         assert isinstance(settled, Settled)  # noqa: S101 - rules of changes have one phase
         self._state = settled.state
+        if self._exchange.gossips and self._ends(self._last):
+            self._state = self._rule.init(Flat(flat_shapes(self._stage.trained)), settled.result)
         set_values(self._stage.trained, settled.result)
         self._last, self._run, self._brought = -1, None, None
 
     def forget_round(self) -> None:
         """Do the round again, among the peers that there are then; the steps stay."""
-        self._run = None
+        self._run, self._left = None, []
 
     # ---------------------------------------------------------------- checkpoints
 
     def add_to(self, snapshot: Mapping[str, dict[str, Tensor]]) -> None:
         """Put the rule's state beside the optimizer's."""
-        state: OuterState = self._state
-        trained = self._stage.trained
-        flats = {MOMENTUM: state.momentum, RESIDUAL: state.residual}
-        if not exchange_facts(self._exchange.rule).alike:
-            flats[OUTER] = state.outer
+        state, trained = self._state, self._stage.trained
+        flats: dict[str, Tensor | None] = {}
+        if isinstance(state, OuterState):
+            flats = {MOMENTUM: state.momentum, RESIDUAL: state.residual}
+            if not exchange_facts(self._exchange.rule).alike:
+                flats[OUTER] = state.outer
+        elif isinstance(state, Published):
+            flats = {PUBLISHED: state.model}
+            for name in trained:
+                snapshot[name][DISTANCE] = torch.tensor([state.distance, state.whole], dtype=torch.float64)
         for key, flat in flats.items():
             if flat is not None:
                 for name, part in by_name(trained, flat).items():
@@ -173,10 +185,11 @@ class LocalSteps:
         for name in trained:
             snapshot[name][PEER] = torch.tensor([float(self._rank)])
 
-    def _restored(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> OuterState:
+    def _restored(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> State:
+        """Return the rule's state as stored; of another rank's what all share."""
         trained = self._stage.trained
         own = flat_values(trained)
-        state: OuterState = self._rule.init(Flat(flat_shapes(trained)), own)
+        state = self._rule.init(Flat(flat_shapes(trained)), own)
         mine = all(
             PEER in tensors[name] and int(tensors[name][PEER].reshape(-1)[0]) == self._rank
             for name in trained
@@ -191,6 +204,13 @@ class LocalSteps:
                 raise BadFrame(f"{key} of {odd[0]} is of shape {tuple(held[odd[0]].shape)}")
             return flat_of(trained, held)
 
+        if isinstance(state, Published) and mine and (model := kept(PUBLISHED)) is not None:
+            figures = tensors[next(iter(trained))].get(DISTANCE)
+            if figures is None or figures.numel() != 2:
+                raise BadFrame("a published copy is stored without its distance")
+            return Published(model, float(figures[0]), bool(figures[1]))
+        if not isinstance(state, OuterState):
+            return state
         momentum, outer = kept(MOMENTUM), kept(OUTER)
         state = replace(state, outer=state.outer if outer is None else outer)
         if momentum is not None:
@@ -200,27 +220,37 @@ class LocalSteps:
     # ---------------------------------------------------------------- inside
 
     def _ends(self, last: int) -> bool:
-        return last + 1 == self._steps
+        return last + 1 == self._training.steps
 
-    def _rule_of(self, last: int) -> ExchangeRule:
+    def _rule_of(self, last: int, codec: str) -> ExchangeRule:
         """Return the rule of the round that ends with step ``last``: the training's last one joins the whole
-        model, and all end with the same."""
-        if not (self._ends(last) and isinstance(self._rule, StreamingDiLoCo)):
-            return self._rule
-        return replace(self._rule, exchange=replace(self._exchange, fragments=1, delay=0), alpha=0.0)
+        model, and all end with the same. ``codec``: of a later plan perhaps, which differs in no more."""
+        exchange = replace(self._exchange, codec=codec)
+        if exchange.gossips and self._ends(last):
+            return make_rule(replace(exchange, rule=JOINING_RULE, ratio=1.0))
+        rule = make_rule(exchange)
+        if not (self._ends(last) and isinstance(rule, StreamingDiLoCo)):
+            return rule
+        return replace(rule, exchange=replace(exchange, fragments=1, delay=0), alpha=0.0)
 
     def _round(self, assignment: Assignment, last: int) -> _Round:
+        """Return the round as those of this rank's group derive it."""
         plan, exchange = assignment.plan, self._exchange
-        at = ExchangeRound(exchange.round_of(last), plan.present, assignment.training.seed)
-        nothing = torch.zeros_like(self._state.outer)
-        settings = self._rule_of(last).contribute(nothing, self._state, at, self._rank)
-        rates = [exchange.rates[rank] for rank in plan.present] if exchange.rates else []
-        shares = owner_shares(rates) if rates else even_shares(len(plan.present))
-        by_rank = dict(zip(plan.present, shares, strict=True))
-        collective = collective_of(self._pattern, [plan.present], settings, shares=by_rank)
+        rule = self._rule_of(last, plan.exchange.codec if plan.exchange is not None else exchange.codec)
+        at = ExchangeRound(exchange.round_of(last), plan.present, self._training.seed)
+        nothing = torch.zeros(sum(parameter.numel() for parameter in self._stage.trained.values()))
+        settings = rule.contribute(nothing, self._state, at, self._rank)
+        group = group_of(self._rank, groups_of(plan, self._training, last))
+        rates = [exchange.rates[rank] for rank in group] if exchange.rates else []
+        shares = owner_shares(rates) if rates else even_shares(len(group))
+        by_rank = dict(zip(group, shares, strict=True))
+        pattern = exchange_facts(rule.exchange.rule).pattern
+        both_read = pattern is Pattern.PUBLISHED and len(group) > 1
+        groups = [group, group[::-1]] if both_read else [group]
+        collective = collective_of(pattern, groups, settings, shares=by_rank)
         # Nothing but codecs and sizes is needed of it any more: a model is large.
         empty = Vector(settings.vector.size, torch.empty(0))
-        return _Round(at, collective, replace(settings, vector=empty, carry=None))
+        return _Round(at, rule, collective, replace(settings, vector=empty, carry=None))
 
     def _arrived(self, assignment: Assignment, one: Arriving, send: Send) -> None:
         if not one.whole or self._run is None or self._found is None:

@@ -276,7 +276,9 @@ class StageRun:
         self._links.step_done(self._steps - 1)
         local.forget_round()
         reports: list[StepReport] = []
-        for step in local.begin(self._steps, last):
+        steps = local.begin(self._steps, last)
+        self._exchange_round(local, last, cancel)  # what is published already, or where all steps were taken
+        for step in steps:
             report = self._computed(step, cancel)
             if not report.stage.finite:
                 return replace(report, step=last)
@@ -286,7 +288,6 @@ class StageRun:
             reports.append(report)
             self._exchange_round(local, last, cancel)
         self._waited_s = 0.0
-        self._exchange_round(local, last, cancel)  # where all steps had been taken before
         take, wait = partial(self._arrived, last), partial(self._within, last, cancel)
         receipt = local.finish(self.assignment, partial(self._send_exchanged, last), take, wait)
         count = max(1, len(reports))

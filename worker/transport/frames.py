@@ -87,10 +87,9 @@ URGENCY = tuple(map(_ORDER.index, Direction))
 """By direction: the smaller leaves first. Values are the wire's, and of the seeds of what codecs draw."""
 NOT_HERE = 1
 """``micro`` of the answer to a REPLAY that cannot be obeyed; its header is the reason."""
-MEASURED = frozenset({Direction.FORWARD, Direction.BACKWARD})
-"""Boundary tensors of training steps: what a link's rate is measured by. Tied parameters and evaluation
-come in bursts of their own size at steps of their own, and no codec of the plan answers for them."""
-
+MEASURED = frozenset({Direction.FORWARD, Direction.BACKWARD, Direction.PART, Direction.TOTAL})
+"""Boundary tensors of training steps, and exchanges: what a link's rate is measured by. Tied parameters
+and evaluation come in bursts of their own size at steps of their own; no codec of the plan answers for them."""
 
 EXCHANGED = frozenset({Direction.PART, Direction.TOTAL})
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from atoll.exchange import Exchange, PairTable
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkSpec, Mask, Plan, StageSpec, one_replica
 from coordinator.messages import facts
@@ -30,6 +31,7 @@ FACTS: list[facts.Fact] = [
     facts.StepCommitted("j", 3, 8, 1 / 3, 2.5, 0.75, store=True, evaluate=True, coded=True),
     facts.StepCommitted("j", 3, 9, 0.5, 2.5, 0.75, digests=("0123456789abcdef" * 2, "")),
     facts.RoundMet("j", 3, 9, 4, ("w-a", "w-b"), {"w-c": "w-c is lost"}, 2000, "ab" * 16, 2.5),
+    facts.RoundMet("j", 3, 9, 4, ("w-a", "w-b", "w-c"), {}, 2000, "ab" * 16, 2.5, ((0, 2), (1,))),
     facts.SpotChecked("j", 1, 6, 9, "w-b"),
     facts.WorkRejected("j", 6, "w-a", "wrong: w-a computed step 8 of stage 1 otherwise than w-b and w-c"),
     facts.Evaluated("j", 9, 0.25),
@@ -40,6 +42,9 @@ FACTS: list[facts.Fact] = [
     ),
     facts.RoundEvaluated("f", 0, "central", 1.0, {"accuracy": 0.5}, 10, 1),
     facts.Reconfigured("j", 5, 9, 4, tuple(place.worker for place in PLAN.places), (0,), "w is lost"),
+    facts.Reconfigured(
+        "j", 5, 9, 4, ("a", "b"), (), "moved", (1,), Exchange("saps", pairs=PairTable((0.0, 2.5) * 2, 1.5))
+    ),
     facts.Reconfigured("j", 6, 12, 5, ("w-b",), (), "w-a is lost; w-b goes on", plan=PLAN),
     facts.JobEnded("f", "failed", "why"),
 ]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from atoll.dataset_spec import DataSpec
-from atoll.exchange import Exchange
+from atoll.exchange import Exchange, PairTable
 from atoll.job import JobSpec, TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.plan import Plan, Replica, StageSpec
 from coordinator.messages import jobs, peer_tensors
-from coordinator.messages.events import Loaded, RoundReceipt, StateStored, StepReady
+from coordinator.messages.events import EvalReady, Loaded, RoundReceipt, StateStored, StepReady
 from coordinator.messages.facts import Checkpoint, CheckpointStored, RoundMet, StepCommitted
 from coordinator.messages.instructions import StepCommit, StepStart
 from coordinator.messages.jobs import (
@@ -28,27 +28,28 @@ from coordinator.messages.jobs import (
     ToRanks,
 )
 from coordinator.pipeline import machine
-from coordinator.pipeline.periods import exchange_words
+from coordinator.pipeline.periods import exchange_words, round_groups
+from strategies.exchanges.partners import group_of
 
 HASH = "ab" * 32
 PEERS = 3
+DILOCO = Exchange("diloco", every=4)
 
 
-def plan(version: int = 1) -> Plan:
+def plan(exchange: Exchange, version: int = 1) -> Plan:
     replicas = tuple(Replica((i, i + 1), (StageSpec(0, 4, 0, 4, f"w{i}", 0),)) for i in range(PEERS))
-    exchange = Exchange("diloco", every=4)
     return Plan(
         "j", version, HASH, HASH, "op_fence", ScheduleName.ONE_F_ONE_B, PEERS, replicas, exchange=exchange
     )
 
 
-def training(**changes: Any) -> JobState:
+def training(exchange: Exchange = DILOCO, **changes: Any) -> JobState:
     spec = TrainingSpec(**{"steps": 10, "n_micro": PEERS, "exchange": "diloco", "local_steps": 4, **changes})
     data = DataSpec((), 8, 1)
     state = JobState(
         "j", JobSpec("job", spec, HASH, HASH, {"p": HASH}, data, None), Checkpoint(0, {"p": HASH}), 0.0
     )
-    for event in (jobs.Picked("go"), jobs.Profiled(), jobs.Planned(plan())):
+    for event in (jobs.Picked("go"), jobs.Profiled(), jobs.Planned(plan(exchange))):
         state, _ = machine.step(state, event, 1.0)
     return loaded(state)
 
@@ -63,7 +64,8 @@ def loaded(state: JobState) -> JobState:
 
 
 def ready(state: JobState, rank: int, **changes: Any) -> FromRank[StepReady]:
-    receipt = RoundReceipt(0, state.present, 1.0, 10, 10, "d1")
+    group = group_of(rank, round_groups(state))
+    receipt = RoundReceipt(0, group, 1.0, 10, 10, "d1" if len(group) == len(state.present) else f"d{group}")
     losses = tuple(float(rank) for _ in range(state.due + 1 - state.step))
     report = StepReady("j", state.version, state.due, None, losses=losses, receipt=receipt)
     return FromRank(rank, replace(report, **changes))
@@ -149,7 +151,7 @@ def test_the_others_go_on_without_a_lost_peer_and_the_receipt_names_it() -> None
     [
         (RoundReceipt(0, (0, 1, 2), 1.0, 1, 1, "d2"), "different results"),
         (RoundReceipt(0, (0, 2), 1.0, 1, 1, "d1"), "expected are those"),
-        (RoundReceipt(0, (0, 1, 2), 0.5, 1, 1, "d1"), "50% of the model"),
+        (RoundReceipt(0, (0, 1, 2), 0.5, 1, 1, "d1"), "50% of what is exchanged"),
         (None, "without a receipt"),
     ],
 )
@@ -224,3 +226,79 @@ def test_a_period_that_waited_is_committed_when_nobody_joins_after_all() -> None
     state, todo = machine.step(state, Seating(False), 4.0)
     assert state.step == 8
     assert facts(todo, StepCommitted)
+
+
+RATES = (0.0, 8e6, 1e6, 8e6, 0.0, 1e6, 1e6, 1e6, 0.0)
+SAPS = Exchange("saps", ratio=10.0, pairs=PairTable(RATES, 4e6))
+
+
+def test_a_period_of_gossip_is_committed_when_each_group_agrees() -> None:
+    state = training(SAPS)
+    groups = round_groups(state)
+    assert sorted(map(len, groups)) == [1, 2]
+    state, todo = period(state)
+    assert state.step == 1
+    (met,) = facts(todo, RoundMet)
+    assert met.included == ("w0", "w1", "w2")
+    assert met.groups == groups
+
+
+def test_peers_of_a_pair_that_do_not_agree_commit_nothing() -> None:
+    state = training(SAPS)
+    pair = next(group for group in round_groups(state) if len(group) == 2)
+    for rank in state.present:
+        wrong = {"receipt": RoundReceipt(0, pair, 1.0, 1, 1, "other")} if rank == pair[1] else {}
+        state, todo = machine.step(state, ready(state, rank, **wrong), 1.0)
+    assert state.phase is Phase.PAUSED
+    assert "different results" in state.reason
+    assert not facts(todo, StepCommitted)
+
+
+def test_a_sum_of_others_than_its_partner_is_refused() -> None:
+    state = training(SAPS)
+    for rank in state.present:
+        receipt = RoundReceipt(0, state.present, 1.0, 1, 1, "d1")
+        state, _ = machine.step(state, ready(state, rank, receipt=receipt), 1.0)
+    assert "expected are those of" in state.reason
+
+
+def test_who_is_left_of_a_lost_pair_is_paired_anew_and_the_receipt_names_the_lost() -> None:
+    state, _ = lose(training(SAPS), 1)
+    state = loaded(state)
+    assert round_groups(state) == ((0, 2),)
+    state, todo = period(state)
+    (met,) = facts(todo, RoundMet)
+    assert met.missing == {"w1": "w1 is lost"}
+    assert met.groups == ()  # all with all
+
+
+def test_it_is_shown_who_exchanges_with_whom_next_and_why() -> None:
+    shown = {exchange_words(at, None, str) for at in rounds_of(SAPS, 6)}
+    by_rate = "saps every step, in pairs by bandwidth; next, round "
+    assert all(words.startswith(by_rate) for words in shown)
+    assert any("w0 and w1 (64 Mbit/s), w2 alone" in words for words in shown)
+    assert any("(8 Mbit/s, to connect the others)" in words for words in shown)
+    swarm = exchange_words(training(Exchange("swarm", every=5)), None, str)
+    assert swarm.startswith("swarm every 5 steps, in random pairs; next, round 0: ")
+    last = exchange_words(rounds_of(SAPS, 10)[9], None, str)
+    assert last == "saps every step, all at the end; next, round 9: w0 and w1 and w2"
+
+
+def rounds_of(exchange: Exchange, count: int) -> list[JobState]:
+    """States before each of the first rounds."""
+    state, found = training(exchange), []
+    for _ in range(count):
+        found.append(state)
+        state, _ = period(state)
+    return found
+
+
+def test_the_first_peers_evaluation_is_the_jobs_while_models_differ() -> None:
+    state = training(SAPS, eval_every=1, eval_batches=1)
+    state = replace(state, spec=replace(state.spec, eval_data=state.spec.data))
+    state, _ = period(state)
+    assert state.phase is Phase.EVALUATING
+    for rank, loss in ((2, 0.5), (0, 0.25), (1, 0.75)):
+        state, _ = machine.step(state, FromRank(rank, EvalReady("j", state.version, 0, loss, None)), 9.0)
+    assert state.eval_loss == 0.25
+    assert state.phase is Phase.TRAINING

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from atoll.errors import NotEnoughMemory
+from atoll.errors import NotEnoughMemory, PlanError
 from atoll.job import TrainingSpec
 from atoll.plan import Plan
 from coordinator.client.fleet_file import parse_fleet
 from coordinator.planning.chosen import chosen_plan
+from coordinator.planning.gossip_plans import moved_share, renewed
 from coordinator.planning.planner import PlanRequest
 from tests.coordinator.planning.dags import gpt_like
 
@@ -83,3 +85,58 @@ def test_auto_takes_what_teaches_most_and_says_what_it_was_held_against(
     assert plan.prediction is not None
     (words,) = [note for note in plan.prediction.notes if note.startswith("exchange auto: ")]
     assert ("no two machines" in words) or ("of an exact one; " in words)
+
+
+GOSSIP = replace(TRAINING, exchange="saps", local_steps=0)
+
+
+def test_pairs_are_drawn_by_the_rates_that_the_fleet_has() -> None:
+    plan = planned(training=GOSSIP, mbit=50, ms=10, **ROOMY)
+    exchange = plan.exchange
+    assert exchange is not None
+    assert (exchange.rule, exchange.every, exchange.ratio) == ("saps", 1, 100.0)
+    assert exchange.pairs is not None
+    table = np.array(exchange.pairs.rates).reshape(4, 4)
+    assert (table.diagonal() == 0.0).all()
+    off = table[~np.eye(4, dtype=bool)]
+    assert (off > 0.0).all()
+    assert (8.0 * off < 50e6).all()  # a message's latency counts
+    assert exchange.pairs.threshold <= off.max()
+
+
+@pytest.mark.parametrize(("rule", "every"), [("swarm", 5), ("wagma", 1)])
+def test_other_gossip_knows_no_rates(rule: str, every: int) -> None:
+    exchange = planned(training=replace(GOSSIP, exchange=rule), mbit=50, ms=10, **ROOMY).exchange
+    assert exchange is not None
+    assert (exchange.rule, exchange.every, exchange.pairs) == (rule, every, None)
+
+
+def test_a_round_of_gossip_is_predicted_to_be_much_shorter_than_one_of_models() -> None:
+    def step_s(how: str) -> float:
+        plan = planned(training=replace(GOSSIP, exchange=how, local_steps=1), mbit=20, ms=5, **ROOMY)
+        assert plan.prediction is not None
+        return plan.prediction.step_s
+
+    assert 3 * step_s("saps") < min(step_s("wagma"), step_s("diloco"))
+
+
+@pytest.mark.parametrize("how", ["saps:topk", "sparseloco:topk"])
+def test_a_codec_that_a_rule_does_not_have_is_refused(how: str) -> None:
+    with pytest.raises(PlanError, match="exchange"):
+        planned(training=replace(GOSSIP, exchange=how), mbit=50, ms=10, **ROOMY)
+
+
+def test_a_newer_table_keeps_the_thresholds_place_and_shows_what_moved() -> None:
+    exchange = planned(training=GOSSIP, mbit=50, ms=10, **ROOMY).exchange
+    assert exchange is not None
+    assert exchange.pairs is not None
+    before = replace(exchange.pairs, threshold=float(max(exchange.pairs.rates)))
+    device = [{"name": f"d{i}"} for i in range(3)]
+    slower = parse_fleet({"default": {"mbit": 5, "ms": 10, **ROOMY}, "device": device})
+    now = renewed(slower, [0, 1, 3], 4, 1e5, before)
+    table = np.array(now.rates).reshape(4, 4)
+    assert (table[2] == 0.0).all()
+    assert (table[:, 2] == 0.0).all()
+    assert now.threshold <= table.max() < before.threshold
+    assert moved_share(before, before) == 0.0
+    assert moved_share(replace(before, threshold=0.0), replace(now, threshold=1e12)) == 1.0

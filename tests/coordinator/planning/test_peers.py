@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from atoll.errors import UsageError
-from coordinator.planning.matching import Network, Pairs
 from coordinator.planning.peers import PeerSelection, best_threshold, simulate
+from strategies.exchanges.matching import Network, Pairs
 
 ROUNDS = 60
 

@@ -11,16 +11,19 @@ import torch
 from torch import Tensor
 
 from atoll.errors import PlanError
-from atoll.exchange import Exchange, wanted_exchange
+from atoll.exchange import Exchange, PairTable, Pattern, wanted_exchange
 from atoll.job import Optimizer
 from atoll.microbatch import ScheduleName
 from atoll.plan import Plan, Replica, StageSpec
 from atoll.program import stage_programs
+from strategies.exchanges import exchange_facts, make_rule
+from strategies.exchanges.partners import groups_at
 from tests.patience import HUNG_S
 from tests.worker.stage.crew import TRAINING, Case, Crew, case
 from worker.cancel import Cancel, Cancelled
 from worker.exchange.carrier import packed
 from worker.exchange.round import Message
+from worker.exchange.schedule import Groups
 from worker.inprocess.peers import LocalPeers, WholeModel
 from worker.stage import local_steps
 from worker.stage.assignment import Assignment, PeerLink, check
@@ -35,7 +38,11 @@ RULES = {
     "diloco, coded": Exchange("diloco", every=4, codec="int8_block"),
     "streaming": Exchange("streaming_diloco", every=2, fragments=2, delay=1),
     "sparseloco": Exchange("sparseloco", every=4, ratio=20.0),
+    "saps": Exchange("saps", ratio=8.0, pairs=PairTable((0.0, 9.0, 1.0, 9.0, 0.0, 2.0, 1.0, 2.0, 0.0))),
+    "swarm": Exchange("swarm", every=2),
+    "wagma": Exchange("wagma"),
 }
+GOSSIP = [rule for rule, exchange in RULES.items() if exchange.gossips]
 
 
 def assigned(made: Case, exchange: Exchange, first_step: int = 0) -> list[Assignment]:
@@ -58,7 +65,14 @@ def assigned(made: Case, exchange: Exchange, first_step: int = 0) -> list[Assign
 def in_one_process(made: Case, exchange: Exchange) -> LocalPeers:
     (program,) = stage_programs(made.dag, (0,))
     model = WholeModel(program, SPEC, made.tensors, states=made.states)
-    return LocalPeers(model, exchange, len(SHARES), micros=SHARES)
+
+    def meeting(number: int) -> Groups:
+        """Who exchanges with whom on workers; of a pair that publishes each reads the other."""
+        groups = groups_at(exchange, (0, 1, 2), 3, SPEC.seed, number)
+        both_read = exchange_facts(exchange.rule).pattern is Pattern.PUBLISHED
+        return [*groups, *(group[::-1] for group in groups if both_read and len(group) > 1)]
+
+    return LocalPeers(model, exchange, len(SHARES), micros=SHARES, groups=meeting)
 
 
 def same(run: Mapping[str, Mapping[str, Tensor]], stage: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -89,11 +103,13 @@ def test_peers_end_in_the_bits_of_the_rule_in_one_process(rule: str) -> None:
     crew, reference = Crew(made, assigned(made, exchange)), in_one_process(made, exchange)
     # The reference exchanges nothing where the training ends before a round does.
     whole = range(exchange.every + exchange.delay - 1, SPEC.steps, exchange.every)
-    ends = [last for last in periods(exchange) if last in whole]
+    joined = [SPEC.steps - 1] if exchange.gossips else []
+    ends = [last for last in periods(exchange) if last in whole and last not in joined]
     losses: list[tuple[float, ...]] = []
     sent: dict[int, tuple[int, ...]] = {}  # by the step after which it was contributed
     for reports in trained(crew, ends):
-        assert len({report.receipt.digest for report in reports if report.receipt}) == 1
+        digests = {r.receipt.included: r.receipt.digest for r in reports if r.receipt}
+        assert all(r.receipt and r.receipt.digest == digests[r.receipt.included] for r in reports)
         assert all(report.receipt and report.receipt.complete for report in reports)
         losses += zip(*(report.stage.losses for report in reports), strict=True)
         sent[exchange.contributed_after(reports[0].step) - 1] = tuple(
@@ -107,8 +123,9 @@ def test_peers_end_in_the_bits_of_the_rule_in_one_process(rule: str) -> None:
         same(run.snapshot(), stage.snapshot())
 
 
-def test_all_end_with_one_model_though_fragments_take_turns() -> None:
-    made, exchange = case("gpt2"), RULES["streaming"]
+@pytest.mark.parametrize("rule", ["streaming", *GOSSIP])
+def test_all_end_with_one_model_though_theirs_differ_before(rule: str) -> None:
+    made, exchange = case("gpt2"), RULES[rule]
     crew = Crew(made, assigned(made, exchange))
     *before, last = periods(exchange)
     trained(crew, before)
@@ -123,7 +140,7 @@ def test_all_end_with_one_model_though_fragments_take_turns() -> None:
     assert alike()
 
 
-@pytest.mark.parametrize("rule", ["diloco, coded", "streaming"])
+@pytest.mark.parametrize("rule", ["diloco, coded", "streaming", "saps", "swarm"])
 def test_peers_that_begin_with_what_they_stored_end_in_the_same_bits(rule: str) -> None:
     made, exchange = case("gpt2"), RULES[rule]
     whole = Crew(made, assigned(made, exchange))
@@ -164,9 +181,9 @@ class Counted(Cancel):
         super().check()
 
 
-@pytest.mark.parametrize("looks", [4, 9, 14])
-def test_the_others_go_on_with_the_steps_they_took_without_a_lost_peer(looks: int) -> None:
-    made, exchange = case("gpt2"), RULES["diloco"]
+@pytest.mark.parametrize(("rule", "looks"), [("diloco", 4), ("diloco", 14), ("saps", 9)])
+def test_the_others_go_on_with_the_steps_they_took_without_a_lost_peer(rule: str, looks: int) -> None:
+    made, exchange = case("gpt2"), replace(RULES[rule], every=3)
     crew, given = Crew(made, assigned(made, exchange)), assigned(made, exchange)
     crew.runs = crew.runs[:2]  # the third is gone before it sends anything
 
@@ -194,6 +211,26 @@ def test_the_others_go_on_with_the_steps_they_took_without_a_lost_peer(looks: in
         same(run.snapshot(), stage.snapshot())
 
 
+@pytest.mark.parametrize("codecs", [("none", "int4_block"), ("int4_block", "none")])
+def test_rounds_under_a_plan_with_another_codec_have_the_bits_of_that_codec(codecs: tuple[str, str]) -> None:
+    made = case("gpt2")
+    first, then = (Exchange("diloco", every=2, codec=codec) for codec in codecs)
+    given, reference = assigned(made, first), in_one_process(made, first)
+    crew = Crew(made, given)
+    trained(crew, [1])
+    names = [place.worker for place in given[0].plan.places]
+    plan = given[0].plan.moved(2, names, exchange=then)
+    for run, assignment in zip(crew.runs, given, strict=True):
+        run.reconfigure(assignment.reconfigured(plan, assignment.links, 2))
+    trained(crew, [3, 5])
+    for step in range(6):
+        if step == 2:
+            reference.exchange, reference.rule = then, make_rule(then)
+        reference.step(step, lambda rank, at: [made.batches.of(at, m) for m in SHARES[rank]])
+    for run, stage in zip(crew.runs, reference.stages, strict=True):
+        same(run.snapshot(), stage.snapshot())
+
+
 def test_nobody_is_waited_for_beyond_the_deadline() -> None:
     made = case("gpt2")
     crew = Crew(made, assigned(made, replace(RULES["diloco"], deadline_s=0.3)))
@@ -213,7 +250,7 @@ def test_a_peer_that_is_absent_is_given_no_work() -> None:
 
 def test_a_rule_by_its_name_is_one_that_workers_run() -> None:
     made = case("gpt2")
-    for how in ("diloco", "diloco:int4_block", "streaming_diloco", "sparseloco"):
+    for how in ("diloco", "diloco:int4_block", "streaming_diloco", "sparseloco", "saps:50", "swarm", "wagma"):
         exchange = wanted_exchange(how, 20)
         assert exchange is not None
         ready = assigned(made, exchange)[0]

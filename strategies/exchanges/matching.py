@@ -24,8 +24,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import connected_components
 
 from atoll.errors import UsageError
 
@@ -39,6 +37,7 @@ if TYPE_CHECKING:
 
 Pairs = tuple[tuple[int, int], ...]  # peers by index, each at most once, the smaller first
 
+PAIRS, GROUPS = 0, 3  # what words are drawn for
 WINDOW_SLACK = 5  # rounds above log2(n), the fewest that connect n peers (papers/compression.md 2.2)
 
 
@@ -87,9 +86,36 @@ class Network:
     @cached_property
     def parts(self) -> Ints:
         """[n] the connected component that each peer belongs to."""
-        if not self.n:
-            return np.zeros(0, dtype=np.int64)
-        return np.asarray(connected_components(csr_array(self.rate > 0.0), directed=False)[1], dtype=np.int64)
+        label, before = np.arange(self.n), np.full(self.n, -1)
+        joined = (self.rate > 0.0) | np.eye(self.n, dtype=np.bool_)
+        while not np.array_equal(label, before):  # each takes the smallest label around it
+            before, label = label, np.where(joined, label[None, :], self.n).min(axis=1, initial=self.n)
+        return np.asarray(np.unique(label, return_inverse=True)[1], dtype=np.int64)
+
+
+def random_words(seed: int, number: int, purpose: int, count: int) -> Words:
+    """[count] words of 64 bits from a counter: a function of its arguments in every release of numpy."""
+    generator = np.random.Philox(key=[seed % 2**64, number], counter=[0, 0, 0, purpose])
+    return np.asarray(generator.random_raw(count), dtype=np.uint64)
+
+
+def grid_groups(n: int, size: int, seed: int, number: int) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of at most ``size`` of n peers that average together in a round; alone is in none.
+
+    Peers have d digits in base ``size``, in an order drawn anew every d rounds; a round groups those
+    that differ in one digit at most. With size^d peers all hold the mean after d rounds (WAGMA's
+    butterfly, Moshpit's grid: papers/compression.md 7). Rates do not count.
+    """
+    if size < 2:
+        raise UsageError(f"groups of {size}; at least 2 average")
+    digits = next(d for d in range(1, n + 1) if size**d >= n) if n else 1
+    cycle, digit = divmod(number, digits)
+    order = np.argsort(random_words(seed, cycle, GROUPS, n), kind="stable").tolist()
+    grouped: dict[int, list[int]] = {}
+    for place, peer in enumerate(order):
+        without = place - place // size**digit % size * size**digit
+        grouped.setdefault(without, []).append(peer)
+    return tuple(tuple(group) for group in grouped.values() if len(group) > 1)
 
 
 def match(network: Network, words: Words, past: Iterable[Pairs]) -> Pairs:

@@ -1,0 +1,67 @@
+"""Rates that gossip's pairs are drawn by, while a job runs: of newcomers, of links that have changed. Pure.
+
+A table is the plan's, so another one is a reconfiguration: all connect anew, which costs an exchange and at
+most a step. Therefore it waits until many pairs have moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from coordinator.messages.jobs import STEPPING, Event, JobState, Replaced
+from coordinator.planning.gossip_plans import moved_share, renewed
+
+if TYPE_CHECKING:
+    from atoll.exchange import PairTable
+    from coordinator.membership.effects import Effects
+    from coordinator.membership.roster import Roster
+
+LOOK_S = 60.0  # between two looks at a job's links
+MOVED = 0.2  # share of the pairs that are fast where they were slow, or slow where they were fast
+
+
+def newer_table(
+    state: JobState, roster: Roster, workers: Sequence[str], ranks: Sequence[int]
+) -> PairTable | None:
+    """Return the rates that pairs of ``ranks`` have by now; None where pairs are not drawn by rates, or no
+    round has shown yet what it sends."""
+    plan = state.plan
+    sent = [report.receipt.sent_bytes for report in state.reports.values() if report.receipt is not None]
+    if plan is None or plan.exchange is None or plan.exchange.pairs is None or not max(sent, default=0):
+        return None
+    fleet = roster.fleet([workers[rank] for rank in ranks], state.spec.training.precision.value)
+    return renewed(fleet, ranks, len(plan.places), max(sent), plan.exchange.pairs)
+
+
+@dataclass(slots=True)
+class PairTables:
+    """Of all jobs; ``step``: step a job's machine."""
+
+    effects: Effects
+    step: Callable[[str, Event], None]
+    _looked_s: dict[str, float] = field(default_factory=dict)  # by job
+
+    def look(self, state: JobState) -> None:
+        """Have pairs drawn by newer rates where many have moved."""
+        if state.phase not in STEPPING or state.plan is None or state.seating:
+            self._looked_s.pop(state.job, None)
+            return
+        if self.effects.now_s < self._looked_s.setdefault(state.job, self.effects.now_s) + LOOK_S:
+            return
+        self._looked_s[state.job] = self.effects.now_s
+        workers = tuple(place.worker for place in state.plan.places)
+        newer = newer_table(state, self.effects.roster, workers, state.present)
+        exchange = state.plan.exchange
+        if newer is None or exchange is None or exchange.pairs is None:
+            return
+        moved = moved_share(exchange.pairs, newer)
+        if moved >= MOVED:
+            words = f"{moved:.0%} of the pairs are faster or slower than they were: pairs are drawn anew"
+            absent = state.plan.absent
+            exchange = replace(exchange, pairs=newer)
+            self.step(
+                state.job,
+                Replaced(workers, frozenset(), words, chosen=True, absent=absent, exchange=exchange),
+            )
