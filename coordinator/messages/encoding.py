@@ -81,13 +81,16 @@ def _mapping(read: Reader | None) -> Reader | None:
 
 
 def _fields(kind: Any) -> Reader:
-    hints = get_type_hints(kind)
-    known = {field.name: reader(hints[field.name]) for field in dataclasses.fields(kind)}
-    readers = [(name, read) for name, read in known.items() if read is not None]
+    @cache
+    def readers() -> list[tuple[str, Reader]]:
+        """By field; found at the first value, as a type may have fields of its own type."""
+        hints = get_type_hints(kind)
+        known = {field.name: reader(hints[field.name]) for field in dataclasses.fields(kind)}
+        return [(name, read) for name, read in known.items() if read is not None]
 
     def read_all(value: Mapping[str, Any]) -> Any:
         values = dict(value)
-        for name, read in readers:
+        for name, read in readers():
             if name in values:
                 values[name] = read(values[name])
         return kind(**values)

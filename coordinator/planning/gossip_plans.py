@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.exchange import PairTable, Pattern
-from coordinator.planning.peers import best_threshold
+from coordinator.planning.peers import MOVED, best_threshold
 from coordinator.planning.transfers import PHASES, coded, exchange_s, owner_transfers, pair_rates
 from strategies.exchanges.catalogue import exchange_facts
 from strategies.exchanges.matching import Network
@@ -63,10 +63,13 @@ def renewed(fleet: Fleet, ranks: Sequence[int], n_ranks: int, n_bytes: float, be
 
 
 def moved_share(before: PairTable, now: PairTable) -> float:
-    """Return the share of the pairs that both know which are on the other side of the threshold by now."""
-    old, new = np.array(before.rates), np.array(now.rates)
+    """Return the share of the pairs that both know which are on the other side of the threshold by now, and
+    by a fifth faster or slower beside it than they were: pairs that are alike cross it by chance."""
+    if not before.threshold or not now.threshold:
+        return 0.0
+    old, new = np.array(before.rates) / before.threshold, np.array(now.rates) / now.threshold
     both = (old > 0.0) & (new > 0.0)
-    moved = (old >= before.threshold) != (new >= now.threshold)
+    moved = ((old >= 1.0) != (new >= 1.0)) & (np.abs(new - old) > MOVED * old)
     return float(moved[both].mean()) if both.any() else 0.0
 
 

@@ -89,7 +89,7 @@ NOT_HERE = 1
 """``micro`` of the answer to a REPLAY that cannot be obeyed; its header is the reason."""
 MEASURED = frozenset({Direction.FORWARD, Direction.BACKWARD, Direction.PART, Direction.TOTAL})
 """Boundary tensors of training steps, and exchanges: what a link's rate is measured by. Tied parameters
-and evaluation come in bursts of their own size at steps of their own; no codec of the plan answers for them."""
+and evaluation come in bursts of their own size at steps of their own; no codec answers for them."""
 
 EXCHANGED = frozenset({Direction.PART, Direction.TOTAL})
 

@@ -45,6 +45,7 @@ FACTS: list[facts.Fact] = [
     facts.Reconfigured(
         "j", 5, 9, 4, ("a", "b"), (), "moved", (1,), Exchange("saps", pairs=PairTable((0.0, 2.5) * 2, 1.5))
     ),
+    facts.Reconfigured("j", 5, 9, 4, ("a", "b"), (), "moved", (1,), Exchange("sum", inner=Exchange())),
     facts.Reconfigured("j", 6, 12, 5, ("w-b",), (), "w-a is lost; w-b goes on", plan=PLAN),
     facts.JobEnded("f", "failed", "why"),
 ]

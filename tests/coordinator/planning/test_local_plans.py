@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from atoll.errors import NotEnoughMemory, PlanError
+from atoll.exchange import PairTable
 from atoll.job import TrainingSpec
 from atoll.plan import Plan
 from coordinator.client.fleet_file import parse_fleet
@@ -139,4 +140,11 @@ def test_a_newer_table_keeps_the_thresholds_place_and_shows_what_moved() -> None
     assert (table[:, 2] == 0.0).all()
     assert now.threshold <= table.max() < before.threshold
     assert moved_share(before, before) == 0.0
-    assert moved_share(replace(before, threshold=0.0), replace(now, threshold=1e12)) == 1.0
+
+
+def test_pairs_that_are_alike_cross_the_threshold_by_chance_and_others_have_moved() -> None:
+    before = PairTable((0.0, 9.5, 10.5, 0.0), 10.0)
+    assert moved_share(before, PairTable((0.0, 10.5, 9.5, 0.0), 10.0)) == 0.0
+    assert moved_share(before, PairTable((0.0, 20.0, 5.0, 0.0), 10.0)) == 1.0
+    assert moved_share(before, PairTable((0.0, 19.0, 21.0, 0.0), 20.0)) == 0.0  # twice as fast, all of them
+    assert moved_share(before, PairTable((0.0, 0.0, 5.0, 0.0), 10.0)) == 1.0  # of those that both know

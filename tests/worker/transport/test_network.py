@@ -27,7 +27,18 @@ from protos.credentials import (
 from tests.patience import HUNG_S
 from tests.worker.transport.hosts import PATIENT, Host, enroll, key
 from worker.transport.contract import Paths, PeerLost, TransportConfig, Way
-from worker.transport.frames import Close, Data, Direction, Frame, Hello, MessageKey, Ping, decode_all, encode
+from worker.transport.frames import (
+    MEASURED,
+    Close,
+    Data,
+    Direction,
+    Frame,
+    Hello,
+    MessageKey,
+    Ping,
+    decode_all,
+    encode,
+)
 from worker.transport.measure import burst_rate_bps
 from worker.transport.network import PeerNetwork
 from worker.transport.pipes import METHOD
@@ -218,8 +229,7 @@ def test_messages_of_any_size_arrive_whole_over_several_connections(host: Make, 
     assert a.network.flush("w-b", HUNG_S)
     (report,) = a.network.goodput()
     assert report.peer == "w-b"
-    measured = (Direction.FORWARD, Direction.BACKWARD)
-    assert report.bytes == sum(len(payload) for k, (_, payload) in sent.items() if k.direction in measured)
+    assert report.bytes == sum(len(payload) for k, (_, payload) in sent.items() if k.direction in MEASURED)
     assert report.busy_s > 0
     assert report.rtt_s > 0
     assert a.network.goodput() == []
