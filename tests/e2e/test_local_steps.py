@@ -84,7 +84,9 @@ def test_peers_end_in_the_bits_of_the_rule_in_one_process(fleet: LoopbackFleet) 
     assert difference(found, in_one_process(case, Exchange("diloco", every=3)), 1) == 0.0
 
 
-@pytest.mark.parametrize("how", ["saps:4", "swarm", "wagma"])
+@pytest.mark.parametrize(
+    "how", ["saps:4", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("swarm", "wagma"))]
+)
 def test_gossip_ends_in_the_bits_of_its_rule_in_one_process(fleet: LoopbackFleet, how: str) -> None:
     case = built_in("gpt2", replace(TRAINING, exchange=how, local_steps=2), 0.1)
     shown: list[str] = []

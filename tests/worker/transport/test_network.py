@@ -237,7 +237,7 @@ def test_messages_of_any_size_arrive_whole_over_several_connections(host: Make, 
 
 def test_tied_parameters_and_evaluation_tell_no_rate(host: Make) -> None:
     a, b = connected(host, TransportConfig(silence_s=60, reconnect_s=60))
-    others = [d for d in Direction if d not in (Direction.FORWARD, Direction.BACKWARD)]
+    others = [d for d in Direction if d not in MEASURED]
     for number, direction in enumerate(others):
         a.network.send("w-b", key(number, direction), b"", b"x" * 300_000)
     for _ in others:
