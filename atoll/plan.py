@@ -183,10 +183,9 @@ class Plan:
         places = self.places
         return next((rank for rank in self.present if places[rank].worker == worker), None)
 
-    def ranks_in(self, before: Plan) -> tuple[int, ...]:
-        """Return by rank which one its worker had in an earlier plan. KeyError where one had none."""
-        had = {place.worker: rank for rank, place in enumerate(before.places)}
-        return tuple(had[place.worker] for place in self.places)
+    def ranks_in(self, before: Plan) -> tuple[int | None, ...]:
+        """Return by rank which one its worker had in an earlier plan, None where it had none."""
+        return tuple(before.rank_of(place.worker) for place in self.places)
 
     def actions(self, rank: int) -> tuple[Action, ...]:
         """Return the actions of a rank in a step, in order, on the micro-batches of its replica."""

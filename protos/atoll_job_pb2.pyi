@@ -1037,6 +1037,8 @@ class StagePrediction(_message.Message):
     MEMORY_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     CODEC_S_FIELD_NUMBER: _builtins.int
     HANDLING_S_FIELD_NUMBER: _builtins.int
+    GRADIENT_BYTES_FIELD_NUMBER: _builtins.int
+    TIED_GRADIENT_BYTES_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     compute_s: _builtins.float
     busy_share: _builtins.float
@@ -1044,6 +1046,9 @@ class StagePrediction(_message.Message):
     memory_limit_bytes: _builtins.int
     codec_s: _builtins.float
     handling_s: _builtins.float
+    gradient_bytes: _builtins.int
+    """of the parameters that one op uses; of those that several use, once for each:"""
+    tied_gradient_bytes: _builtins.int
     def __init__(
         self,
         *,
@@ -1054,10 +1059,12 @@ class StagePrediction(_message.Message):
         memory_limit_bytes: _builtins.int = ...,
         codec_s: _builtins.float = ...,
         handling_s: _builtins.float = ...,
+        gradient_bytes: _builtins.int = ...,
+        tied_gradient_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_share", b"busy_share", "codec_s", b"codec_s", "compute_s", b"compute_s", "handling_s", b"handling_s", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_share", b"busy_share", "codec_s", b"codec_s", "compute_s", b"compute_s", "gradient_bytes", b"gradient_bytes", "handling_s", b"handling_s", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "tied_gradient_bytes", b"tied_gradient_bytes", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,6 +57,8 @@ def prediction_to_proto(prediction: Prediction) -> pb.Prediction:
                 memory_limit_bytes=s.memory_limit_bytes,
                 codec_s=s.codec_s,
                 handling_s=s.handling_s,
+                gradient_bytes=s.gradient_bytes,
+                tied_gradient_bytes=s.tied_gradient_bytes,
             )
             for s in prediction.stages
         ],
@@ -100,6 +102,8 @@ def prediction_from_proto(message: pb.Prediction, limits: Limits) -> Prediction:
                 memory_limit_bytes=s.memory_limit_bytes,
                 codec_s=s.codec_s,
                 handling_s=s.handling_s,
+                gradient_bytes=s.gradient_bytes,
+                tied_gradient_bytes=s.tied_gradient_bytes,
             )
             for s in bounds.count("predicted stages", message.stages, limits.stages)
         ),

@@ -95,7 +95,7 @@ class Reconfigured:
     reason: str
     absent: tuple[int, ...] = ()  # ranks of lost peers, which the others go on without
     exchange: Exchange | None = None  # of the plan from now on; None: as it was
-    plan: Plan | None = None  # where whole replicas share out the micro-batches without the others: theirs
+    plan: Plan | None = None  # where there are fewer replicas from then on, or one more: with their shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -538,11 +538,13 @@ class Ledger:
 
     @staticmethod
     def _share_anew(job: JobRecord, before: Plan, after: Plan, step: int) -> None:
-        """Have whole replicas go on without others: their ranks have other numbers, and steps before ``step``
-        cannot be repeated."""
+        """Have a plan go on with fewer replicas, or with one more: ranks have other numbers, and steps before
+        ``step`` cannot be repeated."""
         ranks = after.ranks_in(before)
-        job.since = tuple(job.given(rank) for rank in ranks)
-        job.agreed = tuple(job.agreed[rank] for rank in ranks)
+        job.since = tuple(0 if rank is None else job.given(rank) for rank in ranks)
+        # Who is new begins with what all the others have computed.
+        through = min(job.agreed)
+        job.agreed = tuple(through if rank is None else job.agreed[rank] for rank in ranks)
         stores = job.storing if before.storers == after.storers else ()
         due = step > job.last_checkpoint.step and step not in stores
         job.storing = (*stores, step) if due else stores

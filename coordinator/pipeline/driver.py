@@ -415,6 +415,9 @@ class PipelineDriver:
         self.losses.forget(state.job)
         members_now = {rank: self.effects.roster.workers[worker].member for rank, worker in _present(state)}
         replaced = {rank for rank, m in members_now.items() if (m.job, m.rank) != (state.job, rank)}
+        if state.standbys and state.plan is not None and len(state.plan.replicas) > 1:
+            self.beside.standbys.give_up(state, "the plan has a replica more")
+            state = self.jobs[state.job]
         state = self.beside.standbys.reassigned(state, replaced)
         for worker in todo.left:
             self._let_go(state, worker, todo.reason)

@@ -553,12 +553,12 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
 
 
 def _renumbered(state: JobState, before: Plan, after: Plan) -> JobState:
-    """Know a job's ranks by their numbers in the plan of the replicas that are whole. Nobody can repeat the
-    steps before, so the state as it is gets stored, by whoever does that now."""
+    """Know a job's ranks by their numbers in a plan of fewer replicas, or of one more. Nobody can repeat the
+    steps before, so the state as it is gets stored, by whoever does that now, unless it is."""
     ranks = after.ranks_in(before)
 
     def of(figures: Mapping[int, FigureT]) -> dict[int, FigureT]:
-        return {new: figures[old] for new, old in enumerate(ranks) if old in figures}
+        return {new: figures[old] for new, old in enumerate(ranks) if old is not None and old in figures}
 
     stores = dict(state.stores) if before.storers == after.storers else {}
     if state.step > state.checkpoint.step:

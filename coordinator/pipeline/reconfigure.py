@@ -152,7 +152,7 @@ def _taken_over(
     wrong = (newcomers and not_repeatable(state, record)) or _unlogged(state, roster, newcomers, ready)
     if wrong:
         return Refused(wrong)
-    spare = [s.worker for s in state.standbys.values() if _here(roster, s.worker)]
+    spare = [s.worker for s in state.standbys.values() if at_hand(roster, s.worker)]
     chosen = Successors(state, roster, missing, again, ready, spare).chosen()
     if isinstance(chosen, tuple):
         stages = [plan.places[rank].stage for rank in chosen]
@@ -202,7 +202,7 @@ def _standing_by(state: JobState, roster: Roster, lost: Collection[int]) -> dict
         return found
     for rank in lost:
         standby = state.standbys.get(rank)
-        if standby is None or not _here(roster, standby.worker):
+        if standby is None or not at_hand(roster, standby.worker):
             continue
         others = neighbours(state.plan, rank)
         behind = standby.step < state.step
@@ -213,7 +213,8 @@ def _standing_by(state: JobState, roster: Roster, lost: Collection[int]) -> dict
     return found
 
 
-def _here(roster: Roster, worker: str) -> bool:
+def at_hand(roster: Roster, worker: str) -> bool:
+    """Whether a worker that stands by is connected, and may be used."""
     known = roster.workers.get(worker)
     kept_out = known is None or known.quarantined or known.guest.paused or known.session is None
     return known is not None and not kept_out and known.member.phase is Membership.ASSIGNED

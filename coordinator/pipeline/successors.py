@@ -73,7 +73,7 @@ class Successors:
         idle = roster.plannable(roster.idle(), precision)
         taken = {*self._workers, *self.ready.values()}
         self._free = [worker for worker in (*idle, *self.spare) if worker not in taken]
-        self._fleet = _devices(roster, (*idle, *self.spare, *self._workers), precision)
+        self._fleet = devices_of(roster, (*idle, *self.spare, *self._workers), precision)
         self._fetching = Fetching(self.state, roster)
 
     def chosen(self) -> dict[int, str] | tuple[int, ...]:
@@ -187,7 +187,7 @@ def seconds_of(
     return seconds
 
 
-def _devices(roster: Roster, workers: Iterable[str], precision: str) -> dict[str, Device]:
+def devices_of(roster: Roster, workers: Iterable[str], precision: str) -> dict[str, Device]:
     """Return the devices of those workers that are known."""
     known = [worker for worker in dict.fromkeys(workers) if worker in roster.workers]
     return {device.worker: device for device in roster.fleet(known, precision).devices}

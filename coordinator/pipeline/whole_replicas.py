@@ -35,43 +35,52 @@ def without(state: JobState, roster: Roster, lost: Collection[int]) -> Plan | st
     whole = [number for number in range(len(plan.replicas)) if number not in broken]
     if not whole:
         return "no replica is whole"
-    replicas = _shared(state, plan, whole)
     ranks = [rank for number in whole for rank in ranks_of(plan, number)]
-    grown = any(_count(new) > _count(plan.replicas[old]) for new, old in zip(replicas, whole, strict=True))
+    seconds = [pipeline_s(state, plan, number) for number in whole]
+    exchange = _among(plan.exchange, ranks) if len(whole) > 1 else None
+    return shared(roster, plan, [plan.replicas[number] for number in whole], seconds, exchange)
+
+
+def shared(
+    roster: Roster,
+    plan: Plan,
+    replicas: Sequence[Replica],
+    seconds: Sequence[float],
+    exchange: Exchange | None,
+) -> Plan | str:
+    """Return a plan of these ``replicas``, which share out its step by the ``seconds`` that each took for the
+    share that it had, or which stage has no room for its new one. The plan predicts the stages of all."""
+    later = _shares(plan, replicas, seconds)
+    grown = any(_count(new) > _count(old) for new, old in zip(later, replicas, strict=True))
     gpipe = plan.schedule is ScheduleName.GPIPE
-    left = replace(
-        plan,
-        replicas=replicas,
-        schedule=ScheduleName.ONE_F_ONE_B if gpipe and grown else plan.schedule,
-        exchange=_among(plan.exchange, ranks) if len(whole) > 1 else None,
-    )
+    schedule = ScheduleName.ONE_F_ONE_B if gpipe and grown else plan.schedule
+    left = replace(plan, replicas=later, schedule=schedule, exchange=exchange)
     if plan.prediction is None:
         return left
-    stages = _predicted_stages(plan, left, whole)
-    wrong = _too_large(roster, [plan.prediction.stages[rank] for rank in ranks], stages)
-    return wrong or replace(left, prediction=_predicted(plan, left, whole, stages))
+    told = {stage.worker: stage for stage in plan.prediction.stages}
+    before = [told[place.worker] for place in left.places]
+    stages = _predicted_stages(plan, left, replicas, before)
+    wrong = _too_large(roster, before, stages)
+    return wrong or replace(left, prediction=_predicted(plan, left, replicas, stages))
 
 
 def _count(replica: Replica) -> int:
     return replica.micros[1] - replica.micros[0]
 
 
-def _shared(state: JobState, plan: Plan, whole: Sequence[int]) -> tuple[Replica, ...]:
+def _shares(plan: Plan, replicas: Sequence[Replica], seconds: Sequence[float]) -> tuple[Replica, ...]:
     """Share out the step's blocks among replicas by their speed."""
     blocks = block_ranges(plan.n_micro, plan.blocks)
-    seconds = [_pipeline_s(state, plan, number) for number in whole]
     speeds = [
-        _count(plan.replicas[number]) / seconds_ if min(seconds) > 0 else 1.0
-        for number, seconds_ in zip(whole, seconds, strict=True)
+        _count(replica) / took_s if min(seconds) > 0 else 1.0
+        for replica, took_s in zip(replicas, seconds, strict=True)
     ]
     ends = [blocks[stop - 1].stop for stop in accumulate(shares_of(len(blocks), speeds))]
-    return tuple(
-        _replica(plan, plan.replicas[number], micros)
-        for number, micros in zip(whole, pairwise((0, *ends)), strict=True)
-    )
+    spans = pairwise((0, *ends))
+    return tuple(_replica(plan, replica, span) for replica, span in zip(replicas, spans, strict=True))
 
 
-def _pipeline_s(state: JobState, plan: Plan, number: int) -> float:
+def pipeline_s(state: JobState, plan: Plan, number: int) -> float:
     """Return the seconds that the slowest stage of a replica took for its share of the last step, as
     predicted where that was not measured; 0 where neither is known."""
     found = []
@@ -109,28 +118,27 @@ def _among(exchange: Exchange | None, ranks: Sequence[int]) -> Exchange | None:
 # ---------------------------------------------------------------- predictions
 
 
-def _predicted_stages(plan: Plan, left: Plan, whole: Sequence[int]) -> list[StagePrediction]:
-    """Return what the stages take with their new shares."""
-    assert plan.prediction is not None  # noqa: S101 - the caller has looked
+def _predicted_stages(
+    plan: Plan, left: Plan, replicas: Sequence[Replica], before: Sequence[StagePrediction]
+) -> list[StagePrediction]:
+    """Return what the stages take with their new shares; ``before``: with those that they had."""
     found = []
-    alone = len(whole) == 1
-    for replica, number in zip(left.replicas, whole, strict=True):
-        before = plan.replicas[number]
-        times = _count(replica) / _count(before)
-        for rank in ranks_of(plan, number):
-            told = plan.prediction.stages[rank]
-            once, tied = told.gradient_bytes, told.tied_gradient_bytes
-            more = gradient_copies(once, tied, _blocks(left, replica), alone=alone)
-            more -= gradient_copies(once, tied, _blocks(plan, before), alone=False)
-            found.append(
-                replace(
-                    told,
-                    compute_s=told.compute_s * times,
-                    codec_s=told.codec_s * times,
-                    handling_s=told.handling_s * times,
-                    memory_bytes=told.memory_bytes + more,
-                )
+    were_alone, alone = len(plan.replicas) == 1, len(left.replicas) == 1
+    for place, told in zip(left.places, before, strict=True):
+        old, new = replicas[place.replica], left.replicas[place.replica]
+        times = _count(new) / _count(old)
+        once, tied = told.gradient_bytes, told.tied_gradient_bytes
+        more = gradient_copies(once, tied, _blocks(left, new), alone=alone)
+        more -= gradient_copies(once, tied, _blocks(plan, old), alone=were_alone)
+        found.append(
+            replace(
+                told,
+                compute_s=told.compute_s * times,
+                codec_s=told.codec_s * times,
+                handling_s=told.handling_s * times,
+                memory_bytes=told.memory_bytes + more,
             )
+        )
     return found
 
 
@@ -151,20 +159,19 @@ def _too_large(roster: Roster, before: Sequence[StagePrediction], after: Sequenc
     return ""
 
 
-def _predicted(plan: Plan, left: Plan, whole: Sequence[int], stages: Sequence[StagePrediction]) -> Prediction:
-    """Return what a step takes: the slowest replica's share has grown most, the exchange has not."""
+def _predicted(
+    plan: Plan, left: Plan, replicas: Sequence[Replica], stages: Sequence[StagePrediction]
+) -> Prediction:
+    """Return what a step takes: no less than before, as the exchange may be another one; where a share has
+    grown, longer by that of the slowest replica."""
     assert plan.prediction is not None  # noqa: S101 - the caller has looked
-    times = {
-        stage.worker: _count(replica) / _count(plan.replicas[number])
-        for replica, number in zip(left.replicas, whole, strict=True)
-        for stage in replica.stages
-    }
-    of = {stage.worker: number for number, r in enumerate(left.replicas) for stage in r.stages}
+    of = {place.worker: place.replica for place in left.places}
+    times = [_count(new) / _count(old) for new, old in zip(left.replicas, replicas, strict=True)]
     links = tuple(
         replace(link, bytes_per_step=round(link.bytes_per_step * grown), busy_s=link.busy_s * grown)
         for link in plan.prediction.links
         if link.source in of and link.target in of
-        for grown in [times[link.source] if of[link.source] == of[link.target] else 1.0]
+        for grown in [times[of[link.source]] if of[link.source] == of[link.target] else 1.0]
     )
-    step_s = plan.prediction.step_s * max(1.0, *times.values())
+    step_s = plan.prediction.step_s * max(1.0, *times)
     return replace(plan.prediction, step_s=step_s, stages=tuple(stages), links=links)

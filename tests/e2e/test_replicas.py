@@ -166,3 +166,36 @@ def test_no_step_and_no_bit_is_lost_with_a_rank_that_is_killed(lost: int, worker
         assert [fact.step for fact in facts if isinstance(fact, CheckpointStored)] == [moved.step, 60]
     assert (moved.plan is None) == (workers > 3)
     assert difference(found, run_local(given, (0,)), 1) == 0.0
+
+
+@pytest.mark.slow
+def test_a_replica_that_lost_its_worker_is_whole_again_once_another_joins() -> None:
+    """The job is cancelled once that is so, and its losses are those of one machine up to then."""
+    training = replace(TRAINING, steps=3000, n_micro=4, blocks=2, replicas="2", checkpoint_every=10**6)
+    given = replace(case("gpt2"), training=training, batches=lambda step: case("gpt2").batches(step)[:4])
+    holders: list[str] = []
+    struck, joined, again_at = False, False, 0
+    with LoopbackFleet(2) as fleet:
+        job = fleet.client.submit(prepare(as_job(given))).job
+        for update in fleet.client.watch(job):
+            holders = [stage.worker for stage in update.stages] or holders
+            if not struck and update.step > 5:
+                struck = True
+                disturb(fleet, holders[0], signal.SIGKILL)
+            if struck and not joined and len(holders) == 1:
+                joined = True
+                fleet._spawn("worker2", *fleet.join_command("worker2"))
+            if joined and len(holders) == 2 and not again_at:
+                again_at = update.step
+            if again_at and update.step > again_at + 5 and update.state != "cancelled":
+                fleet.client.cancel(job)
+        with closing(StoredJournal(fleet.state / "journal.sqlite")) as journal:
+            facts = [from_record(record) for record in journal.replay()]
+    assert update.state == "cancelled", update.reason
+    moves = [fact for fact in facts if isinstance(fact, Reconfigured)]
+    assert [(len(m.plan.replicas), len(m.newcomers)) for m in moves if m.plan is not None] == [(1, 0), (2, 1)]
+    commits = [fact for fact in facts if isinstance(fact, StepCommitted)]
+    assert [fact.step for fact in commits] == list(range(len(commits)))
+    assert sum(isinstance(fact, PlanAdopted) for fact in facts) == 1
+    short = replace(given, training=replace(training, steps=len(commits)))
+    assert [fact.loss for fact in commits] == [row[0] for row in run_local(short, (0,)).figures]

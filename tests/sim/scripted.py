@@ -150,7 +150,7 @@ class Scripted(Coordinator):
         """Return who holds a job's stages, the first stage's worker first."""
         plan = self.state(job).plan
         assert plan is not None
-        return [stage.worker for stage in plan.stages]
+        return [place.worker for place in plan.places]
 
     def load(self, job: str = "job-1") -> None:
         """Have all stages loaded."""

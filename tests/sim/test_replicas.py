@@ -8,14 +8,20 @@ from dataclasses import replace
 import pytest
 
 from coordinator.messages import events as ev
-from coordinator.messages.facts import CheckpointStored, Reconfigured, StepCommitted, from_record
+from coordinator.messages.facts import (
+    CheckpointStored,
+    PlanAdopted,
+    Reconfigured,
+    StepCommitted,
+    from_record,
+)
 from coordinator.messages.jobs import JobState, Phase
 from coordinator.pipeline import whole_replicas
 from tests.sim.compute import Bench
 from tests.sim.faults import Crash, CutOff, Fault, Freeze, Hang, KillCoordinator, Leave, Partition
 from tests.sim.shrink import shrunk
 from tests.sim.test_reconfigure import LOADED_S, ran
-from tests.sim.world import Scenario, scenario, told, violation_of
+from tests.sim.world import Scenario, World, scenario, told, violation_of
 
 
 def replicated(seed: int) -> Scenario:
@@ -163,6 +169,43 @@ def test_the_state_is_stored_as_it_is_since_nobody_can_repeat_the_steps_before()
     stored = [fact.step for fact in facts if isinstance(fact, CheckpointStored)]
     assert moves[0].step in stored
     assert moves[0].step % 3  # the job itself asks for one after each third
+
+
+LONGER = 40
+
+
+def grown(world: World) -> list[tuple[int, int]]:
+    """Replicas, and how many newcomers, of every reconfiguration that changed their number, where each step
+    is committed once under one plan that was adopted."""
+    assert world.coordinator.shadow.jobs["job-1"].outcome == "finished"
+    facts = [from_record(record) for record in world.coordinator.folder.records]
+    assert [fact.step for fact in facts if isinstance(fact, StepCommitted)] == list(range(LONGER))
+    assert sum(isinstance(fact, PlanAdopted) for fact in facts) == 1
+    moves = [fact for fact in facts if isinstance(fact, Reconfigured)]
+    return [(len(fact.plan.replicas), len(fact.newcomers)) for fact in moves if fact.plan is not None]
+
+
+@pytest.mark.parametrize("standbys", [0, 2])
+def test_a_worker_that_is_back_makes_a_replica_again(standbys: int) -> None:
+    fault = Crash(LOADED_S + 0.7, 0.6, "w3")
+    why, world = violation_of(
+        Scenario(seed=1, workers=4, replicas=2, faults=(fault,), steps=LONGER, standbys=standbys)
+    )
+    assert why == ""
+    found = grown(world)
+    assert found == [(1, 0), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    "second",
+    [Crash(11.5, 0.0, "w2"), Crash(12.0, 0.0, "w2"), KillCoordinator(11.4, 0.3), KillCoordinator(12.0, 0.3)],
+)
+def test_whatever_is_lost_while_a_replica_is_added(second: Fault) -> None:
+    faults = (Crash(LOADED_S + 0.7, 4.0, "w3"), second)
+    why, world = violation_of(Scenario(seed=1, workers=4, replicas=2, faults=faults, steps=LONGER))
+    assert why == ""
+    found = grown(world)
+    assert found[0] == (1, 0)
 
 
 def test_a_job_that_goes_back_though_a_replica_is_whole_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

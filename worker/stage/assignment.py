@@ -131,8 +131,8 @@ class Assignment:
     def reconfigured(
         self, plan: Plan, links: tuple[PeerLink, ...], step: int, *, standby: bool = False
     ) -> Assignment:
-        """The same stage from ``step`` on under a later plan that has some stages on other workers, or goes
-        on without other replicas: then its own may have another share of the step.
+        """The same stage from ``step`` on under a later plan that has some stages on other workers, or other
+        replicas beside its own: then that may have another share of the step.
 
         PlanError for a plan under which the stage would compute otherwise.
         """
@@ -155,11 +155,10 @@ class Assignment:
         return replace(changed, replay=None, standby=standby)
 
     def _goes_on_as(self, plan: Plan, place: Place) -> bool:
-        """Whether a place in a plan of fewer replicas is this stage's, among the same others."""
-        later, mine = plan.replicas[place.replica], self.pipeline
-        fewer = len(plan.replicas) < len(self.plan.replicas)
+        """Whether a place in a plan of more or fewer replicas is this stage's, among the same others."""
+        others = len(plan.replicas) != len(self.plan.replicas)
         alike = (plan.blocks, plan.recompute) == (self.plan.blocks, self.plan.recompute)
-        return fewer and alike and later.links == mine.links and _cut(later) == _cut(mine)
+        return others and alike and _cut(plan.replicas[place.replica]) == _cut(self.pipeline)
 
     @property
     def eras(self) -> tuple[tuple[int, Assignment], ...]:

@@ -95,8 +95,9 @@ class StageRun:
         self._local = local
         self._joining: GradientExchange | None = None  # of the step under way, where there are other replicas
         self._joining_s = 0.0  # sending parts within the backward that runs
+        self._watches = False
         if assignment.buckets:
-            stage.watch_parts(self._part_whole)
+            self._watch()
         self._expected: int | None = None  # last step whose messages are taken
         self._steps = 0  # whose updates the stage has
         self._busy = {Work.FORWARD: 0.0, Work.BACKWARD: 0.0}
@@ -104,6 +105,11 @@ class StageRun:
         self._step_s = 0.0  # the last one's
         self._optimizer_s = 0.0
         self._finish_s = 0.0
+
+    def _watch(self) -> None:
+        """Hear of parts that are whole within backwards; once, as leaves call whoever was named first."""
+        self._watches = True
+        self._stage.watch_parts(self._part_whole)
 
     def open(self, first_step: int) -> None:
         """Take messages of the first step; before anybody is told that this stage is loaded."""
@@ -141,6 +147,8 @@ class StageRun:
         if actions != self._actions:
             self._stage.share(actions)
             self._actions = actions
+        if later.buckets and not self._watches:
+            self._watch()
         if feed is not None:
             self._feed.close()
             self._feed = feed

@@ -38,6 +38,22 @@ def test_who_repeats_does_so_at_the_speed_of_its_stage_and_all_together_at_that_
     assert "back to step 0 (no idle worker can take over stage 1)" in costs(without)[1].why
 
 
+def test_a_replica_beside_a_whole_one_costs_the_time_to_notice_it() -> None:
+    world = Scripted(stages=1, fewest=1)
+    world.join("a", "b")
+    world.submit(what=spec(1, n_micro=2, blocks=2, replicas="2"))
+    for worker in "ab":
+        world.says(worker, ev.Loaded(JOB, 1, 1.0))
+    for _ in range(2):
+        for worker in "ab":
+            world.ready(worker, square_norms=(1.0,), losses=(0.5,))
+    for cost in costs(world):
+        assert cost.seconds == 2.0
+        assert cost.why == (
+            "the other replicas go on without it: 2.0 s to notice; no idle worker can take over stage 0"
+        )
+
+
 def test_messages_count_where_they_take_longer_than_computing() -> None:
     world = trained("a", "b", "c", steps=0)
     world.scheduler.roster.links.table.believe(("a", "b"), 8e6)

@@ -13,6 +13,7 @@ from atoll.exchange import Exchange
 from atoll.microbatch import ScheduleName, Work
 from atoll.plan import LinkPrediction, Plan, Prediction, Replica, StagePrediction, StageSpec, check_shares
 from coordinator.membership.roster import Roster
+from coordinator.messages.encoding import from_json, to_json
 from coordinator.messages.events import StepReady
 from coordinator.messages.facts import Checkpoint
 from coordinator.messages.jobs import JobState
@@ -38,7 +39,7 @@ def planned(*shares: int, stages: int = 2, schedule: ScheduleName = ScheduleName
         for number, micros in enumerate(pairwise(ends))
     )
     plan = Plan(
-        "job-1", 3, "", "", "", schedule, n_micro, replicas, blocks=n_micro,
+        "job-1", 3, "ab" * 32, "", "test", schedule, n_micro, replicas, blocks=n_micro,
         exchange=Exchange(rates=tuple(float(at + 1) for at in range(stages * len(shares)))),
     )  # fmt: skip
     told = tuple(
@@ -120,6 +121,14 @@ def test_a_stage_without_room_for_sums_of_more_blocks_goes_back_instead() -> Non
     )
     # Who is alone needs nothing to exchange.
     assert isinstance(without(state(plan), NOBODY, {0, 2}), Plan)
+
+
+def test_a_restarted_coordinator_counts_the_same_memory() -> None:
+    plan = planned(1, 1, 2)
+    (back,) = from_json(tuple[Plan, ...], to_json((plan,)))
+    assert back.prediction is not None
+    assert plan.prediction is not None
+    assert back.prediction.stages == plan.prediction.stages
 
 
 def test_without_a_whole_replica_or_another_one_nothing_is_left() -> None:

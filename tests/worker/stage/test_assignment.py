@@ -11,7 +11,7 @@ from atoll.exchange import Exchange
 from atoll.job import Recompute, TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.opdag import StateMeta, TensorMeta
-from atoll.plan import LinkSpec, Plan, Replica, StageSpec, one_replica
+from atoll.plan import Plan, Replica, StageSpec, one_replica
 from atoll.program import StageProgram
 from worker.stage.assignment import Assignment, check
 
@@ -42,7 +42,6 @@ def test_a_stage_goes_on_without_other_replicas_and_under_no_other_plan() -> Non
         replace(alone, replicas=(Replica((0, 4), STAGES),)),  # of another worker
         replace(alone, replicas=(Replica((0, 4), (replace(stage, stop=3),)),)),
         replace(alone, replicas=(Replica((0, 4), (replace(stage, held=2),)),)),
-        replace(alone, replicas=(Replica((0, 4), SECOND.stages, (LinkSpec(0, 0, "int8"),)),)),
         replace(alone, blocks=4),
         replace(alone, recompute=Recompute.FULL),
         replace(TWO, version=2, replicas=(Replica((0, 1), STAGES), replace(SECOND, micros=(1, 4)))),

@@ -130,6 +130,36 @@ def test_replicas_go_on_without_one_in_the_bits_of_one_machine(
                 assert torch.equal(value, held[name][key]), (name, key)
 
 
+def test_a_replica_more_begins_with_the_state_of_the_others() -> None:
+    made = case("gpt2")
+    cut = cut_evenly(made.dag, 2)
+    alone = [
+        replace(given, plan=replace(given.plan, exchange=None))
+        for given in assigned(made, FOUR, [((0, 4), cut)])
+    ]
+    crew, whole = Crew(made, alone), one_machine(made, FOUR)
+    for step in range(FOUR.steps):
+        if step == 1:
+            state = {**made.tensors, **crew.snapshot()}
+            together = assigned(made, FOUR, [((0, 3), cut), ((3, 4), cut)])
+            plan = replace(together[0].plan, version=2)
+            for run in crew.runs:
+                run.reconfigure(run.assignment.reconfigured(plan, together[0].links, step))
+            for given in together[2:]:
+                run = crew.run_of(replace(given, version=2, plan=plan, first_step=step), state)
+                run.open(step)
+                crew.runs.append(run)
+        expected = whole.step(step, [made.batches.of(step, micro) for micro in range(FOUR.n_micro)])
+        reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
+        assert step_loss([loss for report in reports for loss in report.stage.losses]) == expected.loss
+        crew.all("apply", step, expected.gradient_scale)
+    held = whole.snapshot()
+    for run in crew.runs:
+        for name, tensors in run.snapshot().items():
+            for key, value in tensors.items():
+                assert torch.equal(value, held[name][key]), (name, key)
+
+
 def without(crew: Crew, lost: int, shares: Sequence[tuple[int, int]], step: int) -> None:
     """Have the other replicas go on with these shares of a step."""
     plan = crew.runs[0].assignment.plan

@@ -1,0 +1,111 @@
+"""A replica more for a job that has lost some: idle workers take the place of a broken one. Pure.
+
+The next commit stores the state, and the step after waits until that is stored. Then the newcomers begin with
+it as a copy of a replica that is there, cut alike, and all share out the step's blocks anew. That is worth a
+pause where the steps that are left save more than it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import inf
+from typing import TYPE_CHECKING
+
+from atoll.exchange import Exchange
+from coordinator.membership.link_table import MIN_BANDWIDTH_BPS
+from coordinator.pipeline.joined import ranks_of
+from coordinator.pipeline.reconfigure import Choice, at_hand
+from coordinator.pipeline.successors import devices_of, seconds_of
+from coordinator.pipeline.whole_replicas import pipeline_s, shared
+from coordinator.planning.costs.fleet import UNKNOWN
+
+if TYPE_CHECKING:
+    from atoll.plan import Plan, Replica
+    from coordinator.membership.roster import Roster
+    from coordinator.messages.jobs import JobState
+
+WORTH = 1.5  # seconds saved over seconds that the job stands still
+PAUSES = 2.0  # times what a stage took to load: storing it takes about as long
+
+
+def choose(state: JobState, roster: Roster) -> Choice | None:
+    """Return the plan with a replica more, and who the newcomers are; None where nobody fits, it is not worth
+    it, or the owner has not asked for as many."""
+    plan = state.plan
+    wanted = min(state.spec.training.replica_count or 0, plan.blocks if plan is not None else 0)
+    if plan is None or plan.local or len(plan.replicas) >= wanted:
+        return None
+    number = min(range(len(plan.replicas)), key=lambda at: len(plan.replicas[at].stages))
+    workers = _workers(state, roster, plan, number)
+    if workers is None:
+        return None
+    grown = _grown(state, roster, plan, number, workers)
+    if grown is None or not _worth(state, plan, grown):
+        return None
+    names = tuple(place.worker for place in grown.places)
+    newcomers = frozenset(rank for rank, name in enumerate(names) if name in workers)
+    return Choice(names, newcomers, plan=grown)
+
+
+def _workers(state: JobState, roster: Roster, plan: Plan, number: int) -> list[str] | None:
+    """Return workers for the stages of a copy of a replica, None where too few are idle or stand by."""
+    precision = state.spec.training.precision.value
+    spare = [s.worker for s in state.standbys.values() if not s.swap and at_hand(roster, s.worker)]
+    idle = [*roster.plannable(roster.idle(), precision), *spare]
+    held = [place.worker for place in plan.places]
+    fleet, chosen = devices_of(roster, (*idle, *held), precision), list[str]()
+    for rank in ranks_of(plan, number):
+        was = fleet.get(held[rank])
+        fit = [
+            (fleet[worker].device_class != (was.device_class if was else None), step_s, worker)
+            for worker in idle
+            if worker not in chosen and _reaches(roster, worker, (*held, *chosen))
+            for step_s in [seconds_of(state, roster, rank, fleet, worker, {})]
+            if step_s < inf
+        ]
+        if not fit:
+            return None
+        chosen.append(min(fit)[2])
+    return chosen
+
+
+def _reaches(roster: Roster, worker: str, others: Sequence[str]) -> bool:
+    """Whether a worker has a way to each of these, over links that are not known to be broken."""
+    if not all(other in roster.workers and roster.connectable(worker, other) for other in others):
+        return False
+    links = (
+        roster.links.table.get(*pair) or UNKNOWN
+        for other in others
+        for pair in ((worker, other), (other, worker))
+    )
+    return all(link.bandwidth_bps > MIN_BANDWIDTH_BPS for link in links)
+
+
+def _grown(state: JobState, roster: Roster, plan: Plan, number: int, workers: Sequence[str]) -> Plan | None:
+    """Return the plan with a copy of a replica on these workers, None where a stage has no room for that."""
+    copied = plan.replicas[number]
+    copy = _on(copied, iter(workers))
+    prediction = plan.prediction
+    if prediction is not None:
+        told = (prediction.stages[rank] for rank in ranks_of(plan, number))
+        more = tuple(replace(one, worker=worker) for one, worker in zip(told, workers, strict=True))
+        prediction = replace(prediction, stages=prediction.stages + more)
+    seconds = [pipeline_s(state, plan, at) for at in range(len(plan.replicas))]
+    # Rates and sites of who comes are not known: equal shares are as exact.
+    exchange = replace(plan.exchange or Exchange(), rates=(), sites=(), inner=None)
+    with_copy = replace(plan, prediction=prediction)
+    found = shared(roster, with_copy, [*plan.replicas, copy], [*seconds, seconds[number]], exchange)
+    return None if isinstance(found, str) else found
+
+
+def _on(replica: Replica, workers: Iterator[str]) -> Replica:
+    return replace(replica, stages=tuple(replace(s, worker=next(workers)) for s in replica.stages))
+
+
+def _worth(state: JobState, plan: Plan, grown: Plan) -> bool:
+    """Whether the steps that are left save more than standing still for the newcomers takes."""
+    usual_s, left = state.median_step_s or 0.0, state.steps - state.step
+    before, after = (max(r.micros[1] - r.micros[0] for r in p.replicas) for p in (plan, grown))
+    pause_s = PAUSES * max(state.load_s.values(), default=0.0)
+    return usual_s * (1.0 - after / before) * left > WORTH * pause_s
