@@ -42,6 +42,7 @@ def cut_in(case: Case, stages: int) -> tuple[int, ...]:
     return (0, *(positions[len(positions) * at // stages] for at in range(1, stages)))
 
 
+@pytest.mark.slow
 def test_a_commit_survives_the_process_that_is_killed_in_it(tmp_path: Path) -> None:
     """The step's border: heard and not applied."""
     case = case_of(FEW_STEPS)

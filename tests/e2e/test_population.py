@@ -71,6 +71,7 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_a_population_has_the_same_bits_on_two_hosts_and_where_one_is_killed() -> None:
     with hosts(2) as fleet:
         undisturbed = trained(fleet, "two", strategy="fedavg")

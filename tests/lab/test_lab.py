@@ -175,6 +175,7 @@ def test_eight_hosts_join_alternately_and_cross_one_gateway_each() -> None:
     assert set.intersection(*crossing) == {"group:a:up", "group:b:down"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", sorted(CASES))
 def test_the_memory_of_a_benchmarks_scenario_forces_its_model_over_every_side(scenario: str) -> None:
     job = load_job(ROOT / "examples" / "gpt.py", CASES[scenario])

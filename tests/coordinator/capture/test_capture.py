@@ -82,7 +82,7 @@ def check_invariants(dag: OpDag) -> None:
 
 
 @pytest.mark.parametrize("precision", list(Precision))
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_unmodified_models_capture_and_prove_themselves(
     name: str, dropout: float, precision: Precision
@@ -524,6 +524,7 @@ def test_metas_follow_the_precision() -> None:
     assert {found.ops[at].outputs[0].dtype for at in positions(found, "aten.addmm")} == {"bfloat16"}
 
 
+@pytest.mark.slow
 def test_work_grows_linearly_with_the_number_of_ops() -> None:
     def compute(n: int) -> Callable[[Model, Tensor], Tensor]:
         def many(m: Model, x: Tensor) -> Tensor:

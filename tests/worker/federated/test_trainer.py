@@ -159,7 +159,11 @@ def quadratic_federation(rule: str, options: dict[str, Any], steps: tuple[int, i
     return federation
 
 
-@pytest.mark.parametrize("steps", TABLE, ids=str)
+@pytest.mark.parametrize(
+    "steps",
+    [pytest.param(steps, marks=pytest.mark.slow) if steps == (20, 20) else steps for steps in TABLE],
+    ids=str,
+)
 @pytest.mark.parametrize("at", range(4), ids=[name for name, _ in RULES])
 def test_the_published_fixed_points_are_met_by_the_real_trainer(steps: tuple[int, int], at: int) -> None:
     federation = quadratic_federation(*RULES[at], steps)
