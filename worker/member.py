@@ -41,6 +41,7 @@ from worker.hosting.host import ComputeHost, HostPorts
 from worker.hosting.peer_blobs import PeerBlobs
 from worker.hosting.protections import protections
 from worker.hosting.sandbox import chosen
+from worker.machine.cpu import beside_computing
 from worker.machine.device import own_address
 from worker.manners.keeper import Manners
 from worker.manners.limits import shown_limits
@@ -210,6 +211,7 @@ class Member:
             self._events.put,
             self._send,
             lambda holders: blobs.prefer(list(map(peers.near, holders))),
+            beside_computing(),
         )
         self._apps = AppHost(config) if config.allow_apps else None
 

@@ -1,9 +1,8 @@
 """The daemon's side of computing: starts compute processes, gives them their work, outlives them.
 
 A pipeline's stages are computed by the process that stands ready; a federated job gets one of its own,
-which sees that job's folder and data set and no other. What a process says is checked, and one that
-breaks a rule, crashes, hangs or takes too much memory is ended with its reason; a job that has cost
-``MAX_DEATHS`` is refused. ``post`` hears of what becomes of the work.
+which sees that job's folder and data set and no other. What a process says is checked; one that breaks a
+rule, crashes, hangs or takes too much memory is ended. A job that has cost ``MAX_DEATHS`` is refused.
 """
 
 from __future__ import annotations
@@ -85,9 +84,10 @@ class HostPorts:
     network: PeerNetwork
     blobs: BlobStore
     batches: Batches
-    post: Callable[[events.Event], None]
+    post: Callable[[events.Event], None]  # hears of what becomes of the work
     send: Callable[[control.FromWorker], None]
     fetch_from: Callable[[Sequence[PeerLink]], None] = lambda holders: None  # before the store is asked
+    beside_s: Callable[[], float] = lambda: 0.0  # that computing lost to this process since the last call
 
 
 @dataclass
@@ -665,7 +665,7 @@ class ComputeHost:
                 now.gate.step_over(event.step + 1)
         if isinstance(event, events.StepDone):
             now.watch.step_done(time.monotonic())
-            wire.add_goodput(event.message.ready, self._ports.network.goodput())
+            wire.add_measured(event.message.ready, self._ports.network.goodput(), self._ports.beside_s())
         self._ports.post(event)
 
     def _heard_message(self, now: _Now, message: control.FromWorker) -> None:

@@ -105,6 +105,13 @@ class Usable:
     """Period of the quota in seconds; 0 without one."""
 
 
+def beside_computing() -> Callable[[], float]:
+    """Return what says how many seconds of computing this process has taken since the last call, where
+    another computes on the same part of a core; 0 where there is a core for each."""
+    cores = usable().cores
+    return CpuMeter(cores).beside_s if cores < 1.0 else lambda: 0.0
+
+
 def usable(own: Path = OWN, groups: Path = GROUPS) -> Usable:
     """The tightest of its limits."""
     try:

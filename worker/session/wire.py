@@ -431,7 +431,7 @@ def step_ready(
     *,
     shared: bool = False,
 ) -> pb.FromWorker:
-    """A step's result, without what the links measured (``add_goodput``); ``codecs`` by peer. Norms travel
+    """A step's result, without what the daemon measured (``add_measured``); ``codecs`` by peer. Norms travel
     only where the gradient is clipped; losses one by one where the step is ``shared`` with other replicas."""
     return pb.FromWorker(
         ready=pb.StepReady(
@@ -480,8 +480,10 @@ def _codec_use(peer: str, used: CodecUse) -> pb.LinkGoodput:
     )
 
 
-def add_goodput(ready: pb.StepReady, measured: Iterable[Goodput]) -> None:
-    """Add what the links to the step's peers measured; a peer that was not measured is left out."""
+def add_measured(ready: pb.StepReady, measured: Iterable[Goodput], beside_s: float) -> None:
+    """Add what the links to the step's peers measured, and the seconds that their messages took of the cores
+    that compute; a peer that was not measured is left out."""
+    ready.handling_s += beside_s
     codecs = {link.peer: link for link in ready.links}
     del ready.links[:]
     for found in measured:

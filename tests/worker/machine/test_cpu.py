@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
-from worker.machine.cpu import CpuMeter, Usable, usable
+from worker.machine import cpu
+from worker.machine.cpu import CpuMeter, Usable, beside_computing, usable
 
 ALL = Usable(float(len(os.sched_getaffinity(0))))
 
@@ -107,3 +109,18 @@ def test_rests_between_ops_are_time_that_computing_takes_and_no_work_beside_it()
         meter.rested_s += 4.0
     assert taken.seconds == pytest.approx(1.0 / 0.5 + 4.0)
     assert meter.beside_s() == pytest.approx(0.2 / 0.5)
+
+
+@pytest.mark.parametrize(("cores", "least_s"), [(0.25, 0.2), (1.0, 0.0), (2.0, 0.0)])
+def test_what_a_process_takes_beside_one_that_computes_counts_where_they_share_a_part_of_a_core(
+    monkeypatch: pytest.MonkeyPatch, cores: float, least_s: float
+) -> None:
+    monkeypatch.setattr(cpu, "usable", lambda: Usable(cores))
+    beside_s = beside_computing()
+    assert beside_s() == 0.0
+    ends_s = time.process_time() + 0.05
+    while time.process_time() < ends_s:
+        pass
+    found_s = beside_s()
+    assert found_s >= least_s
+    assert (found_s > 0.0) == (cores < 1.0)

@@ -82,10 +82,11 @@ def test_a_steps_report_says_what_the_codecs_did_for_each_peer() -> None:
     goodputs = [Goodput(peer, 10, 0.5, 0.01, 4e6) for peer in ("w-a", "w-b")]
     use = {"w-a": CodecUse(dense_bytes=80, wire_bytes=9, encode_s=0.25, decode_s=0.125)}
     ready = messages.step_ready("j", 1, report, False, use).ready
-    messages.add_goodput(ready, goodputs)
+    messages.add_measured(ready, goodputs, 0.25)
     told = {link.peer: (link.bytes, link.dense_bytes, link.encode_s, link.decode_s) for link in ready.links}
     assert told == {"w-a": (10, 80, 0.25, 0.125), "w-b": (10, 0, 0.0, 0.0)}
     assert [link.quickest_bps for link in ready.links] == [4e6, 4e6]
+    assert ready.handling_s == 0.25  # of the report's own 0 and the daemon's
 
 
 def test_digests_travel_with_a_step_and_with_what_was_repeated() -> None:
@@ -122,7 +123,7 @@ def test_a_peer_with_a_name_that_turns_a_line_around_is_refused() -> None:
 def test_what_codecs_did_for_a_peer_that_was_not_measured_is_left_out() -> None:
     report = StepReport(4, StageReport((1.5,), (), True), 0.1, 0.2, 0.0, 0.0)
     ready = messages.step_ready("j", 1, report, False, {"w-a": CodecUse(dense_bytes=80)}).ready
-    messages.add_goodput(ready, [Goodput("w-b", 10, 0.5, 0.01, 4e6)])
+    messages.add_measured(ready, [Goodput("w-b", 10, 0.5, 0.01, 4e6)], 0.0)
     assert [(link.peer, link.dense_bytes) for link in ready.links] == [("w-b", 0)]
 
 
