@@ -242,6 +242,15 @@ def one_replica(
     return (Replica((0, n_micro), tuple(stages), tuple(links)),)
 
 
+def check_figures_by_rank(exchange: Exchange, n_ranks: int) -> None:
+    """Raise PlanError where an exchange has figures of other than ``n_ranks`` ranks."""
+    for figures, what in ((exchange.rates, "rates"), (exchange.sites, "sites")):
+        if len(figures) not in (0, n_ranks):
+            raise PlanError(f"{what} of {len(figures)} ranks of {n_ranks}")
+    if exchange.pairs is not None and len(exchange.pairs.rates) != n_ranks**2:
+        raise PlanError(f"rates of {len(exchange.pairs.rates)} pairs of {n_ranks} ranks")
+
+
 def validate(plan: Plan, dag: OpDag, training: TrainingSpec) -> None:
     """Raise PlanError unless each replica tiles the DAG at positions where it may be cut, all of them the
     step's micro-batches block by block, and what they hold in common can be joined."""
@@ -267,11 +276,7 @@ def validate(plan: Plan, dag: OpDag, training: TrainingSpec) -> None:
         )
     if plan.exchange is not None:
         check_exchange(plan.exchange)
-        for figures, what in ((plan.exchange.rates, "rates"), (plan.exchange.sites, "sites")):
-            if len(figures) not in (0, len(plan.places)):
-                raise PlanError(f"{what} of {len(figures)} ranks of {len(plan.places)}")
-        if plan.exchange.pairs is not None and len(plan.exchange.pairs.rates) != len(plan.places) ** 2:
-            raise PlanError(f"rates of {len(plan.exchange.pairs.rates)} pairs of {len(plan.places)} ranks")
+        check_figures_by_rank(plan.exchange, len(plan.places))
     if len(plan.replicas) > 1:
         _check_gradients(dag)
         if not training.average_buffers:

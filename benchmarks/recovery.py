@@ -4,7 +4,7 @@ A GPT cut in three trains on the first workers of a scenario, the others are bac
 checkpoint the worker of one stage is killed (kill -9). Either its hot standby takes the stage over, or a
 backup does from the send logs, or, with `--send-log-bytes 0` at each worker, the job goes back to its
 checkpoint. Downtime: from the last commit before the loss to the commit of the step that was in flight,
-less the median step, and beside it what the plan foretold of that stage's loss. The runs without a loss show
+less the median step, and beside it what the plan predicted of that stage's loss. The runs without a loss show
 what logs and standbys cost a step; of standbys also the bytes a step that they were sent, against what the
 plan says that their stages receive. Every run ends with the losses of the first one, bit for bit.
 
@@ -100,7 +100,7 @@ def run(
     last: dict[str, Any] = {}
     received: dict[int, int] = {}  # bytes a step that a stage receives, as planned
     seen = set[int]()  # stages with a standby
-    foretold: dict[int, float] = {}  # seconds that a stage's loss would cost, as last said
+    predicted: dict[int, float] = {}  # seconds that a stage's loss would cost, as last said
     with fleet._command("watch", name, "--json") as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -115,7 +115,7 @@ def run(
             }
             seen |= ready
             if not killed_s:
-                foretold |= {
+                predicted |= {
                     int(s.get("stage", 0)): s["replace_s"]
                     for s in last.get("stages", ())
                     if s.get("replace_s")
@@ -142,8 +142,8 @@ def run(
         figures["standby_bytes_over_plan"] = sent_over_planned(fleet.logged("stage.stood_by"), received)
     figures |= times(points, killed_s)
     if kill is not None:
-        figures["foretold_s"] = foretold[kill[0]]
-        figures["over_foretold"] = figures["downtime_s"] / foretold[kill[0]]
+        figures["predicted_s"] = predicted[kill[0]]
+        figures["over_predicted"] = figures["downtime_s"] / predicted[kill[0]]
     return figures
 
 
@@ -184,7 +184,7 @@ def compared(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     found: dict[str, float] = {}
     for arm in ("log", "standby"):
         if of(arm, "downtime_s"):
-            found[f"{arm}_over_foretold"] = max(of(arm, "over_foretold"))
+            found[f"{arm}_over_predicted"] = max(of(arm, "over_predicted"))
         if of(arm, "downtime_s") and of("checkpoint", "downtime_s"):
             found[f"{arm}_over_going_back"] = max(of(arm, "downtime_s")) / max(of("checkpoint", "downtime_s"))
     undisturbed = {row["arm"]: row["step_s"] for row in rows if row["stage"] is None}

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from atoll.exchange import LOCAL_RULES
 from benchmarks.harness import (
     SCHEDULED,
     CommandFailed,
@@ -62,7 +63,7 @@ CASES = (
 def way_of(plan: dict[str, Any]) -> str:
     """Name the way of a plan."""
     exchange = plan.get("exchange") or {}
-    if exchange.get("local") or exchange.get("every", 1) > 1:
+    if exchange.get("rule") in LOCAL_RULES:
         return "local steps"
     return "replicas" if len(plan.get("replicas") or ()) > 1 else "pipeline"
 

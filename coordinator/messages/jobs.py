@@ -116,6 +116,12 @@ class Replaced:
     plan: Plan | None = None
 
 
+def exchanging(plan: Plan, exchange: Exchange, reason: str) -> Replaced:
+    """Return that everybody stays and exchanges otherwise from now on."""
+    workers = tuple(place.worker for place in plan.places)
+    return Replaced(workers, frozenset(), reason, chosen=True, absent=plan.absent, exchange=exchange)
+
+
 @dataclass(frozen=True, slots=True)
 class Seating:
     """A worker could take a lost peer's rank: the next commit stores what it begins with, and the one after

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from coordinator.messages.jobs import STEPPING, Event, JobState, Replaced
+from coordinator.messages.jobs import STEPPING, Event, JobState, exchanging
 from coordinator.planning.gossip_plans import moved_share, renewed
 
 if TYPE_CHECKING:
@@ -59,9 +59,4 @@ class PairTables:
         moved = moved_share(exchange.pairs, newer)
         if moved >= MOVED:
             words = f"{moved:.0%} of the pairs are faster or slower than they were: pairs are drawn anew"
-            absent = state.plan.absent
-            exchange = replace(exchange, pairs=newer)
-            self.step(
-                state.job,
-                Replaced(workers, frozenset(), words, chosen=True, absent=absent, exchange=exchange),
-            )
+            self.step(state.job, exchanging(state.plan, replace(exchange, pairs=newer), words))

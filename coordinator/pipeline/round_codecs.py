@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from coordinator.messages.jobs import STEPPING, Event, JobState, Replaced
+from coordinator.messages.jobs import STEPPING, Event, JobState, exchanging
 from coordinator.planning.exchange_codecs import fitting
 
 if TYPE_CHECKING:
@@ -51,11 +51,7 @@ class RoundCodecs:
             return
         before = state.plan.exchange.codec if state.plan.exchange is not None else ""
         words = f"rounds travel in {newer.codec}, in {before} until now: so the links carry them in time"
-        workers = tuple(place.worker for place in state.plan.places)
-        self.step(
-            state.job,
-            Replaced(workers, frozenset(), words, chosen=True, absent=state.plan.absent, exchange=newer),
-        )
+        self.step(state.job, exchanging(state.plan, newer, words))
 
     def over(self, job: str) -> None:
         """The job has ended."""

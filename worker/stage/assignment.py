@@ -12,7 +12,7 @@ from atoll.gradient_exchange import Bucket, buckets, trained_elements
 from atoll.job import TrainingSpec
 from atoll.microbatch import own_blocks
 from atoll.opdag import StateMeta, TensorMeta
-from atoll.plan import LinkSpec, Place, Plan, Replica, check_shares
+from atoll.plan import LinkSpec, Place, Plan, Replica, check_figures_by_rank, check_shares
 from atoll.program import StageProgram
 from strategies.exchanges.catalogue import exchange_facts
 from worker.transport.contract import Paths
@@ -246,12 +246,7 @@ def _check_exchange(plan: Plan, rank: int) -> None:
         )
     if exchange.local:
         exchange_facts(exchange.rule).check(exchange)
-    if len(exchange.rates) not in (0, len(plan.places)):
-        raise PlanError(f"rates of {len(exchange.rates)} ranks of {len(plan.places)}")
-    if len(exchange.sites) not in (0, len(plan.places)):
-        raise PlanError(f"sites of {len(exchange.sites)} ranks of {len(plan.places)}")
-    if exchange.pairs is not None and len(exchange.pairs.rates) != len(plan.places) ** 2:
-        raise PlanError(f"rates of {len(exchange.pairs.rates)} pairs of {len(plan.places)} ranks")
+    check_figures_by_rank(exchange, len(plan.places))
 
 
 def _check_leaves(assignment: Assignment) -> None:
