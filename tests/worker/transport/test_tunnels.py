@@ -477,12 +477,13 @@ def test_the_relays_memory_holds_no_plain_byte_of_a_tensor(host: Make) -> None:
 
 
 def memory_of(pid: int) -> bytes:
-    """All that a process can write to: its heap, stacks and buffers."""
+    """What a process alone can write to: its heap, stacks and buffers. Not what it shares (the arena): to read
+    that takes every page of it, and stops the process meanwhile."""
     found = []
     with open(f"/proc/{pid}/mem", "rb", 0) as memory:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             span, rights, *_ = line.split()
-            if "rw" in rights:
+            if rights.startswith("rw") and rights.endswith("p"):
                 start, end = (int(at, 16) for at in span.split("-"))
                 memory.seek(start)
                 found.append(memory.read(end - start) or b"")
