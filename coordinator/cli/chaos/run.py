@@ -67,7 +67,9 @@ class Watching:
         self.ended.set()
 
     def _take(self, update: pb.JobUpdate) -> None:
-        self.holders = tuple(stage.workers[0] for stage in update.plan.stages) or self.holders
+        # Where there is one replica, its stages stand in the plan itself.
+        stages = [*update.plan.stages, *(stage for r in update.plan.replicas for stage in r.stages)]
+        self.holders = tuple(stage.workers[0] for stage in stages) or self.holders
         if update.step != self.step:
             self._moved_s = time.monotonic()
         self.step, self.step_s = update.step, update.step_s or self.step_s

@@ -7,18 +7,21 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
 
 from atoll.errors import UsageError
-from coordinator.cli.chaos.fleet import filled, given
+from coordinator.cli.chaos.fleet import Fleet, filled, given
 from coordinator.cli.chaos.kinds import COORDINATOR, LASTS_S, Deed, Draw, Kind, Wish
 from coordinator.cli.chaos.members import WORKER_LOCK, frozen, full_disk, kill, lives
 from coordinator.cli.chaos.promises import Line, Promise, Seen, Trained, judged, pauses_s
-from coordinator.cli.chaos.run import Network, possible
+from coordinator.cli.chaos.run import Network, Watching, possible
 from coordinator.cli.main import app
 from coordinator.messages.facts import Fact, StepCommitted
+from protos import atoll_control_pb2 as pb
+from protos import atoll_job_pb2 as job_pb
 from protos.command_line import run
 from protos.folder_lock import FolderLock
 from tests.patience import eventually
@@ -53,6 +56,30 @@ def test_what_is_drawn_fits_its_kind() -> None:
 
 def test_a_coordinator_that_is_none_of_the_members_is_never_disturbed() -> None:
     assert COORDINATOR not in {wish.target for wish in drawn(1, members=MEMBERS[1:])}
+
+
+def stages(*workers: str) -> list[job_pb.StageSpec]:
+    return [job_pb.StageSpec(workers=[worker]) for worker in workers]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        job_pb.Plan(stages=stages("a", "b")),
+        job_pb.Plan(replicas=[job_pb.Replica(stages=stages(worker)) for worker in "ab"]),
+    ],
+    ids=["stages", "replicas"],
+)
+def test_who_holds_a_stage_of_a_replica_can_be_disturbed_too(plan: job_pb.Plan) -> None:
+    class Told:
+        client = property(lambda self: self)
+
+        def watch(self, job: str) -> Iterator[pb.JobUpdate]:
+            yield pb.JobUpdate(plan=plan)
+
+    watching = Watching(cast("Fleet", Told()), "j-1")
+    assert watching.ended.wait(60.0)
+    assert watching.holders == ("a", "b")
 
 
 # ---------------------------------------------------------------- verdicts
