@@ -477,8 +477,8 @@ def test_the_relays_memory_holds_no_plain_byte_of_a_tensor(host: Make) -> None:
 
 
 def memory_of(pid: int) -> bytes:
-    """What a process alone can write to: its heap, stacks and buffers. Not what it shares (the arena): to read
-    that takes every page of it, and stops the process meanwhile."""
+    """What a process alone can write to: its heap, stacks and buffers. Not what it shares (the arena): to
+    read that takes every page of it, and stops the process meanwhile."""
     found = []
     with open(f"/proc/{pid}/mem", "rb", 0) as memory:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
