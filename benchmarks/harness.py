@@ -158,6 +158,7 @@ class LabFleet:
         self.scenario = read_scenario(scenario)
         self._stack = contextlib.ExitStack()
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._looking: subprocess.Popen[bytes] | None = None
         self.python = sys.executable
 
     def __enter__(self) -> Self:
@@ -307,10 +308,20 @@ class LabFleet:
         return [line for line in out.decode().splitlines() if line.strip()]
 
     def status(self) -> dict[str, Any]:
-        with contextlib.suppress(CommandFailed):
-            found: dict[str, Any] = self.atoll("status", "--json")
-            return found
-        return {"workers": [], "jobs": []}
+        """What `atoll status --json` shows; nobody and nothing where the coordinator does not answer."""
+        if self._looking is None:
+            command = [self.python, "-m", "benchmarks.looking", str(self.folder / "coordinator")]
+            pipe = subprocess.PIPE
+            looking = self.lab.popen(self.home, command, stdin=pipe, stdout=pipe, env=self._environment())
+            self._looking = self._stack.enter_context(looking)  # ends with its standard input
+        assert self._looking.stdin is not None
+        assert self._looking.stdout is not None
+        self._looking.stdin.write(b"\n")
+        self._looking.stdin.flush()
+        line = self._looking.stdout.readline()
+        if not line:
+            raise CommandFailed(f"what looks at the fleet ended with {self._looking.wait()}")
+        return json.loads(line) or {"workers": [], "jobs": []}
 
     def train(
         self,

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {path.stem: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
-STARTER = "prestart"  # of a worker; measures nothing
+HELPERS = {"prestart", "looking"}  # processes of a fleet in the lab; they measure nothing
 REPORT = "report"  # runs others
 SHARED = ("harness", "registered_fleet", "bandwidth_lab")
 STARTS = re.compile(r"\b(Lab|Registered|App)Fleet\)?[(:]")
@@ -62,7 +62,7 @@ def test_make_bench_lists_every_benchmark_once() -> None:
     found = re.search(r"^BENCHMARKS := (.*)$", text, re.MULTILINE)
     assert found is not None
     programs = {name for name, source in SOURCES.items() if '__name__ == "__main__"' in source}
-    assert sorted(found[1].split()) == sorted(programs - {STARTER, REPORT})
+    assert sorted(found[1].split()) == sorted(programs - {*HELPERS, REPORT})
 
 
 # ---------------------------------------------------------------- what cannot be run here
@@ -422,7 +422,7 @@ def test_a_users_error_ends_a_benchmark_with_one_line(
 
 def test_every_benchmark_leaves_so() -> None:
     for name, source in SOURCES.items():
-        if "__main__" in source and name != STARTER:
+        if "__main__" in source and name not in HELPERS:
             assert source.endswith("    execute(main)\n"), name
 
 
