@@ -182,6 +182,9 @@ class FederatedDriver:
         waiting = (s for s in self.jobs.values() if s.phase is Phase.PAUSED and s.not_before_s)
         if any(self.effects.now_s >= state.not_before_s for state in waiting):
             self.effects.advance = True
+        clients = (c for s in self.jobs.values() if not s.ended for c in s.clients.values())
+        if any(self.effects.now_s >= client.again_s for client in clients):
+            self.effects.advance = True
 
     def storage_failed(self, reason: str) -> None:
         """Stop every job where it is: nothing can be made durable."""
@@ -284,7 +287,7 @@ class FederatedDriver:
             if state.ended or not state.opened:
                 return
             known = self.effects.roster.workers[worker]
-            if self._let.get((job, worker)) == known.member.incarnation or state.bars(worker):
+            if self._let_go(state, worker) or state.bars(worker):
                 continue
             facts = next(d for d in known.introduction.datasets if d.name == state.federated.data)
             wrong = misfit(facts, state.federated, state.inputs, state.spec.data.batch)
@@ -295,6 +298,13 @@ class FederatedDriver:
             trip = self.effects.roster.ops.rtt_s.get(worker)
             latency_s = min(trip) / 2 if trip else 0.0
             self.step(job, fed.Invited(worker, facts.n_samples, latency_s))
+
+    def _let_go(self, state: FederationState, worker: str) -> bool:
+        """Whether the job has let this process of the worker go, and it is not yet time to ask it again."""
+        client, member = state.clients.get(worker), self.effects.roster.workers[worker].member
+        if self._let.get((state.job, worker)) != member.incarnation:
+            return False
+        return client is None or self.effects.now_s < client.again_s
 
     def _turn_down(self, job: str, worker: str, why: str) -> None:
         known = self.unfit.setdefault(job, {})

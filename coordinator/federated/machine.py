@@ -37,6 +37,7 @@ from coordinator.federated.rounds import (
     evaluated_if_complete,
     gather,
     least,
+    not_loaded,
     repeat,
     strike,
     train_message,
@@ -201,6 +202,7 @@ def _invite(state: FederationState, event: Invited, now_s: float) -> Outcome:
         present=True,
         loaded=False,
         out=known.out if known.barred else "",
+        again_s=math.inf,
         consent=None,
         model="",
     )
@@ -228,7 +230,11 @@ def _back(state: FederationState, event: ClientBack, now_s: float) -> Outcome:
 def _loaded(state: FederationState, event: FromClient[Loaded], now_s: float) -> Outcome:
     worker, message = event.worker, event.message
     client = replace(
-        state.clients[worker], loaded=True, population=message.population, roster=message.clients
+        state.clients[worker],
+        loaded=True,
+        failed_loads=0,
+        population=message.population,
+        roster=message.clients,
     )
     if client.roster and (wrong := population.misfit(state, client)) is not None:
         after, todo = _without(
@@ -268,9 +274,9 @@ def _fail_client(state: FederationState, event: FromClient[ClientFailed], now_s:
     client = state.clients[event.worker]
     reason = f"failed: {report.reason}"
     if report.during == "load":
-        out = with_client(state, replace(client, loaded=False, out=f"cannot load the job: {report.reason}"))
-        after, todo = _without(out, event.worker, reason, now_s)
-        return after, [Let(event.worker, out.clients[event.worker].out), *todo]
+        client = not_loaded(client, report.reason, now_s)
+        after, todo = _without(with_client(state, client), event.worker, reason, now_s)
+        return after, [Let(event.worker, client.out), *todo]
     if report.round != state.round or state.phase not in (Phase.TRAINING, Phase.EVALUATING):
         return state, [Dropped(f"{event.worker} failed in round {report.round}, this is {state.round}")]
     if state.phase is Phase.EVALUATING:

@@ -7,6 +7,7 @@ to be done.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -57,6 +58,8 @@ BESIDE_BYTES = 32 * 2**20
 anyway, it would hold the weights just when clients, perhaps on the same machine, need most."""
 NONE_COUNTED = "the round was closed without its clients"
 MAX_STRIKES = 3  # rounds in a row in which a client failed or sent what cannot be counted
+MAX_LOADS = 3  # failed ones in a row; a worker itself refuses a job that has cost it three processes
+LOAD_AGAIN_S = 5.0  # after the first of them, twice as long after each further one
 
 Outcome = tuple[FederationState, list[Todo]]
 
@@ -81,6 +84,16 @@ def strike(state: FederationState, worker: str, reason: str) -> Outcome:
     out = f"quarantined after {strikes} rounds in a row without a usable update, the last: {reason}"
     barred = replace(client, strikes=strikes, out=out, barred=True)
     return with_client(state, barred), [Let(worker, out)]
+
+
+def not_loaded(client: Client, reason: str, now_s: float) -> Client:
+    """The client without its job: what ended its process once need not do so again."""
+    failed, out = client.failed_loads + 1, f"cannot load the job: {reason}"
+    again_s = math.inf
+    if failed < MAX_LOADS:
+        within_s = LOAD_AGAIN_S * 2.0 ** (failed - 1)
+        out, again_s = f"{out}; it is asked again after {within_s:g} s", now_s + within_s
+    return replace(client, loaded=False, out=out, failed_loads=failed, again_s=again_s)
 
 
 def drop(state: FederationState, worker: str, reason: str) -> Outcome:

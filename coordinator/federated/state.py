@@ -43,6 +43,8 @@ class Client:
     present: bool = True
     loaded: bool = False
     out: str = ""  # why it takes no part: until it joins anew, or with ``barred`` ever again
+    failed_loads: int = 0  # in a row
+    again_s: float = math.inf  # from when on it is invited once more though it could not load the job
     strikes: int = 0  # rounds in a row in which it failed; those of its certificate, not of its process
     barred: bool = False  # too many of them
     consent: Word | None = None  # its data owner's, where that is asked or has refused

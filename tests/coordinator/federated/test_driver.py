@@ -25,7 +25,7 @@ from atoll.job import JobSpec, Optimizer, OptimizerName, TrainingSpec
 from atoll.opdag import TensorMeta
 from coordinator.federated.checks import check_federated, check_inputs, check_wrapped
 from coordinator.federated.driver import misfit
-from coordinator.federated.rounds import MAX_STRIKES
+from coordinator.federated.rounds import LOAD_AGAIN_S, MAX_LOADS, MAX_STRIKES
 from coordinator.federated.selection import selector_from_json, selector_to_json
 from coordinator.membership import member
 from coordinator.messages import events as ev
@@ -203,6 +203,37 @@ def test_strikes_are_those_of_a_certificate_and_outlast_its_processes() -> None:
     assert world.to("w2", do.TrainRound)[-1].round == MAX_STRIKES - 1
     shown = {c.worker: c for c in job_update(world.scheduler, "job-1", 0.0).federated.clients}
     assert "3 rounds in a row" in shown["w2"].reason
+
+
+def test_a_client_that_could_not_load_the_job_is_asked_again_a_few_times() -> None:
+    world = Fleet()
+    world.join("w1", "w2")
+    world.submit(what=spec(min_clients=2))
+    world.loads("w1")
+    for failed in range(1, MAX_LOADS + 1):
+        world.says("w2", ev.ClientFailed("job-1", 0, "its compute process ended", "load"))
+        assert len(world.to("w2", do.Participate)) == failed
+        assert world.phase("w2") is member.Phase.POOL
+        world.wait(LOAD_AGAIN_S * 2.0 ** (failed - 1) + 0.5)
+    assert len(world.to("w2", do.Participate)) == MAX_LOADS
+    world.wait(10 * LOAD_AGAIN_S)
+    assert len(world.to("w2", do.Participate)) == MAX_LOADS
+    world.join("w2", incarnation=2)  # a new process may
+    world.loads("w2")
+    assert [m.round for m in world.to("w2", do.TrainRound)] == [0]
+
+
+def test_a_client_that_loads_at_the_second_try_trains() -> None:
+    world = Fleet()
+    world.join("w1", "w2")
+    world.submit(what=spec(min_clients=2))
+    world.loads("w1")
+    world.says("w2", ev.ClientFailed("job-1", 0, "its compute process ended", "load"))
+    (shown,) = (c for c in job_update(world.scheduler, "job-1", 0.0).federated.clients if c.worker == "w2")
+    assert "is asked again after 5 s" in shown.reason
+    world.wait(LOAD_AGAIN_S + 0.5)
+    world.loads("w2")
+    assert [m.round for m in world.to("w2", do.TrainRound)] == [0]
 
 
 def test_a_client_that_leaves_is_let_go() -> None:
