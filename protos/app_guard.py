@@ -84,8 +84,11 @@ class Guarded:
                 kill_all(family(self.process.pid))
                 self.process.kill()
                 self.process.wait()
-            # A guard that was itself killed may leave some of its session.
-            kill_all(family(self.process.pid))
+            # A guard that was itself killed may leave some of its session. Where it left nobody, its number
+            # is free since it was waited for, and a process that has it is a stranger's.
+            left = family(self.process.pid)
+            if not Path(f"/proc/{self.process.pid}").exists():
+                kill_all(left)
             self._life = -1
 
 

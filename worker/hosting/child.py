@@ -36,7 +36,7 @@ SHARED_BYTES = 256 << 20
 MAX_UNREAD_BYTES = 256 << 20
 FREED_AT_ONCE, FREED_BYTES = 32, 8 << 20
 """Blocks that were read and may wait for a message to travel with."""
-CLOSED_S = 2.0  # from the pipe's end to the process's
+CLOSED_S = 10.0  # from the pipe's end to the process's; on a busy machine its memory takes seconds to go
 ROOM_S = 0.05
 COMMAND = (sys.executable, "-P", "-m", "worker.compute")
 

@@ -101,9 +101,9 @@ class Launched:
     def kill(self, cause: str = "") -> None:
         """End it and all it started; returns when they are gone. Any number of times."""
         with self._lock:
-            if not self._cause and self.alive:
-                self._cause = cause or "by this worker"
-        kill_all(descendants(self.pid))  # at once; the guard finds what this missed
+            if self.alive:  # else its number may be another's by now
+                self._cause = self._cause or cause or "by this worker"
+                kill_all(descendants(self.pid))  # at once; the guard finds what this missed
         self._guarded.end()
 
     def ended(self) -> Ending | None:

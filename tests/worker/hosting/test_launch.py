@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from protos.app_guard import Guarded
 from tests.patience import HUNG_S
 from tests.worker.hosting.launching import WAYS, ended, launched, life, read_line, sandbox_for
 from worker.hosting.environment import compute_environment
@@ -185,3 +188,20 @@ def test_a_path_of_the_view_that_is_not_there_is_named() -> None:
         ending = ended(made)
     assert ending.code == 1
     assert "/nonexistent/data" in ending.lines[-1]
+
+
+def test_who_has_a_guards_number_after_it_was_waited_for_is_left_alone() -> None:
+    guarded = Guarded([sys.executable, "-c", ""], [], compute_environment(1))
+    guarded.process.wait(HUNG_S)
+    with subprocess.Popen(["/bin/sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE) as stranger:
+        try:
+            assert stranger.stdout is not None
+            child = int(stranger.stdout.readline())
+            guarded.process.pid = stranger.pid
+            guarded.end()
+            with pytest.raises(subprocess.TimeoutExpired):  # it ends when its child does
+                stranger.wait(1.0)
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            stranger.kill()
