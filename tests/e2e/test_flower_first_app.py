@@ -130,7 +130,9 @@ def test_a_detached_run_is_listed_read_and_stopped(typed: Typed, tmp_path: Path)
     begun = typed.flower(*typed.run("--detach", "--json", hold=go))
     assert begun.returncode == 0, begun.stderr[-3000:]
     run = json.loads(begun.stdout)["run"]
-    assert [(r["run"], r["stage"], r["here"]) for r in typed.listed()] == [(run, "running", True)]
+    eventually(
+        lambda: [(r["run"], r["stage"], r["here"]) for r in typed.listed()] == [(run, "running", True)]
+    )
     # What it prints can be read meanwhile, and by its first digits.
     folder = detached.find(typed.state, run[:8])
     assert folder is not None
@@ -174,6 +176,8 @@ def test_a_run_of_a_terminal_elsewhere_is_stopped_by_its_number(typed: Typed, tm
 @pytest.mark.slow
 def test_a_detached_run_that_cannot_begin_says_so_in_the_terminal(typed: Typed) -> None:
     typed.started()
+    with connect(state_dir=typed.state) as client:
+        eventually(lambda: client.status().workers)  # there is one, of two nodes
     refused = typed.flower("run", str(typed.app), "--nodes", "9", "--detach")
     assert refused.returncode == 4
     assert "of 9 nodes" in refused.stderr
