@@ -105,9 +105,15 @@ GRAPHS: dict[str, Callable[[], Honest]] = {
     **{f"examples/{name}": partial(_job_file, name, knobs) for name, knobs in JOB_FILES.items()},
 }
 
-# In bf16 the same ops run between casts: with the slow tests.
+# In bf16 the same ops run between casts, and these take seconds each: with the slow tests.
+LARGE = {
+    "examples/bert_tiny",
+    *(f"{name}:fp32" for name in ("bert", "gemma", "mixtral", "t5", "vit", "whisper")),
+}
 NAMES = [
-    pytest.param(name, marks=pytest.mark.slow) if name.endswith(Precision.BF16.value) else name
+    pytest.param(name, marks=pytest.mark.slow)
+    if name in LARGE or name.endswith(Precision.BF16.value)
+    else name
     for name in GRAPHS
 ]
 

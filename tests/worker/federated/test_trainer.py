@@ -161,7 +161,7 @@ def quadratic_federation(rule: str, options: dict[str, Any], steps: tuple[int, i
 
 @pytest.mark.parametrize(
     "steps",
-    [pytest.param(steps, marks=pytest.mark.slow) if steps == (20, 20) else steps for steps in TABLE],
+    [steps if steps == (20, 2) else pytest.param(steps, marks=pytest.mark.slow) for steps in TABLE],
     ids=str,
 )
 @pytest.mark.parametrize("at", range(4), ids=[name for name, _ in RULES])
