@@ -535,9 +535,9 @@ def test_a_run_goes_on_when_its_coordinator_is_killed_and_started_again(tmp_path
             with open(context.run_config["out"] + ".round", "w") as file:
                 file.write(str(number))
             time.sleep(0.3)
-            replies = ask(grid, "query.large", timeout=HUNG_S)
+            replies = ask(grid, "query.large", timeout=120.0)
             assert all(r.content["a"]["x"].numpy().sum() == 300_000 * number for r in replies)
-            found.append(said(ask(grid, "train", timeout=HUNG_S)))
+            found.append(said(ask(grid, "train", timeout=120.0)))
         return found
     """
     app, out = write_app(tmp_path, "restarted", server, LONG_CLIENT, "lr = 0.1"), tmp_path / "out.json"
