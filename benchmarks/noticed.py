@@ -16,6 +16,7 @@ the line of the round whose receipt names it.
 from __future__ import annotations
 
 import statistics
+import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,7 +76,11 @@ def peers_measured(job: str, how: str, times: int) -> dict[str, dict[str, list[f
             for kind in (Kind.KILL, Kind.FREEZE):
                 watching = chaos.submitted()
                 wish = _wish(chaos, watching, kind, at % PEERS, after=2 * STEPS_ALONE)
-                jobs.append((chaos.disturb(wish, watching), watching.job))
+                deed = chaos.disturb(wish, watching)
+                jobs.append((deed, watching.job))
+                while _met_without_s(deed, watching.job, log.lines) is None:
+                    if watching.ended.wait(LOOK_EVERY_S) or time.time() > deed.at_s + LOOKED_FOR_S:
+                        break
                 fleet.client.cancel(watching.job)
                 watching.ended.wait()
         lines = log.lines
