@@ -71,14 +71,14 @@ def peers_measured(job: str, how: str, times: int) -> dict[str, dict[str, list[f
     with LocalFleet(PEERS, ["--threads", "1"], in_order=False) as local:
         fleet = own(local)
         chaos, log = Chaos(fleet, prepared, tell=lambda words: print(words, flush=True)), LogOf(fleet)
-        jobs: list[tuple[Deed, str]] = []
+        deeds: list[Deed] = []
         for at in range(times):
             for kind in (Kind.KILL, Kind.FREEZE):
                 watching = chaos.submitted()
                 wish = _wish(chaos, watching, kind, at % PEERS, after=2 * STEPS_ALONE)
                 deed = chaos.disturb(wish, watching)
-                jobs.append((deed, watching.job))
-                while _met_without_s(deed, watching.job, log.lines) is None:
+                deeds.append(deed)
+                while _met_without_s(deed, log.lines) is None:
                     if watching.ended.wait(LOOK_EVERY_S) or time.time() > deed.at_s + LOOKED_FOR_S:
                         break
                 fleet.client.cancel(watching.job)
@@ -88,22 +88,21 @@ def peers_measured(job: str, how: str, times: int) -> dict[str, dict[str, list[f
     found: dict[str, dict[str, list[float]]] = {
         kind: {"noticed": [], "go_on": []} for kind in (Kind.KILL, Kind.FREEZE)
     }
-    for deed, name in jobs:
-        took_s, met_s = noticed_s(deed, lines), _met_without_s(deed, name, lines)
+    for deed in deeds:
+        took_s, met_s = noticed_s(deed, lines), _met_without_s(deed, lines)
         if took_s is None or met_s is None:
-            raise CommandFailed(f"nobody noticed, or met without it: {deed} at {deed.at_s:.1f} in {name}")
+            raise CommandFailed(f"nobody noticed, or met without it: {deed} at {deed.at_s:.1f}")
         found[deed.kind]["noticed"].append(took_s)
         found[deed.kind]["go_on"].append(max(met_s - took_s, 0.0))
     return found
 
 
-def _met_without_s(deed: Deed, job: str, lines: Sequence[Line]) -> float | None:
+def _met_without_s(deed: Deed, lines: Sequence[Line]) -> float | None:
     """Return the seconds from a deed to the first round whose receipt names its worker as missing."""
     for line in lines:
-        if line.event != Event.ROUND_MET.value or line.fields.get("job") != job:
-            continue
         since_s = line.at_s - deed.at_s
-        if 0.0 <= since_s <= LOOKED_FOR_S and deed.target in str(line.fields.get("missing") or ""):
+        named = line.event == Event.ROUND_MET.value and deed.worker in str(line.fields.get("missing") or "")
+        if named and 0.0 <= since_s <= LOOKED_FOR_S:
             return since_s
     return None
 
