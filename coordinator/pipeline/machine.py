@@ -518,6 +518,7 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
         moving=True,
         source=state.checkpoint,
         loaded=frozenset(),
+        promoted=frozenset(promoted),
         ready={},
         reports={},
         awaiting_eval=None,

@@ -116,12 +116,14 @@ def choose(
     """Return who takes over the ``lost`` ranks, which replicas go on without them, or why nobody can;
     ``again``: workers of lost ranks that may have theirs once more where no other fits.
 
-    Ranks that were loading already begin anew.
+    Ranks that were loading already begin anew, and so do those whose standby was still taking them: it holds
+    no whole state in between.
     """
     plan = state.plan
     if plan is None or not begun(state):
         return Refused("not all stages were loaded")
     loading = {r for r in plan.present if state.moving and record.given(r) == state.assigned}
+    loading |= state.promoted if state.moving else frozenset()
     if plan.local:
         return _without(state, lost, loading)
     ready = _standing_by(state, roster, lost)

@@ -122,7 +122,9 @@ class Checks:
                 self.plans[job] = coordinator.shadow.jobs[job].steps
                 self._given(coordinator, job, range(len(plan.replicas)))
             case Reconfigured(job, newcomers=newcomers):
-                self._given(coordinator, job, newcomers)
+                plan = coordinator.shadow.jobs[job].plan
+                if plan is not None and plan.local:  # in one pipeline a newcomer repeats what stays done
+                    self._given(coordinator, job, newcomers)
             case StepCommitted():
                 self._committed(coordinator, fact)
             case RoundMet():

@@ -62,6 +62,15 @@ def test_one_after_the_other_each_by_its_standby_and_a_standby_that_dies_costs_n
     assert moves == []
 
 
+@pytest.mark.parametrize("workers", [5, 6])
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (0, 1), (1, 2), (1, 0)])
+def test_a_neighbour_is_lost_while_a_standby_takes_its_place(workers: int, first: int, second: int) -> None:
+    """Half of a place is no state: the standby begins it anew, beside the neighbour's successor."""
+    for late_s in (0.1, 0.16, 0.22, 0.28):
+        faults = (Crash(STANDING_S, 0.0, f"w{first}"), Crash(STANDING_S + late_s, 0.0, f"w{second}"))
+        ran(Scenario(seed=5, workers=workers, standbys=1 + workers % 2, steps=STEPS, faults=faults))
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_at_any_moment_with_standbys_and_with_the_coordinator(seed: int) -> None:
     random = Random(seed)
