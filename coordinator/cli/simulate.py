@@ -164,6 +164,9 @@ def _register(
         fields = [word for field in schema for word in ("--schema", field)]
         add = ["-m", "worker.cli", "data", "add", parted.name, str(source), *fields, *state]
         processes.run("data-add", HERE, add)
+    # Who simulates on this machine has its owner's consent; the owner's other bounds stay, the original too.
+    consent = ["-m", "worker.cli", "data", "policy", parted.name, "--accept", "any", *state]
+    processes.run("data-policy", HERE, consent)
     tell("parting the data")
     wanted = ["--how", parted.how, "--clients", str(parted.clients), "--seed", str(parted.seed)]
     wanted += ["--by", parted.by] if parted.by else []

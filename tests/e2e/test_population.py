@@ -20,7 +20,10 @@ from torch import Tensor
 from benchmarks.federated_fleet import ROOT, FederatedFleet
 from coordinator.client.prepare import prepare
 from tests.e2e.test_federated import job, samples
+from tests.patience import HUNG_S
+from worker.data.policy import UNSTATED
 from worker.data.population import name_owner, part_dataset
+from worker.data.registry import add_dataset, load_dataset
 
 CLIENTS, DRAWN, ROUNDS, EPOCHS = 20, 8, 3, 200
 FLOORS = ("--min-samples", "1", "--min-steps", "1", "--min-batch", "1", "--min-clients", "1")
@@ -114,21 +117,43 @@ def job():
 """
 
 
-@pytest.mark.slow
-def test_a_simulation_has_the_same_bits_on_one_host_and_on_two_and_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(SIMULATED)
+def simulated(folder: Path, hosts: int, *given: str) -> dict[str, Tensor]:
+    """Weights of `atoll simulate` on so many hosts, which leaves nothing in ``folder``; people's own state is
+    in ``folder / "home"``."""
+    (folder / "job.py").write_text(SIMULATED)
+    weights = folder / f"{hosts}.safetensors"
+    command = [sys.executable, "-m", "coordinator.cli", "simulate", str(folder / "job.py"), "--json"]
+    command += ["--population", str(CLIENTS), "--how", "dirichlet:1.0", "--hosts", str(hosts)]
+    command += [*given, "-o", str(weights)]
+    places = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "HOME": str(folder / "home")}
+    done = subprocess.run(
+        command,
+        env=os.environ | places,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=HUNG_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout.splitlines()[-1])
+    assert (shown["rounds"], shown["clients"], shown["hosts"]) == (3, CLIENTS, hosts)
+    assert not list(folder.glob("atoll-*"))
+    return load_file(weights)
+
+
+def test_a_simulation_trains_what_is_registered_here_and_its_owner_is_asked_by_others_still(
+    tmp_path: Path,
+) -> None:
     save_file(DATA, tmp_path / "data.safetensors")
-    found = []
-    for count in (1, 2):
-        weights = tmp_path / f"{count}.safetensors"
-        command = [sys.executable, "-m", "coordinator.cli", "simulate", str(tmp_path / "job.py")]
-        command += ["--population", str(CLIENTS), "--how", "dirichlet:1.0", "--hosts", str(count), "--json"]
-        command += ["--data", str(tmp_path / "data.safetensors"), "-o", str(weights)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        shown = json.loads(done.stdout.splitlines()[-1])
-        assert (shown["rounds"], shown["clients"], shown["hosts"]) == (3, CLIENTS, count)
-        assert not list(tmp_path.glob("atoll-*"))
-        found.append(load_file(weights))
-    assert same(*found)
+    state_dir = tmp_path / "home" / ".local" / "state" / "atoll-worker"
+    add_dataset(state_dir, "digits", tmp_path / "data.safetensors", [])
+    assert simulated(tmp_path, 1)
+    assert load_dataset(state_dir, "digits").policy == UNSTATED
+
+
+@pytest.mark.slow
+def test_a_simulation_has_the_same_bits_on_one_host_and_on_two(tmp_path: Path) -> None:
+    save_file(DATA, tmp_path / "data.safetensors")
+    given = ("--data", str(tmp_path / "data.safetensors"))
+    assert same(simulated(tmp_path, 1, *given), simulated(tmp_path, 2, *given))
