@@ -141,13 +141,16 @@ class Losses:
 
     def _not_gone(self, state: JobState, failed: FromRank[StageFailed]) -> None:
         """Two that are here have lost each other: all connect anew, and where that does not help the one that
-        was named gives up its place."""
+        was named gives up its place, or where nobody could go on without it the one that named it."""
         peer = state.rank_of(failed.message.lost_peer)
         if peer is None or machine.staleness(state, failed) is not None:
             return
         # Peers with local steps hold nobody up: who did not deliver joins again later.
         ranks = {peer} if state.failures or state.local else set()
         chosen = self.choose(state, ranks)
+        if isinstance(chosen, Refused) and state.plan is not None:
+            ranks = {failed.rank}
+            chosen = self.choose(state, ranks, (state.plan.places[failed.rank].worker,))
         if isinstance(chosen, Choice):
             words = f"rank {failed.rank} and rank {peer} lost each other: {failed.message.reason}"
             self.replaced(state, chosen, ranks, words)

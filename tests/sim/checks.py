@@ -135,13 +135,16 @@ class Checks:
                 self._closed(fact)
 
     def _commands(self, coordinator: Coordinator, fact: Fact) -> None:
-        newest = max(
-            (r.payload["term"] for r in coordinator.folder.records if r.kind == CoordinatorStarted.__name__),
-            default=0,
-        )
+        newest = self._newest(coordinator)
         if coordinator.term != newest:
             what = f"{type(fact).__name__} of {getattr(fact, 'job', '')}"
             raise Violation(f"term {coordinator.term} records a {what} after term {newest} began")
+
+    @staticmethod
+    def _newest(coordinator: Coordinator) -> int:
+        """Return the term of the coordinator that commands."""
+        records = coordinator.folder.records
+        return max((r.payload["term"] for r in records if r.kind == CoordinatorStarted.__name__), default=0)
 
     def performed(self, coordinator: Coordinator, instruction: do.Instruction) -> None:
         """Look at what the coordinator does."""
@@ -154,7 +157,7 @@ class Checks:
             case do.Log("worker.quarantined", fields=fields) if str(fields["reason"]).startswith("wrong: "):
                 if not self.world.misled:
                     raise Violation(f"{fields['worker']} is honest: {fields['reason']}")
-            case do.Log("job.state", job=job, fields=fields):
+            case do.Log("job.state", job=job, fields=fields) if coordinator.term == self._newest(coordinator):
                 before, self.states[job] = self.states.get(job), fields["state"]
                 if fields["state"] == Phase.FAILED:
                     self._failed(coordinator, job, str(fields["reason"]))
@@ -172,7 +175,7 @@ class Checks:
         record = coordinator.shadow.jobs[job]
         if record.steps <= record.last_checkpoint.step:
             return
-        whole = self._whole(coordinator, record)
+        whole = self._whole(coordinator, job, record)
         if whole and not any(known in reason for known in EXCUSES_OF_REPLICAS):
             raise Violation(f"{job} takes back steps though {whole} have a whole replica: {reason}")
         if self.world.short_logs:
@@ -190,8 +193,7 @@ class Checks:
             if len(spare) > EXCUSES.index(excuse):
                 raise Violation(f"{job} takes back steps though {spare} could take over: {reason}")
 
-    @staticmethod
-    def _whole(coordinator: Coordinator, record: JobRecord) -> list[str]:
+    def _whole(self, coordinator: Coordinator, job: str, record: JobRecord) -> list[str]:
         """Return the workers of a replica that is whole among several, none where none is."""
         plan, known = record.plan, coordinator.scheduler.roster.workers
         if plan is None or plan.local or len(plan.replicas) == 1:
@@ -200,7 +202,8 @@ class Checks:
         for rank, place in enumerate(plan.places):
             worker = known.get(place.worker)
             loading = record.moving and record.given(rank) == record.assigned
-            if worker is None or worker.member.gone or not worker.idle or loading:
+            empty = self.world.workers[place.worker].session.job != job  # its process is another one
+            if worker is None or worker.member.gone or not worker.idle or loading or empty:
                 lost.add(place.replica)
         left = [number for number in range(len(plan.replicas)) if number not in lost]
         return [stage.worker for stage in plan.replicas[left[0]].stages] if left else []
