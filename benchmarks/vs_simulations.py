@@ -5,8 +5,8 @@
     python -m benchmarks.vs_simulations --pfl-python PYTHON
 
   population   1,000 clients with two of MNIST's labels each, 100 of them a round, LeNet (44,426 weights), six
-               local steps of ten images, FedAvg. Atoll: a coordinator and two hosts, TLS and journal on, by
-               the federated job; Flower: `flwr run` with as many SuperNodes, two actors; pfl: one process
+               local steps of ten images, FedAvg. Atoll: a coordinator and --hosts hosts, TLS and journal on,
+               by the federated job; Flower: `flwr run` with as many SuperNodes, two actors; pfl: one process
   digits       examples/flower_digits, the same unmodified app, on 100 nodes: `atoll flower simulate` with two
                workers, and `flwr run` with its simulation
 
@@ -46,7 +46,7 @@ POPULATION = ROOT / "benchmarks" / "rivals" / "flower_population"
 PFL = ROOT / "benchmarks" / "rivals" / "pfl_population.py"
 DIGITS = ROOT / "examples" / "flower_digits"
 PARTS = ("population", "digits")
-HOSTS, NODES, WORKERS = 2, 100, 2
+NODES, WORKERS = 100, 2
 LEARNING_RATE = 0.05
 HELD_OUT = 360  # images that the digits app tests on
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -78,7 +78,7 @@ def population(args: argparse.Namespace) -> dict[str, Any]:
             "lr": LEARNING_RATE,
             "seed": args.seed,
         }
-        found = {"atoll": _atoll(size, args.seed, data)}
+        found = {"atoll": _atoll(size, args.seed, data, args.hosts)}
         _shown("population", "atoll", found["atoll"])
         found["flower"] = _flower({**asked, "num-server-rounds": size.rounds, "data": folder}, size)
         _shown("population", "flower", found["flower"])
@@ -88,11 +88,11 @@ def population(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _atoll(size: Size, seed: int, data: Any) -> dict[str, Any]:
+def _atoll(size: Size, seed: int, data: Any, hosts: int) -> dict[str, Any]:
     def members() -> list[psutil.Process]:
         return families(process.pid for process in list(fleet.processes.values()))
 
-    with fleet_of(HOSTS, size.clients, seed, data) as fleet, Memory(members) as memory:
+    with fleet_of(hosts, size.clients, seed, data) as fleet, Memory(members) as memory:
         made = trained(fleet, job("fedavg", size, seed, data, "population"))
     return row(made["round_s"], size.drawn, memory)
 
@@ -217,6 +217,9 @@ def main() -> None:
     made.add_argument("--drawn", type=int, default=100)
     made.add_argument("--rounds", type=int, default=6)
     made.add_argument("--images", type=int, default=60_000)
+    made.add_argument(
+        "--hosts", type=int, default=1, help="of Atoll's; each of Flower's two actors has a core"
+    )
     made.add_argument("--nodes", type=int, default=NODES, help="of the digits app")
     made.add_argument("--pfl-python", default="", help="a Python that has pfl")
     args = made.parse_args()
