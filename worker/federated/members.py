@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from atoll.errors import BadFrame, UsageError
+from compressors.container import drop_pages
 from worker.federated.local_model import Client, LocalData
 
 if TYPE_CHECKING:
@@ -74,6 +75,10 @@ class Members:
         if name not in self.usable:
             raise BadFrame(f"client {name!r} is none of this machine's {len(self.usable)}")
         return self._made(name, self._rows[name])
+
+    def rest(self) -> None:
+        """Give the system the memory in which samples were read; those that are asked for are read again."""
+        drop_pages(self._fields.values())
 
     def named(self, names: Collection[str]) -> list[Client]:
         """Those of ``names``; BadFrame as of ``client``."""

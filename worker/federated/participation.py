@@ -131,8 +131,7 @@ class Participation:
         self._population: PopulationStates | None = None
         self._noise_key = noise_key
         self._last_sent: int | None = None  # the last round whose update was, perhaps in part
-        self._trainer.rest()  # until the first broadcast
-        give_back()
+        self._rest()  # until the first broadcast
 
     def train(self, order: TrainOrder, cancel: Cancel) -> Update:
         """Train one round and store the update. Raises as the constructor, JobFailed, Cancelled."""
@@ -148,8 +147,7 @@ class Participation:
         else:
             answer, square_loss, stored = self._train_owner(order, fetched, coding, path, cancel)
         del fetched
-        self._trainer.rest()  # while the update is sent, and until the next order
-        give_back()
+        self._rest()  # while the update is sent, and until the next order
         train_s, began_s = time.perf_counter() - began_s, time.perf_counter()
         # The first may be one that was sent before this process began.
         context, new = self._context, self._last_sent is not None and order.round > self._last_sent
@@ -222,8 +220,7 @@ class Participation:
             drop = partial(drop_pages, fetched.arrays.values())
             owner = self.members.owner
             found[""] = self._trainer.evaluate(owner, broadcast, state, cancel, loaded=drop)
-        self._trainer.rest()
-        give_back()
+        self._rest()
         if not found:
             raise UsageError(f"none of {len(order.clients)} clients has enough held-out data to evaluate on")
         for name, each in found.items():
@@ -242,6 +239,12 @@ class Participation:
     def close(self) -> None:
         """The job is over here, or another takes its place; what the rule keeps stays on disk."""
         self._models.clear()
+
+    def _rest(self) -> None:
+        """Hold no memory that the next order fills anyway."""
+        self._trainer.rest()
+        self.members.rest()
+        give_back()
 
     def _states(self) -> PopulationStates:
         if self._population is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -178,6 +179,33 @@ def test_rounds_over_the_store_are_those_in_one_process_bit_for_bit(
     assert same(server.state.weights, reference.state.weights)
     tested = client.evaluate(EvaluateOrder(3, server.broadcast()), Cancel())
     assert tested.found[""] == reference.evaluate_clients()["w-a"]
+
+
+def resident(path: Path) -> int:
+    """Bytes of a mapped file that this process holds."""
+    found, mapped = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()
+        if "-" in head[0]:
+            mapped = line.endswith(str(path))
+        elif mapped and head[0] == "Rss:":
+            found += int(head[1])
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads smaps")
+def test_mapped_data_are_not_held_between_rounds(tmp_path: Path) -> None:
+    server, own = Server(tmp_path), arrays(60, 1)
+    np.asarray(own["x"]).tofile(tmp_path / "image.bin")
+    image = np.memmap(tmp_path / "image.bin", own["x"].dtype, "r", shape=own["x"].shape)
+    data = {"image": image, "label": own["y"]}
+    client = Participation(server.joining(), context(server, tmp_path, data), Cancel(), KEY)
+    assert float(image.sum()) == pytest.approx(float(own["x"].sum()))
+    assert resident(tmp_path / "image.bin") > 0
+    run_round(server, client, 0)
+    assert resident(tmp_path / "image.bin") == 0
+    reference = local(server, 1)
+    assert same(server.state.weights, reference.state.weights)
 
 
 def test_a_model_comes_down_once_for_evaluation_and_the_next_round(tmp_path: Path) -> None:
