@@ -37,9 +37,10 @@ from worker.control.stream import Stream
 from worker.data.registry import known_facts
 from worker.federated.consent import Consent
 from worker.hosting.copies import Copies
-from worker.hosting.host import ComputeHost, HostPorts
+from worker.hosting.host import ComputeHost
 from worker.hosting.peer_blobs import PeerBlobs
 from worker.hosting.protections import protections
+from worker.hosting.requests import HostPorts
 from worker.hosting.sandbox import chosen
 from worker.machine.cpu import beside_computing
 from worker.machine.device import own_address
@@ -213,7 +214,7 @@ class Member:
             lambda holders: blobs.prefer(list(map(peers.near, holders))),
             beside_computing(),
         )
-        self._apps = AppHost(config) if config.allow_apps else None
+        self._apps = AppHost(config, self._host.make_room) if config.allow_apps else None
 
     def start(self) -> None:
         """Begin to compute. UsageError where the device is not there."""
@@ -390,7 +391,7 @@ class Member:
             self._manners = manners
             self._perform_all(self._handle(events.ResumeAsked()))
             if self._apps is None and self._config.allow_apps:
-                self._apps = AppHost(self._config)
+                self._apps = AppHost(self._config, self._host.make_room)
                 if self._welcomed.is_set():
                     self._apps.attend(self._membership)
         self._send(self._heartbeat())

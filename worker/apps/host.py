@@ -28,6 +28,8 @@ from worker.config import ANY_APP
 from worker.control.stream import ATTEND, Stream
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import grpc
 
     from worker.config import WorkerConfig
@@ -44,10 +46,10 @@ _MESSAGE = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
 class AppHost:
-    """The app runs of this worker."""
+    """The app runs of this worker. ``make_room``: called before an app starts."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        self._config = config
+    def __init__(self, config: WorkerConfig, make_room: Callable[[], None] = lambda: None) -> None:
+        self._config, self._make_room = config, make_room
         self._store = AppStore(config.state_dir)
         self._store.sweep(time.time())
         self._context = AppContext(config, self._store, self._accepts, self._send, lambda: self._epoch)
@@ -153,6 +155,7 @@ class AppHost:
             return  # ended here, or never offered: the coordinator learns of it when we attend
         match kind:
             case "start":
+                self._make_room()
                 run.start(body)
             case "task":
                 run.task(body)

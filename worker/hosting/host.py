@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ from worker.hosting.child_log import ChildLog
 from worker.hosting.connecting import connect, time_link
 from worker.hosting.gate import Gate, ranks_of
 from worker.hosting.limits import computed_s
-from worker.hosting.requests import Batches, Served, of_assignment, unlogged
+from worker.hosting.requests import HostPorts, Served, of_assignment, unlogged
 from worker.hosting.sandbox import View, chosen
 from worker.hosting.send_log import NOTHING, SendLog
 from worker.hosting.setup import setup_of
@@ -49,7 +49,6 @@ from worker.session.pipe_events import event_of, turn_over
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from worker.blobs import BlobStore
     from worker.cancel import Cancel
     from worker.config import WorkerConfig
     from worker.federated.consent import Consent
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
     from worker.pipe.status import Waiting
     from worker.session.wire import AssignedStage, LinkRequest, ReconfiguredStage
     from worker.stage.assignment import PeerLink
-    from worker.transport.network import PeerNetwork
 
 log = structlog.get_logger()
 
@@ -75,19 +73,6 @@ MESSAGE_COST = 1000  # bytes, beside its own
 MAX_REASON_CHARS = 2000
 CLOSE_S = 0.5
 FROZEN_S = 5.0  # between two looks: this process stood still itself
-
-
-@dataclass(frozen=True)
-class HostPorts:
-    """What the daemon does for its compute processes."""
-
-    network: PeerNetwork
-    blobs: BlobStore
-    batches: Batches
-    post: Callable[[events.Event], None]  # hears of what becomes of the work
-    send: Callable[[control.FromWorker], None]
-    fetch_from: Callable[[Sequence[PeerLink]], None] = lambda holders: None  # before the store is asked
-    beside_s: Callable[[], float] = lambda: 0.0  # that computing lost to this process since the last call
 
 
 @dataclass
@@ -144,7 +129,7 @@ class ComputeHost:
         self._stopping = threading.Event()
         self._log = ChildLog()
         self._share = 1.0
-        self._suspended = False
+        self._suspended = self._resting = False
         self._wants_codecs = False
 
     # ------------------------------------------------------------ the daemon
@@ -302,10 +287,10 @@ class ComputeHost:
             case instructions.TimeOps(request, ops) if not ops.ops:
                 # The coordinator times the way here: nothing that computes may stand in it.
                 self._ports.post(events.Probed(wire.ops_probed(request, {}, "")))
-            case instructions.TimeOps(request) if self._now is None:
+            case instructions.TimeOps(request) if self._now is None and not self._resting:
                 self._ports.post(events.Probed(wire.ops_probed(request, {}, self._last_death)))
             case instructions.TimeOps(request, ops):
-                if self._now is not None and self._now.joined:
+                if self._now is None or self._now.joined:
                     self._launch(self._pool_view())  # strangers' ops see nobody's data
                 self._probes.add(request)
                 self._tell(pb.ToCompute(time_ops=ops))
@@ -319,6 +304,13 @@ class ComputeHost:
                 threading.Thread(target=self._time_link, args=arguments, name=name, daemon=True).start()
             case _:
                 raise TypeError(f"not for the compute host: {instruction!r}")
+
+    def make_room(self) -> None:
+        """End the process while no job is held: the next one, or a probe, starts another."""
+        with self._lock:
+            if self._device is not None and self._now is not None and self._held is None and not self._probes:
+                self._resting = True
+                self._retire("an app has the room")
 
     # ------------------------------------------------------------ jobs
 
@@ -440,12 +432,8 @@ class ComputeHost:
 
     def _launch(self, view: View, joined: str = "") -> None:
         """Start a process in place of what there is; the lock is held. Raises StorageError."""
-        before, self._now = self._now, None
-        if before is not None:
-            self._abandon(before, "another process takes over")
-            name = "atoll-compute-close"
-            threading.Thread(target=before.child.close, args=(CLOSE_S,), name=name, daemon=True).start()
-        config = self._config
+        self._retire("another process takes over")
+        config, self._resting = self._config, False
         scratch = make_scratch(config.device_dir.absolute(), f"{os.getpid()}-{next(self._numbers)}")
         view = replace(view, read_write=(*view.read_write, scratch))
         child = Child(
@@ -454,6 +442,16 @@ class ComputeHost:
         self._now = _Now(child, answered_s=time.monotonic(), joined=joined)
         if self._worker:
             self._settle_in(self._now)
+        if self._wants_codecs and not joined:
+            self.report_codecs()
+
+    def _retire(self, reason: str) -> None:
+        """Let the process go that there is, if any; the lock is held."""
+        before, self._now = self._now, None
+        if before is not None:
+            self._abandon(before, reason)
+            name = "atoll-compute-close"
+            threading.Thread(target=before.child.close, args=(CLOSE_S,), name=name, daemon=True).start()
 
     def _settle_in(self, now: _Now) -> None:
         """Tell a process who it computes for."""
@@ -529,8 +527,6 @@ class ComputeHost:
         self._suspended = False
         if self._now is None:
             self._launch(self._pool_view())
-            if self._wants_codecs:
-                self.report_codecs()
 
     def _later(self) -> None:
         """Start anew after a pause, which doubles each time; the lock is held."""
@@ -546,14 +542,12 @@ class ComputeHost:
     def _again(self) -> None:
         with self._lock:
             self._pausing = False
-            if self._now is None and not self._suspended and not self._stopping.is_set():
+            if self._now is None and not (self._suspended or self._resting or self._stopping.is_set()):
                 try:
                     self._launch(self._pool_view())
                 except AtollError as error:
                     log.error("compute.not_started", reason=str(error))
                     self._later()
-                if self._wants_codecs:
-                    self.report_codecs()
 
     def _look(self) -> None:
         """Thread: end what hangs."""

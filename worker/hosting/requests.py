@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,9 @@ from worker.session.events import Probed
 if TYPE_CHECKING:
     from worker.blobs import BlobStore
     from worker.hosting.child import Child
+    from worker.session import events
+    from worker.stage.assignment import PeerLink
+    from worker.transport.network import PeerNetwork
 
 log = structlog.get_logger()
 
@@ -39,6 +43,19 @@ Work = Callable[[Cancel, Callable[[int], None]], int]
 """Does what was asked, reports bytes so far, returns the answer's figure."""
 Departing = Callable[[Sequence[BlobFile], Callable[[], int]], AbstractContextManager[None]]
 """Decides whether files may leave, and logs how many bytes did; raises AtollError where they may not."""
+
+
+@dataclass(frozen=True)
+class HostPorts:
+    """What the daemon does for its compute processes."""
+
+    network: PeerNetwork
+    blobs: BlobStore
+    batches: Batches
+    post: Callable[[events.Event], None]  # hears of what becomes of the work
+    send: Callable[[control.FromWorker], None]
+    fetch_from: Callable[[Sequence[PeerLink]], None] = lambda holders: None  # before the store is asked
+    beside_s: Callable[[], float] = lambda: 0.0  # that computing lost to this process since the last call
 
 
 def unlogged(files: Sequence[BlobFile], left: Callable[[], int]) -> AbstractContextManager[None]:

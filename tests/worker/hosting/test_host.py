@@ -18,7 +18,8 @@ from worker.config import WorkerConfig
 from worker.data.registry import add_dataset, dataset_folder, known_facts
 from worker.federated.consent import Consent
 from worker.hosting import child, host
-from worker.hosting.host import MAX_DEATHS, ComputeHost, HostPorts
+from worker.hosting.host import MAX_DEATHS, ComputeHost
+from worker.hosting.requests import HostPorts
 from worker.hosting.send_log import NOTHING
 from worker.pipe.keys import from_key
 from worker.session import events, instructions
@@ -620,6 +621,32 @@ def test_a_suspended_host_has_no_process_and_wakes_with_other_limits(start: Star
     assert world.child is not first
     eventually(lambda: world.host._speeds.read() == f"0.25 {1 << 28}".encode())
     assert world.host.device.memory_limit_bytes == 1 << 28
+
+
+def test_a_host_makes_room_for_an_app_while_it_holds_no_job(start: Start) -> None:
+    world = start(
+        load="posted('StageLoaded', plan_version=1,"
+        " message=control.FromWorker(loaded=control.Loaded(job='j', plan_version=1)))",
+        time_ops="posted('Probed', message=control.FromWorker(ops_probed=control.OpsProbed(request=3)))",
+    )
+    first = world.child
+    world.host.make_room()
+    eventually(lambda: not first.alive)
+    assert world.host._now is None
+    assert world.host.device.kind  # what is known of it stays known
+    world.host.do(instructions.TimeOps(3, PROBE))
+    probed = world.event()
+    assert (type(probed), probed.message.ops_probed.request) == (events.Probed, 3)
+    world.host.make_room()
+    assert world.host._now is None
+    world.load()
+    assert isinstance(world.event(), events.StageLoaded)
+    holding = world.child
+    world.host.make_room()
+    assert world.child is holding
+    world.host.do(instructions.DropStage("j", 1, "over"))
+    world.host.make_room()
+    assert world.host._now is None
 
 
 def test_a_share_reaches_the_process_that_runs(start: Start) -> None:
