@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import structlog
@@ -80,9 +80,12 @@ class Members:
         """Give the system the memory in which samples were read; those that are asked for are read again."""
         drop_pages(self._fields.values())
 
-    def named(self, names: Collection[str]) -> list[Client]:
-        """Those of ``names``; BadFrame as of ``client``."""
-        return [self.client(name) for name in names]
+    def in_turn(self, names: Iterable[str]) -> Iterator[Client]:
+        """Yield those of ``names`` as ``client`` does; samples of one are held at a time. A page is mapped
+        with those around it: a tenth of the samples, here and there, would hold all data in memory."""
+        for name in names:
+            yield self.client(name)
+            self.rest()
 
     def _made(self, name: str, rows: Array | None) -> Client:
         data = LocalData(self._fields, self._inputs, self._metas, rows)

@@ -191,7 +191,7 @@ class Participation:
             raise UsageError(f"{core.name} needs each update apart; its clients cannot be a population")
         return train_clients(
             self._trainer,
-            map(self.members.client, order.clients),
+            self.members.in_turn(order.clients),
             HostRound(
                 broadcast_of(order.round, fetched.arrays),
                 core.grid(order.drawn, order.drawn_samples),
@@ -211,7 +211,7 @@ class Participation:
         broadcast = broadcast_of(order.round, fetched.arrays)
         found: dict[str, Evaluated] = {}
         if order.clients:
-            for client in map(self.members.client, order.clients):
+            for client in self.members.in_turn(order.clients):
                 held = self._states().load(client.name, order.round, "")
                 with suppress(UsageError):
                     found[client.name] = self._trainer.evaluate(client, broadcast, held.state, cancel)
