@@ -46,13 +46,15 @@ _MESSAGE = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
 class AppHost:
-    """The app runs of this worker. ``make_room``: called before an app starts."""
+    """The app runs of this worker. ``make_room``: called before the code of an app is loaded."""
 
     def __init__(self, config: WorkerConfig, make_room: Callable[[], None] = lambda: None) -> None:
-        self._config, self._make_room = config, make_room
+        self._config = config
         self._store = AppStore(config.state_dir)
         self._store.sweep(time.time())
-        self._context = AppContext(config, self._store, self._accepts, self._send, lambda: self._epoch)
+        self._context = AppContext(
+            config, self._store, self._accepts, self._send, lambda: self._epoch, make_room
+        )
         self._incarnation = secrets.randbits(63)
         self._lock = threading.Lock()
         self._runs: dict[int, HostedRun] = {}
@@ -155,7 +157,6 @@ class AppHost:
             return  # ended here, or never offered: the coordinator learns of it when we attend
         match kind:
             case "start":
-                self._make_room()
                 run.start(body)
             case "task":
                 run.task(body)

@@ -58,6 +58,7 @@ class AppContext:
     accepts: Callable[[pb.AppIdentity], bool]
     send: Callable[[pb.FromNode], None]
     epoch: Callable[[], int]  # rises with every new stream: what was under way is sent again
+    make_room: Callable[[], None] = lambda: None  # called before an app's code is loaded
     printing: Budget = field(default_factory=lambda: Budget(PRINTED_CHARS, PRINTED_CHARS_PER_S))
 
     def printed(self, run: str, line: str) -> None:
@@ -294,6 +295,7 @@ class HostedRun:
             runs_dir=str(store.runs_dir(self._app.hash)),
             node_config={key: _to_value(value) for key, value in config.node_config},
         )
+        self._context.make_room()
         process = self._process = AppProcess(setup, config.threads, self._printed, config.app_env)
         if self._ended.is_set:
             raise Cancelled("ended")

@@ -76,7 +76,10 @@ class Hosted:
         config: Any = SimpleNamespace(
             state_dir=folder / "state", threads=0, node_config=(), app_env=(), app_nodes=1
         )
-        context = AppContext(config, self.store, self.store.accepts, self._send, lambda: 1)
+        self.rooms: list[str] = []
+        context = AppContext(
+            config, self.store, self.store.accepts, self._send, lambda: 1, lambda: self.rooms.append("made")
+        )
         app = pb.AppIdentity(hash=self.bundle.hash, size=len(self.bundle.data), client="app:client")
         parts: Any = Parts(folder / "parts", self.bundle)
         self.run = HostedRun(pb.AppOffer(run=5, app=app), parts, context)
@@ -124,6 +127,18 @@ def test_no_message_makes_a_worker_run_what_its_owner_did_not_accept(
     assert (reply.message, reply.error) == ("m", app_run.APP_CRASHED)
     assert "not accepted" in reply.reason
     assert started.empty()
+    assert hosted.rooms == []
+
+
+def test_room_is_made_once_an_app_is_accepted_and_before_its_code_is_loaded(
+    hosted: Hosted, started: queue.SimpleQueue[pb.ChildSetup]
+) -> None:
+    hosted.until(lambda m: m.HasField("refused"))
+    assert hosted.rooms == []
+    hosted.store.accept(hosted.bundle.hash)
+    hosted.run.consent_changed()
+    started.get(timeout=HUNG_S)
+    assert hosted.rooms == ["made"]
 
 
 def test_a_task_without_end_and_a_failing_disk_leave_the_run_answering(
