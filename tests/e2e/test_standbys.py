@@ -20,7 +20,7 @@ from coordinator.messages.facts import PlanAdopted, Reconfigured, StepCommitted,
 from coordinator.storage.journal import StoredJournal
 from tests.e2e.test_reconfigured import FIRST, LAST, MIDDLE, TRAINING, disturb, logged, thirds
 
-STEPS = 400
+STEPS = 600  # a standby has to come to stand by meanwhile, on a loaded machine too
 pytestmark = pytest.mark.slow
 
 
