@@ -511,7 +511,7 @@ class ComputeHost:
 
     def _suspend(self, reason: str) -> None:
         """End the process, and start none."""
-        self._suspended, self._held = True, None
+        self._suspended, self._resting, self._held = True, False, None
         now, self._now = self._now, None
         if now is not None:
             self._abandon(now, reason)

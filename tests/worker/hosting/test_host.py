@@ -647,6 +647,10 @@ def test_a_host_makes_room_for_an_app_while_it_holds_no_job(start: Start) -> Non
     world.host.do(instructions.DropStage("j", 1, "over"))
     world.host.make_room()
     assert world.host._now is None
+    world.host.do(instructions.Suspend("by its owner"))
+    world.host.do(instructions.TimeOps(4, PROBE))
+    assert isinstance(world.event(), events.Probed)  # answered without a process: the owner has the machine
+    assert world.host._now is None
 
 
 def test_a_share_reaches_the_process_that_runs(start: Start) -> None:
