@@ -35,8 +35,8 @@ SOON, LOSS, NEWCOMER, RESTART, SUBMIT = "soon", "loss", "newcomer", "restart", "
 started again, another job."""
 POINTS: dict[str, tuple[tuple[str, str], ...]] = {
     STEP: (
-        ("worker.send.step_ready.before", SOON),
-        ("worker.send.step_ready.after", SOON),
+        ("worker.send.ready.before", SOON),
+        ("worker.send.ready.after", SOON),
         ("coordinator.journal.StepCommitted.before", SOON),
         ("coordinator.journal.StepCommitted.after", SOON),
         ("coordinator.say.StepCommit.2.before", SOON),
@@ -55,7 +55,7 @@ POINTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("worker.store.before", SOON),
         ("coordinator.blob.after", SOON),
         ("worker.store.after", SOON),
-        ("worker.send.state_stored.before", SOON),
+        ("worker.send.stored.before", SOON),
         ("coordinator.journal.CheckpointStored.before", SOON),
         ("coordinator.journal.CheckpointStored.after", SOON),
     ),

@@ -8,11 +8,14 @@ stage, or what computes for it.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from atoll.job import Optimizer, TrainingSpec
 from benchmarks.oracle import Case, built_in
+from coordinator.messages.facts import Fact
+from protos import atoll_control_pb2 as pb
 from tests.e2e.kill_points import (
     DAEMON,
     POINTS,
@@ -23,6 +26,8 @@ from tests.e2e.kill_points import (
     known,
 )
 from tests.e2e.points import PACE
+from worker.session import events, instructions
+from worker.transport.frames import Direction
 
 PACE_S = 0.1  # between two steps, so that they suffice
 STEPS, FEW_STEPS = 600, 150
@@ -75,3 +80,22 @@ def test_there_are_points_enough() -> None:
     assert len(set(names)) == len(names) >= 25
     for points in POINTS.values():
         assert {point.partition(".")[0] for point, _ in points} >= {"coordinator", "worker"}
+
+
+KNOWN = {
+    "coordinator.journal": {kind.__name__ for kind in get_args(Fact)},
+    "coordinator.say": {field.message_type.name for field in pb.ToWorker.DESCRIPTOR.fields},
+    "worker.send": {field.name for field in pb.FromWorker.DESCRIPTOR.fields},
+    "worker.hear": {kind.__name__ for kind in get_args(events.Event)},
+    "worker.order": {kind.__name__ for kind in get_args(instructions.Instruction)},
+    "compute.post": {kind.__name__ for kind in get_args(events.Event)},
+    "compute.pass": set(Direction.__members__),
+}
+
+
+def test_a_point_that_is_named_after_a_message_names_one_that_there_is() -> None:
+    """Else nobody would ever come there."""
+    for point in (point for points in POINTS.values() for point, _ in points):
+        process, port, what, *_ = point.split(".")
+        if what not in ("before", "after") and what != "worker":  # "worker.enrolled" is no job's
+            assert what in KNOWN[f"{process}.{port}"], point
