@@ -39,6 +39,7 @@ WORKERS = ("worker0", "worker1", "worker2")
 SAMPLES = (160, 120, 90)  # of each worker's own digits
 TWO, THREE = "cut:49", "cut:27,66"  # ops of the GPT's graph at which stages begin
 TOPK = "topk:8"
+DATASET = "digits"
 FEDERATED_JOB = Path(__file__).with_name("same_bits_job.py")
 
 Hashes = Mapping[str, str]
@@ -121,7 +122,7 @@ def lay(tree: Tree, folder: Path, digits: Sequence[Path]) -> None:
     with Fleet(tree, folder) as fleet:
         fleet.serve()
         for worker, path in zip(WORKERS, digits, strict=True):
-            fleet.register(worker, "digits", path)
+            fleet.register(worker, DATASET, path)
             fleet.join(worker)
 
 
@@ -131,6 +132,7 @@ def trained(tree: Tree, folder: Path, wanted: Sequence[Case]) -> list[dict[str, 
     with Fleet(tree, folder) as fleet:
         fleet.serve()
         for worker in WORKERS:  # one after the other: a given cut takes the workers as they joined
+            fleet.accept_any(worker, DATASET)
             fleet.join(worker)
         for case in wanted:
             job = fleet.submit(case.job, *case.options)

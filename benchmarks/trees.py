@@ -171,10 +171,19 @@ class Fleet:
 
     def register(self, worker: str, name: str, path: Path) -> None:
         """Add a safetensors file to a worker's data sets."""
-        # A tree from before there was a policy accepts any job.
-        policy = (self.tree.folder / "worker" / "data" / "policy.py").exists()
-        options = ["--accept", "any"] if policy else []
+        options = ["--accept", "any"] if self._asks else []
         self.tree.run("worker.cli", "data", "add", name, str(path), *options, *self._state_dir(worker))
+
+    def accept_any(self, worker: str, name: str) -> None:
+        """Have a data set that an older tree registered take part in every job."""
+        if self._asks:
+            options = ["--accept", "any", *self._state_dir(worker)]
+            self.tree.run("worker.cli", "data", "policy", name, *options)
+
+    @property
+    def _asks(self) -> bool:
+        # A tree from before there was a policy accepts any job.
+        return (self.tree.folder / "worker" / "data" / "policy.py").exists()
 
     def submit(self, job: Path, *options: str) -> str:
         """Submit a job file; return the job's name."""
