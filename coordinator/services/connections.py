@@ -8,9 +8,11 @@ the other side's end. A copy of the descriptor keeps another connection from tak
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import os
 import socket
+import stat
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -110,7 +112,13 @@ def _shut_down(number: int, ends: _Ends) -> bool:
 
 @contextmanager
 def _copy(number: int) -> Iterator[socket.socket]:
-    """A copy of the descriptor as a socket. Raises OSError where it is none."""
+    """A copy of the descriptor as a socket. Raises OSError where it is none.
+
+    A file's is never copied: closing the copy would drop every lock of this process on that file, such as
+    SQLite's on the journal.
+    """
+    if not stat.S_ISSOCK(os.fstat(number).st_mode):
+        raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
     copied = os.dup(number)
     try:
         found = socket.socket(fileno=copied)

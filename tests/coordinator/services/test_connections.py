@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -46,6 +49,17 @@ def ended(connection: socket.socket) -> bool:
         return connection.recv(1) == b""
     except BlockingIOError:
         return False
+
+
+def test_locks_on_files_survive_a_look(stack: ExitStack, tmp_path: Path) -> None:
+    """Such as SQLite's: a reader that finds none makes the journal's shared memory anew, under a coordinator
+    that has it mapped."""
+    file = stack.enter_context((tmp_path / "locked").open("w"))
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    ConnectionBound({Port(stack).number: 3}, lambda: 0.0, nearby_too=True).look()
+    other = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    tried = subprocess.run([sys.executable, "-c", other, file.name], capture_output=True, text=True)
+    assert "BlockingIOError" in tried.stderr
 
 
 def test_the_newest_of_an_address_go_and_other_addresses_stay(stack: ExitStack) -> None:
