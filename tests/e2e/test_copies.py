@@ -36,7 +36,9 @@ def trained(fleet: LoopbackFleet, case: Case, strikes: Sequence[Due], folder: Pa
     """Train while stages are killed, and compare with one machine: each step is committed once, under the
     plan that was adopted first."""
     due, holders = list(strikes), list[str]()
-    reply = fleet.client.submit(prepare(as_job(case), partitioner=cut_at(thirds(case))))
+    # A standby, or who takes the place of another for being faster, would not fetch anything.
+    prepared = prepare(as_job(case), partitioner=cut_at(thirds(case)), standbys=0)
+    reply = fleet.client.submit(prepared)
     for update in fleet.client.watch(reply.job):
         holders = [stage.workers[0] for stage in update.plan.stages] or holders
         if due and update.step > 20 and due[0][0](update):
@@ -129,7 +131,7 @@ def test_a_stage_is_taken_over_from_a_copy_and_from_a_peers(tmp_path: Path, lend
     own: Mapping[int, Sequence[str]] = {4: ("--copy-bytes", "0")} if lenders == 1 else {}
 
     def kept(update: pb.JobUpdate) -> bool:
-        return len(logged(fleet, "copy.kept")) == 3
+        return all(stage.copy.startswith("on the disk of") for stage in update.stages)
 
     with LoopbackFleet(5, options=("--log-json",), own=own) as fleet:
         trained(fleet, case, [(kept, (FIRST, MIDDLE))], tmp_path)
