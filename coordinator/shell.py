@@ -29,7 +29,7 @@ from coordinator.messages import instructions as do
 from coordinator.messages.facts import Fact, JobEnded, Ledger, to_record
 from coordinator.messages.jobs import ENDED
 from coordinator.pipeline.driver import PipelineDriver
-from coordinator.planning.chosen import chosen_plan
+from coordinator.planning.chosen import chosen_plan, exact_step_s, grown_fleet, shape
 from coordinator.planning.new_codecs import respec, step_with
 from coordinator.planning.planner import PlanRequest
 from coordinator.scheduler import Scheduler
@@ -308,6 +308,8 @@ class Shell:
                 self._spawn(self._choose_links(instruction))
             case do.JudgeSwaps():
                 self._spawn(self._judge_swaps(instruction))
+            case do.JudgeFleet():
+                self._spawn(self._judge_fleet(instruction))
             case do.ReadJob(job, spec, hashes):
                 self._spawn(self._read_job(job, spec, hashes))
             case do.SweepBlobs():
@@ -371,26 +373,26 @@ class Shell:
     async def _in_pool(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    async def _make_plan(self, request: do.MakePlan) -> None:
-        spec = request.spec
+    def _plan_request(self, asked: do.MakePlan | do.JudgeFleet, beyond: int = 0) -> PlanRequest:
+        spec = asked.spec
+        graphs = self.graphs.graphs(spec.dag_hash, spec.eval_dag_hash)
+        return PlanRequest(
+            asked.job,
+            asked.version,
+            graphs.train,
+            graphs.evaluation,
+            spec.training,
+            asked.fleet,
+            spec.partitioner,
+            spec.schedule,
+            dag_hash=spec.dag_hash,
+            eval_dag_hash=spec.eval_dag_hash,
+            beyond=beyond,
+        )
 
+    async def _make_plan(self, request: do.MakePlan) -> None:
         def work() -> Plan:
-            graphs = self.graphs.graphs(spec.dag_hash, spec.eval_dag_hash)
-            plan = chosen_plan(
-                PlanRequest(
-                    request.job,
-                    request.version,
-                    graphs.train,
-                    graphs.evaluation,
-                    spec.training,
-                    request.fleet,
-                    spec.partitioner,
-                    spec.schedule,
-                    dag_hash=spec.dag_hash,
-                    eval_dag_hash=spec.eval_dag_hash,
-                    beyond=request.beyond,
-                )
-            )
+            plan = chosen_plan(self._plan_request(request, request.beyond))
             if request.job not in self.inquiries:
                 self.graphs.programs(plan)
             return plan
@@ -454,6 +456,23 @@ class Shell:
             self.post(ev.SwapsFailed(request.job, request.attempt, str(error)))
         else:
             self.post(ev.SwapsJudged(request.job, request.attempt, now_s, swapped_s))
+
+    async def _judge_fleet(self, request: do.JudgeFleet) -> None:
+        job, attempt = request.job, request.attempt
+
+        def work() -> ev.FleetJudged:
+            own, grown = grown_fleet(self._plan_request(request), request.own)
+            workers = tuple(place.worker for place in grown.places)
+            return ev.FleetJudged(job, attempt, exact_step_s(own), exact_step_s(grown), workers, shape(grown))
+
+        try:
+            judged = await self._in_pool(work)
+        except Exception as error:
+            if not isinstance(error, AtollError):
+                log.exception("planner.crashed", job=job)
+            self.post(ev.FleetFailed(job, attempt, str(error)))
+        else:
+            self.post(judged)
 
     async def _read_job(self, job: str, spec: JobSpec, hashes: bool) -> None:
         record = self.scheduler.ledger.jobs[job]

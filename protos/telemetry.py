@@ -49,6 +49,7 @@ class Event(StrEnum):
     JOB_STATE = "job.state"
     PLAN_MADE = "plan.made"
     PLAN_FAILED = "plan.failed"
+    FLEET_JUDGED = "fleet.judged"
     MESSAGE_DROPPED = "message.dropped"
     EVALUATED = "job.evaluated"
     ROUND_CLOSED = "round.closed"

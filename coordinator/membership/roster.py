@@ -32,7 +32,7 @@ from coordinator.messages.instructions import Addresses, RelayUse
 from coordinator.planning.costs import message_costs
 from coordinator.planning.costs.codec_costs import judge_speeds
 from coordinator.planning.costs.fleet import UNKNOWN, Device, Fleet
-from coordinator.planning.costs.network import Pair
+from coordinator.planning.costs.network import LinkEstimate, Pair
 from coordinator.planning.costs.op_seconds import SCALE_RANGE, refresh_scale
 from coordinator.planning.preselect import candidates
 
@@ -299,8 +299,8 @@ class Roster:
             self._fingerprint = frozenset((name, w.member.incarnation, w.guest) for name, w in known)
         return self._fingerprint
 
-    def fleet(self, workers: list[str], precision: str) -> Fleet:
-        """The planner's view of ``workers`` with the newest figures.
+    def fleet(self, workers: list[str], precision: str, unknown: LinkEstimate = UNKNOWN) -> Fleet:
+        """The planner's view of ``workers`` with the newest figures; ``unknown``: of pairs not measured yet.
 
         FLOPs of known ops turn what was timed into a rate for those that could not be.
         """
@@ -308,10 +308,10 @@ class Roster:
         sites = {worker: self.workers[worker].introduction.site for worker in workers}
         guessed = None
         if len(workers) > self.probing.all_pairs_up_to:
-            guessed = guesses(workers, self.links.survey.place_of, self.links.table, UNKNOWN)
+            guessed = guesses(workers, self.links.survey.place_of, self.links.table, unknown)
         relays = self.joined.lines(workers, self.links.solo_bps)
         uplinks = self.links.uplinks(sites)
-        fleet = measured_fleet(devices, self.links.table, uplinks, guessed=guessed, relays=relays)
+        fleet = measured_fleet(devices, self.links.table, uplinks, unknown, guessed, relays)
         return within_limits(fleet, {worker: self.workers[worker].guest for worker in workers})
 
     def in_order(self, workers: Iterable[str]) -> list[str]:

@@ -507,6 +507,26 @@ class SwapsFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class FleetJudged:
+    """Predicted seconds of what an exact step teaches: with the best plan of a job's own workers, and
+    ``grown_s`` with that of a fleet that has grown, on ``workers``; ``shape``: in words."""
+
+    job: str
+    attempt: int
+    step_s: float
+    grown_s: float
+    workers: tuple[str, ...]
+    shape: str
+
+
+@dataclass(frozen=True, slots=True)
+class FleetFailed:
+    job: str
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class LinksFailed:
     job: str
     attempt: int
@@ -597,6 +617,8 @@ JobEvent = (
     | LinksFailed
     | SwapsJudged
     | SwapsFailed
+    | FleetJudged
+    | FleetFailed
     | CancelAsked
     | AggregatorEvent
 )
@@ -651,6 +673,8 @@ Event = (
     | LinksFailed
     | SwapsJudged
     | SwapsFailed
+    | FleetJudged
+    | FleetFailed
     | CancelAsked
     | AppLent
     | AppReturned

@@ -363,6 +363,19 @@ class JudgeSwaps:
 
 
 @dataclass(frozen=True, slots=True)
+class JudgeFleet:
+    """Plan a running job on its ``own`` workers alone, and on all of ``fleet``; answers FleetJudged or
+    FleetFailed with the same attempt. ``version``: that the plan would have."""
+
+    job: str
+    attempt: int
+    version: int
+    spec: JobSpec
+    fleet: Fleet
+    own: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class OpenAggregator:
     """Start the process that sums a federated job's updates, or start it anew; answers AggregatorOpened
     or AggregatorBroke. ``state`` "": the job's initial tensors."""
@@ -504,6 +517,7 @@ Instruction = (
     | MakePlan
     | ChooseLinks
     | JudgeSwaps
+    | JudgeFleet
     | OpenAggregator
     | AggregateRound
     | EvaluateModel

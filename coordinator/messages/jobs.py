@@ -124,10 +124,17 @@ def exchanging(plan: Plan, exchange: Exchange, reason: str) -> Replaced:
 
 @dataclass(frozen=True, slots=True)
 class Seating:
-    """A worker could take a lost peer's rank: the next commit stores what it begins with, and the one after
-    waits for that. ``wanted`` False: there is none any more, or it has the rank."""
+    """A worker could take a lost peer's rank, or all could be given others: the next commit stores what they
+    begin with, and the one after waits for that. ``wanted`` False: nothing of that any more."""
 
     wanted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Replan:
+    """The fleet has grown, and another plan is worth it; the state that it begins with is stored."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +199,7 @@ Event = (
     | StageLost
     | Replaced
     | Seating
+    | Replan
     | LogsShort
     | LogsWanted
     | Rejected

@@ -1,4 +1,5 @@
-"""What idle workers do beside the plans of running jobs: stand by, keep copies, compare, and join. Pure.
+"""What idle workers do beside the plans of running jobs: stand by, keep copies, compare, join, and what they
+would be worth in another plan. Pure.
 
 None of it holds a job up: whoever does it makes way once another job wants the pool.
 """
@@ -9,15 +10,19 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from coordinator.messages import events as ev
 from coordinator.messages.jobs import ENDED, GATHERS, PREPARING, RUNNING, Event, JobState, Phase
 from coordinator.pipeline.copies import Copies
 from coordinator.pipeline.joining import Joining
+from coordinator.pipeline.replanning import Replanning
 from coordinator.pipeline.spot_checks import SpotChecks
 from coordinator.pipeline.standbys import Standbys
 
 if TYPE_CHECKING:
     from coordinator.membership.effects import Effects
     from coordinator.pipeline.suspicion import Suspicion
+
+Judged = ev.SwapsJudged | ev.SwapsFailed | ev.FleetJudged | ev.FleetFailed
 
 
 @dataclass(slots=True)
@@ -36,12 +41,14 @@ class Beside:
     standbys: Standbys = field(init=False)
     joining: Joining = field(init=False)
     checks: SpotChecks = field(init=False)
+    replanning: Replanning = field(init=False)
 
     def __post_init__(self) -> None:
         self.copies = Copies(self.effects)
         self.standbys = Standbys(self.effects, self.put, self.step)
         self.checks = SpotChecks(self.effects, self.suspicion, self.step, self._workers_wanted)
         self.joining = Joining(self.effects, self.standbys, self.timed, self.checks.make_way)
+        self.replanning = Replanning(self.effects, self.timed)
 
     def tick(self, returning: Collection[str]) -> None:
         """Let time pass; ``returning``: jobs whose workers are awaited after our restart."""
@@ -50,8 +57,23 @@ class Beside:
                 others_wait = self._pool_wanted()
                 self.joining.tick(self.jobs[job], others_wait=others_wait)
                 self.standbys.tick(self.jobs[job], others_wait=others_wait)
+                self.replanning.tick(self.jobs[job], others_wait=others_wait)
+            else:
+                self.replanning.over(job)
         self.checks.tick(self.jobs)
         self.copies.tick(self.jobs)
+
+    def judged(self, event: Judged) -> None:
+        """Take in what a swap, or a larger fleet, would be worth."""
+        match event:
+            case ev.SwapsJudged(job):
+                self.joining.judged(self.jobs[job], event)
+            case ev.SwapsFailed():
+                self.joining.failed(event)
+            case ev.FleetJudged(job):
+                self.replanning.judged(self.jobs[job], event)
+            case ev.FleetFailed():
+                self.replanning.failed(event)
 
     def make_way(self) -> None:
         """Give back the workers that another job wants."""

@@ -117,7 +117,7 @@ class PipelineDriver:
             self.beside.checks.make_way,
         )
 
-        self.seating = Seats(self.effects, self._step)
+        self.seating = Seats(self.effects, self._step, self.beside.replanning)
         self.pair_tables = PairTables(self.effects, self._step)
         self.round_codecs = RoundCodecs(self._step)
 
@@ -195,10 +195,8 @@ class PipelineDriver:
                 self._links_chosen(event)
             case ev.LinksFailed():
                 self.adapting.failed(event)
-            case ev.SwapsJudged():
-                self.beside.joining.judged(self.jobs[event.job], event)
-            case ev.SwapsFailed():
-                self.beside.joining.failed(event)
+            case ev.SwapsJudged() | ev.SwapsFailed() | ev.FleetJudged() | ev.FleetFailed():
+                self.beside.judged(event)
             case _:
                 self.effects.drop(type(event).__name__, f"{event.job} is cut into stages", event.job)
 
@@ -621,7 +619,8 @@ class PipelineDriver:
             self.adapting.over(job)
             self.round_codecs.over(job)
         self.suspicion.stepped(before, state)
-        if before.checkpoint.step != state.checkpoint.step:
+        evaluated = before.awaiting_eval is not None and state.awaiting_eval is None
+        if before.checkpoint.step != state.checkpoint.step or evaluated:
             self.seating.look(state)
         if self.jobs[job].standbys and self.jobs[job].phase not in RUNNING:
             self.beside.standbys.over(self.jobs[job])

@@ -56,6 +56,7 @@ from coordinator.messages.jobs import (
     ReleaseAll,
     Relinked,
     Replaced,
+    Replan,
     Resumed,
     Seating,
     StageLost,
@@ -587,6 +588,16 @@ def _seat(state: JobState, event: Seating, now_s: float) -> Outcome:
     *others, last = state.ready.items()
     rank, report = last
     return _ready(replace(seating, ready=dict(others)), FromRank(rank, report), now_s)
+
+
+@TRANSITIONS.on(*STEPPING)
+def _replan(state: JobState, event: Replan, now_s: float) -> Outcome:
+    """Begin anew with another plan, at a commit whose state is stored and evaluated: nothing is done again
+    for it."""
+    if state.checkpoint.step != state.step or state.awaiting_eval is not None:
+        return state, []
+    paused, todo = _interrupt(state, event.reason, blamed=False)
+    return replace(paused, failures=state.failures), todo
 
 
 @TRANSITIONS.on(*STEPPING)

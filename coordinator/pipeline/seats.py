@@ -4,7 +4,7 @@ Those that are there store what a newcomer begins with at a commit, of peers wit
 period, and go on. With the checkpoint all connect anew, the newcomers among them: a peer takes the steps of
 the period that is under way, and the others keep those that they have taken; a replica more
 (``more_replicas``) takes a share of the step. A step or period that ends before that is stored waits
-for it.
+for it. Where a fleet that has grown is worth another plan (``replanning``), all begin with that checkpoint.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from coordinator.pipeline.reconfigure import seats
 if TYPE_CHECKING:
     from coordinator.membership.effects import Effects
     from coordinator.pipeline.reconfigure import Choice
+    from coordinator.pipeline.replanning import Replanning
 
 AGAIN_S = 60.0  # after a replica was added, until another is; twice as long each time
 
@@ -31,19 +32,24 @@ class Seats:
 
     effects: Effects
     step: Callable[[str, Event], None]
+    replanning: Replanning
     _grown: dict[str, tuple[int, float]] = field(default_factory=dict)  # job -> times, not again before
 
     def look(self, state: JobState) -> None:
         """Have idle workers take the ranks of lost peers, or be a replica, as soon as the state is stored."""
-        if state.phase not in STEPPING or state.plan is None or not (state.plan.absent or not state.local):
+        if state.phase not in STEPPING or state.plan is None:
             return
         if self.effects.storage or state.step >= state.steps:
             return
         chosen = seats(state, self.effects.roster) if state.local else self._replica(state)
-        stored = state.checkpoint.step == state.step
-        if chosen is None or not stored:
-            if (chosen is not None) != state.seating:
-                self.step(state.job, Seating(chosen is not None))
+        wanted = chosen is not None or bool(self.replanning.due(state))
+        if not wanted or state.checkpoint.step != state.step:
+            if wanted != state.seating:
+                self.step(state.job, Seating(wanted))
+            return
+        if chosen is None:
+            if state.awaiting_eval is None:
+                self.step(state.job, self.replanning.stop(state))
             return
         label = self.effects.label
         taken = ", ".join(

@@ -17,6 +17,8 @@ from coordinator.planning.ways import LOCAL_EXCHANGES
 from strategies.exchanges.catalogue import EXCHANGES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from atoll.exchange import Exchange
     from atoll.plan import Plan
     from coordinator.planning.local_plans import Sharing
@@ -41,7 +43,7 @@ def chosen_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
     worth, exact_worth = efficiency / sharing.step_s, 1.0 / exact_s
     words = (
         f"{exchange.rule} every {exchange.every} steps among {len(sharing.parts)} machines: "
-        f"{sharing.step_s:.3g} s a step that counts {efficiency:.2f} of an exact one; {_shape(exact)}: "
+        f"{sharing.step_s:.3g} s a step that counts {efficiency:.2f} of an exact one; {shape(exact)}: "
         f"{exact_s:.3g} s"
     )
     if worth <= exact_worth:
@@ -66,7 +68,23 @@ def _efficiency(exchange: Exchange) -> float:
     return EXCHANGES[exchange.rule].efficiency_at(exchange.every)
 
 
-def _shape(plan: Plan) -> str:
+def exact_step_s(plan: Plan) -> float:
+    """Return the predicted seconds of what an exact step teaches."""
+    step_s = plan.prediction.step_s if plan.prediction is not None else float("inf")
+    return step_s / (_efficiency(plan.exchange) if plan.local and plan.exchange is not None else 1.0)
+
+
+def grown_fleet(request: PlanRequest, own: Sequence[str]) -> tuple[Plan, Plan]:
+    """Return the plans of a running job on its ``own`` workers alone and on the whole fleet, which includes
+    them; raises what ``best_plan`` does."""
+    alone = replace(request, fleet=request.fleet.subset(own))
+    return chosen_plan(alone), chosen_plan(request)
+
+
+def shape(plan: Plan) -> str:
+    """Return in words how many stages and replicas a plan has, and its rule where peers take local steps."""
+    if plan.local and plan.exchange is not None:
+        return f"{plan.exchange.rule} every {plan.exchange.every} steps among {len(plan.places)} machines"
     count = len(plan.replicas)
     stages = len(plan.places)
     return f"{count} replicas of {stages} stages in all" if count > 1 else f"one pipeline of {stages} stages"

@@ -119,6 +119,9 @@ class Coordinator(Process):
     stages: int = field(default=3, kw_only=True)  # at most
     slowness: float = field(default=1.0, kw_only=True)  # of its threads
     step_s: Callable[[list[str]], float] = field(default=lambda workers: 1.0, kw_only=True)  # as predicted
+    grown_s: Callable[[int, int], float] = field(
+        default=lambda own, all_: 1.0, kw_only=True
+    )  # for 1 s before
     term: int = field(default=0, init=False)
     scheduler: Scheduler = field(init=False)
     promises: Promises = field(default_factory=Promises, init=False)
@@ -264,6 +267,8 @@ class Coordinator(Process):
                     if name not in workers
                 }
                 self._later(PLAN_S, ev.SwapsJudged(job, attempt, self.step_s(workers), swapped))
+            case do.JudgeFleet():
+                self._later(PLAN_S, self.judge_fleet(instruction))
             case do.OpenAggregator(job, _, at_round, state):
                 model = ev.Blob(digest("model", job, at_round, state), 1000)
                 self.folder.blobs.add(model.hash)
@@ -303,6 +308,19 @@ class Coordinator(Process):
             exchange=_with_table(local or Exchange(), count) if count > 1 else None,
         )  # fmt: skip
         return ev.PlanMade(asked.job, asked.attempt, plan)
+
+    def judge_fleet(self, asked: do.JudgeFleet) -> ev.Event:
+        """Compare the plans of a job's own workers and of a fleet that has grown, as ``grown_s`` says."""
+        plans = [
+            self.plan(do.MakePlan(asked.job, 0, asked.version, asked.spec, fleet))
+            for fleet in (asked.fleet.subset(asked.own), asked.fleet)
+        ]
+        own, grown = plans
+        if not isinstance(own, ev.PlanMade) or not isinstance(grown, ev.PlanMade):
+            return ev.FleetFailed(asked.job, asked.attempt, "no plan")
+        workers = tuple(place.worker for place in grown.plan.places)
+        seconds = self.grown_s(len(own.plan.places), len(workers))
+        return ev.FleetJudged(asked.job, asked.attempt, 1.0, seconds, workers, f"{len(workers)} workers")
 
     def _pipeline(self, spec: JobSpec, workers: Sequence[str], micros: tuple[int, int]) -> Replica:
         ops, n = len(spec.tensors), len(workers)

@@ -13,7 +13,7 @@ from atoll.exchange import PairTable
 from atoll.job import TrainingSpec
 from atoll.plan import Plan
 from coordinator.client.fleet_file import parse_fleet
-from coordinator.planning.chosen import chosen_plan
+from coordinator.planning.chosen import chosen_plan, exact_step_s, grown_fleet, shape
 from coordinator.planning.gossip_plans import moved_share, renewed
 from coordinator.planning.planner import PlanRequest
 from tests.coordinator.planning.dags import gpt_like
@@ -28,6 +28,28 @@ def planned(
 ) -> Plan:
     fleet = parse_fleet({"default": of, "device": [{"name": f"d{i}"} for i in range(n)]})
     return chosen_plan(PlanRequest("j", version, DAG, None, training, fleet, cut or "op_fence"))
+
+
+def grown(exchange: str, mbit: float) -> tuple[Plan, Plan]:
+    """Plans of one machine, and of it and three others like it."""
+    training = replace(TRAINING, exchange=exchange, local_steps=0, replicas="auto")
+    devices = [{"name": f"d{i}"} for i in range(4)]
+    fleet = parse_fleet({"default": {"mbit": mbit, "ms": 1, **ROOMY}, "device": devices})
+    return grown_fleet(PlanRequest("j", 2, DAG, None, training, fleet, "op_fence"), ("d1",))
+
+
+def test_a_fleet_that_has_grown_is_worth_replicas_or_steps_of_their_own() -> None:
+    own, more = grown("exact", mbit=10_000)
+    assert [place.worker for place in own.places] == ["d1"]
+    assert len(more.replicas) == 4
+    assert "4 replicas" in shape(more)
+    assert exact_step_s(more) < 0.5 * exact_step_s(own)
+    own, more = grown("auto", mbit=5)
+    assert more.local
+    assert "among 4 machines" in shape(more)
+    # What a step teaches counts, not only what it takes.
+    assert more.prediction is not None
+    assert more.prediction.step_s < exact_step_s(more) < exact_step_s(own)
 
 
 def test_every_machine_that_holds_the_model_is_a_peer_with_a_share_of_a_step() -> None:
