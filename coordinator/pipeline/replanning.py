@@ -74,14 +74,15 @@ class Replanning:
                 self.over(state.job)
             return
         roster, now_s = self.effects.roster, self.effects.now_s
-        idle = {(name, roster.workers[name].member.incarnation) for name in roster.idle()}
-        known = self._known.setdefault(state.job, _Known(idle))
+        names = {*roster.idle(), *(s.worker for s in state.standbys.values() if s.worker in roster.workers)}
+        spare = {(name, roster.workers[name].member.incarnation) for name in names}
+        known = self._known.setdefault(state.job, _Known(spare))
         known.came_s = {one: at_s for one, at_s in known.came_s.items() if self._usable(state, one[0])}
-        known.came_s.update(dict.fromkeys(idle - known.judged - known.came_s.keys(), now_s))
+        known.came_s.update(dict.fromkeys(spare - known.judged - known.came_s.keys(), now_s))
         if others_wait or not known.came_s or now_s - max(known.came_s.values()) < SETTLED_S:
             return
         if self._may(state) and self._ask(state):
-            known.judged.update(idle, known.came_s)
+            known.judged.update(spare, known.came_s)
             known.came_s.clear()
 
     def over(self, job: str) -> None:

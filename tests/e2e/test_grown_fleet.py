@@ -17,9 +17,9 @@ from coordinator.client.prepare import prepare
 from coordinator.messages.facts import PlanAdopted
 
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
-STEPS = 250
+STEPS = 150
 SETTINGS = (
-    "WIDTH=128", "LAYERS=2", "MICRO_BATCH=16", "N_MICRO=4", f"STEPS={STEPS}", "blocks=2", "eval_batches=0",
+    "WIDTH=128", "LAYERS=2", "MICRO_BATCH=64", "N_MICRO=4", f"STEPS={STEPS}", "blocks=2", "eval_batches=0",
 )  # fmt: skip
 
 
