@@ -1,4 +1,4 @@
-"""A worker that joins real daemons while a job trains: replicas from then on, the bits of one machine."""
+"""A worker that joins real daemons while a job trains: the job is trained on both, to the bits of one."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SETTINGS = (
 
 
 @pytest.mark.slow
-def test_a_job_goes_on_as_replicas_once_there_are_machines_for_them(tmp_path: Path) -> None:
-    """Which one machine did not make faster; nothing is computed twice for it."""
+def test_a_job_of_one_machine_goes_on_with_two(tmp_path: Path) -> None:
+    """As two stages or as two replicas, whichever these machines are faster with; no step is repeated."""
     with LocalFleet(1, ["--threads", "1", "--sandbox", "off"]) as fleet:
         facts = Facts(fleet.folder / COORDINATOR / "journal.sqlite")
 
@@ -40,7 +40,7 @@ def test_a_job_goes_on_as_replicas_once_there_are_machines_for_them(tmp_path: Pa
         assert trained(grows) == STEPS
         assert commits(facts.of(grows)) == list(range(STEPS))
         plans = [fact.plan for fact in facts.of(grows) if isinstance(fact, PlanAdopted)]
-        assert [len(plan.replicas) for plan in plans] == [1, 2], fleet.log(COORDINATOR)
+        assert [len(plan.places) for plan in plans] == [1, 2], fleet.log(COORDINATOR)
 
         alone = fleet.client.submit(prepare(load_job(GPT, (*SETTINGS, "replicas=1")), standbys=0)).job
         fleet.client.wait(alone)
