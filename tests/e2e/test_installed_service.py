@@ -24,11 +24,17 @@ from worker.cli.install import NO_RESTART
 USER = "nobody"
 
 
+def become() -> list[str]:
+    """The command that runs another as the user; `env` is the first that has no right of root's."""
+    found = pwd.getpwnam(USER)
+    return ["setpriv", "--reuid", USER, "--regid", str(found.pw_gid), "--clear-groups", "env", "-i"]
+
+
 def unable() -> str:
     """Why another user cannot run this interpreter, "" where one can."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "needs root, to become another user"
-    command = ["setpriv", "--reuid", USER, "--clear-groups", sys.executable, "-c", ""]
+    command = [*become(), sys.executable, "-c", ""]
     done = subprocess.run(command, capture_output=True, check=False)
     return f"{USER} cannot run {sys.executable}" if done.returncode else ""
 
@@ -48,7 +54,7 @@ class Account:
         self._log = (folder / "log").open("ab")
         self._path = folder / "log"
         self._prefix = [
-            "setpriv", "--reuid", USER, "--regid", str(found.pw_gid), "--clear-groups", "env", "-i",
+            *become(),
             f"HOME={self.home}", "PATH=/usr/bin:/bin", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1",
         ]  # fmt: skip
 
