@@ -28,6 +28,7 @@ from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
     from coordinator.membership.effects import Effects
+    from coordinator.membership.roster import Fingerprint
     from coordinator.messages.events import FleetFailed, FleetJudged
     from coordinator.messages.jobs import JobState
 
@@ -45,6 +46,7 @@ Process = tuple[str, int]
 
 @dataclass(slots=True)
 class _Known:
+    fleet: tuple[Fingerprint, frozenset[str]]  # idle, standing by: as last looked at
     judged: set[Process]  # that the plan was made with, or has been compared with
     came_s: dict[Process, float] = field(default_factory=dict)  # the others
 
@@ -73,17 +75,29 @@ class Replanning:
             if not state.moving:  # a plan of this fleet is being loaded
                 self.over(state.job)
             return
-        roster, now_s = self.effects.roster, self.effects.now_s
-        names = {*roster.idle(), *(s.worker for s in state.standbys.values() if s.worker in roster.workers)}
-        spare = {(name, roster.workers[name].member.incarnation) for name in names}
-        known = self._known.setdefault(state.job, _Known(spare))
-        known.came_s = {one: at_s for one, at_s in known.came_s.items() if self._usable(state, one[0])}
-        known.came_s.update(dict.fromkeys(spare - known.judged - known.came_s.keys(), now_s))
+        known, now_s = self._look(state), self.effects.now_s
         if others_wait or not known.came_s or now_s - max(known.came_s.values()) < SETTLED_S:
             return
         if self._may(state) and self._ask(state):
-            known.judged.update(spare, known.came_s)
+            known.judged.update(known.came_s)
             known.came_s.clear()
+
+    def _look(self, state: JobState) -> _Known:
+        """Take in who has come and gone."""
+        roster, standbys = self.effects.roster, frozenset(s.worker for s in state.standbys.values())
+        fleet = roster.fingerprint(), standbys
+        known = self._known.get(state.job)
+        if known is not None and known.fleet == fleet and not known.came_s:  # as nearly always
+            return known
+        names = standbys.intersection(roster.workers).union(roster.idle())
+        spare = {(name, roster.workers[name].member.incarnation) for name in names}
+        if known is None:
+            known = self._known[state.job] = _Known(fleet, spare)
+        known.fleet = fleet
+        known.came_s = {one: at_s for one, at_s in known.came_s.items() if self._usable(state, one[0])}
+        new = spare - known.judged - known.came_s.keys()
+        known.came_s.update(dict.fromkeys(new, self.effects.now_s))
+        return known
 
     def over(self, job: str) -> None:
         """Forget what was thought of a job's fleet: it is planned on the whole of it, or has ended."""
