@@ -191,7 +191,8 @@ class Wrapped:
         made.rename(self.folder / point)
         provoked = self.provoke(how)
         self.wait(lambda: passed.exists() or (how != SUBMIT and self.over()))
-        assert passed.exists(), f"the job ended before {point}"
+        ends = [(u.state, u.step, u.reason) for job in self.jobs if (u := self.update(job)) is not None]
+        assert passed.exists(), f"the job ended before {point}: {ends}"
         if victim == COMPUTE:
             self.deaths[middle.name] += 1
         self.mend()
