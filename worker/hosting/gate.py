@@ -88,7 +88,9 @@ class Gate:
         passes any more, and what was logged of the step is forgotten. ``repeating``: here steps before it are
         still being repeated under the versions before."""
         with self._lock:
-            self._former, self._ranks, self._version = self._ranks if repeating else {}, ranks, version
+            # Who repeats through several changes does so among the neighbours of any of them.
+            self._former = {**self._former, **self._ranks} if repeating else {}
+            self._ranks, self._version = ranks, version
             if not repeating:
                 self._oldest = version
                 self._wanted.clear()

@@ -355,3 +355,16 @@ def test_after_a_reconfiguration_neither_old_messages_nor_lost_peers_pass(setup:
     assert [key for *_, key in setup.hub.sent] == [again, KEY._replace(step=4), again]
     with pytest.raises(BadFrame, match="none of which is here"):
         sent(setup, again, b"abc", "peer")
+
+
+def test_who_repeats_steps_while_neighbours_change_twice_does_so_among_those_of_before(setup: Setup) -> None:
+    """It hears of the second loss while it loads for the first: its messages of then are no breach."""
+    for version, ranks in ((2, {"second": 3}), (3, {"third": 3})):
+        setup.gate.reconfigure(ranks, version, 5, repeating=True)
+    for peer, version in (("peer", 1), ("second", 2), ("third", 3)):
+        setup.want(KEY._replace(plan_version=version), peer=peer)
+    with pytest.raises(BadFrame, match="none of which is here"):
+        setup.want(KEY, peer="stranger")
+    setup.gate.reconfigure({"third": 3}, 4, 5)
+    with pytest.raises(BadFrame, match="none of which is here"):
+        setup.want(KEY._replace(plan_version=4), peer="second")
