@@ -113,6 +113,9 @@ class Wrapped:
     prepared: Prepared
     jobs: list[str] = field(default_factory=list)
     deaths: Counter[str] = field(default_factory=Counter)
+    steps: dict[str, int] = field(
+        default_factory=dict
+    )  # committed when somebody was last to be killed, by job
 
     def member(self, name: str) -> Member:
         return Member(name, self.local.folder / name)
@@ -146,10 +149,12 @@ class Wrapped:
             return None
 
     def trains(self, job: str) -> bool:
-        """Return whether a job is in the midst of its steps."""
+        """Return whether a job is in the midst of its steps, with one more than before the last kill: what
+        dies four times without a step is given up."""
         update = self.update(job)
         assert update is None or update.state not in ("failed", "finished"), (update.state, update.reason)
-        return update is not None and update.state == "training"
+        further = update is not None and update.step > self.steps.get(job, -1)
+        return further and update.state == "training"
 
     def finished(self, tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
         """Wait for the jobs' ends; each has the bits of an undisturbed run, and each of its steps once."""
@@ -175,6 +180,9 @@ class Wrapped:
     def kill_at(self, point: str, how: str, victim: str) -> None:
         """Have the victim killed at a point, and the fleet mended. It is who comes there, where that is a
         process of its kind, else the one of the middle stage."""
+        now = self.update(self.jobs[-1])
+        if now is not None:
+            self.steps[now.job] = now.step
         passed = self.folder / PASSED / point
         passed.unlink(missing_ok=True)
         middle = self.member(self.holder(1))
