@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors.torch import load_file
 
@@ -172,6 +173,13 @@ class Wrapped:
 
     # ------------------------------------------------------------ kills
 
+    def processes(self, victim: str) -> list[psutil.Process]:
+        """Return the processes of a kind that may be killed: the coordinator's, or of the middle stage."""
+        if victim == COMPUTE:
+            return self.member(self.holder(1)).computing()
+        process = self.member(COORDINATOR if victim == COORDINATOR else self.holder(1)).process()
+        return [process] if process is not None else []
+
     def holder(self, stage: int) -> str:
         """Return the name of the worker that holds a stage of the newest job, else of any worker."""
         found = {w.stage: w.name for w in self.local.client.status().workers if w.job == self.jobs[-1]}
@@ -185,15 +193,10 @@ class Wrapped:
             self.steps[now.job] = now.step
         passed = self.folder / PASSED / point
         passed.unlink(missing_ok=True)
-        middle = self.member(self.holder(1))
-        others = {
-            COORDINATOR: [self.member(COORDINATOR).process()],
-            DAEMON: [middle.process()],
-            COMPUTE: middle.computing(),
-        }
         own = point.startswith(f"{ROLES[victim]}.")
-        listed = ["0"] if own else [str(process.pid) for process in others[victim] if process is not None]
-        assert listed, f"no {victim} to be killed"
+        self.wait(lambda: own or bool(self.processes(victim)))  # a stage may just be changing hands
+        middle = self.member(self.holder(1))
+        listed = ["0"] if own else [str(process.pid) for process in self.processes(victim)]
         made = self.folder / f"{point}.new"
         made.write_text(" ".join(listed))
         made.rename(self.folder / point)
