@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from safetensors.torch import load_file
 
@@ -27,6 +26,9 @@ from coordinator.cli.demo.processes import start_here
 from coordinator.cli.local_fleet import COORDINATOR, LocalFleet
 from coordinator.client.prepare import Prepared, prepare
 from tests.e2e.points import PACE, PASSED
+
+if TYPE_CHECKING:
+    import psutil
 
 STEP, CHECKPOINT, REPLAY, JOIN, JOURNAL = "step", "checkpoint", "replay", "join", "journal"
 COMPUTE, DAEMON = "compute", "daemon"
