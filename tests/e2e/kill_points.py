@@ -25,6 +25,7 @@ from coordinator.cli.chaos.promises import commits
 from coordinator.cli.demo.processes import start_here
 from coordinator.cli.local_fleet import COORDINATOR, LocalFleet
 from coordinator.client.prepare import Prepared, prepare
+from coordinator.messages.facts import PlanAdopted, Reconfigured
 from tests.e2e.points import PACE, PASSED
 
 if TYPE_CHECKING:
@@ -171,7 +172,13 @@ class Wrapped:
             assert [name for name in trained if not torch.equal(found[name], expected[name])] == [], job
         facts.look()
         for job in self.jobs:
-            assert commits(facts.of(job)) == list(range(self.case.training.steps)), job
+            done = commits(facts.of(job))
+            again = [step for step, times in Counter(done).items() if times > 1]
+            plans = [fact for fact in facts.of(job) if isinstance(fact, PlanAdopted | Reconfigured)]
+            told = [
+                (fact.step, fact.reason) if isinstance(fact, Reconfigured) else "planned" for fact in plans
+            ]
+            assert done == list(range(self.case.training.steps)), (job, again, told)
 
     # ------------------------------------------------------------ kills
 
