@@ -19,7 +19,7 @@ import structlog
 
 from atoll.errors import AtollError, PlanError, StorageError
 from atoll.job import JobSpec
-from atoll.plan import LinkSpec, Plan
+from atoll.plan import Plan
 from coordinator.aggregation.supervisor import Aggregators
 from coordinator.config import CoordinatorConfig
 from coordinator.federated.driver import FederatedDriver
@@ -417,23 +417,17 @@ class Shell:
     async def _choose_links(self, request: do.ChooseLinks) -> None:
         plan = request.plan
 
-        def work() -> tuple[LinkSpec, ...]:
+        def work() -> ev.LinksChosen:
             graphs = self.graphs.graphs(plan.dag_hash, plan.eval_dag_hash)
-            return respec(plan, graphs.train, request.training, request.fleet)
+            links = respec(plan, graphs.train, request.training, request.fleet)
+            return ev.LinksChosen(request.job, request.attempt, links)
 
-        try:
-            links = await self._in_pool(work)
-        except Exception as error:
-            if not isinstance(error, AtollError):
-                log.exception("planner.crashed", job=request.job)
-            self.post(ev.LinksFailed(request.job, request.attempt, str(error)))
-        else:
-            self.post(ev.LinksChosen(request.job, request.attempt, links))
+        await self._judge(request, work, ev.LinksFailed)
 
     async def _judge_swaps(self, request: do.JudgeSwaps) -> None:
         plan = request.plan
 
-        def work() -> tuple[float, dict[tuple[int, str], float]]:
+        def work() -> ev.SwapsJudged:
             dag = self.graphs.graphs(plan.dag_hash, plan.eval_dag_hash).train
             workers = [place.worker for place in plan.places]
 
@@ -446,16 +440,9 @@ class Shell:
                 for rank, worker in request.swaps
                 if worker not in workers
             }
-            return step_s(workers), swapped_s
+            return ev.SwapsJudged(request.job, request.attempt, step_s(workers), swapped_s)
 
-        try:
-            now_s, swapped_s = await self._in_pool(work)
-        except Exception as error:
-            if not isinstance(error, AtollError):
-                log.exception("planner.crashed", job=request.job)
-            self.post(ev.SwapsFailed(request.job, request.attempt, str(error)))
-        else:
-            self.post(ev.SwapsJudged(request.job, request.attempt, now_s, swapped_s))
+        await self._judge(request, work, ev.SwapsFailed)
 
     async def _judge_fleet(self, request: do.JudgeFleet) -> None:
         job, attempt = request.job, request.attempt
@@ -465,14 +452,22 @@ class Shell:
             workers = tuple(place.worker for place in grown.places)
             return ev.FleetJudged(job, attempt, exact_step_s(own), exact_step_s(grown), workers, shape(grown))
 
+        await self._judge(request, work, ev.FleetFailed)
+
+    async def _judge(
+        self,
+        request: do.ChooseLinks | do.JudgeSwaps | do.JudgeFleet,
+        work: Callable[[], ev.Event],
+        failed: type[ev.LinksFailed | ev.SwapsFailed | ev.FleetFailed],
+    ) -> None:
+        """Think about a running job in a thread, and post what came of it."""
         try:
-            judged = await self._in_pool(work)
+            found = await self._in_pool(work)
         except Exception as error:
             if not isinstance(error, AtollError):
-                log.exception("planner.crashed", job=job)
-            self.post(ev.FleetFailed(job, attempt, str(error)))
-        else:
-            self.post(judged)
+                log.exception("planner.crashed", job=request.job)
+            found = failed(request.job, request.attempt, str(error))
+        self.post(found)
 
     async def _read_job(self, job: str, spec: JobSpec, hashes: bool) -> None:
         record = self.scheduler.ledger.jobs[job]

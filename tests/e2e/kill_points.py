@@ -117,9 +117,7 @@ class Wrapped:
     prepared: Prepared
     jobs: list[str] = field(default_factory=list)
     deaths: Counter[str] = field(default_factory=Counter)
-    steps: dict[str, int] = field(
-        default_factory=dict
-    )  # committed when somebody was last to be killed, by job
+    steps: dict[str, int] = field(default_factory=dict)  # by job, committed before the last kill
 
     def member(self, name: str) -> Member:
         return Member(name, self.local.folder / name)

@@ -119,9 +119,7 @@ class Coordinator(Process):
     stages: int = field(default=3, kw_only=True)  # at most
     slowness: float = field(default=1.0, kw_only=True)  # of its threads
     step_s: Callable[[list[str]], float] = field(default=lambda workers: 1.0, kw_only=True)  # as predicted
-    grown_s: Callable[[int, int], float] = field(
-        default=lambda own, all_: 1.0, kw_only=True
-    )  # for 1 s before
+    grown_s: Callable[[int, int], float] = field(default=lambda own, grown: 1.0, kw_only=True)  # a step's
     term: int = field(default=0, init=False)
     scheduler: Scheduler = field(init=False)
     promises: Promises = field(default_factory=Promises, init=False)
