@@ -574,6 +574,7 @@ class GuestLimits(_message.Message):
     DOWNLOAD_BPS_FIELD_NUMBER: _builtins.int
     MEMORY_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
+    APPS_ONLY_FIELD_NUMBER: _builtins.int
     compute_share: _builtins.float
     """of the time that its device computes, in (0, 1]"""
     upload_bps: _builtins.float
@@ -581,6 +582,8 @@ class GuestLimits(_message.Message):
     memory_limit_bytes: _builtins.int
     """in place of DeviceFacts'; 0: as that says"""
     paused: _builtins.str
+    apps_only: _builtins.bool
+    """of all work it takes runs of Flower apps alone"""
     def __init__(
         self,
         *,
@@ -589,10 +592,11 @@ class GuestLimits(_message.Message):
         download_bps: _builtins.float = ...,
         memory_limit_bytes: _builtins.int = ...,
         paused: _builtins.str = ...,
+        apps_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_share", b"compute_share", "download_bps", b"download_bps", "memory_limit_bytes", b"memory_limit_bytes", "paused", b"paused", "upload_bps", b"upload_bps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apps_only", b"apps_only", "compute_share", b"compute_share", "download_bps", b"download_bps", "memory_limit_bytes", b"memory_limit_bytes", "paused", b"paused", "upload_bps", b"upload_bps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

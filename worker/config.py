@@ -80,6 +80,7 @@ class WorkerConfig:
     max_message_bytes: int = 64 << 20  # of one control message
     outgoing_messages: int = 4096  # queued for the coordinator while it is away
     allow_apps: bool = False  # run the Python of Flower apps that were accepted here; never remembered
+    apps_only: bool = False  # and nothing else: what computes jobs is not started; never remembered
     accept_apps: tuple[str, ...] = ()  # hashes, publishers or ANY_APP, accepted for this process only
     app_nodes: int = 1  # that this machine may be in a run of an app, each with data and state of its own
     app_env: tuple[str, ...] = ()  # variables of ours that apps see, beside those that all do
@@ -117,6 +118,10 @@ class WorkerConfig:
         _ = self.floors  # whose figures are checked where it is made
         if self.accept_apps and not self.allow_apps:
             raise UsageError("--accept-app without --allow-apps: no app would run; give both")
+        if self.apps_only and not self.allow_apps:
+            raise UsageError("--apps-only without --allow-apps: nothing would run here; give both")
+        if self.apps_only and self.devices:
+            raise UsageError("--apps-only with --devices: apps run beside one device; leave one out")
         for accepted in self.accept_apps:
             publisher = accepted.startswith(SCHEME) and checked_publisher(accepted) == accepted
             if not (accepted == ANY_APP or publisher or re.fullmatch(r"[0-9a-f]{64}", accepted)):

@@ -36,6 +36,7 @@ from worker.control.remote_store import metered
 from worker.control.stream import Stream
 from worker.data.registry import known_facts
 from worker.federated.consent import Consent
+from worker.hosting.apps_only import AppsOnly
 from worker.hosting.copies import Copies
 from worker.hosting.host import ComputeHost
 from worker.hosting.peer_blobs import PeerBlobs
@@ -159,7 +160,7 @@ class Member:
         self._copies: Copies
         self._peers: PeerBlobs
         self._consent = Consent(config.state_dir)
-        self._host = ComputeHost(config, self._consent)
+        self._host = (AppsOnly if config.apps_only else ComputeHost)(config, self._consent)
         self.end: AtollError | None = None  # why it had to go
 
     # ---------------------------------------------------------------- its life
@@ -406,8 +407,8 @@ class Member:
         self._send(self._heartbeat())
 
     def _guest(self) -> pb.GuestLimits | None:
-        manners = self._manners
-        return messages.guest_limits(manners.limits, manners.paused, self._host.device.memory_limit_bytes)
+        manners, memory_bytes = self._manners, self._host.device.memory_limit_bytes
+        return messages.guest_limits(manners.limits, manners.paused, memory_bytes, self._config.apps_only)
 
     # ---------------------------------------------------------------- the coordinator
 

@@ -39,7 +39,7 @@ class _Roster:
         self._shell = shell
 
     def idle(self) -> list[str]:
-        return self._shell.scheduler.roster.idle()
+        return self._shell.scheduler.roster.free()
 
     def connected(self) -> int:
         workers = self._shell.scheduler.roster.workers.values()

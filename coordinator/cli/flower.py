@@ -117,10 +117,10 @@ def simulate(
     wish = _wish(folder, _nodes(nodes, federation_config) or SIMULATED, run_config, log)
     if detach:
         return flower_runs.detach(wish, None, state_dir, workers=workers, json=json)
-    with local_nodes(wish, workers) as (endpoint, here):
+    with local_nodes(wish, workers) as (endpoint, here, joined):
         if not json:
             err.print(f"{wish.nodes} nodes on {min(workers, wish.nodes)} workers of this machine")
-        run_app(endpoint, here, json=json)
+        run_app(endpoint, here, json=json, joined=joined)
     return 0
 
 

@@ -32,9 +32,10 @@ def run_app(
     *,
     json: bool,
     heard: Callable[[Mapping[str, Any]], None] = lambda event: None,
+    joined: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run an app to its end and show what happens; ``heard`` is called with every event. Raises what ended
-    it."""
+    """Run an app to its end and show what happens; ``heard`` is called with every event, ``joined`` while the
+    ServerApp's process starts. Raises what ended it."""
     if not json:
         spec, bundle = wish.bundle.spec, wish.bundle
         err.print(
@@ -42,27 +43,35 @@ def run_app(
             soft_wrap=True,
         )
     try:
-        _follow(endpoint, wish, json, heard)
+        _follow(endpoint, wish, json, heard, joined)
     finally:
         _set_aside(wish.folder, wish.bundle)
 
 
 @contextmanager
-def local_nodes(wish: Wish, workers: int) -> Iterator[tuple[Endpoint, Wish]]:
-    """A coordinator and workers of this machine for one run, which are its nodes in turn; both the address
-    and the wish to run there."""
+def local_nodes(wish: Wish, workers: int) -> Iterator[tuple[Endpoint, Wish, Callable[[], None]]]:
+    """A coordinator and workers of this machine for one run, which are its nodes in turn; the address, the
+    wish to run there, and what waits until they have joined."""
     workers = min(workers, wish.nodes)
     threads = max(1, (os.cpu_count() or 1) // workers)
-    options = ["--allow-apps", "--accept-app", wish.bundle.hash, "--threads", str(threads)]
+    options = ["--allow-apps", "--apps-only", "--accept-app", wish.bundle.hash, "--threads", str(threads)]
     options += ["--app-nodes", str(-(-wish.nodes // workers)), "--sandbox", "off"]
     options += [word for name in sorted(os.environ) for word in ("--app-env", name) if _ENV.fullmatch(name)]
-    with LocalFleet(workers, options, in_order=False) as fleet:  # which host has which node changes nothing
-        yield fleet.client.endpoint, replace(wish, wait_s=LOADS_WITHIN_S)
+    # Which host has which node changes nothing.
+    with LocalFleet(workers, options, in_order=False, awaited=False) as fleet:
+        yield fleet.client.endpoint, replace(wish, wait_s=LOADS_WITHIN_S), fleet.joined
 
 
-def _follow(endpoint: Endpoint, wish: Wish, json: bool, heard: Callable[[Mapping[str, Any]], None]) -> None:
+def _follow(
+    endpoint: Endpoint,
+    wish: Wish,
+    json: bool,
+    heard: Callable[[Mapping[str, Any]], None],
+    joined: Callable[[], None],
+) -> None:
     shown = Shown()
     with AppCommand(endpoint, wish, sys.stderr if json else None) as command:
+        joined()
         for event in command.events():
             heard(event)
             if json:

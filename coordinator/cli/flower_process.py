@@ -36,8 +36,8 @@ def perform(folder: RunFolder, setup: dict[str, Any], keeper: Keeper) -> None:
     wish = Wish(app, bundle, setup["config"], setup["nodes"], setup["wait_s"], setup["show_log"])
     wish = replace(wish, signed=(signer, signature), run=int(record.run, 16))
     if setup["endpoint"] is None:
-        with local_nodes(wish, setup["workers"]) as (endpoint, here):
-            run_app(endpoint, here, json=False, heard=keeper.heard)
+        with local_nodes(wish, setup["workers"]) as (endpoint, here, joined):
+            run_app(endpoint, here, json=False, heard=keeper.heard, joined=joined)
         return
     facts = setup["endpoint"]
     token = JoinToken.decode(facts["token"]) if facts["token"] else None

@@ -37,7 +37,8 @@ class LocalFleet:
     when one of them ends early. ``before``: called before anybody joins, with the folders of all workers'
     states. ``again``: workers that end are started again. ``hosts``: where each worker runs, and its name;
     ``start``: starts one there; ``address``: of this machine as they reach it. ``in_order``: they join one
-    after the other, as where that is the order of their partitions of data.
+    after the other, as where that is the order of their partitions of data. ``awaited``: the block begins
+    when they are there; else it calls ``joined``.
     """
 
     def __init__(
@@ -52,10 +53,11 @@ class LocalFleet:
         start: Start = start_here,
         address: str = LOOPBACK,
         in_order: bool = True,
+        awaited: bool = True,
     ) -> None:
         self.names = tuple(hosts) or tuple(f"host{number}" for number in range(workers))
         self._options, self._before, self._again = options, before, again
-        self._address, self._in_order = address, in_order
+        self._address, self._in_order, self._awaited = address, in_order, awaited
         self._folder = tempfile.TemporaryDirectory(prefix="atoll-local-")
         self.folder = keep or Path(self._folder.name)
         self._processes = Processes(self.folder, start)
@@ -72,7 +74,8 @@ class LocalFleet:
                 self.join(name)
                 if self._in_order:
                     self._await(len(self.names))
-            self._await(len(names))
+            if self._awaited:
+                self.joined()
             if self._again:
                 self._tending.start()
         except BaseException:
@@ -91,6 +94,10 @@ class LocalFleet:
         self._processes.close()
         with suppress(OSError):
             self._folder.cleanup()
+
+    def joined(self) -> None:
+        """Wait until every worker has joined. Raises what keeps one from it."""
+        self._await(len(self.names))
 
     def log(self, name: str) -> str:
         """Return the end of what ``coordinator`` or a ``hostN`` wrote."""

@@ -87,15 +87,25 @@ class Worker:
     store_bps: float = 0.0  # at which it fetched one from the store; 0: not known
 
     @property
-    def idle(self) -> bool:
+    def free(self) -> bool:
+        """Whether it has no work, and may be given some."""
         kept_out = self.quarantined or self.guest.paused
         return self.member.phase is Phase.POOL and not kept_out and self.session is not None
+
+    @property
+    def idle(self) -> bool:
+        """Whether a new plan may use it."""
+        return self.free and not self.guest.apps_only
 
     @property
     def reason(self) -> str:
         if self.quarantined:
             return f"quarantined: {self.quarantined}"
-        reason = f"paused: {self.guest.paused}" if self.guest.paused else self.member.reason
+        reason = self.member.reason
+        if self.guest.paused:
+            reason = f"paused: {self.guest.paused}"
+        elif self.guest.apps_only and self.free:
+            reason = "takes Flower apps only"
         return f"{reason}; {self.suspected}" if self.suspected else reason
 
     @property
@@ -139,6 +149,7 @@ class Roster:
     ops: OpProbing = field(init=False)
     _idle: list[tuple[int, str]] = field(default_factory=list)  # with their numbers, in join order
     _idle_holders: dict[str, set[str]] = field(default_factory=dict)  # by data set
+    _apart: set[str] = field(default_factory=set)  # free, and for Flower apps only
     _fingerprint: Fingerprint | None = None  # None: computed anew when asked for
     _watched: Deadlines = field(default_factory=Deadlines)
     _readmissions: Deadlines = field(default_factory=Deadlines)  # when quarantines end
@@ -223,6 +234,7 @@ class Roster:
         else:
             self._watched.at(worker, members.watched_at_s(known.member, self.liveness))
         self._fingerprint = None
+        (self._apart.add if known.free and not known.idle else self._apart.discard)(worker)
         entry = (known.number, worker)
         at = bisect_left(self._idle, entry)
         if (at < len(self._idle) and self._idle[at] == entry) is known.idle:
@@ -262,6 +274,10 @@ class Roster:
     def idle(self) -> list[str]:
         """Workers a new plan may use, in join order."""
         return [name for _, name in self._idle]
+
+    def free(self) -> list[str]:
+        """Return the workers that a run of an app may use, in join order."""
+        return self.in_order([*self.idle(), *self._apart]) if self._apart else self.idle()
 
     def idle_holders(self, data: str) -> list[str]:
         """Return the idle workers that hold a data set, in join order."""

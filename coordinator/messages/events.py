@@ -49,6 +49,7 @@ class Guest:
     download_bps: float = inf
     memory_limit_bytes: int = 0  # in place of the introduction's; 0: that one
     paused: str = ""  # why it must not work; it stays a member
+    apps_only: bool = False  # of all work it takes runs of Flower apps alone
 
 
 UNLIMITED = Guest()

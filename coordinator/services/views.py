@@ -152,6 +152,7 @@ def _guest(guest: Guest) -> pb.GuestLimits | None:
         download_bps=guest.download_bps if isfinite(guest.download_bps) else 0.0,
         memory_limit_bytes=guest.memory_limit_bytes,
         paused=guest.paused,
+        apps_only=guest.apps_only,
     )
 
 

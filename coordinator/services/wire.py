@@ -105,6 +105,7 @@ def _guest(m: pb.GuestLimits) -> ev.Guest:
         download_bps=rate("download_bps", m.download_bps),
         memory_limit_bytes=memory,
         paused=clean(m.paused, MAX_PAUSED_CHARS),
+        apps_only=m.apps_only,
     )
 
 

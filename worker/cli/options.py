@@ -189,6 +189,13 @@ class AppOptions:
             help="Run Flower apps that were accepted (`atoll-worker apps accept`); not remembered.",
         ),
     ] = False
+    apps_only: Annotated[
+        bool,
+        typer.Option(
+            "--apps-only",
+            help="Take nothing but these apps: what computes jobs is not started (200 MB); not remembered.",
+        ),
+    ] = False
     accept_app: Annotated[
         list[str] | None,
         typer.Option(
@@ -215,6 +222,7 @@ class AppOptions:
         pairs = self.node_config
         return {
             "allow_apps": self.allow_apps,
+            "apps_only": self.apps_only,
             "accept_apps": tuple(self.accept_app or ()),
             "app_nodes": self.app_nodes,
             "app_env": tuple(self.app_env) if self.app_env else None,

@@ -606,7 +606,7 @@ def spans(job: str, version: int, stage: int, recorded: Sequence[Span]) -> list[
     ]
 
 
-def guest_limits(limits: Limits, paused: str, memory_limit_bytes: int) -> pb.GuestLimits:
+def guest_limits(limits: Limits, paused: str, memory_limit_bytes: int, apps_only: bool) -> pb.GuestLimits:
     """What the coordinator is to know of this machine's limits."""
     return pb.GuestLimits(
         compute_share=limits.cpu_share,
@@ -614,4 +614,5 @@ def guest_limits(limits: Limits, paused: str, memory_limit_bytes: int) -> pb.Gue
         download_bps=limits.download_mbit * MEGA,
         memory_limit_bytes=memory_limit_bytes,
         paused=paused,
+        apps_only=apps_only,
     )

@@ -134,3 +134,21 @@ def test_links_have_at_most_the_rates_of_both_ends_and_share_them() -> None:
     assert found.bandwidth_bps[1].tolist() == [1e8, inf, 1e8]
     assert ("limit of a up", 1e6) in found.path(0, 2)
     assert ("limit of b down", 5e5) in found.path(2, 1)
+
+
+def test_who_takes_flower_apps_only_is_free_for_them_and_no_plan_counts_on_it() -> None:
+    world = Scripted()
+    world.join("a", "b", "c")
+    roster = world.scheduler.roster
+    world.says("a", beat(guest=Guest(apps_only=True)))
+    assert (roster.idle(), roster.free()) == (["b", "c"], ["a", "b", "c"])
+    assert roster.workers["a"].reason == "takes Flower apps only"
+    world.submit()
+    assert world.state().phase is Phase.LOADING
+    assert world.state().plan is not None
+    assert "a" not in {place.worker for place in world.state().plan.places}  # type: ignore[union-attr]
+    assert roster.free() == ["a"]
+    world.says("a", beat(guest=Guest(apps_only=True, paused="on battery")))
+    assert roster.free() == []
+    world.says("a", beat())
+    assert roster.free() == roster.idle() == ["a"]

@@ -104,12 +104,13 @@ def test_a_guests_limits_are_bounded_and_none_of_them_is_unlimited() -> None:
     device = pb.DeviceFacts(kind="cpu")
     told = introduction_from(pb.Introduction(name="w", device=device))
     assert told.guest == ev.UNLIMITED
-    limits = pb.GuestLimits(compute_share=0.5, upload_bps=1e6, paused="x" * 1000)
+    limits = pb.GuestLimits(compute_share=0.5, upload_bps=1e6, paused="x" * 1000, apps_only=True)
     found = message_from(pb.FromWorker(heartbeat=pb.Heartbeat(guest=limits)))
     assert isinstance(found, ev.Heartbeat)
     assert (found.guest.compute_share, found.guest.upload_bps) == (0.5, 1e6)
     assert found.guest.download_bps == float("inf")
     assert len(found.guest.paused) <= 300
+    assert found.guest.apps_only
     for wrong in (
         {"compute_share": 0.0},
         {"compute_share": float("nan")},

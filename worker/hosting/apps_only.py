@@ -1,0 +1,70 @@
+"""The daemon's side of computing where nothing is computed: a machine that takes Flower apps alone.
+
+No process loads torch for jobs that never come. The coordinator plans without it; what is sent here all the
+same is told why not.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Callable
+
+import atoll
+from protos import atoll_control_pb2 as control
+from worker.config import WorkerConfig, make_state_dir
+from worker.hosting.host import ComputeHost
+from worker.hosting.requests import HostPorts
+from worker.machine.cpu import usable
+from worker.machine.device import cpu_model, machine_memory, memory_limit
+from worker.session import events, instructions, wire
+
+REASON = "this worker takes Flower apps only (--apps-only)"
+
+
+class AppsOnly(ComputeHost):
+    """What stands where a device's compute host does, and computes nothing."""
+
+    def prepare(self) -> None:
+        """Find the machine's facts. Raises StorageError, and UsageError for more memory than there is."""
+        make_state_dir(self._config.state_dir)
+        self._device = _facts(self._config)
+
+    def start(
+        self, worker: str, ports: HostPorts, stopping: Callable[[], bool] = lambda: False
+    ) -> control.DeviceFacts:
+        """Return the machine's facts."""
+        self._worker, self._ports = worker, ports
+        return self.device
+
+    def do(self, instruction: instructions.Instruction) -> None:
+        """Refuse what is to be computed; ways are timed as by everybody."""
+        match instruction:
+            case instructions.TimeOps(request, ops) if ops.ops:
+                self._ports.post(events.Probed(wire.ops_probed(request, {}, REASON)))
+            case instructions.TimeOps() | instructions.TimeLink():
+                super().do(instruction)
+            case instructions.LoadStage(job, version):
+                self._ports.post(events.StageBroke(job, version, 0, REASON))
+            case instructions.JoinFederation(job):
+                self._ports.post(events.TurnBroke(job, 0, "load", REASON))
+            case _:
+                pass  # it concerns a computation that there is not
+
+
+def _facts(config: WorkerConfig) -> control.DeviceFacts:
+    free, total = machine_memory()
+    cores = usable()
+    return control.DeviceFacts(
+        kind="cpu",
+        model=cpu_model(),
+        threads=config.threads,
+        cores=cores.cores,
+        quota_period_s=cores.period_s,
+        memory_bytes=total,
+        memory_limit_bytes=memory_limit(config.memory_bytes, free, total, "this machine"),
+        torch_version=importlib.metadata.version("torch"),
+        python_version=platform.python_version(),
+        atoll_version=atoll.__version__,
+        platform=f"{platform.system()} {platform.machine()}",
+    )
