@@ -37,7 +37,7 @@ from worker.hosting.gate import Gate, ranks_of
 from worker.hosting.limits import computed_s
 from worker.hosting.requests import HostPorts, Served, of_assignment, unlogged
 from worker.hosting.sandbox import View, chosen
-from worker.hosting.send_log import NOTHING, SendLog
+from worker.hosting.send_log import SendLog
 from worker.hosting.setup import setup_of
 from worker.hosting.watch import OpWatch
 from worker.machine.lent import gpus_here
@@ -183,9 +183,10 @@ class ComputeHost:
 
     @property
     def logged_from(self) -> int:
-        """First step from which on the send log holds all that the held stage sent."""
+        """First step from which on the send log holds all that the held stage sent. 0 without a stage: who is
+        given the next one is else thought to hold nothing of it until its next heartbeat."""
         now = self._now
-        return NOTHING if now is None or now.gate is None else now.gate.logged_from
+        return 0 if now is None or now.gate is None else now.gate.logged_from
 
     @property
     def memory_bytes(self) -> int:

@@ -20,7 +20,6 @@ from worker.federated.consent import Consent
 from worker.hosting import child, host
 from worker.hosting.host import MAX_DEATHS, ComputeHost
 from worker.hosting.requests import HostPorts
-from worker.hosting.send_log import NOTHING
 from worker.pipe.keys import from_key
 from worker.session import events, instructions
 from worker.session.wire import AssignedStage, ReconfiguredStage
@@ -127,7 +126,7 @@ def test_a_stage_goes_on_with_other_neighbours_and_its_log_says_from_where_it_is
         reconfigure="posted('StageLoaded', plan_version=m.plan_version,"
         " message=control.FromWorker(loaded=control.Loaded(job='j', plan_version=m.plan_version)))",
     )
-    assert world.host.logged_from == NOTHING
+    assert world.host.logged_from == 0
     world.load(first_step=4)
     world.event()
     assert world.host.logged_from == 4
@@ -142,7 +141,7 @@ def test_a_stage_goes_on_with_other_neighbours_and_its_log_says_from_where_it_is
     assert ("j", 1) in world.network.forgotten
     assert world.host._links == work.links
     world.host.do(instructions.DropStage("j", 2, "over"))
-    assert world.host.logged_from == NOTHING
+    assert world.host.logged_from == 0
 
 
 def test_a_stage_that_is_gone_is_not_reconfigured(start: Start) -> None:
