@@ -77,7 +77,7 @@ class BlockSums:
         self._sums: dict[str, dict[int, Tensor | None]] = {}
         self._closing: int | None = None  # block whose last backward computes
         self._here: Counter[str] = Counter()  # parameter -> uses that this backward is done with
-        self._early: set[str] = set()  # whose sums of the closing block are taken already
+        self._early: dict[int, set[str]] = {}  # block -> whose sums of it were taken within its last backward
 
     def backward_begins(self, micro: int) -> None:
         """Take in that the backward of ``micro`` comes now."""
@@ -124,19 +124,20 @@ class BlockSums:
         return self._sums.get(name, {})
 
     def _add_up(self, block: int) -> None:
+        early = self._early.pop(block, set())
         for name in self._uses:
-            if name not in self._tied and name not in self._early:
+            if name not in self._tied and name not in early:
                 self.add(name, block, self.partial(name, block))
-        self._early.clear()
         moved = self._moved.pop(block, {})
         if kept := {use: gradient for use, gradient in moved.items() if use[0] in self._tied}:
             self._moved[block] = kept
 
     def _move(self, late: bool, block: int) -> None:
         """Take what the leaves have accumulated, so that the next block begins at nothing."""
+        early = self._early.get(block, set())
         for name, op, leaf in self._leaves(late):
             if leaf.grad is not None:
-                if name in self._early:
+                if name in early:
                     raise RuntimeError(f"a gradient of {name} came after its sum was taken")
                 self._moved.setdefault(block, {})[name, op] = leaf.grad
                 leaf.grad = None
@@ -154,7 +155,7 @@ class BlockSums:
             if leaf.grad is not None:
                 self._moved.setdefault(block, {})[name, op] = leaf.grad
                 leaf.grad = None
-        self._early.add(name)
+        self._early.setdefault(block, set()).add(name)
         self.add(name, block, self.partial(name, block))
         if not self._prefix or block == self._blocks[-1][0]:
             notice(name, 0 if self._prefix else block)

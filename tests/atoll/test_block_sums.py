@@ -80,6 +80,32 @@ def test_weight_gradients_that_come_after_the_next_blocks_backward_count_for_the
     assert values(sums.parts("norm")) == values(sums.parts("w")) == {1: 11.0, 2: 1100.0}
 
 
+@pytest.mark.parametrize("blocks", [BLOCKS, {1: range(2), 2: range(2, 4)}])
+def test_the_next_blocks_backward_may_come_before_the_weight_gradients_of_one_that_was_early(
+    blocks: dict[int, range],
+) -> None:
+    class Noticed:
+        def __init__(self) -> None:
+            self.parts: list[tuple[str, int]] = []
+
+        def part(self, name: str, label: int) -> None:
+            self.parts.append((name, label))
+
+    norm, weight, noticed = leaf(), leaf(), Noticed()
+    sums = BlockSums({"norm": [(1, norm)], "w": [(0, weight)]}, {0}, blocks, ())
+    sums.watch(noticed.part)
+    for micro in range(4):
+        sums.backward_begins(micro)
+        (norm * 10.0**micro).sum().backward()  # type: ignore[no-untyped-call]
+        sums.backward_done(micro, 0)
+    assert noticed.parts == ([] if 0 in blocks else [("norm", 1)])  # the second block has to wait
+    for micro in range(4):
+        give(weight, 10.0**micro)
+        sums.weights_done(micro + 1 if micro < 3 else None)
+    assert values(sums.parts("norm")) == values(sums.parts("w"))
+    assert values(sums.parts("w")) == ({0: 1111.0} if 0 in blocks else {1: 11.0, 2: 1100.0})
+
+
 def test_a_tied_parameters_blocks_wait_for_the_later_stages_sums() -> None:
     early, late = leaf(), leaf()
     sums = BlockSums({"w": [(5, late), (1, early)], "v": []}, (), BLOCKS, {"w"})
