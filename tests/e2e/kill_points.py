@@ -6,7 +6,7 @@ import os
 import subprocess
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,6 +100,15 @@ POINTS: dict[str, tuple[tuple[str, str], ...]] = {
 ROLES = {COORDINATOR: "coordinator", DAEMON: "worker", COMPUTE: "compute"}
 MENDING_PACE_S = 1.0  # between two steps while somebody starts again: on a busy machine that takes a minute
 DEATHS = 2  # of a worker's compute processes by one job; after three it takes no more of it
+
+
+def bereft(members: Mapping[str, tuple[psutil.Process | None, Sequence[psutil.Process]]]) -> list[str]:
+    """Return which of these daemons are here, and have lost a compute process."""
+    return [
+        name
+        for name, (daemon, computing) in members.items()
+        if daemon is not None and daemon.is_running() and not all(one.is_running() for one in computing)
+    ]
 
 
 def known(case: Case) -> dict[str, torch.Tensor]:
@@ -202,8 +211,10 @@ class Wrapped:
         passed.unlink(missing_ok=True)
         own = point.startswith(f"{ROLES[victim]}.")
         self.wait(lambda: own or bool(self.processes(victim)))  # a stage may just be changing hands
-        middle = self.member(self.holder(1))
         listed = ["0"] if own else [str(process.pid) for process in self.processes(victim)]
+        before = {
+            name: (self.member(name).process(), self.member(name).computing()) for name in self.local.names
+        }
         made = self.folder / f"{point}.new"
         made.write_text(" ".join(listed))
         made.rename(self.folder / point)
@@ -212,7 +223,8 @@ class Wrapped:
         ends = [(u.state, u.step, u.reason) for job in self.jobs if (u := self.update(job)) is not None]
         assert passed.exists(), f"the job ended before {point}: {ends}"
         if victim == COMPUTE:
-            self.deaths[middle.name] += 1
+            self.wait(lambda: bool(bereft(before)))
+            self.deaths.update(bereft(before))
         self.mend()
         if provoked is not None:
             provoked.join()
