@@ -34,13 +34,12 @@ from worker.data.population import load_population
 from worker.data.registry import open_dataset
 from worker.machine.codec_speed import CodecGauge
 from worker.machine.cpu import CpuMeter, usable
-from worker.machine.device import Device
+from worker.machine.device import Device, device_facts, versions
 from worker.machine.torch_device import (
     find_device,
     prepare,
     torch_device,
     used_memory_bytes,
-    versions,
 )
 from worker.manners.duty import DutyCycle
 from worker.pipe.status import ComputeStatus, DaemonStatus
@@ -129,7 +128,7 @@ class ComputeProcess:
         threading.Thread(target=self._count, name="atoll-count", daemon=True).start()
         took_s = time.monotonic() - self._began_s
         speeds = wire.speeds_to_proto(self._gauge.rates)
-        ready = pb.ComputeReady(device=_facts(self._device), took_s=took_s, codec_speeds=speeds)
+        ready = pb.ComputeReady(device=device_facts(self._device), took_s=took_s, codec_speeds=speeds)
         self._tell(pb.FromCompute(ready=ready))
         while True:
             try:
@@ -252,24 +251,6 @@ def _settings(setup: pb.ComputeSetup) -> ComputeSettings:
         feed_bytes=setup.feed_bytes,
         kept_bytes=setup.kept_bytes,
         floors=Floors(setup.min_batch, setup.min_samples, setup.min_steps, setup.min_clients),
-    )
-
-
-def _facts(device: Device) -> control.DeviceFacts:
-    known, cores = versions(), usable()
-    return control.DeviceFacts(
-        kind=device.kind,
-        model=device.model,
-        threads=device.threads,
-        cores=cores.cores,
-        quota_period_s=cores.period_s,
-        memory_bytes=device.memory_bytes,
-        memory_limit_bytes=device.memory_limit_bytes,
-        torch_version=known["torch"],
-        python_version=known["python"],
-        atoll_version=known["atoll"],
-        platform=known["platform"],
-        instructions=device.instructions,
     )
 
 

@@ -1,34 +1,30 @@
 """The daemon's side of computing where nothing is computed: a machine that takes Flower apps alone.
 
-No process loads torch for jobs that never come. The coordinator plans without it; what is sent here all the
-same is told why not.
+No process loads torch for jobs that never come. The coordinator plans without it; a job that comes all
+the same is refused with the reason.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 from collections.abc import Callable
 
-import atoll
 from protos import atoll_control_pb2 as control
-from worker.config import WorkerConfig, make_state_dir
+from worker.config import make_state_dir
 from worker.hosting.host import ComputeHost
 from worker.hosting.requests import HostPorts
-from worker.machine.cpu import usable
-from worker.machine.device import cpu_model, machine_memory, memory_limit
+from worker.machine.device import cpu_device, device_facts
 from worker.session import events, instructions, wire
 
 REASON = "this worker takes Flower apps only (--apps-only)"
 
 
 class AppsOnly(ComputeHost):
-    """What stands where a device's compute host does, and computes nothing."""
+    """A compute host that computes nothing."""
 
     def prepare(self) -> None:
         """Find the machine's facts. Raises StorageError, and UsageError for more memory than there is."""
         make_state_dir(self._config.state_dir)
-        self._device = _facts(self._config)
+        self._device = device_facts(cpu_device(self._config))
 
     def start(
         self, worker: str, ports: HostPorts, stopping: Callable[[], bool] = lambda: False
@@ -50,21 +46,3 @@ class AppsOnly(ComputeHost):
                 self._ports.post(events.TurnBroke(job, 0, "load", REASON))
             case _:
                 pass  # it concerns a computation that there is not
-
-
-def _facts(config: WorkerConfig) -> control.DeviceFacts:
-    free, total = machine_memory()
-    cores = usable()
-    return control.DeviceFacts(
-        kind="cpu",
-        model=cpu_model(),
-        threads=config.threads,
-        cores=cores.cores,
-        quota_period_s=cores.period_s,
-        memory_bytes=total,
-        memory_limit_bytes=memory_limit(config.memory_bytes, free, total, "this machine"),
-        torch_version=importlib.metadata.version("torch"),
-        python_version=platform.python_version(),
-        atoll_version=atoll.__version__,
-        platform=f"{platform.system()} {platform.machine()}",
-    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import math
 import platform
 import socket
 from dataclasses import dataclass
@@ -10,7 +12,10 @@ from typing import Protocol
 
 import psutil
 
+import atoll
 from atoll.errors import UsageError
+from protos import atoll_control_pb2 as control
+from worker.machine.cpu import usable
 
 RESERVE_SHARE = 0.15  # of free memory, left to the machine's owner where --memory is not given
 
@@ -50,6 +55,53 @@ class DeviceRates:
 
     matmul_gflops: float
     memory_gbps: float  # bytes read and written by a copy, GB/s
+
+
+def usable_cores() -> int:
+    """Return how many physical cores this process may use: more threads would only wait for each other."""
+    return min(psutil.cpu_count(logical=False) or 1, math.ceil(usable().cores))
+
+
+def compute_threads(config: DeviceChoice) -> int:
+    """Return the threads to compute with: those given, else one a core."""
+    return config.threads or usable_cores()
+
+
+def cpu_device(config: DeviceChoice, instructions: str = "") -> Device:
+    """Return this machine's CPU; ``instructions``: as torch uses them. UsageError for more memory than there
+    is."""
+    free, total = machine_memory()
+    limit = memory_limit(config.memory_bytes, free, total, "this machine")
+    return Device("cpu", 0, cpu_model(), compute_threads(config), total, limit, instructions)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Atoll, torch, Python and the platform, as a bug report should give them."""
+    return {
+        "atoll": atoll.__version__,
+        "torch": importlib.metadata.version("torch"),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def device_facts(device: Device) -> control.DeviceFacts:
+    """Return what the coordinator is to know of a device."""
+    known, cores = versions(), usable()
+    return control.DeviceFacts(
+        kind=device.kind,
+        model=device.model,
+        threads=device.threads,
+        cores=cores.cores,
+        quota_period_s=cores.period_s,
+        memory_bytes=device.memory_bytes,
+        memory_limit_bytes=device.memory_limit_bytes,
+        torch_version=known["torch"],
+        python_version=known["python"],
+        atoll_version=known["atoll"],
+        platform=known["platform"],
+        instructions=device.instructions,
+    )
 
 
 def own_address(toward: str, port: int) -> str | None:

@@ -6,19 +6,15 @@ of the CPU, ``all`` for every GPU that the driver shows, or the CPU where there 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from atoll.errors import UsageError
 from protos.devices import MAX_DEVICES
-from worker.machine.cpu import usable
-from worker.machine.device import machine_memory, memory_limit
+from worker.machine.device import machine_memory, memory_limit, usable_cores
 
 if TYPE_CHECKING:
     from worker.config import WorkerConfig
@@ -67,7 +63,7 @@ def lent_devices(config: WorkerConfig, free_bytes: int | None = None) -> tuple[W
     parts, count = devices.count("cpu"), len(devices)
     if free_bytes is None:
         free_bytes = memory_limit(0, *machine_memory(), "this machine")
-    cores = min(psutil.cpu_count(logical=False) or 1, math.ceil(usable().cores))
+    cores = usable_cores()
 
     def device(number: int) -> WorkerConfig:
         part = replace(

@@ -13,7 +13,8 @@ from typing import Any
 
 from atoll.errors import AtollError
 from worker.config import WorkerConfig
-from worker.machine.torch_device import device_rates, find_device, torch_device, versions
+from worker.machine.device import versions
+from worker.machine.torch_device import device_rates, find_device, torch_device
 
 
 def report(device: str, threads: int, memory_bytes: int) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -11,10 +9,15 @@ from collections.abc import Callable
 import psutil
 import torch
 
-import atoll
 from atoll.errors import UsageError
-from worker.machine.cpu import usable
-from worker.machine.device import Device, DeviceChoice, DeviceRates, cpu_model, machine_memory, memory_limit
+from worker.machine.device import (
+    Device,
+    DeviceChoice,
+    DeviceRates,
+    compute_threads,
+    cpu_device,
+    memory_limit,
+)
 
 CPU_MATMUL = 512
 CUDA_MATMUL = 4096
@@ -30,10 +33,8 @@ def find_device(config: DeviceChoice) -> Device:
     wanted = config.device
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    # On a part of a machine more threads than cores only wait for each other.
-    threads = config.threads or min(psutil.cpu_count(logical=False) or 1, math.ceil(usable().cores))
     if wanted == "cpu":
-        return _cpu(config, threads)
+        return cpu_device(config, torch.backends.cpu.get_cpu_capability())
     if not torch.cuda.is_available():
         raise UsageError(f"--device {wanted}: torch {torch.__version__} sees no GPU here; use --device cpu")
     index = int(wanted.partition(":")[2] or 0)
@@ -41,7 +42,7 @@ def find_device(config: DeviceChoice) -> Device:
         raise UsageError(f"--device {wanted}: this machine has {torch.cuda.device_count()} GPUs")
     free, total = torch.cuda.mem_get_info(index)
     limit = memory_limit(config.gpu_memory_bytes or config.memory_bytes, free, total, f"GPU {index}")
-    return Device("cuda", index, torch.cuda.get_device_name(index), threads, total, limit)
+    return Device("cuda", index, torch.cuda.get_device_name(index), compute_threads(config), total, limit)
 
 
 def torch_device(device: Device) -> torch.device:
@@ -65,16 +66,6 @@ def prepare(device: Device, config: DeviceChoice) -> None:
             torch.cuda.set_per_process_memory_fraction(share, device.index)
 
 
-def versions() -> dict[str, str]:
-    """Versions of Atoll, torch, Python and the platform, as a bug report should give them."""
-    return {
-        "atoll": atoll.__version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "platform": f"{platform.system()} {platform.machine()}",
-    }
-
-
 def device_rates(
     device: torch.device, seconds: float = RATE_SECONDS, clock: Callable[[], float] = time.perf_counter
 ) -> DeviceRates:
@@ -94,12 +85,6 @@ def used_memory_bytes(device: Device) -> int:
     if device.kind == "cuda":
         return int(torch.cuda.memory_reserved(device.index))
     return int(psutil.Process().memory_info().rss)
-
-
-def _cpu(config: DeviceChoice, threads: int) -> Device:
-    free, total = machine_memory()
-    limit = memory_limit(config.memory_bytes, free, total, "this machine")
-    return Device("cpu", 0, cpu_model(), threads, total, limit, torch.backends.cpu.get_cpu_capability())
 
 
 def _median_s(

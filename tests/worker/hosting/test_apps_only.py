@@ -16,6 +16,7 @@ from worker.federated.consent import Consent
 from worker.hosting import child
 from worker.hosting.apps_only import REASON, AppsOnly
 from worker.hosting.requests import HostPorts
+from worker.machine.torch_device import find_device
 from worker.session import events, instructions
 from worker.session.wire import AssignedStage
 
@@ -70,6 +71,14 @@ def test_a_job_is_told_why_not_and_is_not_held(host: AppsOnly, posted: queue.Sim
     assert host.codec_speeds == []
     assert (host.progress, host.waiting, host.memory_bytes) == (0, None, 0)
     host.stop(0.0)
+
+
+def test_without_threads_given_its_facts_are_those_of_any_cpu(tmp_path: Path) -> None:
+    """No threads at all would have it quarantined."""
+    config = WorkerConfig("lab", state_dir=tmp_path, device="cpu", allow_apps=True, apps_only=True)
+    host = AppsOnly(config, Consent(tmp_path))
+    host.prepare()
+    assert host.device.threads == find_device(config).threads >= 1
 
 
 def test_apps_only_wants_apps_and_one_device(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from worker.config import WorkerConfig
-from worker.machine import torch_device
+from worker.machine import device, torch_device
 from worker.machine.cpu import Usable
 
 
@@ -18,6 +18,6 @@ def test_no_more_threads_than_cores_that_it_may_use(
     monkeypatch: pytest.MonkeyPatch, physical: int | None, usable: float, asked: int, expected: int
 ) -> None:
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: physical)
-    monkeypatch.setattr(torch_device, "usable", lambda: Usable(usable))
+    monkeypatch.setattr(device, "usable", lambda: Usable(usable))
     config = WorkerConfig("127.0.0.1", device="cpu", threads=asked)
     assert torch_device.find_device(config).threads == expected
