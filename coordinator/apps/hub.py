@@ -38,7 +38,7 @@ class _Roster:
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
 
-    def idle(self) -> list[str]:
+    def free(self) -> list[str]:
         return self._shell.scheduler.roster.free()
 
     def connected(self) -> int:

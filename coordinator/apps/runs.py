@@ -325,7 +325,7 @@ class AppRuns:
         """Offer the app to idle workers that do not know of it, while nodes are wanted."""
         if run.partitions and not run.free():
             return False
-        new = [w for w in self.view.idle() if w in self.attending and w not in run.places]
+        new = [w for w in self.view.free() if w in self.attending and w not in run.places]
         for worker in new:
             run.places[worker] = Place(worker, Standing.PREPARING)
             self._tell(worker, pb.ToNode(offer=pb.AppOffer(run=run.run, app=run.app)))
@@ -333,7 +333,7 @@ class AppRuns:
 
     def _startable(self, run: Run) -> list[Place]:
         """Ready and idle, in join order."""
-        places = (run.places.get(worker) for worker in self.view.idle())
+        places = (run.places.get(worker) for worker in self.view.free())
         return [p for p in places if p is not None and p.standing is Standing.READY]
 
     def _fill(self, run: Run) -> None:
@@ -408,11 +408,11 @@ class AppRuns:
 
     def _tell_fleet(self, run: Run) -> None:
         standings = [p.standing for p in run.places.values()]
-        idle = set(self.view.idle())
+        free = set(self.view.free())
         fleet = pb.AppFleet(
             workers=self.view.connected(),
             attending=len(self.attending),
-            busy=sum(w not in idle for w in self.attending),
+            busy=sum(w not in free for w in self.attending),
             preparing=standings.count(Standing.PREPARING),
             ready=[self.view.name_of(p.worker) for p in self._startable(run)],
             refused=[p.refusal for p in run.places.values() if p.refusal is not None],

@@ -24,7 +24,7 @@ MAX_BEGIN_BYTES = 4 << 20
 class View(Protocol):
     """The fleet as the scheduler has it."""
 
-    def idle(self) -> list[str]:
+    def free(self) -> list[str]:
         """Workers without work, in join order."""
         ...
 

@@ -149,7 +149,7 @@ class Roster:
     ops: OpProbing = field(init=False)
     _idle: list[tuple[int, str]] = field(default_factory=list)  # with their numbers, in join order
     _idle_holders: dict[str, set[str]] = field(default_factory=dict)  # by data set
-    _apart: set[str] = field(default_factory=set)  # free, and for Flower apps only
+    _apps_only: set[str] = field(default_factory=set)  # free, and for Flower apps only
     _fingerprint: Fingerprint | None = None  # None: computed anew when asked for
     _watched: Deadlines = field(default_factory=Deadlines)
     _readmissions: Deadlines = field(default_factory=Deadlines)  # when quarantines end
@@ -234,7 +234,10 @@ class Roster:
         else:
             self._watched.at(worker, members.watched_at_s(known.member, self.liveness))
         self._fingerprint = None
-        (self._apart.add if known.free and not known.idle else self._apart.discard)(worker)
+        if known.free and not known.idle:
+            self._apps_only.add(worker)
+        else:
+            self._apps_only.discard(worker)
         entry = (known.number, worker)
         at = bisect_left(self._idle, entry)
         if (at < len(self._idle) and self._idle[at] == entry) is known.idle:
@@ -277,7 +280,7 @@ class Roster:
 
     def free(self) -> list[str]:
         """Return the workers that a run of an app may use, in join order."""
-        return self.in_order([*self.idle(), *self._apart]) if self._apart else self.idle()
+        return self.in_order([*self.idle(), *self._apps_only]) if self._apps_only else self.idle()
 
     def idle_holders(self, data: str) -> list[str]:
         """Return the idle workers that hold a data set, in join order."""

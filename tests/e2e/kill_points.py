@@ -182,10 +182,10 @@ class Wrapped:
             done = commits(facts.of(job))
             again = [step for step, times in Counter(done).items() if times > 1]
             plans = [fact for fact in facts.of(job) if isinstance(fact, PlanAdopted | Reconfigured)]
-            told = [
+            reasons = [
                 (fact.step, fact.reason) if isinstance(fact, Reconfigured) else "planned" for fact in plans
             ]
-            assert done == list(range(self.case.training.steps)), (job, again, told)
+            assert done == list(range(self.case.training.steps)), (job, again, reasons)
 
     # ------------------------------------------------------------ kills
 

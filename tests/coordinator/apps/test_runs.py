@@ -30,7 +30,7 @@ class Fleet:
     def __post_init__(self) -> None:
         self.runs = runs.AppRuns(self)
 
-    def idle(self) -> list[str]:
+    def free(self) -> list[str]:
         return [w for w in self.order if w not in self.busy]
 
     def connected(self) -> int:
