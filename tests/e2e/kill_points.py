@@ -20,7 +20,7 @@ from benchmarks.oracle import Case, run_local
 from benchmarks.real_workers import ROOT, as_job, cut_at
 from benchmarks.waits import came_about
 from coordinator.cli.chaos.fleet import Facts
-from coordinator.cli.chaos.members import Member, kill
+from coordinator.cli.chaos.members import Member, kill, lives
 from coordinator.cli.chaos.promises import commits
 from coordinator.cli.demo.processes import start_here
 from coordinator.cli.local_fleet import COORDINATOR, LocalFleet
@@ -107,7 +107,7 @@ def bereft(members: Mapping[str, tuple[psutil.Process | None, Sequence[psutil.Pr
     return [
         name
         for name, (daemon, computing) in members.items()
-        if daemon is not None and daemon.is_running() and not all(one.is_running() for one in computing)
+        if daemon is not None and lives(daemon) and not all(map(lives, computing))
     ]
 
 
@@ -122,8 +122,9 @@ class Wrapped:
 
     local: LocalFleet
     folder: Path
-    case: Case
-    prepared: Prepared
+    case: Case  # of the first job
+    brief: Case  # of those that are submitted beside it
+    prepared: Mapping[int, Prepared]  # by steps
     jobs: list[str] = field(default_factory=list)
     deaths: Counter[str] = field(default_factory=Counter)
     steps: dict[str, int] = field(default_factory=dict)  # by job, committed before the last kill
@@ -133,11 +134,12 @@ class Wrapped:
 
     # ------------------------------------------------------------ jobs
 
-    def submit(self) -> threading.Thread:
-        """Submit the job, in a thread: the coordinator may be killed meanwhile."""
+    def submit(self, case: Case) -> threading.Thread:
+        """Submit a job, in a thread: the coordinator may be killed meanwhile."""
+        prepared = self.prepared[case.training.steps]
 
         def submitted() -> None:
-            self.jobs.append(self.local.client.submit(self.prepared).job)
+            self.jobs.append(self.local.client.submit(prepared).job)
 
         thread = threading.Thread(target=submitted)
         thread.start()
@@ -167,10 +169,13 @@ class Wrapped:
         further = update is not None and update.step > self.steps.get(job, -1)
         return further and update.state == "training"
 
-    def finished(self, tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
+    def finished(self, tmp_path: Path) -> None:
         """Wait for the jobs' ends; each has the bits of an undisturbed run, and each of its steps once."""
         facts = Facts(self.local.folder / COORDINATOR / "journal.sqlite")
-        for job in self.jobs:
+        cases = [self.case, *(self.brief for _ in self.jobs[1:])]
+        results = {case.training.steps: known(case) for case in (self.case, self.brief)}
+        for job, case in zip(self.jobs, cases, strict=True):
+            expected = results[case.training.steps]
             self.local.client.wait(job)
             self.local.client.export(job, tmp_path / job)
             found = load_file(tmp_path / job)
@@ -178,14 +183,14 @@ class Wrapped:
             assert trained
             assert [name for name in trained if not torch.equal(found[name], expected[name])] == [], job
         facts.look()
-        for job in self.jobs:
+        for job, case in zip(self.jobs, cases, strict=True):
             done = commits(facts.of(job))
             again = [step for step, times in Counter(done).items() if times > 1]
             plans = [fact for fact in facts.of(job) if isinstance(fact, PlanAdopted | Reconfigured)]
             reasons = [
                 (fact.step, fact.reason) if isinstance(fact, Reconfigured) else "planned" for fact in plans
             ]
-            assert done == list(range(self.case.training.steps)), (job, again, reasons)
+            assert done == list(range(case.training.steps)), (job, again, reasons)
 
     # ------------------------------------------------------------ kills
 
@@ -244,7 +249,7 @@ class Wrapped:
             self.local.start_again(COORDINATOR)
         elif how == SUBMIT:
             (self.folder / PACE).unlink(missing_ok=True)  # it waits for the job before
-            return self.submit()
+            return self.submit(self.brief)
         return None
 
     def end(self, name: str) -> None:
@@ -283,8 +288,10 @@ class Wrapped:
 
 
 @contextmanager
-def fleet(case: Case, starts: Sequence[int], workers: int, folder: Path, pace_s: float) -> Iterator[Wrapped]:
-    """A coordinator and ``workers`` of which the last are backups; the job is cut at ``starts``."""
+def fleet(
+    case: Case, brief: Case, starts: Sequence[int], workers: int, folder: Path, pace_s: float
+) -> Iterator[Wrapped]:
+    """A coordinator and ``workers`` of which the last are backups; jobs are cut at ``starts``."""
     (folder / PASSED).mkdir(parents=True)
     (folder / PACE).write_text(str(pace_s))
 
@@ -294,6 +301,6 @@ def fleet(case: Case, starts: Sequence[int], workers: int, folder: Path, pace_s:
         return start_here(host, [flag, "tests.e2e.points", str(folder), *words], env=environment, **streams)
 
     options = ["--threads", "1", "--sandbox", "off", "--log-json"]
-    prepared = prepare(as_job(case), partitioner=cut_at(starts))
-    with LocalFleet(workers, options, start=start, in_order=False) as local:
-        yield Wrapped(local, folder, case, prepared)
+    prepared = {one.training.steps: prepare(as_job(one), partitioner=cut_at(starts)) for one in (case, brief)}
+    with LocalFleet(workers, options, keep=folder / "fleet", start=start, in_order=False) as local:
+        yield Wrapped(local, folder, case, brief, prepared)

@@ -94,7 +94,9 @@ def coordinator(points: Points) -> None:
 
     def saying(message: Any, *_: Any) -> Sequence[str]:
         """Which of a plan's workers hears a message: the first, the second, ..."""
-        what = (type(message), *(getattr(message, name, None) for name in ("job", "version", "step")))
+        of = getattr(message, "plan", message)  # whose version it is
+        version = getattr(of, "version", None)
+        what = (type(message), getattr(message, "job", None), version, getattr(message, "step", None))
         with lock:
             said[what] += 1
             return (f"say.{type(message).__name__}.{said[what]}",)

@@ -23,14 +23,13 @@ from tests.e2e.kill_points import (
     SUBMIT,
     VICTIMS,
     fleet,
-    known,
 )
 from tests.e2e.points import PACE
 from worker.session import events, instructions
 from worker.transport.frames import Direction
 
 PACE_S = 0.1  # between two steps, so that they suffice
-STEPS, FEW_STEPS = 600, 150
+STEPS, FEW_STEPS, BRIEF_STEPS = 600, 150, 60  # killed at many points, at one, and submitted beside it
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,28 +49,28 @@ def cut_in(case: Case, stages: int) -> tuple[int, ...]:
 @pytest.mark.slow
 def test_a_commit_survives_the_process_that_is_killed_in_it(tmp_path: Path) -> None:
     """The step's border: heard and not applied."""
-    case = case_of(FEW_STEPS)
-    with fleet(case, cut_in(case, 2), 3, tmp_path / "points", PACE_S) as started:
-        started.submit().join()
+    case, brief = case_of(FEW_STEPS), case_of(BRIEF_STEPS)
+    with fleet(case, brief, cut_in(case, 2), 3, tmp_path / "points", PACE_S) as started:
+        started.submit(case).join()
         started.wait(lambda: started.trains(started.jobs[-1]))
         started.kill_at("worker.hear.StepCommit.after", SOON, DAEMON)
         (started.folder / PACE).unlink()
-        started.finished(tmp_path, known(case))
+        started.finished(tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", VICTIMS)
 @pytest.mark.parametrize("protocol", POINTS)
 def test_no_kill_at_a_named_point_costs_a_step_or_a_bit(protocol: str, victim: str, tmp_path: Path) -> None:
-    case = case_of(STEPS)
-    with fleet(case, cut_in(case, 3), 6, tmp_path / "points", PACE_S) as started:
-        started.submit().join()
+    case, brief = case_of(STEPS), case_of(BRIEF_STEPS)
+    with fleet(case, brief, cut_in(case, 3), 6, tmp_path / "points", PACE_S) as started:
+        started.submit(case).join()
         for point, how in POINTS[protocol]:
             if how != SUBMIT:
                 started.wait(lambda: started.trains(started.jobs[-1]))
             started.kill_at(point, how, victim)
         (started.folder / PACE).unlink(missing_ok=True)
-        started.finished(tmp_path, known(case))
+        started.finished(tmp_path)
 
 
 def test_there_are_points_enough() -> None:
