@@ -292,7 +292,9 @@ def fleet(
     case: Case, brief: Case, starts: Sequence[int], workers: int, folder: Path, pace_s: float
 ) -> Iterator[Wrapped]:
     """A coordinator and ``workers`` of which the last are backups; jobs are cut at ``starts``."""
-    (folder / PASSED).mkdir(parents=True)
+    keep = folder / "fleet"
+    for each in (folder / PASSED, keep):
+        each.mkdir(parents=True)
     (folder / PACE).write_text(str(pace_s))
 
     def start(host: str, arguments: Sequence[str], **streams: Any) -> subprocess.Popen[str]:
@@ -302,5 +304,5 @@ def fleet(
 
     options = ["--threads", "1", "--sandbox", "off", "--log-json"]
     prepared = {one.training.steps: prepare(as_job(one), partitioner=cut_at(starts)) for one in (case, brief)}
-    with LocalFleet(workers, options, keep=folder / "fleet", start=start, in_order=False) as local:
+    with LocalFleet(workers, options, keep=keep, start=start, in_order=False) as local:
         yield Wrapped(local, folder, case, brief, prepared)
