@@ -31,7 +31,7 @@ from coordinator.messages.events import (
 from coordinator.messages.instructions import Addresses, RelayUse
 from coordinator.planning.costs import message_costs
 from coordinator.planning.costs.codec_costs import judge_speeds
-from coordinator.planning.costs.fleet import UNKNOWN, Device, Fleet
+from coordinator.planning.costs.fleet import HOPED, UNKNOWN, Device, Fleet
 from coordinator.planning.costs.network import LinkEstimate, Pair
 from coordinator.planning.costs.op_seconds import SCALE_RANGE, refresh_scale
 from coordinator.planning.preselect import candidates
@@ -332,6 +332,13 @@ class Roster:
         uplinks = self.links.uplinks(sites)
         fleet = measured_fleet(devices, self.links.table, uplinks, unknown, guessed, relays)
         return within_limits(fleet, {worker: self.workers[worker].guest for worker in workers})
+
+    def hoped(self, workers: Iterable[str]) -> LinkEstimate:
+        """Return what links of newcomers to these are taken for while they train, and no link is probed: the
+        best link between them. The default would never let the machines of a local network in."""
+        own, table = list(workers), self.links.table
+        found = [link for a in own for b in own if a != b and (link := table.get(a, b)) is not None]
+        return max(found, key=lambda link: link.bandwidth_bps, default=HOPED)
 
     def in_order(self, workers: Iterable[str]) -> list[str]:
         """Return these workers in join order."""

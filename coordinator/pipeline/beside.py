@@ -19,6 +19,7 @@ from coordinator.pipeline.spot_checks import SpotChecks
 from coordinator.pipeline.standbys import Standbys
 
 if TYPE_CHECKING:
+    from atoll.job import JobSpec
     from coordinator.membership.effects import Effects
     from coordinator.pipeline.suspicion import Suspicion
 
@@ -36,7 +37,7 @@ class Beside:
     put: Callable[[JobState], None]
     step: Callable[[str, Event], None]
     suspicion: Suspicion
-    timed: Callable[[str, str, list[str]], bool]
+    timed: Callable[[str, JobSpec, list[str]], bool]
     copies: Copies = field(init=False)
     standbys: Standbys = field(init=False)
     joining: Joining = field(init=False)
@@ -55,10 +56,11 @@ class Beside:
         for job in list(self.jobs):
             if self.jobs[job].phase in RUNNING and job not in returning:
                 others_wait = self._pool_wanted()
-                self.joining.tick(self.jobs[job], others_wait=others_wait)
-                self.standbys.tick(self.jobs[job], others_wait=others_wait)
+                newcomers = self.joining.tick(self.jobs[job], others_wait=others_wait)
+                self.standbys.tick(self.jobs[job], others_wait=others_wait, newcomers=newcomers)
                 self.replanning.tick(self.jobs[job], others_wait=others_wait)
             else:
+                self.joining.over(job)
                 self.replanning.over(job)
         self.checks.tick(self.jobs)
         self.copies.tick(self.jobs)

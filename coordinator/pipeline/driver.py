@@ -184,7 +184,11 @@ class PipelineDriver:
             case ev.TornFound():
                 self._torn(event)
             case ev.JobUnreadable(job, reason):
-                self._step(job, Broken(reason))
+                if self.jobs[job].phase in RUNNING:  # its workers have what they need
+                    self.effects.drop("JobUnreadable", f"{reason}; {job} trains on", job)
+                    self.profiling.unreadable(job)
+                else:
+                    self._step(job, Broken(reason))
             case ev.CancelAsked(job, reason):
                 self._step(job, Cancelled(reason))
             case ev.PlanMade():

@@ -21,6 +21,7 @@ from protos.telemetry import Event as Name
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from atoll.job import JobSpec
     from coordinator.membership.effects import Effects
     from coordinator.membership.roster import Fingerprint
     from coordinator.messages.events import SwapsFailed, SwapsJudged
@@ -31,53 +32,87 @@ SOON_S = 5.0  # at least between two looks, however often the pool changes
 WORTH = 1.5  # seconds gained over seconds that moving takes
 LEAST_GAIN = 0.05  # of a step: less is within what a prediction is wrong by
 MOST_SWAPS = 64  # predictions of one look
+JUDGED_WITHIN_S = 30.0  # of a newcomer: after that it may stand by for a loss all the same
 
 
 @dataclass(slots=True)
 class _Asked:
     attempt: int
     workers: tuple[str, ...]  # of the plan, by rank
+    free: tuple[str, ...]
+    first: bool  # some of them have not been judged before
+
+
+@dataclass(slots=True)
+class _Look:
+    """What is known of one job's idle workers."""
+
+    at_s: float = -inf  # when they were last to be judged, ...
+    fleet: Fingerprint = frozenset()  # ... and who was there then
+    asked: _Asked | None = None  # what is not answered yet
+    came_s: dict[str, float] = field(default_factory=dict)  # of those that are idle
+    judged: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
 class Joining:
-    """``timed(job, precision, workers)``: whether these have timed the job's ops; has them do so.
+    """``timed(job, spec, workers)``: whether these have timed the job's ops; has them do so.
     ``make_way``: let everybody go who repeats steps to compare."""
 
     effects: Effects
     standbys: Standbys
-    timed: Callable[[str, str, list[str]], bool]
+    timed: Callable[[str, JobSpec, list[str]], bool]
     make_way: Callable[[], None]
-    _asked: dict[str, _Asked] = field(default_factory=dict)  # by job
-    _looked: dict[str, tuple[float, Fingerprint]] = field(default_factory=dict)
+    _looks: dict[str, _Look] = field(default_factory=dict)  # by job
     _attempts: int = 0
 
-    def tick(self, state: JobState, *, others_wait: bool) -> None:
-        """Let time pass; ``others_wait``: the pool is wanted for something else."""
+    def tick(self, state: JobState, *, others_wait: bool) -> frozenset[str]:
+        """Let time pass; ``others_wait``: the pool is wanted for something else. Return the idle workers that
+        are to be judged before they are asked to stand by for a loss: then they would time no ops."""
         roster, now_s = self.effects.roster, self.effects.now_s
-        if others_wait or state.spec.standbys == 0 or not wanted(state) or state.job in self._asked:
-            return
-        if any(standby.swap for standby in state.standbys.values()) or self.effects.storage:
-            return
-        looked_s, fingerprint = self._looked.get(state.job, (-inf, frozenset()))
-        if now_s - looked_s < (SOON_S if fingerprint != roster.fingerprint() else LOOK_S):
-            return
-        free = [w for w in roster.idle() if w not in self.standbys.resting()]
-        free += [standby.worker for standby in state.standbys.values() if standby.loaded]
-        precision = state.spec.training.precision.value
-        if not free or not_repeatable(state, self.effects.ledger.jobs[state.job]):
-            return
-        if not self.timed(state.job, precision, [w for w in free if roster.is_idle(w)]):
-            return
-        self._looked[state.job] = now_s, roster.fingerprint()
-        self._ask(state, free, precision)
+        if others_wait or state.spec.standbys == 0 or not wanted(state) or self.effects.storage:
+            return frozenset()
+        if any(standby.swap for standby in state.standbys.values()):
+            return frozenset()
+        look, fleet = self._looks.setdefault(state.job, _Look()), roster.fingerprint()
+        newcomers = self._newcomers(look)
+        if look.asked or now_s - look.at_s < (SOON_S if look.fleet != fleet else LOOK_S):
+            return newcomers
+        resting = self.standbys.resting()
+        free = [w for w in roster.idle() if w not in resting]
+        loaded = [standby.worker for standby in state.standbys.values() if standby.loaded]
+        if not (free or loaded) or not_repeatable(state, self.effects.ledger.jobs[state.job]):
+            return frozenset()
+        if self.timed(state.job, state.spec, free):
+            look.at_s, look.fleet = now_s, fleet
+            self._ask(state, look, (*free, *loaded))
+        return newcomers
 
-    def _ask(self, state: JobState, free: list[str], precision: str) -> None:
+    def _newcomers(self, look: _Look) -> frozenset[str]:
+        """Return the idle workers that have come so lately that they are still to be judged. In a large pool
+        there are others to stand by, and always somebody new."""
+        roster, now_s = self.effects.roster, self.effects.now_s
+        if roster.idle_count > MOST_SWAPS:
+            return frozenset()
+        look.came_s = {worker: look.came_s.get(worker, now_s) for worker in roster.idle()}
+        look.judged.intersection_update(roster.workers)
+        return frozenset(
+            worker
+            for worker, came_s in look.came_s.items()
+            if worker not in look.judged and now_s - came_s < JUDGED_WITHIN_S
+        )
+
+    def over(self, job: str) -> None:
+        """Forget what was thought of a job's fleet: it is planned anew, or has ended."""
+        self._looks.pop(job, None)
+
+    def _ask(self, state: JobState, look: _Look, free: tuple[str, ...]) -> None:
         assert state.plan is not None  # noqa: S101 - it has ranks
         roster, workers = self.effects.roster, tuple(place.worker for place in state.plan.places)
+        precision = state.spec.training.precision.value
         if any(worker not in roster.workers for worker in workers):
             return
-        fleet = roster.fleet([*free, *workers], precision)
+        fleet = roster.fleet([*free, *workers], precision, unknown=roster.hoped(workers))
         devices = {device.worker: device for device in fleet.devices}
         swaps = [
             (rank, worker)
@@ -85,9 +120,12 @@ class Joining:
             for worker in free
             if seconds_of(state, roster, rank, devices, worker) < inf
         ]
-        if swaps:
+        if not swaps:
+            look.judged.update(free)
+        else:
             self._attempts += 1
-            self._asked[state.job] = _Asked(self._attempts, workers)
+            first = not look.judged.issuperset(free)
+            look.asked = _Asked(self._attempts, workers, free, first)
             self.effects.emit(
                 do.JudgeSwaps(
                     state.job,
@@ -101,17 +139,23 @@ class Joining:
 
     def failed(self, event: SwapsFailed) -> None:
         """Everything stays as it is."""
-        asked = self._asked.get(event.job)
-        if asked is not None and asked.attempt == event.attempt:
-            del self._asked[event.job]
+        if self._answered(event.job, event.attempt) is not None:
             self.effects.log(Name.PLAN_FAILED, "warning", job=event.job, reason=event.reason)
+
+    def _answered(self, job: str, attempt: int) -> _Asked | None:
+        """Return the question of which this is the answer, None where it is not the one that is awaited."""
+        look = self._looks.get(job)
+        if look is None or look.asked is None or look.asked.attempt != attempt:
+            return None
+        asked, look.asked = look.asked, None
+        look.judged.update(asked.free)
+        return asked
 
     def judged(self, state: JobState, event: SwapsJudged) -> None:
         """Have the worker that gains most stand by for the place to take, where that is worth it."""
-        asked = self._asked.get(state.job)
-        if asked is None or asked.attempt != event.attempt:
+        asked = self._answered(state.job, event.attempt)
+        if asked is None:
             return
-        del self._asked[state.job]
         current = state.plan is not None and asked.workers == tuple(p.worker for p in state.plan.places)
         if not current or not wanted(state) or not event.swapped_s or not event.step_s > 0:
             return
@@ -120,14 +164,16 @@ class Joining:
         usual_s = state.median_step_s or event.step_s
         saved_s = usual_s * (1.0 - new_s / event.step_s)
         left, cost_s = state.steps - state.step, self._cost_s(state, rank)
-        if saved_s < LEAST_GAIN * usual_s or saved_s * left <= WORTH * cost_s:
-            return
+        pays = saved_s >= LEAST_GAIN * usual_s and saved_s * left > WORTH * cost_s
         words = (
             f"{self.effects.label(worker)} instead of {self.effects.label(asked.workers[rank])}: a step of "
             f"{usual_s - saved_s:.3g} s, not {usual_s:.3g} s, saves {saved_s * left:.0f} s in {left} steps; "
             f"to fetch and repeat the stage takes {cost_s:.1f} s beside training"
         )
-        self._begin(state, rank, worker, words)
+        if pays or asked.first:
+            self.effects.log(Name.FLEET_JUDGED, job=state.job, pays=pays, reason=words)
+        if pays:
+            self._begin(state, rank, worker, words)
 
     def _cost_s(self, state: JobState, rank: int) -> float:
         """Return the seconds that moving takes: to load, and to repeat the steps since the checkpoint."""

@@ -38,6 +38,7 @@ class Profiling:
     holds: dict[str, Hold] = field(default_factory=dict)
     _ops_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
     _reading: set[str] = field(default_factory=set)
+    _unreadable: set[str] = field(default_factory=set)  # while they run
     _suspect: set[str] = field(default_factory=set)  # whose checkpoint a worker could not load
     _attempts: dict[str, int] = field(default_factory=dict)  # job -> the one being planned
     _planned_on: dict[str, Fingerprint] = field(default_factory=dict)
@@ -100,10 +101,8 @@ class Profiling:
 
         ``training``: another job runs and must not be disturbed, so links are taken as known.
         """
-        if job not in self._ops_of:
-            if job not in self._reading:
-                self._reading.add(job)
-                self.effects.emit(do.ReadJob(job, spec, hashes=job in self._suspect))
+        self._unreadable.discard(job)
+        if not self._read(job, spec):
             return False
         self._begun_s.setdefault(job, self.effects.now_s)
         precision = spec.training.precision.value
@@ -111,10 +110,24 @@ class Profiling:
             return False
         return self.measuring.measure_ops(job, precision, self._ops_of[job], self._candidates(job, precision))
 
-    def newcomers_timed(self, job: str, precision: str, workers: list[str]) -> bool:
+    def newcomers_timed(self, job: str, spec: JobSpec, workers: list[str]) -> bool:
         """Have idle workers time the ops of a job that runs; True when none of their answers is awaited."""
-        ops = self._ops_of.get(job)
-        return ops is not None and self.measuring.measure_ops(job, precision, ops, workers)
+        if job in self._unreadable or not self._read(job, spec):
+            return False
+        precision = spec.training.precision.value
+        return self.measuring.measure_ops(job, precision, self._ops_of[job], workers)
+
+    def unreadable(self, job: str) -> None:
+        """Let a job run on that could not be read: it is read again when it is planned."""
+        self._reading.discard(job)
+        self._unreadable.add(job)
+
+    def _read(self, job: str, spec: JobSpec) -> bool:
+        """Return whether a job's ops are known; have it read where they are not, as after our restart."""
+        if job not in self._ops_of and job not in self._reading:
+            self._reading.add(job)
+            self.effects.emit(do.ReadJob(job, spec, hashes=job in self._suspect))
+        return job in self._ops_of
 
     def _candidates(self, job: str, precision: str) -> list[str]:
         """Return the idle workers to plan with. Of a huge fleet they stay the same until the plan is made:

@@ -23,10 +23,10 @@ from coordinator.messages.jobs import STEPPING, Replan
 from coordinator.pipeline.doubt import left_out
 from coordinator.pipeline.joining import WORTH
 from coordinator.pipeline.link_adaptation import capped
-from coordinator.planning.costs.network import LinkEstimate
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
+    from atoll.job import JobSpec
     from coordinator.membership.effects import Effects
     from coordinator.membership.roster import Fingerprint
     from coordinator.messages.events import FleetFailed, FleetJudged
@@ -38,7 +38,6 @@ LEAST_GAIN = 0.1  # of a step: less is within what predictions are wrong by
 STORES = 2.0  # times what a stage took to load: storing it takes about as long
 PLANNED_WITHIN_S = 15.0  # links of a few newcomers, their ops, the search
 AGAIN_S = 120.0  # after a stop, until the next one; twice as long each time
-HOPED = LinkEstimate(bandwidth_bps=1e9, latency_s=0.001)  # where one worker has nobody to compare with
 
 Process = tuple[str, int]
 """A worker and its incarnation."""
@@ -62,7 +61,7 @@ class Replanning:
     """Of all jobs that are cut into stages; ``timed``: see ``Joining``."""
 
     effects: Effects
-    timed: Callable[[str, str, list[str]], bool]
+    timed: Callable[[str, JobSpec, list[str]], bool]
     _known: dict[str, _Known] = field(default_factory=dict)  # by job
     _asked: dict[str, int] = field(default_factory=dict)
     _wishes: dict[str, _Wish] = field(default_factory=dict)
@@ -154,22 +153,16 @@ class Replanning:
         spare = roster.plannable(spare, precision)
         if not spare or any(worker not in roster.workers for worker in own):
             return True
-        if not self.timed(state.job, precision, [worker for worker in spare if roster.is_idle(worker)]):
+        if not self.timed(state.job, state.spec, [worker for worker in spare if roster.is_idle(worker)]):
             return False
         self._attempts += 1
         self._asked[state.job] = self._attempts
         spec = capped(state.spec, self.effects.ledger.jobs[state.job].cap)
-        fleet = roster.fleet([*own, *spare], precision, unknown=self._hoped(own))
+        fleet = roster.fleet([*own, *spare], precision, unknown=roster.hoped(own))
         self.effects.emit(
             do.JudgeFleet(state.job, self._attempts, state.version + 1, spec, fleet, tuple(own))
         )
         return True
-
-    def _hoped(self, workers: list[str]) -> LinkEstimate:
-        """Return the best link between a job's own workers."""
-        table = self.effects.roster.links.table
-        found = [link for a in workers for b in workers if a != b and (link := table.get(a, b)) is not None]
-        return max(found, key=lambda link: link.bandwidth_bps, default=HOPED)
 
     def failed(self, event: FleetFailed) -> None:
         """Everything stays as it is."""

@@ -46,8 +46,9 @@ class Standbys:
 
     # ------------------------------------------------------------ come and go
 
-    def tick(self, state: JobState, *, others_wait: bool) -> None:
-        """Let time pass; ``others_wait``: the pool is wanted for something else."""
+    def tick(self, state: JobState, *, others_wait: bool, newcomers: frozenset[str] = frozenset()) -> None:
+        """Let time pass; ``others_wait``: the pool is wanted for something else; ``newcomers`` are not asked
+        yet, as they may take a place."""
         if state.standbys and (others_wait or state.spec.standbys == 0):
             self.give_up(state, "the pool is wanted for another job")
             return
@@ -65,7 +66,7 @@ class Standbys:
             return
         self._looked_s[state.job] = now_s
         record = self.effects.ledger.jobs[state.job]
-        found = choose(state, record, self.effects.roster, self.resting())
+        found = choose(state, record, self.effects.roster, self.resting() | newcomers)
         if found is not None:
             self.begin(state, found)
 

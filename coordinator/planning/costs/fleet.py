@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 UNKNOWN = LinkEstimate(bandwidth_bps=20e6, latency_s=0.03)  # a home uplink, until probed
+HOPED = LinkEstimate(bandwidth_bps=1e9, latency_s=0.001)  # where one worker has nobody to compare with
 TCP_SHARE = 0.95  # payload share of a configured rate (decentralized.md 0.1)
 
 

@@ -16,6 +16,7 @@ from coordinator.messages import jobs
 from coordinator.messages.events import Held
 from coordinator.messages.jobs import Phase, Standby
 from coordinator.pipeline import standbys
+from coordinator.pipeline.joining import JUDGED_WITHIN_S
 from coordinator.pipeline.standby import repeated_bytes, standby_words
 from coordinator.services.blob_rights import StageRole, role_of
 from coordinator.services.views import job_update
@@ -247,7 +248,9 @@ def test_after_the_last_step_who_stands_by_has_to_repeat_what_it_is_to_store() -
 def test_where_a_loss_costs_little_nobody_is_asked_unless_the_owner_wants_it() -> None:
     assert standing("a", "b", "c", "d", standbys=None).state().standbys == {}
     assert standing("a", "b", "c", "d", standbys=0).state().standbys == {}
-    assert len(standing("a", "b", "c", "d", "e", "f", standbys=2).state().standbys) == 2
+    two = standing("a", "b", "c", "d", "e", "f", standbys=2)
+    passes(two, 1.0)
+    assert len(two.state().standbys) == 2
     dear = Scripted(stages=2, fewest=2)
     dear.join("a", "b", "c", "d")
     dear.submit(what=replace(spec(2), standbys=None))
@@ -257,8 +260,8 @@ def test_where_a_loss_costs_little_nobody_is_asked_unless_the_owner_wants_it() -
         passes(dear, 1.0)
         step(dear)
     passes(dear, 2.5)
-    asked = [assign for _, assign in dear.messages(do.Assign) if assign.replay is not None]
-    assert [assign.rank for assign in asked] == [1, 0], "the dearest first"
+    assigns = [assign for _, assign in dear.messages(do.Assign) if assign.replay is not None]
+    assert [assign.rank for assign in assigns] == [1, 0], "the dearest first"
 
 
 def test_a_neighbours_uplink_has_to_carry_the_stages_messages_twice() -> None:
@@ -437,3 +440,58 @@ def test_who_stands_by_already_is_the_one_that_replaces() -> None:
     passes(world, 6.0)
     assert only(world).swap
     assert len(world.to("j", do.Assign)) == 1
+
+
+def asked(world: Scripted, worker: str) -> list[type]:
+    """Kinds of what a newcomer is asked for, and of what is asked about it, in order, each once."""
+    found: list[type] = []
+    for instruction in world.done:
+        match instruction:
+            case do.JudgeSwaps():
+                found.append(do.JudgeSwaps)
+            case do.SendTo(to, do.ProbeOps() | do.Assign() as message) if to == worker:
+                found.append(type(message))
+    return list(dict.fromkeys(found))
+
+
+def test_who_joins_is_judged_with_ops_that_it_has_timed_before_it_stands_by_for_a_loss() -> None:
+    """Who stands by times nothing: it would be taken for a machine of unknown speed ever after."""
+    world = standing("a", "b", "c", standbys=3)
+    world.done.clear()
+    world.join("j")
+    passes(world, 8.0)
+    assert asked(world, "j") == [do.ProbeOps, do.JudgeSwaps, do.Assign]
+
+
+def test_who_times_no_ops_stands_by_all_the_same() -> None:
+    world = standing("a", "b", "c", standbys=3)
+    answered = world._heard
+    world._heard = lambda worker, message: (  # type: ignore[method-assign]
+        None if isinstance(message, do.ProbeOps) else answered(worker, message)
+    )
+    world.join("j")
+    passes(world, JUDGED_WITHIN_S - 1.0)
+    assert world.state().standbys == {}
+    passes(world, 2.0)
+    assert only(world).worker == "j"
+
+
+def test_after_a_restart_the_job_is_read_again_to_judge_who_joins() -> None:
+    world = standing("a", "b", "c", standbys=3)
+    world.restart()
+    for worker in "abc":
+        back(world, worker, Held(JOB, 1, 4))
+    for _ in range(4):
+        step(world)
+    back(world, "j", None)
+    passes(world, 8.0)
+    assert len(world.all(do.ReadJob)) == 1
+    assert asked(world, "j") == [do.ProbeOps, do.JudgeSwaps, do.Assign]
+
+
+def test_a_job_that_cannot_be_read_while_it_trains_trains_on() -> None:
+    world = standing("a", "b", "c", standbys=3)
+    world.handle(ev.JobUnreadable(JOB, "its graph is torn"))
+    step(world)
+    assert world.state().phase is Phase.TRAINING
+    assert world.state().step == 5
