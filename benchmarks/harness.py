@@ -168,7 +168,7 @@ class LabFleet:
         self.address = f"{self.lab.address(self.home)}:7700"
         try:
             self._serve()
-            for host, process in self._prestarted().items():
+            for host, process in self._prestarted(self.scenario.join_order).items():
                 self._join(host, process)
             self._wait_for_pool()
         except BaseException:
@@ -230,9 +230,8 @@ class LabFleet:
 
         self._wait(answers, "the coordinator to answer", "coordinator")
 
-    def _prestarted(self) -> dict[str, subprocess.Popen[bytes]]:
-        """Every worker with its libraries loaded, waiting, in join order."""
-        hosts = self.scenario.join_order
+    def _prestarted(self, hosts: Sequence[str]) -> dict[str, subprocess.Popen[bytes]]:
+        """These hosts' workers with their libraries loaded, waiting, in join order."""
         self._quotas(hosts, False)
         try:
             found = {host: self._spawn(host, host, self._worker(host), subprocess.PIPE) for host in hosts}

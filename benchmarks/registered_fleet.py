@@ -24,11 +24,11 @@ class RegisteredFleet(LabFleet):
         super().__init__(scenario)
         self._datasets = datasets
 
-    def _prestarted(self) -> dict[str, subprocess.Popen[bytes]]:
+    def _prestarted(self, hosts: Sequence[str]) -> dict[str, subprocess.Popen[bytes]]:
         for name, paths in self._datasets.items():
             for host, path in zip(self.scenario.join_order, paths, strict=True):
                 add_dataset(self.folder / host, name, path, [], policy=OPEN)
-        return super()._prestarted()
+        return super()._prestarted(hosts)
 
     def federate(self, job: str, settings: Mapping[str, Any]) -> Sequence[Row]:
         """Submit a federated job, wait for its end, return the rows of its metrics."""
