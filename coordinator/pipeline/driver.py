@@ -183,12 +183,10 @@ class PipelineDriver:
                 self.profiling.know(job, ops)
             case ev.TornFound():
                 self._torn(event)
+            case ev.JobUnreadable(job, reason) if self.jobs[job].phase in RUNNING:
+                self.profiling.unreadable(job, reason)
             case ev.JobUnreadable(job, reason):
-                if self.jobs[job].phase in RUNNING:  # its workers have what they need
-                    self.effects.drop("JobUnreadable", f"{reason}; {job} trains on", job)
-                    self.profiling.unreadable(job)
-                else:
-                    self._step(job, Broken(reason))
+                self._step(job, Broken(reason))
             case ev.CancelAsked(job, reason):
                 self._step(job, Cancelled(reason))
             case ev.PlanMade():

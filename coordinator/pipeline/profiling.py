@@ -117,8 +117,10 @@ class Profiling:
         precision = spec.training.precision.value
         return self.measuring.measure_ops(job, precision, self._ops_of[job], workers)
 
-    def unreadable(self, job: str) -> None:
-        """Let a job run on that could not be read: it is read again when it is planned."""
+    def unreadable(self, job: str, reason: str) -> None:
+        """Let a job run on that could not be read, as its workers have what they need: it is read again when
+        it is planned."""
+        self.effects.drop("JobUnreadable", f"{reason}; {job} trains on", job)
         self._reading.discard(job)
         self._unreadable.add(job)
 
