@@ -146,10 +146,10 @@ def test_the_job_trains_on_from_where_it_was_to_the_weights_of_an_undisturbed_ru
         fleet.serve()
         for worker in WORKERS:
             fleet.join(worker)
-        first, *_, last = fleet.watch(JOBS[kind])
+        updates = list(fleet.watch(JOBS[kind]))  # one, where the job is over before it is watched
         found = load_file(fleet.export(JOBS[kind]))
-    assert first["step"] >= begun
-    assert last["step"] == STEPS[kind]
+    assert updates[0]["step"] >= begun
+    assert updates[-1]["step"] == STEPS[kind]
     whole = load_file(folder / "whole.safetensors")
     assert found.keys() == whole.keys()
     for name, tensor in whole.items():
