@@ -16,7 +16,7 @@ import json
 import signal
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from itertools import pairwise
@@ -64,21 +64,9 @@ class Growing(Fleet):
         process.wait()
         return time.monotonic() - asked_s
 
-    def logged_by(self, host: str) -> Iterable[Mapping[str, Any]]:
-        """Yield what a worker has logged."""
-        for line in (self.folder / f"{host}.log").read_text(errors="replace").splitlines():
-            if line.startswith("{"):
-                yield json.loads(line)
-
-    def said(self, event: Event) -> Iterable[tuple[float, Mapping[str, Any]]]:
-        """Yield when the coordinator has logged an event, and its fields."""
-        for line in self._lines("logs", "--json"):
-            if line["event"] == event.value:
-                yield line["time_s"], json.loads(line.get("fields_json") or "{}")
-
 
 def run(fleet: Growing, job: str, options: Sequence[str], leave_at: int) -> dict[str, Any]:
-    """Train; have a worker join after a few steps, and one leave ``leave_at`` steps before the end."""
+    """Train; have a worker join after a few steps, and one leave once ``leave_at`` steps are done."""
     name = fleet.atoll("submit", job, *options, "--detach", "--json")["job"]
     before, holders, gone_s, last = list[str](), list[str](), 0.0, dict[str, Any]()
     with fleet._command("watch", name, "--json") as process:
@@ -108,21 +96,32 @@ def run(fleet: Growing, job: str, options: Sequence[str], leave_at: int) -> dict
 def taken(fleet: Growing, committed_s: Sequence[float]) -> dict[str, float]:
     """Return the seconds of a newcomer's parts, and the steps from its state's arrival to its first one."""
     mine = {w["name"]: w["worker"] for w in fleet.status()["workers"]}[fleet.late]
-    joined_s = min(at_s for at_s, fields in fleet.said(Event.WORKER_STATE) if fields["worker"] == mine)
-    chosen_s = min(
-        at_s
-        for at_s, fields in fleet.said(Event.STANDBY_CHOSEN)
-        if fields["worker"] == mine and INSTEAD_OF in fields["reason"]
-    )
-    moved_s = min(at_s for at_s, fields in fleet.said(Event.RECONFIGURED) if INSTEAD_OF in fields["reason"])
-    loaded = next(entry for entry in fleet.logged_by(fleet.late) if entry["event"] == "stage.loaded")
+    said: list[tuple[str, float, Mapping[str, Any]]] = [
+        (line["event"], line["time_s"], json.loads(line.get("fields_json") or "{}"))
+        for line in fleet._lines("logs", "--json")
+    ]
+
+    def at_s(event: Event, *, worker: str = "", words: str = "") -> float:
+        """When the coordinator first logged an event, of a worker and with such a reason where given."""
+        return min(
+            at_s
+            for name, at_s, fields in said
+            if name == event.value
+            and worker in fields.get("worker", "")
+            and words in fields.get("reason", "")
+        )
+
+    joined_s = at_s(Event.WORKER_STATE, worker=mine)
+    chosen_s = at_s(Event.STANDBY_CHOSEN, worker=mine, words=INSTEAD_OF)
+    moved_s = at_s(Event.RECONFIGURED, words=INSTEAD_OF)
+    loaded = next(entry for entry in fleet.events(fleet.late) if entry["event"] == "stage.loaded")
     loaded_s = datetime.fromisoformat(loaded["timestamp"]).timestamp()
     lasted_s = [later - sooner for sooner, later in pairwise(committed_s)]
     return {
         "decided_s": chosen_s - joined_s,
         "fetched_s": loaded_s - chosen_s,
         "taken_s": moved_s - loaded_s,
-        "steps_after_fetch": sum(loaded_s < at_s <= moved_s for at_s in committed_s),
+        "steps_after_fetch": sum(loaded_s < done_s <= moved_s for done_s in committed_s),
         "step_s": statistics.median(lasted_s),
     }
 

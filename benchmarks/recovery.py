@@ -20,7 +20,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,12 @@ class Fleet(LabFleet):
             at = command.index("--memory")
             del command[at : at + 2]
         return [*command, *self._options]
+
+    def events(self, host: str) -> Iterable[dict[str, Any]]:
+        """What a worker has logged."""
+        for line in (self.folder / f"{host}.log").read_text(errors="replace").splitlines():
+            if line.startswith("{"):
+                yield json.loads(line)
 
     def logged(self, event: str) -> list[dict[str, Any]]:
         """Events of the workers' logs, where they are JSON."""

@@ -56,12 +56,6 @@ class Backed(Fleet):
         lends = STAGES <= at < STAGES + self._lending
         return super()._worker(host) + ([] if lends else list(NONE))
 
-    def events(self, host: str) -> Iterable[dict[str, Any]]:
-        """What a worker has logged."""
-        for line in (self.folder / f"{host}.log").read_text(errors="replace").splitlines():
-            if line.startswith("{"):
-                yield json.loads(line)
-
 
 def ready_to_lose(update: Mapping[str, Any], backed: bool) -> bool:
     """Whether a checkpoint of training is stored, and on a backup's disk where one lends some."""

@@ -50,7 +50,7 @@ class _Look:
     at_s: float = -inf  # when they were last to be judged, ...
     fleet: Fingerprint = frozenset()  # ... and who was there then
     asked: _Asked | None = None  # what is not answered yet
-    came_s: dict[str, float] = field(default_factory=dict)  # of those that are idle
+    came_s: dict[str, float] = field(default_factory=dict)  # of idle workers
     judged: set[str] = field(default_factory=set)
 
 
