@@ -4,7 +4,7 @@ Three stages and three backups on the homes of a scenario, the coordinator on it
 seconds one of all processes, the coordinator too, is killed (kill -9) or stands still (SIGSTOP). The model
 ends with the bits of a run that nobody disturbed, and the journal has each step once.
 
-  python -m benchmarks.chaos --seed 1 --seeds 2 --json
+  python -m benchmarks.chaos --seed 1 --seeds 5 --steps 200 --json
   python -m benchmarks.chaos --minutes 2 --kinds kill,crash,freeze,hang,restart,disk,cut,slow --json
 """
 
