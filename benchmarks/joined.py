@@ -1,11 +1,11 @@
 """How soon a worker that joins while a job trains takes part, and how soon one that leaves is gone.
 
 A GPT cut in three trains on the slowest hosts of a scenario. Then the fastest one joins: it times the job's
-ops, is chosen for a place, fetches and repeats that stage beside training (``fetched``, its state has
-arrived), and takes the place at a step's border. Steps are counted from then on: those that are committed
-before the first one that it computes. Later the worker of the last stage is asked to leave (SIGTERM), and the
-one whose place was taken takes over. No step is repeated, and the losses are those of a job on the same hosts
-that nobody disturbs, bit for bit.
+ops, is chosen for a place, fetches that stage's checkpoint (``fetched``: its state has arrived), repeats
+the steps since beside training, and takes the place at a step's border. Steps are counted from the arrival
+of its state on: those that are committed before the first one that it computes. Later the worker of the
+last stage is asked to leave (SIGTERM), and the one whose place was taken takes over. No step is repeated,
+and the losses are those of a job on the same hosts that nobody disturbs, bit for bit.
 
   python -m benchmarks.joined --seed 0 --json
 """
@@ -114,14 +114,18 @@ def taken(fleet: Growing, committed_s: Sequence[float]) -> dict[str, float]:
     joined_s = at_s(Event.WORKER_STATE, worker=mine)
     chosen_s = at_s(Event.STANDBY_CHOSEN, worker=mine, words=INSTEAD_OF)
     moved_s = at_s(Event.RECONFIGURED, words=INSTEAD_OF)
-    loaded = next(entry for entry in fleet.events(fleet.late) if entry["event"] == "stage.loaded")
+    events = list(fleet.events(fleet.late))
+    loaded = next(entry for entry in events if entry["event"] == "stage.loaded")
     loaded_s = datetime.fromisoformat(loaded["timestamp"]).timestamp()
+    # What it repeats it repeats after its state has arrived.
+    repeated = next((entry for entry in events if entry["event"] == "stage.replayed"), {"took_s": 0.0})
+    arrived_s = loaded_s - float(repeated["took_s"])
     lasted_s = [later - sooner for sooner, later in pairwise(committed_s)]
     return {
         "decided_s": chosen_s - joined_s,
-        "fetched_s": loaded_s - chosen_s,
-        "taken_s": moved_s - loaded_s,
-        "steps_after_fetch": sum(loaded_s < done_s <= moved_s for done_s in committed_s),
+        "fetched_s": arrived_s - chosen_s,
+        "taken_s": moved_s - arrived_s,
+        "steps_after_fetch": sum(arrived_s < done_s <= moved_s for done_s in committed_s),
         "step_s": statistics.median(lasted_s),
     }
 

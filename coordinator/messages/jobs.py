@@ -311,6 +311,7 @@ class Standby:
     why: str = ""
     swap: str = ""
     source: Checkpoint | None = None  # what it began with
+    nearest: tuple[int, int] | None = None  # since it repeats steps: the fewest behind, and after which step
 
 
 Todo = Record | ToRanks | AssignAll | Reassign | Redo | ReleaseAll | Point | Dropped | LinksDue

@@ -126,7 +126,7 @@ def choose(
     loading |= state.promoted if state.moving else frozenset()
     if plan.local:
         return _without(state, lost, loading)
-    ready = _standing_by(state, roster, lost)
+    ready = standing_by_for(state, roster, lost)
     newcomers = frozenset(lost).difference(ready) | (loading - state.loaded)
     missing = frozenset(lost).difference(ready)
     chosen = _taken_over(state, record, roster, missing, newcomers, ready, again)
@@ -194,8 +194,8 @@ def seats(state: JobState, roster: Roster) -> Choice | None:
     return Choice(workers, frozenset(chosen), state.plan.absent - chosen.keys())
 
 
-def _standing_by(state: JobState, roster: Roster, lost: Collection[int]) -> dict[int, str]:
-    """Return by rank who has stood by for one that is lost and can take it as it is.
+def standing_by_for(state: JobState, roster: Roster, lost: Collection[int]) -> dict[int, str]:
+    """Return by rank who has stood by for one that is ``lost``, or is to be left, and can take it as it is.
 
     Not where the model is to be stored after the last step: a standby has stored nothing.
     """

@@ -3,7 +3,8 @@
 A standby costs the job nothing: one that fails, lags or dies is given up, and another may be chosen.
 Nothing of it is journalled; after a restart of the coordinator standbys are chosen anew. One may be to
 replace a rank's worker although nobody is lost (``joining``): it does so after the commit of a step, when
-it has caught up.
+only a few are left to repeat. Where it comes no nearer, as on lines that training keeps busy, it takes the
+place all the same. Training waits until it has repeated the rest.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ LOADING_S = 1800.0  # the same where it has not caught up in so long
 MOST_BEHIND = 64  # steps, of one that had caught up: the neighbours' logs grow by as many
 REST_S = 120.0  # before a worker that failed as a standby is asked again, ...
 SHORT_REST_S = 3.0  # ... or lost a neighbour that it waited for
-CLOSE_STEPS = 2  # behind: it has caught up
+CLOSE_STEPS = 8  # behind: training may wait while it repeats them alone, which takes less than they took
+NEARER_STEPS = 2  # in which it is to come nearer, if it is to catch up
 
 
 @dataclass(slots=True)
@@ -174,8 +176,8 @@ class Standbys:
                 continue
             step = max(standby.step, min(beat.step, state.step))
             if (step, beat.progress) != (standby.step, standby.progress):
-                now_s = self.effects.now_s
-                found[rank] = replace(standby, step=step, progress=beat.progress, moved_s=now_s)
+                moved = replace(standby, step=step, progress=beat.progress, moved_s=self.effects.now_s)
+                found[rank] = replace(moved, nearest=_nearest(state, moved))
         if found != state.standbys:
             state = replace(state, standbys=found)
             self.put(state)
@@ -207,11 +209,11 @@ class Standbys:
         return replace(commit, store=False, evaluate=False, evaluate_coded=False)
 
     def swap(self, state: JobState) -> None:
-        """Right after a commit: have a standby take its rank's place that is to, and has caught up."""
+        """Right after a commit: have a standby take its rank's place that is to and comes no nearer."""
         if state.phase is not Phase.TRAINING or state.plan is None or state.ready:
             return
         for standby in state.standbys.values():
-            if not standby.swap or not standby.loaded or state.step - standby.step > self._close(state):
+            if not standby.swap or not self._takes_it(state, standby):
                 continue
             workers = [place.worker for place in state.plan.places]
             workers[standby.rank] = standby.worker
@@ -219,10 +221,16 @@ class Standbys:
                 self.step(state.job, Replaced(tuple(workers), frozenset(), standby.swap, chosen=True))
                 return
 
-    def _close(self, state: JobState) -> float:
-        return CLOSE_STEPS + 2 * self.effects.roster.liveness.heartbeat_s / max(
-            1e-3, state.median_step_s or 1e-3
-        )
+    def _takes_it(self, state: JobState, standby: Standby) -> bool:
+        """Whether one that is to take a place holds a state, and is close or comes no nearer."""
+        if not (standby.loaded or standby.nearest):
+            return False
+        # What it says of itself is as old as its heartbeat.
+        unseen = 2 * self.effects.roster.liveness.heartbeat_s / max(1e-3, state.median_step_s or 1e-3)
+        close = state.step - standby.step <= CLOSE_STEPS + unseen
+        stays = standby.nearest is not None and state.step - standby.nearest[1] >= NEARER_STEPS + unseen
+        ready = reconfigure.standing_by_for(state, self.effects.roster, {standby.rank})
+        return (close or stays) and bool(ready)
 
     def reassigned(self, state: JobState, replaced: set[int]) -> JobState:
         """Drop those that have a rank now from the standbys of a plan that was reconfigured, and give up
@@ -270,3 +278,11 @@ class Standbys:
     def uses(self, state: JobState, worker: str) -> bool:
         """Whether a worker stands by in a job."""
         return state.phase in RUNNING and state.standby_of(worker) is not None
+
+
+def _nearest(state: JobState, standby: Standby) -> tuple[int, int] | None:
+    """Return how near a standby has come since it holds a state that it repeats steps on, and when."""
+    if standby.source is None or standby.step <= standby.source.step:
+        return None
+    behind = state.step - standby.step
+    return standby.nearest if standby.nearest and standby.nearest[0] <= behind else (behind, state.step)

@@ -9,9 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-WINDOW_SHARE = 0.25
-"""Of a peer's window, the most that background messages fill: what is urgent again waits behind that."""
-
 
 class Courtesy:
     """Count of unconfirmed messages that are no background, of all peers; thread-safe."""

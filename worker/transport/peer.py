@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from worker.manners.traffic import Traffic
 from worker.transport.busy_time import BusyTime
 from worker.transport.contract import Goodput, PeerLost, Receiver, TransportConfig, Way
-from worker.transport.courtesy import WINDOW_SHARE, Courtesy
+from worker.transport.courtesy import Courtesy
 from worker.transport.frames import MEASURED, MIN_CHUNK_BYTES, Ack, Data, MessageKey
 from worker.transport.inbox import Inbox
 from worker.transport.outbox import Chunk, Outbox
@@ -148,9 +148,7 @@ class Peer:
     @property
     def _lets_background(self) -> bool:
         """Whether a background chunk waits and may leave."""
-        window = self.window
-        quiet = not self._courtesy.gives_way and window.in_flight < WINDOW_SHARE * window.size
-        return quiet and self.outbox.idles_for_background
+        return not self._courtesy.gives_way and self.window.quiet and self.outbox.idles_for_background
 
     @property
     def chunk(self) -> int:

@@ -6,6 +6,8 @@ The 50 ms keep a link busy, find one that grew, and bound what a gradient waits 
 longer than the quickest an acknowledgement takes back, behind what the other direction has queued by its own
 window. Without it one end of a link that both fill yields to the other and stays there.
 
+What can wait may keep the link busy too, with a quarter of the slack: what is urgent again waits behind that.
+
 In one round trip of eight the slack is twice as long (Cardwell 2016, section 4.1): who handles what
 arrived only when the processor is its own delivers little of a small window, and more of a larger.
 No clock here: times come in as arguments.
@@ -20,6 +22,7 @@ from worker.transport.frames import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 SLACK_S = 0.050
 INITIAL_BYTES = 256 << 10
 LEAST_BYTES = 32 << 10
+QUIET_SHARE = 0.25  # of the slack, and of the first window: for what can wait
 PROBE_ROUNDS = 8
 PROBE_SLACK_S = 2 * SLACK_S
 CHUNKS = 8  # of a window: an urgent message waits for one that is being written
@@ -76,12 +79,18 @@ class Window:
         self.rate: float | None = None  # bytes/s
         self.rtt_s: float | None = None
         self.size = self._steady_size = INITIAL_BYTES
+        self._quiet_size = QUIET_SHARE * INITIAL_BYTES
         self._rounds = 0
         self._round_ends = 0  # once so many bytes have been delivered
 
     @property
     def open(self) -> bool:
         return self.in_flight < self.size
+
+    @property
+    def quiet(self) -> bool:
+        """Whether so little is under way that what can wait may leave."""
+        return self.in_flight < self._quiet_size
 
     @property
     def chunk(self) -> int:
@@ -133,6 +142,7 @@ class Window:
     def _resize(self) -> None:
         if self.rate is not None and self.rtt_s is not None:
             unqueued_s = self.rtt_s + self._late_s
+            self._quiet_size = min(self._maximum, self.rate * (unqueued_s + QUIET_SHARE * SLACK_S))
             probes = self._rounds % PROBE_ROUNDS == 0
             self._steady_size = self._within(self.rate * (unqueued_s + SLACK_S))
             self.size = self._within(self.rate * (unqueued_s + (PROBE_SLACK_S if probes else SLACK_S)))

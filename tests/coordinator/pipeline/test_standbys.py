@@ -410,6 +410,30 @@ def test_who_joins_takes_the_place_in_which_it_gains_most_once_it_has_caught_up(
     assert [fact.step for fact in commits(world)] == list(range(7)), "no step twice, none left out"
 
 
+@pytest.mark.parametrize("gains", [0, 1, 2])
+def test_who_comes_no_nearer_beside_training_takes_the_place_and_training_waits(gains: int) -> None:
+    """On long lines that training keeps busy it repeats a step more slowly than training makes one."""
+    world = training(0.5)
+    seconds(world, 16)
+    done = world.state().checkpoint.step
+    assert world.state().step - done >= 20
+    for _ in range(15):
+        if moves(world):
+            break
+        done += gains
+        has_repeated(world, done, loaded=False)
+        seconds(world, 1)
+    if gains == 0:
+        assert moves(world) == [], "its state is on the way"
+        return
+    (fact,) = moves(world)
+    assert (fact.workers, fact.newcomers) == (("a", "j"), ())
+    assert (fact.step - done > standbys.CLOSE_STEPS + 2) == (gains == 1), "who comes nearer is waited for"
+    world.load()
+    step(world)
+    assert [fact.step for fact in commits(world)] == list(range(world.state().step))
+
+
 @pytest.mark.parametrize(("share", "steps"), [(0.97, 200), (0.5, 12), (1.2, 200)])
 def test_who_gains_too_little_or_too_late_stays_in_the_pool(share: float, steps: int) -> None:
     world = training(share, steps)

@@ -15,6 +15,7 @@ from worker.transport.window import (
     LEAST_BYTES,
     MOST_LATE_S,
     PROBE_SLACK_S,
+    QUIET_SHARE,
     SLACK_S,
     Recent,
     Sent,
@@ -35,6 +36,7 @@ class Link:
         self.windows = [Window(MAXIMUM) for _ in range(2)]
         self.acked = [0, 0]
         self.longest_s = 0.0  # queue, once the windows are known
+        self.quiet = False  # what is sent can wait
         self._free_s, self._clocks_s = [0.0, 0.0], (0.0, 77.0)
         self._numbers = itertools.count()
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -61,8 +63,8 @@ class Link:
 
     def _fill(self, end: int, now_s: float) -> None:
         window = self.windows[end]
-        while window.open:
-            sent = window.sent(now_s, window.chunk, backlogged=True)
+        while window.quiet if self.quiet else window.open:
+            sent = window.sent(now_s, window.chunk, backlogged=not self.quiet)
             self._free_s[end] = max(now_s, self._free_s[end]) + sent.nbytes / self.rate
             self._later(self._free_s[end] + self.rtt_s / 2, partial(self._arrived, 1 - end, sent))
         if now_s > 5.0:
@@ -87,6 +89,18 @@ def test_the_window_fills_a_link_and_keeps_its_queue_at_the_slack(mbit: float, r
     assert link.shares(20.0)[0] > 0.95
     # What a gradient waits for at most: a probe's slack, and the chunk by which a window is exceeded.
     assert link.longest_s < 1.2 * PROBE_SLACK_S + link.windows[0].chunk / link.rate
+
+
+@pytest.mark.parametrize(("mbit", "rtt_s"), [(8, 0.08), (50, 0.04), (100, 0.08), (1000, 0.01), (20, 0.2)])
+def test_what_can_wait_fills_an_idle_link_and_hardly_holds_up_what_cannot(mbit: float, rtt_s: float) -> None:
+    link = Link(mbit, rtt_s, 1)
+    link.shares(10.0)
+    link.quiet = True
+    link.until(12.0)
+    link.longest_s, before = 0.0, link.acked[0]
+    link.until(22.0)
+    assert link.acked[0] - before > 0.9 * 10.0 * link.rate
+    assert link.longest_s < 1.2 * QUIET_SHARE * SLACK_S + link.windows[0].chunk / link.rate
 
 
 def test_a_link_that_grew_is_found_though_the_peer_seldom_has_the_processor() -> None:
