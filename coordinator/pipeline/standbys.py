@@ -228,7 +228,9 @@ class Standbys:
         # What it says of itself is as old as its heartbeat.
         unseen = 2 * self.effects.roster.liveness.heartbeat_s / max(1e-3, state.median_step_s or 1e-3)
         close = state.step - standby.step <= CLOSE_STEPS + unseen
-        stays = standby.nearest is not None and state.step - standby.nearest[1] >= NEARER_STEPS + unseen
+        behind, since = standby.nearest or (0, state.step)
+        goes_on = standby.step > since - behind  # who stands still may be frozen
+        stays = goes_on and state.step - since >= NEARER_STEPS + unseen
         ready = reconfigure.standing_by_for(state, self.effects.roster, {standby.rank})
         return (close or stays) and bool(ready)
 

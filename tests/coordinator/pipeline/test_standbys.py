@@ -410,13 +410,19 @@ def test_who_joins_takes_the_place_in_which_it_gains_most_once_it_has_caught_up(
     assert [fact.step for fact in commits(world)] == list(range(7)), "no step twice, none left out"
 
 
+def far_behind() -> Scripted:
+    """Who joined is to take a place, and has so much to repeat that it does that beside training."""
+    world = training(0.5)
+    seconds(world, 16)
+    assert world.state().step - world.state().checkpoint.step >= 20
+    return world
+
+
 @pytest.mark.parametrize("gains", [0, 1, 2])
 def test_who_comes_no_nearer_beside_training_takes_the_place_and_training_waits(gains: int) -> None:
     """On long lines that training keeps busy it repeats a step more slowly than training makes one."""
-    world = training(0.5)
-    seconds(world, 16)
+    world = far_behind()
     done = world.state().checkpoint.step
-    assert world.state().step - done >= 20
     for _ in range(15):
         if moves(world):
             break
@@ -432,6 +438,14 @@ def test_who_comes_no_nearer_beside_training_takes_the_place_and_training_waits(
     world.load()
     step(world)
     assert [fact.step for fact in commits(world)] == list(range(world.state().step))
+
+
+def test_who_stands_still_beside_training_is_given_no_place() -> None:
+    world = far_behind()
+    for _ in range(8):
+        has_repeated(world, 2, loaded=False)
+        seconds(world, 1)
+    assert moves(world) == [], "it may be frozen"
 
 
 @pytest.mark.parametrize(("share", "steps"), [(0.97, 200), (0.5, 12), (1.2, 200)])
