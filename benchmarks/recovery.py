@@ -21,6 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +70,16 @@ class Fleet(LabFleet):
         return [*command, *self._options]
 
     def events(self, host: str) -> Iterable[dict[str, Any]]:
-        """What a worker has logged."""
+        """What a worker has logged; a killed one may have left a half-written line."""
         for line in (self.folder / f"{host}.log").read_text(errors="replace").splitlines():
-            if line.startswith("{"):
-                yield json.loads(line)
+            with suppress(ValueError):
+                if line.startswith("{"):
+                    yield json.loads(line)
 
     def logged(self, event: str) -> list[dict[str, Any]]:
-        """Events of the workers' logs, where they are JSON."""
-        texts = [
-            (self.folder / f"{host}.log").read_text(errors="replace") for host in self.scenario.join_order
-        ]
-        lines = [line for text in texts for line in text.splitlines() if f'"{event}"' in line]
-        return [found for line in lines if (found := json.loads(line)).get("event") == event]
+        """Events of one kind of all workers' logs."""
+        hosts = self.scenario.join_order
+        return [found for host in hosts for found in self.events(host) if found.get("event") == event]
 
     def kill(self, host: str) -> None:
         """End all processes of a worker at once."""
