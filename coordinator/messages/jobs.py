@@ -310,7 +310,9 @@ class Standby:
     loaded: bool = False  # it has repeated all that had to be when it was asked
     why: str = ""
     swap: str = ""
+    saved_s: float = 0.0  # a step, once it has taken the place
     source: Checkpoint | None = None  # what it began with
+    heard: bool = False  # what its heartbeats say is about this assignment, no longer about one before
     nearest: tuple[int, int] | None = None  # since it repeats steps: the fewest behind, and after which step
 
 

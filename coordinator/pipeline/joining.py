@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import JobState
-from coordinator.pipeline.loss_cost import repeated_s
+from coordinator.pipeline.loss_cost import WORTH, repeated_s
 from coordinator.pipeline.reconfigure import not_repeatable
 from coordinator.pipeline.standby import Chosen, wanted
 from coordinator.pipeline.successors import seconds_of
@@ -29,17 +29,16 @@ if TYPE_CHECKING:
 
 LOOK_S = 60.0
 SOON_S = 5.0  # at least between two looks, however often the pool changes
-WORTH = 1.5  # seconds gained over seconds that moving takes
 LEAST_GAIN = 0.05  # of a step: less is within what a prediction is wrong by
 MOST_SWAPS = 64  # predictions of one look
-JUDGED_WITHIN_S = 30.0  # of a newcomer: after that it may stand by for a loss all the same
+JUDGED_WITHIN_S = 30.0  # of a newcomer: then it may stand by for a loss, and others are judged without it
 
 
 @dataclass(slots=True)
 class _Asked:
     attempt: int
     workers: tuple[str, ...]  # of the plan, by rank
-    free: tuple[str, ...]
+    tried: frozenset[str]
     first: bool  # some of them have not been judged before
 
 
@@ -72,14 +71,15 @@ class Joining:
         roster, now_s = self.effects.roster, self.effects.now_s
         if others_wait or state.spec.standbys == 0 or not wanted(state) or self.effects.storage:
             return frozenset()
-        if any(standby.swap for standby in state.standbys.values()):
-            return frozenset()
         look, fleet = self._looks.setdefault(state.job, _Look()), roster.fingerprint()
         newcomers = self._newcomers(look)
+        if any(standby.swap for standby in state.standbys.values()):
+            self.timed(state.job, state.spec, sorted(newcomers))  # they are judged after that
+            return newcomers
         if look.asked or now_s - look.at_s < (SOON_S if look.fleet != fleet else LOOK_S):
             return newcomers
         resting = self.standbys.resting()
-        free = [w for w in roster.idle() if w not in resting]
+        free = [w for w in roster.idle() if w not in resting and not self._silent(look, w)]
         loaded = [standby.worker for standby in state.standbys.values() if standby.loaded]
         if not (free or loaded) or not_repeatable(state, self.effects.ledger.jobs[state.job]):
             return frozenset()
@@ -102,6 +102,11 @@ class Joining:
             if worker not in look.judged and now_s - came_s < JUDGED_WITHIN_S
         )
 
+    def _silent(self, look: _Look, worker: str) -> bool:
+        """Whether a worker is awaited to time ops, and has been for as long as others wait for it."""
+        came_s = look.came_s.get(worker, -inf)
+        return self.effects.now_s - came_s >= JUDGED_WITHIN_S and self.effects.roster.ops.asked(worker)
+
     def over(self, job: str) -> None:
         """Forget what was thought of a job's fleet: it is planned anew, or has ended."""
         self._looks.pop(job, None)
@@ -114,18 +119,20 @@ class Joining:
             return
         fleet = roster.fleet([*free, *workers], precision, unknown=roster.hoped(workers))
         devices = {device.worker: device for device in fleet.devices}
-        swaps = [
-            (rank, worker)
+        tries = [
+            (worker in look.judged, seconds_of(state, roster, rank, devices, worker), rank, worker)
             for rank in range(state.n_ranks)
             for worker in free
-            if seconds_of(state, roster, rank, devices, worker) < inf
         ]
-        if not swaps:
-            look.judged.update(free)
-        else:
+        # Who has not been judged goes first, then who would be quickest.
+        chosen = sorted(tried for tried in tries if tried[1] < inf)[:MOST_SWAPS]
+        swaps = tuple((rank, worker) for _, _, rank, worker in chosen)
+        fits = {worker for _, seconds, _, worker in tries if seconds < inf}
+        look.judged.update(worker for worker in free if worker not in fits)
+        if swaps:
             self._attempts += 1
-            first = not look.judged.issuperset(free)
-            look.asked = _Asked(self._attempts, workers, free, first)
+            tried = frozenset(worker for _, worker in swaps)
+            look.asked = _Asked(self._attempts, workers, tried, first=not look.judged >= tried)
             self.effects.emit(
                 do.JudgeSwaps(
                     state.job,
@@ -133,7 +140,7 @@ class Joining:
                     state.plan,
                     state.spec.training,
                     fleet,
-                    tuple(swaps[:MOST_SWAPS]),
+                    swaps,
                 )
             )
 
@@ -148,7 +155,7 @@ class Joining:
         if look is None or look.asked is None or look.asked.attempt != attempt:
             return None
         asked, look.asked = look.asked, None
-        look.judged.update(asked.free)
+        look.judged.update(asked.tried)
         return asked
 
     def judged(self, state: JobState, event: SwapsJudged) -> None:
@@ -173,17 +180,17 @@ class Joining:
         if pays or asked.first:
             self.effects.log(Name.FLEET_JUDGED, job=state.job, pays=pays, reason=words)
         if pays:
-            self._begin(state, rank, worker, words)
+            self._begin(state, rank, worker, words, saved_s)
 
     def _cost_s(self, state: JobState, rank: int) -> float:
         """Return the seconds that moving takes: to load, and to repeat the steps since the checkpoint."""
         load_s = state.load_s.get(rank) or max(state.load_s.values(), default=0.0)
         return load_s + (state.step - state.checkpoint.step) * repeated_s(state, self.effects.roster, rank)
 
-    def _begin(self, state: JobState, rank: int, worker: str, words: str) -> None:
+    def _begin(self, state: JobState, rank: int, worker: str, words: str, saved_s: float) -> None:
         before, same = state.standby_of(worker), state.standbys.get(rank)
         if before is not None and before.rank == rank:
-            swapping = replace(before, swap=words)
+            swapping = replace(before, swap=words, saved_s=saved_s)
             self.standbys.put(replace(state, standbys={**state.standbys, rank: swapping}))
             self.effects.emit(do.Notify(state.job))
             return
@@ -192,4 +199,4 @@ class Joining:
         if not self.effects.roster.is_idle(worker):
             self.make_way()
         if self.effects.roster.is_idle(worker):
-            self.standbys.begin(state, Chosen(worker, rank, words), swap=words)
+            self.standbys.begin(state, Chosen(worker, rank, words), words, saved_s)

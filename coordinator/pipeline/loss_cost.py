@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from coordinator.messages.facts import JobRecord
     from coordinator.messages.jobs import JobState
 
+WORTH = 1.5  # seconds gained over seconds that moving a stage takes
+
 
 @dataclass(frozen=True, slots=True)
 class LossCost:

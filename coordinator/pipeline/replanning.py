@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import STEPPING, Replan
 from coordinator.pipeline.doubt import left_out
-from coordinator.pipeline.joining import WORTH
 from coordinator.pipeline.link_adaptation import capped
+from coordinator.pipeline.loss_cost import WORTH
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
@@ -51,9 +51,16 @@ class _Known:
 
 
 @dataclass(frozen=True, slots=True)
+class _Asked:
+    attempt: int
+    assigned: int  # version of the plan that the larger fleet is compared with
+
+
+@dataclass(frozen=True, slots=True)
 class _Wish:
     words: str
     workers: frozenset[str]  # of the better plan
+    assigned: int  # version of the plan that it is better than
 
 
 @dataclass(slots=True)
@@ -63,7 +70,7 @@ class Replanning:
     effects: Effects
     timed: Callable[[str, JobSpec, list[str]], bool]
     _known: dict[str, _Known] = field(default_factory=dict)  # by job
-    _asked: dict[str, int] = field(default_factory=dict)
+    _asked: dict[str, _Asked] = field(default_factory=dict)
     _wishes: dict[str, _Wish] = field(default_factory=dict)
     _stops: dict[str, tuple[int, float]] = field(default_factory=dict)  # how many, not again before
     _attempts: int = 0
@@ -111,7 +118,8 @@ class Replanning:
         own = {place.worker for place in state.plan.places}
         if self.effects.storage or state.moving:
             return ""
-        if all(self._usable(state, worker) for worker in wish.workers - own):
+        current = state.assigned == wish.assigned  # a worker may have taken another's place since
+        if current and all(self._usable(state, worker) for worker in wish.workers - own):
             return wish.words
         del self._wishes[state.job]
         return ""
@@ -156,7 +164,7 @@ class Replanning:
         if not self.timed(state.job, state.spec, [worker for worker in spare if roster.is_idle(worker)]):
             return False
         self._attempts += 1
-        self._asked[state.job] = self._attempts
+        self._asked[state.job] = _Asked(self._attempts, state.assigned)
         spec = capped(state.spec, self.effects.ledger.jobs[state.job].cap)
         fleet = roster.fleet([*own, *spare], precision, unknown=roster.hoped(own))
         self.effects.emit(
@@ -164,18 +172,20 @@ class Replanning:
         )
         return True
 
+    def _answered(self, job: str, attempt: int) -> _Asked | None:
+        """Return the question of which this is the answer, None where it is not the one that is awaited."""
+        asked = self._asked.get(job)
+        return self._asked.pop(job) if asked is not None and asked.attempt == attempt else None
+
     def failed(self, event: FleetFailed) -> None:
         """Everything stays as it is."""
-        if self._asked.get(event.job) == event.attempt:
-            del self._asked[event.job]
+        if self._answered(event.job, event.attempt) is not None:
             self.effects.log(Name.PLAN_FAILED, "warning", job=event.job, reason=event.reason)
 
     def judged(self, state: JobState, event: FleetJudged) -> None:
         """Have the job planned anew where the steps that are left save more than standing still takes."""
-        if self._asked.get(state.job) != event.attempt:
-            return
-        del self._asked[state.job]
-        if state.phase not in STEPPING or not event.step_s > 0.0:
+        asked = self._answered(state.job, event.attempt)
+        if asked is None or state.phase not in STEPPING or not event.step_s > 0.0:
             return
         # A step takes another time than predicted by what both predictions have in common.
         usual_s = state.median_step_s or event.step_s
@@ -189,5 +199,5 @@ class Replanning:
         )
         self.effects.log(Name.FLEET_JUDGED, job=state.job, pays=pays, reason=words)
         if pays:
-            self._wishes[state.job] = _Wish(words, frozenset(event.workers))
+            self._wishes[state.job] = _Wish(words, frozenset(event.workers), asked.assigned)
             self.effects.emit(do.Notify(state.job))

@@ -19,6 +19,7 @@ from coordinator.messages import instructions as do
 from coordinator.messages.jobs import RUNNING, Event, JobState, Phase, Replaced, Standby
 from coordinator.pipeline import reconfigure
 from coordinator.pipeline.assigning import assignment, beside, neighbours, rank_peer, reconfiguration
+from coordinator.pipeline.loss_cost import WORTH, repeated_s
 from coordinator.pipeline.standby import Chosen, choose, wanted
 from protos.telemetry import Event as Name
 
@@ -31,8 +32,9 @@ LOADING_S = 1800.0  # the same where it has not caught up in so long
 MOST_BEHIND = 64  # steps, of one that had caught up: the neighbours' logs grow by as many
 REST_S = 120.0  # before a worker that failed as a standby is asked again, ...
 SHORT_REST_S = 3.0  # ... or lost a neighbour that it waited for
-CLOSE_STEPS = 8  # behind: training may wait while it repeats them alone, which takes less than they took
-NEARER_STEPS = 2  # in which it is to come nearer, if it is to catch up
+CLOSE_STEPS = 2  # behind: it has caught up
+CLOSE_S = 15.0  # training may wait so long while it repeats the rest
+MOVES_S = 5.0  # or three steps: in which somebody that computes shows progress
 
 
 @dataclass(slots=True)
@@ -60,7 +62,9 @@ class Standbys:
             behind = state.step - standby.step
             stalled = behind > 0 and now_s - standby.moved_s > STALLED_S
             stalled |= not standby.loaded and now_s - standby.since_s > LOADING_S
-            if stalled or (standby.loaded and behind > self._most_behind(state)):
+            lags = standby.nearest is None or self._stays_behind(state, standby)
+            lags &= standby.loaded and behind > self._most_behind(state)
+            if stalled or lags:
                 state = self.drop(state, standby, f"it is {behind} steps behind")
         if others_wait or now_s - self._looked_s.get(state.job, -LOOK_S) < LOOK_S:
             return
@@ -83,13 +87,22 @@ class Standbys:
         beats_s = 4 * self.effects.roster.liveness.heartbeat_s
         return MOST_BEHIND + beats_s / max(1e-3, state.median_step_s or 1e-3)
 
-    def begin(self, state: JobState, chosen: Chosen, swap: str = "") -> JobState:
-        """Have an idle worker stand by for a rank; ``swap``: why it is to take its place."""
+    def begin(self, state: JobState, chosen: Chosen, swap: str = "", saved_s: float = 0.0) -> JobState:
+        """Have an idle worker stand by for a rank; ``swap``: why it is to take its place, which saves
+        ``saved_s`` a step."""
         assert state.plan is not None  # noqa: S101 - it has ranks
         now_s, roster = self.effects.now_s, self.effects.roster
         source, record = state.checkpoint, self.effects.ledger.jobs[state.job]
         standby = Standby(
-            chosen.worker, chosen.rank, now_s, source.step, now_s, why=chosen.why, swap=swap, source=source
+            chosen.worker,
+            chosen.rank,
+            now_s,
+            source.step,
+            now_s,
+            why=chosen.why,
+            swap=swap,
+            saved_s=saved_s,
+            source=source,
         )
         state = replace(state, standbys={**state.standbys, chosen.rank: standby})
         self.put(state)
@@ -157,7 +170,7 @@ class Standbys:
         """Handle a message of a standby."""
         match message:
             case ev.Loaded():
-                loaded = replace(standby, loaded=True, moved_s=self.effects.now_s)
+                loaded = replace(standby, loaded=True, heard=True, moved_s=self.effects.now_s)
                 self.put(replace(state, standbys={**state.standbys, standby.rank: loaded}))
                 self.effects.emit(do.SweepBlobs())  # it has what it began with
                 self.effects.emit(do.Notify(state.job))
@@ -174,9 +187,12 @@ class Standbys:
             beat = known.beat if known is not None else None
             if beat is None or beat.job != state.job:
                 continue
-            step = max(standby.step, min(beat.step, state.step))
-            if (step, beat.progress) != (standby.step, standby.progress):
-                moved = replace(standby, step=step, progress=beat.progress, moved_s=self.effects.now_s)
+            # One that was just asked has repeated nothing; its last words may be about another rank.
+            heard = standby.heard or beat.step == 0
+            step = max(standby.step, min(beat.step, state.step)) if heard else standby.step
+            if (step, beat.progress, heard) != (standby.step, standby.progress, standby.heard):
+                now_s = self.effects.now_s
+                moved = replace(standby, step=step, progress=beat.progress, heard=heard, moved_s=now_s)
                 found[rank] = replace(moved, nearest=_nearest(state, moved))
         if found != state.standbys:
             state = replace(state, standbys=found)
@@ -210,29 +226,46 @@ class Standbys:
 
     def swap(self, state: JobState) -> None:
         """Right after a commit: have a standby take its rank's place that is to and comes no nearer."""
-        if state.phase is not Phase.TRAINING or state.plan is None or state.ready:
+        plan = state.plan
+        if state.phase is not Phase.TRAINING or plan is None or state.ready:
             return
-        for standby in state.standbys.values():
+        for standby in list(state.standbys.values()):
             if not standby.swap or not self._takes_it(state, standby):
                 continue
-            workers = [place.worker for place in state.plan.places]
+            if standby.saved_s * (state.steps - state.step) <= WORTH * self._left_s(state, standby):
+                state = self.drop(state, standby, f"too few steps are left: {standby.swap}")
+                continue
+            workers = [place.worker for place in plan.places]
             workers[standby.rank] = standby.worker
             if all(self.effects.roster.workers[w].session is not None for w in workers):
                 self.step(state.job, Replaced(tuple(workers), frozenset(), standby.swap, chosen=True))
                 return
 
     def _takes_it(self, state: JobState, standby: Standby) -> bool:
-        """Whether one that is to take a place holds a state, and is close or comes no nearer."""
+        """Whether one that is to take a place holds a state, moves on, and is close or comes no nearer."""
         if not (standby.loaded or standby.nearest):
             return False
-        # What it says of itself is as old as its heartbeat.
-        unseen = 2 * self.effects.roster.liveness.heartbeat_s / max(1e-3, state.median_step_s or 1e-3)
-        close = state.step - standby.step <= CLOSE_STEPS + unseen
-        behind, since = standby.nearest or (0, state.step)
-        goes_on = standby.step > since - behind  # who stands still may be frozen
-        stays = goes_on and state.step - since >= NEARER_STEPS + unseen
+        moves_s = max(MOVES_S, 3.0 * (state.median_step_s or 0.0))
+        if self.effects.now_s - standby.moved_s > moves_s:
+            return False  # it may be frozen, or hang
+        close = state.step - standby.step <= CLOSE_STEPS + self._unseen(state)
+        close |= self._left_s(state, standby) <= CLOSE_S
         ready = reconfigure.standing_by_for(state, self.effects.roster, {standby.rank})
-        return (close or stays) and bool(ready)
+        return bool(ready) and (close or self._stays_behind(state, standby))
+
+    def _left_s(self, state: JobState, standby: Standby) -> float:
+        """Return the seconds for which training would wait while a standby repeats the rest."""
+        behind = max(0, state.step - standby.step)
+        return behind * repeated_s(state, self.effects.roster, standby.rank)
+
+    def _stays_behind(self, state: JobState, standby: Standby) -> bool:
+        """Whether one that holds a state has come no nearer for some steps."""
+        _, since = standby.nearest or (0, state.step)
+        return state.step - since >= CLOSE_STEPS + self._unseen(state)
+
+    def _unseen(self, state: JobState) -> float:
+        """Return the steps that may be over since a heartbeat."""
+        return 2 * self.effects.roster.liveness.heartbeat_s / max(1e-3, state.median_step_s or 1e-3)
 
     def reassigned(self, state: JobState, replaced: set[int]) -> JobState:
         """Drop those that have a rank now from the standbys of a plan that was reconfigured, and give up
