@@ -98,13 +98,19 @@ class Meetings:
         known = self._dialler.known(peer)
         if known is not None and before != paths.addresses:
             self._dialler.wait_for_moved(known)
-        if not self._connected(peer):
-            await self._try_all(peer, paths, timeout_s)
+        deadline_s = time.monotonic() + timeout_s
+        while not self._connected(peer):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0.0:
+                raise ConnectionFailed(f"{peer} connected within {timeout_s:g} s, but did not stay so")
+            await self._try_all(peer, paths, left_s)
         known = self._dialler.known(peer)
         if known is not None and known.relayed and paths.addresses:
             self._do("upgrade", peer, self._upgrade(known))
 
     async def _try_all(self, peer: str, paths: Paths, timeout_s: float) -> None:
+        """Try every way until a connection comes. Where both ends dial, one may forget the other: then it is
+        gone at once. Raises ConnectionFailed where none comes, ProtocolMismatch at once."""
         deadline_s = time.monotonic() + timeout_s
         met = self._met.setdefault(peer, asyncio.Event())
         met.clear()
@@ -134,8 +140,8 @@ class Meetings:
             for task in tasks:
                 if not task.cancelled() and task.exception() is None:
                     self._dialler.keep(*task.result())  # two ways at once: both serve
-        if not self._connected(peer):
-            nobody = f"{peer} did not connect within {timeout_s:g} s; is its port reachable?"
+        if arrival in pending and not self._connected(peer):
+            nobody = f"{peer} did not connect within {timeout_s:.3g} s; is its port reachable?"
             raise ConnectionFailed("; ".join([nobody, *reasons]))
 
     def _ways(self, peer: str, paths: Paths, timeout_s: float) -> list[Coroutine[Any, Any, Found]]:
