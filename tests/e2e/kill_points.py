@@ -127,7 +127,7 @@ class Wrapped:
     prepared: Mapping[int, Prepared]  # by steps
     jobs: list[str] = field(default_factory=list)
     deaths: Counter[str] = field(default_factory=Counter)
-    steps: dict[str, int] = field(default_factory=dict)  # by job, committed before the last kill
+    steps: dict[str, int] = field(default_factory=dict)  # by job, when all were well after the last kill
 
     def member(self, name: str) -> Member:
         return Member(name, self.local.folder / name)
@@ -162,8 +162,8 @@ class Wrapped:
             return None
 
     def trains(self, job: str) -> bool:
-        """Return whether a job is in the midst of its steps, with one more than before the last kill: what
-        dies four times without a step is given up."""
+        """Return whether a job is in the midst of its steps, with one more than when all were well after the
+        last kill: what dies four times without a step is given up."""
         update = self.update(job)
         assert update is None or update.state not in ("failed", "finished"), (update.state, update.reason)
         further = update is not None and update.step > self.steps.get(job, -1)
@@ -209,9 +209,6 @@ class Wrapped:
     def kill_at(self, point: str, how: str, victim: str) -> None:
         """Have the victim killed at a point, and the fleet mended. It is who comes there, where that is a
         process of its kind, else the one of the middle stage."""
-        now = self.update(self.jobs[-1])
-        if now is not None:
-            self.steps[now.job] = now.step
         passed = self.folder / PASSED / point
         passed.unlink(missing_ok=True)
         own = point.startswith(f"{ROLES[victim]}.")
@@ -233,6 +230,9 @@ class Wrapped:
         self.mend()
         if provoked is not None:
             provoked.join()
+        for job in self.jobs:  # none of these steps was committed after the kill, for all that is known
+            if (now := self.update(job)) is not None:
+                self.steps[job] = now.step
 
     @property
     def names(self) -> tuple[str, ...]:
