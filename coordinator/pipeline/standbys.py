@@ -225,7 +225,7 @@ class Standbys:
         return replace(commit, store=False, evaluate=False, evaluate_coded=False)
 
     def swap(self, state: JobState) -> None:
-        """Right after a commit: have a standby take its rank's place that is to and comes no nearer."""
+        """Right after a commit: have a standby take its rank's place that is to, where that still pays."""
         plan = state.plan
         if state.phase is not Phase.TRAINING or plan is None or state.ready:
             return
