@@ -26,7 +26,7 @@ from coordinator.pipeline.driver import PipelineDriver
 from coordinator.pipeline.relink import version_at
 from strategies.exchanges.partners import groups_of, joins
 from tests.sim import local_steps
-from tests.sim.compute import exact_step, reference
+from tests.sim.values import exact_step, reference
 
 if TYPE_CHECKING:
     from atoll.job import JobSpec

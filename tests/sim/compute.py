@@ -1,38 +1,27 @@
 """A simulated compute process: obeys a session's instructions, with times instead of tensors and hashes
-instead of weights.
-
-The value of every tensor after a step is a hash of its value before, of the step, and of what the whole
-pipeline computed in it. So a step that is skipped, applied twice or fed with another's messages shows in
-the next loss, whatever the cut.
-"""
+instead of weights."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from atoll.microbatch import block_ranges, own_blocks
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import BESIDE
-from coordinator.pipeline.assigning import neighbours
-from coordinator.pipeline.commits import clip_scale
 from coordinator.pipeline.relink import version_at
 from strategies.exchanges.partners import group_of, groups_of, joins
 from tests.sim import local_steps
 from tests.sim.clock import Process, digest
 from tests.sim.local_steps import LOCAL_STEP_S
 from tests.sim.send_log import Kept, SendLog, Wanted
+from tests.sim.stage import PART, Held, Key, Message, Part, Tensors
+from tests.sim.values import NAN, batches, forward, joined, micro_losses, number, square_norms, told, update
 from worker.session import events as e
 from worker.session import instructions as todo
-
-if TYPE_CHECKING:
-    from atoll.job import JobSpec
-    from atoll.plan import Plan, Replica
 
 STEP_S = 0.4
 LOAD_S = 0.6
@@ -46,171 +35,6 @@ ROUND_S = 1.0
 REPEAT_S = 0.1  # a step that is repeated
 AGAIN_S = 1.0  # until a neighbour that may not have heard of the plan is asked again
 RECONFIGURE_S = 0.05
-
-
-def forward(values: str, tensors: Mapping[str, str], names: list[str]) -> str:
-    """Return what a stage with these tensors makes of the values of its blocks of micro-batches."""
-    found = values.split(",")
-    for name in names:
-        found = [value if value == NAN else digest(value, tensors[name]) for value in found]
-    return ",".join(found)
-
-
-def batches(step: int, blocks: int, own: range) -> str:
-    """Return the data of some of a step's blocks of micro-batches."""
-    return ",".join(digest("batch", step) if blocks == 1 else digest("batch", step, at) for at in own)
-
-
-def joined(values: str) -> str:
-    """Return what all blocks of a step come to."""
-    found = values.split(",")
-    return found[0] if len(found) == 1 else NAN if NAN in found else digest(*found)
-
-
-def micro_losses(values: str, n_micro: int, blocks: int, own: range) -> tuple[float, ...]:
-    """Return the loss of each micro-batch of some blocks, as its share of the step's."""
-    by_block = dict(zip(own, values.split(","), strict=True))
-    ranges = enumerate(block_ranges(n_micro, blocks))
-    return tuple(number(by_block[at]) / n_micro for at, block in ranges if at in own for _ in block)
-
-
-def update(tensors: Mapping[str, str], step: int, loss: str, scale: float) -> dict[str, str]:
-    """Return the tensors after a step in which the whole pipeline computed ``loss``."""
-    return {name: digest(value, step, loss, scale) for name, value in tensors.items()}
-
-
-def told(tensors: Mapping[str, str], step: int, loss: str, given: str, taken: str) -> ev.Digest:
-    """Return what a stage says of its gradients in a step, and of the messages that it took."""
-    return ev.Digest(
-        digest("gradients", sorted(tensors.items()), step, loss)[:16], digest("inputs", given, taken)[:16]
-    )
-
-
-def square_norms(tensors: Mapping[str, str], names: Iterable[str], loss: str) -> tuple[float, ...]:
-    """Return the squared norms of a step's gradients, so that each step is clipped by another scale."""
-    return tuple(number(digest("norm", tensors[name], loss)) for name in names)
-
-
-NAN = "nan"
-"""A value that is not finite; whatever is computed from it is not either."""
-
-
-def number(value: str) -> float:
-    """Return a hash as a loss."""
-    return math.nan if value == NAN else int(value[:12], 16) / 16**12 + 0.5
-
-
-def reference(spec: JobSpec, steps: int) -> tuple[dict[str, str], list[float]]:
-    """Return the tensors after ``steps`` undisturbed steps, and each step's loss."""
-    tensors, losses = dict(spec.tensors), []
-    for step in range(steps):
-        tensors, loss = exact_step(spec, tensors, step)
-        losses.append(loss)
-    return tensors, losses
-
-
-def exact_step(spec: JobSpec, tensors: Mapping[str, str], step: int) -> tuple[dict[str, str], float]:
-    """Return the tensors after an undisturbed step, and its loss."""
-    blocks = spec.training.blocks
-    values = forward(batches(step, blocks, range(blocks)), tensors, sorted(tensors))
-    loss = joined(values)
-    several = micro_losses(values, spec.training.n_micro, blocks, range(blocks))
-    norms = list(square_norms(tensors, sorted(tensors), loss))
-    after = update(tensors, step, loss, clip_scale(norms, spec.training.optimizer.clip_norm))
-    return after, number(loss) if blocks == 1 else sum(several, 0.0)
-
-
-_serials = itertools.count()
-Key = tuple[str, int, int, int]
-"""Job, plan version, step, and what it is: forwards, or of which replica the part of an exchange."""
-PART = 2  # and the replica: no direction of a pipeline
-
-
-@dataclass
-class Held:
-    """A stage: its place, its tensors after ``step`` steps, and neighbours' messages of the one under way."""
-
-    work: do.Assign
-    plan: Plan
-    tensors: dict[str, str]
-    step: int
-    first: int  # step that it applies first
-    outputs: dict[int, str] = field(default_factory=dict)  # step -> what the whole step comes to
-    values: dict[int, str] = field(default_factory=dict)  # step -> what its own pipeline computed
-    digests: list[ev.Digest] = field(default_factory=list)  # of steps that are repeated
-    serial: int = field(default_factory=lambda: next(_serials))
-    taken: int = 0  # local steps of the period under way, ...
-    own: str = ""  # ... and the state that they have led to
-    ran: int = 0  # version of its newest step
-
-    @property
-    def rank(self) -> int:
-        """Its rank now: those of replicas that are lost leave the plan."""
-        rank = self.plan.rank_of(self.work.plan.places[self.work.rank].worker)
-        return self.work.rank if rank is None else rank
-
-    @property
-    def stage(self) -> int:
-        return self.plan.places[self.rank].stage
-
-    @property
-    def replica(self) -> int:
-        return self.plan.places[self.rank].replica
-
-    @property
-    def pipeline(self) -> Replica:
-        return self.plan.replicas[self.replica]
-
-    @property
-    def blocks(self) -> range:
-        own = own_blocks(self.plan.n_micro, self.plan.blocks, self.pipeline.micros)
-        return range(min(own), max(own) + 1)
-
-    @property
-    def last(self) -> bool:
-        return self.stage == len(self.pipeline.stages) - 1
-
-    def neighbour(self, offset: int) -> str:
-        return self.pipeline.stages[self.stage + offset].worker
-
-    @property
-    def others(self) -> dict[str, int]:
-        """Who holds some of its tensors in other replicas, and in which."""
-        places = self.plan.places
-        ranks = neighbours(self.plan, self.rank)
-        found = {places[rank].worker: places[rank].replica for rank in sorted(ranks)}
-        return {worker: replica for worker, replica in found.items() if replica != self.replica}
-
-    @property
-    def neighbours(self) -> dict[bool, str]:
-        """Whose messages it is sent, by whether they go forwards."""
-        found = {} if self.stage == 0 else {True: self.neighbour(-1)}
-        return found if self.last else {**found, False: self.neighbour(+1)}
-
-
-@dataclass(frozen=True)
-class Tensors:
-    """What neighbours exchange: a stage's output forwards, or the loss backwards."""
-
-    job: str
-    version: int
-    step: int
-    forwards: bool
-    value: str
-
-
-@dataclass(frozen=True)
-class Part:
-    """What replicas exchange: what one of them computed in a step."""
-
-    job: str
-    version: int
-    step: int
-    replica: int
-    value: str
-
-
-Message = Tensors | Part | Wanted | Kept
 
 
 @dataclass

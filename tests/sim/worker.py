@@ -10,9 +10,10 @@ from typing import Any
 from atoll.federated import DatasetFacts, FieldFacts
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
-from tests.sim.compute import Bench, Machine, Message
+from tests.sim.compute import Bench, Machine
 from tests.sim.coordinator import Coordinator
 from tests.sim.network import End, Network, Stream
+from tests.sim.stage import Message
 from worker.session import events as e
 from worker.session import instructions as todo
 from worker.session.machine import Session, handle
