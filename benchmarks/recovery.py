@@ -20,7 +20,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ def run(
             last = json.loads(line)
             if last.get("plan") and not killed_s:
                 holders = [stage["workers"][0] for stage in last["plan"]["stages"]]
-                received = planned_bytes(last, holders)
+                received = planned_bytes(last["plan"], holders)
             ready = {
                 int(s.get("stage", 0))
                 for s in last.get("stages", ())
@@ -152,12 +152,11 @@ def run(
     return figures
 
 
-def planned_bytes(update: dict[str, Any], holders: Sequence[str]) -> dict[int, int]:
-    """Return the bytes a step that each stage receives, as its last step or the plan has it."""
+def planned_bytes(plan: Mapping[str, Any], holders: Sequence[str]) -> dict[int, int]:
+    """Return the bytes a step that each stage receives, as the plan has it."""
     found: dict[int, int] = dict.fromkeys(range(len(holders)), 0)
-    for link in update.get("links", ()):
-        if link["target"] in holders:
-            found[holders.index(link["target"])] += int(link["bytes_per_step"])
+    for link in plan["prediction"]["links"]:
+        found[holders.index(link["target"])] += int(link["bytes_per_step"])
     return found
 
 
