@@ -114,9 +114,7 @@ def run(
                 holders = [stage["workers"][0] for stage in last["plan"]["stages"]]
                 received = planned_bytes(last["plan"], holders)
             ready = {
-                int(s.get("stage", 0))
-                for s in last.get("stages", ())
-                if "0 steps behind" in s.get("standby_why", "")
+                int(s.get("stage", 0)) for s in last.get("stages", ()) if caught_up(s.get("standby_why", ""))
             }
             seen |= ready
             if not killed_s:
@@ -133,6 +131,9 @@ def run(
         raise CommandFailed(
             f"{name} ended {last.get('state')}: {last.get('reason')} {fleet.log('coordinator')}"
         )
+    if kill is not None and not killed_s:
+        standing = [stage.get("standby_why", "no standby") for stage in last.get("stages", ())]
+        raise CommandFailed(f"{name} ended before its stage {kill[0]} could be lost: {'; '.join(standing)}")
     points = [
         (int(r["step"]), float(r["value"]), float(r["time_s"]))
         for r in fleet.rows(name)
@@ -150,6 +151,11 @@ def run(
         figures["predicted_s"] = predicted[kill[0]]
         figures["over_predicted"] = figures["downtime_s"] / predicted[kill[0]]
     return figures
+
+
+def caught_up(standby: str) -> bool:
+    """Whether what is said of a standby is that it repeats the newest step, or has."""
+    return standby.startswith(("0 steps behind", "1 steps behind"))
 
 
 def planned_bytes(plan: Mapping[str, Any], holders: Sequence[str]) -> dict[int, int]:
