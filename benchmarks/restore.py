@@ -65,7 +65,8 @@ def ready_to_lose(update: Mapping[str, Any], backed: bool) -> bool:
 
 def run(fleet: Backed, job: str, cut: str, settings: Sequence[str], lost: Sequence[int]) -> dict[str, Any]:
     """Train, lose these stages, and return what became of it."""
-    options = ["--partitioner", cut, *settings_options(settings), "--detach", "--json"]
+    # A standby would have the stage already.
+    options = ["--partitioner", cut, "--standbys", "0", *settings_options(settings), "--detach", "--json"]
     name = fleet.atoll("submit", job, *options)["job"]
     names = {w["worker"]: w["name"] for w in fleet.status()["workers"]}
     holders: list[str] = []
