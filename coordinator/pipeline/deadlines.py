@@ -44,10 +44,11 @@ def deadlines(state: JobState, slowdown: float = 1.0) -> Deadlines:
         found = Deadlines(MOVING_STILL_S, storing_s(state) + _replay_s(state))
     else:
         step_s = _step_s(state)
+        period_s = step_s * (state.due + 1 - state.step)  # peers with local steps report once a period
         known = len(state.step_times_s) >= STEPS_KNOWN
         still_s = max(STILL_S if known else FIRST_STILL_S, STILL_STEPS * step_s)
         silent_s = max(
-            SILENT_S if known else FIRST_SILENT_S, SILENT_STEPS * (step_s + _evaluation_s(state, step_s))
+            SILENT_S if known else FIRST_SILENT_S, SILENT_STEPS * (period_s + _evaluation_s(state, step_s))
         )
         last = state.last_commit
         if last is not None and (last.store or last.evaluate):

@@ -11,6 +11,7 @@ import math
 from typing import TYPE_CHECKING
 
 from coordinator.pipeline import periods
+from coordinator.pipeline.periods import Disagreement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,8 +36,8 @@ def square_norms(plan: Plan, ready: Reports) -> list[float]:
     return [square for rank in ranks_of(plan, 0) if rank in ready for square in ready[rank].square_norms]
 
 
-def disagreement(plan: Plan, ready: Reports, groups: Sequence[Group] = ()) -> str:
-    """Return what does not go together in the reports of a step, "" where all of it does; ``groups``: who
+def disagreement(plan: Plan, ready: Reports, groups: Sequence[Group] = ()) -> Disagreement | None:
+    """Return what does not go together in the reports of a step, None where all of it does; ``groups``: who
     exchanges with whom, where peers take local steps.
 
     Each replica sums the same totals in the same order, whatever its cut, so the norms are equal to the bit.
@@ -44,17 +45,22 @@ def disagreement(plan: Plan, ready: Reports, groups: Sequence[Group] = ()) -> st
     if plan.local:
         return periods.disagreement(plan, ready, groups)
     if len(plan.replicas) == 1:
-        return ""
+        return None
     for number, replica in enumerate(plan.replicas):
         said, share = len(_losses(plan, number, ready)), replica.micros[1] - replica.micros[0]
         if said != share:
-            return f"replica {number} reports {said} losses of {share} micro-batches"
+            words = f"replica {number} reports {said} losses of {share} micro-batches"
+            return Disagreement(words, ranks_of(plan, number)[-1:])
     held = [_norms(plan, number, ready) for number in range(len(plan.replicas))]
     others = [number for number, norms in enumerate(held) if norms != held[0]]
     if not others:
-        return ""
+        return None
     workers = ", ".join(plan.places[rank].worker for number in others for rank in ranks_of(plan, number))
-    return f"replicas have different gradients: those of {workers} are not those of replica 0"
+    odd = periods.odd_ones(dict(enumerate(held)))
+    return Disagreement(
+        f"replicas have different gradients: those of {workers} are not those of replica 0",
+        tuple(rank for number in odd for rank in ranks_of(plan, number)),
+    )
 
 
 def ranks_of(plan: Plan, replica: int) -> tuple[int, ...]:

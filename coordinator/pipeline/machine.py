@@ -256,8 +256,10 @@ def _ready(state: JobState, event: FromRank[StepReady], now_s: float) -> Outcome
     if not all(map(finite, ready.values())):
         return _doubt(state, ready)
     wrong = joined.disagreement(state.plan, ready, periods.round_groups(state))
-    if wrong:
-        return _interrupt(state, wrong, blamed=True)
+    if wrong is not None:  # who is alone with that twice has no part in the next plan
+        places = state.plan.places
+        odd = tuple(places[rank].worker for rank in wrong.ranks)
+        return _interrupt(replace(state, failed=(*state.failed, *odd)), wrong.words, blamed=True)
     return _commit(state, ready, now_s)
 
 

@@ -8,9 +8,10 @@ without it; the receipt of the round names it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from atoll.exchange import Partners
 from coordinator.messages.facts import RoundMet
@@ -40,8 +41,16 @@ def models_differ(state: JobState) -> bool:
     return exchange is not None and exchange.gossips and state.step < state.steps
 
 
-def disagreement(plan: Plan, ready: Reports, groups: Sequence[Group]) -> str:
-    """Return what does not go together in the reports of a period, "" where all of it does.
+class Disagreement(NamedTuple):
+    """What does not go together in the reports of a step or period; ``ranks``: of those with whom it began,
+    none where as many say one thing as another."""
+
+    words: str
+    ranks: tuple[int, ...] = ()
+
+
+def disagreement(plan: Plan, ready: Reports, groups: Sequence[Group]) -> Disagreement | None:
+    """Return what does not go together in the reports of a period, None where all of it does.
 
     Ranks of a group have the same sums. That each makes its own model of them as the rule says is not seen.
     """
@@ -49,21 +58,30 @@ def disagreement(plan: Plan, ready: Reports, groups: Sequence[Group]) -> str:
     places = plan.places
     without = [rank for rank, receipt in receipts.items() if receipt is None]
     if without:
-        return f"{places[without[0]].worker} reports a period without a receipt of its round"
+        words = f"{places[without[0]].worker} reports a period without a receipt of its round"
+        return Disagreement(words, tuple(without))
     found = {rank: receipt for rank, receipt in receipts.items() if receipt is not None}
     for rank, receipt in found.items():
         group = group_of(rank, groups)
         if receipt.included != group or receipt.share != 1.0:
-            return (
+            words = (
                 f"{places[rank].worker} has the contributions of ranks {list(receipt.included)} in "
                 f"{receipt.share:.0%} of what is exchanged, expected are those of {list(group)}"
             )
+            return Disagreement(words, (rank,))
     for group in groups:
         first = found[group[0]].digest
         others = ", ".join(places[rank].worker for rank in group if found[rank].digest != first)
         if others:
-            return f"peers have different results of a round: {others} and {places[group[0]].worker}"
-    return ""
+            words = f"peers have different results of a round: {others} and {places[group[0]].worker}"
+            return Disagreement(words, tuple(odd_ones({rank: found[rank].digest for rank in group})))
+    return None
+
+
+def odd_ones(said: Mapping[int, Hashable]) -> list[int]:
+    """Return those who say something else than more than half of all do; none where no such majority is."""
+    most, count = Counter(said.values()).most_common(1)[0]
+    return [who for who, what in said.items() if what != most] if 2 * count > len(said) else []
 
 
 def step_losses(plan: Plan, ready: Reports) -> list[float]:

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from atoll.plan import Plan
 from coordinator.membership.member import Phase as Membership
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import Checkpoint, Era
@@ -24,7 +25,6 @@ from coordinator.pipeline.assigning import neighbours
 from coordinator.pipeline.successors import Successors
 
 if TYPE_CHECKING:
-    from atoll.plan import Plan
     from coordinator.membership.roster import Roster
     from coordinator.messages.facts import JobRecord
 
@@ -129,13 +129,20 @@ def choose(
     ready = standing_by_for(state, roster, lost)
     newcomers = frozenset(lost).difference(ready) | (loading - state.loaded)
     missing = frozenset(lost).difference(ready)
+    left = whole_replicas.without(state, roster, newcomers.union(lost)) if len(plan.replicas) > 1 else ""
+    if isinstance(left, Plan) and state.failures and missing & loading:
+        return _only(left, "a newcomer's stage does not load")
     chosen = _taken_over(state, record, roster, missing, newcomers, ready, again)
-    if isinstance(chosen, Choice) or len(plan.replicas) == 1:
-        return chosen
-    left = whole_replicas.without(state, roster, newcomers.union(lost))
-    if isinstance(left, str):
+    if isinstance(left, Plan) and isinstance(chosen, Refused):
+        return _only(left, chosen.reason)
+    if left and isinstance(chosen, Refused):
         return Refused(f"{chosen.reason}, and {left}", chosen.for_now)
-    return Choice(tuple(place.worker for place in left.places), frozenset(), plan=left, why=chosen.reason)
+    return chosen
+
+
+def _only(left: Plan, why: str) -> Choice:
+    """Have the replicas that are whole go on without the others."""
+    return Choice(tuple(place.worker for place in left.places), frozenset(), plan=left, why=why)
 
 
 def _taken_over(
@@ -179,13 +186,15 @@ def _without(state: JobState, lost: Collection[int], loading: Collection[int]) -
 
 
 def seats(state: JobState, roster: Roster) -> Choice | None:
-    """Return which idle workers take the ranks of lost peers, None where no one fits any."""
+    """Return which idle workers take the ranks of lost peers, None where no one fits any. Who was lost takes
+    its own rank alone, where nobody else fits it."""
     if state.plan is None or not state.plan.absent:
         return None
     chosen: dict[int, str] = {}
+    again = [w for rank in state.plan.absent if roster.is_idle(w := state.plan.places[rank].worker)]
     for rank in sorted(state.plan.absent):
         lost = state.plan.absent - chosen.keys()
-        fit = Successors(state, roster, frozenset(lost)).of(rank, chosen)
+        fit = Successors(state, roster, frozenset(lost), again).of(rank, chosen)
         if fit:
             chosen[rank] = fit[0].worker
     if not chosen:
@@ -249,9 +258,13 @@ def logged_from(state: JobState, roster: Roster, rank: int, worker: str | None =
 
 
 def logs_short(state: JobState, roster: Roster) -> bool:
-    """Whether a send log does not reach back to the newest checkpoint, and no newer one is coming."""
+    """Whether a send log does not reach back to the newest checkpoint, and no newer one is coming.
+
+    A worker that logs nothing is no reason: its log reaches back to no checkpoint, however many are stored.
+    """
     if state.plan is not None and len(state.plan.replicas) > 1:
         return False  # logs of gradients may never reach so far: then it goes back
     if state.phase not in STEPPING or state.stores or state.store_owed:
         return False
-    return any(logged_from(state, roster, rank) > state.checkpoint.step for rank in range(state.n_ranks))
+    logged = [logged_from(state, roster, rank) for rank in range(state.n_ranks)]
+    return any(state.checkpoint.step < first <= state.step for first in logged)

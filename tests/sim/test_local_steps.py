@@ -8,7 +8,8 @@ import pytest
 
 from atoll.job import TrainingSpec
 from atoll.plan import Plan
-from coordinator.messages.facts import Reconfigured, RoundMet, StepCommitted, from_record
+from coordinator.messages import instructions as do
+from coordinator.messages.facts import PlanAdopted, Reconfigured, RoundMet, StepCommitted, from_record
 from coordinator.messages.jobs import Phase
 from strategies.exchanges.partners import Group, groups_of
 from tests.sim import compute
@@ -16,6 +17,7 @@ from tests.sim.compute import Bench
 from tests.sim.faults import Crash
 from tests.sim.shrink import shrunk
 from tests.sim.world import Scenario, World, scenario, told, violation_of
+from worker.session import events as e
 
 
 def peers(seed: int) -> Scenario:
@@ -69,6 +71,39 @@ def test_an_idle_worker_takes_a_lost_peers_place() -> None:
     assert not met[-1].missing
 
 
+def test_a_lost_peer_that_is_back_takes_its_own_place() -> None:
+    crash = Crash(6.0, 3.0, "w1")
+    why, world = violation_of(
+        Scenario(seed=3, workers=3, replicas=3, local_steps=4, steps=60, faults=(crash,))
+    )
+    assert why == "", told(world, 60)
+    met = [fact for fact in facts(world) if isinstance(fact, RoundMet)]
+    assert any("w1" in fact.missing for fact in met)
+    assert not met[-1].missing
+
+
+def test_a_worker_that_never_loads_a_lost_peers_stage_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Bench._load
+
+    def broken(self: Bench, work: do.Assign) -> None:
+        if self.process.name != "w3":
+            right(self, work)
+            return
+        reason = "its disk is full"
+        self.post(e.StageBroke(work.job, work.plan.version, work.first_step, reason))
+
+    monkeypatch.setattr(Bench, "_load", broken)
+    crash = Crash(6.0, 0.0, "w1")
+    why, world = violation_of(
+        Scenario(seed=3, workers=4, replicas=3, local_steps=40, steps=400, faults=(crash,))
+    )
+    assert why == "", told(world, 60)
+    assert world.coordinator.shadow.jobs["job-1"].outcome == Phase.FINISHED
+    assert len([fact for fact in facts(world) if isinstance(fact, PlanAdopted)]) == 1
+    tried = [fact for fact in facts(world) if isinstance(fact, Reconfigured) and fact.newcomers]
+    assert 1 <= len(tried) <= 2
+
+
 @pytest.mark.parametrize("first", [0, 8])
 def test_everything_holds_where_peers_take_local_steps(first: int) -> None:
     for seed in range(first, first + 8):
@@ -116,11 +151,17 @@ def test_a_peer_with_another_result_commits_nothing(monkeypatch: pytest.MonkeyPa
         right(self)
 
     monkeypatch.setattr(Bench, "_join_peers", bug)
-    _, world = violation_of(Scenario(seed=1, workers=3, replicas=3, local_steps=4))
+    _, world = violation_of(Scenario(seed=1, workers=2, replicas=2, local_steps=4))
     state = world.coordinator.scheduler.jobs["job-1"]
-    assert state.phase is Phase.FAILED
+    assert state.phase is Phase.FAILED, "of two nobody knows which"
     assert "different results" in state.reason
     assert world.coordinator.shadow.jobs["job-1"].steps == 0
+    why, world = violation_of(Scenario(seed=1, workers=4, replicas=3, local_steps=4))
+    assert why == ""
+    first, second, third, *_ = [fact.plan for fact in facts(world) if isinstance(fact, PlanAdopted)]
+    odd = second.places[1].worker
+    assert first.rank_of(odd) == 1
+    assert third.rank_of(odd) is None
 
 
 def test_peers_that_derive_other_groups_commit_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,17 +38,21 @@ def test_losses_are_added_in_the_order_of_the_micro_batches() -> None:
 def test_norms_of_gradients_that_all_replicas_hold_count_once() -> None:
     assert square_norms(PLAN, REPORTS) == [1.0, 2.0, 3.0]
     assert ranks_of(PLAN, 0) == (0, 1)
-    assert disagreement(PLAN, REPORTS) == ""
+    assert disagreement(PLAN, REPORTS) is None
 
 
 def test_a_replica_with_other_gradients_is_named() -> None:
     other = REPORTS | {2: ready((0.2, 0.3), (1.0, 2.0, 3.0000000000000004))}
-    assert "those of c" in disagreement(PLAN, other)
+    found = disagreement(PLAN, other)
+    assert found is not None
+    assert "those of c" in found.words
+    assert found.ranks == (), "one replica against another: nobody knows which"
     shown = {0: ready((), (NAN,)), 1: ready((0.1,), (2.0,)), 2: ready((0.2, 0.3), (NAN, 2.0))}
-    assert disagreement(PLAN, shown) == ""
+    assert disagreement(PLAN, shown) is None
 
 
 def test_a_share_without_all_of_its_losses_is_named() -> None:
-    assert "replica 1 reports 1 losses of 2" in disagreement(
-        PLAN, REPORTS | {2: ready((0.2,), (1.0, 2.0, 3.0))}
-    )
+    found = disagreement(PLAN, REPORTS | {2: ready((0.2,), (1.0, 2.0, 3.0))})
+    assert found is not None
+    assert "replica 1 reports 1 losses of 2" in found.words
+    assert found.ranks == (2,)

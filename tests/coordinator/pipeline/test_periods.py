@@ -28,7 +28,9 @@ from coordinator.messages.jobs import (
     ToRanks,
 )
 from coordinator.pipeline import machine
-from coordinator.pipeline.periods import exchange_words, round_groups
+from coordinator.pipeline.deadlines import deadlines
+from coordinator.pipeline.doubt import left_out
+from coordinator.pipeline.periods import exchange_words, odd_ones, round_groups
 from strategies.exchanges.partners import group_of
 
 HASH = "ab" * 32
@@ -170,6 +172,40 @@ def test_a_peer_that_diverges_ends_the_period_at_once() -> None:
     state, _ = machine.step(state, ready(state, 2, finite=False), 1.0)
     assert state.phase is Phase.PAUSED
     assert "w2 diverged" in state.reason
+
+
+def test_who_is_alone_with_a_result_has_no_part_in_the_plan_after_the_next() -> None:
+    state = training()
+    for version in (1, 2):
+        state, _ = machine.step(state, ready(state, 0), 1.0)
+        state, _ = machine.step(state, ready(state, 2), 1.0)
+        other = RoundReceipt(0, (0, 1, 2), 1.0, 1, 1, "another digest")
+        state, _ = machine.step(state, ready(state, 1, receipt=other), 1.0)
+        assert state.phase is Phase.PAUSED
+        assert state.failed == ("w1",) * version
+        for event in (jobs.Picked("go"), jobs.Profiled(), jobs.Planned(plan(DILOCO, version + 1))):
+            state, _ = machine.step(state, event, 1.0)
+        state = loaded(state)
+    assert ("w1",) in left_out(state)
+    state, _ = machine.step(state, ready(state, 0), 1.0)
+    state, _ = machine.step(state, ready(state, 2), 1.0)
+    state, _ = machine.step(state, ready(state, 1), 1.0)
+    assert state.failed == ()
+
+
+def test_of_two_with_other_results_nobody_is_named() -> None:
+    assert odd_ones({0: "a", 1: "b"}) == []
+    assert odd_ones({0: "a", 1: "b", 2: "a", 3: "b"}) == []
+    assert odd_ones({0: "a", 1: "b", 2: "a", 3: "a"}) == [1]
+
+
+def test_peers_have_as_long_as_their_period_takes() -> None:
+    exact = replace(
+        training(local_steps=1), plan=replace(plan(DILOCO), exchange=None), step_times_s=(9.0, 9.0)
+    )
+    state = replace(training(), step_times_s=(9.0, 9.0))
+    assert deadlines(state).silent_s == 4 * deadlines(exact).silent_s == 4 * 90.0
+    assert deadlines(state).still_s == deadlines(exact).still_s == 27.0
 
 
 def stored(state: JobState, rank: int, done: int) -> FromRank[StateStored]:

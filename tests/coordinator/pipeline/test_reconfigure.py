@@ -268,6 +268,15 @@ def test_a_log_that_is_too_short_makes_the_next_commit_store() -> None:
     assert [m.store for m in world.to("a", do.StepCommit)] == [True, False]
 
 
+def test_who_logs_nothing_has_nobody_store_more_often() -> None:
+    world = running("a", "b", "c", "d", steps=3)
+    world.says("b", ev.Heartbeat(world.clock.now_s, JOB, 1, 3, 0, 0, logged_from=2**63 - 1))
+    world.handle(ev.Tick())
+    assert not world.state().store_owed
+    step(world)
+    assert [m.store for m in world.to("a", do.StepCommit)] == [False]
+
+
 def test_a_stage_that_broke_by_itself_goes_to_another_worker_or_once_more_to_its_own() -> None:
     for workers, holder in ((("a", "b", "c"), "c"), (("a", "b"), "b")):
         world = running(*workers, stages=2)
