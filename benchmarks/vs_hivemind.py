@@ -190,7 +190,7 @@ class Peer:
     def _send(self, peer: str, which: Which, value: Tensor) -> None:
         self.links.send(peer, self._key(which), value)
 
-    def _take(self, which: Which) -> Tensor | None:
+    def _take(self, which: Which, peer: str) -> Tensor | None:
         with contextlib.suppress(TimeoutError):
             return self._received(which, 0.0)
         return None

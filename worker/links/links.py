@@ -56,7 +56,7 @@ class _Expected:
     meta: TensorMeta
     filling: int = 0
     packet: Packet | None = None  # arrived, not read
-    error: BadFrame | None = None
+    unusable: str = ""  # why what arrived is not what was declared
     read: bool = False
 
 
@@ -168,8 +168,8 @@ class Links:
     def receive(self, key: MessageKey, timeout_s: float) -> Tensor | None:
         """The tensor of a declared message on this worker's device; None is the zero mark.
 
-        Raises TimeoutError after ``timeout_s``, PeerLost when its sender is gone, BadFrame when
-        what came is not what was declared, LinksAborted, KeyError for an undeclared key.
+        Raises TimeoutError after ``timeout_s``, PeerLost when its sender is gone or sent what is not what
+        was declared, LinksAborted, KeyError for an undeclared key.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
@@ -184,7 +184,10 @@ class Links:
         if self._digests and key.direction in TRAINING:
             self._hashed.update(packet.header)
             self._hashed.update(packet.payload)
-        tensor = self._codecs(key.plan_version).decode(expected.peer, key, packet)
+        try:
+            tensor = self._codecs(key.plan_version).decode(expected.peer, key, packet)
+        except BadFrame as error:
+            raise PeerLost(expected.peer, str(error)) from None
         return None if tensor is None else tensor.to(self._device)
 
     def hash_inputs(self) -> None:
@@ -247,21 +250,21 @@ class Links:
                 self._not_there = self._not_there or why
                 self._arrived.notify_all()
             return
-        packet, error = None, None
+        packet, unusable = None, ""
         try:
             packet = parse_packet(header, payload)
             self._check(peer, key, packet)
-        except BadFrame as refused:
-            error = refused
+        except BadFrame as error:
+            unusable = str(error)
         with self._lock:
             expected = self._expected.get(key)
             if expected is None:
                 self.refused["late"] += 1
                 return
             expected.filling -= 1
-            if error is not None:
+            if unusable:
                 self.refused["malformed"] += 1
-                expected.error = error
+                expected.unusable = unusable
             elif expected.packet is not None:
                 self.refused["duplicate"] += 1
             else:
@@ -307,8 +310,8 @@ class Links:
             raise LinksAborted(self._aborted)
         if self._not_there:
             raise StorageError(self._not_there)
-        if expected.error is not None:
-            raise expected.error
+        if expected.unusable:
+            raise PeerLost(expected.peer, expected.unusable)
         if expected.peer in self._lost:
             raise PeerLost(expected.peer, self._lost[expected.peer])
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     Which = tuple[Direction, int, int]  # direction, micro, edge of a key
 
 Send = Callable[[str, "Which", "Tensor"], None]
-Take = Callable[["Which"], "Tensor | None"]
-"""What has arrived, None where it has not."""
+Take = Callable[["Which", str], "Tensor | None"]
+"""What has arrived of a peer, None where it has not."""
 Wait = Callable[["Which", str], "Tensor"]
 
 
@@ -91,7 +91,7 @@ class GradientExchange:
 
     def _take(self, take: Take) -> None:
         for entry in list(self._awaited):
-            value = take(self._which(entry)[0])
+            value = take(*self._which(entry))
             if value is not None:
                 self._arrived(entry, value)
 

@@ -51,8 +51,8 @@ PUBLISHED, DISTANCE = "published", "distance"
 """Keys of a checkpoint's tensors beside those of the optimizer; ``PEER`` says whose state it is."""
 
 Send = Callable[[str, "Which", "Tensor"], None]
-Take = Callable[["Which"], "Tensor | None"]
-"""What has arrived, None where it has not."""
+Take = Callable[["Which", str], "Tensor | None"]
+"""What has arrived of a peer, None where it has not."""
 Wait = Callable[["Which", str, float], "Tensor"]
 """Wait for a message of a peer, so many times the exchange's deadline."""
 TOTALS_PATIENCE = 2.0  # deadlines: who is to send a total may wait for one itself before it names who is late
@@ -130,7 +130,8 @@ class LocalSteps:
     def advance(self, assignment: Assignment, send: Send, take: Take) -> None:
         """Take what has arrived."""
         for one in list(self._left):
-            while not one.whole and (piece := take(one.next_key)) is not None:
+            peer = assignment.plan.places[one.source].worker
+            while not one.whole and (piece := take(one.next_key, peer)) is not None:
                 one.pieces.append(piece)
             self._arrived(assignment, one, send)
 

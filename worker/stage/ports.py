@@ -32,7 +32,8 @@ class TensorLinks(Protocol):
         ...
 
     def receive(self, key: MessageKey, timeout_s: float) -> Tensor | None:
-        """Raises TimeoutError when it is not here in time, PeerLost when it cannot come."""
+        """Raises TimeoutError when it is not here in time, PeerLost when it cannot come or is not what was
+        declared."""
         ...
 
     def take_digest(self) -> bytes:

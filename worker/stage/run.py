@@ -12,7 +12,8 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -34,6 +35,7 @@ from worker.stage.joining import GradientExchange
 from worker.stage.ports import HeldOut, MicroBatches, TensorLinks
 from worker.stage.replay import Asks
 from worker.stage.reports import LongWait, Progress, StageReport, StepReport
+from worker.stage.stage import UnusableValue
 from worker.transport.contract import PeerLost
 from worker.transport.frames import Direction, MessageKey
 
@@ -320,7 +322,7 @@ class StageRun:
         """Wait for a message of a round. Raises PeerLost where it has not come before the deadline."""
         exchange = self.assignment.plan.exchange
         within_s = exchange.deadline_s * patience if exchange is not None and exchange.deadline_s else None
-        return _whole(self._receive(self._key_of(step, which), peer, cancel, within_s), which)
+        return self._receive_value(self._key_of(step, which), peer, cancel, within_s)
 
     def _expect_rounds(self, local: LocalSteps, ends: Iterable[int]) -> None:
         """Take messages of the rounds of periods that end with these steps."""
@@ -401,13 +403,11 @@ class StageRun:
         received: dict[int, Tensor] = {}
         for r in program.received:
             key = self._key(Direction.FORWARD, step, micro, r.op)
-            value = self._receive(key, self.assignment.worker_of(r.source), cancel)
-            if value is None:
-                raise ValueError(f"op {r.op} arrived as a zero-gradient mark in the forward")
-            received[r.op] = value
-        produced = self._timed(
-            Work.FORWARD, step, micro, lambda: self._stage.forward(micro, inputs, received)
-        )
+            received[r.op] = self._receive_value(key, self.assignment.worker_of(r.source), cancel)
+        with self._blaming_sources(program):
+            produced = self._timed(
+                Work.FORWARD, step, micro, lambda: self._stage.forward(micro, inputs, received)
+            )
         self._send_all(
             (target, self._key(Direction.FORWARD, step, micro, p.op), produced[p.op])
             for p in program.produced
@@ -454,11 +454,9 @@ class StageRun:
         received: dict[int, Tensor] = {}
         for r in program.received:
             key = self._key(direction, step, micro, r.op)
-            value = self._receive(key, self.assignment.worker_of(r.source), cancel)
-            if value is None:
-                raise ValueError(f"op {r.op} arrived as a zero-gradient mark in the evaluation")
-            received[r.op] = value
-        produced = self._stage.evaluate_micro(micro, inputs, received)
+            received[r.op] = self._receive_value(key, self.assignment.worker_of(r.source), cancel)
+        with self._blaming_sources(program):
+            produced = self._stage.evaluate_micro(micro, inputs, received)
         for r in program.received:
             if r.grad_from is None:  # the last to receive it acknowledges
                 self._send(r.source, self._key(direction, step, micro, r.op), None)
@@ -470,6 +468,15 @@ class StageRun:
                 self._receive(key, self.assignment.worker_of(p.targets[-1]), cancel)
             for target in p.targets:
                 self._send(target, self._key(direction, step, micro, p.op), produced[p.op])
+
+    @contextmanager
+    def _blaming_sources(self, program: StageProgram) -> Iterator[None]:
+        """Raise PeerLost of who sent a value that no op may index by."""
+        try:
+            yield
+        except UnusableValue as error:
+            (source,) = (r.source for r in program.received if r.op == error.op)
+            raise PeerLost(self.assignment.worker_of(source), str(error)) from None
 
     # ---------------------------------------------------------------- tied parameters, other replicas
 
@@ -520,14 +527,15 @@ class StageRun:
             self._joining.part_whole(name, label)
             self._joining_s += self._cpu.at_work_s() - begun_s
 
-    def _arrived(self, step: int, which: Which) -> Tensor | None:
+    def _arrived(self, step: int, which: Which, peer: str) -> Tensor | None:
+        key = self._key_of(step, which)
         try:
-            return _whole(self._links.receive(self._key_of(step, which), 0.0), which)
+            return _nonzero(self._links.receive(key, 0.0), key, peer)
         except TimeoutError:
             return None
 
     def _awaited(self, step: int, cancel: Cancel, which: Which, peer: str) -> Tensor:
-        return _whole(self._receive(self._key_of(step, which), peer, cancel), which)
+        return self._receive_value(self._key_of(step, which), peer, cancel)
 
     def _key_of(self, step: int, which: Which) -> MessageKey:
         direction, micro, edge = which
@@ -573,6 +581,12 @@ class StageRun:
             return self._await(key, peer, cancel, within_s)
         finally:
             self._progress.waits = None
+
+    def _receive_value(
+        self, key: MessageKey, peer: str, cancel: Cancel, within_s: float | None = None
+    ) -> Tensor:
+        """Wait for a message that is never a zero mark. Raises PeerLost for one that is, too."""
+        return _nonzero(self._receive(key, peer, cancel, within_s), key, peer)
 
     def _await(self, key: MessageKey, peer: str, cancel: Cancel, within_s: float | None) -> Tensor | None:
         told_at_s = max(LONG_WAIT_S, 2 * self._step_s)
@@ -651,9 +665,9 @@ def codecs_of(assignment: Assignment, cpu: CpuMeter | None = None) -> StageCodec
     )
 
 
-def _whole(value: Tensor | None, which: Which) -> Tensor:
+def _nonzero(value: Tensor | None, key: MessageKey, peer: str) -> Tensor:
     if value is None:
-        raise BadFrame(f"gradients arrived as a zero mark: {which}")
+        raise PeerLost(peer, f"a {key.direction.name.lower()} came as a zero mark: {key}")
     return value
 
 

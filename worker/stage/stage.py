@@ -40,6 +40,14 @@ STATE_KEYS = {
 }
 
 
+class UnusableValue(BadFrame):
+    """A value from another stage that no op may index by; ``op`` names the one that made it."""
+
+    def __init__(self, op: int, why: str) -> None:
+        super().__init__(f"the value of op {op}, from another stage, {why}")
+        self.op = op
+
+
 class Stage:
     """A StageProgram with its tensors, ready to train; not thread-safe.
 
@@ -363,10 +371,10 @@ class Stage:
         return index_ranges(program, Shapes(program, metas, {}))
 
     def _taken(self, received: Mapping[int, Tensor], ranges: IndexRanges) -> dict[int, Tensor]:
-        """Other stages' values on this device, after a look at what an op will index by. BadFrame."""
+        """Other stages' values on this device, after a look at what an op will index by. UnusableValue."""
         for op, bounds in ranges.received.items():
             if (why := out_of_range(received[op], bounds)) is not None:
-                raise BadFrame(f"the value of op {op}, from another stage, {why}")
+                raise UnusableValue(op, why)
         return {op: self._moved(sound_bools(value)) for op, value in received.items()}
 
     def _moved(self, value: Tensor) -> Tensor:

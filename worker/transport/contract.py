@@ -11,7 +11,7 @@ from worker.transport.frames import MessageKey
 
 
 class PeerLost(ConnectionFailed):
-    """A peer is gone; ``peer`` names it."""
+    """A peer is gone, or sent what cannot be used; ``peer`` names it."""
 
     def __init__(self, peer: str, reason: str) -> None:
         super().__init__(f"lost {peer}: {reason}")

@@ -27,6 +27,7 @@ from worker.links.links import Links
 from worker.stage.expected import Arrival, evaluation_arrivals, step_arrivals
 from worker.stage.reports import StepReport
 from worker.stage.run import codecs_of
+from worker.transport.contract import PeerLost
 from worker.transport.frames import Direction, MessageKey
 
 STAGES = 3
@@ -355,8 +356,9 @@ def test_a_packet_of_another_codec_is_refused(gpt2: Case, codec: str) -> None:
     buffer = links.expect_buffer(arrival.peer, arrival.key, 4)
     assert buffer is not None
     links.deliver(arrival.peer, arrival.key, Packet(codec, arrival.meta).header, buffer)
-    with pytest.raises(BadFrame, match=f"codec '{codec}'"):
+    with pytest.raises(PeerLost, match=f"codec '{codec}'") as lost:
         links.receive(arrival.key, 1.0)
+    assert lost.value.peer == arrival.peer
     assert links.refused["malformed"] == 1
 
 
@@ -375,8 +377,9 @@ def test_a_payload_that_does_not_fit_the_positions_is_refused_and_the_next_one_t
         assert buffer is not None
         buffer[:] = bytes(nbytes)
         links.deliver(arrival.peer, arrival.key, Packet("largest", arrival.meta).header, buffer)
-    with pytest.raises(BadFrame, match="8 bytes"):
+    with pytest.raises(PeerLost, match="8 bytes") as lost:
         links.receive(short.key, 1.0)
+    assert lost.value.peer == short.peer
     got = links.receive(good.key, 1.0)
     assert got is not None
     assert TensorMeta(tuple(got.shape), "float32") == good.meta

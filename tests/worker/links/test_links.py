@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from atoll.errors import BadFrame, StorageError
+from atoll.errors import StorageError
 from atoll.opdag import TensorMeta
 from compressors.base import Packet
 from tests.patience import HUNG_S
@@ -146,23 +146,49 @@ def test_after_the_step_its_messages_are_late() -> None:
         receiver.receive(key(), 0)
 
 
-def test_a_packet_of_another_shape_reaches_the_reader_as_an_error() -> None:
+def test_a_packet_of_another_shape_is_its_senders_fault() -> None:
     _, sender, _, receiver = pair()
     receiver.expect([Coming(key())])
     sender.send("w-b", key(), TENSOR.T)
-    with pytest.raises(BadFrame, match="the plan says"):
+    with pytest.raises(PeerLost, match="the plan says") as lost:
         receiver.receive(key(), 1)
+    assert lost.value.peer == "w-a"
     assert receiver.refused == {"malformed": 1}
 
 
 @pytest.mark.parametrize("header", [b"", b"\x01", b"\xff" * 40])
-def test_a_damaged_packet_header_reaches_the_reader_as_an_error(header: bytes) -> None:
+def test_a_damaged_packet_header_is_its_senders_fault(header: bytes) -> None:
     _, _, _, receiver = pair()
     receiver.expect([Coming(key())])
     buffer = receiver.expect_buffer("w-a", key(), 24)
     assert buffer is not None
     receiver.deliver("w-a", key(), header, buffer)
-    with pytest.raises(BadFrame):
+    with pytest.raises(PeerLost, match="packet header") as lost:
+        receiver.receive(key(), 1)
+    assert lost.value.peer == "w-a"
+
+
+def test_a_payload_that_its_codec_cannot_decode_is_its_senders_fault() -> None:
+    _, _, _, receiver = pair()
+    receiver.expect([Coming(key())])
+    buffer = receiver.expect_buffer("w-a", key(), 20)
+    assert buffer is not None
+    receiver.deliver("w-a", key(), Packet("none", META).header, buffer)
+    with pytest.raises(PeerLost, match="20 bytes") as lost:
+        receiver.receive(key(), 1)
+    assert lost.value.peer == "w-a"
+
+
+def test_a_fault_of_the_readers_own_decoding_names_nobody() -> None:
+    class Lost(StageCodecs):
+        def decode(self, peer: str, key: MessageKey, packet: Packet) -> torch.Tensor | None:
+            raise KeyError("the positions that the value had")
+
+    hub = Hub()
+    sender, receiver = Links(hub.port("w-a"), "job", 3), Links(hub.port("w-b"), "job", 3, Lost())
+    receiver.expect([Coming(key())])
+    sender.send("w-b", key(), TENSOR)
+    with pytest.raises(KeyError, match="positions"):
         receiver.receive(key(), 1)
 
 

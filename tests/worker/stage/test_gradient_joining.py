@@ -21,9 +21,10 @@ from worker.cancel import Cancel
 from worker.exchange.bucket import Outgoing
 from worker.inprocess.pipeline import LocalPipeline
 from worker.stage.assignment import Assignment, PeerLink
+from worker.stage.expected import step_arrivals
 from worker.stage.joining import GradientExchange
 from worker.stage.reports import StepReport, step_loss
-from worker.transport.contract import Paths
+from worker.transport.contract import Paths, PeerLost
 from worker.transport.frames import Direction
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -251,3 +252,15 @@ def test_parts_leave_while_the_backward_still_computes(monkeypatch: pytest.Monke
     monkeypatch.setattr(GradientExchange, "_sent", noting)
     crew.all("run_step", 0, Cancel())
     assert any(at_once)
+
+
+def test_a_part_that_comes_as_a_zero_mark_is_its_senders_fault() -> None:
+    made = case("gpt2")
+    crew = Crew(made, assigned(made, FOUR, [((0, 2), (0,)), ((2, 4), (0,))]))
+    first, second = crew.runs[0], crew.links[1]
+    for arrival in step_arrivals(first.assignment, 0):
+        if arrival.key.direction is Direction.PART:
+            second.send(first.assignment.worker_of(0), arrival.key, None)
+    with pytest.raises(PeerLost, match="a part came as a zero mark") as lost:
+        first.run_step(0, Cancel())
+    assert lost.value.peer == "r1.0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import count
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from atoll.indices import IndexRanges, Range
 from atoll.job import TrainingSpec
 from atoll.microbatch import ScheduleName
 from tests.patience import HUNG_S
@@ -21,8 +22,9 @@ from worker.inprocess.pipeline import LocalPipeline
 from worker.machine.cpu import CpuMeter
 from worker.session import wire as messages
 from worker.stage import run as compute
-from worker.stage.expected import evaluation_arrivals, step_arrivals
+from worker.stage.expected import Arrival, evaluation_arrivals, step_arrivals
 from worker.stage.reports import LongWait, StepReport
+from worker.stage.run import StageRun
 from worker.transport.contract import PeerLost
 from worker.transport.frames import Direction
 
@@ -186,6 +188,34 @@ def test_a_lost_neighbour_ends_the_step_with_its_name() -> None:
         port.receivers["job"].lost("w-0", "connection reset")
     with pytest.raises(PeerLost, match="w-0"):
         crew.runs[1].run_step(0, Cancel())
+
+
+def sent_forward(crew: Crew, value: Callable[[Arrival], Tensor | None]) -> StageRun:
+    """The second stage, which the first has sent these values."""
+    for arrival in step_arrivals(crew.runs[1].assignment, 0):
+        if arrival.key.direction is Direction.FORWARD:
+            crew.links[0].send("w-1", arrival.key, value(arrival))
+    return crew.runs[1]
+
+
+def test_a_value_that_comes_as_a_zero_mark_is_its_senders_fault() -> None:
+    made = case("mlp")
+    crew = Crew(made, assign(made, cut_evenly(made.dag, 2), TRAINING, ScheduleName.ONE_F_ONE_B))
+    second = sent_forward(crew, lambda arrival: None)
+    with pytest.raises(PeerLost, match="zero mark") as lost:
+        second.run_step(0, Cancel())
+    assert lost.value.peer == "w-0"
+
+
+def test_an_index_out_of_range_is_the_fault_of_the_stage_that_sent_it() -> None:
+    made = case("mlp")
+    crew = Crew(made, assign(made, cut_evenly(made.dag, 2), TRAINING, ScheduleName.ONE_F_ONE_B))
+    second = sent_forward(crew, lambda arrival: torch.zeros(arrival.meta.shape))
+    op = second.assignment.program.received[0].op
+    second._stage._ranges = IndexRanges({}, {op: Range(1, 9)}, {})
+    with pytest.raises(PeerLost, match="holds the index 0") as lost:
+        second.run_step(0, Cancel())
+    assert lost.value.peer == "w-0"
 
 
 def test_a_step_reports_its_times_and_spans() -> None:
