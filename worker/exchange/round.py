@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from atoll.collective import ARRIVED, TOTAL, Action, Add, Collective, Copy, Segment, Send, slot_of
 from atoll.errors import BadFrame
 from atoll.exchange import ExchangeRound, Receipt
+from compressors.selection import all_finite
 from compressors.vector import Vector, joined, pack, unpack
 from strategies.exchanges.base import Contribution, Exchanged, Piece
 
@@ -109,8 +110,8 @@ class CollectiveRun:
 
     def receive(self, message: Message) -> list[Message]:
         """Take a peer's message; what can be sent now. BadFrame for one of another round or phase, one that
-        nobody should send, a damaged or an ill-formed one; its sender is then to be given up. A repeated or
-        late one has no effect."""
+        nobody should send, a damaged or an ill-formed one, or a model that is not finite; its sender is then
+        to be given up. A repeated or late one has no effect."""
         key = (message.segment, message.label)
         if (message.round, message.phase) != (self._at.number, self._settings.phase):
             raise BadFrame(
@@ -132,6 +133,8 @@ class CollectiveRun:
         codec = self._settings.total_codec if total else self._settings.codec
         segment = self._collective.segments[message.segment]
         vector = unpack(message.packet, segment.size, codec)
+        if self._rule.exchange.gossips:
+            self._check_joinable(message, vector)
         self._awaited.discard(key)
         self._received_bytes += message.wire_bytes
         progress = self._segments[message.segment]
@@ -221,6 +224,13 @@ class CollectiveRun:
                 return
             progress.actions.pop()
             yield from done
+
+    def _check_joinable(self, message: Message, vector: Vector) -> None:
+        """Raise BadFrame for elements of a model that leave none finite of those they are joined with."""
+        # A part by its share of the sum: else its owner is caught with a total that others made infinite.
+        share = len(message.included) / len(self._collective.expected(self.rank, message.segment))
+        if not all_finite(vector.values / share):
+            raise BadFrame(f"part {message.label} of segment {message.segment} holds what is not finite")
 
     def _perform(self, number: int, progress: _Progress, action: Action) -> Sequence[Message] | None:
         """Messages of the action; None when it must wait."""

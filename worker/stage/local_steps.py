@@ -19,6 +19,7 @@ import torch
 from atoll.collective import even_shares, owner_shares
 from atoll.errors import BadFrame
 from atoll.exchange import ExchangeRound, Pattern
+from compressors.selection import all_finite
 from compressors.vector import Vector
 from strategies.exchanges import exchange_facts, make_rule
 from strategies.exchanges.base import Flat, Settled
@@ -109,6 +110,12 @@ class LocalSteps:
     def contributes(self) -> bool:
         """Whether this is the time to begin the round of the period."""
         return self._brought is not None and self._run is None
+
+    @property
+    def joinable(self) -> bool:
+        """Whether what this rank is to bring may go into the models of others: gossip joins them as they are,
+        where a rule of changes leaves out what is not finite."""
+        return self._brought is None or not self._exchange.gossips or all_finite(self._brought)
 
     # ---------------------------------------------------------------- the round
 

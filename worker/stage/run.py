@@ -279,7 +279,9 @@ class StageRun:
         local.forget_round()
         reports: list[StepReport] = []
         steps = local.begin(self._steps, last)
-        self._exchange_round(local, last, cancel)  # what is published already, or where all steps were taken
+        # What is published already, or where all steps were taken.
+        if not self._exchange_round(local, last, cancel):
+            return _diverged(local, last)
         for step in steps:
             report = self._computed(step, cancel)
             if not report.stage.finite:
@@ -288,7 +290,8 @@ class StageRun:
             self._feed.step_done(step)
             local.taken(step, sum(report.stage.losses))
             reports.append(report)
-            self._exchange_round(local, last, cancel)
+            if not self._exchange_round(local, last, cancel):
+                return _diverged(local, last)
         self._waited_s = 0.0
         take, wait = partial(self._arrived, last), partial(self._within, last, cancel)
         receipt = local.finish(self.assignment, partial(self._send_exchanged, last), take, wait)
@@ -305,14 +308,18 @@ class StageRun:
             receipt=receipt,
         )
 
-    def _exchange_round(self, local: LocalSteps, last: int, cancel: Cancel) -> None:
-        """Begin the round of a period when it is time to, or take what has come of it."""
+    def _exchange_round(self, local: LocalSteps, last: int, cancel: Cancel) -> bool:
+        """Begin the round of a period when it is time to, or take what has come of it; False where this peer
+        has nothing that it may bring."""
         cancel.check()
         send = partial(self._send_exchanged, last)
-        if local.contributes:
+        if not local.contributes:
+            local.advance(self.assignment, send, partial(self._arrived, last))
+        elif local.joinable:
             local.contribute(self.assignment, send)
         else:
-            local.advance(self.assignment, send, partial(self._arrived, last))
+            return False
+        return True
 
     def _send_exchanged(self, step: int, peer: str, which: Which, value: Tensor) -> None:
         with self._progress.waiting(peer, "room", step):
@@ -663,6 +670,11 @@ def codecs_of(assignment: Assignment, cpu: CpuMeter | None = None) -> StageCodec
         cpu,
         exchanges_bytes=assignment.plan.local,
     )
+
+
+def _diverged(local: LocalSteps, last: int) -> StepReport:
+    """Report of a period whose steps made a model that is not finite, though their losses were."""
+    return StepReport(last, StageReport(tuple(local.losses), (), finite=False), 0.0, 0.0, 0.0, 0.0)
 
 
 def _nonzero(value: Tensor | None, key: MessageKey, peer: str) -> Tensor:

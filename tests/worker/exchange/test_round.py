@@ -175,6 +175,22 @@ def test_a_claim_to_hold_more_than_is_possible_is_refused() -> None:
             run.receive(forged)
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 3e38])
+def test_a_model_that_is_not_finite_or_makes_its_sum_so_is_refused_and_joined_with_none(bad: float) -> None:
+    own = contents()
+    own[1][600] = bad  # in the segment of rank 2
+    rule = make_rule(Exchange("wagma"))
+    parts = {rank: Contribution(dense(own[rank])) for rank in EVERYONE}
+    collective = collective_of(Pattern.OWNERS, [EVERYONE], parts[0])
+    runs = {rank: CollectiveRun(rule, collective, rank, AT, {rank: parts[rank]}) for rank in EVERYONE}
+    to = {message.target: message for message in runs[1].start()}
+    with pytest.raises(BadFrame, match="part 1 of segment 2 holds what is not finite"):
+        runs[2].receive(to[2])
+    runs[3].receive(to[3])  # whose elements are
+    answers = run_round(rule, own, none_of(), AT, [EVERYONE])
+    assert all(bool(torch.isfinite(answers[rank].result).all()) for rank in (0, 2, 3))
+
+
 def test_groups_that_do_not_fit_the_pattern_are_refused() -> None:
     part = Contribution(dense(torch.zeros(10)), borders=(5,))
     with pytest.raises(UsageError, match="takes pairs"):

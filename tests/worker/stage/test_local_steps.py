@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -294,3 +295,48 @@ def test_who_sends_a_part_that_does_not_match_its_digest_is_named(
     assert isinstance(first, PeerLost)
     assert first.peer == "p1"
     assert "does not match its digest" in str(first)
+
+
+@pytest.mark.parametrize(("rule", "bad"), [("saps", torch.nan), ("wagma", torch.inf)])
+def test_who_brings_a_model_that_is_not_finite_is_named(rule: str, bad: float) -> None:
+    made, exchange = case("gpt2"), RULES[rule]
+    crew, cancel = Crew(made, assigned(made, exchange)), Cancel()
+    victim, culprit, *_ = next(g for g in groups_at(exchange, (0, 1, 2), 3, SPEC.seed, 0) if len(g) > 1)
+    local = crew.runs[culprit]._local
+    assert local is not None
+    contribute = local.contribute
+
+    def spoiled(assignment: Assignment, send: local_steps.Send) -> None:
+        local._brought = torch.full((sum(p.numel() for p in local._stage.trained.values()),), bad)
+        contribute(assignment, send)
+
+    def bring() -> None:
+        with suppress(Cancelled):  # in a pair it may have all that it waits for
+            crew.runs[culprit].run_step(0, cancel)
+
+    local.contribute = spoiled  # type: ignore[method-assign]
+    thread = threading.Thread(target=bring)
+    thread.start()
+    with pytest.raises(PeerLost, match="not finite") as lost:
+        crew.runs[victim].run_step(0, Cancel())
+    cancel.set("seen")
+    thread.join(HUNG_S)
+    assert lost.value.peer == f"p{culprit}"
+
+
+@pytest.mark.parametrize("rule", GOSSIP)
+def test_a_peer_whose_own_model_is_not_finite_says_so_and_brings_nothing(rule: str) -> None:
+    made, exchange = case("gpt2"), replace(RULES[rule], deadline_s=0.3)
+    crew = Crew(made, assigned(made, exchange))
+    run, last = crew.runs[0], periods(exchange)[0]
+    stage = run._stage
+    with torch.no_grad():
+        next(iter(stage.trained.values())).view(-1)[0] = torch.inf
+    stage.apply = lambda scale: None  # type: ignore[method-assign]
+    finish_step = stage.finish_step
+    stage.finish_step = lambda: replace(finish_step(), finite=True)  # type: ignore[method-assign]
+    report = run.run_step(last, Cancel())
+    assert not report.stage.finite
+    assert report.step == last
+    assert report.receipt is None
+    assert not crew.hub.sent
