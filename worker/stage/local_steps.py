@@ -55,7 +55,7 @@ Send = Callable[[str, "Which", "Tensor"], None]
 Take = Callable[["Which", str], "Tensor | None"]
 """What has arrived of a peer, None where it has not."""
 Wait = Callable[["Which", str, float], "Tensor"]
-"""Wait for a message of a peer, so many times the exchange's deadline."""
+"""Wait for a message of a peer until the exchange's deadline is over, or so many times its length."""
 TOTALS_PATIENCE = 2.0  # deadlines: who is to send a total may wait for one itself before it names who is late
 
 
@@ -143,8 +143,8 @@ class LocalSteps:
             self._arrived(assignment, one, send)
 
     def finish(self, assignment: Assignment, send: Send, take: Take, wait: Wait) -> Receipt:
-        """Wait for the rest of the round. Raises PeerLost for who sends nothing before the deadline, or what
-        it should not."""
+        """Wait for the rest of the round. Raises PeerLost for who has not sent all before the deadline, or
+        sent what it should not."""
         while self._left:
             self.advance(assignment, send, take)
             if self._left:

@@ -293,7 +293,8 @@ class StageRun:
             if not self._exchange_round(local, last, cancel):
                 return _diverged(local, last)
         self._waited_s = 0.0
-        take, wait = partial(self._arrived, last), partial(self._within, last, cancel)
+        # One moment for all that is to come: who sends a piece now and then keeps nobody longer.
+        take, wait = partial(self._arrived, last), partial(self._within, last, cancel, self._clock())
         receipt = local.finish(self.assignment, partial(self._send_exchanged, last), take, wait)
         count = max(1, len(reports))
         stage = StageReport(tuple(local.losses), (), True, bytes.fromhex(receipt.digest)[:DIGEST_BYTES])
@@ -325,11 +326,15 @@ class StageRun:
         with self._progress.waiting(peer, "room", step):
             self._links.send(peer, self._key_of(step, which), value)
 
-    def _within(self, step: int, cancel: Cancel, which: Which, peer: str, patience: float) -> Tensor:
-        """Wait for a message of a round. Raises PeerLost where it has not come before the deadline."""
-        exchange = self.assignment.plan.exchange
-        within_s = exchange.deadline_s * patience if exchange is not None and exchange.deadline_s else None
-        return self._receive_value(self._key_of(step, which), peer, cancel, within_s)
+    def _within(
+        self, step: int, cancel: Cancel, begun_s: float, which: Which, peer: str, patience: float
+    ) -> Tensor:
+        """Wait for a message of a round, whose deadline counts from ``begun_s``. Raises PeerLost where it has
+        not come by then."""
+        exchange, until_s = self.assignment.plan.exchange, None
+        if exchange is not None and exchange.deadline_s:
+            until_s = begun_s + exchange.deadline_s * patience
+        return self._receive_value(self._key_of(step, which), peer, cancel, until_s)
 
     def _expect_rounds(self, local: LocalSteps, ends: Iterable[int]) -> None:
         """Take messages of the rounds of periods that end with these steps."""
@@ -581,28 +586,29 @@ class StageRun:
         return inputs
 
     def _receive(
-        self, key: MessageKey, peer: str, cancel: Cancel, within_s: float | None = None
+        self, key: MessageKey, peer: str, cancel: Cancel, until_s: float | None = None
     ) -> Tensor | None:
-        """Wait for a message. Raises PeerLost where it has not come in ``within_s``, if that is given."""
+        """Wait for a message. Raises PeerLost where it has not come by ``until_s``, if that is given."""
         try:
-            return self._await(key, peer, cancel, within_s)
+            return self._await(key, peer, cancel, until_s)
         finally:
             self._progress.waits = None
 
     def _receive_value(
-        self, key: MessageKey, peer: str, cancel: Cancel, within_s: float | None = None
+        self, key: MessageKey, peer: str, cancel: Cancel, until_s: float | None = None
     ) -> Tensor:
         """Wait for a message that is never a zero mark. Raises PeerLost for one that is, too."""
-        return _nonzero(self._receive(key, peer, cancel, within_s), key, peer)
+        return _nonzero(self._receive(key, peer, cancel, until_s), key, peer)
 
-    def _await(self, key: MessageKey, peer: str, cancel: Cancel, within_s: float | None) -> Tensor | None:
+    def _await(self, key: MessageKey, peer: str, cancel: Cancel, until_s: float | None) -> Tensor | None:
         told_at_s = max(LONG_WAIT_S, 2 * self._step_s)
         begun_s, started_s, computed_s = self.spans.now_s(), self._clock(), self._cpu.computed_s
         while True:
             cancel.check()
             owed = self._stage.owed is not None
+            left_s = POLL_S if until_s is None else max(0.0, until_s - self._clock())
             try:
-                value = self._links.receive(key, 0.0 if owed else POLL_S)
+                value = self._links.receive(key, 0.0 if owed else min(POLL_S, left_s))
                 break
             except TimeoutError:
                 if owed:
@@ -615,10 +621,9 @@ class StageRun:
                 )
                 if self._asks is not None:
                     self._asks.waited(peer, key.step, waited_s)
-                if within_s is not None and waited_s >= within_s:
-                    raise PeerLost(
-                        peer, f"nothing came of it before the deadline of {within_s:.0f} s"
-                    ) from None
+                if until_s is not None and self._clock() >= until_s:
+                    why = f"the round's deadline was over before all of it had come; waited {waited_s:.1f} s"
+                    raise PeerLost(peer, why) from None
                 if waited_s >= told_at_s:
                     told_at_s = 2 * waited_s
                     self._notice(LongWait(key, peer, waited_s))

@@ -22,6 +22,7 @@ from strategies.exchanges.partners import groups_at
 from tests.patience import HUNG_S
 from tests.worker.stage.crew import TRAINING, Case, Crew, case
 from worker.cancel import Cancel, Cancelled
+from worker.exchange import carrier
 from worker.exchange.carrier import packed
 from worker.exchange.round import Message
 from worker.exchange.schedule import Groups
@@ -30,6 +31,7 @@ from worker.stage import local_steps
 from worker.stage.assignment import Assignment, PeerLink, check
 from worker.stage.reports import StepReport
 from worker.transport.contract import Paths, PeerLost
+from worker.transport.frames import MessageKey
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHARES = (range(1), range(1, 2), range(2, 4))
@@ -239,6 +241,31 @@ def test_nobody_is_waited_for_beyond_the_deadline() -> None:
     with pytest.raises(PeerLost, match="deadline") as lost:
         crew.runs[0].run_step(2, Cancel())
     assert lost.value.peer in ("p1", "p2")
+
+
+def test_who_sends_each_piece_just_in_time_keeps_nobody_beyond_one_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(carrier, "PIECE_BYTES", 4096)
+    made = case("gpt2")
+    crew = Crew(made, assigned(made, Exchange("diloco", every=1, deadline_s=10.0)))
+    run, now_s, pieces = crew.runs[0], [0.0], [0]
+
+    def trickling(key: MessageKey, timeout_s: float) -> Tensor:
+        comes_s = 9.0 * (pieces[0] + 1)
+        if comes_s > now_s[0] + timeout_s:
+            now_s[0] += timeout_s
+            raise TimeoutError
+        now_s[0] = max(now_s[0], comes_s)
+        pieces[0] += 1
+        return torch.zeros(4096, dtype=torch.uint8)
+
+    monkeypatch.setattr(run._links, "receive", trickling)
+    run._clock = lambda: now_s[0]
+    with pytest.raises(PeerLost, match="deadline") as lost:
+        run.run_step(0, Cancel())
+    assert lost.value.peer == "p1"
+    assert (now_s[0], pieces[0]) == (10.0, 1)
 
 
 def test_a_peer_that_is_absent_is_given_no_work() -> None:
