@@ -1,12 +1,14 @@
 """Names of a checkpoint's tensors where peers have states of their own. Data only.
 
 The tensors of the first peer that is there have the names of the model's: whoever needs the model, or begins
-without a state of its own, takes them. Those of every other peer are named ``NAME@RANK``.
+without a state of its own, takes them. Those of every other peer are named ``NAME@RANK``, beside ``NAME``. A
+parameter of the model may have such a name too, like ``up@2``, as long as no ``up`` is beside it
+(``confused``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 OF = "@"
 
@@ -27,10 +29,27 @@ def merged(before: Tensors, parts: Mapping[int, Tensors]) -> dict[str, str]:
 def own(tensors: Tensors, rank: int) -> dict[str, str]:
     """Return a rank's tensors by the model's names: its own where it has stored any."""
     mine = f"{OF}{rank}"
-    its_own = {name.removesuffix(mine): blob for name, blob in tensors.items() if name.endswith(mine)}
+    its_own = {name: tensors[name + mine] for name in tensors if name + mine in tensors}
     return model(tensors) | its_own
 
 
 def model(tensors: Tensors) -> dict[str, str]:
     """Return what has the model's names."""
-    return {name: blob for name, blob in tensors.items() if OF not in name}
+    return {name: blob for name, blob in tensors.items() if _of(name) not in tensors}
+
+
+def confused(names: Collection[str]) -> tuple[str, str] | None:
+    """Return two of a model's names of which one reads as a peer's own of the other, None where no two do."""
+    for name in sorted(names):
+        base = _of(name)
+        while base:  # with w@1 a peer's own of w, w@1@2 would read as a peer's own of that
+            if base in names:
+                return base, name
+            base = _of(base)
+    return None
+
+
+def _of(name: str) -> str:
+    """Return the name before ``@RANK``, "" where a name does not end so."""
+    base, _, rank = name.rpartition(OF)
+    return base if rank.isdecimal() else ""

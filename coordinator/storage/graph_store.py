@@ -12,6 +12,7 @@ from atoll.errors import UsageError
 from atoll.opdag import OpDag, StateMeta
 from atoll.program import StageProgram, stage_programs
 from coordinator.federated.checks import check_inputs
+from coordinator.messages import peer_tensors
 from coordinator.planning.costs.op_seconds import Probe, probe_ops
 from coordinator.storage.checkpoints import defect, torn
 from protos.convert import dag_from_bytes
@@ -160,6 +161,12 @@ def _check_tensors(spec: JobSpec, graphs: Graphs) -> None:
                 raise UsageError(f"the job names no blob for tensor {name!r}; submit it again")
             if name in dag.inputs:
                 raise UsageError(f"{name!r} is an input and a tensor of the model; rename the argument")
+    alike = peer_tensors.confused(spec.tensors) if spec.federated is None else None
+    if alike is not None:
+        raise UsageError(
+            f"the model has tensors {alike[0]!r} and {alike[1]!r}, and a checkpoint names a peer's own "
+            f"{alike[0]!r} so; rename the module or parameter of {alike[1]!r}"
+        )
 
 
 def _check_inputs(spec: JobSpec, graphs: Graphs) -> None:

@@ -28,6 +28,7 @@ from coordinator.messages.jobs import (
     ToRanks,
 )
 from coordinator.pipeline import machine
+from coordinator.pipeline.assigning import tensors_of
 from coordinator.pipeline.deadlines import deadlines
 from coordinator.pipeline.doubt import left_out
 from coordinator.pipeline.periods import exchange_words, odd_ones, round_groups
@@ -228,6 +229,22 @@ def test_a_checkpoint_without_a_peer_keeps_nothing_of_its_old_state() -> None:
     assert peer_tensors.merged(before, {2: {"p": "2" * 64}, 3: {"p": "3" * 64}}) == {
         "p": "2" * 64, "p@3": "3" * 64, "constant": "c" * 64,
     }  # fmt: skip
+
+
+NAMED_LIKE_PEERS = ("up@2x.weight", "scale@2", "a@b", "@1", "w")
+
+
+def test_a_models_own_names_are_no_peers() -> None:
+    before = dict.fromkeys(NAMED_LIKE_PEERS, HASH)
+    alone = replace(plan(DILOCO), replicas=plan(DILOCO).replicas[:1], exchange=None)
+    assert tensors_of(alone, 0, Checkpoint(0, before)) == before
+    parts = {rank: dict.fromkeys(NAMED_LIKE_PEERS, f"{rank}" * 64) for rank in range(PEERS)}
+    whole = peer_tensors.merged(before, parts)
+    assert peer_tensors.merged(whole, parts) == whole
+    assert len(whole) == PEERS * len(NAMED_LIKE_PEERS)
+    for rank in range(PEERS):
+        assert tensors_of(plan(DILOCO), rank, Checkpoint(4, whole)) == parts[rank]
+    assert peer_tensors.model(whole) == parts[0]
 
 
 def test_a_peer_joins_with_the_state_that_a_period_began_with() -> None:

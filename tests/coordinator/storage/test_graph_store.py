@@ -1,4 +1,4 @@
-"""A job that goes on from another is held to what that one's checkpoint has."""
+"""A job that goes on from another is held to what its checkpoint has; names that cannot be told apart."""
 
 from __future__ import annotations
 
@@ -73,3 +73,13 @@ def test_a_federated_job_brings_constants_of_its_own(store: BlobStore) -> None:
         replace(job(store, mask=mask), federated=federated) for mask in (MASK, TensorMeta((8, 8), "bool"))
     )
     GraphStore(store).check(after, before)
+
+
+@pytest.mark.parametrize("other", ["w0@2", "w0@1@2"])
+def test_a_name_that_reads_as_a_peers_own_of_another_is_refused(other: str, store: BlobStore) -> None:
+    spec = job(store)
+    GraphStore(store).check(replace(spec, tensors={**spec.tensors, "up@2": spec.tensors["w0"]}))
+    both = replace(spec, tensors={**spec.tensors, other: spec.tensors["w0"]})
+    with pytest.raises(UsageError, match=f"tensors 'w0' and '{other}'.*rename the module or parameter of"):
+        GraphStore(store).check(both)
+    GraphStore(store).check(replace(both, federated=FederatedSpec(Federated(), "digits", {"x": "x"})))
