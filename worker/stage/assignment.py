@@ -12,7 +12,7 @@ from atoll.gradient_exchange import Bucket, buckets, trained_elements
 from atoll.job import TrainingSpec
 from atoll.microbatch import own_blocks
 from atoll.opdag import StateMeta, TensorMeta
-from atoll.plan import LinkSpec, Place, Plan, Replica, check_figures_by_rank, check_shares
+from atoll.plan import LinkSpec, Plan, Replica, check_figures_by_rank, check_shares
 from atoll.program import StageProgram
 from strategies.exchanges.catalogue import exchange_facts
 from worker.transport.contract import Paths
@@ -138,27 +138,32 @@ class Assignment:
         """
         if plan.job != self.job or plan.n_micro != self.plan.n_micro:
             raise PlanError(f"a plan of {plan.job} for other micro-batches cannot take over {self.job}")
-        replica = self.replica
-        if _work(plan) != _work(self.plan):
-            rank = plan.rank_of(self.worker_of(self.stage))
-            place = plan.places[rank] if rank is not None else None
-            local = plan.local or self.plan.local
-            if local or place is None or place.stage != self.stage or not self._goes_on_as(plan, place):
-                raise PlanError(
-                    f"plan {plan.version} has other stages than {self.version}: it must be loaded anew"
-                )
-            replica = place.replica
+        replica = self._replica_in(plan)
+        if replica is None:
+            raise PlanError(
+                f"plan {plan.version} has other stages than {self.version}: it must be loaded anew"
+            )
         changed = replace(
             self, version=plan.version, plan=plan, links=links, first_step=step, replica=replica
         )
         _check_exchange(plan, changed.rank)
         return replace(changed, replay=None, standby=standby)
 
-    def _goes_on_as(self, plan: Plan, place: Place) -> bool:
-        """Whether a place in a plan of more or fewer replicas is this stage's, among the same others."""
-        others = len(plan.replicas) != len(self.plan.replicas)
-        alike = (plan.blocks, plan.recompute) == (self.plan.blocks, self.plan.recompute)
-        return others and alike and _cut(plan.replicas[place.replica]) == _cut(self.pipeline)
+    def _replica_in(self, plan: Plan) -> int | None:
+        """Return the number of the replica that the stage is of in a later plan, None where that has another
+        stage for its worker.
+
+        Plans in between may have been missed, so shares, exchange and replicas may differ in any way: what a
+        stage takes from them is derived anew. Peers with local steps keep their numbers and their shares.
+        """
+        if plan.local or self.plan.local:
+            return self.replica if _work(plan) == _work(self.plan) else None
+        rank = plan.rank_of(self.worker_of(self.stage))
+        if rank is None or (plan.blocks, plan.recompute) != (self.plan.blocks, self.plan.recompute):
+            return None
+        place = plan.places[rank]
+        alike = place.stage == self.stage and _cut(plan.replicas[place.replica]) == _cut(self.pipeline)
+        return place.replica if alike else None
 
     @property
     def eras(self) -> tuple[tuple[int, Assignment], ...]:
@@ -178,7 +183,7 @@ def _cut(replica: Replica) -> list[object]:
 
 
 def _work(plan: Plan) -> tuple[object, ...]:
-    """What is computed under a plan, whoever computes it and exchanges with whom, in whatever codec."""
+    """What peers with local steps compute under a plan, whoever does and in whatever codec they exchange."""
     exchange = replace(plan.exchange, pairs=None, codec="none") if plan.exchange else None
     replicas = [(r.micros, [replace(stage, worker="") for stage in r.stages]) for r in plan.replicas]
     return plan.schedule, exchange, replicas

@@ -278,7 +278,7 @@ def test_neither_other_stages_nor_another_step_can_be_gone_on_with(world: Callab
     disturbed.train(0, 2)
     run = disturbed.crew.runs[0]
     plan = run.assignment.plan
-    moved = [replace(spec, warmup=spec.warmup + 1) for spec in plan.stages]
+    moved = [replace(spec, stop=spec.stop + 1) for spec in plan.stages]
     other = replace(plan, version=9, replicas=(replace(plan.only, stages=tuple(moved)),))
     with pytest.raises(PlanError, match="other stages"):
         run.assignment.reconfigured(other, (), 2)

@@ -13,7 +13,8 @@ from atoll.microbatch import ScheduleName
 from atoll.opdag import StateMeta, TensorMeta
 from atoll.plan import Plan, Replica, StageSpec, one_replica
 from atoll.program import StageProgram
-from worker.stage.assignment import Assignment, check
+from worker.stage.assignment import Assignment, PeerLink, check
+from worker.transport.contract import Paths
 
 TRAINING = TrainingSpec(1, 4, blocks=2)
 STAGES = (StageSpec(0, 2, 0, 0, "w1", 1),)
@@ -44,10 +45,36 @@ def test_a_stage_goes_on_without_other_replicas_and_under_no_other_plan() -> Non
         replace(alone, replicas=(Replica((0, 4), (replace(stage, held=2),)),)),
         replace(alone, blocks=4),
         replace(alone, recompute=Recompute.FULL),
-        replace(TWO, version=2, replicas=(Replica((0, 1), STAGES), replace(SECOND, micros=(1, 4)))),
+        replace(
+            TWO, version=2, replicas=(TWO.replicas[0], replace(SECOND, stages=(replace(stage, stop=3),)))
+        ),
     ):
         with pytest.raises(PlanError, match="other stages"):
             second.reconfigured(wrong, (), 3)
+
+
+def test_a_stage_that_has_missed_a_plan_goes_on_under_the_next() -> None:
+    """A replica came and was lost again: as many as before, without rates, perhaps in another order."""
+    rated = replace(TWO, exchange=Exchange(rates=(1.0, 2.0)))
+    second = replace(assignment(rated), replica=1)
+    later = replace(TWO, version=3)
+    assert second.reconfigured(later, (), 3).rank == 1
+    other = Replica((2, 4), (replace(STAGES[0], worker="w3"),))
+    moved = replace(later, replicas=(replace(SECOND, micros=(0, 2)), other))
+    for before in (second, replace(second, plan=TWO)):
+        found = before.reconfigured(moved, (PeerLink("w3", Paths()),), 3)
+        check(found, "w2")
+        assert (found.rank, found.micros, dict(found.blocks)) == (0, range(2), {0: range(2)})
+
+
+def test_peers_with_local_steps_keep_their_shares() -> None:
+    local = replace(TWO, exchange=Exchange("diloco", every=4))
+    second = replace(assignment(local), replica=1)
+    coded = replace(local, version=2, exchange=Exchange("diloco", every=4, codec="int8_block"))
+    assert second.reconfigured(coded, (), 4).replica == 1
+    for wrong in (replace(local, exchange=Exchange("diloco", every=8)), replace(TWO, version=2)):
+        with pytest.raises(PlanError, match="other stages"):
+            second.reconfigured(wrong, (), 4)
 
 
 def test_a_stage_of_a_plan_is_taken_whatever_its_replica() -> None:

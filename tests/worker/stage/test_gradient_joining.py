@@ -161,6 +161,42 @@ def test_a_replica_more_begins_with_the_state_of_the_others() -> None:
                 assert torch.equal(value, held[name][key]), (name, key)
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_who_missed_a_plan_goes_on_with_other_shares_in_the_bits_of_one_machine(alone: bool) -> None:
+    """Of a replica that came and was lost again before its stages were loaded."""
+    made = case("gpt2")
+    cut = cut_evenly(made.dag, 2)
+    before = [((0, 4), cut)] if alone else [((0, 2), cut), ((2, 4), (0,))]
+    given = assigned(made, FOUR, before, ScheduleName.GPIPE, Exchange(rates=() if alone else (1.0, 2.0, 4.0)))
+    if alone:
+        given = [replace(one, plan=replace(one.plan, exchange=None)) for one in given]
+    crew, whole = Crew(made, given), one_machine(made, FOUR)
+    for step in range(FOUR.steps):
+        if step == 1:
+            shares = [(0, 4)] if alone else [(0, 1), (1, 4)]
+            plan = crew.runs[0].assignment.plan
+            replicas = [replace(r, micros=s) for r, s in zip(plan.replicas, shares, strict=True)]
+            exchange = None if alone else Exchange()
+            later = replace(
+                plan,
+                version=3,
+                schedule=ScheduleName.ONE_F_ONE_B,
+                replicas=tuple(replicas),
+                exchange=exchange,
+            )
+            for run in crew.runs:
+                run.reconfigure(run.assignment.reconfigured(later, run.assignment.links, step))
+        expected = whole.step(step, [made.batches.of(step, micro) for micro in range(FOUR.n_micro)])
+        reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
+        assert step_loss([loss for report in reports for loss in report.stage.losses]) == expected.loss
+        crew.all("apply", step, expected.gradient_scale)
+    held = whole.snapshot()
+    for run in crew.runs:
+        for name, tensors in run.snapshot().items():
+            for key, value in tensors.items():
+                assert torch.equal(value, held[name][key]), (name, key)
+
+
 def without(crew: Crew, lost: int, shares: Sequence[tuple[int, int]], step: int) -> None:
     """Have the other replicas go on with these shares of a step."""
     plan = crew.runs[0].assignment.plan
