@@ -22,7 +22,6 @@ import numpy as np
 from atoll.errors import NotEnoughMemory, PlanError
 from atoll.exchange import MOST_PEERS, PAPERS_STEPS, RATIOS, Exchange
 from coordinator.planning.buckets import ExchangeCost, Gradient, merge
-from coordinator.planning.costs.memory import PEERS_OWN
 from coordinator.planning.gossip_plans import hidden_steps, round_of, with_table
 from coordinator.planning.op_fence import Effort
 from coordinator.planning.planner import PlanRequest, make_plan
@@ -109,10 +108,11 @@ def compare_ways(request: PlanRequest, *, inexact: str = "", effort: Effort | No
     found.append(_best(_replicated(request, peers.problem), WayKind.REPLICAS, twice))
     found.append(_best(_data_parallel(request, peers), WayKind.DATA_PARALLEL, peers.why_not))
     if inexact:
-        copies = "needs room for the model and two copies of it on two machines"
         for kind, exchanges in ((WayKind.LOCAL_STEPS, LOCAL_EXCHANGES), (WayKind.GOSSIP, GOSSIP_EXCHANGES)):
             wanted = [exchange for exchange in exchanges if inexact in ("auto", exchange.rule)]
             if wanted:
+                least = min(EXCHANGES[exchange.rule].own_copies for exchange in wanted)
+                copies = f"needs room for the model and {least} copies of it on two machines"
                 found.append(_best(_peers(request, peers, wanted), kind, peers.why_not or copies))
     return tuple(sorted(found, key=lambda way: (bool(way.why_not), -way.worth)))
 
@@ -363,13 +363,13 @@ def _hidden(peers: Peers, whole_s: float, delay_s: float, micros: Sequence[int])
 def _peers(request: PlanRequest, peers: Peers, exchanges: Sequence[Exchange]) -> Iterator[Way]:
     """Peers with steps of their own and one of these exchanges, which share out a step as their plan does."""
     n_micro, fleet, seed = request.training.n_micro, request.fleet, request.training.seed
-    extra, trained = PEERS_OWN * peers.trained_bytes, peers.trained_bytes
-    peers = peers.with_room(extra)
-    for count in peers.counts(min(MOST_PEERS, n_micro)):
-        micros = peers.shares(count, n_micro)
-        compute_s = peers.compute_s(micros)
-        members = list(peers.members[:count])
-        for rule in exchanges:
+    for rule in exchanges:
+        extra, trained = EXCHANGES[rule.rule].own_copies * peers.trained_bytes, peers.trained_bytes
+        roomy = peers.with_room(extra)
+        for count in roomy.counts(min(MOST_PEERS, n_micro)):
+            micros = roomy.shares(count, n_micro)
+            compute_s = roomy.compute_s(micros)
+            members = list(roomy.members[:count])
             exchange = with_table(fleet, members, trained, rule, seed, search=False)
             sent, joint_s = round_of(fleet, members, trained, exchange, seed)
             round_s = exchange.every * compute_s + max(0.0, joint_s - hidden_steps(exchange) * compute_s)
@@ -381,10 +381,10 @@ def _peers(request: PlanRequest, peers: Peers, exchanges: Sequence[Exchange]) ->
                 step_s=round_s / exchange.every,
                 exchange_s=joint_s,
                 bytes_a_day=float(sent.sum(axis=1).max()) * DAY_S / round_s,
-                memory_share=peers.memory_share(count, extra),
+                memory_share=roomy.memory_share(count, extra),
                 exact=False,
                 efficiency=EXCHANGES[exchange.rule].efficiency_at(exchange.every),
-                workers=peers.names(count),
+                workers=roomy.names(count),
                 micros=micros,
                 exchange=exchange,
             )

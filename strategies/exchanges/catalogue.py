@@ -45,6 +45,11 @@ class ExchangeFacts:
     everybody_every: int = 0  # rounds of groups, of which the last is everybody's; 0: never
     check: Callable[[Exchange], None] = lambda exchange: None  # raises PlanError for settings not meant
     efficiencies: tuple[tuple[int, float], ...] = ()  # (steps between rounds, ...), ascending; see below
+    # Copies of the trained parameters that a peer with local steps has beside model, gradients and optimizer
+    # when a commit uses a round's result, which is when it has most: the peak of a process's memory, measured
+    # with 64 MiB of parameters over three rounds, the last of which joins all; with a lossy codec where the
+    # rule takes one.
+    own_copies: int = 0
 
     def efficiency_at(self, every: int) -> float:
         """Tokens that an exact way needs to the same held-out loss, over those that this rule needs with a
@@ -235,6 +240,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             pattern=Pattern.OWNERS,
             volume=coded_volume,
             check=at_once,
+            own_copies=15,
             efficiencies=((10, 0.38), (50, 0.58), (100, 0.48)),
         ),
         ExchangeFacts(
@@ -249,6 +255,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             volume=coded_volume,
             alike=False,
             check=dense_codec,
+            own_copies=15,
             efficiencies=((12, 0.67),),
         ),
         ExchangeFacts(
@@ -263,6 +270,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             volume=chunk_volume,
             together=True,
             check=own_codec_at_once,
+            own_copies=13,
             efficiencies=((10, 0.28), (50, 0.12)),
         ),
         ExchangeFacts(
@@ -279,6 +287,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             together=True,
             by_rates=True,
             check=no_codec,
+            own_copies=7,
             efficiencies=((1, 0.68),),
         ),
         ExchangeFacts(
@@ -293,6 +302,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             volume=byte_volume,
             alike=False,
             check=no_codec,
+            own_copies=16,
             efficiencies=((5, 0.59),),
         ),
         ExchangeFacts(
@@ -307,6 +317,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             volume=dense_volume,
             everybody_every=10,
             check=no_codec,
+            own_copies=7,
             efficiencies=((1, 0.81),),
         ),
         ExchangeFacts(

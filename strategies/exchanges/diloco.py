@@ -19,7 +19,7 @@ next round. A newcomer's model is that state's ``outer``. Source: papers/decentr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from atoll.exchange import ExchangeRound
+
+
+BLOCK = 1 << 18  # elements of an outer step that are computed at one time
 
 
 @dataclass(frozen=True)
@@ -88,25 +91,31 @@ class DiLoCo(ExchangeRule):
     def settle(self, done: Exchanged) -> Settled | Contribution:
         before: OuterState = done.state
         segments = self.segments(done.now.numel(), done.round)
-        mean = average(done)
-        steps = mean.came & torch.isfinite(mean.values)
-        outer, momentum = _taken(before.outer, segments), _taken(before.momentum, segments)
-        faster = self.momentum * momentum + mean.values
-        moved = outer - self.lr * (mean.values + self.momentum * faster)
-        outer, momentum = torch.where(steps, moved, outer), torch.where(steps, faster, momentum)
-        left = torch.where(steps, left_over(done), done.contribution.carry)
-        left = torch.nan_to_num(left, nan=0.0, posinf=0.0, neginf=0.0)
+        mean, left = average(done), left_over(done)
+        carry, at = done.contribution.carry, 0
+        outer, momentum, result = before.outer.clone(), before.momentum.clone(), done.now.clone()
+        # A model of its own for every value in between would be six more at one time.
+        for here in _blocks(segments):
+            there = slice(at, at + here.stop - here.start)
+            values, at = mean.values[there], there.stop
+            steps = mean.came[there] & torch.isfinite(values)
+            faster = self.momentum * momentum[here] + values
+            moved = outer[here] - self.lr * (values + self.momentum * faster)
+            outer[here] = torch.where(steps, moved, outer[here])
+            momentum[here] = torch.where(steps, faster, momentum[here])
+            left[there] = torch.where(steps, left[there], carry[there])
+            result[here] = self.used(result[here], outer[here])
+        del mean
+        left.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         residual = before.residual
         if residual is not None or left.any():
-            residual = torch.zeros_like(done.now) if residual is None else residual
-            residual = _put(residual, segments, left)
-        state = OuterState(
-            _put(before.outer, segments, outer),
-            _put(before.momentum, segments, momentum),
-            residual if residual is not None and residual.any() else None,
-        )
-        used = self.used(_taken(done.now, segments), outer)
-        return Settled(_put(done.now, segments, used), state)
+            residual = torch.zeros_like(done.now) if residual is None else residual.clone()
+            parts = torch.split(left, [segment.size for segment in segments])
+            for segment, part in zip(segments, parts, strict=True):
+                residual[segment.start : segment.stop] = part
+            if not residual.any():
+                residual = None
+        return Settled(result, OuterState(outer, momentum, residual))
 
 
 def _taken(flat: Tensor, segments: Sequence[Segment]) -> Tensor:
@@ -114,10 +123,8 @@ def _taken(flat: Tensor, segments: Sequence[Segment]) -> Tensor:
     return torch.cat([flat[segment.start : segment.stop] for segment in segments])
 
 
-def _put(flat: Tensor, segments: Sequence[Segment], values: Tensor) -> Tensor:
-    """Copy of ``flat`` with ``values`` in the segments."""
-    changed = flat.clone()
-    parts = torch.split(values, [segment.size for segment in segments])
-    for segment, part in zip(segments, parts, strict=True):
-        changed[segment.start : segment.stop] = part
-    return changed
+def _blocks(segments: Sequence[Segment]) -> Iterator[slice]:
+    """Yield the elements of the segments, in blocks."""
+    for segment in segments:
+        for start in range(segment.start, segment.stop, BLOCK):
+            yield slice(start, min(start + BLOCK, segment.stop))

@@ -160,13 +160,14 @@ class LocalSteps:
         if self._run is None or self._found is None:
             raise RuntimeError("a period is committed whose round has not been")
         done = self._run.exchanged(self._state, flat_values(self._stage.trained))
+        self._run = self._brought = None  # the round is not done again, and here memory is at its most
         settled = self._found.rule.settle(done)
         assert isinstance(settled, Settled)  # noqa: S101 - rules of changes have one phase
         self._state = settled.state
         if self._exchange.gossips and self._ends(self._last):
             self._state = self._rule.init(Flat(flat_shapes(self._stage.trained)), settled.result)
         set_values(self._stage.trained, settled.result)
-        self._last, self._run, self._brought = -1, None, None
+        self._last = -1
 
     def forget_round(self) -> None:
         """Do the round again, among the peers that there are then; the steps stay."""

@@ -19,6 +19,7 @@ from atoll.job import Optimizer, OptimizerName, Precision, Recompute, TrainingSp
 from atoll.opdag import LeafRef, OpDag, Source, leaf_refs, op_refs
 from atoll.ops import DEEPEST, cheap_again
 from coordinator.planning.costs.op_seconds import is_trained, leaf_meta, weights_share
+from strategies.exchanges.catalogue import exchange_facts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,9 +33,6 @@ FigureT = TypeVar("FigureT", int, float)
 
 JOINING = 2
 """Gradients beside a stage's own where there are other replicas: those that travel, and the totals."""
-PEERS_OWN = 5
-"""Copies of the model that a peer with local steps has: the outer one, its momentum, what it brought to a
-round, the change, and the totals."""
 
 
 class MemoryModel:
@@ -45,6 +43,8 @@ class MemoryModel:
         self, dag: OpDag, training: TrainingSpec, traffic: Traffic, recompute: Recompute = Recompute.OFF
     ) -> None:
         n = len(dag.ops)
+        local = training.local_exchange
+        own_copies = exchange_facts(local.rule).own_copies if local is not None else 0
         self.n_micro = training.n_micro
         self.full = recompute is Recompute.FULL
         self.autocast = training.precision is not Precision.FP32
@@ -59,7 +59,7 @@ class MemoryModel:
                 once, again = (0.0, bytes_trained) if uses[leaf] > 1 else (bytes_trained, 0.0)
                 state[op] += bytes_held
                 state[op] += gradient_copies(once, again, training.blocks, alone=training.replicas == "1")
-                state[op] += PEERS_OWN * bytes_trained if training.local_exchange is not None else 0.0
+                state[op] += own_copies * bytes_trained
                 trainable[op] += bytes_trained
                 tied[op] += again
                 tensors[op] += bytes_trained > 0

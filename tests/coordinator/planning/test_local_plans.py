@@ -14,6 +14,8 @@ from atoll.job import TrainingSpec
 from atoll.plan import Plan
 from coordinator.client.fleet_file import parse_fleet
 from coordinator.planning.chosen import chosen_plan, exact_step_s, grown_fleet, shape
+from coordinator.planning.costs.memory import MemoryModel
+from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.gossip_plans import moved_share, renewed
 from coordinator.planning.planner import PlanRequest
 from tests.coordinator.planning.dags import gpt_like
@@ -36,6 +38,17 @@ def grown(exchange: str, mbit: float) -> tuple[Plan, Plan]:
     devices = [{"name": f"d{i}"} for i in range(4)]
     fleet = parse_fleet({"default": {"mbit": mbit, "ms": 1, **ROOMY}, "device": devices})
     return grown_fleet(PlanRequest("j", 2, DAG, None, training, fleet, "op_fence"), ("d1",))
+
+
+@pytest.mark.parametrize(("rule", "measured"), [("diloco", 14.1), ("sparseloco", 12.1), ("swarm", 15.2)])
+def test_a_peer_has_room_for_what_it_holds_when_a_result_is_used(rule: str, measured: float) -> None:
+    def held(exchange: str) -> tuple[float, float]:
+        training = replace(TRAINING, exchange=exchange, blocks=1)
+        model = MemoryModel(DAG, training, Traffic(DAG, training.optimizer))
+        return model.state_bytes(0, len(DAG.ops)), model.trained(0, len(DAG.ops))[0]
+
+    (alone, trained), (peer, _) = held("exact"), held(rule)
+    assert measured * trained < peer - alone < 1.1 * measured * trained
 
 
 def test_a_fleet_that_has_grown_is_worth_replicas_or_steps_of_their_own() -> None:

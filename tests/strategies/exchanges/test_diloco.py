@@ -14,7 +14,7 @@ from atoll.exchange import Exchange, ExchangeRound
 from atoll.job import Optimizer, OptimizerName, TrainingSpec
 from atoll.program import stage_programs
 from benchmarks.oracle import Case, built_in
-from strategies.exchanges import make_rule
+from strategies.exchanges import diloco, make_rule
 from strategies.exchanges.base import ExchangeRule, Flat
 from strategies.exchanges.diloco import DiLoCo, OuterState
 from worker.inprocess.exchange import Answer, Faults, run_round
@@ -241,3 +241,22 @@ def test_one_local_step_and_no_outer_momentum_is_the_mean_of_models() -> None:
     models = [flat_values(stage.trained) for stage in several.stages]
     assert all(torch.equal(models[0], model) for model in models)
     assert torch.allclose(several.average(), mean.average(), atol=1e-5)
+
+
+def test_an_outer_step_in_blocks_has_the_bits_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = make_rule(Exchange("diloco", every=10, codec="int8_block"))
+
+    def outcome() -> list[torch.Tensor]:
+        states, models = begin(rule), dict.fromkeys(RANKS, START)
+        for number in range(3):
+            answers = play(states, trained(models, number), number, rule=rule)
+            states, models = states_of(answers), {rank: answer.result for rank, answer in answers.items()}
+        return [
+            part for s in states.values() for part in (s.outer, s.momentum, s.residual) if part is not None
+        ]
+
+    whole = outcome()
+    assert len(whole) == 3 * len(RANKS)
+    monkeypatch.setattr(diloco, "BLOCK", 7)
+    for one, other in zip(whole, outcome(), strict=True):
+        assert torch.equal(one, other)
