@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,12 @@ class Fleet(LabFleet):
         """Events of one kind of all workers' logs."""
         hosts = self.scenario.join_order
         return [found for host in hosts for found in self.events(host) if found.get("event") == event]
+
+    def join(self, *hosts: str) -> None:
+        """Have further hosts of the scenario join, one after another."""
+        for host, process in self._prestarted(hosts).items():
+            self.scenario = replace(self.scenario, join_order=(*self.scenario.join_order, host))
+            self._join(host, process)
 
     def kill(self, host: str) -> None:
         """End all processes of a worker at once."""
