@@ -74,6 +74,7 @@ if TYPE_CHECKING:
 FigureT = TypeVar("FigureT", int, float)
 RECENT = 21  # step times kept for medians
 STORING_SHARE = 20.0  # storing takes at most a twentieth of the time: a slow uplink stores rarely
+SHORT_SHARE = 5.0  # ... and a fifth where send logs are short: one that holds less than that takes always is
 MAX_FAILURES = 3  # of stages, without a committed step in between
 SHOWN_GAP = 0.01  # of the loss through the codecs: less than this is noise
 
@@ -604,7 +605,9 @@ def _replan(state: JobState, event: Replan, now_s: float) -> Outcome:
 
 @TRANSITIONS.on(*STEPPING)
 def _owe_checkpoint(state: JobState, event: LogsShort, now_s: float) -> Outcome:
-    return replace(state, store_owed=not state.stores), []
+    took_s = state.checkpoint.at_s - state.storing_s if state.storing_s else 0.0
+    rested = now_s - state.checkpoint.at_s >= (SHORT_SHARE - 1.0) * took_s
+    return replace(state, store_owed=state.store_owed or (rested and not state.stores)), []
 
 
 @TRANSITIONS.on(*Phase)

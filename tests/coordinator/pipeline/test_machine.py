@@ -223,6 +223,18 @@ def test_a_job_that_names_no_interval_stores_by_the_clock_one_checkpoint_at_a_ti
     assert commits(committed(state, 362.0 + 1201.0)[1])[0].store
 
 
+def test_storing_for_logs_that_are_short_takes_a_fifth_of_the_time_at_most() -> None:
+    state, _ = step(training(steps=100), jobs.LogsShort(), now_s=10.0)
+    state, todo = committed(state, 10.0)
+    assert commits(todo)[0].store
+    for stage in range(STAGES):
+        state, _ = step(state, stored(stage, 0), now_s=20.0)
+    state, _ = step(state, jobs.LogsShort(), now_s=59.0)
+    assert not state.store_owed, "storing took 10 s: the next begins 40 s after it at the earliest"
+    state, _ = step(state, jobs.LogsShort(), now_s=60.0)
+    assert state.store_owed
+
+
 def test_the_job_finishes_only_after_evaluation_and_storing() -> None:
     state = training(steps=1, eval_batches=1)
     state, _ = committed(state)
