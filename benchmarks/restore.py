@@ -1,10 +1,9 @@
 """How long a lost stage takes to restore: from a backup's copy, a peer's, or storage behind a thin line.
 
-A GPT cut in three trains on the first workers of a scenario, then two backups join. Once a checkpoint is
-stored, and kept by backups where they lend disk for it, the worker of the middle stage is killed. Restored:
-from the newcomer's first look at its assignment until its stage is built, without the steps that it repeats.
-In the ``peer`` arm two stages are lost at once, and only the first backup keeps copies: the second fetches
-from it.
+A GPT cut in three trains on the first workers of a scenario, two are backups. Once a checkpoint is stored,
+and kept by backups where they lend disk for it, the worker of the middle stage is killed. Restored: from the
+newcomer's first look at its assignment until its stage is built, without the steps that it repeats. In the
+``peer`` arm two stages are lost at once, and only the first backup keeps copies: the second fetches from it.
 
 The same runs show what a checkpoint costs training: it stands still for the snapshot (the ``save`` span of a
 stage), where a synchronous save would stand still until the checkpoint is stored. Every run ends with the
@@ -18,7 +17,6 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from benchmarks.harness import (
@@ -47,16 +45,15 @@ NEEDED = {"copy restores so many times as fast as storage": 5.0, "save stands st
 
 
 class Backed(Fleet):
-    """The first hosts lend no disk: they hold stages. ``backups`` join later, and ``lending`` of them do."""
+    """The first three workers lend nothing: they hold stages; ``lending`` of the others do."""
 
     def __init__(self, scenario: str, lending: int) -> None:
         super().__init__(scenario, LOG)
-        self.lending = lending
-        first, self.backups = self.scenario.join_order[:STAGES], self.scenario.join_order[STAGES:]
-        self.scenario = replace(self.scenario, join_order=first)
+        self._lending = lending
 
     def _worker(self, host: str) -> list[str]:
-        lends = host in self.backups[: self.lending]
+        at = self.scenario.join_order.index(host)
+        lends = STAGES <= at < STAGES + self._lending
         return super()._worker(host) + ([] if lends else list(NONE))
 
 
@@ -68,12 +65,13 @@ def ready_to_lose(update: Mapping[str, Any], backed: bool) -> bool:
 
 def run(fleet: Backed, job: str, cut: str, settings: Sequence[str], lost: Sequence[int]) -> dict[str, Any]:
     """Train, lose these stages, and return what became of it."""
-    # A standby would have the stage already.
-    options = ["--partitioner", cut, "--standbys", "0", *settings_options(settings), "--detach", "--json"]
+    # A standby would have the stage already, and who checks one has loaded it, too.
+    beside = ("--standbys", "0", "--spot-checks", "0")
+    options = ["--partitioner", cut, *beside, *settings_options(settings), "--detach", "--json"]
     name = fleet.atoll("submit", job, *options)["job"]
     names = {w["worker"]: w["name"] for w in fleet.status()["workers"]}
     holders: list[str] = []
-    joined = struck = False
+    struck = False
     last: dict[str, Any] = {}
     with fleet._command("watch", name, "--json") as process:
         assert process.stdout is not None
@@ -81,10 +79,7 @@ def run(fleet: Backed, job: str, cut: str, settings: Sequence[str], lost: Sequen
             last = json.loads(line)
             if last.get("plan") and not struck:
                 holders = [stage["workers"][0] for stage in last["plan"]["stages"]]
-            if last["step"] > 0 and not joined:
-                joined = True
-                fleet.join(*fleet.backups)
-            if joined and not struck and ready_to_lose(last, fleet.lending > 0):
+            if not struck and ready_to_lose(last, fleet._lending > 0):
                 struck = True
                 for stage in lost:
                     fleet.kill(names[holders[stage]])
@@ -95,7 +90,7 @@ def run(fleet: Backed, job: str, cut: str, settings: Sequence[str], lost: Sequen
     rows = [row for row in fleet.rows(name) if row["name"] == "loss"]
     return {
         "losses": [float(row["value"]) for row in rows],
-        "restores": [found for host in fleet.backups for found in restores(fleet, host)],
+        "restores": [found for host in fleet.scenario.join_order[STAGES:] for found in restores(fleet, host)],
         **saves(fleet, name, {int(row["step"]): float(row["time_s"]) for row in rows}),
     }
 
