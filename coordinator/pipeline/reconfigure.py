@@ -129,15 +129,18 @@ def choose(
     ready = standing_by_for(state, roster, lost)
     newcomers = frozenset(lost).difference(ready) | (loading - state.loaded)
     missing = frozenset(lost).difference(ready)
-    left = whole_replicas.without(state, roster, newcomers.union(lost)) if len(plan.replicas) > 1 else ""
-    if isinstance(left, Plan) and state.failures and missing & loading:
-        return _only(left, "a newcomer's stage does not load")
+    several = len(plan.replicas) > 1
+    if several and state.failures and missing & loading:
+        left = whole_replicas.without(state, roster, newcomers.union(lost))
+        if isinstance(left, Plan):
+            return _only(left, "a newcomer's stage does not load")
     chosen = _taken_over(state, record, roster, missing, newcomers, ready, again)
-    if isinstance(left, Plan) and isinstance(chosen, Refused):
-        return _only(left, chosen.reason)
-    if left and isinstance(chosen, Refused):
+    if isinstance(chosen, Choice) or not several:
+        return chosen
+    left = whole_replicas.without(state, roster, newcomers.union(lost))
+    if isinstance(left, str):
         return Refused(f"{chosen.reason}, and {left}", chosen.for_now)
-    return chosen
+    return _only(left, chosen.reason)
 
 
 def _only(left: Plan, why: str) -> Choice:
