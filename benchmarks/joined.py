@@ -50,6 +50,12 @@ class Growing(Fleet):
         )
         self.scenario = replace(self.scenario, join_order=tuple(first[:STAGES]))
 
+    def join(self) -> None:
+        """Have the fastest host join."""
+        ((host, process),) = self._prestarted([self.late]).items()
+        self.scenario = replace(self.scenario, join_order=(*self.scenario.join_order, host))
+        self._join(host, process)
+
     def leave(self, host: str) -> float:
         """Ask a worker to leave; return the seconds until it is gone."""
         process = self._daemons[1 + self.scenario.join_order.index(host)]
@@ -70,7 +76,7 @@ def run(fleet: Growing, job: str, options: Sequence[str], leave_at: int) -> dict
             holders = [stage["workers"][0] for stage in (last.get("plan") or {}).get("stages", ())] or holders
             if not before and holders and last["step"] >= STAGES:
                 before = holders
-                fleet.join(fleet.late)
+                fleet.join()
             if before and not gone_s and last["step"] >= leave_at and holders != before:
                 names = {worker["worker"]: worker["name"] for worker in fleet.status()["workers"]}
                 gone_s = fleet.leave(names[holders[LAST]])

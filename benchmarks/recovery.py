@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +80,6 @@ class Fleet(LabFleet):
         """Events of one kind of all workers' logs."""
         hosts = self.scenario.join_order
         return [found for host in hosts for found in self.events(host) if found.get("event") == event]
-
-    def join(self, *hosts: str) -> None:
-        """Have further hosts of the scenario join, one after another."""
-        for host, process in self._prestarted(hosts).items():
-            self.scenario = replace(self.scenario, join_order=(*self.scenario.join_order, host))
-            self._join(host, process)
 
     def kill(self, host: str) -> None:
         """End all processes of a worker at once."""
