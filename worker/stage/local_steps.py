@@ -42,18 +42,13 @@ if TYPE_CHECKING:
     from worker.exchange.carrier import Arriving
     from worker.exchange.round import Message
     from worker.stage.assignment import Assignment
+    from worker.stage.joining import Send, Take, Which
     from worker.stage.stage import Stage
-    from worker.transport.frames import Direction
-
-    Which = tuple[Direction, int, int]
 
 OUTER, MOMENTUM, RESIDUAL, PEER = "outer", "outer_momentum", "residual", "peer"
 PUBLISHED, DISTANCE = "published", "distance"
 """Keys of a checkpoint's tensors beside those of the optimizer; ``PEER`` says whose state it is."""
 
-Send = Callable[[str, "Which", "Tensor"], None]
-Take = Callable[["Which", str], "Tensor | None"]
-"""What has arrived of a peer, None where it has not."""
 Wait = Callable[["Which", str, float], "Tensor"]
 """Wait for a message of a peer until the exchange's deadline is over, or so many times its length."""
 TOTALS_PATIENCE = 2.0  # deadlines: who is to send a total may wait for one itself before it names who is late

@@ -29,6 +29,7 @@ from worker.exchange.schedule import Groups
 from worker.inprocess.peers import LocalPeers, WholeModel
 from worker.stage import local_steps
 from worker.stage.assignment import Assignment, PeerLink, check
+from worker.stage.joining import Send
 from worker.stage.reports import StepReport
 from worker.transport.contract import Paths, PeerLost
 from worker.transport.frames import MessageKey
@@ -333,7 +334,7 @@ def test_who_brings_a_model_that_is_not_finite_is_named(rule: str, bad: float) -
     assert local is not None
     contribute = local.contribute
 
-    def spoiled(assignment: Assignment, send: local_steps.Send) -> None:
+    def spoiled(assignment: Assignment, send: Send) -> None:
         local._brought = torch.full((sum(p.numel() for p in local._stage.trained.values()),), bad)
         contribute(assignment, send)
 
