@@ -260,19 +260,19 @@ def known_partitioner(name: str) -> None:
 def given_cut(problem: Problem, text: str) -> Candidate:
     """Stages that begin at 0 and at the given op positions, on the devices as they joined.
 
-    UsageError when a position is none or there are more stages than devices.
+    UsageError when the model cannot be cut there, PlanError while there are fewer devices than stages.
     """
     try:
         starts = (0, *sorted({int(part) for part in text.split(",") if part.strip()}))
     except ValueError:
         raise UsageError(f"{GIVEN_CUT}{text}: give op positions, for example {GIVEN_CUT}26,65") from None
-    devices = len(problem.fleet.devices)
-    if len(starts) > devices:
-        raise UsageError(f"{GIVEN_CUT}{text} makes {len(starts)} stages, {devices} devices are free")
     allowed = set(problem.dag.cuttable())
     wrong = [start for start in starts[1:] if start not in allowed]
     if wrong:
         raise UsageError(f"{GIVEN_CUT}{text}: the model cannot be cut at op {wrong[0]} of {problem.n_ops}")
+    devices = len(problem.fleet.devices)
+    if len(starts) > devices:
+        raise PlanError(f"{GIVEN_CUT}{text} makes {len(starts)} stages, {devices} devices are free")
     return Candidate(tuple(range(len(starts))), starts)
 
 

@@ -360,7 +360,8 @@ def _given_parts(request: PlanRequest) -> tuple[Parts, list[int], list[str]]:
     """Workers, ends of the shares and cuts of replicas that are given, on the devices as they joined:
     ``cut:26,65@4/40@2``.
 
-    Each has as many micro-batches as it names, or an equal share of the blocks. UsageError.
+    Each has as many micro-batches as it names, or an equal share of the blocks. UsageError for shares that
+    are none, PlanError while there are fewer devices than stages.
     """
     text = request.partitioner.removeprefix(GIVEN_CUT)
     cuts: list[str] = []
@@ -397,7 +398,7 @@ def _given_parts(request: PlanRequest) -> tuple[Parts, list[int], list[str]]:
         count = 1 + len({part for part in starts.split(",") if part.strip()})
         parts.append(tuple(free[:count]))
         if len(parts[-1]) < count:
-            raise UsageError(
+            raise PlanError(
                 f"{request.partitioner} makes more stages than the {len(request.fleet.devices)} devices"
             )
         free = free[count:]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from atoll.device_class import DeviceClass
-from atoll.errors import NotEnoughMemory, NoWorkers, UsageError
+from atoll.errors import NotEnoughMemory, NoWorkers, PlanError, UsageError
 from atoll.job import Precision, Recompute, TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.opdag import OpDag
@@ -183,6 +183,15 @@ def test_an_empty_fleet_and_unknown_names_are_refused():
         plan_for(chain_dag(1, 5), two_islands(), "best")
     with pytest.raises(UsageError, match="auto, gpipe, 1f1b"):
         plan_for(chain_dag(1, 5), two_islands(), schedule="zigzag")
+
+
+def test_a_given_cut_waits_for_devices_and_is_refused_where_the_model_cannot_be_cut():
+    dag = chain_dag(1, 30)
+    starts = dag.cuttable()[:6]
+    with pytest.raises(PlanError, match="makes 7 stages, 4 devices are free"):
+        plan_for(dag, two_islands(), f"cut:{','.join(map(str, starts))}")
+    with pytest.raises(UsageError, match="cannot be cut at op 31 of 30"):
+        plan_for(dag, two_islands(), "cut:31")
 
 
 def test_even_gives_each_device_one_block_and_begins_where_blocks_do():

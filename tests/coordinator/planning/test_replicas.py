@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from atoll.errors import AtollError, NotEnoughMemory, UsageError
+from atoll.errors import AtollError, NotEnoughMemory, PlanError, UsageError
 from atoll.gradient_exchange import buckets, trained_elements
 from atoll.job import TrainingSpec
 from atoll.plan import Plan
@@ -132,7 +132,7 @@ def test_given_cuts_name_shares_or_have_equal_ones() -> None:
         (FOUR, "cut:@3/@5", UsageError, "blocks end at"),
         (FOUR, "cut:@4/@5", UsageError, "end at micro-batches"),
         (FOUR, "cut:@x/@5", UsageError, "numbers of micro-batches"),
-        (FOUR, "cut:@2/@2/@2/@2", UsageError, "more stages than the 3 devices"),
+        (FOUR, "cut:@2/@2/@2/@2", PlanError, "more stages than the 3 devices"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_shared_out_is_refused(
