@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from coordinator.messages.jobs import JobState
 
 WORTH = 1.5  # seconds gained over seconds that moving a stage takes
+PLANNED_WITHIN_S = 15.0  # a plan made anew: links of a few newcomers, their ops, the search
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +62,13 @@ def _cost(state: JobState, record: JobRecord, roster: Roster, rank: int) -> Loss
         how = f"{worker} takes over: {notice_s:.1f} s to notice, {load_s:.1f} s to load"
         again = f", {steps} steps of {each_s:.2g} s repeated by it alone" if steps else ""
     else:
-        load_s, each_s = max(state.load_s.values(), default=0.0), _step_s(state)
+        assert state.plan is not None  # noqa: S101 - its stages were loaded
+        places, each_s = enumerate(state.plan.places), _step_s(state)
+        stored_s = max(_loaded_s(state, roster, other, place.worker)[0] for other, place in places)
+        load_s = PLANNED_WITHIN_S + stored_s
         how = (
             f"back to step {state.checkpoint.step} ({chosen.reason}): {notice_s:.1f} s to notice, "
-            f"{load_s:.1f} s to load"
+            f"about {PLANNED_WITHIN_S:.0f} s to plan anew, {stored_s:.1f} s to load"
         )
         again = f", {steps} steps of {each_s:.2g} s by all" if steps else ""
     return LossCost(notice_s + load_s + steps * each_s, how + again, copy)

@@ -22,7 +22,7 @@ from coordinator.messages import instructions as do
 from coordinator.messages.jobs import STEPPING, Replan
 from coordinator.pipeline.doubt import left_out
 from coordinator.pipeline.link_adaptation import capped
-from coordinator.pipeline.loss_cost import WORTH
+from coordinator.pipeline.loss_cost import PLANNED_WITHIN_S, WORTH
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ SETTLED_S = 30.0  # since the last worker came
 FEWEST_STEPS = 5  # committed with the plan, so that its step's time is known
 LEAST_GAIN = 0.1  # of a step: less is within what predictions are wrong by
 STORES = 2.0  # times what a stage took to load: storing it takes about as long
-PLANNED_WITHIN_S = 15.0  # links of a few newcomers, their ops, the search
 AGAIN_S = 120.0  # after a stop, until the next one; twice as long each time
 
 Process = tuple[str, int]

@@ -33,9 +33,12 @@ def trained(*workers: str, steps: int = 4) -> Scripted:
 def test_who_repeats_does_so_at_the_speed_of_its_stage_and_all_together_at_that_of_a_step() -> None:
     with_spare, without = trained("a", "b", "c"), trained("a", "b")
     assert [cost.seconds for cost in costs(with_spare)] == pytest.approx([2 + 1 + 4 * 0.25, 2 + 3 + 4 * 0.25])
-    assert [cost.seconds for cost in costs(without)] == pytest.approx([2 + 3 + 4 * 1.0] * 2)
+    assert [cost.seconds for cost in costs(without)] == pytest.approx([2 + 15 + 3 + 4 * 1.0] * 2)
     assert "c takes over: 2.0 s to notice, 3.0 s to load, 4 steps of 0.25 s" in costs(with_spare)[1].why
-    assert "back to step 0 (no idle worker can take over stage 1)" in costs(without)[1].why
+    why = costs(without)[1].why
+    assert why.startswith(
+        "back to step 0 (no idle worker can take over stage 1): 2.0 s to notice, about 15 s to plan"
+    )
 
 
 def test_a_replica_beside_a_whole_one_costs_the_time_to_notice_it() -> None:
