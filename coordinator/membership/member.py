@@ -145,7 +145,7 @@ def watched_at_s(member: Member, timing: Liveness) -> float:
     makes that earlier."""
     patience = _patience(member, timing)
     silence_s = timing.dead_after_s if member.phase is Phase.SUSPECT else timing.suspect_after_s
-    silent_at_s = _heard_s(member) + silence_s * patience
+    silent_at_s = member.seen_s + silence_s * patience
     if member.lost_s is None:
         return silent_at_s
     return min(silent_at_s, member.lost_s + timing.return_within_s)
@@ -209,7 +209,7 @@ def _watch(member: Member, event: Tick, now_s: float, timing: Liveness) -> Membe
         away_s = now_s - member.lost_s
         return _to(member, Phase.DEAD, f"connection lost and not back within {away_s:.1f} s", now_s)
     patience = _patience(member, timing)
-    silent_s = now_s - _heard_s(member)
+    silent_s = now_s - member.seen_s
     if silent_s > timing.dead_after_s * patience:
         return _to(member, Phase.DEAD, f"silent for {silent_s:.1f} s", now_s)
     if silent_s > timing.suspect_after_s * patience and member.phase is not Phase.SUSPECT:
@@ -222,15 +222,12 @@ def _patience(member: Member, timing: Liveness) -> float:
     return 1.0 if member.job else timing.idle_patience
 
 
-def _heard_s(member: Member) -> float:
-    # One that was given work may have been silent as the idle are: it is to be heard from then on.
-    return max(member.seen_s, member.since_s) if member.phase is Phase.ASSIGNED else member.seen_s
-
-
 @TRANSITIONS.on(Phase.POOL, Phase.ASSIGNED)
 def _assign(member: Member, event: AssignedTo, now_s: float, timing: Liveness) -> Member:
-    # An assigned one gets the next version of its job's plan.
-    placed = replace(member, job=event.job, rank=event.rank)
+    # An assigned one gets the next version of its job's plan; one from the pool may have been silent as the
+    # idle are, and is to be heard from now on.
+    seen_s = now_s if member.phase is Phase.POOL else member.seen_s
+    placed = replace(member, job=event.job, rank=event.rank, seen_s=seen_s)
     what = f"rank {event.rank} of {event.job}" if event.rank != NO_RANK else f"takes part in {event.job}"
     return _to(placed, Phase.ASSIGNED, event.what or what, now_s)
 

@@ -57,7 +57,7 @@ def test_a_worker_without_a_stage_may_be_silent_longer() -> None:
 def test_a_worker_that_was_silent_as_the_idle_may_be_is_not_suspected_once_it_has_work() -> None:
     base = [(0.0, Admitted()), (2.5, AssignedTo("j", 0))]
     assert after(*base, (3.9, Tick())).phase is Phase.ASSIGNED
-    assert after(*base, (4.1, Tick())).phase is Phase.SUSPECT
+    assert after(*base, (4.1, Tick()), (4.4, Tick())).phase is Phase.SUSPECT
     assert after(*base, (4.1, Tick()), (4.6, Tick())).phase is Phase.DEAD
 
 
