@@ -351,7 +351,10 @@ class JobState:
     loss: float | None = None
     eval_loss: float | None = None
     coded_loss: float | None = None  # the same, through the links' codecs
-    failures: int = 0  # since the last committed step
+    failures: int = 0  # since the last committed step, ...
+    broken: int = 0  # ... and of these, stages that failed by themselves
+    unstored: Mapping[str, int] = field(default_factory=dict)  # since the last whole checkpoint: parts that a
+    # worker could not store
     failed: tuple[str, ...] = ()  # workers whose stages failed by themselves since then, once for each time
     doubt: Doubt | None = None  # of a step that was not finite, until it is committed
     begun_s: float | None = None  # when the step in flight began

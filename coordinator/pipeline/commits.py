@@ -63,11 +63,9 @@ def reached(state: JobState, done: int, every: int) -> bool:
 
 
 def store_due(state: JobState, done: int, now_s: float) -> bool:
-    """Every ``checkpoint_every`` steps; where the job does not say, by the clock, one at a time."""
+    """Every ``checkpoint_every`` steps; where the job does not say, by the clock since the last one."""
     every = state.spec.training.checkpoint_every
-    if every:
-        return reached(state, done, every)
-    return now_s >= state.store_due_s and not state.stores
+    return reached(state, done, every) if every else now_s >= state.store_due_s and not state.stores
 
 
 def can_evaluate(state: JobState) -> bool:

@@ -52,7 +52,7 @@ from coordinator.pipeline.beside import Beside
 from coordinator.pipeline.calibration import learn
 from coordinator.pipeline.doubt import left_out
 from coordinator.pipeline.link_adaptation import Adapting, capped
-from coordinator.pipeline.losses import Losses
+from coordinator.pipeline.losses import Losses, no_part
 from coordinator.pipeline.pair_tables import PairTables
 from coordinator.pipeline.profiling import Hold, Profiling
 from coordinator.pipeline.relink import current
@@ -469,13 +469,12 @@ class PipelineDriver:
         if isinstance(message, ev.StageFailed):
             self._failed(state, FromRank(rank, message))
             return
-        if isinstance(message, ev.StateStored) and message.forged and current(state, message.version):
-            self.effects.quarantine(worker, f"{worker} stored what is no checkpoint: {message.forged}")
-            return
-        if isinstance(message, ev.StateStored) and not message.tensors.keys() <= state.spec.tensors.keys():
-            odd = sorted(message.tensors.keys() - state.spec.tensors.keys())[0]
-            self.effects.quarantine(worker, f"{worker} stored {odd!r}, which {state.job} does not have")
-            return
+        if isinstance(message, ev.StateStored):
+            if wrong := no_part(state, message):
+                self.effects.quarantine(worker, f"{worker} stored {wrong}")
+                return
+            if message.error and self.losses.unstored(state, FromRank(rank, message)):
+                return
         if isinstance(message, ev.EvalReady) and message.step + 1 == state.awaiting_eval:
             self.stuck.evaluated(state, rank)
         self._step(message.job, FromRank(rank, message))

@@ -15,11 +15,12 @@ from coordinator.pipeline import machine
 from coordinator.pipeline.doubt import left_out
 from coordinator.pipeline.profiling import Hold, Profiling
 from coordinator.pipeline.reconfigure import Choice, Refused, begun, choose
+from coordinator.pipeline.relink import current
 
 if TYPE_CHECKING:
     from atoll.plan import Plan
     from coordinator.membership.effects import Effects
-    from coordinator.messages.events import StageFailed
+    from coordinator.messages.events import StageFailed, StateStored
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,25 @@ class Losses:
             label = self.effects.label(state.plan.places[failed.rank].worker)
             self.replace(state, failed.rank, f"{label} failed: {message.reason}", failed)
 
+    def unstored(self, state: JobState, event: FromRank[StateStored]) -> bool:
+        """Have another worker take over from one that could not store its part, of the result or once more;
+        whether that was so."""
+        done = event.message.step + 1
+        parts = state.stores.get(done)
+        if parts is None or event.rank in parts or state.plan is None or machine.staleness(state, event):
+            return False
+        worker = state.plan.places[event.rank].worker
+        if done < state.steps and set(state.unstored) != {
+            worker
+        }:  # the store's own fault where others failed
+            return False
+        chosen = self.choose(state, {event.rank})
+        if isinstance(chosen, Refused):
+            return False
+        reason = f"{self.effects.label(worker)} could not store its state: {event.message.error}"
+        self.replaced(state, chosen, {event.rank}, reason, blamed=True)
+        return True
+
     def forget(self, job: str) -> None:
         """A job has other workers, or none: what its stages said of each other is over."""
         self._accused.pop(job, None)
@@ -156,3 +176,11 @@ class Losses:
             self.replaced(state, chosen, ranks, words)
         else:
             self.step(state.job, failed)
+
+
+def no_part(state: JobState, stored: StateStored) -> str:
+    """Return why what a worker of the plan has stored is no part of a checkpoint, "" where it may be one."""
+    if stored.forged and current(state, stored.version):
+        return f"what is no checkpoint: {stored.forged}"
+    odd = sorted(stored.tensors.keys() - state.spec.tensors.keys())
+    return f"{odd[0]!r}, which {state.job} does not have" if odd else ""

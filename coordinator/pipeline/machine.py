@@ -75,8 +75,10 @@ FigureT = TypeVar("FigureT", int, float)
 RECENT = 21  # step times kept for medians
 STORING_SHARE = 20.0  # storing takes at most a twentieth of the time: a slow uplink stores rarely
 SHORT_SHARE = 5.0  # ... and a fifth where send logs are short: one that holds less than that takes always is
-MAX_FAILURES = 3  # of stages, without a committed step in between
-SHOWN_GAP = 0.01  # of the loss through the codecs: less than this is noise
+MAX_FAILURES = 3  # of stages, without a committed step in between, ...
+MOST_LOSSES = 12  # ... and of these and losses together
+TWICE = 2  # a worker has not stored its part: the next time is not waited for
+NOBODY: Mapping[str, int] = {}
 
 Outcome = tuple[JobState, list[Todo]]
 _ALIVE = frozenset(Phase) - ENDED
@@ -279,7 +281,9 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     evaluate = commits.can_evaluate(state) and (
         last or state.eval_owed or commits.evaluation_due(state, done)
     )
-    store = last or state.store_owed or commits.store_due(state, done, now_s)
+    owed = state.store_owed or commits.store_due(state, done, now_s)
+    # One checkpoint at a time, so that slow lines do not keep ever more copies of the state waiting.
+    store = last or (owed and not state.stores)
     assert state.plan is not None  # noqa: S101 - all of its ranks are ready
     reports = [ready[rank] for rank in state.present]
     norms = joined.square_norms(state.plan, ready)
@@ -308,12 +312,13 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         last_commit=commit,
         loss=loss,
         failures=0,
+        broken=0,
         failed=(),
         doubt=state.doubt if state.doubt is not None and state.doubt.step > state.step else None,
         begun_s=now_s,
         awaiting_eval=done if evaluate else state.awaiting_eval,
         eval_owed=False,
-        store_owed=False,
+        store_owed=owed and not store,
         stores={**state.stores, done: {}} if store else state.stores,
         storing_s=now_s if store else state.storing_s,
         step_times_s=state.step_times_s if took_s is None else (*state.step_times_s, took_s)[-RECENT:],
@@ -391,13 +396,14 @@ def _stored(state: JobState, event: FromRank[StateStored], now_s: float) -> Outc
     """A checkpoint is one only when every stage's tensors are in the store: manifest last."""
     report = event.message
     done = report.step + 1
-    if report.error:
-        return _interrupt(
-            state, f"{_place(state, event.rank)} could not store its state: {report.error}", True
-        )
     parts = state.stores.get(done)
     if parts is None or event.rank in parts:
+        if report.error and state.plan is not None and state.checkpoint.step < done <= state.step:
+            worker = state.plan.places[event.rank].worker  # nor could another, whose word came first
+            state = replace(state, unstored={worker: 1, **state.unstored})
         return state, [Dropped(f"rank {event.rank} stored step {done}, which nobody awaits")]
+    if report.error:
+        return _not_stored(state, event.rank, done, report.error, now_s)
     parts = {**parts, event.rank: report.tensors}
     if report.n_bytes:
         state = replace(state, part_bytes={**state.part_bytes, event.rank: report.n_bytes})
@@ -406,15 +412,45 @@ def _stored(state: JobState, event: FromRank[StateStored], now_s: float) -> Outc
     return _whole(state, done, parts, now_s)
 
 
+def _not_stored(state: JobState, rank: int, done: int, error: str, now_s: float) -> Outcome:
+    """Go on without a checkpoint that lacks a part. Who alone fails at that twice has no part in the next
+    plan; no result is one without it."""
+    assert state.plan is not None  # noqa: S101 - ranks are a plan's
+    worker = state.plan.places[rank].worker
+    times = state.unstored.get(worker, 0) + 1
+    state = replace(state, unstored={**state.unstored, worker: times})
+    reason = f"{_place(state, rank)} could not store its state: {error}"
+    alone = len(state.unstored) == 1  # else it is rather the store
+    if done >= state.steps and times > MAX_FAILURES:
+        return _end(state, Phase.FAILED, f"{reason}; it was tried {times} times")
+    if done >= state.steps or (alone and times == TWICE):
+        return _interrupt(replace(state, failed=(*state.failed, worker)), reason, blamed=True)
+    goes_on = replace(
+        state,
+        reason=f"{reason}; goes on without a checkpoint of step {done}",
+        stores={at: parts for at, parts in state.stores.items() if at != done},
+        store_owed=state.store_owed or state.seating,
+        store_due_s=now_s + CHECKPOINT_EVERY_S,
+    )
+    return _waited(goes_on, now_s)
+
+
+def _waited(state: JobState, now_s: float) -> Outcome:
+    """Commit a step that only waited for a checkpoint."""
+    if state.phase not in STEPPING or not state.ready or len(state.ready) < len(state.present):
+        return state, []
+    *others, (rank, report) = state.ready.items()
+    return _ready(replace(state, ready=dict(others)), FromRank(rank, report), now_s)
+
+
 def _whole(state: JobState, done: int, parts: Mapping[int, Mapping[str, str]], now_s: float) -> Outcome:
     """A checkpoint has all its parts."""
     tensors = _checkpoint_of(state, parts)
     # An older checkpoint that is still incomplete will never be needed.
     rest = {at: value for at, value in state.stores.items() if at > done}
     wait_s = max(CHECKPOINT_EVERY_S, STORING_SHARE * (now_s - state.storing_s))
-    kept = replace(
-        state, stores=rest, checkpoint=Checkpoint(done, tensors, now_s), store_due_s=now_s + wait_s
-    )
+    checkpoint = Checkpoint(done, tensors, now_s)
+    kept = replace(state, stores=rest, checkpoint=checkpoint, store_due_s=now_s + wait_s, unstored=NOBODY)
     if state.phase is not Phase.LOADING:
         settled, todo = _settle(kept)
     elif done >= state.steps:  # whoever takes over meanwhile is not waited for: the result is stored
@@ -450,19 +486,11 @@ def _settle(state: JobState) -> Outcome:
         reason = f"evaluating after step {state.awaiting_eval}"
         return replace(state, phase=Phase.EVALUATING, reason=reason), []
     if state.step < state.steps:
-        reason = f"training with plan {state.version}{_gap(state)}{_without(state)}"
+        reason = f"training with plan {state.version}{relink.gap_words(state)}{_without(state)}"
         return replace(state, phase=Phase.TRAINING, reason=reason), []
     if state.stores:
         return replace(state, phase=Phase.STORING, reason="storing the result"), []
     return _end(state, Phase.FINISHED, f"{state.step} steps done")
-
-
-def _gap(state: JobState) -> str:
-    """What the newest evaluation shows of the codecs' cost, "" below what is worth a word."""
-    if state.eval_loss is None or state.coded_loss is None or not state.coded_loss > 0:
-        return ""
-    gap = state.eval_loss / state.coded_loss - 1.0
-    return f"; held-out loss without codecs {gap:.1%} above that through them" if gap > SHOWN_GAP else ""
 
 
 # ---------------------------------------------------------------- restarts, interruptions and ends
@@ -530,6 +558,7 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
         stores=stores,
         store_owed=state.store_owed or len(stores) < len(state.stores),
         failures=state.failures + (not event.chosen),
+        broken=state.broken + event.blamed,
         begun_s=None,
         wanted=None,
         relink=None,
@@ -579,18 +608,14 @@ def _renumbered(state: JobState, before: Plan, after: Plan) -> JobState:
 
 def _too_often(state: JobState, blamed: bool) -> bool:
     """Whether replacing stages has not helped: the checkpoint is what is left before giving up."""
-    return state.failures >= MAX_FAILURES * (1 if blamed else 4) - 1
+    return state.failures >= MOST_LOSSES - 1 or (blamed and state.broken >= MAX_FAILURES - 1)
 
 
 @TRANSITIONS.on(*RUNNING)
 def _seat(state: JobState, event: Seating, now_s: float) -> Outcome:
     """Store what a peer is to begin with; a period that has waited for nobody in the end is committed."""
     seating = replace(state, seating=event.wanted, store_owed=state.store_owed or event.wanted)
-    if event.wanted or state.phase not in STEPPING or len(state.ready) < len(state.present):
-        return seating, []
-    *others, last = state.ready.items()
-    rank, report = last
-    return _ready(replace(seating, ready=dict(others)), FromRank(rank, report), now_s)
+    return (seating, []) if event.wanted else _waited(seating, now_s)
 
 
 @TRANSITIONS.on(*STEPPING)
@@ -631,14 +656,15 @@ def _interrupt(state: JobState, reason: str, blamed: bool) -> Outcome:
     """Stop where we are; the next plan version goes on from the last checkpoint."""
     if state.checkpoint.step >= state.steps:  # the result is stored: no evaluation is worth another plan
         return _end(state, Phase.FINISHED, f"{state.steps} steps done; not evaluated at the end: {reason}")
-    failures = state.failures + 1
-    if failures > MAX_FAILURES * (1 if blamed else 4):
+    failures, broken = state.failures + 1, state.broken + blamed
+    if failures > MOST_LOSSES or broken > MAX_FAILURES:
         return _end(state, Phase.FAILED, f"{reason}; gave up after {failures} interruptions without a step")
     paused = replace(
         state,
         phase=Phase.PAUSED,
         reason=f"{reason}; goes on from step {state.checkpoint.step} when the fleet suffices",
         failures=failures,
+        broken=broken,
         ready={},
         stores={},
         awaiting_eval=None,

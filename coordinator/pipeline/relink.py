@@ -24,6 +24,7 @@ MATERIAL = 0.1  # of a ratio: less is not worth a new version
 ADAPTIVE = frozenset({AUTO, ADATOPK, LOSSLESS})
 """Modes whose codecs depend on the links; a codec by name is what the owner said, off is off."""
 MAX_REASON_CHARS = 1000
+SHOWN_GAP = 0.01  # of the loss through the codecs: less than this is noise
 
 Stages = tuple[int, int]
 
@@ -38,6 +39,14 @@ def lossy(plan: Plan | None) -> bool:
     return plan is not None and any(
         link.source < link.target and _loses(link) for replica in plan.replicas for link in replica.links
     )
+
+
+def gap_words(state: JobState) -> str:
+    """Return what the newest evaluation shows of the codecs' cost, "" below what is worth a word."""
+    if state.eval_loss is None or state.coded_loss is None or not state.coded_loss > 0:
+        return ""
+    gap = state.eval_loss / state.coded_loss - 1.0
+    return f"; held-out loss without codecs {gap:.1%} above that through them" if gap > SHOWN_GAP else ""
 
 
 def largest_ratio(state: JobState) -> float:

@@ -81,7 +81,7 @@ def running(waiting: JobState, record: JobRecord, now_s: float) -> JobState | No
     phase = _phase(waiting, record)
     if phase is None:
         return None
-    announced = record.relink
+    announced, forgone = record.relink, _forgone(record, waiting.steps)
     return replace(
         waiting,
         phase=phase,
@@ -94,7 +94,8 @@ def running(waiting: JobState, record: JobRecord, now_s: float) -> JobState | No
         step=record.steps,
         last_commit=_said(record),
         awaiting_eval=record.awaiting_eval,
-        stores={done: {} for done in record.storing},
+        stores={done: {} for done in record.storing if done not in forgone},
+        store_owed=bool(forgone),
         storing_s=now_s,
         store_due_s=now_s + CHECKPOINT_EVERY_S,
         loaded=frozenset() if phase is Phase.LOADING else frozenset(plan.present),
@@ -102,6 +103,14 @@ def running(waiting: JobState, record: JobRecord, now_s: float) -> JobState | No
         relink=Relink(announced.version, announced.first_step, announced.links) if announced else None,
         lineage=record.lineage,
     )
+
+
+def _forgone(record: JobRecord, steps: int) -> set[int]:
+    """Return the checkpoints under way of which a part may be lost with us: its worker is gone, and who took
+    over had not to store it again. The result is waited for whatever that takes."""
+    begun = dict(record.lineage)
+    newest = max((begun.get(record.given(rank), 0) for rank in range(len(record.since))), default=0)
+    return {done for done in record.storing if done <= newest and done < steps}
 
 
 def _phase(waiting: JobState, record: JobRecord) -> Phase | None:

@@ -152,8 +152,8 @@ class _Watched:
     counts: dict[str, tuple[Stamp, float]] = field(default_factory=dict)
     evaluated: set[int] = field(default_factory=set)  # ranks that have evaluated after ``evaluating``
     evaluating: int | None = None
-    store: int | None = None  # the oldest checkpoint under way, and since when
-    store_since_s: float = 0.0
+    parts: dict[tuple[int, int, str], float] = field(default_factory=dict)  # since when a part is awaited: of
+    # the oldest checkpoint under way, by its step, rank and worker
 
 
 @dataclass(slots=True)
@@ -205,7 +205,8 @@ class Stuck:
         still_s = min((seat.still_s for seat in seats.values() if not seat.done), default=silent_s)
         if silent_s > allowed.silent_s or (still_s > allowed.still_s and not _await_data(seats)):
             blamed = culprit(seats, silent_s, self._trouble, self.label)
-            return blamed or self._withheld(state, silent_s, allowed)
+            if blamed or (blamed := self._withheld(state, silent_s, allowed)):
+                return blamed
         return self._unstored(watched, state)
 
     def _note(self, watched: _Watched, state: JobState) -> None:
@@ -219,9 +220,10 @@ class Stuck:
         )  # fmt: skip
         if stamp != watched.stamp:
             watched.stamp, watched.since_s = stamp, self._clock_s
-        oldest = min(state.stores, default=None)
-        if oldest != watched.store:
-            watched.store, watched.store_since_s = oldest, self._clock_s
+        watched.parts = {
+            part: watched.parts.get(part, self._clock_s) if part[1] in state.loaded else self._clock_s
+            for part in _late_parts(state)
+        }
 
     def _seats(self, watched: _Watched, state: JobState) -> dict[str, Seat]:
         done, seats = _done(state, watched.evaluated), {}
@@ -250,18 +252,14 @@ class Stuck:
         )  # fmt: skip
 
     def _unstored(self, watched: _Watched, state: JobState) -> Culprit | None:
-        """Training goes on, and a part of a checkpoint never comes."""
-        waited_s = self._clock_s - watched.store_since_s
-        if state.plan is None or watched.store is None or waited_s <= storing_s(state):
+        """A part of a checkpoint never comes, whether or not training goes on."""
+        part = min(watched.parts, key=watched.parts.__getitem__, default=None)
+        if part is None or self._clock_s - watched.parts[part] <= storing_s(state):
             return None
-        late = sorted(state.store_ranks - state.stores[watched.store].keys())
-        missing = [state.plan.places[rank].worker for rank in late]
-        if not missing:
-            return None
-        reason = (
-            f"{self.label(missing[0])} has not stored its part of step {watched.store} for {waited_s:.0f} s"
-        )
-        return Culprit(missing[0], reason)
+        done, _, worker = part
+        waited_s = self._clock_s - watched.parts[part]
+        reason = f"{self.label(worker)} has not stored its part of step {done} for {waited_s:.0f} s"
+        return Culprit(worker, reason)
 
     # ------------------------------------------------------------ records
 
@@ -293,6 +291,15 @@ def _done(state: JobState, evaluated: set[int]) -> set[int]:
     if state.phase in STEPPING and state.step < state.steps:
         return set(state.ready)
     return set(evaluated)
+
+
+def _late_parts(state: JobState) -> list[tuple[int, int, str]]:
+    """Return what the oldest checkpoint under way lacks: its step, the rank and the worker of each part."""
+    if state.plan is None or not state.stores:
+        return []
+    done = min(state.stores)
+    late = sorted(state.store_ranks - state.stores[done].keys())
+    return [(done, rank, state.plan.places[rank].worker) for rank in late]
 
 
 def _await_data(seats: Mapping[str, Seat]) -> bool:

@@ -204,7 +204,7 @@ def test_a_standby_that_fails_dies_or_lags_costs_the_job_nothing(
 
 
 def test_logs_reach_back_to_what_the_slowest_standby_has() -> None:
-    world = standing("a", "b", "c", "d", checkpoint_every=2)
+    world = standing("a", "b", "c", "d", checkpoint_every=4)
     has_repeated(world, 3)
     world.done.clear()
     store(world, 4)
