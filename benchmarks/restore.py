@@ -88,8 +88,10 @@ def run(fleet: Backed, job: str, cut: str, settings: Sequence[str], lost: Sequen
             f"{name} ended {last.get('state')}: {last.get('reason')} {fleet.log('coordinator')}"
         )
     rows = [row for row in fleet.rows(name) if row["name"] == "loss"]
+    losses = {int(row["step"]): float(row["value"]) for row in rows}  # of steps done again the last
     return {
-        "losses": [float(row["value"]) for row in rows],
+        "losses": [losses[step] for step in sorted(losses)],
+        "repeated_steps": len(rows) - len(losses),
         "restores": [found for host in fleet.scenario.join_order[STAGES:] for found in restores(fleet, host)],
         **saves(fleet, name, {int(row["step"]): float(row["time_s"]) for row in rows}),
     }
