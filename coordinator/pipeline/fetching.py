@@ -35,7 +35,9 @@ def copy_name(state: JobState, rank: int) -> str:
 
 def store_bps(roster: Roster, worker: str) -> float:
     """Return the rate at which a worker fetches from the store: measured, else as home lines have it."""
-    known = roster.workers[worker]
+    known = roster.workers.get(worker)
+    if known is None:  # not back since our restart
+        return NOMINAL.bandwidth_bps
     return min(known.store_bps or NOMINAL.bandwidth_bps, known.guest.download_bps)
 
 
