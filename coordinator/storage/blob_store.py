@@ -27,6 +27,10 @@ CHUNK_BYTES = 1 << 20
 _NAME = re.compile(r"[0-9a-f]{64}")
 
 
+class Gone(StorageError):
+    """The store answers, and does not have it: nobody gets it by asking again."""
+
+
 class BlobStore:
     """Blobs under one folder; safe for several threads of one process.
 
@@ -77,11 +81,9 @@ class BlobStore:
         return self._whole(name).exists()
 
     def size(self, name: str) -> int:
-        """Bytes of a whole blob; StorageError when it is not here."""
-        try:
-            return self.path(name).stat().st_size
-        except FileNotFoundError:
-            raise StorageError(f"blob {name[:12]} is not in the store; submit the job again") from None
+        """Bytes of a whole blob; Gone when it is not here, StorageError when it cannot be read now."""
+        with self._given(name) as path:
+            return path.stat().st_size
 
     def held(self, name: str) -> int:
         """Return how many bytes of the blob have arrived."""
@@ -173,27 +175,43 @@ class BlobStore:
         return b"".join(self.chunks(name))
 
     def head(self, name: str, n_bytes: int) -> bytes:
-        """Return the first ``n_bytes`` of a whole blob, fewer where it is shorter; OSError."""
-        with self.path(name).open("rb") as file:
+        """Return the first ``n_bytes`` of a whole blob, fewer where it is shorter; errors as ``size``."""
+        with self._given(name) as path, path.open("rb") as file:
             return file.read(n_bytes)
 
     def rotten(self, name: str) -> bool:
-        """Read a whole blob again: True where its bytes do not hash to its name any more. Such a blob is
-        dropped, so that whoever has it may send it again. OSError."""
-        with self.path(name).open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != name:
-            self.discard([name])
-        return found != name
+        """Read a whole blob again: True where its bytes are gone or do not hash to its name any more. Such a
+        blob is dropped, so that whoever has it may send it again. StorageError when it cannot be read now."""
+        if self._sound(name):
+            return False
+        self.discard([name])
+        return True
 
     def chunks(self, name: str, offset: int = 0) -> Iterator[bytes]:
-        """The blob from ``offset`` on, in pieces of at most 1 MiB."""
+        """The blob from ``offset`` on, in pieces of at most 1 MiB; errors as ``size``."""
         if offset < 0 or offset > self.size(name):
             raise UsageError(f"blob {name[:12]} has {self.size(name)} bytes; asked from {offset}")
-        with self.path(name).open("rb") as file:
+        with self._given(name) as path, path.open("rb") as file:
             file.seek(offset)
             while piece := file.read(CHUNK_BYTES):
                 yield piece
+
+    def _sound(self, name: str) -> bool:
+        try:
+            with self._given(name) as path, path.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest() == name
+        except Gone:
+            return False
+
+    @contextlib.contextmanager
+    def _given(self, name: str) -> Iterator[Path]:
+        """The path of a whole blob that is read now, and what its errors mean."""
+        try:
+            yield self.path(name)
+        except FileNotFoundError:
+            raise Gone(f"blob {name[:12]} is not in the store; submit the job again") from None
+        except OSError as error:
+            raise StorageError(f"cannot read under {self.root}: {error.strerror}; see to its disk") from error
 
     def delete(self, names: Collection[str], unless: Callable[[str], bool] = lambda name: False) -> int:
         """Delete these blobs where they are here; returns the bytes freed.

@@ -11,8 +11,8 @@ import struct
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from atoll.errors import AtollError
 from atoll.opdag import DTYPE_BYTES
+from coordinator.storage.blob_store import Gone
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -34,17 +34,18 @@ def defect(store: BlobStore, name: str, blob: str, state: StateMeta | None, *, h
     ``state`` only whether it is there.
 
     ``hashes``: also read all its bytes. One whose bytes do not hash to its name any more is dropped.
+    StorageError where the store cannot say now: that is no defect of the blob.
     """
+    if not store.has(blob):
+        return f"the blob {blob[:12]} of {name} is not in the store"
     try:
-        if not store.has(blob):
-            return f"the blob {blob[:12]} of {name} is not in the store"
-        size, head = store.size(blob), store.head(blob, 8 + MAX_HEADER_BYTES)
-        wrong = _header_defect(head, size, state) if state is not None else ""
-        # One that rotted here would else stand in the way of whoever sends the same bytes again.
-        if (wrong or hashes) and store.rotten(blob):
-            wrong = "its bytes do not hash to its name; it is dropped"
-    except (AtollError, OSError) as error:
-        wrong = str(error)
+        head = store.head(blob, 8 + MAX_HEADER_BYTES)
+        wrong = _header_defect(head, store.size(blob), state) if state is not None else ""
+    except Gone:
+        wrong = "its bytes are gone"
+    # One that rotted here would else stand in the way of whoever sends the same bytes again.
+    if (wrong or hashes) and store.rotten(blob):
+        wrong = "its bytes are gone or do not hash to its name; it is dropped"
     return f"the blob {blob[:12]} of {name} is damaged: {wrong}" if wrong else ""
 
 
@@ -59,6 +60,7 @@ def torn(
     """Return the first reason why a checkpoint cannot be loaded, "" when it can.
 
     ``states``: declared dtypes and shapes; ``needed``: names that a job of this kind has to find.
+    StorageError as ``defect``.
     """
     lacking = sorted(set(needed) - tensors.keys())
     if lacking:

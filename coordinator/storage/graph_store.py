@@ -125,13 +125,15 @@ class GraphStore:
         return graphs
 
     def torn(self, spec: JobSpec, tensors: Mapping[str, str], *, hashes: bool = False) -> str:
-        """Return why a checkpoint of this job cannot be loaded, "" when it can (``storage.checkpoints``)."""
+        """Return why a checkpoint of this job cannot be loaded, "" when it can (``storage.checkpoints``).
+        StorageError where the store cannot say now."""
         states = self.graphs(spec.dag_hash, spec.eval_dag_hash).states()
         needed = spec.tensors.keys() if spec.federated is None else ()
         return torn(self._store, tensors, states, needed, hashes=hashes)
 
     def forged(self, tensors: Mapping[str, str], leaves: Mapping[str, StateMeta]) -> str:
-        """Return what is wrong with what a stage says it stored, "" when nothing is; ``leaves``: its own."""
+        """Return what is wrong with what a stage says it stored, "" when nothing is; ``leaves``: its own.
+        StorageError as ``torn``."""
         return next(
             filter(
                 None,

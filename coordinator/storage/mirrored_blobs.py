@@ -67,7 +67,8 @@ class MirroredBlobStore(BlobStore):
     # ------------------------------------------------------------ reading
 
     def path(self, name: str) -> Path:
-        """Return the path of a whole blob, fetched where only the object store has it."""
+        """Return the path of a whole blob, fetched where only the object store has it; StorageError where
+        that does not answer."""
         whole = self._whole(name)
         if not whole.exists() and (self._reading or name in self._there):
             self._fetch(name)
@@ -79,7 +80,7 @@ class MirroredBlobStore(BlobStore):
         return whole.exists() if self._reading else name in self._there
 
     def size(self, name: str) -> int:
-        """Bytes of a whole blob; StorageError when it is not here."""
+        """Bytes of a whole blob; Gone when it is not here."""
         listed = self._there.get(name)
         return listed.size if listed is not None else super().size(name)
 
@@ -91,17 +92,14 @@ class MirroredBlobStore(BlobStore):
     def rotten(self, name: str) -> bool:
         """The same; a local copy that rotted is fetched anew, and only where that one is no better the blob
         is dropped."""
-        with self.path(name).open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() == name:
-                return False
-        super().discard([name])
-        if self._fetch(name):
+        if self._sound(name):
             return False
-        self.discard([name])
-        return True
+        super().discard([name])
+        return not self._fetch(name)
 
     def _fetch(self, name: str) -> bool:
-        """Copy an object into the folder; False where there is none, or its bytes are not its name's."""
+        """Copy an object into the folder; False where there is none, or its bytes are not its name's: it is
+        dropped, as nobody could send the blob again while the store takes it for whole."""
         with self._wire:
             size = self._there[name].size if name in self._there else self._objects.size(name)
             if size is None or self._whole(name).exists():
@@ -109,6 +107,9 @@ class MirroredBlobStore(BlobStore):
             scrap = self.partial / f".fetch-{os.getpid()}-{name}"
             try:
                 if not self._copied(name, size, scrap):
+                    if not self._reading:
+                        self._objects.delete([name])  # else it would stand in the way of a better one
+                        self._there.pop(name, None)
                     return False
                 with self._lock:
                     self._bounded(size)

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.errors import StorageError, UsageError
-from coordinator.storage.blob_store import BlobStore, storage_error
+from coordinator.storage.blob_store import BlobStore, Gone, storage_error
 
 
 def name_of(data: bytes) -> str:
@@ -116,6 +117,24 @@ def test_what_a_killed_process_left_is_no_blob_and_goes_at_the_next_start(tmp_pa
 def test_an_empty_blob_is_a_blob(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     assert store.read(store.put(b"")) == b""
+
+
+def test_what_is_not_here_is_gone_and_what_cannot_be_read_is_not(tmp_path: Path) -> None:
+    store, name = BlobStore(tmp_path), name_of(b"never sent")
+    reads: list[Callable[[], object]] = [
+        lambda: store.size(name),
+        lambda: store.head(name, 8),
+        lambda: store.read(name),
+    ]
+    for read in reads:
+        with pytest.raises(Gone, match="submit the job again"):
+            read()
+    assert store.rotten(name)
+    store.path(name).mkdir(parents=True)  # any error but that nothing is there
+    for look in (*reads[1:], lambda: store.rotten(name)):
+        with pytest.raises(StorageError, match="cannot read under") as caught:
+            look()
+        assert not isinstance(caught.value, Gone)
 
 
 def test_a_full_disk_says_so(tmp_path: Path) -> None:

@@ -7,14 +7,18 @@ import os
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save
 
 from atoll.errors import StorageError, UsageError
+from atoll.opdag import StateMeta, TensorMeta
 from coordinator.config import CoordinatorConfig
 from coordinator.storage import mirrored_blobs
-from coordinator.storage.blob_store import BlobStore
+from coordinator.storage.blob_store import BlobStore, Gone
+from coordinator.storage.checkpoints import defect, torn
 from coordinator.storage.mirrored_blobs import MirroredBlobStore, blob_store
 from tests.coordinator.storage.objects_in_memory import WRITTEN_S, MemoryObjects
 
@@ -119,6 +123,70 @@ def test_a_copy_that_rotted_is_fetched_anew_and_a_blob_that_rotted_in_both_place
     assert objects.held == {}
     store.put(b"healthy")  # whoever has it may send it again
     assert objects.held == {name: b"healthy"}
+
+
+@pytest.mark.parametrize("left", [{}, {"rotten": True}])
+@pytest.mark.parametrize("look", ["path", "rotten", "defect", "chunks"])
+def test_an_object_that_is_gone_or_rotten_is_dropped_where_the_folder_is_empty(
+    tmp_path: Path, left: dict[str, bool], look: str
+) -> None:
+    data, state = save({"value": np.zeros(3, np.float32)}), StateMeta(TensorMeta((3,), "float32"))
+    objects = MemoryObjects({name_of(data): data})
+    store, name = MirroredBlobStore(tmp_path, objects), name_of(data)
+    objects.held = {name: data[::-1]} if left else {}
+    assert store.has(name)
+    if look == "path":
+        assert not store.path(name).exists()
+    elif look == "rotten":
+        assert store.rotten(name)
+    elif look == "defect":
+        assert "it is dropped" in defect(store, "w", name, state)
+    else:
+        with pytest.raises(Gone, match="not in the store"):
+            store.read(name)
+    assert (store.has(name), store.resumes(name), objects.held) == (False, 0, {})
+    assert store.write(name, len(data), 0, data)  # whoever has it may send it again
+    assert (objects.held, defect(store, "w", name, state)) == ({name: data}, "")
+
+
+def test_one_that_only_reads_drops_no_object(tmp_path: Path) -> None:
+    objects = MemoryObjects({name_of(b"right"): b"wrong"})
+    assert not MirroredBlobStore(tmp_path, objects, reading=True).path(name_of(b"right")).exists()
+    assert objects.held == {name_of(b"right"): b"wrong"}
+
+
+def test_a_store_that_gives_nothing_now_makes_no_blob_damaged(tmp_path: Path) -> None:
+    data, state = save({"value": np.zeros(3, np.float32)}), StateMeta(TensorMeta((3,), "float32"))
+    objects, name = MemoryObjects({name_of(data): data}), name_of(data)
+    store = MirroredBlobStore(tmp_path, objects, quota_bytes=10)
+    for hashes in (False, True):
+        with pytest.raises(StorageError, match="raise its quota"):
+            torn(store, {"w": name}, {"w": state}, ["w"], hashes=hashes)
+        objects.away = True
+        with pytest.raises(StorageError, match="does not answer"):
+            torn(store, {"w": name}, {"w": state}, ["w"], hashes=hashes)
+        objects.away = False
+    assert (store.has(name), objects.held) == (True, {name: data})
+    store.quota_bytes = 1000
+    assert torn(store, {"w": name}, {"w": state}, ["w"], hashes=True) == ""
+
+
+def test_a_rotten_object_that_cannot_be_deleted_now_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = MemoryObjects({name_of(b"right"): b"wrong"})
+    store = MirroredBlobStore(tmp_path, objects)
+
+    def refused(names: object) -> None:
+        raise StorageError("s3://bucket deletes nothing")
+
+    with monkeypatch.context() as away:
+        away.setattr(objects, "delete", refused)
+        with pytest.raises(StorageError, match="deletes nothing"):
+            store.rotten(name_of(b"right"))
+    assert store.has(name_of(b"right"))
+    assert store.rotten(name_of(b"right"))
+    assert objects.held == {}
 
 
 def test_deleting_deletes_both_copies_and_spares_what_is_needed(tmp_path: Path) -> None:
