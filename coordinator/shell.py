@@ -33,7 +33,7 @@ from coordinator.planning.chosen import chosen_plan, exact_step_s, grown_fleet, 
 from coordinator.planning.new_codecs import respec, step_with
 from coordinator.planning.planner import PlanRequest
 from coordinator.scheduler import Scheduler
-from coordinator.storage.blob_store import BlobStore
+from coordinator.storage.blob_store import BlobStore, Gone
 from coordinator.storage.graph_store import Graphs, GraphStore
 from coordinator.storage.journal import Fenced, Journal
 from coordinator.storage.promises import Promises
@@ -480,14 +480,16 @@ class Shell:
                 if not wrong:
                     break
                 if checkpoint is start:
-                    raise StorageError(f"{wrong}, and {job} has no other checkpoint; submit it again")
+                    raise Gone(f"{wrong}, and {job} has no other checkpoint; submit it again")
                 found.append((checkpoint.step, wrong))
             return graphs, found
 
         try:
             graphs, found = await self._in_pool(read)
-        except AtollError as error:
-            self.post(ev.JobUnreadable(job, str(error)))
+        except (AtollError, OSError) as error:
+            # A store that does not answer, or has no room for what it fetches, may do so later.
+            hopeless = isinstance(error, Gone) or not isinstance(error, StorageError | OSError)
+            self.post(ev.JobUnreadable(job, str(error), hopeless))
         else:
             for step, wrong in found:
                 self.post(ev.TornFound(job, step, wrong))

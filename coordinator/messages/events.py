@@ -462,8 +462,11 @@ class TornFound:
 
 @dataclass(frozen=True, slots=True)
 class JobUnreadable:
+    """Not ``hopeless``: it may be readable later, as when the store did not answer."""
+
     job: str
     reason: str
+    hopeless: bool
 
 
 @dataclass(frozen=True, slots=True)

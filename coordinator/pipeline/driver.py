@@ -116,7 +116,6 @@ class PipelineDriver:
             self._step,
             self.beside.checks.make_way,
         )
-
         self.seating = Seats(self.effects, self._step, self.beside.replanning)
         self.pair_tables = PairTables(self.effects, self._step)
         self.round_codecs = RoundCodecs(self._step)
@@ -183,10 +182,11 @@ class PipelineDriver:
                 self.profiling.know(job, ops)
             case ev.TornFound():
                 self._torn(event)
-            case ev.JobUnreadable(job, reason) if self.jobs[job].phase in RUNNING:
+            case ev.JobUnreadable(job, reason) if self.jobs[job].phase not in WAITING | PREPARING:
                 self.profiling.unreadable(job, reason)
-            case ev.JobUnreadable(job, reason):
-                self._step(job, Broken(reason))
+            case ev.JobUnreadable(job, reason, hopeless):
+                self.profiling.read_later(job)
+                self._step(job, Broken(reason) if hopeless else Waits(reason))
             case ev.CancelAsked(job, reason):
                 self._step(job, Cancelled(reason))
             case ev.PlanMade():

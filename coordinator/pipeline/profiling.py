@@ -17,6 +17,7 @@ from coordinator.membership.measuring import Measuring
 from coordinator.membership.roster import Fingerprint
 from coordinator.messages import instructions as do
 
+READ_AGAIN_S = 10.0  # after which a job is read once more that the store would not give
 REFINEMENTS = 2  # plans made once more for pairs of theirs that had to be estimated
 
 
@@ -118,11 +119,16 @@ class Profiling:
         return self.measuring.measure_ops(job, precision, self._ops_of[job], workers)
 
     def unreadable(self, job: str, reason: str) -> None:
-        """Let a job run on that could not be read, as its workers have what they need: it is read again when
+        """Leave a job alone that could not be read, as its workers have what they need: it is read again when
         it is planned."""
-        self.effects.drop("JobUnreadable", f"{reason}; {job} trains on", job)
+        self.effects.drop("JobUnreadable", f"{reason}; {job} needs it for its next plan only", job)
         self._reading.discard(job)
         self._unreadable.add(job)
+
+    def read_later(self, job: str) -> None:
+        """Hold a job that could not be read for a while: it is read again when it is picked next."""
+        self._reading.discard(job)
+        self.holds[job] = Hold(self.effects.now_s + READ_AGAIN_S)
 
     def _read(self, job: str, spec: JobSpec) -> bool:
         """Return whether a job's ops are known; have it read where they are not, as after our restart."""

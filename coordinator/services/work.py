@@ -296,7 +296,10 @@ class WorkService(rpc.WorkServicer):
                 return forged, ""  # it rotted here, and is dropped
             return "", forged
 
-        error, forged = await asyncio.to_thread(look)
+        try:
+            error, forged = await asyncio.to_thread(look)
+        except StorageError as failed:  # the store's failure, and none of the worker's
+            error, forged = str(failed), ""
         if not error and not forged:
             return replace(message, n_bytes=n_bytes)
         return ev.StateStored(message.job, message.version, message.step, {}, error, forged)

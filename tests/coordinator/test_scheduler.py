@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -15,6 +15,9 @@ from coordinator.membership.roster import Roster, refusal
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages import jobs
+from coordinator.messages.facts import CheckpointTorn
+from coordinator.pipeline.driver import RESTART_GRACE_S
+from coordinator.pipeline.profiling import READ_AGAIN_S
 from tests.sim.scripted import HASH, Scripted, spec
 from tests.sim.worker import introduction
 
@@ -301,6 +304,51 @@ def test_a_full_disk_pauses_jobs_with_the_reason_and_ends_by_itself() -> None:
     assert "is full" in world.state().reason
     world.handle(ev.StorageRecovered())
     assert world.state().phase is jobs.Phase.LOADING
+
+
+@dataclass
+class Unanswered(Scripted):
+    """Its store of blobs gives nothing while it is ``away``."""
+
+    away: bool = field(default=False, kw_only=True)
+
+    def carry_out(self, instruction: do.Instruction) -> None:
+        if self.away and isinstance(instruction, do.ReadJob):
+            self.post(ev.JobUnreadable(instruction.job, "the bucket does not answer", hopeless=False))
+        else:
+            super().carry_out(instruction)
+
+
+def test_a_job_that_the_store_does_not_give_now_waits_and_is_read_again() -> None:
+    world = Unanswered().training("a", "b", checkpoint_every=1)
+    world.step()
+    store(world, 0)
+    world.away = True
+    world.restart()
+    world.wait(RESTART_GRACE_S + 1.0)  # nobody is back
+    world.join("c", "d")
+    for _ in range(2):
+        world.wait(READ_AGAIN_S + 1.0)
+        assert world.state().phase is jobs.Phase.PAUSED
+        assert "the bucket does not answer" in world.state().reason
+    assert len(world.all(do.ReadJob)) == 3
+    assert not any(isinstance(fact, CheckpointTorn) for fact in world.facts)
+    world.away = False
+    world.wait(READ_AGAIN_S + 1.0)
+    state = world.state()
+    assert (state.phase, state.step, world.holders()) == (jobs.Phase.LOADING, 1, ["c", "d"])
+
+
+def test_a_job_that_can_never_be_read_fails_and_what_is_said_of_one_that_ended_is_dropped() -> None:
+    world = Unanswered().training("a", "b")
+    world.away = True
+    world.restart()
+    world.wait(RESTART_GRACE_S + 1.0)
+    world.join("c", "d")
+    world.handle(ev.JobUnreadable("job-1", "its graph is gone", hopeless=True))
+    assert (world.state().phase, world.state().reason) == (jobs.Phase.FAILED, "its graph is gone")
+    world.handle(ev.JobUnreadable("job-1", "the bucket does not answer", hopeless=False))
+    assert world.state().reason == "its graph is gone"
 
 
 def store(world: Scripted, step: int) -> None:

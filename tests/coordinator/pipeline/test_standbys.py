@@ -615,7 +615,7 @@ def test_after_a_restart_the_job_is_read_again_to_judge_who_joins() -> None:
 
 def test_a_job_that_cannot_be_read_while_it_trains_trains_on() -> None:
     world = standing("a", "b", "c", standbys=3)
-    world.handle(ev.JobUnreadable(JOB, "its graph is torn"))
+    world.handle(ev.JobUnreadable(JOB, "its graph is torn", hopeless=True))
     step(world)
     assert world.state().phase is Phase.TRAINING
     assert world.state().step == 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ from benchmarks.commit import WIDTH
 from benchmarks.fake_worker import FakeWorker
 from coordinator.cli.main import app
 from coordinator.config import CoordinatorConfig
-from coordinator.server import serve
+from coordinator.pipeline import profiling
+from coordinator.server import Running, serve
+from coordinator.storage import mirrored_blobs
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos.command_line import run
+from tests.coordinator.storage.objects_in_memory import MemoryObjects
 from tests.coordinator.test_server import FAST, Hold, Owner, fleet, stack, start
 from tests.patience import HUNG_S, eventually
 
@@ -105,6 +109,77 @@ def test_of_a_torn_checkpoint_the_one_before_is_used(stack: ExitStack, tmp_path:
     again.release()
     update = owner.watch(job)
     assert (update.state, update.step) == ("finished", 90)
+
+
+def bucket_behind(
+    stack: ExitStack, folder: Path, patch: pytest.MonkeyPatch, objects: MemoryObjects
+) -> Running:
+    patch.setattr(mirrored_blobs, "S3Objects", lambda url: objects)
+    return start(stack, folder, blobs_url="s3://bucket/prefix")
+
+
+def test_a_bucket_that_does_not_answer_costs_no_checkpoint_and_the_job_waits_for_it(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiling, "READ_AGAIN_S", 0.2)
+    objects = MemoryObjects()
+    with ExitStack() as first:
+        running = bucket_behind(first, tmp_path, monkeypatch, objects)
+        workers, owner = fleet(first, running, 2, ready=Hold(first, 25)), Owner(running)
+        job = owner.submit(steps=30, checkpoint_every=10)
+        owner.watch(job, lambda u: u.checkpoint_step == 20)
+    shutil.rmtree(tmp_path / "blobs")
+    running = bucket_behind(stack, tmp_path, monkeypatch, objects)
+    held, objects.away = dict(objects.held), True
+    owner = Owner(running)
+    for worker in workers:  # without their stages, so nobody is waited for
+        worker.ready = None
+        worker.entry, worker.work_port = owner.address, running.started.work_port
+        stack.callback(worker.start().stop)
+    paused = owner.watch(job, lambda u: u.state == "paused" and "does not answer" in u.reason)
+    assert (paused.checkpoint_step, objects.held) == (20, held)
+    objects.away = False
+    assert owner.watch(job).state == "finished"
+    assert all(c.first_step == 20 for worker in workers if (c := worker.assigned))
+
+
+class Claimant(FakeWorker):
+    """A worker whose first snapshot lies in the bucket alone, which does not answer just then."""
+
+    objects: MemoryObjects
+    blob: str
+
+    def _put_state(self, commit: pb.StepCommit) -> None:
+        names = self.assigned.program.parameters if self.assigned else ()
+        blob, self.blob = self.blob, ""
+        self.objects.away = bool(blob)
+        if not blob:
+            super()._put_state(commit)
+            return
+        tensors = [job_pb.TensorBlob(name=name, blob=blob) for name in names]
+        stored = pb.StateStored(
+            job=commit.job, plan_version=commit.plan_version, step=commit.step, tensors=tensors
+        )
+        self.say(stored=stored)
+
+
+def test_a_worker_is_not_blamed_for_a_bucket_that_does_not_answer(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = MemoryObjects()
+    running = bucket_behind(stack, tmp_path, monkeypatch, objects)
+    assert running.server is not None
+    blob = running.server.blobs.put(save({"value": np.ones((WIDTH, WIDTH), np.float32)}))
+    running.server.blobs.path(blob).unlink()
+    worker = Claimant(f"127.0.0.1:{running.started.entry_port}", running.started.join_token, "claimant")
+    worker.objects, worker.blob, worker.memory_bytes = objects, blob, 1 << 30
+    stack.callback(worker.stop)
+    worker.start()
+    owner = Owner(running)
+    job = owner.submit(steps=2)
+    assert owner.watch(job).state == "finished"
+    lines = owner.stub.Logs(pb.LogsRequest(job=job), metadata=owner.metadata, timeout=HUNG_S)
+    assert any("could not store its state: s3://bucket does not answer" in x.fields_json for x in lines)
 
 
 def test_checkpoints_are_listed_verified_and_gone_back_to(
