@@ -68,6 +68,7 @@ _COLUMNS = (
     _EVENTS.c.crc,
 )  # the database counts the numbers
 _TERM = sa.select(_COMMAND.c.term)
+_LAST = sa.select(sa.func.max(_EVENTS.c.number))
 # One statement, as each costs 0.06 ms. A claim waits for its transaction: SQLite has one writer at a time,
 # elsewhere the term's row is held.
 _INSERT = (
@@ -224,14 +225,22 @@ class Journal(StoredJournal):
             with self._connection.begin():
                 self._connection.execute(_COMMAND.update().values(term=_COMMAND.c.term + 1))
                 term: int = self._connection.execute(_TERM).scalar_one()
-                started = to_record(CoordinatorStarted(term), at_s)
-                self._connection.execute(_INSERT, [_row(started, term)])
+                row = _row(to_record(CoordinatorStarted(term), at_s), term)
+                started = {column.name: row[column.name] for column in _COLUMNS}
+                self._connection.execute(_EVENTS.insert(), started | self._above_snapshots())
         except sa.exc.SQLAlchemyError as error:
             raise StorageError(
                 f"cannot take command of the journal: {_cause(error)}; {self._remedy}"
             ) from error
         self.term = term
         return term
+
+    def _above_snapshots(self) -> dict[str, int]:
+        """Return the next record's number where the database would count on from less than a snapshot holds:
+        once all records after that were cut, SQLite begins with 1."""
+        newest = self._connection.execute(sa.select(sa.func.max(_SNAPSHOTS.c.number))).scalar_one() or 0
+        last = self._connection.execute(_LAST).scalar_one() or 0
+        return {"number": newest + 1} if newest > last else {}
 
     def _take_lock(self) -> None:
         url = self._engine.url
@@ -295,9 +304,7 @@ class Journal(StoredJournal):
     def last_number(self) -> int:
         """Return the number of the newest record, 0 where there is none."""
         with self._connection.begin():
-            found: int | None = self._connection.execute(
-                sa.select(sa.func.max(_EVENTS.c.number))
-            ).scalar_one()
+            found: int | None = self._connection.execute(_LAST).scalar_one()
         return found or 0
 
     def fold(self, number: int, payload: str, at_s: float) -> None:

@@ -143,6 +143,30 @@ def test_a_damaged_record_is_named_with_its_number_and_what_to_do(
     assert recover(journal, KEEP).ledger.jobs["j-1"].steps == 1
 
 
+def test_what_follows_a_cut_of_every_record_after_a_snapshot_is_known_at_the_start_after(
+    journal: Journal, path: Path
+) -> None:
+    submit(journal)
+    steps(journal, 0)
+    fold(journal)
+    steps(journal, 1, 2, 3, 4, 5)
+    fold(journal)
+    assert [s.number for s in journal.snapshots()] == [10, 5]
+    assert journal.cut(6) == 5
+    assert journal.last_number() == 0
+    journal.close()
+    known = {"t-1"}
+    for term in (2, 3):
+        with closing(Journal(path)) as again:
+            assert again.claim(0.0) == term
+            again.append([Record(Event.TOKEN_CREATED, 1.0, TOKEN | {"id": f"t-{term}"})])
+            known.add(f"t-{term}")
+            state = recover(again, KEEP)
+            assert (state.ledger.term, set(state.register.tokens)) == (term, known)
+    with closing(StoredJournal(path)) as stored:
+        assert [row[0] for row in stored.rows()] == [6, 7, 8, 9]
+
+
 def test_a_damaged_record_that_a_snapshot_covers_keeps_nobody_out(journal: Journal, path: Path) -> None:
     submit(journal)
     steps(journal, 0, 1, 2)
