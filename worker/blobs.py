@@ -97,12 +97,14 @@ class BlobCache:
 
     def keep(self, names: Iterable[str], owner: int = 0) -> None:
         """Never delete these to make room, until ``owner`` names others."""
-        self._kept[owner] = frozenset(names)
+        with self.changed:
+            self._kept[owner] = frozenset(names)
 
     def release(self, names: Iterable[str], owner: int) -> None:
-        """Delete what ``owner`` kept and no other does."""
-        others = (kept for other, kept in self._kept.items() if other != owner)
-        self.discard(frozenset(names).difference(*others))
+        """Delete what ``owner`` kept and no other does, unless it is being fetched."""
+        with self.changed:
+            others = [kept for other, kept in self._kept.items() if other != owner]
+            self.discard(frozenset(names).difference(self.busy, *others))
 
     def discard(self, names: Iterable[str]) -> None:
         """Delete blobs, and what there is of them."""
@@ -140,17 +142,26 @@ class BlobCache:
             ) from None
 
     def trim(self, keep: Iterable[str] = ()) -> None:
-        """Delete the least recently used blobs beyond the bound, never those in ``keep``."""
-        kept = frozenset[str]().union(keep, self.busy, *self._kept.values())
-        files = sorted((p for p in self._directory.iterdir() if p.is_file()), key=lambda p: p.stat().st_mtime)
-        total = sum(p.stat().st_size for p in files)
-        for path in files:
-            if total <= self._max_bytes:
-                return
-            if path.stem not in kept:
-                total -= path.stat().st_size
-                self._verified_s.pop(path.stem, None)
-                path.unlink(missing_ok=True)
+        """Delete the least recently used blobs beyond the bound, never those in ``keep``.
+
+        Every device of a daemon fetches into this folder: a file may get its name, or go, at any moment.
+        """
+        with self.changed:
+            kept = frozenset[str]().union(keep, self.busy, *self._kept.values())
+            found: list[tuple[float, int, Path]] = []
+            for path in self._directory.iterdir():
+                with suppress(FileNotFoundError):
+                    seen = path.stat()
+                    if stat.S_ISREG(seen.st_mode):
+                        found.append((seen.st_mtime, seen.st_size, path))
+            total = sum(size for _, size, _ in found)
+            for _, size, path in sorted(found):
+                if total <= self._max_bytes:
+                    return
+                if path.stem not in kept:
+                    total -= size
+                    self._verified_s.pop(path.stem, None)
+                    path.unlink(missing_ok=True)
 
 
 def attempts(cancel: Cancel) -> Retrying:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
+import threading
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
@@ -184,6 +186,62 @@ def test_the_cache_keeps_its_bound_and_what_is_needed_now(tmp_path: Path) -> Non
     assert cache.held(a) is None
     assert cache.held(b) == 0
     assert cache.held(c) is None
+
+
+@pytest.mark.parametrize("looked_at", [0, 1])
+def test_a_file_that_gets_its_name_while_the_cache_is_trimmed_is_no_error(
+    looked_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The devices of a daemon share the cache: one trims while another's last chunk arrives."""
+    cache, honest = BlobCache(tmp_path, 250), Path.stat
+    name, data = blob()
+    cache.write(Chunk(name, len(data), 0, data[:10]))
+    looks = itertools.count()
+
+    def look(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        if path.suffix and next(looks) == looked_at:
+            cache.write(Chunk(name, len(data), 10, data[10:]))
+        return honest(path, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", look)
+    cache.trim()
+    monkeypatch.undo()
+    assert cache.path(name).exists() == (next(looks) > looked_at)
+
+
+def test_two_devices_trim_one_cache_at_once(tmp_path: Path) -> None:
+    cache, rounds, files = BlobCache(tmp_path, 250), 10, 100
+    barrier, failed = threading.Barrier(2), list[BaseException]()
+
+    def trim() -> None:
+        for _ in range(rounds):
+            if barrier.wait() == 0:
+                for at in range(files):
+                    (tmp_path / f"{at:064x}").write_bytes(b"x" * 100)
+            barrier.wait()
+            try:
+                cache.trim()
+            except OSError as error:
+                failed.append(error)
+            barrier.wait()
+
+    threads = [threading.Thread(target=trim) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_is_being_fetched_is_not_released(cache: BlobCache) -> None:
+    a, b = "a" * 64, "b" * 64
+    for name in (a, b):
+        cache.path(name).write_bytes(b"x")
+    cache.busy.add(a)
+    cache.keep((), owner=1)
+    cache.release((a, b), owner=1)
+    assert [cache.path(name).exists() for name in (a, b)] == [True, False]
 
 
 def test_a_blob_that_rotted_on_the_disk_is_fetched_again_before_it_is_used(

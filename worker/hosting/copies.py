@@ -113,6 +113,10 @@ class Copies:
                 answer = self._fetched(copy, cancel)
             except Cancelled:
                 continue
+            except Exception as error:  # the next copy must find this thread alive
+                log.exception("copy.not_kept", job=copy.job, name=copy.name)
+                cause = f"{type(error).__name__} in this worker"
+                answer = pb.CopyHeld(job=copy.job, name=copy.name, error=cause)
             with self._changed:
                 if not self._todo or self._todo[0] is not copy:
                     continue

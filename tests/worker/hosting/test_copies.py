@@ -135,3 +135,17 @@ def test_the_first_error_of_a_copy_does_not_end_the_others(kept: Kept) -> None:
     kept.copies.keep([lost, kept.asked("next", "b")])
     assert "sha256 differs" in kept.heard().error
     assert kept.heard().name == "next"
+
+
+def test_an_error_that_nobody_thought_of_does_not_end_the_thread(kept: Kept) -> None:
+    honest = kept.files.fetch
+
+    def fetch(wanted: Mapping[str, int], cancel: Cancel, progress: Callable[[int], None]) -> None:
+        kept.files.fetch = honest  # type: ignore[method-assign]
+        raise FileNotFoundError(2, "a secret path")
+
+    kept.files.fetch = fetch  # type: ignore[assignment,method-assign]
+    kept.copies.keep([kept.asked("lost", "a"), kept.asked("next", "b")])
+    assert kept.heard().error == "FileNotFoundError in this worker"
+    assert kept.heard().name == "next"
+    assert [held.name for held in kept.copies.held] == ["next"]
