@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from atoll.errors import StorageError
+from atoll.errors import ConnectionFailed, StorageError
 from atoll.opdag import DTYPE_BYTES
 from coordinator.federated.driver import FederatedDriver
 from coordinator.messages.jobs import ENDED
@@ -175,7 +175,7 @@ def role_of(scheduler: Scheduler, graphs: GraphStore, worker: str) -> Role | Non
 @dataclass(slots=True)
 class _Put:
     size: int
-    own: bool  # nobody else had put a byte of it
+    own: bool  # no other than a worker had put a byte of it
 
 
 @dataclass(slots=True)
@@ -197,12 +197,14 @@ class Accounts:
         most: Allowance,
         held: Callable[[str], int],
         settled: Collection[str],
+        reported: Collection[str],
     ) -> list[str]:
         """Count a blob of ``size`` that ``worker`` begins or goes on to put.
 
         Beyond ``most`` its oldest ones give way; returns those that may be deleted. StorageError
-        for one that is empty or too large by itself. ``held(name)``: bytes that are here; ``settled``: blobs
-        that are needed, and so count no more.
+        for one that is empty or too large by itself, ConnectionFailed while none may give way.
+        ``held(name)``: bytes that are here; ``settled``: blobs that are needed, and so count no more;
+        ``reported``: those whose report waits to be read, which count and do not give way.
         """
         if not 0 < size <= most.n_bytes:
             raise StorageError(
@@ -212,11 +214,26 @@ class Accounts:
         mine = self.puts.setdefault(worker, {})
         for other in [n for n in mine if n != name and n in settled]:
             del mine[other]
-        before = mine.pop(name, None)  # the newest is last
-        mine[name] = _Put(max(size, before.size if before else 0), before.own if before else not held(name))
-        away = []
-        while len(mine) > most.blobs or sum(put.size for put in mine.values()) > most.n_bytes:
-            oldest = next(iter(mine))
-            if mine.pop(oldest).own and not any(oldest in puts for puts in self.puts.values()):
-                away.append(oldest)
-        return away
+        before = mine.get(name)
+        if before is None:
+            began = not held(name) or any(puts[name].own for puts in self.puts.values() if name in puts)
+            put = _Put(size, began)
+        else:
+            put = replace(before, size=max(size, before.size))
+        others = {other: known.size for other, known in mine.items() if other != name}
+        blobs, n_bytes, going = len(others) + 1, sum(others.values()) + put.size, list[str]()
+        for other in (n for n in others if n not in reported):  # the newest is last
+            if blobs <= most.blobs and n_bytes <= most.n_bytes:
+                break
+            blobs, n_bytes = blobs - 1, n_bytes - others[other]
+            going.append(other)
+        if blobs > most.blobs or n_bytes > most.n_bytes:
+            raise ConnectionFailed("what you put is being read; try again")
+        mine.pop(name, None)
+        mine[name] = put
+        return [other for other in going if self._last(mine.pop(other), other, held)]
+
+    def _last(self, put: _Put, name: str, held: Callable[[str], int]) -> bool:
+        """Whether a blob may go with a put that was taken out: no other worker counts all that is here."""
+        others = (puts[name].size for puts in self.puts.values() if name in puts)
+        return put.own and all(size < held(name) for size in others)

@@ -74,6 +74,7 @@ class WorkerRights(Rights):
         self._shell = shell
         self._insecure = insecure
         self._accounts = Accounts()
+        self._giving_way = asyncio.Lock()  # what a worker began is gone before another begins it
 
     async def fetch(self, names: Collection[str], context: Context) -> None:
         """Only what the messages of its job named."""
@@ -89,13 +90,14 @@ class WorkerRights(Rights):
             return
         shell, role = self._shell, await self._role(context)
         most = await _guarded(role.allowance, context)
-        settled = shell.scheduler.blobs_in_flight() | shell.reported.keys()
-        try:
-            away = self._accounts.admit(worker, name, size, most, shell.blobs.held, settled)
-        except AtollError as error:
-            await refuse(context, error)
-        if away:
-            await asyncio.to_thread(shell.blobs.discard, away)
+        async with self._giving_way:
+            settled, reported = shell.scheduler.blobs_in_flight(), shell.reported
+            try:
+                away = self._accounts.admit(worker, name, size, most, shell.blobs.held, settled, reported)
+            except AtollError as error:
+                await refuse(context, error)
+            if away:
+                await asyncio.to_thread(shell.blobs.discard, away)
 
     def asker(self, context: Context) -> str:
         """The worker."""

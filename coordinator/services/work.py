@@ -256,10 +256,19 @@ class WorkService(rpc.WorkServicer):
     async def _stored(self, worker: str, session: int, message: ev.StateStored) -> None:
         """Check a report and wait until it is handled; its blobs give way to no other upload meanwhile."""
         shell, names = self._shell, set(message.tensors.values())
+        role = role_of(shell.scheduler, shell.graphs, worker)
+        if not (
+            isinstance(role, StageRole)
+            and role.state.job == message.job
+            and current(role.state, message.version)
+        ):
+            shell.promises.reported(worker, names)
+            shell.post(ev.Arrived(worker, session, message))  # too late to count
+            return
         shell.reported.update(names)
         try:
             try:
-                checked: ev.PeerMessage = await self._with_blobs_checked(worker, message)
+                checked: ev.PeerMessage = await self._with_blobs_checked(message, role)
             except AtollError as error:
                 checked = ev.Malformed(f"{worker} sent a malformed message: {error}")
             with contextlib.suppress(StorageError):  # the shell says it, and stops the jobs
@@ -269,15 +278,9 @@ class WorkService(rpc.WorkServicer):
             shell.reported.subtract(names)
             shell.reported += Counter()  # those of count 0 go
 
-    async def _with_blobs_checked(self, worker: str, message: ev.StateStored) -> ev.StateStored:
+    async def _with_blobs_checked(self, message: ev.StateStored, role: StageRole) -> ev.StateStored:
         """A stage's word is not enough: its blobs must be whole in the store, and hold its own tensors."""
         shell = self._shell
-        role = role_of(shell.scheduler, shell.graphs, worker)
-        if not isinstance(role, StageRole) or role.state.job != message.job:
-            return message  # too late to count
-        if not current(role.state, message.version):
-            return message
-
         n_bytes = 0
 
         def look() -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.errors import AccessDenied, StorageError
+from atoll.errors import AccessDenied, ConnectionFailed, StorageError
 from benchmarks.commit import WIDTH, upload
 from benchmarks.fake_worker import FakeWorker
 from coordinator.messages import events as ev
 from coordinator.server import Running
 from coordinator.services.blob_rights import CHECKPOINTS, Accounts, Allowance, ClientRole, StageRole, role_of
 from coordinator.services.sweep import sweep
+from coordinator.shell import Shell
 from protos import atoll_control_pb2 as pb
+from protos import atoll_job_pb2 as job_pb
 from tests.coordinator.federated.test_driver import Fleet, spec
 from tests.coordinator.test_server import Hold, Owner, fleet, refused, stack, start
 from tests.patience import HUNG_S, eventually
@@ -62,7 +65,7 @@ def test_what_a_worker_put_and_nothing_needs_is_never_more_than_it_was_asked_for
     accounts, here, settled = Accounts(), dict[str, int](), set[str]()
 
     def admit(name: str, size: int) -> list[str]:
-        return accounts.admit("w", name, size, Allowance(100, most), lambda n: here.get(n, 0), settled)
+        return accounts.admit("w", name, size, Allowance(100, most), lambda n: here.get(n, 0), settled, ())
 
     for name, size, counts in puts:
         if not 0 < size <= 100:
@@ -85,8 +88,64 @@ def test_what_a_worker_put_and_nothing_needs_is_never_more_than_it_was_asked_for
 def test_what_somebody_else_began_does_not_go_with_a_workers_other_puts() -> None:
     accounts, here = Accounts(), {"begun by the owner": 5}
     for name, gone in (("begun by the owner", []), ("mine", []), ("newer", ["mine"])):
-        assert accounts.admit("w", name, 60, Allowance(100, 1), lambda n: here.get(n, 0), ()) == gone
+        assert accounts.admit("w", name, 60, Allowance(100, 1), lambda n: here.get(n, 0), (), ()) == gone
         here[name] = 60
+
+
+class Disk:
+    """Bytes of the blobs that workers put within one allowance each."""
+
+    MOST = Allowance(4000, 4)
+
+    def __init__(self) -> None:
+        self.accounts, self.here = Accounts(), dict[str, int]()
+
+    def put(self, worker: str, name: str, size: int, n_bytes: int, reported: Collection[str] = ()) -> None:
+        """``n_bytes`` of a blob that ``worker`` says has ``size``."""
+
+        def held(blob: str) -> int:
+            return self.here.get(blob, 0)
+
+        if not self.accounts.counted(worker, name, size):
+            for gone in self.accounts.admit(worker, name, size, self.MOST, held, (), reported):
+                self.here.pop(gone, None)
+        self.here[name] = max(held(name), n_bytes)
+
+
+def test_what_a_worker_reports_counts_until_it_is_needed() -> None:
+    """Or it would report junk for ever, and have its allowance anew with each report."""
+    disk = Disk()
+    for at in range(20):
+        disk.put("w", f"junk {at}", 1000, 1000, reported=[f"junk {n}" for n in range(at - 3, at)])
+        assert sum(disk.here.values()) <= Disk.MOST.n_bytes
+
+
+def test_what_is_reported_does_not_give_way_and_what_comes_beside_it_waits() -> None:
+    disk = Disk()
+    reported = [f"reported {n}" for n in range(4)]
+    for name in reported:
+        disk.put("w", name, 1000, 1000)
+    with pytest.raises(ConnectionFailed, match="try again"):
+        disk.put("w", "more", 1000, 1000, reported=reported)
+    assert sorted(disk.here) == reported
+    assert not disk.accounts.counted("w", "more", 1000)
+    disk.put("w", "more", 1000, 1000)
+    assert sorted(disk.here) == ["more", *reported[1:]]
+
+
+@pytest.mark.parametrize("said", [4000, 1])
+def test_a_blob_that_several_workers_put_goes_with_the_last_of_them(said: int) -> None:
+    """Whoever began it, and however little of it the other says there is."""
+    disk = Disk()
+    for at in range(20):
+        disk.put("a", f"junk {at}", 4000, 1)
+        disk.put("b", f"junk {at}", said, said)
+        disk.put("a", f"junk {at}", 4000, 4000)
+        assert sum(disk.here.values()) <= 2 * Disk.MOST.n_bytes
+    for other in range(4):
+        disk.put("a", f"of a {other}", 1000, 0)
+        disk.put("b", f"of b {other}", 1000, 0)
+    assert sum(disk.here.values()) == 0
 
 
 def test_a_clients_role_is_one_update_and_the_broadcast_of_its_round() -> None:
@@ -174,6 +233,31 @@ def test_a_worker_puts_no_more_than_its_job_asks_for(stack: ExitStack, tmp_path:
     for _ in range(2 * most.blobs):
         put(worker, os.urandom(1000))
     assert running.call(lambda server: server.blobs.has(reported))
+
+
+def test_only_a_report_that_may_count_keeps_its_blobs(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = start(stack, tmp_path)
+    (worker,), owner = fleet(stack, running, 1, ready=Hold(stack, 1), memory_bytes=1 << 30), Owner(running)
+    job = owner.submit(n_ops=2, steps=1000)
+    owner.watch(job, lambda u: u.state == "training")
+    version = running.call(lambda server: server.shell.scheduler.jobs[job].version)
+    kept, handle = list[tuple[str, set[str]]](), Shell._handle
+
+    def looked(shell: Shell, batch: list[Any]) -> None:
+        """What is kept for each report while it is handled."""
+        messages = [posted.event.message for posted in batch if isinstance(posted.event, ev.Arrived)]
+        reports = [message for message in messages if isinstance(message, ev.StateStored)]
+        kept.extend((message.job, set(shell.reported)) for message in reports)
+        handle(shell, batch)
+
+    monkeypatch.setattr(Shell, "_handle", looked)
+    junk = job_pb.TensorBlob(name="w0", blob=name_of(b"junk"))
+    for of, plan_version in (("other", version), (job, version + 1), (job, version)):
+        worker.say(stored=pb.StateStored(job=of, plan_version=plan_version, step=1, tensors=[junk]))
+    eventually(lambda: len(kept) == 3)
+    assert kept == [("other", set()), (job, set()), (job, {junk.blob})]
 
 
 def test_the_owner_fetches_what_jobs_rest_on_and_no_clients_update(stack: ExitStack, tmp_path: Path) -> None:
