@@ -41,6 +41,7 @@ from coordinator.relay.book import RelayLimits
 from coordinator.relay.server import Relay
 from coordinator.services.access import Calls, EntryAccess, EntryThrottle, WorkerAccess
 from coordinator.services.authorities import Authorities
+from coordinator.services.backup import drop_holdings
 from coordinator.services.blobs import BlobService, OwnerRights, WorkerRights
 from coordinator.services.connections import ConnectionBound
 from coordinator.services.descriptors import raise_limit
@@ -138,6 +139,7 @@ class Server:
     def _restore(self) -> None:
         """Everything that the state folder holds, read back."""
         config = self.config
+        drop_holdings(config.state_dir)
         begun_s, begun = time.time(), time.monotonic()
         # Wall time that never jumps, so that silence is measured truly.
         self._clock: Callable[[], float] = lambda: begun_s + (time.monotonic() - begun)

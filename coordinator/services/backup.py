@@ -7,11 +7,12 @@ gone meanwhile, the journal is copied anew.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import sqlite3
 import tempfile
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,13 +26,14 @@ from protos.folder_version import VERSION_FILE
 from protos.private_files import private_folder, sync_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from coordinator.config import CoordinatorConfig
 
 JOURNAL = "journal.sqlite"
 FILES = (VERSION_FILE, "owner-token", "join-token", "owners.json", "relay-key")
 FOLDERS = ("ca", "audit", "runs")
+HOLDING = ".backup-"  # how the name of a folder of hard links begins
 ROUNDS = 5  # of copying the journal, while checkpoints replace each other
 CHECKPOINTS = 2  # of one job, where snapshots of the journal do not say
 
@@ -84,17 +86,15 @@ def back_up(config: CoordinatorConfig, target: Path) -> Saved:
 
 def _copied(config: CoordinatorConfig, journal: Path, into: Path, target: Path) -> Saved:
     bucket = config.blobs_url if config.blobs_url.startswith("s3://") else ""
-    with tempfile.TemporaryDirectory(prefix=".backup-", dir=config.state_dir) as holding:
+    with _holding(config.state_dir) as holding:
         for _ in range(ROUNDS):
             folded = _copy_journal(journal, into / JOURNAL)
             named = set() if bucket else folded.ledger.referenced_blobs() - {""}
             store = BlobStore(config.blob_dir, reading=True)
-            if not (missing := _held(store, named, Path(holding))):
+            if not (missing := _held(store, named, holding)):
                 break
         # What is gone for good makes its checkpoint torn, here as there: the others are worth a backup.
-        whole, n_bytes = _copy_blobs(
-            store, named - missing, Path(holding), BlobStore(into / "blobs", reading=True)
-        )
+        whole, n_bytes = _copy_blobs(store, named - missing, holding, BlobStore(into / "blobs", reading=True))
     for name in FOLDERS:
         if (config.state_dir / name).is_dir():
             shutil.copytree(config.state_dir / name, into / name)
@@ -104,6 +104,31 @@ def _copied(config: CoordinatorConfig, journal: Path, into: Path, target: Path) 
     ledger = folded.ledger
     lacking = len(named) - whole
     return Saved(target, ledger.term, folded.number, len(ledger.jobs), whole, n_bytes, lacking, bucket)
+
+
+@contextmanager
+def _holding(state_dir: Path) -> Iterator[Path]:
+    """A folder for hard links; locked while it is used, where the file system has locks."""
+    with tempfile.TemporaryDirectory(prefix=HOLDING, dir=state_dir, ignore_cleanup_errors=True) as folder:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+            yield Path(folder)
+        finally:
+            os.close(descriptor)
+
+
+def drop_holdings(state_dir: Path) -> None:
+    """Delete what backups that were killed hold: their links keep the space of blobs that are gone."""
+    for folder in state_dir.glob(f"{HOLDING}*"):
+        with suppress(OSError):  # in use, or without locks to say that it is not
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+            finally:
+                os.close(descriptor)
 
 
 def _copy_journal(source: Path, target: Path) -> Folded:

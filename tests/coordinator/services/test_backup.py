@@ -134,3 +134,18 @@ def test_with_a_bucket_the_blobs_stay_there(tmp_path: Path) -> None:
     saved = back_up(bucket, tmp_path / "copy")
     assert (saved.bucket, saved.blobs, saved.missing) == ("s3://name/prefix", 0, 0)
     assert (tmp_path / "copy" / "journal.sqlite").exists()
+
+
+def test_what_a_killed_backup_held_goes_at_the_next_start_and_what_one_holds_now_stays(
+    tmp_path: Path,
+) -> None:
+    state = tmp_path / "state"
+    killed = state / f"{backup.HOLDING}killed"
+    with serve(config(state)):
+        pass
+    killed.mkdir()
+    (killed / ("ab" * 32)).write_bytes(b"a blob that is gone")
+    with backup._holding(state) as held, serve(config(state)):
+        assert held.is_dir()
+        assert not killed.exists()
+    assert not held.exists()
