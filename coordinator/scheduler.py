@@ -20,7 +20,7 @@ from coordinator.membership.measuring import Measuring
 from coordinator.membership.roster import Roster, refusal
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
-from coordinator.messages.facts import Checkpoint, JobRecord, JobSubmitted, Ledger
+from coordinator.messages.facts import Checkpoint, JobForgotten, JobRecord, JobSubmitted, Ledger
 from coordinator.messages.jobs import BESIDE, ENDED, JobState
 from protos.devices import machine_of
 from protos.telemetry import Event as Name
@@ -48,6 +48,9 @@ class Driver(Protocol):
 
     def inquired(self, event: ev.PlanAsked) -> None:
         """Plan a job for somebody who does not want it run."""
+
+    def forget(self, job: str) -> None:
+        """Let go of a job that has ended."""
 
     def on(self, event: ev.JobEvent) -> None:
         """Handle an event about a job."""
@@ -355,6 +358,19 @@ class Scheduler:
         effects.emit(do.Notify(event.job))
         effects.advance = True
 
+    def _forget(self, event: ev.ForgetAsked) -> None:
+        job, effects = event.job, self.effects
+        if job not in self.jobs or self.jobs[job].phase not in ENDED:
+            effects.drop("ForgetAsked", f"{job} has not ended", job)
+            return
+        effects.record(JobForgotten(job))
+        self._driver_of.pop(job).forget(job)
+        self.roster.planned.pop(job, None)
+        del effects.jobs[job]
+        effects.log(Name.JOB_FORGOTTEN, job=job)
+        effects.emit(do.Notify(job))
+        effects.emit(do.SweepBlobs())
+
     def _restore(self, record: JobRecord) -> Driver:
         driver = self._driver_for(record.submitted.spec)
         self._driver_of[record.submitted.job] = driver
@@ -434,6 +450,7 @@ _HANDLERS: Mapping[type, Callable[[Scheduler, Any], None]] = {
     ev.Uploading: Scheduler._uploading,
     ev.Tick: Scheduler._tick,
     ev.Submitted: Scheduler._submitted,
+    ev.ForgetAsked: Scheduler._forget,
     ev.PlanAsked: Scheduler._plan_asked,
     ev.AppLent: Scheduler._lent,
     ev.AppReturned: Scheduler._returned,

@@ -7,6 +7,7 @@ to a worker before the facts it rests on are on the disk. Planning and disk work
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping
@@ -275,6 +276,7 @@ class Shell:
             return
         self._unwritten.clear()
         self.post(ev.StorageRecovered())
+        self._spawn(self.sweep_superseded())
 
     # ------------------------------------------------------------ instructions
 
@@ -500,6 +502,8 @@ class Shell:
         another checkpoint that is being stored has in common with them."""
         async with self._sweeping:
             self.promises.lapse(self.clock() - self.config.unneeded_blob_s)
+            if not self.settled:
+                return  # what a kill would bring back may need them
             superseded = self.scheduler.ledger.take_superseded()
             if not superseded:
                 return
@@ -514,6 +518,11 @@ class Shell:
             {"blobs": len(going), "freed_bytes": freed},
             self.clock(),
         )
+
+    async def drop_files(self, job: str) -> None:
+        """Delete the files of a job that has ended, and its figures."""
+        self.commit_s.pop(job, None)
+        await asyncio.to_thread(shutil.rmtree, self.runs.forget(job), ignore_errors=True)
 
     async def _drop_blobs(self, blobs: tuple[str, ...]) -> None:
         """Updates that are counted or refused may go, unless a job names the same bytes."""

@@ -410,6 +410,11 @@ class OwnerStub:
                 request_serializer=protos_dot_atoll__control__pb2.JobRequest.SerializeToString,
                 response_deserializer=protos_dot_atoll__control__pb2.JobUpdate.FromString,
                 _registered_method=True)
+        self.ForgetJobs = channel.unary_unary(
+                '/atoll.v1.Owner/ForgetJobs',
+                request_serializer=protos_dot_atoll__control__pb2.ForgetJobsRequest.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.Empty.FromString,
+                _registered_method=True)
         self.Result = channel.unary_unary(
                 '/atoll.v1.Owner/Result',
                 request_serializer=protos_dot_atoll__control__pb2.JobRequest.SerializeToString,
@@ -523,6 +528,12 @@ class OwnerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetJobs(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -650,6 +661,11 @@ def add_OwnerServicer_to_server(servicer, server):
                     servicer.Cancel,
                     request_deserializer=protos_dot_atoll__control__pb2.JobRequest.FromString,
                     response_serializer=protos_dot_atoll__control__pb2.JobUpdate.SerializeToString,
+            ),
+            'ForgetJobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetJobs,
+                    request_deserializer=protos_dot_atoll__control__pb2.ForgetJobsRequest.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.Empty.SerializeToString,
             ),
             'Result': grpc.unary_unary_rpc_method_handler(
                     servicer.Result,
@@ -891,6 +907,33 @@ class Owner:
             '/atoll.v1.Owner/Cancel',
             protos_dot_atoll__control__pb2.JobRequest.SerializeToString,
             protos_dot_atoll__control__pb2.JobUpdate.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetJobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Owner/ForgetJobs',
+            protos_dot_atoll__control__pb2.ForgetJobsRequest.SerializeToString,
+            protos_dot_atoll__control__pb2.Empty.FromString,
             options,
             channel_credentials,
             insecure,

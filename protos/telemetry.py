@@ -47,6 +47,7 @@ class Event(StrEnum):
     OPS_PROBED = "ops.probed"
     JOB_SUBMITTED = "job.submitted"
     JOB_STATE = "job.state"
+    JOB_FORGOTTEN = "job.forgotten"
     PLAN_MADE = "plan.made"
     PLAN_FAILED = "plan.failed"
     FLEET_JUDGED = "fleet.judged"

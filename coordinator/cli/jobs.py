@@ -43,6 +43,7 @@ def register(app: typer.Typer) -> None:
     app.command(epilog="Example: atoll watch j-1")(watch)
     app.command(epilog="Example: atoll logs j-1 --follow")(logs)
     app.command(epilog="Example: atoll cancel j-1")(cancel)
+    app.command(epilog="Example: atoll forget j-1 j-2")(forget)
     app.command(epilog="Example: atoll export j-1 -o model.safetensors")(export)
     app.command(epilog="Example: atoll trace j-1 -o trace.json   (open it in Perfetto)")(trace)
 
@@ -244,6 +245,21 @@ def cancel(
         out.print(
             f"{update.job} {update.state} at step {update.step}, checkpoint of step {update.checkpoint_step}"
         )
+
+
+@with_groups
+def forget(
+    jobs: Annotated[list[str], typer.Argument(metavar="JOB...", help="As in `atoll status`; ended ones.")],
+    common: Common,
+) -> None:
+    """Delete jobs that have ended: their checkpoints, figures and logs, and what no other job needs of their
+    models and data. They cannot be exported or resumed any more."""
+    with common.client() as client:
+        client.forget_jobs(jobs)
+    if common.json:
+        print_json({"forgotten": jobs})
+    else:
+        out.print(f"{', '.join(jobs)} forgotten", soft_wrap=True)
 
 
 @with_groups

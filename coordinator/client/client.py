@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -189,6 +189,11 @@ class Client:
         with calling(self.endpoint.address):
             update: pb.JobUpdate = self._owner.Cancel(pb.JobRequest(job=job), **self._short())
         return update
+
+    def forget_jobs(self, jobs: Sequence[str]) -> None:
+        """Have nothing kept of jobs that have ended. UsageError, and all are kept, where one has not."""
+        with calling(self.endpoint.address):
+            self._owner.ForgetJobs(pb.ForgetJobsRequest(jobs=jobs), **self._short(60.0))
 
     def checkpoints(self, job: str, *, verify: bool = False, step: int | None = None) -> list[pb.Checkpoint]:
         """The job's kept checkpoints, oldest first; ``verify``: read them to the last byte. UsageError when

@@ -120,6 +120,12 @@ class FederatedDriver:
         """Take in the ops of a new job: nothing is planned by them."""
         self.effects.roster.ops.flops.update(ops)
 
+    def forget(self, job: str) -> None:
+        """Let go of a job that has ended."""
+        del self.jobs[job]
+        self.unfit.pop(job, None)
+        self._let = {key: incarnation for key, incarnation in self._let.items() if key[0] != job}
+
     def on(self, event: ev.JobEvent) -> None:
         """Handle an event about one of these jobs."""
         match event:

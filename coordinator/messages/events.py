@@ -611,6 +611,13 @@ class CancelAsked:
     reason: str = "cancelled by the owner"
 
 
+@dataclass(frozen=True, slots=True)
+class ForgetAsked:
+    """Let go of a job that has ended."""
+
+    job: str
+
+
 JobEvent = (
     JobRead
     | TornFound
@@ -680,6 +687,7 @@ Event = (
     | FleetJudged
     | FleetFailed
     | CancelAsked
+    | ForgetAsked
     | AppLent
     | AppReturned
     | KickAsked

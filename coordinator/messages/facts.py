@@ -233,6 +233,13 @@ class JobEnded:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class JobForgotten:
+    """Nothing of an ended job is kept any more; no other job gets its name."""
+
+    job: str
+
+
 JobFact = (
     JobSubmitted
     | PlanAdopted
@@ -250,7 +257,7 @@ JobFact = (
     | RoundEvaluated
     | JobEnded
 )
-Fact = CoordinatorStarted | JobFact
+Fact = CoordinatorStarted | JobForgotten | JobFact
 _KINDS: dict[str, type[Fact]] = {
     "CoordinatorStarted": CoordinatorStarted,
     "JobSubmitted": JobSubmitted,
@@ -268,6 +275,7 @@ _KINDS: dict[str, type[Fact]] = {
     "RoundClosed": RoundClosed,
     "RoundEvaluated": RoundEvaluated,
     "JobEnded": JobEnded,
+    "JobForgotten": JobForgotten,
 }
 """Facts by their names in journals, which stay when a class is renamed. Of several names of one fact, the old
 ones stand first and the last is written."""
@@ -384,6 +392,19 @@ class JobRecord:
         s = self.submitted
         return Checkpoint(s.start_step, s.start_tensors or s.spec.tensors, s.created_s)
 
+    @property
+    def blobs(self) -> set[str]:
+        """Every blob that the job needs."""
+        spec = self.submitted.spec
+        found = {spec.dag_hash, spec.eval_dag_hash, *spec.tensors.values()}
+        found.update(self.submitted.start_tensors.values())
+        for data in (spec.data, spec.eval_data):
+            if data is not None:
+                found.update(f.blob for f in data.fields)
+        for checkpoint in self.kept:
+            found.update(checkpoint.tensors.values())
+        return found - {""}
+
 
 def began(lineage: tuple[tuple[int, int], ...], version: int, step: int) -> tuple[tuple[int, int], ...]:
     """Return the lineage of a plan that goes on under ``version`` from ``step`` on."""
@@ -397,8 +418,9 @@ class Ledger:
     keep: int = 2  # checkpoints of one job
     jobs: dict[str, JobRecord] = field(default_factory=dict)
     submissions: dict[str, str] = field(default_factory=dict)
-    superseded: set[str] = field(default_factory=set)  # blobs of checkpoints that were replaced
+    superseded: set[str] = field(default_factory=set)  # blobs of checkpoints that were replaced, of jobs gone
     term: int = 0  # of the coordinator that started last
+    forgotten: set[str] = field(default_factory=set)  # jobs: workers that were away may still hold them
 
     def apply(self, fact: Fact) -> None:
         """Take in one fact; KeyError when it speaks of a job that no fact made."""
@@ -410,6 +432,10 @@ class Ledger:
                 self.jobs[fact.job] = JobRecord(fact, steps=start)
                 if fact.submission:
                     self.submissions[fact.submission] = fact.job
+            case JobForgotten(job):
+                self.superseded |= self.jobs.pop(job).blobs
+                self.submissions = {key: of for key, of in self.submissions.items() if of != job}
+                self.forgotten.add(job)
             case _:
                 self._apply_to_job(self.jobs[fact.job], fact)
 
@@ -561,7 +587,7 @@ class Ledger:
             job.bytes_down += int(told.get("bytes_down", 0))
 
     def take_superseded(self) -> set[str]:
-        """Blobs of replaced checkpoints that nothing refers to any more; handed out once."""
+        """Blobs of what was replaced or forgotten that nothing refers to any more; handed out once."""
         found = self.superseded - self.referenced_blobs()
         self.superseded = set()
         return found
@@ -574,21 +600,14 @@ class Ledger:
             )
             for name, job in self.jobs.items()
         }
-        return replace(self, jobs=jobs, submissions=dict(self.submissions), superseded=set(self.superseded))
+        return replace(
+            self,
+            jobs=jobs,
+            submissions=dict(self.submissions),
+            superseded=set(self.superseded),
+            forgotten=set(self.forgotten),
+        )
 
     def referenced_blobs(self) -> set[str]:
         """Every blob that some job still needs."""
-        found: set[str] = set()
-        for job in self.jobs.values():
-            spec = job.submitted.spec
-            found.update((spec.dag_hash, spec.eval_dag_hash))
-            found.update(spec.tensors.values())
-            found.update(job.submitted.start_tensors.values())
-            for data in (spec.data, spec.eval_data):
-                if data is not None:
-                    found.update(f.blob for f in data.fields)
-            for checkpoint in job.checkpoints:
-                found.update(checkpoint.tensors.values())
-            for closed in job.closed:
-                found.update((closed.state, closed.model))
-        return found - {""}
+        return set[str]().union(*(job.blobs for job in self.jobs.values()))

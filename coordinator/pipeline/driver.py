@@ -109,13 +109,8 @@ class PipelineDriver:
             self.suspicion,
             self.profiling.newcomers_timed,
         )
-        self.losses = Losses(
-            self.effects,
-            self.profiling,
-            self.config.liveness.dead_after_s,
-            self._step,
-            self.beside.checks.make_way,
-        )
+        dead_after_s, make_way = self.config.liveness.dead_after_s, self.beside.checks.make_way
+        self.losses = Losses(self.effects, self.profiling, dead_after_s, self._step, make_way)
         self.seating = Seats(self.effects, self._step, self.beside.replanning)
         self.pair_tables = PairTables(self.effects, self._step)
         self.round_codecs = RoundCodecs(self._step)
@@ -174,6 +169,11 @@ class PipelineDriver:
     def submitted(self, job: str, ops: Mapping[str, int]) -> None:
         """Take in the ops of a new job."""
         self.profiling.know(job, ops)
+
+    def forget(self, job: str) -> None:
+        """Let go of a job that has ended."""
+        del self.jobs[job]
+        self.profiling.forget(job)
 
     def on(self, event: ev.JobEvent) -> None:
         """Handle an event about one of these jobs."""

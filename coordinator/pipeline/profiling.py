@@ -207,6 +207,14 @@ class Profiling:
         for known in (self._begun_s, self._chosen, self._wanted, self._refined, self._rest):
             known.pop(job, None)
 
+    def forget(self, job: str) -> None:
+        """Forget everything about a job that is over."""
+        self.stop(job)
+        for known in (self.holds, self._ops_of, self._attempts, self._planned_on):
+            known.pop(job, None)
+        for jobs in (self._reading, self._unreadable, self._suspect):
+            jobs.discard(job)
+
     def awaited(self, job: str, attempt: int) -> bool:
         """Whether this is the planning attempt that counts."""
         return self._attempts.get(job) == attempt

@@ -98,7 +98,7 @@ class OwnerService(rpc.OwnerServicer):
             raise UsageError(wrong)
         resumed = ledger.jobs[spec.resume_of].submitted.spec if spec.resume_of else None
         graphs = await asyncio.to_thread(self._shell.graphs.check, spec, resumed)
-        job = _job_name(spec.name, set(ledger.jobs))
+        job = _job_name(spec.name, ledger.jobs.keys() | ledger.forgotten)
         await self._shell.ask(ev.Submitted(job, submission, spec, graphs.flops, start))
         return job
 
@@ -153,9 +153,9 @@ class OwnerService(rpc.OwnerServicer):
     async def Watch(self, request: pb.JobRequest, context: Context) -> AsyncIterator[pb.JobUpdate]:  # noqa: N802
         """Updates whenever the job changes, until it has ended; metric points are never skipped."""
         shell = self._shell
-        await self._known(request.job, context)
         cursor, version, costs_at_s = 0, -1, -COSTS_EVERY_S
         while True:
+            await self._known(request.job, context)
             change = shell.change_of(request.job)
             total, points = shell.runs.of(request.job).since(cursor)
             state = shell.scheduler.jobs[request.job]
@@ -196,17 +196,41 @@ class OwnerService(rpc.OwnerServicer):
         """Stop a job; its last checkpoint stays."""
         await self._known(request.job, context)
         try:
-            caller, owner = self._caller(context), self._shell.scheduler.jobs[request.job].spec.owner
-            if not caller.may(Role.ADMINISTER) and owner != caller.name:
-                raise AccessDenied(
-                    f"{request.job} is a job of {owner or 'the first owner'}, and {caller.name} is not; who "
-                    "may administer can cancel it"
-                )
+            self._may_end(request.job, "cancel", context)
             self._did(context, "cancel", job=request.job)
             await self._shell.ask(ev.CancelAsked(request.job))
         except AtollError as error:
             await refuse(context, error)
         return self._update(request.job)
+
+    async def ForgetJobs(self, request: pb.ForgetJobsRequest, context: Context) -> pb.Empty:  # noqa: N802
+        """Keep nothing of jobs that have ended, none of them where one has not."""
+        shell, jobs = self._shell, list(dict.fromkeys(request.jobs))
+        async with self._submitting:  # or what goes on from one of them would lose its beginning
+            for job in jobs:
+                await self._known(job, context)
+            try:
+                for job in jobs:
+                    self._may_end(job, "forget", context)
+                    if shell.scheduler.jobs[job].phase not in ENDED:
+                        raise UsageError(f"{job} has not ended; stop it first: `atoll cancel {job}`")
+                for job in jobs:
+                    self._did(context, "forget job", job=job)
+                    # Its files first: when we are killed in between, it is still there to be forgotten again.
+                    await shell.drop_files(job)
+                    await shell.ask(ev.ForgetAsked(job))
+            except AtollError as error:
+                await refuse(context, error)
+        return pb.Empty()
+
+    def _may_end(self, job: str, what: str, context: Context) -> None:
+        """Whether the caller may cancel or forget a job. Raises AccessDenied."""
+        caller, owner = self._caller(context), self._shell.scheduler.jobs[job].spec.owner
+        if not caller.may(Role.ADMINISTER) and owner != caller.name:
+            raise AccessDenied(
+                f"{job} is a job of {owner or 'the first owner'}, and {caller.name} is not; who may "
+                f"administer can {what} it"
+            )
 
     async def Result(self, request: pb.JobRequest, context: Context) -> pb.ResultReply:  # noqa: N802
         """Names and blobs of the job's newest complete state."""
@@ -225,6 +249,7 @@ class OwnerService(rpc.OwnerServicer):
             )
         except AtollError as error:
             await refuse(context, error)
+        await self._known(request.job, context)  # it may have been forgotten meanwhile
         checkpoint, hidden = shell.scheduler.ledger.jobs[request.job].last_checkpoint, set(state.spec.hidden)
         # A federated job's newest model is one file over the tensors that it began with; the server's
         # state holds it too, uncoded.

@@ -38,7 +38,7 @@ class Role(StrEnum):
 
 _ORDER = list(Role)
 _WATCH = frozenset({"Status", "Watch", "Logs", "Trace", "Checkpoints", "ListAuthorities"})
-_SUBMIT = frozenset({"Submit", "MakePlan", "Cancel", "Result", "Restore"})
+_SUBMIT = frozenset({"Submit", "MakePlan", "Cancel", "ForgetJobs", "Result", "Restore"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,6 +196,13 @@ class RunLogs:
             self._jobs[job] = RunLog(self._root / job, self._trace_bytes)
         return self._jobs[job]
 
+    def forget(self, job: str) -> Path:
+        """Close the job's files; returns their folder, which is to be deleted. UsageError as ``of``."""
+        run = self.of(job)
+        run.close()
+        del self._jobs[job]
+        return run.folder
+
     def flush(self) -> None:
         for run in self._jobs.values():
             run.flush()

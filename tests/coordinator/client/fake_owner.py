@@ -40,6 +40,7 @@ class Script:
     submissions: dict[str, pb.SubmitRequest] = field(default_factory=dict)
     kicked: list[pb.KickRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
     secret: str | None = None  # what the owner must present
     fail_first: dict[str, int] = field(default_factory=dict)  # call -> times it is UNAVAILABLE
     refuse: dict[str, tuple[grpc.StatusCode, str]] = field(default_factory=dict)
@@ -105,6 +106,11 @@ class _Owner(_Service, rpc.OwnerServicer):
         self.admit("Cancel", context)
         self.script.cancelled.append(request.job)
         return pb.JobUpdate(job=request.job, state="cancelled", step=7, checkpoint_step=5)
+
+    def ForgetJobs(self, request: pb.ForgetJobsRequest, context: Context) -> pb.Empty:
+        self.admit("ForgetJobs", context)
+        self.script.forgotten += request.jobs
+        return pb.Empty()
 
     def Result(self, request: pb.JobRequest, context: Context) -> pb.ResultReply:
         self.admit("Result", context)
