@@ -23,8 +23,8 @@ from protos.app_signing import SCHEME, checked_publisher
 from protos.folder_version import claim_version
 from protos.private_files import state_folder
 from protos.text_limits import plain
+from protos.units import parse_size
 from worker.manners.settings_file import OLDER_FILE, SETTINGS_FILE, read_settings, write_settings
-from worker.manners.units import parse_size
 
 DEFAULT_PORT = 7700
 ANY_APP = "any"

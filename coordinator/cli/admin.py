@@ -22,6 +22,7 @@ from coordinator.cli.render import status_view
 from coordinator.client.endpoint import Endpoint, default_state_dir, parse_address, remember
 from protos.command_line import AsJson, out, print_json, with_groups
 from protos.networks import ANYWHERE
+from protos.units import parse_size
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,6 +74,9 @@ def serve(
             metavar="URL", help="Folder of the blobs, or s3://BUCKET/PREFIX; default: in the state folder."
         ),
     ] = "",
+    blob_quota: Annotated[
+        str, typer.Option(metavar="SIZE", help="Disk limit of models, data and checkpoints.")
+    ] = "512GiB",
     insecure: Insecure = False,
     json: AsJson = False,
     *,
@@ -98,6 +102,7 @@ def serve(
         relaying=relays.relaying(insecure=insecure),
         database_url=database,
         blobs_url=blobs,
+        blob_quota_bytes=parse_size(blob_quota),
         max_workers=max_workers,
         join_token_copy=tokens.join_token_file,
         owner_token_copy=tokens.owner_token_file,

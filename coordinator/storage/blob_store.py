@@ -280,7 +280,7 @@ class BlobStore:
         if self._used + more > self.quota_bytes:
             raise StorageError(
                 f"the blob store holds {self._used} of {self.quota_bytes} bytes; "
-                "raise its quota or delete old jobs"
+                "let go of ended jobs by `atoll forget JOB`, or raise --blob-quota of `atoll serve`"
             )
 
     def _append(self, name: str, data: bytes) -> None:

@@ -15,6 +15,7 @@ from atoll.errors import AtollError
 from protos import PROTOCOL_VERSION
 from protos.command_line import AsJson, enter, err, out, print_json, with_groups
 from protos.log_stream import log_stream
+from protos.units import shown_size
 from worker.cli import apps as cli_apps
 from worker.cli import data as cli_data
 from worker.cli import forget as cli_forget
@@ -24,7 +25,6 @@ from worker.cli import manners as cli_manners
 from worker.cli.options import AppOptions, Joining, Limits, Reach, StateDir
 from worker.config import WorkerConfig, default_state_dir, make_config, was_insecure, with_insecure_check
 from worker.manners.applied import read_applied
-from worker.manners.units import shown_size
 
 EXIT_CODES = """Exit codes: 0 left as asked, 1 other error, 2 wrong usage, 5 coordinator unreachable,
 6 access denied (token, certificate, or dismissed), 7 protocol mismatch, 9 storage, 130 interrupted."""

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from atoll.errors import UsageError
 from protos.command_line import AsJson, err, out, print_json
+from protos.units import parse_size, shown_size
 from worker.cli.options import StateDir
 from worker.cli.running import running_process
 from worker.config import WorkerConfig, change_settings, default_state_dir
@@ -19,7 +20,6 @@ from worker.manners.applied import Applied, read_applied
 from worker.manners.explained import EXPLAINED
 from worker.manners.limits import LIMIT_NAMES, Limits, limits_from
 from worker.manners.settings_file import SETTINGS_FILE, read_settings, stamp
-from worker.manners.units import parse_size, shown_size
 
 TAKEN_UP_S = 5.0  # a daemon looks a few times a second
 LOOK_S = 0.05

@@ -10,8 +10,8 @@ import typer
 
 from protos.app_bundle import parse_pairs
 from protos.command_line import TokenFile, given_token
+from protos.units import parse_size
 from worker.config import parse_address
-from worker.manners.units import parse_size
 
 StateDir = Annotated[
     Path | None,

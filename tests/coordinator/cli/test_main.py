@@ -16,6 +16,7 @@ from coordinator.cli.admin import parse_duration
 from coordinator.cli.format import in_bytes, in_seconds, plain, share_bar, sparkline
 from coordinator.cli.main import app
 from coordinator.client.endpoint import parse_address
+from coordinator.config import CoordinatorConfig
 from protos import atoll_control_pb2 as pb
 from protos.command_line import run
 from protos.convert import to_proto
@@ -305,6 +306,14 @@ def test_cancel_tells_which_checkpoint_is_left(
     assert "checkpoint of step 5" in _words(capsys)
 
 
+def test_several_jobs_are_forgotten_at_once(
+    script: Script, server: FakeOwnerServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(app, ["forget", "j-1", "j-2", *server.options]) == 0
+    assert script.forgotten == ["j-1", "j-2"]
+    assert "j-1, j-2 forgotten" in _words(capsys)
+
+
 def test_logs_read_as_lines(
     script: Script, server: FakeOwnerServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -500,6 +509,16 @@ def test_a_kicked_worker_and_a_revoked_token_are_told_as_json(
     capsys.readouterr()
     assert run(app, ["token", "revoke", "t-1", "--json", *server.options]) == 0
     assert json.loads(capsys.readouterr().out) == {"id": "t-1", "revoked": True}
+
+
+@pytest.mark.parametrize(("given", "quota"), [([], 512 * 2**30), (["--blob-quota", "1.5TiB"], 3 * 2**39)])
+def test_serve_takes_in_as_many_bytes_as_its_owner_says(
+    given: list[str], quota: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs: list[CoordinatorConfig] = []
+    monkeypatch.setattr("coordinator.server.serve_forever", lambda config, announce: configs.append(config))
+    assert run(app, ["serve", "--state-dir", str(tmp_path), *given]) == 0
+    assert [config.blob_quota_bytes for config in configs] == [quota]
 
 
 def test_serve_tells_scripts_in_one_line_once_it_listens(tmp_path: Path) -> None:

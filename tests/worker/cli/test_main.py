@@ -25,6 +25,7 @@ from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos.command_line import run
 from protos.credentials import Authority, Identity, JoinToken, new_token, presented_in, server_credentials
+from protos.units import parse_size
 from tests.interrupts import interrupted, own_session
 from tests.patience import HUNG_S
 from worker.cli import main as cli
@@ -34,7 +35,6 @@ from worker.control.calls import answer
 from worker.control.enroll import join
 from worker.daemon import Daemon
 from worker.hosting.sandbox import Sandbox
-from worker.manners.units import parse_size
 
 
 class Door(rpc.EntryServicer):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from atoll.errors import UsageError
+from protos.units import shown_size
 from worker.manners.limits import Limits, limits_from
-from worker.manners.units import shown_size
 
 
 def at(hour: int, minute: int = 0) -> datetime:
