@@ -52,7 +52,7 @@ from coordinator.pipeline.beside import Beside
 from coordinator.pipeline.calibration import learn
 from coordinator.pipeline.doubt import left_out
 from coordinator.pipeline.link_adaptation import Adapting, capped
-from coordinator.pipeline.losses import Losses, no_part
+from coordinator.pipeline.losses import Losses
 from coordinator.pipeline.pair_tables import PairTables
 from coordinator.pipeline.profiling import Hold, Profiling
 from coordinator.pipeline.relink import current
@@ -458,22 +458,17 @@ class PipelineDriver:
             why = f"of {worker}, which has no rank in {message.job}"
             self.effects.drop(type(message).__name__, why)
             return
-        if isinstance(message, ev.StepReady) and _awaited(state, rank, message):
-            elapsed_s = self.effects.now_s - state.begun_s if state.begun_s is not None else None
-            wrong = self.effects.roster.judge(worker, message, elapsed_s)
-            if wrong is not None:
-                self.effects.quarantine(worker, wrong)
-                return
+        wrong = self.suspicion.untrue(state, rank, worker, message)
+        if wrong is not None:
+            self.effects.quarantine(worker, wrong)
+            return
         if isinstance(message, ev.Loaded) and self._has_repeated(state, rank, message):
             self.beside.checks.replayed(state, rank, worker, message.digests)
         if isinstance(message, ev.StageFailed):
             self._failed(state, FromRank(rank, message))
             return
-        if isinstance(message, ev.StateStored):
-            if wrong := no_part(state, message):
-                self.effects.quarantine(worker, f"{worker} stored {wrong}")
-                return
-            if message.error and self.losses.unstored(state, FromRank(rank, message)):
+        if isinstance(message, ev.StateStored) and message.error:
+            if self.losses.unstored(state, FromRank(rank, message)):
                 return
         if isinstance(message, ev.EvalReady) and message.step + 1 == state.awaiting_eval:
             self.stuck.evaluated(state, rank)
@@ -692,8 +687,3 @@ class PipelineDriver:
 def _present(state: JobState) -> list[tuple[int, str]]:
     """Return the ranks of a job's plan that have a worker, with it."""
     return [(rank, state.plan.places[rank].worker) for rank in state.present] if state.plan else []
-
-
-def _awaited(state: JobState, rank: int, report: ev.StepReady) -> bool:
-    """Whether a report is of the step in flight: one that is repeated took its time in an earlier one."""
-    return report.step == state.due and rank not in state.ready and current(state, report.version)

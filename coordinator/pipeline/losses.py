@@ -15,7 +15,6 @@ from coordinator.pipeline import machine
 from coordinator.pipeline.doubt import left_out
 from coordinator.pipeline.profiling import Hold, Profiling
 from coordinator.pipeline.reconfigure import Choice, Refused, begun, choose
-from coordinator.pipeline.relink import current
 
 if TYPE_CHECKING:
     from atoll.plan import Plan
@@ -176,11 +175,3 @@ class Losses:
             self.replaced(state, chosen, ranks, words)
         else:
             self.step(state.job, failed)
-
-
-def no_part(state: JobState, stored: StateStored) -> str:
-    """Return why what a worker of the plan has stored is no part of a checkpoint, "" where it may be one."""
-    if stored.forged and current(state, stored.version):
-        return f"what is no checkpoint: {stored.forged}"
-    odd = sorted(stored.tensors.keys() - state.spec.tensors.keys())
-    return f"{odd[0]!r}, which {state.job} does not have" if odd else ""

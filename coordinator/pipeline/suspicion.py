@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from coordinator.messages import events as ev
 from coordinator.messages.jobs import ENDED, STEPPING, Doubt, JobState
 from coordinator.pipeline import anomalies
 from coordinator.pipeline.anomalies import Alarm, Watched
 from coordinator.pipeline.doubt import cleared
+from coordinator.pipeline.relink import current
 from coordinator.pipeline.stuck import Culprit, Stuck
 from protos.telemetry import Event as Name
 
@@ -62,6 +64,19 @@ class Suspicion:
         if why:
             self._disputed[state.job] = why
         self._name(state)
+
+    def untrue(self, state: JobState, rank: int, worker: str, message: ev.StageMessage) -> str | None:
+        """Return why what a rank says cannot be true, None where it can; learn from the figures of a step."""
+        match message:
+            case ev.StepReady() if _awaited(state, rank, message):
+                elapsed_s = self.effects.now_s - state.begun_s if state.begun_s is not None else None
+                return self.effects.roster.judge(worker, message, elapsed_s)
+            case ev.StateStored(forged=forged) if forged and current(state, message.version):
+                return f"{worker} stored what is no checkpoint: {forged}"
+            case ev.StateStored(tensors=tensors) if not tensors.keys() <= state.spec.tensors.keys():
+                odd = sorted(tensors.keys() - state.spec.tensors.keys())[0]
+                return f"{worker} stored {odd!r}, which {state.job} does not have"
+        return None
 
     def tick(self, jobs: Mapping[str, JobState]) -> None:
         """Replace whoever's figures have been odd for long enough."""
@@ -134,3 +149,8 @@ class Suspicion:
 
     def _log(self, job: str, worker: str, reason: str) -> None:
         self.effects.log(Name.WORKER_SUSPECTED, job=job, worker=worker, reason=reason)
+
+
+def _awaited(state: JobState, rank: int, report: ev.StepReady) -> bool:
+    """Whether a report is of the step in flight: one that is repeated took its time in an earlier one."""
+    return report.step == state.due and rank not in state.ready and current(state, report.version)
