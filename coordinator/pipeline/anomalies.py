@@ -113,10 +113,12 @@ def odd(values: Mapping[Key, float], noise: Mapping[Key, float]) -> set[Key]:
     """
     found = set()
     for key, value in values.items():
+        spread = max(LEAST_SPREAD[key.kind], noise.get(key, 0.0))
+        if score(value, (), spread) <= LIMIT:  # no peers make it odder: most need not be held against them
+            continue
         peers = [
             v for other, v in values.items() if other.kind is key.kind and key.ends.isdisjoint(other.ends)
         ]
-        spread = max(LEAST_SPREAD[key.kind], noise.get(key, 0.0))
         if score(value, peers, spread) > LIMIT:
             found.add(key)
     return found

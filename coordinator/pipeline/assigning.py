@@ -9,6 +9,7 @@ from atoll.plan import Plan
 from coordinator.membership.roster import Roster
 from coordinator.messages import instructions as do
 from coordinator.messages import peer_tensors
+from coordinator.messages.events import StepReady
 from coordinator.messages.facts import Checkpoint
 from coordinator.messages.jobs import JobState
 
@@ -123,6 +124,16 @@ def neighbours(plan: Plan, rank: int) -> set[int]:
         if overlaps if place.replica != mine.replica else place.stage in stages:
             found.add(at)
     return found
+
+
+def of_neighbours(plan: Plan, rank: int, report: StepReady) -> StepReady:
+    """Return a rank's report without figures of links to others than its neighbours, and one for each: what
+    is kept of a report is bounded by the plan, whatever names are in it."""
+    if not report.links:
+        return report
+    near = {plan.places[other].worker for other in neighbours(plan, rank)}
+    links = {link.peer: link for link in report.links if link.peer in near}
+    return replace(report, links=tuple(links.values()))
 
 
 def rank_peer(roster: Roster, me: str, rank: int, peer: str, my_rank: int) -> do.RankPeer:

@@ -47,7 +47,7 @@ from coordinator.messages.jobs import (
     Waits,
 )
 from coordinator.pipeline import machine, reconfigure, restart
-from coordinator.pipeline.assigning import assignment, reconfiguration, said_to
+from coordinator.pipeline.assigning import assignment, of_neighbours, reconfiguration, said_to
 from coordinator.pipeline.beside import Beside
 from coordinator.pipeline.calibration import learn
 from coordinator.pipeline.doubt import left_out
@@ -462,6 +462,8 @@ class PipelineDriver:
         if wrong is not None:
             self.effects.quarantine(worker, wrong)
             return
+        if isinstance(message, ev.StepReady) and state.plan is not None:
+            message = of_neighbours(state.plan, rank, message)
         if isinstance(message, ev.Loaded) and self._has_repeated(state, rank, message):
             self.beside.checks.replayed(state, rank, worker, message.digests)
         if isinstance(message, ev.StageFailed):

@@ -9,7 +9,8 @@ import pytest
 from atoll.plan import Plan, Prediction, StagePrediction
 from coordinator.messages import instructions as do
 from coordinator.messages.events import Goodput
-from coordinator.pipeline.anomalies import FIRST_STEPS, WINDOW_STEPS, WINDOWS
+from coordinator.pipeline.anomalies import FIRST_STEPS, WINDOW_STEPS, WINDOWS, Kind
+from coordinator.pipeline.driver import PipelineDriver
 from tests.sim.scripted import Scripted
 from tests.sim.worker import MEMORY
 
@@ -45,3 +46,20 @@ def test_a_slow_links_sender_is_replaced_where_an_idle_worker_has_the_memory(
     train(world, WINDOWS - 1, 1.0)
     assert ("slow link from a to b" in known.quarantined) is replaced
     assert world.holders() == (["c", "b"] if replaced else ["a", "b"])
+
+
+def test_links_to_others_than_neighbours_are_not_kept() -> None:
+    """Names in a report are the worker's own words: new ones in each would be followed for ever."""
+    world = Scripted()
+    world.training("a", "b", "c", steps=10_000, checkpoint_every=1000)
+    for step in range(FIRST_STEPS + WINDOW_STEPS + 1):
+        world.wait(1.0)
+        invented = tuple(Goodput(f"{step}-{at}", 10**6, 0.1, 0.01) for at in range(1000))
+        world.ready("a", links=(*invented, Goodput("c", 10**6, 0.1, 0.01), Goodput("b", 10**6, 0.1, 0.01)))
+        world.ready("b")
+    world.wait(1.0)
+    assert [link.peer for link in world.state().reports[0].links] == ["b"]
+    driver = world.scheduler.driver_of("job-1")
+    assert isinstance(driver, PipelineDriver)
+    (watched,) = driver.suspicion._watched.values()
+    assert {key.peer for key in watched._series if key.kind is Kind.LINK} == {"b"}
