@@ -464,14 +464,16 @@ class PipelineDriver:
             return
         if isinstance(message, ev.StepReady) and state.plan is not None:
             message = of_neighbours(state.plan, rank, message)
+        if isinstance(message, ev.StateStored) and rank not in state.store_ranks:
+            self.effects.drop("StateStored", f"of rank {rank}, which stores nothing", message.job)
+            return
         if isinstance(message, ev.Loaded) and self._has_repeated(state, rank, message):
             self.beside.checks.replayed(state, rank, worker, message.digests)
         if isinstance(message, ev.StageFailed):
             self._failed(state, FromRank(rank, message))
             return
-        if isinstance(message, ev.StateStored) and message.error:
-            if self.losses.unstored(state, FromRank(rank, message)):
-                return
+        if isinstance(message, ev.StateStored) and self.losses.unstored(state, FromRank(rank, message)):
+            return
         if isinstance(message, ev.EvalReady) and message.step + 1 == state.awaiting_eval:
             self.stuck.evaluated(state, rank)
         self._step(message.job, FromRank(rank, message))

@@ -132,7 +132,9 @@ class Losses:
         whether that was so."""
         done = event.message.step + 1
         parts = state.stores.get(done)
-        if parts is None or event.rank in parts or state.plan is None or machine.staleness(state, event):
+        if not event.message.error or parts is None or event.rank in parts or state.plan is None:
+            return False
+        if machine.staleness(state, event):
             return False
         worker = state.plan.places[event.rank].worker
         if done < state.steps and set(state.unstored) != {

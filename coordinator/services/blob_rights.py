@@ -25,6 +25,7 @@ from coordinator.storage.graph_store import leaf_metas
 if TYPE_CHECKING:
     from atoll.opdag import StateMeta, TensorMeta
     from atoll.plan import Plan
+    from atoll.program import StageProgram
     from coordinator.federated.state import FederationState
     from coordinator.messages.instructions import StageCopy
     from coordinator.messages.jobs import JobState
@@ -71,13 +72,26 @@ class StageRole:
         once = sum(most_bytes(meta, local=local) for meta in metas)
         return Allowance(CHECKPOINTS * once, CHECKPOINTS * len(metas))
 
-    def snapshot(self) -> frozenset[str]:
-        """Names of the tensors that it stores in a checkpoint; of a tied one its first holder does."""
+    def snapshot(self) -> dict[str, StateMeta]:
+        """Return the declared states of the tensors that it stores in a checkpoint; a tied one its first
+        holder does."""
+        program, states = self._programs()[-1], self.leaves()
+        followed = {tied.name for tied in program.tied if tied.holders[0] != program.stage}
+        return {
+            name: states[name] for name in (*program.parameters, *program.buffers) if name not in followed
+        }
+
+    def shared(self) -> frozenset[str]:
+        """Return the tensors that a stage before it stores as well: buffers that no step writes."""
+        *before, program = self._programs()
+        return frozenset(name for other in before for name in other.buffers).intersection(program.buffers)
+
+    def _programs(self) -> tuple[StageProgram, ...]:
+        """Return the programs of its replica's stages up to its own."""
         plan = self.state.plan
         assert plan is not None  # noqa: S101 - it holds a stage of one
-        program = self.graphs.programs(plan).train[self.rank]
-        followed = {tied.name for tied in program.tied if tied.holders[0] != program.stage}
-        return frozenset((*program.parameters, *program.buffers)) - followed
+        first = self.rank - plan.places[self.rank].stage
+        return self.graphs.programs(plan).train[first : self.rank + 1]
 
     def leaves(self) -> dict[str, StateMeta]:
         """Declared states of the tensors that its stage reads."""

@@ -279,22 +279,24 @@ class WorkService(rpc.WorkServicer):
             shell.reported += Counter()  # those of count 0 go
 
     async def _with_blobs_checked(self, message: ev.StateStored, role: StageRole) -> ev.StateStored:
-        """A stage's word is not enough: its blobs must be whole in the store, and hold its own tensors."""
+        """A stage's word is not enough: its blobs must be whole in the store, and hold the tensors that
+        it stores, no others; one that a stage before it stores too is that one's to say."""
         shell = self._shell
-        n_bytes = 0
+        n_bytes, shared = 0, frozenset[str]()
 
         def look() -> tuple[str, str]:
-            nonlocal n_bytes
+            nonlocal n_bytes, shared
             absent = [name for name, blob in message.tensors.items() if not shell.blobs.has(blob)]
             if absent:
                 return f"{len(absent)} of its blobs are not in the store, first {absent[0]!r}", ""
             if message.error:
                 return message.error, ""
-            lacking = role.snapshot() - message.tensors.keys()
+            own, shared = role.snapshot(), role.shared()
+            lacking = own.keys() - message.tensors.keys()
             if lacking:
                 return "", f"{len(lacking)} tensors of its stage are not in it, first {min(lacking)!r}"
             n_bytes = sum(map(shell.blobs.held, set(message.tensors.values())))
-            forged = shell.graphs.forged(message.tensors, role.leaves())
+            forged = shell.graphs.forged(message.tensors, own)
             if forged and not all(map(shell.blobs.has, message.tensors.values())):
                 return forged, ""  # it rotted here, and is dropped
             return "", forged
@@ -304,7 +306,8 @@ class WorkService(rpc.WorkServicer):
         except StorageError as failed:  # the store's failure, and none of the worker's
             error, forged = str(failed), ""
         if not error and not forged:
-            return replace(message, n_bytes=n_bytes)
+            tensors = {name: blob for name, blob in message.tensors.items() if name not in shared}
+            return replace(message, tensors=tensors, n_bytes=n_bytes)
         return ev.StateStored(message.job, message.version, message.step, {}, error, forged)
 
     async def _converted(self, worker: str, message: do.Message) -> pb.ToWorker | None:

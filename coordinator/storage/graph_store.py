@@ -132,15 +132,15 @@ class GraphStore:
         return torn(self._store, tensors, states, needed, hashes=hashes)
 
     def forged(self, tensors: Mapping[str, str], leaves: Mapping[str, StateMeta]) -> str:
-        """Return what is wrong with what a stage says it stored, "" when nothing is; ``leaves``: its own.
-        StorageError as ``torn``."""
+        """Return what is wrong with what a stage says it stored, "" when nothing is; ``leaves``: what it
+        is to store. StorageError as ``torn``."""
         return next(
             filter(
                 None,
                 (
                     defect(self._store, name, blob, leaves[name])
                     if name in leaves
-                    else f"{name!r} is no tensor of its stage"
+                    else f"{name!r} is no tensor that its stage stores"
                     for name, blob in tensors.items()
                 ),
             ),

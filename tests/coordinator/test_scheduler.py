@@ -7,8 +7,18 @@ from typing import Any
 
 import pytest
 
+from atoll.exchange import Exchange
 from atoll.job import Optimizer, OptimizerName
-from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StagePrediction, StageSpec, one_replica
+from atoll.plan import (
+    LinkPrediction,
+    LinkSpec,
+    Plan,
+    Prediction,
+    Replica,
+    StagePrediction,
+    StageSpec,
+    one_replica,
+)
 from coordinator.config import Liveness, Probing
 from coordinator.membership import member
 from coordinator.membership.roster import Roster, refusal
@@ -355,6 +365,22 @@ def store(world: Scripted, step: int) -> None:
     for at, worker in enumerate(world.holders()):
         blob = f"{step}{at}" * 32
         world.says(worker, ev.StateStored("job-1", world.state().version, step, {f"w{at}": blob}))
+
+
+def test_a_replica_that_is_not_asked_to_store_replaces_nothing() -> None:
+    def twice(plan: Plan, asked: do.MakePlan) -> Plan:
+        alone = (replace(stage, start=0, stop=2) for stage in plan.stages)
+        replicas = tuple(Replica((at, at + 1), (stage,)) for at, stage in enumerate(alone))
+        return replace(plan, replicas=replicas, blocks=2, exchange=Exchange())
+
+    world = Scripted(altered=twice).training("a", "b", checkpoint_every=1)
+    for worker in world.holders():
+        world.ready(worker, loss=None, losses=(1.0,))
+    stored = {"a": dict.fromkeys(("w0", "w1"), "aa" * 32), "b": dict.fromkeys(("w0", "w1"), "bb" * 32)}
+    for worker in ("b", "a"):
+        world.says(worker, ev.StateStored("job-1", 1, 0, stored[worker]))
+    assert world.state().checkpoint.step == 1
+    assert world.state().checkpoint.tensors == stored["a"]
 
 
 def test_the_ledger_is_the_fold_of_the_journal() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from benchmarks.commit import WIDTH
+from atoll.job import TrainingSpec
+from atoll.opdag import Kind, LeafRef, OpDag, OpNode, OpRef, Source, StateMeta, TensorMeta
+from benchmarks.commit import WIDTH, chain, submission, upload
 from benchmarks.fake_worker import FakeWorker
 from coordinator.cli.main import app
 from coordinator.config import CoordinatorConfig
@@ -23,6 +27,7 @@ from coordinator.storage import mirrored_blobs
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos.command_line import run
+from protos.convert import content_hash, dag_bytes, to_proto
 from tests.coordinator.storage.objects_in_memory import MemoryObjects
 from tests.coordinator.test_server import FAST, Hold, Owner, fleet, stack, start
 from tests.patience import HUNG_S, eventually
@@ -31,21 +36,32 @@ __all__ = ["stack"]
 
 
 class Forger(FakeWorker):
-    """A worker whose snapshots are not what its stage holds."""
+    """A worker whose snapshots are not what its stage holds; ``stored``: its blobs."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.stored: set[str] = set()
 
     names: tuple[str, ...] | None = None  # None: its stage's own
-    shape: tuple[int, ...] = (WIDTH, WIDTH)
+    shape: tuple[int, ...] | None = (WIDTH, WIDTH)  # None: that of each
+
+    def _names(self, program: Any) -> Sequence[str]:
+        return program.parameters if self.names is None else self.names
 
     def _put_state(self, commit: pb.StepCommit) -> None:
         assigned = self.assigned
         if assigned is None:
             return
-        data = save({"value": np.ones(self.shape, np.float32)}, {"of": self.worker})
-        blob = hashlib.sha256(data).hexdigest()
-        chunks = iter([pb.BlobChunk(hash=blob, size=len(data), data=data)])
-        self.blobs().Put(chunks, metadata=self.metadata, timeout=HUNG_S)
-        names = assigned.program.parameters if self.names is None else self.names
-        tensors = [job_pb.TensorBlob(name=name, blob=blob) for name in names]
+        shapes = {named.name: tuple(named.meta.shape) for named in assigned.metas}
+        tensors = []
+        for name in self._names(assigned.program):
+            shape = self.shape or shapes[name]
+            data = save({"value": np.ones(shape, np.float32)}, {"of": self.worker})
+            blob = hashlib.sha256(data).hexdigest()
+            chunks = iter([pb.BlobChunk(hash=blob, size=len(data), data=data)])
+            self.blobs().Put(chunks, metadata=self.metadata, timeout=HUNG_S)
+            tensors.append(job_pb.TensorBlob(name=name, blob=blob))
+            self.stored.add(blob)
         stored = pb.StateStored(
             job=commit.job, plan_version=commit.plan_version, step=commit.step, tensors=tensors
         )
@@ -56,7 +72,7 @@ class Forger(FakeWorker):
     ("names", "shape", "words"),
     [
         (None, (4,), "the model has float32"),
-        (("w0", "w1", "w2", "w3"), (WIDTH, WIDTH), "no tensor of its stage"),
+        (("w0", "w1", "w2", "w3"), (WIDTH, WIDTH), "no tensor that its stage stores"),
         ((), (WIDTH, WIDTH), "tensors of its stage are not in it"),
     ],
 )
@@ -79,6 +95,83 @@ def test_a_forged_snapshot_costs_its_worker_and_not_the_checkpoint(
     fleet(stack, running, 1)
     assert owner.watch(job).state == "finished"
     assert words in reason()
+
+
+def joined_stages() -> OpDag:
+    """Two stages that share a weight (w0), which the first one stores, and a buffer that no step writes (b);
+    the second reads a constant (c)."""
+    plain, meta, row = chain(4), TensorMeta((8, WIDTH), "float32"), TensorMeta((WIDTH,), "float32")
+    first, second, third, fourth, loss = plain.ops
+    tied = replace(fourth, args=(OpRef(3), LeafRef(Source.PARAMETER, "w0")))
+
+    def added(name: str, to: int, leaf: LeafRef) -> OpNode:
+        return OpNode(
+            name, Kind.NON_PARAMETRIC, "aten.add.Tensor", (OpRef(to), leaf), (), (meta,), requires_grad=True
+        )
+
+    shared, constant = LeafRef(Source.BUFFER, "b"), LeafRef(Source.CONSTANT, "c")
+    ops = (
+        first,
+        added("add0", 0, shared),
+        replace(second, args=(OpRef(1), second.args[1])),
+        replace(third, args=(OpRef(2), third.args[1])),
+        tied,
+        added("add1", 4, shared),
+        added("add2", 5, constant),
+        replace(loss, args=(OpRef(6),)),
+    )
+    weights = {name: plain.parameters[name] for name in ("w0", "w1", "w2")}
+    return OpDag(ops, plain.inputs, weights, {"b": StateMeta(row)}, {"c": row}, loss=7)
+
+
+class Replacing(Forger):
+    """A worker whose second stage stores ``added`` as well as what it is to store."""
+
+    added: tuple[str, ...] = ()
+    shape = None
+
+    def _names(self, program: Any) -> list[str]:
+        followed = {tied.name for tied in program.tied if tied.holders[0] != program.stage}
+        stored = [name for name in (*program.parameters, *program.buffers) if name not in followed]
+        return [*stored, *(self.added if program.stage else ())]
+
+
+@pytest.mark.parametrize("added", [("w0",), ("c",), ()])
+def test_no_stage_replaces_what_another_stores(
+    stack: ExitStack, tmp_path: Path, added: tuple[str, ...]
+) -> None:
+    running = start(stack, tmp_path)
+    owner, dag = Owner(running), dag_bytes(joined_stages())
+    weight, row = (save({"value": np.zeros(shape, np.float32)}) for shape in ((WIDTH, WIDTH), (WIDTH,)))
+    plain, blobs = submission(4, TrainingSpec(steps=2, n_micro=2))
+    blobs |= {content_hash(data): data for data in (dag, weight, row)}
+    upload(owner.blobs, blobs, owner.metadata)
+    tensors = dict.fromkeys(("w0", "w1", "w2"), content_hash(weight)) | dict.fromkeys("bc", content_hash(row))
+    spec = replace(plain, dag_hash=content_hash(dag), tensors=tensors, partitioner="cut:3")
+    workers = []
+    for name in ("one", "two"):
+        worker = Replacing(f"127.0.0.1:{running.started.entry_port}", running.started.join_token, name)
+        worker.added = added
+        stack.callback(worker.stop)
+        workers.append(worker.start())
+    job = owner.call("Submit", pb.SubmitRequest(spec=to_proto(spec))).job
+
+    def put_out() -> list[str]:
+        status = owner.call("Status", pb.StatusRequest())
+        return [w.reason for w in status.workers if "stored what is no checkpoint" in w.reason]
+
+    if added:
+        eventually(lambda: len(put_out()) == 1)
+        assert f"{added[0]!r} is no tensor that its stage stores" in put_out()[0]
+        return
+    assert owner.watch(job).state == "finished"
+    places = running.call(lambda server: server.shell.scheduler.jobs[job].plan.places)
+    stored = running.call(lambda server: server.ledger.jobs[job].last_checkpoint.tensors)
+    of = {worker.worker: worker.stored for worker in workers}
+    first, second = (of[place.worker] for place in places)
+    assert {name for name, blob in stored.items() if blob in first} == {"w0", "w1", "b"}
+    assert {name for name, blob in stored.items() if blob in second} == {"w2"}
+    assert stored["c"] == content_hash(row)
 
 
 def test_of_a_torn_checkpoint_the_one_before_is_used(stack: ExitStack, tmp_path: Path) -> None:
