@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from atoll.errors import ConnectionFailed
+from atoll.errors import ConnectionFailed, UsageError
 from protos.retries import progressed
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ def upload(
 
     ``progress(bytes done, bytes in all)`` is called as it goes, ``before(nbytes)`` in front of every piece.
     ``new``: the store cannot have any of them, so that question's round trip is saved. Raises StorageError
-    (a full store) and ConnectionFailed, and what ``before`` raises.
+    (a full store), ConnectionFailed, UsageError where the store refuses what was sent from its first byte,
+    and what ``before`` raises.
     """
     by_hash = {blob.hash: blob for blob in blobs}
     total = sum(blob.size for blob in by_hash.values())
@@ -118,8 +119,16 @@ def upload(
         with attempt:
             found = dict.fromkeys(by_hash, 0) if new else port.missing(list(by_hash))
             new = False
-            missing = {h: min(offset, by_hash[h].size) for h, offset in found.items() if h in by_hash}
-            if missing and not missing.keys() <= set(port.put(chunks(missing, attempt))):
+            # What is longer than the blob is not of it.
+            missing = {h: at if at < by_hash[h].size else 0 for h, at in found.items() if h in by_hash}
+            try:
+                whole = set(port.put(chunks(missing, attempt))) if missing else set()
+            except UsageError as error:
+                if not any(missing.values()):
+                    raise
+                # What was there was not of the blob, as after a power cut: it is dropped now.
+                raise ConnectionFailed(str(error)) from error
+            if not missing.keys() <= whole:
                 # A store that never has it must not be asked for ever.
                 raise ConnectionFailed(f"the store did not keep {len(missing)} blobs that were sent")
     progress(total, total)

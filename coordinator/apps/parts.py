@@ -60,7 +60,7 @@ class PartStore:
             self._coming[name] += 1
             whole = name in self._small
         try:
-            whole = whole or self.store.write(name, size, offset, data)
+            whole = whole or self.store.write(name, size, offset, data, holder)
         finally:
             with self._lock:
                 self._coming[name] -= 1

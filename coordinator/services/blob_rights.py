@@ -212,11 +212,12 @@ class Accounts:
         held: Callable[[str], int],
         settled: Collection[str],
         reported: Collection[str],
-    ) -> list[str]:
+    ) -> dict[str, bool]:
         """Count a blob of ``size`` that ``worker`` begins or goes on to put.
 
-        Beyond ``most`` its oldest ones give way; returns those that may be deleted. StorageError
-        for one that is empty or too large by itself, ConnectionFailed while none may give way.
+        Beyond ``most`` its oldest ones give way; returns these: what has arrived of them from ``worker``
+        goes, and where the value is true the whole blob does. StorageError for one that is empty or too large
+        by itself, ConnectionFailed while none may give way.
         ``held(name)``: bytes that are here; ``settled``: blobs that are needed, and so count no more;
         ``reported``: those whose report waits to be read, which count and do not give way.
         """
@@ -245,7 +246,7 @@ class Accounts:
             raise ConnectionFailed("what you put is being read; try again")
         mine.pop(name, None)
         mine[name] = put
-        return [other for other in going if self._last(mine.pop(other), other, held)]
+        return {other: self._last(mine.pop(other), other, held) for other in going}
 
     def _last(self, put: _Put, name: str, held: Callable[[str], int]) -> bool:
         """Whether a blob may go with a put that was taken out: no other worker counts all that is here."""

@@ -97,7 +97,7 @@ class WorkerRights(Rights):
             except AtollError as error:
                 await refuse(context, error)
             if away:
-                await asyncio.to_thread(shell.blobs.discard, away)
+                await asyncio.to_thread(shell.blobs.give_way, away, worker)
 
     def asker(self, context: Context) -> str:
         """The worker."""
@@ -134,17 +134,19 @@ class BlobService(rpc.BlobsServicer):
                     self._rights.asked_about(b.hash, asker)
             # Looked at again: it may have gone before that was noted.
             absent = (b.hash for b in request.blobs if not self._store.has(b.hash))
-            return pb.BlobList(blobs=[pb.BlobRef(hash=h, offset=self._store.resumes(h)) for h in absent])
+            refs = [pb.BlobRef(hash=h, offset=self._store.resumes(h, asker)) for h in absent]
+            return pb.BlobList(blobs=refs)
 
         return await _guarded(find, context)
 
     async def Held(self, request: pb.BlobList, context: Context) -> pb.BlobList:  # noqa: N802
-        """How many bytes of each blob are here."""
+        """How many bytes of each blob are here, of one that is not whole from the caller."""
         await _bounded(request, context)
+        asker = self._rights.asker(context)
 
         def find() -> pb.BlobList:
             return pb.BlobList(
-                blobs=[pb.BlobRef(hash=b.hash, offset=self._store.held(b.hash)) for b in request.blobs]
+                blobs=[pb.BlobRef(hash=b.hash, offset=self._store.held(b.hash, asker)) for b in request.blobs]
             )
 
         return await _guarded(find, context)
@@ -152,10 +154,11 @@ class BlobService(rpc.BlobsServicer):
     async def Put(self, request_iterator: AsyncIterator[pb.BlobChunk], context: Context) -> pb.BlobList:  # noqa: N802
         """Take chunks of any blobs; answers with those that became whole."""
         whole: dict[str, int] = {}
+        asker = self._rights.asker(context)
         async for chunk in request_iterator:
             await self._rights.put(chunk.hash, chunk.size, context)
             done = await _guarded(
-                partial(self._store.write, chunk.hash, chunk.size, chunk.offset, chunk.data), context
+                partial(self._store.write, chunk.hash, chunk.size, chunk.offset, chunk.data, asker), context
             )
             if done:
                 whole[chunk.hash] = chunk.size

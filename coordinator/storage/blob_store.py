@@ -1,7 +1,8 @@
 """Content-addressed store on disk: weights, data and checkpoints, named by their SHA-256.
 
 A blob lies at ``ab/cdef...``; while it arrives it is ``partial/HASH``, whose length says where to
-go on, so an upload resumes after any interruption. A blob appears under its name only when its
+go on, so an upload resumes after any interruption. What a worker sends is a file of its own, which no
+other can spoil: its bytes are verified only when all are there. A blob appears under its name only when its
 bytes hash to it and are on the disk: nothing half-written is ever read.
 """
 
@@ -21,10 +22,11 @@ from atoll.errors import StorageError, UsageError
 from protos.private_files import private_folder, sync_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
 CHUNK_BYTES = 1 << 20
 _NAME = re.compile(r"[0-9a-f]{64}")
+_PARTIAL = re.compile(r"[0-9a-f]{64}(-[0-9a-f]{16})?")
 
 
 class Gone(StorageError):
@@ -85,25 +87,26 @@ class BlobStore:
         with self._given(name) as path:
             return path.stat().st_size
 
-    def held(self, name: str) -> int:
-        """Return how many bytes of the blob have arrived."""
+    def held(self, name: str, by: str = "") -> int:
+        """Return how many bytes of the blob have arrived; of one that is not whole, from ``by``: a worker, or
+        "" for the owners and the coordinator itself."""
         whole = self._whole(name)
         if whole.exists():
             return whole.stat().st_size
-        partial = self._partial(name)
+        partial = self._partial(name, by)
         return partial.stat().st_size if partial.exists() else 0
 
-    def resumes(self, name: str) -> int:
+    def resumes(self, name: str, by: str = "") -> int:
         """Return the offset at which a sender resumes an incomplete blob: at the last byte that is here, not
         behind it.
 
         A coordinator that was killed between a blob's last byte and its name has all of it, and would wait
         for what nobody has left to send.
         """
-        return max(0, self.held(name) - 1)
+        return max(0, self.held(name, by) - 1)
 
-    def write(self, name: str, size: int, offset: int, data: bytes) -> bool:
-        """Take in the next bytes of a blob; True once it is whole and verified.
+    def write(self, name: str, size: int, offset: int, data: bytes, by: str = "") -> bool:
+        """Take in the next bytes of a blob that ``by`` sends; True once it is whole and verified.
 
         Bytes already here are skipped, a gap is refused. UsageError for impossible figures or
         bytes that do not hash to the name (the partial blob is dropped), StorageError when the
@@ -115,21 +118,24 @@ class BlobStore:
                 f"a blob has at most {self.max_blob_bytes}"
             )
         with self._lock:
-            whole = self._take(name, size, offset, data)
+            whole = self._take(name, size, offset, data, by)
         if whole:
             self._kept(name)
         return whole
 
-    def _take(self, name: str, size: int, offset: int, data: bytes) -> bool:
+    def _take(self, name: str, size: int, offset: int, data: bytes, by: str) -> bool:
         if self.has(name) or self._whole(name).exists():
             return True
-        here = self.held(name)
+        here = self.held(name, by)
+        if here > size:  # they are not this blob's, and no upload would ever end
+            self._drop(self._partial(name, by))
+            here = 0
         if offset > here:
             raise UsageError(f"blob {name[:12]}: bytes [{here}, {offset}) are missing; go on at {here}")
         if size and not data:
             return False  # no file for what may never come
-        self._append(name, data[here - offset :])
-        return here + max(0, len(data) - (here - offset)) == size and self._finish(name)
+        self._append(name, data[here - offset :], by)
+        return here + max(0, len(data) - (here - offset)) == size and self._finish(name, by)
 
     def _kept(self, name: str) -> None:
         """A whole blob lies in the folder: do what else it takes for the store to have it."""
@@ -233,11 +239,19 @@ class BlobStore:
         with self._lock, contextlib.suppress(FileNotFoundError):
             os.utime(self._whole(name))
 
-    def discard(self, names: Collection[str]) -> int:
-        """Delete these blobs, whole or partial; returns the bytes freed."""
+    def give_way(self, names: Mapping[str, bool], by: str) -> None:
+        """Delete what has arrived of these blobs from ``by``; with a true value the whole blob, too."""
+        self.discard([name for name, whole in names.items() if whole], by)
+        with self._lock:
+            for path in filter(Path.exists, (self._partial(name, by) for name in names)):
+                self._drop(path)
+
+    def discard(self, names: Collection[str], by: str = "") -> int:
+        """Delete these blobs, and what has arrived of them from ``by``; returns the bytes freed."""
         freed = 0
         with self._lock:
-            for path in (p for name in names for p in (self._whole(name), self._partial(name)) if p.exists()):
+            both = (path for name in names for path in (self._whole(name), self._partial(name, by)))
+            for path in filter(Path.exists, both):
                 freed += path.stat().st_size
                 path.unlink()
             self._used -= freed
@@ -250,7 +264,8 @@ class BlobStore:
         for folder in list(self.root.iterdir()):
             for path in folder.iterdir():
                 partial = folder == self.partial
-                if not _NAME.fullmatch(path.name if partial else folder.name + path.name):
+                ours = _PARTIAL.fullmatch(path.name) if partial else _NAME.fullmatch(folder.name + path.name)
+                if not ours:
                     continue
                 if not partial and folder.name + path.name in keep:
                     continue
@@ -269,12 +284,16 @@ class BlobStore:
     def _forget_scraps(self) -> None:
         """Remove the files among the partial blobs that are none: left by a process that was killed."""
         for path in self.partial.iterdir():
-            if not _NAME.fullmatch(path.name):
+            if not _PARTIAL.fullmatch(path.name):
                 path.unlink(missing_ok=True)
 
-    def _partial(self, name: str) -> Path:
+    def _partial(self, name: str, by: str = "") -> Path:
         self._whole(name)
-        return self.root / "partial" / name
+        return self.partial / (f"{name}-{hashlib.sha256(by.encode()).hexdigest()[:16]}" if by else name)
+
+    def _drop(self, partial: Path) -> None:
+        self._used -= partial.stat().st_size
+        partial.unlink()
 
     def _bounded(self, more: int) -> None:
         if self._used + more > self.quota_bytes:
@@ -283,28 +302,29 @@ class BlobStore:
                 "let go of ended jobs by `atoll forget JOB`, or raise --blob-quota of `atoll serve`"
             )
 
-    def _append(self, name: str, data: bytes) -> None:
+    def _append(self, name: str, data: bytes, by: str = "") -> None:
         self._bounded(len(data))
         try:
-            with self._partial(name).open("ab") as file:
+            with self._partial(name, by).open("ab") as file:
                 file.write(data)
         except OSError as error:
             raise storage_error(error, self.root) from error
         self._used += len(data)
 
-    def _finish(self, name: str) -> bool:
-        partial = self._partial(name)
+    def _finish(self, name: str, by: str = "") -> bool:
+        partial = self._partial(name, by)
         with partial.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != name:
-            self._used -= partial.stat().st_size
-            partial.unlink()
+            self._drop(partial)
             raise UsageError(f"blob {name[:12]}: its bytes hash to {found[:12]}; send it again")
         try:
             if self.durable:
                 with partial.open("rb") as file:
                     os.fsync(file.fileno())
             self._name(partial, self._whole(name))
+            for other in self.partial.glob(f"{name}*"):  # of who sends the same, and need not go on
+                self._drop(other)
         except OSError as error:
             raise storage_error(error, self.root) from error
         return True

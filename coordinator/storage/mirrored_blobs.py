@@ -84,10 +84,10 @@ class MirroredBlobStore(BlobStore):
         listed = self._there.get(name)
         return listed.size if listed is not None else super().size(name)
 
-    def held(self, name: str) -> int:
+    def held(self, name: str, by: str = "") -> int:
         """Return how many bytes of the blob have arrived."""
         listed = self._there.get(name)
-        return listed.size if listed is not None else super().held(name)
+        return listed.size if listed is not None else super().held(name, by)
 
     def rotten(self, name: str) -> bool:
         """The same; a local copy that rotted is fetched anew, and only where that one is no better the blob
@@ -167,9 +167,9 @@ class MirroredBlobStore(BlobStore):
         self._forget(name for name in going if not unless(name))
         return freed
 
-    def discard(self, names: Collection[str]) -> int:
+    def discard(self, names: Collection[str], by: str = "") -> int:
         """The same, in both places."""
-        freed = super().discard(names)
+        freed = super().discard(names, by)
         self._forget(names)
         return freed
 

@@ -470,6 +470,15 @@ def test_parts_are_kept_for_every_run_that_has_them_and_no_longer(tmp_path: Path
         parts.take_small(1, names[0], b"other")
 
 
+def test_a_node_cannot_spoil_the_part_that_another_sends(tmp_path: Path) -> None:
+    parts = PartStore(tmp_path / "parts", 1 << 30, 1 << 30)
+    data = b"an answer"
+    name = hashlib.sha256(data).hexdigest()
+    assert not parts.write(1, "w-1", name, 100, 0, b"another's")
+    assert parts.write(1, "w-0", name, len(data), 0, data)
+    assert b"".join(parts.chunks(name, 0)) == data
+
+
 def test_what_two_nodes_answer_alike_stays_until_both_replies_are_taken(tmp_path: Path) -> None:
     parts = PartStore(tmp_path / "parts", 1 << 30, 1 << 30)
     data = b"the same"

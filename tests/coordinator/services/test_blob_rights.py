@@ -14,6 +14,7 @@ import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tenacity import stop_after_attempt
 
 from atoll.errors import AccessDenied, ConnectionFailed, StorageError
 from benchmarks.commit import WIDTH, upload
@@ -25,6 +26,10 @@ from coordinator.services.sweep import sweep
 from coordinator.shell import Shell
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
+from protos import blob_transfer
+from protos.blob_calls import BlobsOverGrpc
+from protos.blob_transfer import LocalBlob
+from protos.retries import retrying
 from tests.coordinator.federated.test_driver import Fleet, spec
 from tests.coordinator.test_server import Hold, Owner, fleet, refused, stack, start
 from tests.patience import HUNG_S, eventually
@@ -64,7 +69,7 @@ def test_what_a_worker_put_and_nothing_needs_is_never_more_than_it_was_asked_for
 ) -> None:
     accounts, here, settled = Accounts(), dict[str, int](), set[str]()
 
-    def admit(name: str, size: int) -> list[str]:
+    def admit(name: str, size: int) -> dict[str, bool]:
         return accounts.admit("w", name, size, Allowance(100, most), lambda n: here.get(n, 0), settled, ())
 
     for name, size, counts in puts:
@@ -76,6 +81,7 @@ def test_what_a_worker_put_and_nothing_needs_is_never_more_than_it_was_asked_for
         assert name not in away
         assert not settled.intersection(away)
         here[name] = max(size, here.get(name, 0))
+        assert all(away.values())
         for gone in away:
             del here[gone]
         loose = [n for n in here if n not in settled]
@@ -88,28 +94,42 @@ def test_what_a_worker_put_and_nothing_needs_is_never_more_than_it_was_asked_for
 def test_what_somebody_else_began_does_not_go_with_a_workers_other_puts() -> None:
     accounts, here = Accounts(), {"begun by the owner": 5}
     for name, gone in (("begun by the owner", []), ("mine", []), ("newer", ["mine"])):
-        assert accounts.admit("w", name, 60, Allowance(100, 1), lambda n: here.get(n, 0), (), ()) == gone
+        away = accounts.admit("w", name, 60, Allowance(100, 1), lambda n: here.get(n, 0), (), ())
+        assert [name for name, whole in away.items() if whole] == gone
         here[name] = 60
 
 
 class Disk:
-    """Bytes of the blobs that workers put within one allowance each."""
+    """Bytes of the blobs that workers put within one allowance each; what each has sent is its own until the
+    blob is whole."""
 
     MOST = Allowance(4000, 4)
 
     def __init__(self) -> None:
-        self.accounts, self.here = Accounts(), dict[str, int]()
+        self.accounts, self.whole, self.sent = Accounts(), dict[str, int](), dict[tuple[str, str], int]()
 
     def put(self, worker: str, name: str, size: int, n_bytes: int, reported: Collection[str] = ()) -> None:
         """``n_bytes`` of a blob that ``worker`` says has ``size``."""
 
         def held(blob: str) -> int:
-            return self.here.get(blob, 0)
+            return self.whole.get(blob, 0)
 
         if not self.accounts.counted(worker, name, size):
-            for gone in self.accounts.admit(worker, name, size, self.MOST, held, (), reported):
-                self.here.pop(gone, None)
-        self.here[name] = max(held(name), n_bytes)
+            away = self.accounts.admit(worker, name, size, self.MOST, held, (), reported)
+            for gone, last in away.items():
+                self.sent.pop((gone, worker), None)
+                if last:
+                    self.whole.pop(gone, None)
+        if name in self.whole:
+            return
+        self.sent[name, worker] = max(self.sent.get((name, worker), 0), n_bytes)
+        if n_bytes == size:
+            self.whole[name] = size
+            self.sent = {key: sent for key, sent in self.sent.items() if key[0] != name}
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(self.whole.values()) + sum(self.sent.values())
 
 
 def test_what_a_worker_reports_counts_until_it_is_needed() -> None:
@@ -117,7 +137,7 @@ def test_what_a_worker_reports_counts_until_it_is_needed() -> None:
     disk = Disk()
     for at in range(20):
         disk.put("w", f"junk {at}", 1000, 1000, reported=[f"junk {n}" for n in range(at - 3, at)])
-        assert sum(disk.here.values()) <= Disk.MOST.n_bytes
+        assert disk.n_bytes <= Disk.MOST.n_bytes
 
 
 def test_what_is_reported_does_not_give_way_and_what_comes_beside_it_waits() -> None:
@@ -127,10 +147,10 @@ def test_what_is_reported_does_not_give_way_and_what_comes_beside_it_waits() -> 
         disk.put("w", name, 1000, 1000)
     with pytest.raises(ConnectionFailed, match="try again"):
         disk.put("w", "more", 1000, 1000, reported=reported)
-    assert sorted(disk.here) == reported
+    assert sorted(disk.whole) == reported
     assert not disk.accounts.counted("w", "more", 1000)
     disk.put("w", "more", 1000, 1000)
-    assert sorted(disk.here) == ["more", *reported[1:]]
+    assert sorted(disk.whole) == ["more", *reported[1:]]
 
 
 @pytest.mark.parametrize("said", [4000, 1])
@@ -141,11 +161,11 @@ def test_a_blob_that_several_workers_put_goes_with_the_last_of_them(said: int) -
         disk.put("a", f"junk {at}", 4000, 1)
         disk.put("b", f"junk {at}", said, said)
         disk.put("a", f"junk {at}", 4000, 4000)
-        assert sum(disk.here.values()) <= 2 * Disk.MOST.n_bytes
+        assert disk.n_bytes <= 2 * Disk.MOST.n_bytes
     for other in range(4):
         disk.put("a", f"of a {other}", 1000, 0)
         disk.put("b", f"of b {other}", 1000, 0)
-    assert sum(disk.here.values()) == 0
+    assert disk.n_bytes == 0
 
 
 def test_a_clients_role_is_one_update_and_the_broadcast_of_its_round() -> None:
@@ -258,6 +278,26 @@ def test_only_a_report_that_may_count_keeps_its_blobs(
         worker.say(stored=pb.StateStored(job=of, plan_version=plan_version, step=1, tensors=[junk]))
     eventually(lambda: len(kept) == 3)
     assert kept == [("other", set()), (job, set()), (job, {junk.blob})]
+
+
+def test_a_worker_that_knows_a_blobs_name_cannot_keep_another_from_storing_it(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    running = start(stack, tmp_path)
+    (liar, honest), owner = fleet(stack, running, 2, ready=Hold(stack, 1)), Owner(running)
+    owner.watch(owner.submit(steps=1000), lambda u: u.state == "training")
+    data = os.urandom(3000)
+    for n_bytes, size in ((2000, 3000), (3500, 3600)):
+        chunk = pb.BlobChunk(hash=name_of(data), size=size, data=bytes(n_bytes))
+        liar.blobs().Put(iter([chunk]), timeout=HUNG_S)
+        begun = pb.BlobList(blobs=[pb.BlobRef(hash=name_of(data))])
+        held = [w.blobs().Held(begun, timeout=HUNG_S).blobs[0].offset for w in (liar, honest)]
+        assert held == [n_bytes, 0]
+    assert honest._channel is not None
+    port = BlobsOverGrpc(honest._channel, (), "test")
+    blob = LocalBlob.of(lambda: data, 1000)
+    assert blob_transfer.upload(port, [blob], retrying(stop_after_attempt(1))) == 3000
+    assert running.call(lambda server: server.blobs.read(name_of(data))) == data
 
 
 def test_the_owner_fetches_what_jobs_rest_on_and_no_clients_update(stack: ExitStack, tmp_path: Path) -> None:

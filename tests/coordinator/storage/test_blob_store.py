@@ -3,15 +3,19 @@
 import errno
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tenacity import stop_after_attempt
 
 from atoll.errors import StorageError, UsageError
 from coordinator.storage.blob_store import BlobStore, Gone, storage_error
+from protos.blob_transfer import Chunk, LocalBlob, upload
+from protos.retries import retrying
 
 
 def name_of(data: bytes) -> str:
@@ -112,6 +116,75 @@ def test_what_a_killed_process_left_is_no_blob_and_goes_at_the_next_start(tmp_pa
     scrap.write_bytes(b"half a state")
     again = BlobStore(tmp_path)
     assert (scrap.exists(), again.used_bytes) == (False, 0)
+
+
+class Sender:
+    """``BlobPort`` of one sender, in this process; its pieces have 10 bytes."""
+
+    def __init__(self, store: BlobStore, by: str = "") -> None:
+        self.store, self.by = store, by
+        self.puts = 0
+
+    def get(self, wanted: list[tuple[str, int]]) -> Iterable[Chunk]:
+        raise NotImplementedError
+
+    def missing(self, hashes: list[str]) -> dict[str, int]:
+        return {name: self.store.resumes(name, self.by) for name in hashes if not self.store.has(name)}
+
+    def put(self, chunks: Iterator[Chunk]) -> set[str]:
+        self.puts += 1
+        return {c.hash for c in chunks if self.store.write(c.hash, c.size, c.offset, c.data, self.by)}
+
+    def upload(self, data: bytes, name: str = "") -> int:
+        attempts = retrying(stop_after_attempt(8), lambda seconds: None)
+        blob = LocalBlob.of(lambda: data, 10)
+        return upload(self, [replace(blob, hash=name or blob.hash)], attempts)
+
+
+@pytest.mark.parametrize("n_bytes", [2, 99, 100, 101, 5000])
+def test_what_a_power_cut_left_of_an_upload_is_dropped_and_sent_anew(tmp_path: Path, n_bytes: int) -> None:
+    store, data = BlobStore(tmp_path), os.urandom(100)
+    (store.partial / name_of(data)).write_bytes(bytes(n_bytes))
+    store = BlobStore(tmp_path)
+    assert Sender(store).upload(data) >= len(data)
+    assert (store.read(name_of(data)), store.used_bytes) == (data, len(data))
+
+
+def test_bytes_that_are_wrong_from_the_first_one_on_are_sent_once(tmp_path: Path) -> None:
+    sender = Sender(BlobStore(tmp_path))
+    with pytest.raises(UsageError, match="hash to"):
+        sender.upload(b"changed while it was sent", name_of(b"as it was hashed"))
+    assert sender.puts == 1
+
+
+@pytest.mark.parametrize(("n_bytes", "size"), [(101, 102), (40, 100), (99, 100), (60, 60_000)])
+def test_no_worker_spoils_what_another_or_the_owner_sends(tmp_path: Path, n_bytes: int, size: int) -> None:
+    store, data = BlobStore(tmp_path), os.urandom(100)
+    name = name_of(data)
+    store.write(name, 100, 0, data[:50], "honest")
+    store.write(name, size, 0, bytes(n_bytes), "liar")
+    assert [store.held(name, by) for by in ("honest", "liar", "")] == [50, n_bytes, 0]
+    assert Sender(store, "honest").upload(data) == 51
+    assert store.read(name) == data
+    assert list(store.partial.iterdir()) == []
+    assert store.used_bytes == 100
+    store.discard([name])
+    store.write(name, size, 0, bytes(n_bytes), "liar")
+    assert Sender(store).upload(data) == 100
+    assert Sender(store, "liar").upload(data) == 0
+
+
+def test_what_a_worker_began_is_resumed_dropped_and_swept_as_its_own(tmp_path: Path) -> None:
+    store, data = BlobStore(tmp_path), os.urandom(100)
+    name = name_of(data)
+    for by in ("", "a", "b"):
+        store.write(name, 100, 0, data[:40], by)
+    store = BlobStore(tmp_path)
+    assert [store.resumes(name, by) for by in ("", "a", "b")] == [39, 39, 39]
+    assert store.discard([name], "a") == 40
+    assert [store.held(name, by) for by in ("", "a", "b")] == [40, 0, 40]
+    assert store.sweep(()) == (2, 80)
+    assert store.used_bytes == 0
 
 
 def test_an_empty_blob_is_a_blob(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_a_store_that_gives_nothing_now_makes_no_blob_damaged(tmp_path: Path) ->
     objects, name = MemoryObjects({name_of(data): data}), name_of(data)
     store = MirroredBlobStore(tmp_path, objects, quota_bytes=10)
     for hashes in (False, True):
-        with pytest.raises(StorageError, match="raise its quota"):
+        with pytest.raises(StorageError, match="--blob-quota"):
             torn(store, {"w": name}, {"w": state}, ["w"], hashes=hashes)
         objects.away = True
         with pytest.raises(StorageError, match="does not answer"):
