@@ -26,8 +26,9 @@ def step_loss(plan: Plan, ready: Reports) -> float:
     if plan.local:
         return periods.step_losses(plan, ready)[-1]
     if len(plan.replicas) == 1:
-        return next((r.loss for _, r in sorted(ready.items()) if r.loss is not None), math.nan)
-    return sum((loss for number in range(len(plan.replicas)) for loss in _losses(plan, number, ready)), 0.0)
+        return next((r.loss for _, r in sorted(ready.items(), reverse=True) if r.loss is not None), math.nan)
+    tellers = (_teller(plan, number, ready) for number in range(len(plan.replicas)))
+    return sum((loss for rank in tellers for loss in ready[rank].losses), 0.0)
 
 
 def square_norms(plan: Plan, ready: Reports) -> list[float]:
@@ -47,10 +48,16 @@ def disagreement(plan: Plan, ready: Reports, groups: Sequence[Group] = ()) -> Di
     if len(plan.replicas) == 1:
         return None
     for number, replica in enumerate(plan.replicas):
-        said, share = len(_losses(plan, number, ready)), replica.micros[1] - replica.micros[0]
+        teller = _teller(plan, number, ready)
+        more = tuple(rank for rank in ranks_of(plan, number) if rank != teller and ready[rank].losses)
+        if more:
+            workers = ", ".join(plan.places[rank].worker for rank in more)
+            words = f"losses of replica {number} come from {workers} beside {plan.places[teller].worker}"
+            return Disagreement(words, more)
+        said, share = len(ready[teller].losses), replica.micros[1] - replica.micros[0]
         if said != share:
             words = f"replica {number} reports {said} losses of {share} micro-batches"
-            return Disagreement(words, ranks_of(plan, number)[-1:])
+            return Disagreement(words, (teller,))
     held = [_norms(plan, number, ready) for number in range(len(plan.replicas))]
     others = [number for number, norms in enumerate(held) if norms != held[0]]
     if not others:
@@ -68,8 +75,10 @@ def ranks_of(plan: Plan, replica: int) -> tuple[int, ...]:
     return tuple(rank for rank, place in enumerate(plan.places) if place.replica == replica)
 
 
-def _losses(plan: Plan, replica: int, ready: Reports) -> list[float]:
-    return [loss for rank in ranks_of(plan, replica) for loss in ready[rank].losses]
+def _teller(plan: Plan, replica: int, ready: Reports) -> int:
+    """Return the rank whose losses are a replica's: the last that reports any, as the loss comes last."""
+    ranks = ranks_of(plan, replica)
+    return next((rank for rank in reversed(ranks) if ready[rank].losses), ranks[-1])
 
 
 def _norms(plan: Plan, replica: int, ready: Reports) -> tuple[str, ...]:

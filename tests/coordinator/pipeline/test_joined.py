@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from atoll.exchange import Exchange
 from atoll.microbatch import ScheduleName
 from atoll.plan import Plan, Replica, StageSpec
@@ -56,3 +58,17 @@ def test_a_share_without_all_of_its_losses_is_named() -> None:
     assert found is not None
     assert "replica 1 reports 1 losses of 2" in found.words
     assert found.ranks == (2,)
+
+
+def test_a_stage_before_the_one_with_the_loss_that_reports_some_is_named() -> None:
+    more = REPORTS | {0: ready((7.0,), (1.0, 2.0))}
+    found = disagreement(PLAN, more)
+    assert found is not None
+    assert found.words == "losses of replica 0 come from a beside b"
+    assert found.ranks == (0,)
+    assert step_loss(PLAN, more) == (0.1 + 0.2) + 0.3
+
+
+def test_a_pipelines_loss_is_the_last_stages_word() -> None:
+    alone = replace(PLAN, replicas=(replace(PLAN.replicas[0], micros=(0, 3)),), exchange=None)
+    assert step_loss(alone, {0: replace(ready(), loss=7.0), 1: replace(ready(), loss=0.5)}) == 0.5
