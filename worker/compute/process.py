@@ -231,6 +231,7 @@ class ComputeProcess:
 def serve(pipe: Pipe, arenas: Arenas, began_s: float) -> None:
     """The process's life: its setup is the pipe's first message."""
     setup = pipe.receive(pb.ToCompute()).setup
+    threading.excepthook = _end
     log_to(pipe.send)
     try:
         process = ComputeProcess(pipe, arenas, setup, began_s)
@@ -238,6 +239,13 @@ def serve(pipe: Pipe, arenas: Arenas, began_s: float) -> None:
         pipe.send(pb.FromCompute(ready=pb.ComputeReady(error=str(error))))
         return
     process.run()
+
+
+def _end(died: threading.ExceptHookArgs) -> None:
+    """A thread has died of what nothing foresees. Nobody would do its work any more: the daemon reports the
+    end of a process and starts another."""
+    threading.__excepthook__(died)
+    os._exit(1)
 
 
 def _settings(setup: pb.ComputeSetup) -> ComputeSettings:

@@ -465,15 +465,20 @@ class Workbench:
         snapshot: dict[str, dict[str, Tensor]],
         cancel: Cancel,
     ) -> None:
-        job, version = assignment.job, assignment.version
+        job, version, context = assignment.job, assignment.version, self._context
+        tensors: dict[str, str] = {}
+        reason = ""
         try:
-            context = self._context
             tensors = tensor_blobs.store_tensors(context.blobs, snapshot, context.scratch, cancel)
+        except Cancelled:
+            raise
         except AtollError as error:
-            log.warning("state.not_stored", job=job, step=step, reason=str(error))
-            message = messages.state_stored(job, version, step, {}, str(error))
-        else:
-            message = messages.state_stored(job, version, step, tensors)
+            reason = str(error)
+            log.warning("state.not_stored", job=job, step=step, reason=reason)
+        except Exception as error:  # the copies that files are written from may find no memory
+            reason = self._explained(error)
+            log.error("state.not_stored", job=job, step=step, reason=reason, exc_info=True)
+        message = messages.state_stored(job, version, step, tensors, reason)
         self._post(events.Stored(job, version, step, message))
 
     # ---------------------------------------------------------------- probes

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from protos import atoll_compute_pb2 as pb
 from protos import atoll_control_pb2 as control
 from tests.patience import HUNG_S
+from worker.compute import process
+from worker.compute.ports import Arenas
 from worker.hosting.child import Child, make_scratch
 from worker.hosting.launch import Ending
 from worker.hosting.sandbox import View, probe
@@ -104,3 +110,25 @@ def test_it_ends_when_the_daemon_is_gone(real: Real) -> None:
     real.says("ready")
     real.child._pipe.close()
     assert real.ends.get(timeout=HUNG_S) is not None
+
+
+def test_a_thread_that_dies_of_what_nothing_foresees_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def die() -> None:
+        raise MemoryError("not foreseen")
+
+    def run() -> None:
+        thread = threading.Thread(target=die)
+        thread.start()
+        thread.join()
+
+    codes: list[int] = []
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # as it is afterwards
+    monkeypatch.setattr(process, "ComputeProcess", lambda *_: SimpleNamespace(run=run))
+    monkeypatch.setattr(process, "log_to", lambda send: None)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    pipe: Any = SimpleNamespace(receive=lambda message: message, send=None)
+    process.serve(pipe, Arenas(*[None] * 2), 0.0)  # type: ignore[arg-type]
+    assert codes == [1]
+    assert "not foreseen" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from protos import atoll_control_pb2 as pb
 from protos.atoll_compute_pb2 import ComputeJoin, ToCompute
 from tests.patience import HUNG_S
 from worker.cancel import Cancel
+from worker.compute import workbench
 from worker.compute.workbench import PROBE_S, Workbench
 from worker.machine import op_timing
 from worker.machine.cpu import CpuMeter
@@ -21,6 +23,7 @@ from worker.manners.duty import DutyCycle
 from worker.pipe.arena import HEAD_BYTES
 from worker.pipe.status import ComputeStatus, Mark
 from worker.session import instructions
+from worker.stage import tensor_blobs
 
 PROBES = pb.ProbeOps(request=7)
 
@@ -49,10 +52,12 @@ def bench_with(
 ) -> tuple[Workbench, queue.SimpleQueue[Any], queue.SimpleQueue[pb.FromWorker]]:
     posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
     said: queue.SimpleQueue[pb.FromWorker] = queue.SimpleQueue()
-    device = SimpleNamespace(kind="cpu", memory_limit_bytes=1 << 30)
+    device = SimpleNamespace(kind="cpu", model="a CPU", memory_limit_bytes=1 << 30)
     status = ComputeStatus(memoryview(bytearray(HEAD_BYTES)))
     meter = cpu or CpuMeter()
-    context: Any = SimpleNamespace(device=device, cpu=meter, status=status, duty=DutyCycle())
+    context: Any = SimpleNamespace(
+        device=device, cpu=meter, status=status, duty=DutyCycle(), blobs=None, scratch=None
+    )
     bench = Workbench(context, posted.put, said.put, lambda assignment: None, gauge)  # type: ignore[arg-type]
     bench.start()
     return bench, posted, said
@@ -200,6 +205,31 @@ def test_a_snapshot_on_its_way_to_the_store_outlives_what_stops_the_step() -> No
     bench.do(instructions.DropStage("j", 1, "released"))
     assert stored.is_set
     go_on.set()
+    assert bench.stop(20.0)
+
+
+def test_a_snapshot_that_finds_no_memory_is_reported_and_the_next_is_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread that stores is one: if it died, every later snapshot would stay in memory."""
+    bench, posted, _ = bench_with(Gauge())
+    failures = [MemoryError()]
+
+    def stored(*_: object) -> dict[str, str]:
+        if failures:
+            raise failures.pop()
+        return {"w": "ab" * 32}
+
+    monkeypatch.setattr(tensor_blobs, "store_tensors", stored)
+    monkeypatch.setattr(workbench, "used_memory_bytes", lambda device: 1 << 30)
+    assignment: Any = SimpleNamespace(job="j", version=1)
+    for step in (4, 5):
+        bench._submit(partial(bench._store, assignment, step, {}), store=True)
+    failed, done = (posted.get(timeout=HUNG_S) for _ in range(2))
+    assert (failed.step, done.step) == (4, 5)
+    assert "out of memory on a CPU: 1.0 GiB held" in failed.message.stored.error
+    assert not failed.message.stored.tensors
+    assert [tensor.name for tensor in done.message.stored.tensors] == ["w"]
     assert bench.stop(20.0)
 
 
