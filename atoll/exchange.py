@@ -114,6 +114,13 @@ class Exchange:
             return step
         return min((self.round_of(step) + 1) * self.every + self.delay, steps) - 1
 
+    def first_step(self, step: int) -> int:
+        """Return the first step of the period that ``step`` is in."""
+        if not self.local:
+            return step
+        number = self.round_of(step)
+        return number * self.every + self.delay if number else 0
+
     def round_of(self, step: int) -> int:
         """Return the number of the round whose result ends the period of ``step``."""
         return max(0, step - self.delay) // self.every

@@ -36,15 +36,18 @@ def test_draws_depend_on_seed_round_and_purpose_alone() -> None:
 def test_periods_of_local_steps_end_where_the_period_divides_the_steps_and_with_the_last() -> None:
     exchange = Exchange("diloco", every=4)
     assert [exchange.last_step(step, 10) for step in range(10)] == [3] * 4 + [7] * 4 + [9] * 2
+    assert [exchange.first_step(step) for step in range(10)] == [0] * 4 + [4] * 4 + [8] * 2
     assert [exchange.round_of(last) for last in (3, 7, 9)] == [0, 1, 2]
     assert [exchange.contributed_after(last) for last in (3, 7, 9)] == [4, 8, 10]
-    assert [Exchange("sum").last_step(step, 10) for step in range(10)] == list(range(10))
+    for step in range(10):
+        assert Exchange("sum").first_step(step) == Exchange("sum").last_step(step, 10) == step
 
 
 def test_a_result_that_is_used_later_ends_its_period_later() -> None:
     exchange = Exchange("streaming_diloco", every=4, delay=2, fragments=2)
     lasts = [exchange.last_step(step, 12) for step in range(12)]
     assert lasts == [5] * 6 + [9] * 4 + [11] * 2
+    assert [exchange.first_step(step) for step in range(12)] == [0] * 6 + [6] * 4 + [10] * 2
     assert [exchange.round_of(last) for last in (5, 9, 11)] == [0, 1, 2]
     assert [exchange.contributed_after(last) for last in (5, 9)] == [4, 8]
     assert exchange.contributed_after(11) == 12  # cut short: contributed at the end

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from atoll.exchange import Exchange
 from coordinator.cli.chaos.kinds import COORDINATOR, Deed, Kind
-from coordinator.messages.facts import Fact, PlanAdopted, StepCommitted
+from coordinator.messages.facts import Fact, PlanAdopted, Reconfigured, StepCommitted
 from protos.telemetry import Event
 
 NOTICED_S: Mapping[Kind, float] = {Kind.KILL: 1.0, Kind.FREEZE: 3.0, Kind.HANG: 5.0}
@@ -56,7 +57,7 @@ class Promise:
 class Seen:
     """All that is known of a run. ``undisturbed``: tensors of the same job with nobody disturbed, ``step_s``
     the median step there; ``left``: processes that outlived the daemon they belong to; ``died``: daemons that
-    ended though nobody had killed them."""
+    ended though nobody had killed them; ``journal``: whether the coordinator's could be read."""
 
     undisturbed: Mapping[str, str]
     step_s: float
@@ -65,6 +66,7 @@ class Seen:
     lines: Sequence[Line]
     left: Sequence[str] = ()
     died: Sequence[str] = ()
+    journal: bool = True
 
 
 def judged(seen: Seen) -> list[Promise]:
@@ -81,6 +83,19 @@ def judged(seen: Seen) -> list[Promise]:
 def commits(facts: Iterable[Fact]) -> list[int]:
     """Return the steps committed, in the journal's order."""
     return [fact.step for fact in facts if isinstance(fact, StepCommitted)]
+
+
+def committed(facts: Iterable[Fact]) -> Counter[int]:
+    """Return how often each step was committed: with the commit of a period, each of its local steps."""
+    counts, exchange, last = Counter[int](), Exchange(), -1
+    for fact in facts:
+        if isinstance(fact, PlanAdopted | Reconfigured) and fact.plan is not None:
+            exchange = fact.plan.exchange or Exchange()
+        elif isinstance(fact, StepCommitted):
+            first = exchange.first_step(fact.step)
+            counts.update(range(max(first, last + 1) if fact.step > last else first, fact.step + 1))
+            last = fact.step
+    return counts
 
 
 def _finished(seen: Seen) -> Promise:
@@ -108,15 +123,15 @@ def _same(seen: Seen) -> Promise:
 def _once(seen: Seen) -> Promise:
     wrong, total = [], 0
     for trained in seen.trained:
-        counts = Counter(commits(trained.facts))
+        counts = committed(trained.facts)
         total += len(counts)
         odd = [step for step in range(trained.steps) if counts[step] != 1]
         odd += [step for step in counts if step >= trained.steps]
         if odd:
             shown = ", ".join(f"{step} {counts[step]} times" for step in odd[:SHOWN])
             wrong.append(f"{trained.job}: {len(odd)} steps, {shown}")
-    words = "; ".join(wrong) or f"{total} commits, 1 to n of each job"
-    return Promise("each step is committed once", not wrong if seen.trained else None, words)
+    words = "; ".join(wrong) or f"{total} steps, 1 to n of each job"
+    return _by_journal("each step is committed once", seen, words, held=not wrong)
 
 
 def _kept(seen: Seen) -> Promise:
@@ -132,7 +147,13 @@ def _kept(seen: Seen) -> Promise:
             elif isinstance(fact, PlanAdopted) and begun:
                 moves += 1
     words = "; ".join(wrong[:SHOWN]) or f"none; {moves} new plans since a job's first step"
-    return Promise("no committed step is taken back", not wrong if seen.trained else None, words)
+    return _by_journal("no committed step is taken back", seen, words, held=not wrong)
+
+
+def _by_journal(name: str, seen: Seen, words: str, *, held: bool) -> Promise:
+    if not seen.journal:
+        return Promise(name, None, "the coordinator's journal is no file of a folder that was attached")
+    return Promise(name, held if seen.trained else None, words)
 
 
 def _noticed(seen: Seen, kind: Kind) -> Promise:

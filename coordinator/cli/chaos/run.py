@@ -143,7 +143,8 @@ class Chaos:
                 trained.append(self._ended(watching, facts))
         finally:
             log.close()
-        return Seen(undisturbed, step_s, trained, self.deeds, log.lines, self.left, self.died)
+        journal = self.fleet.journal is not None
+        return Seen(undisturbed, step_s, trained, self.deeds, log.lines, self.left, self.died, journal)
 
     # ------------------------------------------------------------ jobs
 

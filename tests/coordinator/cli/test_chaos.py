@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,17 @@ import psutil
 import pytest
 
 from atoll.errors import UsageError
+from atoll.exchange import Exchange
+from atoll.microbatch import ScheduleName
+from atoll.plan import Plan, Replica, StageSpec
 from coordinator.cli.chaos.fleet import Fleet, filled, given
 from coordinator.cli.chaos.kinds import COORDINATOR, LASTS_S, Deed, Draw, Kind, Wish
 from coordinator.cli.chaos.members import WORKER_LOCK, frozen, full_disk, kill, lives
-from coordinator.cli.chaos.promises import Line, Promise, Seen, Trained, judged, pauses_s
+from coordinator.cli.chaos.promises import Line, Promise, Seen, Trained, committed, judged, pauses_s
+from coordinator.cli.chaos.report import held
 from coordinator.cli.chaos.run import Network, Watching, possible
 from coordinator.cli.main import app
-from coordinator.messages.facts import Fact, StepCommitted
+from coordinator.messages.facts import Fact, PlanAdopted, StepCommitted
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos.command_line import run
@@ -89,6 +94,12 @@ def commit(step: int, at_s: float) -> StepCommitted:
     return StepCommitted("j-1", 1, step, 0.5, at_s)
 
 
+def peers(exchange: Exchange) -> PlanAdopted:
+    replicas = tuple(Replica((at, at + 1), (StageSpec(0, 4, 0, 0, f"w{at}", 1),)) for at in range(2))
+    plan = Plan("j-1", 1, "", "", "", ScheduleName.GPIPE, 2, replicas, blocks=2, exchange=exchange)
+    return PlanAdopted("j-1", plan)
+
+
 def trained(facts: Sequence[Fact], steps: int = 4, tensors: Mapping[str, str] = TENSORS) -> Trained:
     return Trained("j-1", "finished", "", steps, facts, tensors)
 
@@ -125,6 +136,33 @@ def test_each_step_is_to_be_committed_once(facts: Sequence[Fact], once: bool, ke
     found = seen(trained(facts))
     assert verdict(found, "committed once").held is once
     assert verdict(found, "taken back").held is kept
+
+
+def test_without_a_journal_nothing_is_said_of_commits() -> None:
+    unread = replace(seen(trained([])), journal=False)
+    for name in ("committed once", "taken back"):
+        assert verdict(unread, name).held is None
+        assert "journal" in verdict(unread, name).words
+    assert held(judged(unread))
+
+
+@pytest.mark.parametrize(
+    ("steps", "once"),
+    [((3, 6, 9, 11), True), ((3, 9, 11), False), ((3, 6, 9), False), ((3, 6, 9, 9, 11), False)],
+    ids=["whole", "one missing", "the last missing", "one twice"],
+)
+def test_a_commit_of_local_steps_is_one_of_each_step_of_its_period(
+    steps: Sequence[int], *, once: bool
+) -> None:
+    exchange = Exchange("streaming_diloco", every=3, delay=1)
+    facts = [peers(exchange), *(commit(step, 100.0 + step) for step in steps)]
+    assert verdict(seen(trained(facts, steps=12)), "committed once").held is once
+
+
+def test_local_steps_that_begin_in_mid_period_are_committed_once() -> None:
+    facts = [commit(step, 100.0 + step) for step in range(2)]
+    after = [peers(Exchange("diloco", every=4)), commit(3, 110.0), commit(7, 120.0)]
+    assert committed([*facts, *after]) == Counter(range(8))
 
 
 @pytest.mark.parametrize("tensors", [{"weight": "1"}, {"weight": "1", "bias": "3"}], ids=["missing", "other"])
