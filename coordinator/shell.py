@@ -499,16 +499,15 @@ class Shell:
 
     async def sweep_superseded(self) -> None:
         """Checkpoints that were replaced may go; what was uploaded and awaits its job may not, nor may what
-        another checkpoint that is being stored has in common with them."""
+        another checkpoint that is being stored has in common with them, nor one that is being loaded yet."""
         async with self._sweeping:
             self.promises.lapse(self.clock() - self.config.unneeded_blob_s)
             if not self.settled:
                 return  # what a kill would bring back may need them
-            superseded = self.scheduler.ledger.take_superseded()
-            if not superseded:
-                return
             keep = self.scheduler.blobs_in_flight() | self.reported.keys()
-            going = superseded - keep
+            going = self.scheduler.ledger.take_superseded(keep)
+            if not going:
+                return
             freed = await asyncio.to_thread(self.blobs.delete, going, self.promises.stands)
         self.say(
             telemetry.Event.BLOBS_DELETED,

@@ -6,7 +6,7 @@ in flight) is learnt again. ``Ledger.apply`` is the only way state changes, live
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -586,11 +586,12 @@ class Ledger:
             job.bytes_up += int(told.get("bytes_up", 0))
             job.bytes_down += int(told.get("bytes_down", 0))
 
-    def take_superseded(self) -> set[str]:
-        """Blobs of what was replaced or forgotten that nothing refers to any more; handed out once."""
+    def take_superseded(self, keep: Collection[str] = ()) -> set[str]:
+        """Blobs of what was replaced or forgotten that nothing refers to any more; handed out once. Those of
+        ``keep`` are left for the next time."""
         found = self.superseded - self.referenced_blobs()
-        self.superseded = set()
-        return found
+        self.superseded = found.intersection(keep)
+        return found - self.superseded
 
     def copy(self) -> Ledger:
         """Return the same state, which facts to come do not change."""

@@ -21,6 +21,7 @@ from coordinator.pipeline.standbys import Standbys
 if TYPE_CHECKING:
     from atoll.job import JobSpec
     from coordinator.membership.effects import Effects
+    from coordinator.messages.facts import Checkpoint
     from coordinator.pipeline.suspicion import Suspicion
 
 Judged = ev.SwapsJudged | ev.SwapsFailed | ev.FleetJudged | ev.FleetFailed
@@ -76,6 +77,12 @@ class Beside:
                 self.replanning.judged(self.jobs[job], event)
             case ev.FleetFailed():
                 self.replanning.failed(event)
+
+    def sources(self) -> list[Checkpoint]:
+        """Return the checkpoints that somebody beside a plan loads, or will: newer ones may be stored."""
+        standbys = (s for state in self.jobs.values() for s in state.standbys.values())
+        loading = [s.source for s in standbys if s.source is not None and not s.loaded]
+        return loading + self.checks.sources()
 
     def make_way(self) -> None:
         """Give back the workers that another job wants."""

@@ -530,14 +530,12 @@ class PipelineDriver:
         self.profiling.anything_changed()
 
     def blobs_in_flight(self) -> set[str]:
-        """Return the blobs that checkpoints under way rest on; those of stored ones the ledger knows."""
-        return {
-            blob
-            for state in self.jobs.values()
-            for parts in state.stores.values()
-            for tensors in parts.values()
-            for blob in tensors.values()
-        }
+        """Return the blobs that checkpoints under way rest on, and those that are being loaded though newer
+        ones are stored; those of stored ones the ledger knows."""
+        running = [state for state in self.jobs.values() if state.phase in RUNNING]
+        stored = [tensors for s in running for parts in s.stores.values() for tensors in parts.values()]
+        loaded = [s.source for s in running if s.source is not None] + self.beside.sources()
+        return {blob for tensors in (*stored, *(c.tensors for c in loaded)) for blob in tensors.values()}
 
     # ------------------------------------------------------------ what runs next
 
@@ -639,8 +637,8 @@ class PipelineDriver:
                 self.effects.record(fact)
                 if isinstance(fact, RoundMet):
                     self._met(fact)
-                loading = state.moving or not all(standby.loaded for standby in state.standbys.values())
-                if isinstance(fact, CheckpointStored) and not (loading or self.beside.checks.busy(state.job)):
+                # Who has stood by may take its rank while it loads an older one.
+                if isinstance(fact, CheckpointStored) and not state.moving:
                     self.effects.emit(do.SweepBlobs())
             case ToRanks(message, rank):
                 for at, worker in _present(state):

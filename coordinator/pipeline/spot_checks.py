@@ -156,9 +156,9 @@ class SpotChecks:
         running = self._running.get(job)
         return running is not None and running.version == version
 
-    def busy(self, job: str) -> bool:
-        """Whether a checkpoint of the job is still to be loaded for a check."""
-        return job in self._running or job in self._disputes
+    def sources(self) -> list[Checkpoint]:
+        """Return the checkpoints that are still to be loaded for a check."""
+        return [case.source for case in (*(r.case for r in self._running.values()), *self._disputes.values())]
 
     def lost(self, job: str, worker: str) -> None:
         """Who repeats steps is gone."""

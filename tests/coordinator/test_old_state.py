@@ -27,7 +27,12 @@ from worker.data.registry import set_policy, verify_dataset
 from worker.federated.client_state import ClientStore
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
-COMMITS = ("9125213", "7d21c3e", "67a3b94", "f08d618")  # each the last of a version of the folder, or the oldest known
+COMMITS = (
+    "9125213",
+    "7d21c3e",
+    "67a3b94",
+    "f08d618",
+)  # each the last of a version of the folder, or the oldest known
 MAX_BYTES = 4 << 20  # Git packs a write-ahead log to a fortieth
 JOBS = {PIPELINE: "regression-2", FEDERATED: "scaffold-2"}
 STEPS = {PIPELINE: 300, FEDERATED: 24}

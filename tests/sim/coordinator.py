@@ -234,7 +234,7 @@ class Coordinator(Process):
 
     def sweep(self) -> None:
         """Delete blobs of replaced checkpoints that nobody counts on."""
-        superseded = self.scheduler.ledger.take_superseded() - self.scheduler.blobs_in_flight()
+        superseded = self.scheduler.ledger.take_superseded(self.scheduler.blobs_in_flight())
         self.promises.lapse(self.clock.now_s - self.config.unneeded_blob_s)
         self.folder.blobs -= {blob for blob in superseded if not self.promises.stands(blob)}
 

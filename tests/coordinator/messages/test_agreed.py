@@ -96,6 +96,17 @@ def test_a_checkpoint_that_every_stage_is_agreed_through_stays_however_old() -> 
     assert [checkpoint.step for checkpoint in record.checkpoints] == [50, 60]
 
 
+def test_replaced_blobs_that_are_to_stay_are_handed_out_another_time() -> None:
+    ledger = begun()
+    first, second, *_ = (f"{step:064x}" for step in (10, 20, 30, 40))
+    for step in (10, 20, 30, 40):
+        train(ledger, step)
+        store(ledger, step)
+    assert ledger.take_superseded({first, HASH}) == {second}
+    assert ledger.take_superseded() == {first}
+    assert ledger.take_superseded() == set()
+
+
 def test_work_goes_on_from_what_the_suspect_s_own_stage_is_agreed_through() -> None:
     ledger = begun()
     for step in (10, 20, 30):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+import pytest
+
 from atoll.device_class import DeviceClass
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
@@ -119,6 +121,29 @@ def test_logs_are_kept_while_somebody_repeats_and_no_longer() -> None:
     leave(world, "d")
     step(world)
     assert world.to("a", do.StepCommit)[-1].replay_from == 2
+
+
+@pytest.mark.parametrize("agree", [True, False])
+def test_what_is_loaded_for_a_check_stays_until_that_is_over(*, agree: bool) -> None:
+    """Newer checkpoints are stored meanwhile; where two do not agree a third worker is to load it, too."""
+    world = running("a", "b", "c", "d", steps=1, checkpoint_every=1)
+    answer(world, "d")
+
+    def stored(done: int) -> None:
+        for rank, worker in enumerate(world.holders()):
+            world.folder.blobs.add(f"{done}{rank}" * 32)
+            world.says(worker, ev.StateStored(JOB, 1, done - 1, {f"w{rank}": f"{done}{rank}" * 32}))
+
+    stored(1)
+    loaded = {f"1{rank}" * 32 for rank in range(STAGES)}
+    for done in (2, 3):
+        step(world)
+        stored(done)
+    assert set(repeating(world, "d").tensors.values()) == loaded
+    assert world.state().checkpoint.step == 3
+    assert loaded <= world.folder.blobs
+    answer(world, "d", wrong_from=None if agree else 1)
+    assert loaded.isdisjoint(world.folder.blobs) is agree
 
 
 def test_two_that_agree_outvote_one_and_its_work_is_done_anew() -> None:

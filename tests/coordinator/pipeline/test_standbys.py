@@ -93,6 +93,32 @@ def test_an_idle_worker_repeats_all_steps_and_its_neighbours_let_it_ask() -> Non
     assert world.scheduler.spec_of(JOB, "d") is not None, "it may fetch the job's data"
 
 
+def test_what_a_standby_loads_stays_until_it_has_loaded() -> None:
+    """Newer checkpoints are stored meanwhile, and another standby comes and goes."""
+    world = standing("a", "b", "c", standbys=2, checkpoint_every=1)
+
+    def stored(done: int) -> set[str]:
+        blobs = {f"{done}{rank}" * 32 for rank in range(3)}
+        world.folder.blobs |= blobs
+        for rank, worker in enumerate(world.holders()):
+            world.says(worker, ev.StateStored(JOB, 1, done - 1, {f"w{rank}": f"{done}{rank}" * 32}))
+        return blobs
+
+    loaded = stored(4)
+    world.join("d", "e")
+    passes(world, 3.0)
+    first, second = world.state().standbys.values()
+    assert {first.worker, second.worker} == {"d", "e"}
+    for done in (5, 6):
+        step(world)
+        stored(done)
+    world.says(second.worker, ev.StageFailed(JOB, 1, 6, "its disk is full"))
+    assert list(world.state().standbys) == [first.rank]
+    assert loaded <= world.folder.blobs
+    world.says(first.worker, ev.Loaded(JOB, 1))
+    assert not loaded & world.folder.blobs
+
+
 @pytest.mark.parametrize("how", ["leaves", "starts anew", "is kicked", "breaks"])
 def test_the_standby_takes_the_place_of_who_is_lost_without_being_given_anything(how: str) -> None:
     world = standing("a", "b", "c", "d", "e")
