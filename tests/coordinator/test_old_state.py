@@ -14,7 +14,7 @@ from atoll.federated import Floors
 from benchmarks.trees import COORDINATOR, THIS, Fleet
 from coordinator.config import CoordinatorConfig
 from coordinator.messages.facts import Ledger, from_record
-from coordinator.server import serve
+from coordinator.server import FOLDER_VERSION, serve
 from coordinator.services.register import Register
 from coordinator.storage.journal import Journal
 from protos.credentials import Authority, identity_from, new_key, signing_request
@@ -33,6 +33,7 @@ COMMITS = (
     "67a3b94",
     "f08d618",
 )  # each the last of a version of the folder, or the oldest known
+BEFORE_CONSENT = COMMITS[:3]  # they knew no policies
 MAX_BYTES = 4 << 20  # Git packs a write-ahead log to a fortieth
 JOBS = {PIPELINE: "regression-2", FEDERATED: "scaffold-2"}
 STEPS = {PIPELINE: 300, FEDERATED: 24}
@@ -99,7 +100,7 @@ def test_a_coordinator_opens_the_folder_and_finds_every_blob(kind: str, folder: 
         ledger, blobs = running.server.ledger, running.server.blobs
         assert ledger.jobs[JOBS[kind]].steps > 0
         assert [name for name in sorted(ledger.referenced_blobs()) if not blobs.path(name).is_file()] == []
-    assert (state / VERSION_FILE).read_text().strip() == "3"
+    assert (state / VERSION_FILE).read_text().strip() == str(FOLDER_VERSION)
 
 
 def test_a_worker_finds_its_settings(folder: Path) -> None:
@@ -112,9 +113,10 @@ def test_a_worker_finds_its_settings(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", [FEDERATED], indirect=True)
 @pytest.mark.parametrize("worker", WORKERS)
-def test_a_worker_finds_its_data_and_what_it_kept_of_its_rounds(worker: str, folder: Path) -> None:
+def test_a_worker_finds_its_data_and_what_it_kept_of_its_rounds(worker: str, old: Path, folder: Path) -> None:
     found = verify_dataset(folder / worker, DATA)
-    assert (found.n_samples, found.policy) == (SAMPLES[worker], UNSTATED), "what was registered before asks"
+    policy = UNSTATED if old.name in BEFORE_CONSENT else OPEN
+    assert (found.n_samples, found.policy) == (SAMPLES[worker], policy), "what was registered before asks"
     ledger, _ = opened(folder)
     closed = ledger.jobs[JOBS[FEDERATED]].steps
     state, residual = ClientStore(folder / worker, JOBS[FEDERATED]).load(closed, "topk")

@@ -137,21 +137,27 @@ def has_joined(running: Running, worker: FakeWorker) -> bool:
 
 
 class Hold:
-    """``ready`` of fake workers that report no step from ``at`` on before ``release``: what a test does to a
-    job in mid-training comes before its end, however late the test sees the step."""
+    """``ready`` of fake workers that report no step from the first of ``at`` on before ``release``, none from
+    the second on before another one, and so on: what a test does to a job in mid-training comes before its
+    end, however late the test sees the step."""
 
-    def __init__(self, stack: ExitStack, at: int) -> None:
-        self.at = at
-        self._released = threading.Event()
-        stack.callback(self.release)
+    def __init__(self, stack: ExitStack, *at: int) -> None:
+        self.at = at[0]
+        self._released = {step: threading.Event() for step in at}
+        for _ in at:
+            stack.callback(self.release)
 
     def __call__(self, worker: FakeWorker, step: int) -> pb.StepReady:
-        if step >= self.at:
-            self._released.wait(HUNG_S)
+        for at, released in self._released.items():
+            if step >= at:
+                released.wait(HUNG_S)
         return worker.report(step)
 
     def release(self) -> None:
-        self._released.set()
+        for released in self._released.values():
+            if not released.is_set():
+                released.set()
+                return
 
 
 def refused(call: Callable[[], Any]) -> Exception:
@@ -252,9 +258,11 @@ def test_a_worker_that_reconnects_at_once_goes_on(stack: ExitStack, tmp_path: Pa
 
 def test_a_restarted_coordinator_goes_on_where_it_was(stack: ExitStack, tmp_path: Path) -> None:
     first = serve(CoordinatorConfig(state_dir=tmp_path, entry_port=0, probing=FAST))
-    hold = Hold(stack, 50)
+    hold = Hold(stack, 20, 50)
     workers, owner = fleet(stack, first, 2, ready=hold), Owner(first)
     job = owner.submit(steps=100, checkpoint_every=20)
+    owner.watch(job, lambda u: u.checkpoint_step == 20)
+    hold.release()
     owner.watch(job, lambda u: u.checkpoint_step == 40)
     first.stop()
     hold.release()
@@ -366,7 +374,7 @@ def test_a_fleet_without_enough_memory_is_told_by_how_much(stack: ExitStack, tmp
 
 
 def test_a_loss_that_becomes_nan_stops_the_job_with_its_checkpoint(stack: ExitStack, tmp_path: Path) -> None:
-    hold = Hold(stack, 12)
+    hold = Hold(stack, 5, 12)
 
     def ready(worker: FakeWorker, step: int) -> pb.StepReady:
         has_loss = worker.assigned is not None and worker.assigned.program.HasField("loss")
@@ -379,6 +387,8 @@ def test_a_loss_that_becomes_nan_stops_the_job_with_its_checkpoint(stack: ExitSt
     fleet(stack, running, 2, ready=ready)
     owner = Owner(running)
     job = owner.submit(steps=100, checkpoint_every=5)
+    owner.watch(job, lambda u: u.checkpoint_step == 5)
+    hold.release()
     owner.watch(job, lambda u: u.checkpoint_step == 10)
     hold.release()
     update = owner.watch(job)

@@ -177,9 +177,13 @@ def test_no_stage_replaces_what_another_stores(
 def test_of_a_torn_checkpoint_the_one_before_is_used(stack: ExitStack, tmp_path: Path) -> None:
     config = CoordinatorConfig(state_dir=tmp_path, entry_port=0, probing=FAST)
     first = serve(config)
-    hold = Hold(stack, 70)
+    hold = Hold(stack, 20, 40, 70)
     workers, owner = fleet(stack, first, 2, ready=hold), Owner(first)
     job = owner.submit(steps=90, checkpoint_every=20)
+    owner.watch(job, lambda u: u.checkpoint_step == 20)
+    hold.release()
+    owner.watch(job, lambda u: u.checkpoint_step == 40)
+    hold.release()
     owner.watch(job, lambda u: u.checkpoint_step == 60)
     first.stop()
     hold.release()
@@ -218,9 +222,12 @@ def test_a_bucket_that_does_not_answer_costs_no_checkpoint_and_the_job_waits_for
     objects = MemoryObjects()
     with ExitStack() as first:
         running = bucket_behind(first, tmp_path, monkeypatch, objects)
-        workers, owner = fleet(first, running, 2, ready=Hold(first, 25)), Owner(running)
+        hold = Hold(first, 10, 25)
+        workers, owner = fleet(first, running, 2, ready=hold), Owner(running)
         job = owner.submit(steps=30, checkpoint_every=10)
-        stored = owner.watch(job, lambda u: u.checkpoint_step >= 20).checkpoint_step
+        owner.watch(job, lambda u: u.checkpoint_step == 10)
+        hold.release()
+        owner.watch(job, lambda u: u.checkpoint_step == 20)
     shutil.rmtree(tmp_path / "blobs")
     running = bucket_behind(stack, tmp_path, monkeypatch, objects)
     held, objects.away = dict(objects.held), True
@@ -230,10 +237,10 @@ def test_a_bucket_that_does_not_answer_costs_no_checkpoint_and_the_job_waits_for
         worker.entry, worker.work_port = owner.address, running.started.work_port
         stack.callback(worker.start().stop)
     paused = owner.watch(job, lambda u: u.state == "paused" and "does not answer" in u.reason)
-    assert (paused.checkpoint_step, objects.held) == (stored, held)
+    assert (paused.checkpoint_step, objects.held) == (20, held)
     objects.away = False
     assert owner.watch(job).state == "finished"
-    assert all(c.first_step == stored for worker in workers if (c := worker.assigned))
+    assert all(c.first_step == 20 for worker in workers if (c := worker.assigned))
 
 
 class Claimant(FakeWorker):
