@@ -337,7 +337,8 @@ class JobState:
     moving: bool = False  # reconfigured, and not all have loaded since
     source: Checkpoint | None = None  # that newcomers begin with while they load
     loaded: frozenset[int] = frozenset()
-    promoted: frozenset[int] = frozenset()  # ranks whose workers stood by for them until then
+    promoted: Mapping[int, Checkpoint | None] = field(default_factory=dict)  # ranks whose workers stood by
+    # for them until then, and what these began with
     load_s: Mapping[int, float] = field(default_factory=dict)  # that loading took, by rank, ...
     fetched_s: Mapping[int, float] = field(default_factory=dict)  # ... and of that, fetching its tensors
     part_bytes: Mapping[int, int] = field(default_factory=dict)  # of the newest checkpoint's tensors, by rank

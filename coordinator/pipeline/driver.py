@@ -534,7 +534,7 @@ class PipelineDriver:
         ones are stored; those of stored ones the ledger knows."""
         running = [state for state in self.jobs.values() if state.phase in RUNNING]
         stored = [tensors for s in running for parts in s.stores.values() for tensors in parts.values()]
-        loaded = [s.source for s in running if s.source is not None] + self.beside.sources()
+        loaded = [source for s in running for source in reconfigure.sources(s)] + self.beside.sources()
         return {blob for tensors in (*stored, *(c.tensors for c in loaded)) for blob in tensors.values()}
 
     # ------------------------------------------------------------ what runs next

@@ -531,11 +531,11 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
         state = _renumbered(state, state.plan, event.plan)
     # Of steps before, who has stood by stores nothing: a checkpoint that lacks its part will not be whole.
     promoted = {
-        rank
+        rank: state.standbys[rank].source if rank in state.standbys else None
         for rank, place in enumerate(plan.places)
         if place.worker != event.workers[rank] and rank not in event.newcomers
     }
-    stores = {done: parts for done, parts in state.stores.items() if promoted <= parts.keys()}
+    stores = {done: parts for done, parts in state.stores.items() if promoted.keys() <= parts.keys()}
     version = max(state.version, state.relink.version if state.relink is not None else 0) + 1
     moved = replace(
         state,
@@ -550,7 +550,7 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
         moving=True,
         source=state.checkpoint,
         loaded=frozenset(),
-        promoted=frozenset(promoted),
+        promoted=promoted,
         ready={},
         reports={},
         awaiting_eval=None,

@@ -50,6 +50,15 @@ class Refused:
     for_now: bool = False
 
 
+def sources(state: JobState, rank: int | None = None) -> list[Checkpoint]:
+    """Return the checkpoints that those who have taken over load, or one rank of them: newer ones may be
+    stored."""
+    found = [state.source]
+    if state.moving:
+        found += [source for of, source in state.promoted.items() if rank in (None, of)]
+    return [source for source in found if source is not None]
+
+
 def begun(state: JobState) -> bool:
     """Whether all ranks of the plan have held their stages, so that those who are left go on with them."""
     return state.moving or state.phase in STEPPING or state.phase is Phase.STORING
@@ -123,7 +132,7 @@ def choose(
     if plan is None or not begun(state):
         return Refused("not all stages were loaded")
     loading = {r for r in plan.present if state.moving and record.given(r) == state.assigned}
-    loading |= state.promoted if state.moving else frozenset()
+    loading |= state.promoted.keys() if state.moving else set()
     if plan.local:
         return _without(state, lost, loading)
     ready = standing_by_for(state, roster, lost)

@@ -20,6 +20,7 @@ from coordinator.federated.driver import FederatedDriver
 from coordinator.messages.jobs import ENDED
 from coordinator.pipeline.assigning import tensors_of
 from coordinator.pipeline.driver import PipelineDriver
+from coordinator.pipeline.reconfigure import sources
 from coordinator.storage.graph_store import leaf_metas
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class StageRole:
 
     def named(self) -> frozenset[str]:
         """The blobs of its stage's tensors."""
-        kept = [self.state.checkpoint, *([self.state.source] if self.state.source is not None else [])]
+        kept = [self.state.checkpoint, *sources(self.state, self.rank)]
         leaves = self.leaves()
         plan = self.state.plan
         assert plan is not None  # noqa: S101 - it holds a stage of one

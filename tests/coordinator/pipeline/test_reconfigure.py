@@ -15,11 +15,9 @@ from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages import jobs
 from coordinator.messages.events import Held
-from coordinator.messages.facts import MOST_REPLAYED, Reconfigured, RoundClosed, StepCommitted
+from coordinator.messages.facts import MOST_REPLAYED, Reconfigured, StepCommitted
 from coordinator.messages.jobs import Phase
 from coordinator.pipeline.reconfigure import Choice, Refused, choose, logs_short
-from tests.coordinator.federated.test_driver import Fleet
-from tests.coordinator.federated.test_driver import spec as federated
 from tests.coordinator.pipeline.test_relink import COARSE, pipeline
 from tests.coordinator.pipeline.test_restart import back
 from tests.sim.scripted import HASH, Scripted
@@ -124,38 +122,6 @@ def test_steps_in_front_of_the_newest_checkpoint_are_not_repeated() -> None:
     leave(world, "a")
     why = "no idle worker can take over stage 0; goes on from step 4"
     assert any(why in str(i.fields) for i in world.all(do.Log))
-
-
-def test_what_a_newcomer_loads_stays_while_newer_checkpoints_and_another_jobs_rounds_are_stored() -> None:
-    world = Fleet(stages=3, fewest=3, holds=dict.fromkeys("abcd", ()))
-    world.join(*"abcd", "w1")
-    world.submit(what=spec(3, checkpoint_every=1))
-    world.load()
-    world.submit("fed", what=federated())
-    world.loads("w1", job="fed")
-
-    def stored(done: int, *workers: str) -> None:
-        for worker in workers:
-            rank = world.holders().index(worker)
-            world.folder.blobs.add(f"{done}{rank}" * 32)
-            world.says(worker, ev.StateStored(JOB, 1, done - 1, {f"w{rank}": f"{done}{rank}" * 32}))
-
-    for _ in range(3):
-        step(world)
-    stored(1, *"abc")
-    leave(world, "b")
-    (assign,) = world.to("d", do.Assign)
-    loaded = {f"1{rank}" * 32 for rank in range(3)}
-    assert (assign.replay.stores, set(assign.tensors.values())) == ((2, 3), loaded)
-    for done in (2, 3):
-        stored(done, *"adc")
-    assert world.state().checkpoint.step == 3
-    world.answers("w1", at_round=0, job="fed")
-    assert any(isinstance(fact, RoundClosed) for fact in world.facts)
-    assert loaded <= world.folder.blobs
-    world.load()
-    assert world.state().phase is Phase.TRAINING
-    assert not loaded & world.folder.blobs
 
 
 def test_right_after_a_checkpoint_nothing_is_repeated() -> None:

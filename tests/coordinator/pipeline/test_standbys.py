@@ -17,6 +17,7 @@ from coordinator.messages.events import Held
 from coordinator.messages.jobs import Phase, Standby
 from coordinator.pipeline import joining, replanning, standbys
 from coordinator.pipeline.joining import JUDGED_WITHIN_S
+from coordinator.pipeline.reconfigure import sources
 from coordinator.pipeline.standby import Chosen, repeated_bytes, standby_words
 from coordinator.services.blob_rights import StageRole, role_of
 from coordinator.services.views import job_update
@@ -93,25 +94,46 @@ def test_an_idle_worker_repeats_all_steps_and_its_neighbours_let_it_ask() -> Non
     assert world.scheduler.spec_of(JOB, "d") is not None, "it may fetch the job's data"
 
 
+def stored(world: Scripted, done: int) -> set[str]:
+    """Blobs of a checkpoint, each rank's other ones."""
+    blobs = {f"{done}{rank}" * 32 for rank in range(3)}
+    world.folder.blobs |= blobs
+    for rank, worker in enumerate(world.holders()):
+        world.says(worker, ev.StateStored(JOB, 1, done - 1, {f"w{rank}": f"{done}{rank}" * 32}))
+    return blobs
+
+
+def test_what_a_standby_loads_stays_while_it_takes_its_place() -> None:
+    world = standing("a", "b", "c", standbys=1, checkpoint_every=1)
+    loaded = stored(world, 1)  # asked for first; the next once it is whole
+    world.join("d", "e")
+    passes(world, 3.0)
+    (standby,) = world.state().standbys.values()
+    for done in (5, 6):
+        step(world)
+        stored(world, done)
+    leave(world, world.holders()[standby.rank])
+    state = world.state()
+    assert (state.standbys, state.plan and state.plan.places[standby.rank].worker) == ({}, standby.worker)
+    assert standby.source in sources(state, standby.rank)
+    assert standby.source not in sources(state, (standby.rank + 1) % 3)
+    assert loaded <= world.scheduler.blobs_in_flight()
+    world.load()
+    step(world)
+    assert not loaded & world.scheduler.blobs_in_flight()
+
+
 def test_what_a_standby_loads_stays_until_it_has_loaded() -> None:
     """Newer checkpoints are stored meanwhile, and another standby comes and goes."""
     world = standing("a", "b", "c", standbys=2, checkpoint_every=1)
-
-    def stored(done: int) -> set[str]:
-        blobs = {f"{done}{rank}" * 32 for rank in range(3)}
-        world.folder.blobs |= blobs
-        for rank, worker in enumerate(world.holders()):
-            world.says(worker, ev.StateStored(JOB, 1, done - 1, {f"w{rank}": f"{done}{rank}" * 32}))
-        return blobs
-
-    loaded = stored(4)
+    loaded = stored(world, 1)  # asked for first; the next once it is whole
     world.join("d", "e")
     passes(world, 3.0)
     first, second = world.state().standbys.values()
     assert {first.worker, second.worker} == {"d", "e"}
     for done in (5, 6):
         step(world)
-        stored(done)
+        stored(world, done)
     world.says(second.worker, ev.StageFailed(JOB, 1, 6, "its disk is full"))
     assert list(world.state().standbys) == [first.rank]
     assert loaded <= world.folder.blobs
