@@ -462,11 +462,9 @@ class TornFound:
 
 @dataclass(frozen=True, slots=True)
 class JobUnreadable:
-    """Not ``hopeless``: it may be readable later, as when the store did not answer."""
-
     job: str
     reason: str
-    hopeless: bool
+    hopeless: bool  # else it may be readable later, as when the store did not answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,9 +38,10 @@ class Received:
         write: Callable[..., bool] = BlobStore.write
         read = work.message_from
 
-        def counted_write(store: BlobStore, name: str, size: int, offset: int, data: bytes) -> bool:
+        def counted_write(*of: Any) -> bool:
+            *_, data, _ = of
             self.blobs += len(data)
-            return write(store, name, size, offset, data)
+            return write(*of)
 
         def counted_read(message: pb.FromWorker) -> Any:
             kind = message.WhichOneof("body")
