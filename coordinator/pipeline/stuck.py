@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from coordinator.messages.jobs import RUNNING, STEPPING, JobState, Phase
@@ -253,11 +254,12 @@ class Stuck:
 
     def _unstored(self, watched: _Watched, state: JobState) -> Culprit | None:
         """A part of a checkpoint never comes, whether or not training goes on."""
-        part = min(watched.parts, key=watched.parts.__getitem__, default=None)
-        if part is None or self._clock_s - watched.parts[part] <= storing_s(state):
+        if not watched.parts:
             return None
-        done, _, worker = part
-        waited_s = self._clock_s - watched.parts[part]
+        (done, _, worker), since_s = min(watched.parts.items(), key=itemgetter(1))
+        waited_s = self._clock_s - since_s
+        if waited_s <= storing_s(state):
+            return None
         reason = f"{self.label(worker)} has not stored its part of step {done} for {waited_s:.0f} s"
         return Culprit(worker, reason)
 
