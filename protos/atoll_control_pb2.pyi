@@ -714,7 +714,7 @@ class Heartbeat(_message.Message):
     plan_version: _builtins.int
     step: _builtins.int
     progress: _builtins.int
-    """actions and chunks done so far: stands still when hung"""
+    """actions, and chunks to and from neighbours: stands still when hung"""
     memory_bytes: _builtins.int
     waits_for: _builtins.str
     """peer whose message, or room for one, is awaited; empty: nobody's"""

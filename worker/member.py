@@ -592,7 +592,7 @@ class Member:
                 job=state.job,
                 plan_version=state.version,
                 step=state.repeated if state.standby else state.step,
-                progress=self._host.progress + self._network.progress(),
+                progress=self._host.progress + self._network.progress(state.peers),
                 memory_bytes=self._host.memory_bytes,
                 waits_for=waits.peer,
                 waits_s=time.monotonic() - waits.since_s,

@@ -232,7 +232,8 @@ class Stuck:
             place = state.plan.places[rank]  # type: ignore[union-attr]
             known = self.roster.workers[place.worker]
             beat = known.beat
-            counts: Stamp = (beat.progress if beat is not None else 0, known.uploads)
+            uploads = known.uploads if state.phase is Phase.STORING else 0  # else they go on beside a hang
+            counts: Stamp = (beat.progress if beat is not None else 0, uploads)
             before, since_s = watched.counts.get(place.worker, ((), 0.0))
             if counts != before:
                 since_s = self._clock_s

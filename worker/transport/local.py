@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,8 @@ PIECE_BYTES = 8 << 20  # of a measurement
 
 @dataclass(slots=True)
 class _Carried:
-    """What one device sent another: training's boundary tensors since the last report, messages in all."""
+    """What one device sent another: training's boundary tensors since the last report, messages of steps in
+    all."""
 
     messages: int = 0
     bytes: int = 0
@@ -192,7 +193,7 @@ class DeviceNetwork(PeerNetwork):
     def _count(self, peer: str, key: MessageKey, nbytes: int, took_s: float) -> None:
         with self._counting:
             carried = self._carried.setdefault(peer, _Carried())
-            carried.messages += 1
+            carried.messages += key.direction is not Direction.COPY
             if nbytes and key.direction in MEASURED:
                 carried.bytes += nbytes
                 carried.busy_s += took_s
@@ -230,5 +231,6 @@ class DeviceNetwork(PeerNetwork):
                 carried.bytes, carried.busy_s = 0, 0.0
         return super().goodput() + found
 
-    def progress(self) -> int:
-        return super().progress() + sum(carried.messages for carried in list(self._carried.values()))
+    def progress(self, peers: Collection[str]) -> int:
+        carried = sum(found.messages for peer, found in list(self._carried.items()) if peer in peers)
+        return super().progress(peers) + carried

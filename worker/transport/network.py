@@ -13,7 +13,7 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -532,9 +532,12 @@ class PeerNetwork:
         """What was acknowledged of training's boundary tensors since the last call, for every peer."""
         return [found for peer in self._all_peers() if (found := peer.goodput()).bytes]
 
-    def progress(self) -> int:
-        """Chunks sent, acknowledged and received so far; stands still when nothing moves."""
-        return sum(peer.progress for peer in self._all_peers())
+    def progress(self, peers: Collection[str]) -> int:
+        """Chunks of steps sent to these, acknowledged and received so far; stands still when nothing moves.
+
+        Of neighbours alone: a send log is read by standbys, however long the computation has hung.
+        """
+        return sum(peer.progress for peer in self._all_peers() if peer.name in peers)
 
     # ---------------------------------------------------------------- peers
 

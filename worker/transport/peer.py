@@ -17,7 +17,7 @@ from worker.manners.traffic import Traffic
 from worker.transport.busy_time import BusyTime
 from worker.transport.contract import Goodput, PeerLost, Receiver, TransportConfig, Way
 from worker.transport.courtesy import Courtesy
-from worker.transport.frames import MEASURED, MIN_CHUNK_BYTES, Ack, Data, MessageKey
+from worker.transport.frames import MEASURED, MIN_CHUNK_BYTES, Ack, Data, Direction, MessageKey
 from worker.transport.inbox import Inbox
 from worker.transport.outbox import Chunk, Outbox
 from worker.transport.window import Sent, Window
@@ -61,7 +61,7 @@ class Peer:
         self.acks: list[tuple[int, int]] | None = None  # (peer's clock ns, bytes), while somebody measures
         self.echoes: dict[int, float] = {}  # ping -> round trip; 0 = awaited
         self.used_s = time.monotonic()  # the last chunk either way
-        self.progress = 0  # chunks either way: stands still when nothing moves
+        self.progress = 0  # chunks of steps either way: stands still when nothing moves
         self.traffic = traffic or Traffic()
         self._busy = BusyTime()
         self._measured_bytes = 0  # acknowledged since the last report
@@ -181,17 +181,17 @@ class Peer:
         meta = b"" if chunk.offset else message.meta
         return Data(message.number, message.key, chunk.offset, len(message.payload), meta, oldest)
 
-    def note_sent(self, now_s: float, nbytes: int) -> Sent:
+    def note_sent(self, now_s: float, key: MessageKey, nbytes: int) -> Sent:
         """A chunk leaves."""
         self.used_s = now_s
-        self.progress += 1
+        self.progress += _of_step(key)
         self._busy.sent(now_s, nbytes, idle=not self.window.in_flight)
         return self.window.sent(now_s, nbytes, backlogged=self.outbox.waiting)
 
     def note_acked(self, now_s: float, frame: Ack, nbytes: int, arrived: list[tuple[Chunk, Sent]]) -> None:
         """``nbytes`` more arrived, and with them all of the chunks ``arrived``."""
         if nbytes:
-            self.progress += 1
+            self.progress += not arrived or any(_of_step(chunk.message.key) for chunk, _ in arrived)
             self.window.acked(now_s, 1e-9 * frame.clock_ns, nbytes, arrived[-1][1] if arrived else None)
             if self.acks is not None:
                 self.acks.append((frame.clock_ns, nbytes))
@@ -234,7 +234,7 @@ class Peer:
                 return
             complete = self.inbox.take(frame, payload)
             self.used_s = time.monotonic()
-            self.progress += 1
+            self.progress += _of_step(frame.key)
         receiver = self._receivers.get(frame.key.job)
         if complete is not None and complete.buffer is not None and receiver is not None:
             receiver.deliver(self.name, frame.key, complete.meta, complete.buffer)
@@ -308,3 +308,8 @@ class Peer:
             nbytes, self._measured_bytes = self._measured_bytes, 0
             rtt_s, quickest_bps = self.window.rtt_s or 0.0, 8.0 * self._busy.take_quickest()
             return Goodput(self.name, nbytes, self._busy.take(), rtt_s, quickest_bps)
+
+
+def _of_step(key: MessageKey) -> bool:
+    """Whether a message is part of what steps do; copies of checkpoints travel however long one hangs."""
+    return key.direction is not Direction.COPY

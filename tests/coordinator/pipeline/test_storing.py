@@ -39,6 +39,20 @@ def quarantined(world: Scripted) -> set[str]:
     return {name for name, known in world.scheduler.roster.workers.items() if known.quarantined}
 
 
+def test_a_hang_is_noticed_while_what_was_stored_before_is_uploaded() -> None:
+    world = training("a", "b", "c", "d", checkpoint_every=3)
+    for _ in range(8):
+        step(world)
+    world.ready("a")
+    world.ready("c")
+    began_s = world.clock.now_s
+    while not quarantined(world):
+        world.handle(ev.Uploading("b"))
+        world.wait(0.25)
+        assert world.clock.now_s < began_s + 6.0
+    assert quarantined(world) == {"b"}
+
+
 def test_who_takes_over_a_late_part_has_its_own_time_for_it() -> None:
     world = training("a", "b", "c", "d", "e", checkpoint_every=3)
     for _ in range(3):

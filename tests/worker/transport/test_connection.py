@@ -422,7 +422,7 @@ async def test_a_peer_that_nothing_was_sent_to_for_long_is_hardly_pinged_until_i
 ) -> None:
     a.peer.used_s = a.connection.heard_s - CONFIG.idle_s - 1.0
     assert pings(a.connection, 60.0) <= 60.0 / SPARE_PING_S + 1
-    a.peer.note_sent(a.connection.heard_s + 60.0, 0)
+    a.peer.note_sent(a.connection.heard_s + 60.0, key(0), 0)
     assert pings(a.connection, 10.0) >= 10.0 / CONFIG.ping_s - 1
 
 

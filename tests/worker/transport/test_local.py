@@ -13,6 +13,7 @@ from protos.devices import device_name
 from tests.patience import HUNG_S
 from tests.worker.transport.hosts import PATIENT, Host, enroll, key
 from worker.transport.contract import Paths, PeerLost, Way
+from worker.transport.frames import Direction
 from worker.transport.local import DeviceNetwork, LocalLinks
 from worker.transport.network import PeerNetwork
 
@@ -89,8 +90,12 @@ def test_a_message_lies_in_the_receivers_block_when_send_returns(pair: tuple[Dev
     second.network.send("w-a", key(2), b"", b"")
     assert first.delivered.get_nowait() == ("w-a/1", key(2), b"", b"")
     assert first.network.flush("w-a/1", 0.0)
-    assert PeerNetwork.progress(first.network) == PeerNetwork.progress(second.network) == 0
-    assert first.network.progress() == second.network.progress() == 1
+    both = {"w-a", "w-a/1"}
+    assert PeerNetwork.progress(first.network, both) == PeerNetwork.progress(second.network, both) == 0
+    assert first.network.progress(both) == second.network.progress(both) == 1
+    first.network.send("w-a/1", key(3)._replace(direction=Direction.COPY), b"", b"blob")
+    assert first.network.progress(both) == 1
+    assert first.network.progress({"w-b"}) == 0, "who only reads the log is no progress"
 
 
 def test_what_nobody_wants_is_dropped(pair: tuple[Device, Device]) -> None:
