@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 import structlog
@@ -42,3 +43,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """What a test has opened, closed after it in reverse."""
+    with ExitStack() as found:
+        yield found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from coordinator.server import Running
 from protos.credentials import Authority
 from protos.networks import customer, open_listener, unmapped
 from protos.relay_tickets import GREETING_BYTES, nonce_of
-from tests.coordinator.test_server import start
+from tests.coordinator.serving import start
 from tests.patience import HUNG_S
 from tests.worker.transport.hosts import Host, enroll, key
 from worker.config import WorkerConfig, join_address, parse_address
@@ -36,12 +35,6 @@ def lacking() -> str | None:
 
 
 ipv6 = pytest.mark.skipif(lacking() is not None, reason=f"no IPv6 here: {lacking()}")
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as found:
-        yield found
 
 
 def joined(running: Running, where: str, folder: Path) -> str:

@@ -22,7 +22,7 @@ from coordinator.messages import events as ev
 from coordinator.messages.facts import PlanAdopted, StepCommitted, from_record
 from coordinator.storage.journal import StoredJournal
 from protos import atoll_control_pb2 as pb
-from tests.coordinator.test_server import Hold, Owner, fleet, start
+from tests.coordinator.serving import Hold, Owner, fleet, start
 from tests.e2e.test_reconfigured import FIRST, LAST, MIDDLE, TRAINING, disturb, logged, thirds
 from tests.patience import eventually
 

@@ -7,7 +7,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,6 @@ from tests.patience import HUNG_S, eventually
 ANSWERED_S = 2.0  # a busy machine answers a ping sooner
 BUNDLE = b"no app, but bytes"
 APP = pb.AppIdentity(hash=hashlib.sha256(BUNDLE).hexdigest(), size=len(BUNDLE), name="a", client="a:a")
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as found:
-        yield found
 
 
 @pytest.fixture

@@ -34,10 +34,8 @@ from protos.credentials import (
     presented_in,
     secret_hash,
 )
-from tests.coordinator.test_server import Owner, refused, stack, start
+from tests.coordinator.serving import Owner, refused, start
 from tests.patience import HUNG_S, eventually
-
-__all__ = ["stack"]
 
 LARGE = 12 << 20
 WINDOW = 64 * 1024

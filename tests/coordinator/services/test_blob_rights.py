@@ -31,10 +31,9 @@ from protos.blob_calls import BlobsOverGrpc
 from protos.blob_transfer import LocalBlob
 from protos.retries import retrying
 from tests.coordinator.federated.test_driver import Fleet, spec
-from tests.coordinator.test_server import Hold, Owner, fleet, refused, stack, start
+from tests.coordinator.serving import Hold, Owner, fleet, refused, start
 from tests.patience import HUNG_S, eventually
 
-__all__ = ["stack"]  # a fixture
 NO_GRAPHS: Any = None  # a client runs the whole graph
 
 

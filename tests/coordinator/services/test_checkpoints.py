@@ -28,11 +28,9 @@ from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos.command_line import run
 from protos.convert import content_hash, dag_bytes, to_proto
+from tests.coordinator.serving import FAST, Hold, Owner, fleet, start
 from tests.coordinator.storage.objects_in_memory import MemoryObjects
-from tests.coordinator.test_server import FAST, Hold, Owner, fleet, stack, start
 from tests.patience import HUNG_S, eventually
-
-__all__ = ["stack"]
 
 
 class Forger(FakeWorker):

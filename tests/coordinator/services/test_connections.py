@@ -6,11 +6,10 @@ import fcntl
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pytest
 import structlog.testing
 
 from coordinator.config import CoordinatorConfig
@@ -18,13 +17,10 @@ from coordinator.server import serve
 from coordinator.services.connections import ConnectionBound
 from tests.patience import HUNG_S, eventually
 
+if TYPE_CHECKING:
+    import pytest
+
 HERE, NEIGHBOUR = "127.0.0.1", "127.0.0.2"
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as found:
-        yield found
 
 
 class Port:

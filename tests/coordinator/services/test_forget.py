@@ -17,10 +17,8 @@ from protos import atoll_control_pb2 as pb
 from tests.coordinator.federated.test_driver import Fleet, spec
 from tests.coordinator.messages.test_encoding import FACTS
 from tests.coordinator.services.test_owners import another
-from tests.coordinator.test_server import Hold, Owner, fleet, refused, stack, start
+from tests.coordinator.serving import Hold, Owner, fleet, refused, start
 from tests.patience import eventually
-
-__all__ = ["stack"]  # a fixture
 
 
 def forget(owner: Owner, *jobs: str) -> None:

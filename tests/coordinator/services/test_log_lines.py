@@ -14,7 +14,7 @@ from coordinator.messages.facts import RoundEvaluated, StepCommitted
 from coordinator.services import work as sessions
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
-from tests.coordinator.test_server import Owner, fleet, start
+from tests.coordinator.serving import Owner, fleet, start
 from tests.patience import HUNG_S
 
 

@@ -17,10 +17,8 @@ from protos import atoll_control_pb2 as pb
 from protos.bounded_log import read_log
 from protos.convert import from_proto, to_proto
 from protos.credentials import secret_hash
-from tests.coordinator.test_server import Owner as FirstOwner
-from tests.coordinator.test_server import stack, start
-
-__all__ = ["stack"]
+from tests.coordinator.serving import Owner as FirstOwner
+from tests.coordinator.serving import start
 
 METHODS = {
     f"/atoll.v1.Owner/{method.name}": needed_role(f"/atoll.v1.Owner/{method.name}")

@@ -17,7 +17,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.membership import member
 from protos import atoll_control_pb2 as pb
 from protos import telemetry
-from tests.coordinator.test_server import Owner, fleet, start
+from tests.coordinator.serving import Owner, fleet, start
 from tests.patience import HUNG_S
 
 HELD_STEP = 3

@@ -18,10 +18,8 @@ from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos.credentials import COORDINATOR, channel_credentials, name_options
 from tests.coordinator.apps.test_service import Line
-from tests.coordinator.test_server import Owner, fleet, stack, start
+from tests.coordinator.serving import Owner, fleet, start
 from tests.patience import HUNG_S, eventually
-
-__all__ = ["stack"]
 
 
 def served(running: Running) -> tuple[int, int]:

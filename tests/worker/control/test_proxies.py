@@ -18,7 +18,7 @@ from atoll.errors import ConnectionFailed, UsageError
 from coordinator.client.client import connect
 from protos.proxies import Proxy as Address
 from protos.proxies import proxy_for
-from tests.coordinator.test_server import stack, start
+from tests.coordinator.serving import start
 from tests.interrupts import ROOT
 from tests.patience import HUNG_S
 from tests.worker.transport.test_network import PATIENT, Make, authority, host, key
@@ -27,7 +27,7 @@ from worker.config import WorkerConfig, make_config, remember
 from worker.control.enroll import join
 from worker.transport.contract import Paths, TransportConfig
 
-__all__ = ["authority", "host", "relays", "stack"]
+__all__ = ["authority", "host", "relays"]
 
 
 class Proxy:
