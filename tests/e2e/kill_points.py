@@ -26,7 +26,7 @@ from coordinator.cli.demo.processes import start_here
 from coordinator.cli.local_fleet import COORDINATOR, LocalFleet
 from coordinator.client.prepare import Prepared, prepare
 from coordinator.messages.facts import PlanAdopted, Reconfigured
-from tests.e2e.points import PACE, PASSED
+from tests.e2e.points import PACE, PASSED, STEADY
 
 if TYPE_CHECKING:
     import psutil
@@ -289,13 +289,23 @@ class Wrapped:
 
 @contextmanager
 def fleet(
-    case: Case, brief: Case, starts: Sequence[int], workers: int, folder: Path, pace_s: float
+    case: Case,
+    brief: Case,
+    starts: Sequence[int],
+    workers: int,
+    folder: Path,
+    pace_s: float,
+    *,
+    steady: bool = False,
 ) -> Iterator[Wrapped]:
-    """A coordinator and ``workers`` of which the last are backups; jobs are cut at ``starts``."""
+    """A coordinator and ``workers`` of which the last are backups; jobs are cut at ``starts``. ``steady``:
+    nobody takes another's place because it is faster."""
     keep = folder / "fleet"
     for each in (folder / PASSED, keep):
         each.mkdir(parents=True)
     (folder / PACE).write_text(str(pace_s))
+    if steady:
+        (folder / STEADY).touch()
 
     def start(host: str, arguments: Sequence[str], **streams: Any) -> subprocess.Popen[str]:
         flag, *words = arguments

@@ -11,7 +11,8 @@ standing for itself. The compute process, which a wrapped worker starts wrapped 
 without a sandbox.
 
 While FOLDER has a file ``pace``, each stage rests so many seconds before a step, so that a job lasts as long
-as a test has points.
+as a test has points. A coordinator that starts where FOLDER has a file ``steady`` finds no worker faster than
+the one whose place it could take.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-PASSED, PACE = "passed", "pace"
+PASSED, PACE, STEADY = "passed", "pace", "steady"
 Label = Callable[..., Sequence[str]]  # of a call's arguments
 
 
@@ -83,8 +84,9 @@ def of_kind(name: str) -> Label:
     return lambda _, argument, *rest: (f"{name}.{type(argument).__name__}",)
 
 
-def coordinator(points: Points) -> None:
+def coordinator(points: Points, *, steady: bool) -> None:
     from coordinator import server, shell
+    from coordinator.pipeline import joining
     from coordinator.services import work
     from coordinator.storage import journal
     from coordinator.storage.blob_store import BlobStore
@@ -109,6 +111,8 @@ def coordinator(points: Points) -> None:
     points.around(BlobStore, "write", always("blob"))
     points.around(shell.Shell, "attach", always("attach"))
     points.around(work, "to_worker", saying)
+    if steady:
+        joining.LEAST_GAIN = 1.0
     server.SNAPSHOT_EVERY = 50  # type: ignore[attr-defined]
     journal.SNAPSHOTS = 1_000_000  # so many are kept, and with them every record
 
@@ -163,7 +167,7 @@ def main() -> None:
     elif module == "worker.cli":
         worker(Points(folder, "worker"), folder)
     else:
-        coordinator(Points(folder, "coordinator"))
+        coordinator(Points(folder, "coordinator"), steady=(folder / STEADY).exists())
     runpy.run_module(module, run_name="__main__")
 
 

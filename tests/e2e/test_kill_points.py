@@ -19,6 +19,7 @@ from protos import atoll_control_pb2 as pb
 from tests.e2e.kill_points import (
     DAEMON,
     POINTS,
+    REPLAY,
     SOON,
     SUBMIT,
     VICTIMS,
@@ -62,8 +63,9 @@ def test_a_commit_survives_the_process_that_is_killed_in_it(tmp_path: Path) -> N
 @pytest.mark.parametrize("victim", VICTIMS)
 @pytest.mark.parametrize("protocol", POINTS)
 def test_no_kill_at_a_named_point_costs_a_step_or_a_bit(protocol: str, victim: str, tmp_path: Path) -> None:
-    case, brief = case_of(STEPS), case_of(BRIEF_STEPS)
-    with fleet(case, brief, cut_in(case, 3), 6, tmp_path / "points", PACE_S) as started:
+    case, brief, folder = case_of(STEPS), case_of(BRIEF_STEPS), tmp_path / "points"
+    # Two of three stages are lost at once here; with a third that changes hands none would hold its state.
+    with fleet(case, brief, cut_in(case, 3), 6, folder, PACE_S, steady=protocol == REPLAY) as started:
         started.submit(case).join()
         for point, how in POINTS[protocol]:
             if how != SUBMIT:
