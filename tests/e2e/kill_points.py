@@ -256,6 +256,8 @@ class Wrapped:
         process = self.member(name).process()
         assert process is not None, name
         kill([process])
+        # Its last threads may hold the folder after it has become a zombie: so long it looks alive.
+        self.wait(lambda: name in self.local.ended())
 
     def mend(self) -> None:
         """Start again whoever is gone, and wait until all are well; steps are few meanwhile."""
