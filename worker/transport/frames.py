@@ -92,6 +92,8 @@ MEASURED = frozenset({Direction.FORWARD, Direction.BACKWARD, Direction.PART, Dir
 and evaluation come in bursts of their own size at steps of their own; no codec answers for them."""
 
 EXCHANGED = frozenset({Direction.PART, Direction.TOTAL})
+OF_STEPS = frozenset(Direction) - {Direction.COPY}
+"""What stands still when a computation hangs: copies of checkpoints travel on."""
 
 
 class MessageKey(NamedTuple):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from worker.transport.contract import Goodput, Paths, PeerLost, TransportConfig, Way
-from worker.transport.frames import MEASURED, Direction, MessageKey
+from worker.transport.frames import MEASURED, OF_STEPS, Direction, MessageKey
 from worker.transport.measure import ECHOES
 from worker.transport.network import PeerNetwork
 
@@ -193,7 +193,7 @@ class DeviceNetwork(PeerNetwork):
     def _count(self, peer: str, key: MessageKey, nbytes: int, took_s: float) -> None:
         with self._counting:
             carried = self._carried.setdefault(peer, _Carried())
-            carried.messages += key.direction is not Direction.COPY
+            carried.messages += key.direction in OF_STEPS
             if nbytes and key.direction in MEASURED:
                 carried.bytes += nbytes
                 carried.busy_s += took_s

@@ -17,7 +17,7 @@ from worker.manners.traffic import Traffic
 from worker.transport.busy_time import BusyTime
 from worker.transport.contract import Goodput, PeerLost, Receiver, TransportConfig, Way
 from worker.transport.courtesy import Courtesy
-from worker.transport.frames import MEASURED, MIN_CHUNK_BYTES, Ack, Data, Direction, MessageKey
+from worker.transport.frames import MEASURED, MIN_CHUNK_BYTES, OF_STEPS, Ack, Data, MessageKey
 from worker.transport.inbox import Inbox
 from worker.transport.outbox import Chunk, Outbox
 from worker.transport.window import Sent, Window
@@ -184,14 +184,16 @@ class Peer:
     def note_sent(self, now_s: float, key: MessageKey, nbytes: int) -> Sent:
         """A chunk leaves."""
         self.used_s = now_s
-        self.progress += _of_step(key)
+        self.progress += key.direction in OF_STEPS
         self._busy.sent(now_s, nbytes, idle=not self.window.in_flight)
         return self.window.sent(now_s, nbytes, backlogged=self.outbox.waiting)
 
     def note_acked(self, now_s: float, frame: Ack, nbytes: int, arrived: list[tuple[Chunk, Sent]]) -> None:
         """``nbytes`` more arrived, and with them all of the chunks ``arrived``."""
         if nbytes:
-            self.progress += not arrived or any(_of_step(chunk.message.key) for chunk, _ in arrived)
+            self.progress += not arrived or any(
+                chunk.message.key.direction in OF_STEPS for chunk, _ in arrived
+            )
             self.window.acked(now_s, 1e-9 * frame.clock_ns, nbytes, arrived[-1][1] if arrived else None)
             if self.acks is not None:
                 self.acks.append((frame.clock_ns, nbytes))
@@ -234,7 +236,7 @@ class Peer:
                 return
             complete = self.inbox.take(frame, payload)
             self.used_s = time.monotonic()
-            self.progress += _of_step(frame.key)
+            self.progress += frame.key.direction in OF_STEPS
         receiver = self._receivers.get(frame.key.job)
         if complete is not None and complete.buffer is not None and receiver is not None:
             receiver.deliver(self.name, frame.key, complete.meta, complete.buffer)
@@ -308,8 +310,3 @@ class Peer:
             nbytes, self._measured_bytes = self._measured_bytes, 0
             rtt_s, quickest_bps = self.window.rtt_s or 0.0, 8.0 * self._busy.take_quickest()
             return Goodput(self.name, nbytes, self._busy.take(), rtt_s, quickest_bps)
-
-
-def _of_step(key: MessageKey) -> bool:
-    """Whether a message is part of what steps do; copies of checkpoints travel however long one hangs."""
-    return key.direction is not Direction.COPY
