@@ -92,6 +92,7 @@ def test_a_forged_snapshot_costs_its_worker_and_not_the_checkpoint(
     eventually(lambda: words in reason())
     fleet(stack, running, 1)
     assert owner.watch(job).state == "finished"
+    assert words in reason()
 
 
 def joined_stages() -> OpDag:
