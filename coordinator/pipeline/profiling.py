@@ -42,7 +42,8 @@ class Profiling:
     _unreadable: set[str] = field(default_factory=set)  # while they run
     _suspect: set[str] = field(default_factory=set)  # whose checkpoint a worker could not load
     _attempts: dict[str, int] = field(default_factory=dict)  # job -> the one being planned
-    _planned_on: dict[str, Fingerprint] = field(default_factory=dict)
+    _asked_on: dict[str, Fingerprint] = field(default_factory=dict)  # of the plan asked for last
+    _planned_on: dict[str, Fingerprint] = field(default_factory=dict)  # ... did not suffice
     _inquiries: dict[str, JobSpec] = field(default_factory=dict)
     _begun_s: dict[str, float] = field(default_factory=dict)  # since when figures are asked for
     _chosen: dict[str, list[str]] = field(default_factory=dict)  # workers to plan with, of a huge fleet
@@ -74,11 +75,15 @@ class Profiling:
         return planned_on is None or planned_on != self.effects.roster.fingerprint()
 
     def wait_for_change(self, job: str) -> None:
-        """Plan again only when the fleet has changed: this one does not suffice."""
-        self._planned_on[job] = self.effects.roster.fingerprint()
+        """Plan again only when the fleet is another than the one that was asked about, which does not
+        suffice; it may be by now."""
+        if job in self._asked_on:
+            self._planned_on[job] = self._asked_on.pop(job)
+        self.effects.advance = True
 
     def anything_changed(self) -> None:
         """Plan again: whatever kept jobs waiting may be over."""
+        self._asked_on.clear()
         self._planned_on.clear()
         self.effects.advance = True
 
@@ -163,7 +168,7 @@ class Profiling:
         """Ask the shell for a plan on the idle fleet, without the first of the sets ``left_out`` that leaves
         somebody; the others wait until that plan has failed."""
         attempt = self._attempts.get(job, 0) + 1
-        self._attempts[job] = attempt
+        self._attempts[job], self._asked_on[job] = attempt, self.effects.roster.fingerprint()
         precision, roster = spec.training.precision.value, self.effects.roster
         idle = self._candidates(job, precision)
         choices = dict.fromkeys(frozenset(some).intersection(idle) for some in left_out)
@@ -210,7 +215,7 @@ class Profiling:
     def forget(self, job: str) -> None:
         """Forget everything about a job that is over."""
         self.stop(job)
-        for known in (self.holds, self._ops_of, self._attempts, self._planned_on):
+        for known in (self.holds, self._ops_of, self._attempts, self._asked_on, self._planned_on):
             known.pop(job, None)
         for jobs in (self._reading, self._unreadable, self._suspect):
             jobs.discard(job)

@@ -277,6 +277,17 @@ def test_who_is_kicked_takes_along_whoever_shares_the_certificate(
     assert not any(world.to(worker, do.Revoked) for worker in gone)
 
 
+def test_who_joins_while_a_plan_is_made_is_planned_with_once_that_has_failed() -> None:
+    world = Scripted(stages=2, fewest=2)
+    world.join("a")
+    world.slowness = 1.0  # a plan takes its time
+    world.submit()
+    world.join("b")
+    assert [len(asked.fleet.devices) for asked in world.all(do.MakePlan)] == [1]
+    world.wait(30.0)
+    assert sorted(world.holders()) == ["a", "b"]
+
+
 def test_a_worker_whose_bytes_arrive_is_not_lost_though_its_heartbeats_are_late() -> None:
     world = Scripted().training()
     world.silent = {"a"}
