@@ -3,8 +3,9 @@
 A GPT cut in three trains on the first workers of a scenario, the others are backups. Some steps after a
 checkpoint the worker of one stage is killed (kill -9). Either its hot standby takes the stage over, or a
 backup does from the send logs, or, with `--send-log-bytes 0` at each worker, the job goes back to its
-checkpoint. Downtime: from the last commit before the loss to the commit of the step that was in flight,
-less the median step, and beside it what the plan predicted of that stage's loss. The runs without a loss show
+checkpoint. Downtime: from the last commit before the loss to the commit of the step that was in flight, or of
+the one after it where that is later, less a median step each, and beside it what the plan predicted of that
+stage's loss. The runs without a loss show
 what logs and standbys cost a step; of standbys also the bytes a step that they were sent, against what the
 plan says that their stages receive. Every run ends with the losses of the first one, bit for bit.
 
@@ -173,14 +174,19 @@ def sent_over_planned(stood_by: Sequence[dict[str, Any]], planned: dict[int, int
 
 
 def times(points: Sequence[tuple[int, float, float]], killed_s: float) -> dict[str, Any]:
-    """Median step, and how long the step in flight was late; ``points``: (step, loss, time) as they came."""
+    """Median step, and how long the step in flight was late, or the next one where the lost stage had done
+    its part already; ``points``: (step, loss, time) as they came."""
     before = [(step, at_s) for step, _, at_s in points if not killed_s or at_s < killed_s]
     lasted_s = [b - a for (_, a), (_, b) in zip(before[SKIPPED:], before[SKIPPED + 1 :], strict=False)]
     found = {"step_s": statistics.median(lasted_s)}
     if killed_s:
         in_flight, last_s = before[-1][0] + 1, before[-1][1]
-        again_s = next(at_s for step, _, at_s in points if step >= in_flight and at_s > last_s)
-        found["downtime_s"] = again_s - last_s - found["step_s"]
+        found["downtime_s"] = max(
+            next(at_s for step, _, at_s in points if step >= in_flight + more and at_s > last_s)
+            - last_s
+            - (1 + more) * found["step_s"]
+            for more in (0, 1)
+        )
         found["repeated_steps"] = sum(step < in_flight and at_s > last_s for step, _, at_s in points)
     return found
 
