@@ -45,7 +45,8 @@ class PairTables:
 
     def look(self, state: JobState) -> None:
         """Have pairs drawn by newer rates where many have moved."""
-        if state.phase not in STEPPING or state.plan is None or state.seating:
+        over = state.step >= state.steps  # no round follows, and an evaluation would be lost
+        if state.phase not in STEPPING or state.plan is None or state.seating or over:
             self._looked_s.pop(state.job, None)
             return
         if self.effects.now_s < self._looked_s.setdefault(state.job, self.effects.now_s) + LOOK_S:

@@ -41,8 +41,8 @@ class RoundCodecs:
 
     def look(self, state: JobState) -> None:
         """Change the codec when the last round lasted too long, or need not have been coded so strongly."""
-        if state.phase not in STEPPING or state.plan is None or state.seating:
-            return
+        if state.phase not in STEPPING or state.plan is None or state.seating or state.step >= state.steps:
+            return  # after the last step no round follows, and an evaluation would be lost
         if self._judged.get(state.job) == state.step or not state.local:
             return
         self._judged[state.job] = state.step

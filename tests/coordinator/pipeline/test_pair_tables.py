@@ -54,7 +54,10 @@ def looked(links: Links, state: JobState, *times_s: float) -> list[Event]:
 def test_pairs_are_drawn_anew_when_many_are_faster_or_slower_than_they_were() -> None:
     state, _ = period(training(SAPS))
     assert looked(Links(SLOW), state, 0.0, LOOK_S, 2 * LOOK_S) == []
-    (event,) = looked(Links({frozenset({0, 1}), frozenset({0, 2})}), state, 0.0, 1.0, LOOK_S)
+    moved_links = Links({frozenset({0, 1}), frozenset({0, 2})})
+    ended = replace(state, spec=replace(state.spec, training=replace(state.spec.training, steps=state.step)))
+    assert looked(moved_links, ended, 0.0, LOOK_S) == [], "no round follows"
+    (event,) = looked(moved_links, state, 0.0, 1.0, LOOK_S)
     assert isinstance(event, Replaced)
     assert "67% of the pairs" in event.reason
     moved, todo = machine.step(state, event, 9.0)

@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.messages.events import Goodput
 from coordinator.messages.facts import Reconfigured
-from coordinator.messages.jobs import Event, JobState, Replaced
+from coordinator.messages.jobs import Event, JobState, Phase, Replaced
 from coordinator.pipeline import machine
 from coordinator.pipeline.round_codecs import RoundCodecs
 from tests.coordinator.pipeline.test_periods import DILOCO, facts, loaded, ready, training
@@ -68,3 +68,13 @@ def test_nothing_changes_where_the_job_names_what_it_wants(asked: str) -> None:
 def test_a_round_that_fits_changes_nothing() -> None:
     codecs, found = watching()
     assert looked(codecs, after(asking("diloco:auto"), 0.9), found) == []
+
+
+def test_nothing_changes_after_the_last_round() -> None:
+    """An evaluation that is awaited there would be given up for it."""
+    codecs, found = watching()
+    state = asking("diloco:auto")
+    state = replace(state, spec=replace(state.spec, training=replace(state.spec.training, steps=4)))
+    state = replace(after(state, 30.0), phase=Phase.EVALUATING, awaiting_eval=4)
+    assert (state.step, state.steps) == (4, 4)
+    assert looked(codecs, state, found) == []
