@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import RUNNING, JobState
+from coordinator.pipeline.assigning import tensors_of
 from coordinator.pipeline.fetching import Fetching, copy_name
 from coordinator.pipeline.reconfigure import begun
 from coordinator.pipeline.successors import Successor, Successors
@@ -115,8 +116,8 @@ class Copies:
                 worker = _best(fit, found, kept_by).worker
                 self._keepers[state.job, rank] = worker
                 lent[worker] += n_bytes
-                tensors, name = dict(state.checkpoint.tensors), copy_name(state, rank)
-                copy = do.StageCopy(state.job, name, state.plan, rank, tensors)
+                tensors = tensors_of(state.plan, rank, state.checkpoint)
+                copy = do.StageCopy(state.job, copy_name(state, rank), state.plan, rank, tensors)
                 found.setdefault(worker, []).append(copy)
         return found
 

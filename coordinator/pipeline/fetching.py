@@ -25,12 +25,14 @@ class Fetch:
 
 
 def copy_name(state: JobState, rank: int) -> str:
-    """Name a rank's part of the newest checkpoint: it is the same whoever holds the stage."""
+    """Name a rank's part of the newest checkpoint: it is the same whoever holds the stage; peers with local
+    steps each have a state of its own."""
     assert state.plan is not None  # noqa: S101 - it has ranks
     place = state.plan.places[rank]
     cut = state.plan.replicas[place.replica].stages[place.stage]
     ops = f"{cut.start}-{cut.stop}.{cut.eval_start}-{cut.eval_stop}"
-    return f"{state.job}.{state.checkpoint.step}.{ops}"
+    own = f".{rank}" if state.plan.local else ""
+    return f"{state.job}.{state.checkpoint.step}.{ops}{own}"
 
 
 def store_bps(roster: Roster, worker: str) -> float:
