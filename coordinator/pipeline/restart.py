@@ -82,6 +82,8 @@ def running(waiting: JobState, record: JobRecord, now_s: float) -> JobState | No
     if phase is None:
         return None
     announced, forgone = record.relink, _forgone(record, waiting.steps)
+    # Peers that have begun go on without others, also before their first commit.
+    moving = record.moving or (plan.local and phase is Phase.LOADING)
     return replace(
         waiting,
         phase=phase,
@@ -89,8 +91,8 @@ def running(waiting: JobState, record: JobRecord, now_s: float) -> JobState | No
         version=record.lineage[-1][0],
         assigned=record.assigned,
         first_step=record.steps if phase is Phase.LOADING else -1,
-        moving=record.moving,
-        source=record.last_checkpoint if record.moving else None,
+        moving=moving,
+        source=record.last_checkpoint if moving else None,
         step=record.steps,
         last_commit=_said(record),
         awaiting_eval=record.awaiting_eval,
