@@ -93,9 +93,10 @@ class FromRank(Generic[MessageT]):
 
 @dataclass(frozen=True, slots=True)
 class StageLost:
-    """The worker of a stage is gone; or the whole run must stop where it is."""
+    """The worker of a stage is gone; or the whole run must stop where it is. ``blamed``: for what it did."""
 
     reason: str
+    blamed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +298,14 @@ class Redo:
 
 
 @dataclass(frozen=True, slots=True)
+class Exclude:
+    """Have the other peers repeat the round without these ranks, whose reports are not like the others'."""
+
+    ranks: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Standby:
     """A worker beside the plan that repeats the steps of a rank; ``step``: so many are in its state, as it
     says, ``progress`` its heartbeat's. ``swap``: why it is to take the rank's place once it has caught up."""
@@ -316,7 +325,7 @@ class Standby:
     nearest: tuple[int, int] | None = None  # since it repeats steps: the fewest behind, and after which step
 
 
-Todo = Record | ToRanks | AssignAll | Reassign | Redo | ReleaseAll | Point | Dropped | LinksDue
+Todo = Record | ToRanks | AssignAll | Exclude | Reassign | Redo | ReleaseAll | Point | Dropped | LinksDue
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from coordinator.messages.events import StageFailed
 from coordinator.messages.jobs import Doubt
 
 if TYPE_CHECKING:
@@ -29,8 +30,17 @@ def finite(report: StepReady) -> bool:
     return report.finite and all(map(math.isfinite, _losses(report)))
 
 
+def as_failure(state: JobState, report: StepReady) -> StepReady | StageFailed:
+    """Return a peer's report of local steps that are not finite as the failure of its stage: the others go on
+    without it, as they wait for what it will not bring."""
+    if not state.local or report.step != state.due or finite(report):
+        return report
+    words = f"diverged in the steps to {report.step + 1}; lower the learning rate"
+    return StageFailed(report.job, report.version, report.step, words)
+
+
 def _losses(report: StepReady) -> tuple[float, ...]:
-    return report.losses if report.loss is None else (report.loss,)
+    return report.losses if report.loss is None else (*report.losses, report.loss)
 
 
 def doubted(before: Doubt | None, plan: Plan, step: int, ready: Mapping[int, StepReady]) -> Doubt:

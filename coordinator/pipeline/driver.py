@@ -26,6 +26,7 @@ from coordinator.messages.jobs import (
     Cancelled,
     Dropped,
     Event,
+    Exclude,
     FromRank,
     JobState,
     LinksDue,
@@ -50,7 +51,7 @@ from coordinator.pipeline import machine, reconfigure, restart
 from coordinator.pipeline.assigning import assignment, of_neighbours, reconfiguration, said_to
 from coordinator.pipeline.beside import Beside
 from coordinator.pipeline.calibration import learn
-from coordinator.pipeline.doubt import left_out
+from coordinator.pipeline.doubt import as_failure, left_out
 from coordinator.pipeline.link_adaptation import Adapting, capped
 from coordinator.pipeline.losses import Losses
 from coordinator.pipeline.pair_tables import PairTables
@@ -463,7 +464,7 @@ class PipelineDriver:
             self.effects.quarantine(worker, wrong)
             return
         if isinstance(message, ev.StepReady) and state.plan is not None:
-            message = of_neighbours(state.plan, rank, message)
+            message = as_failure(state, of_neighbours(state.plan, rank, message))
         if isinstance(message, ev.StateStored) and rank not in state.store_ranks:
             self.effects.drop("StateStored", f"of rank {rank}, which stores nothing", message.job)
             return
@@ -653,6 +654,8 @@ class PipelineDriver:
                 self._assign(state)
             case Redo(reason):
                 self.losses.doubted(self.jobs[state.job], reason)
+            case Exclude(ranks, reason):
+                self.losses.exclude(self.jobs[state.job], ranks, reason)
             case Reassign():
                 self._reassign(state, todo)
             case ReleaseAll(reason):
@@ -675,7 +678,7 @@ class PipelineDriver:
             self._give(state, rank)
 
     def _release(self, state: JobState, reason: str) -> None:
-        self.losses.forget(state.job)
+        self.losses.over(state.job)
         for _, worker in _present(state):
             self._let_go(state, worker, reason)
 

@@ -37,14 +37,16 @@ def square_norms(plan: Plan, ready: Reports) -> list[float]:
     return [square for rank in ranks_of(plan, 0) if rank in ready for square in ready[rank].square_norms]
 
 
-def disagreement(plan: Plan, ready: Reports, groups: Sequence[Group] = ()) -> Disagreement | None:
+def disagreement(
+    plan: Plan, ready: Reports, groups: Sequence[Group] = (), steps: int = 1
+) -> Disagreement | None:
     """Return what does not go together in the reports of a step, None where all of it does; ``groups``: who
-    exchanges with whom, where peers take local steps.
+    exchanges with whom, where peers take local steps, and ``steps``: that they report at once.
 
     Each replica sums the same totals in the same order, whatever its cut, so the norms are equal to the bit.
     """
     if plan.local:
-        return periods.disagreement(plan, ready, groups)
+        return periods.disagreement(plan, ready, groups, steps)
     if len(plan.replicas) == 1:
         return None
     for number, replica in enumerate(plan.replicas):

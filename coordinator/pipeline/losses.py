@@ -40,6 +40,7 @@ class Losses:
     step: Callable[[str, Event], None]
     make_way: Callable[[], None] = lambda: None
     _accused: dict[str, _Accused] = field(default_factory=dict)  # by job
+    _named: dict[str, dict[str, str]] = field(default_factory=dict)  # by job: peer -> whom it named last
 
     def replace(
         self, state: JobState, rank: int, reason: str, failed: FromRank[StageFailed] | None = None
@@ -108,6 +109,15 @@ class Losses:
                 return
         self.step(state.job, StageLost(reason))
 
+    def exclude(self, state: JobState, ranks: Collection[int], reason: str) -> None:
+        """Have the others go on without ranks whose reports cannot be used; from the checkpoint where there
+        are none."""
+        chosen = self.choose(state, ranks)
+        if isinstance(chosen, Choice):
+            self.replaced(state, chosen, ranks, reason, blamed=True)
+        else:
+            self.step(state.job, StageLost(f"{reason}; {chosen.reason}", blamed=True))
+
     def failed(self, state: JobState, failed: FromRank[StageFailed], not_before_s: float = 0.0) -> None:
         """A stage broke, or lost a peer: nobody is judged for that before ``not_before_s``."""
         message = failed.message
@@ -152,6 +162,11 @@ class Losses:
         """A job has other workers, or none: what its stages said of each other is over."""
         self._accused.pop(job, None)
 
+    def over(self, job: str) -> None:
+        """The job's plan is over."""
+        self.forget(job)
+        self._named.pop(job, None)
+
     def judge(self, jobs: Mapping[str, JobState], returning: Collection[str]) -> None:
         """Let time pass; jobs that are ``returning`` wait for their workers first."""
         for job, accused in list(self._accused.items()):
@@ -167,7 +182,9 @@ class Losses:
         if peer is None or machine.staleness(state, failed) is not None:
             return
         # Peers with local steps hold nobody up: who did not deliver joins again later.
-        ranks = {peer} if state.failures or state.local else set()
+        ranks = {peer} if state.failures else set()
+        if state.local:
+            ranks = {failed.rank if self._names_many(state, failed) else peer}
         chosen = self.choose(state, ranks)
         if isinstance(chosen, Refused) and state.plan is not None:
             ranks = {failed.rank}
@@ -177,3 +194,13 @@ class Losses:
             self.replaced(state, chosen, ranks, words)
         else:
             self.step(state.job, failed)
+
+    def _names_many(self, state: JobState, failed: FromRank[StageFailed]) -> bool:
+        """Whether a peer names another than the last time: its line is slow, or it puts out whom it likes."""
+        assert state.plan is not None  # noqa: S101 - it has ranks
+        named, who = self._named.setdefault(state.job, {}), state.plan.places[failed.rank].worker
+        before = named.pop(who, failed.message.lost_peer)
+        if before != failed.message.lost_peer:
+            return True
+        named[who] = before
+        return False

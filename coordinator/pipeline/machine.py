@@ -39,6 +39,7 @@ from coordinator.messages.jobs import (
     Cancelled,
     Dropped,
     Event,
+    Exclude,
     FromRank,
     JobState,
     LinksDue,
@@ -248,21 +249,19 @@ def _ready(state: JobState, event: FromRank[StepReady], now_s: float) -> Outcome
     if event.rank in state.ready:
         return state, [Dropped(f"rank {event.rank} reports step {report.step} twice")]
     ready = {**state.ready, event.rank: report}
-    if state.local and not finite(report):  # the others wait for what it will not bring
-        reason = (
-            f"{_place(state, event.rank)} diverged in the steps to {report.step + 1}; lower the learning rate"
-        )
-        return _interrupt(state, reason, blamed=True)
     waits = state.seating and state.step in state.stores  # a peer joins with the state that is being stored
     if len(ready) < len(state.present) or state.plan is None or waits:
         return replace(state, ready=ready), []
     if not all(map(finite, ready.values())):
         return _doubt(state, ready)
-    wrong = joined.disagreement(state.plan, ready, periods.round_groups(state))
+    steps = state.due + 1 - state.step
+    wrong = joined.disagreement(state.plan, ready, periods.round_groups(state), steps)
     if wrong is not None:  # who is alone with that twice has no part in the next plan
-        places = state.plan.places
-        odd = tuple(places[rank].worker for rank in wrong.ranks)
-        return _interrupt(replace(state, failed=(*state.failed, *odd)), wrong.words, blamed=True)
+        odd = tuple(state.plan.places[rank].worker for rank in wrong.ranks)
+        state = replace(state, failed=(*state.failed, *odd))
+        if state.local and odd:
+            return state, [Exclude(wrong.ranks, wrong.words)]
+        return _interrupt(state, wrong.words, blamed=True)
     return _commit(state, ready, now_s)
 
 
@@ -516,7 +515,7 @@ def _fail_stage(state: JobState, event: FromRank[StageFailed], now_s: float) -> 
 
 @TRANSITIONS.on(*RUNNING)
 def _lose(state: JobState, event: StageLost, now_s: float) -> Outcome:
-    return _interrupt(state, event.reason, blamed=False)
+    return _interrupt(state, event.reason, event.blamed)
 
 
 @TRANSITIONS.on(*RUNNING)
@@ -524,7 +523,10 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
     """Everybody keeps what is committed, and the step in flight begins anew: with the newcomers, or with the
     replicas that are whole."""
     over = state.checkpoint.step >= state.steps
-    if state.plan is None or over or (_too_often(state, event.blamed) and not event.chosen):
+    # One peer fewer is no failure of the job's: there are so many, and they join again at a commit alone.
+    fewer = state.plan is not None and state.local and event.absent > state.plan.absent
+    counts = not event.chosen and not fewer
+    if state.plan is None or over or (counts and _too_often(state, event.blamed)):
         return _interrupt(state, event.reason, event.blamed)
     plan, held = event.plan or state.plan, [state.plan.places[rank].worker for rank in state.present]
     if event.plan is not None:
@@ -557,8 +559,8 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
         eval_owed=state.eval_owed or state.awaiting_eval is not None,
         stores=stores,
         store_owed=state.store_owed or len(stores) < len(state.stores),
-        failures=state.failures + (not event.chosen),
-        broken=state.broken + event.blamed,
+        failures=state.failures + counts,
+        broken=state.broken + (counts and event.blamed),
         begun_s=None,
         wanted=None,
         relink=None,

@@ -21,7 +21,7 @@ from strategies.exchanges.partners import group_of, groups_of, joins
 if TYPE_CHECKING:
     from atoll.exchange import Exchange
     from atoll.plan import Plan
-    from coordinator.messages.events import StepReady
+    from coordinator.messages.events import RoundReceipt, StepReady
     from coordinator.messages.jobs import JobState
     from strategies.exchanges.partners import Group
 
@@ -49,8 +49,8 @@ class Disagreement(NamedTuple):
     ranks: tuple[int, ...] = ()
 
 
-def disagreement(plan: Plan, ready: Reports, groups: Sequence[Group]) -> Disagreement | None:
-    """Return what does not go together in the reports of a period, None where all of it does.
+def disagreement(plan: Plan, ready: Reports, groups: Sequence[Group], steps: int) -> Disagreement | None:
+    """Return what does not go together in the reports of a period of so many steps, None where all does.
 
     Ranks of a group have the same sums. That each makes its own model of them as the rule says is not seen.
     """
@@ -61,14 +61,13 @@ def disagreement(plan: Plan, ready: Reports, groups: Sequence[Group]) -> Disagre
         words = f"{places[without[0]].worker} reports a period without a receipt of its round"
         return Disagreement(words, tuple(without))
     found = {rank: receipt for rank, receipt in receipts.items() if receipt is not None}
-    for rank, receipt in found.items():
-        group = group_of(rank, groups)
-        if receipt.included != group or receipt.share != 1.0:
-            words = (
-                f"{places[rank].worker} has the contributions of ranks {list(receipt.included)} in "
-                f"{receipt.share:.0%} of what is exchanged, expected are those of {list(group)}"
-            )
-            return Disagreement(words, (rank,))
+    wrong = {
+        rank: words
+        for rank, receipt in found.items()
+        if (words := _unexpected(plan, rank, ready[rank], receipt, group_of(rank, groups), steps))
+    }
+    if wrong:
+        return Disagreement(next(iter(wrong.values())), tuple(wrong) if 2 * len(wrong) <= len(found) else ())
     for group in groups:
         first = found[group[0]].digest
         others = ", ".join(places[rank].worker for rank in group if found[rank].digest != first)
@@ -76,6 +75,25 @@ def disagreement(plan: Plan, ready: Reports, groups: Sequence[Group]) -> Disagre
             words = f"peers have different results of a round: {others} and {places[group[0]].worker}"
             return Disagreement(words, tuple(odd_ones({rank: found[rank].digest for rank in group})))
     return None
+
+
+def _unexpected(
+    plan: Plan, rank: int, report: StepReady, receipt: RoundReceipt, group: Group, steps: int
+) -> str:
+    """Return how a report is another than is awaited of a rank, "" where it is not."""
+    worker, said = plan.places[rank].worker, len(report.losses)
+    number = plan.exchange.round_of(report.step) if plan.exchange is not None else 0
+    if (said, receipt.round) != (steps, number):
+        return (
+            f"{worker} reports {said} losses and round {receipt.round}, expected are those of {steps} steps "
+            f"and round {number}"
+        )
+    if receipt.included != group or receipt.share != 1.0:
+        return (
+            f"{worker} has the contributions of ranks {list(receipt.included)} in {receipt.share:.0%} of "
+            f"what is exchanged, expected are those of {list(group)}"
+        )
+    return ""
 
 
 def odd_ones(said: Mapping[int, Hashable]) -> list[int]:
@@ -89,7 +107,7 @@ def step_losses(plan: Plan, ready: Reports) -> list[float]:
     shares = {rank: _share(plan, rank) for rank in ready}
     whole = sum(shares.values())
     reports = [(shares[rank], ready[rank].losses) for rank in sorted(ready)]
-    count = min((len(losses) for _, losses in reports), default=0)
+    count = min((len(losses) for _, losses in reports), default=0)  # all say as many
     return [sum(share * losses[at] for share, losses in reports) / whole for at in range(count)] or [math.nan]
 
 

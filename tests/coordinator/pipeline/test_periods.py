@@ -17,6 +17,7 @@ from coordinator.messages.events import EvalReady, Loaded, RoundReceipt, StateSt
 from coordinator.messages.facts import Checkpoint, CheckpointStored, RoundMet, StepCommitted
 from coordinator.messages.instructions import StepCommit, StepStart
 from coordinator.messages.jobs import (
+    Exclude,
     FromRank,
     JobState,
     Phase,
@@ -68,7 +69,10 @@ def loaded(state: JobState) -> JobState:
 
 def ready(state: JobState, rank: int, **changes: Any) -> FromRank[StepReady]:
     group = group_of(rank, round_groups(state))
-    receipt = RoundReceipt(0, group, 1.0, 10, 10, "d1" if len(group) == len(state.present) else f"d{group}")
+    number = state.plan.exchange.round_of(state.due)  # type: ignore[union-attr]
+    receipt = RoundReceipt(
+        number, group, 1.0, 10, 10, "d1" if len(group) == len(state.present) else f"d{group}"
+    )
     losses = tuple(float(rank) for _ in range(state.due + 1 - state.step))
     report = StepReady("j", state.version, state.due, None, losses=losses, receipt=receipt)
     return FromRank(rank, replace(report, **changes))
@@ -163,35 +167,31 @@ def test_peers_that_do_not_agree_commit_nothing(wrong: RoundReceipt | None, word
     state, _ = machine.step(state, ready(state, 0), 1.0)
     state, _ = machine.step(state, ready(state, 1), 1.0)
     state, todo = machine.step(state, ready(state, 2, receipt=wrong), 1.0)
-    assert state.phase is Phase.PAUSED
-    assert words in state.reason
-    assert not facts(todo, StepCommitted)
+    (excluded,) = todo
+    assert isinstance(excluded, Exclude)
+    assert excluded.ranks == (2,)
+    assert words in excluded.reason
 
 
-def test_a_peer_that_diverges_ends_the_period_at_once() -> None:
-    state = training()
-    state, _ = machine.step(state, ready(state, 2, finite=False), 1.0)
-    assert state.phase is Phase.PAUSED
-    assert "w2 diverged" in state.reason
+def test_a_replica_alone_with_its_gradients_has_no_part_in_the_plan_after_the_next() -> None:
+    state = training(Exchange(), blocks=PEERS, replicas=str(PEERS))
 
+    def reported(state: JobState, odd: float) -> JobState:
+        for rank in (0, 2, 1):
+            norms = (odd if rank == 1 else 1.0,)
+            report = StepReady("j", state.version, state.due, losses=(1.0,), square_norms=norms)
+            state, _ = machine.step(state, FromRank(rank, report), 1.0)
+        return state
 
-def test_who_is_alone_with_a_result_has_no_part_in_the_plan_after_the_next() -> None:
-    state = training()
     for version in (1, 2):
-        state, _ = machine.step(state, ready(state, 0), 1.0)
-        state, _ = machine.step(state, ready(state, 2), 1.0)
-        other = RoundReceipt(0, (0, 1, 2), 1.0, 1, 1, "another digest")
-        state, _ = machine.step(state, ready(state, 1, receipt=other), 1.0)
+        state = reported(state, 2.0)
         assert state.phase is Phase.PAUSED
         assert state.failed == ("w1",) * version
-        for event in (jobs.Picked("go"), jobs.Profiled(), jobs.Planned(plan(DILOCO, version + 1))):
+        for event in (jobs.Picked("go"), jobs.Profiled(), jobs.Planned(plan(Exchange(), version + 1))):
             state, _ = machine.step(state, event, 1.0)
         state = loaded(state)
     assert ("w1",) in left_out(state)
-    state, _ = machine.step(state, ready(state, 0), 1.0)
-    state, _ = machine.step(state, ready(state, 2), 1.0)
-    state, _ = machine.step(state, ready(state, 1), 1.0)
-    assert state.failed == ()
+    assert reported(state, 1.0).failed == ()
 
 
 def test_of_two_with_other_results_nobody_is_named() -> None:
@@ -312,6 +312,7 @@ def test_a_sum_of_others_than_its_partner_is_refused() -> None:
     for rank in state.present:
         receipt = RoundReceipt(0, state.present, 1.0, 1, 1, "d1")
         state, _ = machine.step(state, ready(state, rank, receipt=receipt), 1.0)
+    assert state.phase is Phase.PAUSED, "where most are wrong nobody is to blame"
     assert "expected are those of" in state.reason
 
 
