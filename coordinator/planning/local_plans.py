@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from atoll.errors import NotEnoughMemory, PlanError
+from atoll.errors import NotEnoughMemory, PlanError, UsageError
 from atoll.exchange import AUTO, MOST_PEERS
 from atoll.plan import LinkPrediction, Plan, Prediction, Replica, validate, written_buffers
 from coordinator.planning.exchange_codecs import with_codec
@@ -44,7 +44,8 @@ def peers_plan(
     """Return the plan of as many peers as end a step first, or as many as the job's ``replicas`` say.
 
     ``given``: their workers, and where their shares of a step end. NotEnoughMemory where fewer than two
-    machines hold the model and what the rule keeps, PlanError for a model that peers cannot share.
+    machines hold the model and what the rule keeps, UsageError where a step has too few micro-batches for
+    the peers, PlanError for a model that peers cannot share.
     """
     if exchange.codec != AUTO:
         exchange_facts(exchange.rule).check(exchange)
@@ -56,6 +57,7 @@ def peers_plan(
         )
     if given is not None:
         return _joined(request, exchange, *given, effort)
+    _check_count(request)
     found = fastest(request, exchange)
     if found is None:
         problem = _problem(request, exchange)
@@ -63,9 +65,26 @@ def peers_plan(
         held = sum(bool(limit >= need) for limit in problem.limits)
         raise NotEnoughMemory(
             f"peers with local steps hold the whole model, {need / 2**20:.0f} MiB with what {exchange.rule} "
-            f"keeps of it; {held} of {len(problem.limits)} machines have that"
+            f"keeps of it; {held} of {len(problem.limits)} machines have that, {_fewest(request)} are needed"
         )
     return _joined(request, exchange, found.parts, found.ends, effort)
+
+
+def _fewest(request: PlanRequest) -> int:
+    """Peers without which there is no plan. Who has lost machines goes on with fewer than asked for."""
+    return max(2, request.training.replica_count or 1) if request.version <= 1 else 2
+
+
+def _check_count(request: PlanRequest) -> None:
+    """Raise UsageError where a step has not a micro-batch for each peer: no fleet would help."""
+    n_micro, fewest = request.training.n_micro, _fewest(request)
+    if request.version > 1 or fewest <= n_micro:
+        return
+    instead = f"--replicas {n_micro}" if n_micro > 1 else "--exchange exact"
+    raise UsageError(
+        f"{fewest} peers share out the {n_micro} micro-batches of a step; give --set n_micro={fewest} or "
+        f"more, or {instead}"
+    )
 
 
 class Sharing(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atoll.errors import NotEnoughMemory, PlanError
+from atoll.errors import NotEnoughMemory, PlanError, UsageError
 from atoll.exchange import PairTable
 from atoll.job import TrainingSpec
 from atoll.plan import Plan
@@ -93,6 +93,29 @@ def test_shares_that_are_given() -> None:
 def test_machines_that_do_not_hold_the_model_cannot_be_peers() -> None:
     with pytest.raises(NotEnoughMemory, match="0 of 4 machines"):
         planned(memory_mib=40, gflops=50, mbit=50, ms=10)
+
+
+@pytest.mark.parametrize(
+    ("n_micro", "replicas", "words"),
+    [
+        (1, "1", "2 peers share out the 1 .* give --set n_micro=2 or more, or --exchange"),
+        (4, "8", "8 peers share out the 4 .* n_micro=8 or more, or --replicas 4"),
+    ],
+)
+def test_peers_without_a_micro_batch_each_are_refused_for_good(
+    n_micro: int, replicas: str, words: str
+) -> None:
+    few = replace(TRAINING, n_micro=n_micro, blocks=1, replicas=replicas)
+    with pytest.raises(UsageError, match=words):
+        planned(10, training=few, mbit=50, ms=10, **ROOMY)
+    later = planned(10, training=few, version=2, mbit=50, ms=10, **ROOMY)
+    assert len(later.replicas) <= n_micro
+
+
+def test_who_asks_for_more_peers_than_hold_the_model_hears_how_many() -> None:
+    six = replace(TRAINING, replicas="6")
+    with pytest.raises(NotEnoughMemory, match="4 of 4 machines have that, 6 are needed"):
+        planned(training=six, mbit=50, ms=10, **ROOMY)
 
 
 def test_a_step_is_predicted_with_its_share_of_the_exchange() -> None:
