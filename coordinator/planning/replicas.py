@@ -19,7 +19,7 @@ import numpy as np
 
 from atoll.collective import Send
 from atoll.errors import NotEnoughMemory, PlanError, UsageError
-from atoll.exchange import Exchange
+from atoll.exchange import EXACT, Exchange
 from atoll.gradient_exchange import joining, part_labels
 from atoll.job import Recompute
 from atoll.microbatch import ScheduleName, block_ranges
@@ -73,7 +73,7 @@ def best_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
         training = replace(training, replicas=str(len(cuts)))
         return _joined(replace(request, training=training), parts, ends, effort, cuts)
     if training.replica_count == 1:
-        return make_plan(request, effort)
+        return make_plan(_alone(request), effort)
     written = written_buffers(request.dag)
     if written and training.replica_count is not None:
         raise PlanError(
@@ -350,7 +350,8 @@ def _step_s(plan: Plan) -> float:
 
 
 def _alone(request: PlanRequest) -> PlanRequest:
-    return replace(request, training=replace(request.training, replicas="1"))
+    """The request of one exact pipeline, which holds no copies that a rule of peers keeps."""
+    return replace(request, training=replace(request.training, replicas="1", exchange=EXACT))
 
 
 # ---------------------------------------------------------------- given cuts

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.errors import NotEnoughMemory, PlanError
-from atoll.exchange import MOST_PEERS, PAPERS_STEPS, RATIOS, Exchange
+from atoll.exchange import EXACT, MOST_PEERS, PAPERS_STEPS, RATIOS, Exchange
 from coordinator.planning.buckets import ExchangeCost, Gradient, merge
 from coordinator.planning.gossip_plans import hidden_steps, round_of, with_table
 from coordinator.planning.op_fence import Effort
@@ -99,7 +99,8 @@ def compare_ways(request: PlanRequest, *, inexact: str = "", effort: Effort | No
     """
     if inexact not in ("", "auto"):
         exchange_facts(inexact)
-    request = replace(request, training=replace(request.training, replicas="1"))
+    # Ways of peers count what their rule keeps by themselves.
+    request = replace(request, training=replace(request.training, replicas="1", exchange=EXACT))
     # What fits as replicas fits as one pipeline, so its shortage is everybody's.
     found = [_pipeline(request, make_plan(request, effort))]
     peers = Peers.of(request)

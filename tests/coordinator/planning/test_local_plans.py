@@ -95,6 +95,21 @@ def test_machines_that_do_not_hold_the_model_cannot_be_peers() -> None:
         planned(memory_mib=40, gflops=50, mbit=50, ms=10)
 
 
+def test_a_job_that_has_lost_its_large_machines_goes_on_with_one_exact_plan() -> None:
+    """The others hold the model once, without what the rule keeps of it."""
+    small: dict[str, Any] = {"memory_mib": 60, "gflops": 2, "mbit": 1000, "ms": 1}
+    with pytest.raises(NotEnoughMemory, match="0 of 4 machines have that, 2 are needed"):
+        planned(**small)
+    plan = planned(version=2, **small)
+    assert (plan.exchange, len(plan.replicas)) == (None, 1)
+    exact = planned(training=replace(TRAINING, exchange="exact"), **small)
+    assert plan.prediction is not None
+    assert exact.prediction is not None
+    assert [s.memory_bytes for s in plan.prediction.stages] == [
+        s.memory_bytes for s in exact.prediction.stages
+    ]
+
+
 @pytest.mark.parametrize(
     ("n_micro", "replicas", "words"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -132,3 +134,15 @@ def test_shares_by_rates_are_no_slower_than_even_ones() -> None:
         even = [1 + 3 * share for share in even_shares(5)]
         slowest = max(w / r for w, r in zip(weights, rates, strict=True))
         assert slowest <= max(w / r for w, r in zip(even, rates, strict=True)) * (1 + 1e-9)
+
+
+def test_what_a_rule_keeps_counts_for_its_peers_alone_and_once() -> None:
+    fleet = fleet_of(4, memory_mib=2000, gflops=2, mbit=100, ms=5)
+
+    def compared(exchange: str) -> tuple[Way, ...]:
+        training = replace(TRAINING, exchange=exchange)
+        return compare_ways(PlanRequest("j", 1, DAG, None, training, fleet), inexact="diloco")
+
+    assert compared("diloco") == compared("exact")
+    by_kind = {way.kind: way for way in compared("diloco")}
+    assert by_kind[WayKind.PIPELINE].memory_share < by_kind[WayKind.LOCAL_STEPS].memory_share
