@@ -21,6 +21,7 @@ import numpy as np
 
 from atoll.errors import NotEnoughMemory, PlanError
 from atoll.exchange import EXACT, MOST_PEERS, PAPERS_STEPS, RATIOS, Exchange
+from atoll.plan import written_buffers
 from coordinator.planning.buckets import ExchangeCost, Gradient, merge
 from coordinator.planning.gossip_plans import hidden_steps, round_of, with_table
 from coordinator.planning.op_fence import Effort
@@ -103,18 +104,25 @@ def compare_ways(request: PlanRequest, *, inexact: str = "", effort: Effort | No
     request = replace(request, training=replace(request.training, replicas="1", exchange=EXACT))
     # What fits as replicas fits as one pipeline, so its shortage is everybody's.
     found = [_pipeline(request, make_plan(request, effort))]
+    compared = {
+        kind: wanted
+        for kind, exchanges in ((WayKind.LOCAL_STEPS, LOCAL_EXCHANGES), (WayKind.GOSSIP, GOSSIP_EXCHANGES))
+        if (wanted := [exchange for exchange in exchanges if inexact in ("auto", exchange.rule)])
+    }
+    written = written_buffers(request.dag)
+    if written:
+        why = f"training writes {len(written)} buffers, as {written[0]}, which workers do not average"
+        others = (WayKind.REPLICAS, WayKind.DATA_PARALLEL, *compared)
+        return (*found, *(Way(kind, str(kind), why_not=why) for kind in others))
     peers = Peers.of(request)
     whole = "a part of the fleet is no faster than its fastest machine, which holds the whole model"
     twice = whole if peers.members else "needs room for the model twice"
     found.append(_best(_replicated(request, peers.problem), WayKind.REPLICAS, twice))
     found.append(_best(_data_parallel(request, peers), WayKind.DATA_PARALLEL, peers.why_not))
-    if inexact:
-        for kind, exchanges in ((WayKind.LOCAL_STEPS, LOCAL_EXCHANGES), (WayKind.GOSSIP, GOSSIP_EXCHANGES)):
-            wanted = [exchange for exchange in exchanges if inexact in ("auto", exchange.rule)]
-            if wanted:
-                least = min(EXCHANGES[exchange.rule].own_copies for exchange in wanted)
-                copies = f"needs room for the model and {least} copies of it on two machines"
-                found.append(_best(_peers(request, peers, wanted), kind, peers.why_not or copies))
+    for kind, wanted in compared.items():
+        least = min(EXCHANGES[exchange.rule].own_copies for exchange in wanted)
+        copies = f"needs room for the model and {least} copies of it on two machines"
+        found.append(_best(_peers(request, peers, wanted), kind, peers.why_not or copies))
     return tuple(sorted(found, key=lambda way: (bool(way.why_not), -way.worth)))
 
 

@@ -10,6 +10,7 @@ import pytest
 from atoll.collective import even_shares, owner_shares
 from atoll.errors import NotEnoughMemory, UsageError
 from atoll.job import TrainingSpec
+from atoll.opdag import LeafRef, Source, StateMeta, TensorMeta
 from coordinator.client.fleet_file import parse_fleet, read_fleet
 from coordinator.planning.costs.fleet import Fleet
 from coordinator.planning.planner import PlanRequest
@@ -146,3 +147,14 @@ def test_what_a_rule_keeps_counts_for_its_peers_alone_and_once() -> None:
     assert compared("diloco") == compared("exact")
     by_kind = {way.kind: way for way in compared("diloco")}
     assert by_kind[WayKind.PIPELINE].memory_share < by_kind[WayKind.LOCAL_STEPS].memory_share
+
+
+def test_a_model_whose_training_writes_buffers_is_no_peers() -> None:
+    reads = replace(DAG.ops[3], args=(*DAG.ops[3].args, LeafRef(Source.BUFFER, "mean")))
+    mean = {"mean": StateMeta(TensorMeta((4,), "float32"), mutated=True)}
+    dag = replace(DAG, ops=(*DAG.ops[:3], reads, *DAG.ops[4:]), buffers=mean)
+    fleet = fleet_of(4, memory_mib=8000, gflops=20, mbit=10_000, ms=0.1)
+    found = compare_ways(PlanRequest("j", 1, dag, None, TRAINING, fleet), inexact="auto")
+    assert [way.kind for way in found] == list(WayKind)
+    assert [bool(way.why_not) for way in found] == [False, True, True, True, True]
+    assert "writes 1 buffers, as mean" in found[1].why_not
