@@ -163,15 +163,19 @@ def _joined(
     ]
     fleet = request.fleet
     members = [fleet.index[stage.worker] for stage in stages]
-    n_bytes = _problem(request, exchange).memory.trained(0, len(request.dag.ops))[0]
+    problem = _problem(request, exchange)
+    n_bytes = problem.memory.trained(0, problem.n_ops)[0]
     exchange = with_table(fleet, members, n_bytes, exchange, request.training.seed)
     alone_s = max(plan.prediction.step_s for plan in plans if plan.prediction is not None)
     exchange = with_codec(fleet, members, n_bytes, exchange, alone_s)
     predicted = _predicted(request, plans, members, exchange)
+    # Each evaluates before its next period, and the slowest for longest.
+    forward_s = float(problem.forward[members, -1].max())
+    evaluation_s = request.training.eval_batches * forward_s if evaluated else 0.0
     exchange = replace(
         exchange,
         rates=tuple(rank_rates(fleet, members)),
-        deadline_s=max(LEAST_DEADLINE_S, exchange.every * predicted.step_s),
+        deadline_s=max(LEAST_DEADLINE_S, exchange.every * predicted.step_s) + evaluation_s,
     )
     workers = {stage.worker for stage in stages}
     plan = replace(

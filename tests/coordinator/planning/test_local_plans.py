@@ -18,6 +18,7 @@ from coordinator.planning.costs.memory import MemoryModel
 from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.gossip_plans import moved_share, renewed
 from coordinator.planning.planner import PlanRequest
+from coordinator.planning.problem import Problem
 from tests.coordinator.planning.dags import gpt_like
 
 DAG = gpt_like(layers=4)
@@ -131,6 +132,22 @@ def test_who_asks_for_more_peers_than_hold_the_model_hears_how_many() -> None:
     six = replace(TRAINING, replicas="6")
     with pytest.raises(NotEnoughMemory, match="4 of 4 machines have that, 6 are needed"):
         planned(training=six, mbit=50, ms=10, **ROOMY)
+
+
+def test_an_evaluation_of_the_slowest_peer_is_no_delay_of_a_round() -> None:
+    devices = [{"name": f"d{i}", "gflops": 20 / (1 + i)} for i in range(2)]
+    fleet = parse_fleet({"default": {"mbit": 1000, "ms": 1, "memory_mib": 8000}, "device": devices})
+
+    def deadline_s(batches: int) -> float:
+        training = replace(TRAINING, eval_batches=batches)
+        plan = chosen_plan(PlanRequest("j", 1, DAG, DAG if batches else None, training, fleet))
+        assert plan.exchange is not None
+        return plan.exchange.deadline_s
+
+    problem = Problem(DAG, replace(TRAINING, n_micro=1, blocks=1), fleet)
+    slowest_s = float(problem.forward[:, -1].max())
+    assert deadline_s(0) >= 60.0
+    assert deadline_s(5000) - deadline_s(0) == pytest.approx(5000 * slowest_s)
 
 
 def test_a_step_is_predicted_with_its_share_of_the_exchange() -> None:
