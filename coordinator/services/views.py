@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import isfinite
+from math import ceil, isfinite
 from typing import TYPE_CHECKING, Any
 
 from atoll.job import Precision
@@ -23,6 +23,7 @@ from protos.convert import to_proto
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from atoll.plan import Plan
     from coordinator.scheduler import Scheduler
     from coordinator.storage.run_log import Point
 
@@ -100,6 +101,7 @@ def carried(scheduler: Scheduler, state: JobState) -> Iterable[pb.LinkRate]:
     if state.plan is None or not isinstance(driver, PipelineDriver):
         return
     step_s = state.step_times_s[-1] if state.step_times_s else 0.0
+    steps = _steps_reported(state, state.plan)
     places = state.plan.places
     stage_of = {place.worker: place.stage for place in places}
     specs = [{(link.source, link.target): link for link in r.links} for r in state.plan.replicas]
@@ -112,14 +114,21 @@ def carried(scheduler: Scheduler, state: JobState) -> Iterable[pb.LinkRate]:
             yield pb.LinkRate(
                 source=mine.worker,
                 target=link.peer,
-                bps=link.n_bytes * 8 / step_s if step_s > 0 else 0.0,
-                bytes_per_step=link.n_bytes,
+                bps=link.n_bytes * 8 / (steps * step_s) if step_s > 0 else 0.0,
+                bytes_per_step=ceil(link.n_bytes / steps),
                 codec=spec.codec,
                 ratio=spec.ratio,
                 reason=spec.reason,
-                dense_bytes_per_step=link.dense_bytes,
+                dense_bytes_per_step=ceil(link.dense_bytes / steps),
                 measured_bps=driver.adapting.measured_bps(state.job, (mine.worker, link.peer)),
             )
+
+
+def _steps_reported(state: JobState, plan: Plan) -> int:
+    """Return how many steps the newest reports are of: peers with local steps report once a period."""
+    last = state.step - 1
+    first = plan.exchange.first_step(last) if plan.exchange is not None else last
+    return max(1, state.step - max(first, state.first_step))
 
 
 def worker_status(scheduler: Scheduler, name: str, now_s: float) -> pb.WorkerStatus:
