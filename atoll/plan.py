@@ -86,6 +86,12 @@ class StagePrediction:
     handling_s: float = 0.0  # per step: messages, wakings; beside both
     gradient_bytes: int = 0  # of the parameters that one op uses; of those that several use, once for each:
     tied_gradient_bytes: int = 0  # what sums of blocks, and other replicas, take more memory for
+    figures_of: str = ""  # whose seconds these are, where another has the place since; neither sent nor kept
+
+    def at(self, worker: str) -> StagePrediction:
+        """Return the same with another worker in the place: the seconds stay those of the one before."""
+        before = self.figures_of or self.worker
+        return replace(self, worker=worker, figures_of="" if before == worker else before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +233,7 @@ class Plan:
 def _renamed(prediction: Prediction | None, names: Mapping[str, str]) -> Prediction | None:
     if prediction is None:
         return None
-    stages = tuple(replace(s, worker=names.get(s.worker, s.worker)) for s in prediction.stages)
+    stages = tuple(stage.at(names.get(stage.worker, stage.worker)) for stage in prediction.stages)
     links = tuple(
         replace(link, source=names.get(link.source, link.source), target=names.get(link.target, link.target))
         for link in prediction.links

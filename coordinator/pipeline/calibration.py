@@ -22,15 +22,19 @@ def learn(roster: Roster, state: JobState, *, follows: bool) -> None:
     if prediction is None or len(prediction.stages) != state.n_ranks or len(state.step_times_s) < 2:
         return  # the first step of a plan loads caches, and knows no optimizer step before it
     usual_s = sum(told.compute_s for told in prediction.stages) / state.n_ranks
+    # Of who has taken over a place nothing was foretold: the figures are those of the worker before.
+    others = {told.worker for told in prediction.stages if told.figures_of}
     for rank, report in state.reports.items():
         told = prediction.stages[rank]
+        if told.worker in others or told.worker not in roster.workers:
+            continue
         # What a stage of a few views takes is all overhead and says nothing of larger ones.
-        if told.worker in roster.workers and told.compute_s >= TELLING_SHARE * usual_s:
+        if told.compute_s >= TELLING_SHARE * usual_s:
             measured_s = report.forward_s + report.backward_s + report.optimizer_s
             roster.computed(state.job, told.worker, told.compute_s, measured_s)
         coding_s = sum(carried.encode_s + carried.decode_s for carried in report.links)
         # After a change of the links the plan's seconds are those of other codecs.
-        if told.worker not in roster.workers or len(state.lineage) > 1:
+        if len(state.lineage) > 1:
             continue
         if told.codec_s > 0:
             roster.coded(state.job, told.worker, told.codec_s, coding_s)
@@ -42,7 +46,7 @@ def learn(roster: Roster, state: JobState, *, follows: bool) -> None:
     for rank, report in state.reports.items():
         for carried in report.links:
             link = foretold.get((prediction.stages[rank].worker, carried.peer))
-            if link is not None:
+            if link is not None and not others.intersection((link.source, link.target)):
                 roster.transferred(state.job, link, carried)
 
 

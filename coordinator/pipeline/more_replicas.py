@@ -89,7 +89,7 @@ def _grown(state: JobState, roster: Roster, plan: Plan, number: int, workers: Se
     prediction = plan.prediction
     if prediction is not None:
         told = (prediction.stages[rank] for rank in ranks_of(plan, number))
-        more = tuple(replace(one, worker=worker) for one, worker in zip(told, workers, strict=True))
+        more = tuple(one.at(worker) for one, worker in zip(told, workers, strict=True))
         prediction = replace(prediction, stages=prediction.stages + more)
     seconds = [pipeline_s(state, plan, at) for at in range(len(plan.replicas))]
     # Rates and sites of who comes are not known: equal shares are as exact.

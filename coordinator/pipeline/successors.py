@@ -73,7 +73,8 @@ class Successors:
         idle = roster.plannable(roster.idle(), precision)
         taken = {*self._workers, *self.ready.values()}
         self._free = [worker for worker in (*idle, *self.spare) if worker not in taken]
-        self._fleet = devices_of(roster, (*idle, *self.spare, *self._workers), precision)
+        known = (*idle, *self.spare, *self._workers, *_foretold(self._plan))
+        self._fleet = devices_of(roster, known, precision)
         self._fetching = Fetching(self.state, roster)
 
     def chosen(self) -> dict[int, str] | tuple[int, ...]:
@@ -172,7 +173,7 @@ def seconds_of(
         stage = prediction.stages[rank]
         if stage.memory_bytes > fleet[worker].memory_limit_bytes:
             return inf
-        usual = [_unit_s(fleet[w]) for w in (before, *workers) if w in fleet]
+        usual = [_unit_s(fleet[w]) for w in (stage.figures_of or before, *workers) if w in fleet]
         reference = next(filter(None, usual), 0.0)
         seconds = stage.compute_s * (_unit_s(fleet[worker]) / reference if reference else 1.0)
     sent = (
@@ -191,6 +192,12 @@ def devices_of(roster: Roster, workers: Iterable[str], precision: str) -> dict[s
     """Return the devices of those workers that are known."""
     known = [worker for worker in dict.fromkeys(workers) if worker in roster.workers]
     return {device.worker: device for device in roster.fleet(known, precision).devices}
+
+
+def _foretold(plan: Plan) -> list[str]:
+    """Return the workers whose seconds a plan's prediction has."""
+    stages = plan.prediction.stages if plan.prediction is not None else ()
+    return [stage.figures_of or stage.worker for stage in stages]
 
 
 def _unit_s(device: Device) -> float:
