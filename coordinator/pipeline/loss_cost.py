@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from coordinator.pipeline.assigning import neighbours
 from coordinator.pipeline.fetching import Fetching
 from coordinator.pipeline.reconfigure import Choice, begun, choose
+from coordinator.pipeline.successors import computed_s
 
 if TYPE_CHECKING:
     from atoll.plan import Plan
@@ -102,10 +103,7 @@ def _loaded_s(state: JobState, roster: Roster, rank: int, worker: str) -> tuple[
 
 def repeated_s(state: JobState, roster: Roster, rank: int) -> float:
     """Return what a step takes that a rank repeats: computing, or its messages where they take longer."""
-    report, prediction, plan = state.reports.get(rank), state.plan and state.plan.prediction, state.plan
-    busy_s = report.forward_s + report.backward_s + report.optimizer_s if report is not None else 0.0
-    if not busy_s and prediction:
-        busy_s = prediction.stages[rank].compute_s
+    plan, busy_s = state.plan, computed_s(state, rank)
     sent_s, places = 0.0, plan.places if plan is not None else ()
     for other in neighbours(plan, rank) if plan is not None else ():
         theirs = state.reports.get(other)

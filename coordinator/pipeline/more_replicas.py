@@ -16,8 +16,8 @@ from atoll.exchange import Exchange
 from coordinator.membership.link_table import MIN_BANDWIDTH_BPS
 from coordinator.pipeline.joined import ranks_of
 from coordinator.pipeline.reconfigure import Choice, at_hand
-from coordinator.pipeline.successors import devices_of, seconds_of
-from coordinator.pipeline.whole_replicas import pipeline_s, shared
+from coordinator.pipeline.successors import devices_of, seconds_of, slower
+from coordinator.pipeline.whole_replicas import pipeline_s, shared, stage_s
 from coordinator.planning.costs.fleet import UNKNOWN
 
 if TYPE_CHECKING:
@@ -40,8 +40,13 @@ def choose(state: JobState, roster: Roster) -> Choice | None:
     workers = _workers(state, roster, plan, number)
     if workers is None:
         return None
-    grown = _grown(state, roster, plan, number, workers)
-    if grown is None or not _worth(state, plan, grown):
+    replicas = [*plan.replicas, _on(plan.replicas[number], iter(workers))]
+    seconds = [pipeline_s(state, plan, at) for at in range(len(plan.replicas))]
+    seconds.append(_copy_s(state, roster, plan, number, workers))
+    if not all(seconds):  # of speeds nothing is known: as long for each micro-batch
+        seconds = [float(_count(replica)) for replica in replicas]
+    grown = _grown(roster, plan, number, replicas, seconds)
+    if grown is None or not _worth(state, replicas, seconds, grown):
         return None
     names = tuple(place.worker for place in grown.places)
     newcomers = frozenset(rank for rank, name in enumerate(names) if name in workers)
@@ -82,20 +87,29 @@ def _reaches(roster: Roster, worker: str, others: Sequence[str]) -> bool:
     return all(link.bandwidth_bps > MIN_BANDWIDTH_BPS for link in links)
 
 
-def _grown(state: JobState, roster: Roster, plan: Plan, number: int, workers: Sequence[str]) -> Plan | None:
-    """Return the plan with a copy of a replica on these workers, None where a stage has no room for that."""
-    copied = plan.replicas[number]
-    copy = _on(copied, iter(workers))
+def _copy_s(state: JobState, roster: Roster, plan: Plan, number: int, workers: Sequence[str]) -> float:
+    """Return the seconds in which a copy of a replica on these workers would compute the replica's share."""
+    ranks, held = ranks_of(plan, number), [place.worker for place in plan.places]
+    fleet = devices_of(roster, (*workers, *held), state.spec.training.precision.value)
+    return max(
+        stage_s(state, plan, rank) * slower(roster, fleet, worker, held[rank])
+        for rank, worker in zip(ranks, workers, strict=True)
+    )
+
+
+def _grown(
+    roster: Roster, plan: Plan, number: int, replicas: Sequence[Replica], seconds: Sequence[float]
+) -> Plan | None:
+    """Return the plan with the last of ``replicas``, a copy of one of it, None where a stage has no room for
+    that; ``seconds``: of each for the share that it has here."""
     prediction = plan.prediction
     if prediction is not None:
         told = (prediction.stages[rank] for rank in ranks_of(plan, number))
-        more = tuple(one.at(worker) for one, worker in zip(told, workers, strict=True))
+        more = tuple(one.at(stage.worker) for one, stage in zip(told, replicas[-1].stages, strict=True))
         prediction = replace(prediction, stages=prediction.stages + more)
-    seconds = [pipeline_s(state, plan, at) for at in range(len(plan.replicas))]
     # Rates and sites of who comes are not known: equal shares are as exact.
     exchange = replace(plan.exchange or Exchange(), rates=(), sites=(), inner=None)
-    with_copy = replace(plan, prediction=prediction)
-    found = shared(roster, with_copy, [*plan.replicas, copy], [*seconds, seconds[number]], exchange)
+    found = shared(roster, replace(plan, prediction=prediction), replicas, seconds, exchange)
     return None if isinstance(found, str) else found
 
 
@@ -103,9 +117,16 @@ def _on(replica: Replica, workers: Iterator[str]) -> Replica:
     return replace(replica, stages=tuple(replace(s, worker=next(workers)) for s in replica.stages))
 
 
-def _worth(state: JobState, plan: Plan, grown: Plan) -> bool:
-    """Whether the steps that are left save more than standing still for the newcomers takes."""
+def _count(replica: Replica) -> int:
+    return replica.micros[1] - replica.micros[0]
+
+
+def _worth(state: JobState, replicas: Sequence[Replica], seconds: Sequence[float], grown: Plan) -> bool:
+    """Whether the steps that are left save more than standing still for the newcomers takes; ``seconds``: of
+    each of the ``replicas``, the last of which is new, for the share that it has there."""
     usual_s, left = state.median_step_s or 0.0, state.steps - state.step
-    before, after = (max(r.micros[1] - r.micros[0] for r in p.replicas) for p in (plan, grown))
+    shares = zip(grown.replicas, replicas, seconds, strict=True)
+    before_s = max(seconds[:-1])
+    after_s = max(took_s * _count(new) / _count(old) for new, old, took_s in shares)
     pause_s = PAUSES * max(state.load_s.values(), default=0.0)
-    return usual_s * (1.0 - after / before) * left > WORTH * pause_s
+    return usual_s * (1.0 - after_s / before_s) * left > WORTH * pause_s

@@ -22,7 +22,7 @@ from coordinator.messages.facts import Checkpoint, Era
 from coordinator.messages.jobs import STEPPING, JobState, Phase
 from coordinator.pipeline import whole_replicas
 from coordinator.pipeline.assigning import neighbours
-from coordinator.pipeline.successors import Successors
+from coordinator.pipeline.successors import Successors, computed_s
 
 if TYPE_CHECKING:
     from coordinator.membership.roster import Roster
@@ -199,20 +199,30 @@ def _without(state: JobState, lost: Collection[int], loading: Collection[int]) -
 
 def seats(state: JobState, roster: Roster) -> Choice | None:
     """Return which idle workers take the ranks of lost peers, None where no one fits any. Who was lost takes
-    its own rank alone, where nobody else fits it."""
-    if state.plan is None or not state.plan.absent:
+    its own rank alone, where nobody else fits it. Nobody takes one whose share would last so long with it
+    that fewer micro-batches a second are computed than without."""
+    plan = state.plan
+    if plan is None or not plan.absent:
         return None
     chosen: dict[int, str] = {}
-    again = [w for rank in state.plan.absent if roster.is_idle(w := state.plan.places[rank].worker)]
-    for rank in sorted(state.plan.absent):
-        lost = state.plan.absent - chosen.keys()
-        fit = Successors(state, roster, frozenset(lost), again).of(rank, chosen)
-        if fit:
-            chosen[rank] = fit[0].worker
+    again = [w for rank in plan.absent if roster.is_idle(w := plan.places[rank].worker)]
+    micros = [stop - start for start, stop in (replica.micros for replica in plan.replicas)]  # by rank
+    slowest = max(plan.present, key=lambda rank: computed_s(state, rank))
+    step_s = each_s = computed_s(state, slowest)
+    done = sum(micros[rank] for rank in plan.present)
+    for rank in sorted(plan.absent):
+        successors = Successors(state, roster, plan.absent - chosen.keys(), again)
+        for successor in successors.of(rank, chosen):
+            times = successors.slower(successor.worker, plan.places[slowest].worker)
+            took_s = each_s * times * micros[rank] / micros[slowest]
+            if not each_s or took_s * done < step_s * (done + micros[rank]):
+                chosen[rank], step_s = successor.worker, max(step_s, took_s)
+                done += micros[rank]
+                break
     if not chosen:
         return None
-    workers = tuple(chosen.get(rank, place.worker) for rank, place in enumerate(state.plan.places))
-    return Choice(workers, frozenset(chosen), state.plan.absent - chosen.keys())
+    workers = tuple(chosen.get(rank, place.worker) for rank, place in enumerate(plan.places))
+    return Choice(workers, frozenset(chosen), plan.absent - chosen.keys())
 
 
 def standing_by_for(state: JobState, roster: Roster, lost: Collection[int]) -> dict[int, str]:

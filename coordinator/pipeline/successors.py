@@ -118,6 +118,10 @@ class Successors:
                 found.append(Successor(again, spare, other_bits, late_s, step_s, fetch, worker))
         return sorted(found, key=lambda successor: successor.order)
 
+    def slower(self, worker: str, than: str) -> float:
+        """Return how many times as long as another worker one of them computes."""
+        return slower(self.roster, self._fleet, worker, than)
+
     def _late_s(self, step_s: float) -> float:
         """Return the seconds that a worker repeats steps, and by which it makes those longer that follow."""
         state, prediction = self.state, self._plan.prediction
@@ -192,6 +196,30 @@ def devices_of(roster: Roster, workers: Iterable[str], precision: str) -> dict[s
     """Return the devices of those workers that are known."""
     known = [worker for worker in dict.fromkeys(workers) if worker in roster.workers]
     return {device.worker: device for device in roster.fleet(known, precision).devices}
+
+
+def computed_s(state: JobState, rank: int) -> float:
+    """Return the seconds that a rank computed in its last step, as predicted where it has not reported one; 0
+    where neither is known."""
+    report, prediction = state.reports.get(rank), state.plan.prediction if state.plan is not None else None
+    busy_s = report.forward_s + report.backward_s + report.optimizer_s if report is not None else 0.0
+    return busy_s or (prediction.stages[rank].compute_s if prediction is not None else 0.0)
+
+
+def slower(roster: Roster, fleet: Mapping[str, Device], worker: str, than: str) -> float:
+    """Return how many times as long as another a worker computes for the same, 1 where that is not known. Who
+    has not trained yet is compared by its timings: what steps have shown of the other may be true of both."""
+    if worker not in fleet or than not in fleet:
+        return 1.0
+    shown = all(roster.workers[name].computing.samples for name in (worker, than))
+    both = [op for op in fleet[worker].timings if op in fleet[than].timings]
+
+    def unit_s(name: str) -> float:
+        timed_s = sum(sum(fleet[name].timings[op]) for op in both)
+        return fleet[name].scale * timed_s / (1.0 if shown else roster.workers[name].computing.value)
+
+    one_s, other_s = unit_s(worker), unit_s(than)
+    return one_s / other_s if one_s > 0 and other_s > 0 else 1.0
 
 
 def _foretold(plan: Plan) -> list[str]:

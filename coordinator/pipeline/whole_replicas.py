@@ -81,17 +81,18 @@ def _shares(plan: Plan, replicas: Sequence[Replica], seconds: Sequence[float]) -
 
 
 def pipeline_s(state: JobState, plan: Plan, number: int) -> float:
-    """Return the seconds that the slowest stage of a replica took for its share of the last step, as
-    predicted where that was not measured; 0 where neither is known."""
-    found = []
-    for rank in ranks_of(plan, number):
-        report = state.reports.get(rank)
-        predicted = plan.prediction.stages[rank] if plan.prediction is not None else None
-        if report is not None and report.forward_s + report.backward_s > 0:
-            found.append(report.forward_s + report.backward_s)
-        else:
-            found.append(predicted.compute_s + predicted.handling_s if predicted is not None else 0.0)
-    return max(found)
+    """Return the seconds of ``stage_s`` of the slowest stage of a replica."""
+    return max(stage_s(state, plan, rank) for rank in ranks_of(plan, number))
+
+
+def stage_s(state: JobState, plan: Plan, rank: int) -> float:
+    """Return the seconds that a stage took for its share of the last step, as predicted where that was not
+    measured; 0 where neither is known."""
+    report = state.reports.get(rank)
+    if report is not None and report.forward_s + report.backward_s > 0:
+        return report.forward_s + report.backward_s
+    predicted = plan.prediction.stages[rank] if plan.prediction is not None else None
+    return predicted.compute_s + predicted.handling_s if predicted is not None else 0.0
 
 
 def _replica(plan: Plan, before: Replica, micros: tuple[int, int]) -> Replica:
