@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
 import pytest
 
+from atoll.exchange import PairTable
+from atoll.plan import LinkPrediction, Plan, Prediction, StagePrediction
 from coordinator.config import Liveness, Probing
 from coordinator.membership import member as members
 from coordinator.membership.roster import Roster
 from coordinator.messages.events import StepReady
-from coordinator.messages.jobs import JobState
+from coordinator.messages.jobs import Event, JobState, Replaced
 from coordinator.pipeline import machine, more_replicas
 from coordinator.pipeline.reconfigure import seats
-from tests.coordinator.pipeline.test_periods import DILOCO, loaded, lose, ready, training
+from coordinator.pipeline.seats import Seats
+from tests.coordinator.pipeline.test_periods import DILOCO, SAPS, loaded, lose, ready, training
 from tests.coordinator.pipeline.test_whole_replicas import planned
 from tests.coordinator.pipeline.test_whole_replicas import state as replicated
 from tests.sim.worker import introduction
@@ -104,3 +112,40 @@ def test_a_newcomers_replica_has_the_share_that_suits_its_speed() -> None:
 def test_a_newcomer_with_whom_a_step_takes_longer_makes_no_replica() -> None:
     """One of four blocks takes it 1.25 times as long as the other one takes for all."""
     assert shares(alone(), w00=1.0, new=5.0) is None
+
+
+# ---------------------------------------------------------------- rates of pairs
+
+
+@pytest.mark.parametrize("n_bytes", [1000, 0])
+def test_who_joins_has_rates_though_no_round_has_shown_any(n_bytes: int) -> None:
+    """As after a restart: the table still has none of the peer that was lost."""
+    state, _ = lose(training(SAPS), 1)
+    state = loaded(state)
+    assert state.plan is not None
+    assert state.plan.exchange is not None
+    without = np.array(SAPS.pairs.rates).reshape(3, 3)  # type: ignore[union-attr]
+    without[1] = without[:, 1] = 0.0
+    exchange = replace(state.plan.exchange, pairs=PairTable(tuple(without.reshape(-1).tolist()), 4e6))
+    plan = replace(state.plan, exchange=exchange, prediction=foretold(state.plan, n_bytes))
+    found = list[Event]()
+    effects = SimpleNamespace(roster=roster_of(w0=1.0, w2=1.0, new=1.0), now_s=0.0, storage="", label=str)
+    nothing = SimpleNamespace(due=lambda state: "")
+    seating = Seats(cast("Any", effects), lambda job, event: found.append(event), cast("Any", nothing))
+    seating.look(replace(state, plan=plan))
+    (event,) = found
+    assert isinstance(event, Replaced)
+    assert event.workers == ("w0", "new", "w2")
+    if n_bytes:
+        assert event.exchange is not None
+        assert event.exchange.pairs is not None
+        assert np.count_nonzero(event.exchange.pairs.rates) == 6
+    else:
+        assert event.exchange is None, "nobody knows what a round sends"
+
+
+def foretold(plan: Plan, n_bytes: int) -> Prediction:
+    workers = [place.worker for place in plan.places]
+    links = tuple(LinkPrediction(a, b, n_bytes, 0.1) for a in workers for b in workers if a != b)
+    stages = tuple(StagePrediction(worker, 1.0, 1.0, 100, 1000) for worker in workers)
+    return Prediction(1.0, 1.0, "", "", stages, links)
