@@ -1,4 +1,4 @@
-"""What a committed step teaches about devices and links, held against what the plan foretold. Pure."""
+"""What a committed step teaches about devices and links, held against what the plan predicted. Pure."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def learn(roster: Roster, state: JobState, *, follows: bool) -> None:
     """Refine devices' scales and links' drags.
 
     ``follows``: the job's links are believed as training measures them, so a drag on top of that
-    would count the same slowness twice; and other codecs than foretold may be in use by now.
+    would count the same slowness twice; and other codecs than predicted may be in use by now.
     """
     prediction = state.plan.prediction if state.plan is not None else None
     if prediction is None or len(prediction.stages) != state.n_ranks or len(state.step_times_s) < 2:
         return  # the first step of a plan loads caches, and knows no optimizer step before it
     usual_s = sum(told.compute_s for told in prediction.stages) / state.n_ranks
-    # Of who has taken over a place nothing was foretold: the figures are those of the worker before.
+    # Of who has taken over a place nothing was predicted: the figures are those of the worker before.
     others = {told.worker for told in prediction.stages if told.figures_of}
     for rank, report in state.reports.items():
         told = prediction.stages[rank]
@@ -42,10 +42,10 @@ def learn(roster: Roster, state: JobState, *, follows: bool) -> None:
             roster.handled(state.job, told.worker, told.handling_s, report.handling_s)
     if follows:
         return
-    foretold = _with_ends(prediction)
+    predicted = _with_ends(prediction)
     for rank, report in state.reports.items():
         for carried in report.links:
-            link = foretold.get((prediction.stages[rank].worker, carried.peer))
+            link = predicted.get((prediction.stages[rank].worker, carried.peer))
             if link is not None and not others.intersection((link.source, link.target)):
                 roster.transferred(state.job, link, carried)
 

@@ -73,7 +73,7 @@ class Successors:
         idle = roster.plannable(roster.idle(), precision)
         taken = {*self._workers, *self.ready.values()}
         self._free = [worker for worker in (*idle, *self.spare) if worker not in taken]
-        known = (*idle, *self.spare, *self._workers, *_foretold(self._plan))
+        known = (*idle, *self.spare, *self._workers, *_predicted_workers(self._plan))
         self._fleet = devices_of(roster, known, precision)
         self._fetching = Fetching(self.state, roster)
 
@@ -222,7 +222,7 @@ def slower(roster: Roster, fleet: Mapping[str, Device], worker: str, than: str) 
     return one_s / other_s if one_s > 0 and other_s > 0 else 1.0
 
 
-def _foretold(plan: Plan) -> list[str]:
+def _predicted_workers(plan: Plan) -> list[str]:
     """Return the workers whose seconds a plan's prediction has."""
     stages = plan.prediction.stages if plan.prediction is not None else ()
     return [stage.figures_of or stage.worker for stage in stages]
