@@ -22,6 +22,14 @@ PROBED_WITHIN_S = 10.0  # a peer that is only measured
 MIN_PROBE_BYTES = 64 << 10
 
 
+def expect(links: Sequence[PeerLink], network: PeerNetwork, timeout_s: float) -> None:
+    """Begin to be connected to every neighbour, and return at once: those who are there already wait no
+    longer for this end than a connection takes, though its stage may load for minutes."""
+    for link in links:
+        if not network.connected(link.worker):
+            network.expect(link.worker, link.paths, timeout_s)
+
+
 def connect(links: Sequence[PeerLink], network: PeerNetwork, timeout_s: float, cancel: Cancel) -> None:
     """Be connected to every neighbour. Raises ConnectionFailed naming the one that is not, Cancelled."""
     deadline_s = time.monotonic() + timeout_s

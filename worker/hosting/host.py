@@ -32,7 +32,7 @@ from worker.data.registry import dataset_folder
 from worker.federated.folders import make_job_folder, noise_key
 from worker.hosting.child import SHARED_BYTES, Child, make_scratch
 from worker.hosting.child_log import ChildLog
-from worker.hosting.connecting import connect, time_link
+from worker.hosting.connecting import connect, expect, time_link
 from worker.hosting.gate import Gate, ranks_of
 from worker.hosting.limits import computed_s
 from worker.hosting.requests import HostPorts, Served, of_assignment, unlogged
@@ -340,6 +340,7 @@ class ComputeHost:
         now.watch = OpWatch(max(1, assigned.plan.exchange.every))
         self._links = work.links
         network.register(job, now.gate)
+        expect(work.links, network, self._config.peer_timeout_s)
         self._ports.fetch_from(work.holders)
         now.assigned += 1
         child.send(pb.ToCompute(load=assigned, assignment=now.assigned))
@@ -353,6 +354,7 @@ class ComputeHost:
             self._held.standby = asked.standby
         self._at(version, step)
         self._links = work.links
+        expect(work.links, self._ports.network, self._config.peer_timeout_s)
         now.gate.reconfigure(ranks_of(work.message), version, step, repeating=asked.repeating)
         now.child.send(pb.ToCompute(reconfigure=work.message))
 

@@ -13,7 +13,7 @@ from protos import atoll_control_pb2 as control
 from tests.patience import HUNG_S
 from worker.blobs import BlobFile
 from worker.cancel import Cancel
-from worker.transport.contract import Goodput, Receiver
+from worker.transport.contract import Goodput, Paths, Receiver
 from worker.transport.frames import MessageKey
 
 _BEGIN = """
@@ -78,6 +78,8 @@ class Network:
     forgotten: list[tuple[str, int | None]] = field(default_factory=list)
     sent: queue.SimpleQueue[tuple[str, MessageKey, bytes, bytes]] = field(default_factory=queue.SimpleQueue)
     admitted: list[str] = field(default_factory=list)
+    expected: list[str] = field(default_factory=list)
+    joined: bool = True  # with everybody
 
     def register(self, job: str, receiver: Receiver) -> None:
         self.receivers[job] = receiver
@@ -98,7 +100,10 @@ class Network:
         self.admitted.append(peer)
 
     def connected(self, peer: str) -> bool:
-        return True
+        return self.joined
+
+    def expect(self, peer: str, paths: Paths, timeout_s: float) -> None:
+        self.expected.append(peer)
 
     def goodput(self) -> list[Goodput]:
         return [Goodput("w-b", 10, 0.5, 0.01, 4e6)]

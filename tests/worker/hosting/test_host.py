@@ -144,6 +144,19 @@ def test_a_stage_goes_on_with_other_neighbours_and_its_log_says_from_where_it_is
     assert world.host.logged_from == 0
 
 
+def test_neighbours_are_expected_though_the_stage_is_not_loaded_yet(start: Start) -> None:
+    world = start()  # whose process never asks to be connected
+    world.network.joined = False
+    world.load()
+    assert world.network.expected == ["w-b"]
+    peer = control.RankPeer(rank=1, peer=control.PeerAddress(worker="w-c"))
+    message = control.Reconfigure(job="j", plan_version=2, step=10, peers=[peer])
+    world.host.do(
+        instructions.Reconfigure("j", 2, 10, ReconfiguredStage(message, (PeerLink("w-c", Paths()),)))
+    )
+    assert world.network.expected == ["w-b", "w-c"]
+
+
 def test_a_stage_that_is_gone_is_not_reconfigured(start: Start) -> None:
     world = start(load="posted('StepApplied')")
     world.load()

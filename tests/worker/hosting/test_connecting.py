@@ -1,0 +1,44 @@
+"""Neighbours of a plan: who is there gets through to who still loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.patience import HUNG_S
+from tests.worker.transport.hosts import Host
+from worker.cancel import Cancel
+from worker.hosting.connecting import connect, expect
+from worker.stage.assignment import PeerLink
+from worker.transport.contract import Paths
+
+
+@pytest.fixture
+def host() -> Iterator[Callable[[str], Host]]:
+    made: list[Host] = []
+
+    def make(name: str) -> Host:
+        made.append(Host(None, name=name))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.network.close()
+
+
+@pytest.mark.parametrize("newcomer_dials", [True, False])
+def test_those_who_are_there_are_connected_while_the_newcomer_still_loads(
+    host: Callable[[str], Host], newcomer_dials: bool
+) -> None:
+    there, newcomer = host("w-a"), host("w-n")
+    to_there = PeerLink("w-a", Paths((there.address,), dial=newcomer_dials))
+    expect([to_there], newcomer.network, HUNG_S)
+    connect(
+        [PeerLink("w-n", Paths((newcomer.address,), dial=not newcomer_dials))],
+        there.network,
+        HUNG_S,
+        Cancel(),
+    )
+    newcomer.network.wait_for("w-a", HUNG_S)
+    connect([to_there], newcomer.network, HUNG_S, Cancel())
