@@ -303,7 +303,7 @@ Global___LostPeer: _TypeAlias = LostPeer  # noqa: Y015
 
 @_typing.final
 class Answer(_message.Message):
-    """The answer to a request; an error's kind is a class of atoll.errors."""
+    """The answer to a request; an error's kind is a class of atoll.errors. peer: who was not reached."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -311,10 +311,12 @@ class Answer(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     kind: _builtins.str
     error: _builtins.str
     bytes: _builtins.int
+    peer: _builtins.str
     def __init__(
         self,
         *,
@@ -322,10 +324,11 @@ class Answer(_message.Message):
         kind: _builtins.str = ...,
         error: _builtins.str = ...,
         bytes: _builtins.int = ...,
+        peer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "error", b"error", "kind", b"kind", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "error", b"error", "kind", b"kind", "peer", b"peer", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,7 +59,7 @@ class JobNetwork(Network, Protocol):
         """Have a message in the send log that ``peer`` is not sent. PeerLost, TimeoutError."""
 
     def connect(self, job: str, plan_version: int, cancel: Cancel) -> None:
-        """Be connected to every neighbour. ConnectionFailed names the one that is not; Cancelled."""
+        """Be connected to every neighbour. PeerLost names the one that is not; Cancelled."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from atoll.errors import ConnectionFailed
 from atoll.rehearse import RehearsalLimits, rehearse
 from worker.blobs import most_bytes
 from worker.cancel import Cancel
@@ -18,6 +19,7 @@ from worker.stage.op_marks import OpMarks
 from worker.stage.reports import LongWait
 from worker.stage.run import Meters, StageRun, codecs_of
 from worker.stage.stage import MAX_OUTPUT_BYTES, Stage
+from worker.transport.contract import PeerLost
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,11 +84,20 @@ def load(
     )
     try:
         run.open(assignment.first_step if assignment.replay is None else assignment.replay.first_step)
-        context.network.connect(assignment.job, assignment.version, cancel)
+        _connect(assignment, context, cancel)
     except BaseException:
         run.close()
         raise
     return run, links, fetched
+
+
+def _connect(assignment: Assignment, context: ComputeContext, cancel: Cancel) -> None:
+    """Be connected to every neighbour. Raises ConnectionFailed: who is new accuses nobody of those who were
+    there before, as it may well be its own line."""
+    try:
+        context.network.connect(assignment.job, assignment.version, cancel)
+    except PeerLost as lost:
+        raise ConnectionFailed(lost.reason) from None
 
 
 def _rehearse(assignment: Assignment, device: Device) -> list[Mapping[int, OpCost]]:

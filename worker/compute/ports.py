@@ -131,6 +131,8 @@ def _next(request: _Request, cancel: Cancel | None) -> pb.Answer | control.Batch
 
 
 def _error(answer: pb.Answer) -> Exception:
+    if answer.peer:
+        return PeerLost(answer.peer, answer.error)
     kind = getattr(errors, answer.kind, None)
     if not (isinstance(kind, type) and issubclass(kind, AtollError)):
         kind = ConnectionFailed
@@ -240,6 +242,8 @@ class DaemonNetwork:
             self._tell(pb.FromCompute(freed=self._take_read(), wanted=pb.WantedList(messages=wanted)))
 
     def connect(self, job: str, plan_version: int, cancel: Cancel) -> None:
+        """Be connected to every neighbour. Raises PeerLost naming the one that is not, Cancelled."""
+
         def make(number: int) -> pb.FromCompute:
             return pb.FromCompute(connect=pb.JobLinks(job=job, plan_version=plan_version, request=number))
 

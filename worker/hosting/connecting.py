@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from atoll.errors import AtollError
+from atoll.errors import AtollError, ConnectionFailed
+from worker.transport.contract import PeerLost
 
 if TYPE_CHECKING:
     from worker.cancel import Cancel
@@ -31,12 +32,20 @@ def expect(links: Sequence[PeerLink], network: PeerNetwork, timeout_s: float) ->
 
 
 def connect(links: Sequence[PeerLink], network: PeerNetwork, timeout_s: float, cancel: Cancel) -> None:
-    """Be connected to every neighbour. Raises ConnectionFailed naming the one that is not, Cancelled."""
+    """Be connected to every neighbour. Raises PeerLost naming the one that is not, Cancelled."""
     deadline_s = time.monotonic() + timeout_s
     for link in links:
         network.admit(link.worker)
-    waits = [partial(connect_one, network, link.worker, link.paths, timeout_s) for link in links]
-    _together(waits, deadline_s, cancel)
+    _together([partial(_reach, network, link, timeout_s) for link in links], deadline_s, cancel)
+
+
+def _reach(network: PeerNetwork, link: PeerLink, timeout_s: float) -> None:
+    try:
+        connect_one(network, link.worker, link.paths, timeout_s)
+    except PeerLost:
+        raise
+    except ConnectionFailed as error:
+        raise PeerLost(link.worker, str(error)) from None
 
 
 def connect_one(network: PeerNetwork, peer: str, paths: Paths, timeout_s: float) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from atoll.errors import AtollError, BadFrame
+from atoll.errors import AtollError, BadFrame, ConnectionFailed
 from protos import atoll_compute_pb2 as pb
 from protos import atoll_control_pb2 as control
 from protos import bounds
@@ -20,6 +20,7 @@ from protos.bounds import DEFAULT_LIMITS
 from worker.blobs import BlobFile
 from worker.cancel import Cancel, Cancelled
 from worker.session.events import Probed
+from worker.transport.contract import PeerLost
 
 if TYPE_CHECKING:
     from worker.blobs import BlobStore
@@ -194,6 +195,8 @@ class Served:
         except Cancelled:
             answer.kind = "ConnectionFailed"
             answer.error = "cancelled"
+        except PeerLost as lost:
+            answer.kind, answer.error, answer.peer = ConnectionFailed.__name__, lost.reason, lost.peer
         except AtollError as error:
             answer.kind, answer.error = type(error).__name__, str(error)
         except Exception as error:  # the process waits for an answer

@@ -107,6 +107,16 @@ def test_the_daemons_error_is_raised_here_as_what_it_is(
     assert [m.WhichOneof("body") for m in daemon.close()] == ["fetch"]  # nothing is left to cancel
 
 
+def test_a_peer_that_the_daemon_did_not_reach_is_named() -> None:
+    daemon = Daemon(connect=answer(kind="ConnectionFailed", error="it did not connect", peer="w-n"))
+    try:
+        with pytest.raises(PeerLost, match="it did not connect") as lost:
+            daemon.requests.ask(lambda n: pb.FromCompute(connect=pb.JobLinks(request=n)), Cancel())
+    finally:
+        daemon.close()
+    assert lost.value.peer == "w-n"
+
+
 def test_the_daemon_hears_that_a_request_is_given_up_and_what_comes_later_is_dropped(
     tmp_path: Path,
 ) -> None:

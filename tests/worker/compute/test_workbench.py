@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from atoll.errors import ConnectionFailed
 from protos import atoll_control_pb2 as pb
 from protos.atoll_compute_pb2 import ComputeJoin, ToCompute
 from tests.patience import HUNG_S
 from worker.cancel import Cancel
-from worker.compute import workbench
+from worker.compute import loading, workbench
 from worker.compute.workbench import PROBE_S, Workbench
 from worker.machine import op_timing
 from worker.machine.cpu import CpuMeter
@@ -24,6 +25,7 @@ from worker.pipe.arena import HEAD_BYTES
 from worker.pipe.status import ComputeStatus, Mark
 from worker.session import instructions
 from worker.stage import tensor_blobs
+from worker.transport.contract import PeerLost
 
 PROBES = pb.ProbeOps(request=7)
 
@@ -249,3 +251,15 @@ def test_ops_that_break_a_bound_are_answered_with_the_reason() -> None:
     assert (answer.request, list(answer.timings)) == (7, [])
     assert "precision" in answer.error
     assert bench.stop(20.0)
+
+
+def test_who_loads_a_stage_accuses_nobody_of_those_who_were_there_before() -> None:
+    class Unreached:
+        def connect(self, job: str, plan_version: int, cancel: Cancel) -> None:
+            raise PeerLost("w-a", "w-a did not connect within 30 s")
+
+    context: Any = SimpleNamespace(network=Unreached())
+    assignment: Any = SimpleNamespace(job="job", version=2)
+    with pytest.raises(ConnectionFailed, match=r"^w-a did not connect") as failed:
+        loading._connect(assignment, context, Cancel())
+    assert not isinstance(failed.value, PeerLost)

@@ -1,4 +1,4 @@
-"""Neighbours of a plan: who is there gets through to who still loads."""
+"""Neighbours of a plan: who is there gets through to who still loads, and who is not reached is named."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from tests.worker.transport.hosts import Host
 from worker.cancel import Cancel
 from worker.hosting.connecting import connect, expect
 from worker.stage.assignment import PeerLink
-from worker.transport.contract import Paths
+from worker.transport.contract import Paths, PeerLost
+
+NOWHERE = ("127.0.0.1", 1)
 
 
 @pytest.fixture
@@ -42,3 +44,10 @@ def test_those_who_are_there_are_connected_while_the_newcomer_still_loads(
     )
     newcomer.network.wait_for("w-a", HUNG_S)
     connect([to_there], newcomer.network, HUNG_S, Cancel())
+
+
+def test_who_is_not_reached_is_named(host: Callable[[str], Host]) -> None:
+    there = host("w-a")
+    with pytest.raises(PeerLost, match=r"did not connect within 0\.3 s") as lost:
+        connect([PeerLink("w-n", Paths((NOWHERE,), dial=True))], there.network, 0.3, Cancel())
+    assert lost.value.peer == "w-n"

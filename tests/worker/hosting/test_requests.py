@@ -19,6 +19,7 @@ from worker.cancel import Cancel
 from worker.hosting import requests
 from worker.hosting.requests import MAX_REQUESTS, Served
 from worker.hosting.sandbox import View
+from worker.transport.contract import PeerLost
 
 HASH = "a" * 64
 
@@ -63,6 +64,16 @@ def serving(fake: FakeChild, **store: Callable[..., Any]) -> Served:
 
 def fetching(number: int) -> pb.FetchBlobs:
     return pb.FetchBlobs(request=number, blobs=[control.BlobRef(hash=HASH, size=9)])
+
+
+def test_an_answer_names_the_peer_that_was_not_reached(fake: FakeChild) -> None:
+    def connect(cancel: Cancel, report: Callable[[int], None]) -> int:
+        raise PeerLost("w-n", "w-n did not connect within 30 s")
+
+    serving(fake).start(4, connect)
+    assert fake.answer() == pb.Answer(
+        request=4, kind="ConnectionFailed", error="w-n did not connect within 30 s", peer="w-n"
+    )
 
 
 def test_what_comes_is_reported_and_counted(fake: FakeChild, monkeypatch: pytest.MonkeyPatch) -> None:
