@@ -117,6 +117,7 @@ class LocalPeers:
         self.network, self._seconds = network, seconds
         self._groups = groups or self._default_groups
         self._rounds = 0
+        self._first: int | None = None  # step that was the first here
         self._under_way: list[_UnderWay] = []
         self.begin(exchange)
 
@@ -134,7 +135,10 @@ class LocalPeers:
         self.rule_states = {rank: self.rule.init(flat, own) for rank in self.ranks}
 
     def step(self, step: int, batches: Batches) -> StepFigures:
-        """Compute ``step`` at every rank, exchange when it is due, and report."""
+        """Compute ``step`` at every rank, exchange when it is due, and report. The first step may be any: a
+        job goes on from there."""
+        if self._first is None:
+            self._first, self._rounds = step, self.exchange.round_of(step)
         losses, norms = [], []
         for rank, stage in enumerate(self.stages):
             stage.begin_step(step)
@@ -186,14 +190,16 @@ class LocalPeers:
         return max(float((flat_values(stage.trained) - mean).abs().max()) for stage in self.stages)
 
     def _exchange_models(self, step: int, sent: list[int]) -> None:
-        if (step + 1) % self.exchange.every == 0:
+        whole = (self.exchange.round_of(step) + 1) * self.exchange.every
+        # One that begins between a contribution and its use has it after its first step.
+        if step + 1 == whole or (step == self._first and step + 1 > whole):
             contents = {rank: flat_values(stage.trained) for rank, stage in enumerate(self.stages)}
             before = list(self.network.clock) if self.network is not None else []
             answers = self._round(contents, sent)
             ready = list(self.network.clock) if self.network is not None else []
             if self.network is not None and self.exchange.delay:
                 self.network.clock[:] = before  # ranks compute while the round is under way
-            self._under_way.append(_UnderWay(step + self.exchange.delay, answers, ready))
+            self._under_way.append(_UnderWay(whole + self.exchange.delay - 1, answers, ready))
         while self._under_way and self._under_way[0].used_at <= step:
             due = self._under_way.pop(0)
             if self.network is not None:

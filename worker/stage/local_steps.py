@@ -98,7 +98,8 @@ class LocalSteps:
         """Take in that the optimizer's step is done."""
         self.losses.append(loss)
         whole = self._last + 1 if self._ends(self._last) else self._exchange.contributed_after(self._last)
-        if step + 1 == whole and self._brought is None:
+        # Later where a job begins between a contribution and its use: all begin there, with nothing brought.
+        if step + 1 >= whole and self._brought is None:
             self._brought = flat_values(self._stage.trained)
 
     @property

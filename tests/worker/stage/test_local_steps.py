@@ -159,6 +159,24 @@ def test_peers_that_begin_with_what_they_stored_end_in_the_same_bits(rule: str) 
         same(run.snapshot(), other.snapshot())
 
 
+@pytest.mark.parametrize("first", range(1, SPEC.steps))
+@pytest.mark.parametrize(("every", "delay"), [(4, 3), (3, 1)])
+def test_a_job_that_goes_on_from_any_step_ends_in_the_bits_of_the_rule(
+    first: int, every: int, delay: int
+) -> None:
+    made, exchange = case("gpt2"), Exchange("streaming_diloco", every, fragments=2, delay=delay)
+    crew, reference = Crew(made, assigned(made, exchange, first)), in_one_process(made, exchange)
+    *before, last = periods(exchange, first)
+    for reports in trained(crew, before):
+        assert all(report.receipt and report.receipt.complete for report in reports)
+    for step in range(first, max(before, default=first - 1) + 1):
+        reference.step(step, lambda rank, at: [made.batches.of(at, m) for m in SHARES[rank]])
+    for run, stage in zip(crew.runs, reference.stages, strict=True):
+        same(run.snapshot(), stage.snapshot())
+    (reports,) = trained(crew, [last])
+    assert all(report.receipt and report.receipt.complete for report in reports)
+
+
 def test_who_begins_with_anothers_state_takes_no_residual_of_it() -> None:
     made, exchange = case("gpt2"), RULES["diloco, coded"]
     crew = Crew(made, assigned(made, exchange))
