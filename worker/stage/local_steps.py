@@ -191,7 +191,8 @@ class LocalSteps:
             snapshot[name][PEER] = torch.tensor([float(self._rank)])
 
     def _restored(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> State:
-        """Return the rule's state as stored; of another rank's what all share."""
+        """Return the rule's state as stored; of another rank's all but its residual: a published copy is
+        the model that this one begins with, too, and as far from the others'."""
         trained = self._stage.trained
         own = flat_values(trained)
         state = self._rule.init(Flat(flat_shapes(trained)), own)
@@ -209,7 +210,7 @@ class LocalSteps:
                 raise BadFrame(f"{key} of {odd[0]} is of shape {tuple(held[odd[0]].shape)}")
             return flat_of(trained, held)
 
-        if isinstance(state, Published) and mine and (model := kept(PUBLISHED)) is not None:
+        if isinstance(state, Published) and (model := kept(PUBLISHED)) is not None:
             figures = tensors[next(iter(trained))].get(DISTANCE)
             if figures is None or figures.numel() != 2:
                 raise BadFrame("a published copy is stored without its distance")

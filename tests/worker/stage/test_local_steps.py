@@ -177,6 +177,20 @@ def test_a_job_that_goes_on_from_any_step_ends_in_the_bits_of_the_rule(
     assert all(report.receipt and report.receipt.complete for report in reports)
 
 
+def test_who_joins_late_publishes_a_copy_that_its_partner_can_read() -> None:
+    made, exchange = case("gpt2"), RULES["swarm"]
+    crew, (first, *_) = Crew(made, assigned(made, exchange)), periods(exchange)
+    trained(crew, [first])
+    newcomer, partner = next(g for g in groups_at(exchange, (0, 1, 2), 3, SPEC.seed, 1) if len(g) > 1)
+    stored = [run.snapshot() for run in crew.runs]
+    stored[newcomer] = stored[3 - newcomer - partner]
+    tensors = [{**made.tensors, **held} for held in stored]
+    again = Crew(made, assigned(made, exchange, first + 1), tensors=tensors)
+    trained(again, periods(exchange, first + 1)[:1])
+    dense = [held["distance"][1].item() for held in again.runs[partner].snapshot().values()]
+    assert not any(dense)
+
+
 def test_who_begins_with_anothers_state_takes_no_residual_of_it() -> None:
     made, exchange = case("gpt2"), RULES["diloco, coded"]
     crew = Crew(made, assigned(made, exchange))
