@@ -72,7 +72,8 @@ class _Progress:
 
 
 class CollectiveRun:
-    """Runs ``collective`` at ``rank``; ``contributions`` by the labels that this rank holds."""
+    """Runs ``collective`` at ``rank``; ``contributions`` by the labels that this rank holds. ``whole``:
+    nobody is given up, so that a value which lacks a contribution is its sender's fault."""
 
     def __init__(
         self,
@@ -81,13 +82,15 @@ class CollectiveRun:
         rank: int,
         at: ExchangeRound,
         contributions: Mapping[int, Contribution],
+        *,
+        whole: bool = False,
     ) -> None:
         if set(contributions) != set(collective.labels[rank]):
             raise ValueError(
                 f"contributions {sorted(contributions)}, the collective has {collective.labels[rank]}"
             )
         self._rule, self._collective, self.rank, self._at = rule, collective, rank, at
-        self._own = contributions
+        self._own, self._whole = contributions, whole
         self.contribution = self._settings = min(contributions.items())[1]
         self._sources = collective.sources(rank)
         self._senders = frozenset(self._sources.values())
@@ -128,7 +131,7 @@ class CollectiveRun:
         included = frozenset(message.included)
         slot = slot_of(message.label)
         allowed = self._collective.expected(self.rank, message.segment, slot)
-        if not included or not included <= allowed:
+        if not included or not included <= allowed or (self._whole and included != allowed):
             raise BadFrame(f"a value that claims contributions {sorted(included)} of {sorted(allowed)}")
         total = message.label == TOTAL
         self._check_form(message.packet, total=total)

@@ -126,7 +126,9 @@ class LocalSteps:
         found = self._round(assignment, self._last)
         brought = found.rule.contribute(self._brought, self._state, found.at, self._rank)
         self._found = found
-        self._run = CollectiveRun(found.rule, found.collective, self._rank, found.at, {self._rank: brought})
+        self._run = CollectiveRun(
+            found.rule, found.collective, self._rank, found.at, {self._rank: brought}, whole=True
+        )
         self._left = arriving(found.collective, self._rank, found.settings)
         self._send_all(assignment, self._run.start(), send)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from atoll.collective import TOTAL
 from atoll.errors import PlanError
 from atoll.exchange import Exchange, PairTable, Pattern, wanted_exchange
 from atoll.job import Optimizer
@@ -24,7 +25,7 @@ from tests.worker.stage.crew import TRAINING, Case, Crew, case
 from worker.cancel import Cancel, Cancelled
 from worker.exchange import carrier
 from worker.exchange.carrier import packed
-from worker.exchange.round import Message
+from worker.exchange.round import Message, digest_of
 from worker.exchange.schedule import Groups
 from worker.inprocess.peers import LocalPeers, WholeModel
 from worker.stage import local_steps
@@ -355,6 +356,24 @@ def test_who_sends_a_part_that_does_not_match_its_digest_is_named(
     assert isinstance(first, PeerLost)
     assert first.peer == "p1"
     assert "does not match its digest" in str(first)
+
+
+def test_an_owner_whose_total_lacks_a_contribution_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whoever takes it reports less than the others, and is taken for the one that is wrong."""
+    made, exchange = case("gpt2"), replace(RULES["diloco"], deadline_s=1.0)
+    crew = Crew(made, assigned(made, exchange))
+
+    def lacking(message: Message) -> Tensor:
+        if message.source == 1 and message.label == TOTAL:
+            included = message.included[1:]
+            message = replace(message, included=included, digest=digest_of(message.packet, included))
+        return packed(message)
+
+    monkeypatch.setattr(local_steps, "packed", lacking)
+    first, *_ = outcomes(crew, periods(exchange)[0])
+    assert isinstance(first, PeerLost)
+    assert first.peer == "p1"
+    assert "claims contributions" in str(first)
 
 
 @pytest.mark.parametrize(("rule", "bad"), [("saps", torch.nan), ("wagma", torch.inf)])
