@@ -21,8 +21,7 @@ from atoll.collective import ARRIVED, TOTAL, Action, Add, Collective, Copy, Segm
 from atoll.errors import BadFrame
 from atoll.exchange import ExchangeRound, Receipt
 from compressors.selection import all_finite
-from compressors.sparse import Scattered
-from compressors.vector import SPARSE, Vector, joined, pack, unpack
+from compressors.vector import Vector, joined, pack, unpack
 from strategies.exchanges.base import Contribution, Exchanged, Piece
 
 if TYPE_CHECKING:
@@ -134,7 +133,6 @@ class CollectiveRun:
         if not included or not included <= allowed or (self._whole and included != allowed):
             raise BadFrame(f"a value that claims contributions {sorted(included)} of {sorted(allowed)}")
         total = message.label == TOTAL
-        self._check_form(message.packet, total=total)
         codec = self._settings.total_codec if total else self._settings.codec
         segment = self._collective.segments[message.segment]
         vector = unpack(message.packet, segment.size, codec)
@@ -230,16 +228,11 @@ class CollectiveRun:
             progress.actions.pop()
             yield from done
 
-    def _check_form(self, packet: Packet, *, total: bool) -> None:
-        """Raise BadFrame for positions where this rule sends every element, or none where it sends some: what
-        comes so has not been through the codec, which bounds what a rule is given."""
-        if total and isinstance(self._settings.codec, Scattered):
-            return  # a sum has positions unless a part had all elements
-        if (packet.codec == SPARSE) != self._settings.vector.sparse:
-            raise BadFrame(f"a packet {packet.codec[:20]!r} where the rule makes none")
-
     def _check_joinable(self, message: Message, vector: Vector) -> None:
-        """Raise BadFrame for elements of a model that leave none finite of those they are joined with."""
+        """Raise BadFrame for elements of a model that leave none finite of those they are joined with, and
+        for a packet with positions: no such rule sends one, and it has not been through the codec."""
+        if vector.sparse:
+            raise BadFrame(f"part {message.label} of segment {message.segment} comes with positions")
         # A part by its share of the sum: else its owner is caught with a total that others made infinite.
         share = len(message.included) / len(self._collective.expected(self.rank, message.segment))
         if not all_finite(vector.values / share):

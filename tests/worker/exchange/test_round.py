@@ -14,7 +14,6 @@ from atoll.exchange import Exchange, ExchangeRound, Pattern
 from compressors.vector import UNCOMPRESSED, chosen, dense, pack
 from strategies.exchanges import make_rule
 from strategies.exchanges.base import Contribution, Flat
-from strategies.exchanges.catalogue import EXCHANGES
 from strategies.exchanges.swarm import TAIL
 from worker.exchange.round import CollectiveRun, Message
 from worker.exchange.schedule import collective_of
@@ -177,29 +176,21 @@ def test_a_claim_to_hold_more_than_is_possible_is_refused() -> None:
             run.receive(forged)
 
 
-@pytest.mark.parametrize("rule", ["swarm", "gtopk"])
-def test_a_packet_in_a_form_that_the_rule_does_not_send_is_refused(rule: str) -> None:
-    """Of a published copy it might have a lattice's exponent that no byte has: unread until the commit."""
+def test_a_copy_that_has_not_been_through_its_codec_is_refused_as_it_comes() -> None:
+    """With positions it might have a lattice's exponent that no byte has, and is read after the commit."""
     from worker.exchange.round import digest_of
 
-    made, ranks = make_rule(Exchange(rule, ratio=4.0)), (0, 1)
-    at = ExchangeRound(7, ranks, seed=3)
+    rule, ranks = make_rule(Exchange("swarm")), (0, 1)
     flat = Flat(((SIZE,),))
-    parts = {r: made.contribute(own, made.init(flat, own), at, r) for r, own in contents(ranks).items()}
-    pattern = EXCHANGES[rule].pattern
-    groups = [ranks, ranks[::-1]] if pattern is Pattern.PUBLISHED else [ranks]
-    collective = collective_of(pattern, groups, parts[0])
-    runs = {rank: CollectiveRun(made, collective, rank, at, {rank: parts[rank]}) for rank in ranks}
+    parts = {r: rule.contribute(own, rule.init(flat, own), AT, r) for r, own in contents(ranks).items()}
+    collective = collective_of(Pattern.PUBLISHED, [ranks, ranks[::-1]], parts[0])
+    runs = {rank: CollectiveRun(rule, collective, rank, AT, {rank: parts[rank]}) for rank in ranks}
     message = next(m for m in runs[1].start() if m.target == 0)
-    vector = parts[1].vector
-    if vector.sparse:
-        packet = pack(dense(vector.dense()), UNCOMPRESSED)
-    else:
-        hostile = vector.values.clone()
-        hostile[-TAIL] = 2000.0
-        packet = pack(chosen(dense(hostile), torch.arange(len(hostile))), UNCOMPRESSED)
+    hostile = parts[1].vector.values.clone()
+    hostile[-TAIL] = 2000.0
+    packet = pack(chosen(dense(hostile), torch.arange(len(hostile))), UNCOMPRESSED)
     forged = replace(message, packet=packet, digest=digest_of(packet, message.included))
-    with pytest.raises(BadFrame, match="where the rule makes none"):
+    with pytest.raises(BadFrame, match="comes with positions"):
         runs[0].receive(forged)
     runs[0].start()
     runs[0].receive(message)
