@@ -25,7 +25,7 @@ from coordinator.membership.roster import Roster, refusal
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages import jobs
-from coordinator.messages.facts import CheckpointTorn
+from coordinator.messages.facts import CheckpointStored, CheckpointTorn
 from coordinator.pipeline.driver import RESTART_GRACE_S
 from coordinator.pipeline.profiling import READ_AGAIN_S
 from tests.sim.scripted import HASH, Scripted, spec
@@ -451,6 +451,20 @@ def test_resuming_takes_the_last_checkpoint_and_more_steps() -> None:
     assert world.state("job-2").step == 1
     assign = world.messages(do.Assign)[-1][1]
     assert (assign.first_step, assign.tensors["w1"]) == (1, "01" * 32)
+
+
+@pytest.mark.parametrize(("how", "own"), [("diloco", False), ("streaming_diloco", False), ("swarm", True)])
+def test_changes_of_one_model_begin_with_one_where_the_job_before_has_gossiped(how: str, own: bool) -> None:
+    world = Scripted()
+    world.submit(what=spec(exchange="saps"))
+    tensors = {"w0": "01" * 32, "w1": "02" * 32, "w0@1": "03" * 32, "w1@1": "04" * 32}
+    world.scheduler.ledger.apply(CheckpointStored("job-1", 1, tensors))
+    world.submit("job-2", replace(spec(exchange=how), resume_of="job-1"))
+    begun = world.scheduler.ledger.jobs["job-2"].start
+    assert begun.step == 1
+    assert begun.tensors == (tensors if own else {"w0": "01" * 32, "w1": "02" * 32})
+    world.submit("job-3", replace(spec(exchange="diloco"), resume_of="job-2"))
+    assert ("w0@1" in world.scheduler.ledger.jobs["job-3"].start.tensors) is False
 
 
 def test_a_job_does_not_go_on_with_another_optimizer_or_other_tensors() -> None:
