@@ -20,9 +20,9 @@ from coordinator.membership.measuring import Measuring
 from coordinator.membership.roster import Roster, refusal
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
+from coordinator.messages import peer_tensors
 from coordinator.messages.facts import Checkpoint, JobForgotten, JobRecord, JobSubmitted, Ledger
 from coordinator.messages.jobs import BESIDE, ENDED, JobState
-from coordinator.pipeline.assigning import begun_with
 from protos.devices import machine_of
 from protos.telemetry import Event as Name
 
@@ -351,7 +351,7 @@ class Scheduler:
         start = event.start or Checkpoint(0, {})
         if event.start is None and spec.resume_of in self.ledger.jobs:
             before = self.ledger.jobs[spec.resume_of]
-            start = begun_with(before.submitted.spec, spec, before.last_checkpoint)
+            start = peer_tensors.begun_with(before.submitted.spec, spec, before.last_checkpoint)
         effects.record(
             JobSubmitted(event.job, event.submission, spec, start.step, start.tensors, effects.now_s)
         )

@@ -9,6 +9,12 @@ parameter of the model may have such a name too, like ``up@2``, as long as no ``
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from atoll.job import JobSpec
+    from coordinator.messages.facts import Checkpoint
 
 OF = "@"
 
@@ -38,6 +44,14 @@ def model(tensors: Tensors) -> dict[str, str]:
     return {name: blob for name, blob in tensors.items() if _of(name) not in tensors}
 
 
+def begun_with(before: JobSpec, spec: JobSpec, held: Checkpoint) -> Checkpoint:
+    """Return what a job begins with that goes on from what another has stored. Peers that gossiped hold
+    models of their own; who exchange changes of one model all begin with the first peer's."""
+    if _gossips(before) and not _gossips(spec):
+        return replace(held, tensors=model(held.tensors))
+    return held
+
+
 def confused(names: Collection[str]) -> tuple[str, str] | None:
     """Return two of a model's names of which one reads as a peer's own of the other, None where no two do."""
     for name in sorted(names):
@@ -53,3 +67,8 @@ def _of(name: str) -> str:
     """Return the name before ``@RANK``, "" where a name does not end so."""
     base, _, rank = name.rpartition(OF)
     return base if rank.isdecimal() else ""
+
+
+def _gossips(spec: JobSpec) -> bool:
+    exchange = spec.training.local_exchange
+    return exchange is not None and exchange.gossips

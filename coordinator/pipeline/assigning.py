@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
-from atoll.job import JobSpec
 from atoll.plan import Plan
 from coordinator.membership.roster import Roster
 from coordinator.messages import instructions as do
@@ -50,19 +49,6 @@ def assignment(
 def tensors_of(plan: Plan, rank: int, source: Checkpoint) -> dict[str, str]:
     """Return a checkpoint's tensors as a rank begins with them."""
     return peer_tensors.own(source.tensors, rank) if plan.local else peer_tensors.model(source.tensors)
-
-
-def begun_with(before: JobSpec, spec: JobSpec, held: Checkpoint) -> Checkpoint:
-    """Return what a job begins with that goes on from what another has stored. Peers that gossiped hold
-    models of their own; who exchange changes of one model all begin with the first peer's."""
-    if _gossips(before) and not _gossips(spec):
-        return replace(held, tensors=peer_tensors.model(held.tensors))
-    return held
-
-
-def _gossips(spec: JobSpec) -> bool:
-    exchange = spec.training.local_exchange
-    return exchange is not None and exchange.gossips
 
 
 def reconfiguration(
