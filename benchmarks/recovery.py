@@ -5,9 +5,9 @@ checkpoint the worker of one stage is killed (kill -9). Either its hot standby t
 backup does from the send logs, or, with `--send-log-bytes 0` at each worker, the job goes back to its
 checkpoint. Downtime: from the last commit before the loss to the commit of the step that was in flight, or of
 the one after it where that is later, less a median step each, and beside it what the plan predicted of that
-stage's loss. The runs without a loss show
-what logs and standbys cost a step; of standbys also the bytes a step that they were sent, against what the
-plan says that their stages receive. Every run ends with the losses of the first one, bit for bit.
+stage's loss. The runs without a loss show what logs and standbys cost a step; of standbys also the bytes a
+step that they were sent, against what the plan says that their stages receive. Every run ends with the losses
+of the first one, bit for bit.
 
   python -m benchmarks.recovery --seed 0 --json
   python -m benchmarks.recovery --scenario homes --stage 1 --stage 2 --json

@@ -17,7 +17,7 @@ from coordinator.membership.link_table import MIN_BANDWIDTH_BPS
 from coordinator.pipeline.joined import ranks_of
 from coordinator.pipeline.reconfigure import Choice, at_hand
 from coordinator.pipeline.successors import devices_of, seconds_of, slower
-from coordinator.pipeline.whole_replicas import pipeline_s, shared, stage_s
+from coordinator.pipeline.whole_replicas import pipeline_s, share_of, shared, stage_s
 from coordinator.planning.costs.fleet import UNKNOWN
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def choose(state: JobState, roster: Roster) -> Choice | None:
     seconds = [pipeline_s(state, plan, at) for at in range(len(plan.replicas))]
     seconds.append(_copy_s(state, roster, plan, number, workers))
     if not all(seconds):  # of speeds nothing is known: as long for each micro-batch
-        seconds = [float(_count(replica)) for replica in replicas]
+        seconds = [float(share_of(replica)) for replica in replicas]
     grown = _grown(roster, plan, number, replicas, seconds)
     if grown is None or not _worth(state, replicas, seconds, grown):
         return None
@@ -117,16 +117,12 @@ def _on(replica: Replica, workers: Iterator[str]) -> Replica:
     return replace(replica, stages=tuple(replace(s, worker=next(workers)) for s in replica.stages))
 
 
-def _count(replica: Replica) -> int:
-    return replica.micros[1] - replica.micros[0]
-
-
 def _worth(state: JobState, replicas: Sequence[Replica], seconds: Sequence[float], grown: Plan) -> bool:
     """Whether the steps that are left save more than standing still for the newcomers takes; ``seconds``: of
     each of the ``replicas``, the last of which is new, for the share that it has there."""
     usual_s, left = state.median_step_s or 0.0, state.steps - state.step
     shares = zip(grown.replicas, replicas, seconds, strict=True)
     before_s = max(seconds[:-1])
-    after_s = max(took_s * _count(new) / _count(old) for new, old, took_s in shares)
+    after_s = max(took_s * share_of(new) / share_of(old) for new, old, took_s in shares)
     pause_s = PAUSES * max(state.load_s.values(), default=0.0)
     return usual_s * (1.0 - after_s / before_s) * left > WORTH * pause_s

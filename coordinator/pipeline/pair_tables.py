@@ -6,6 +6,7 @@ most a step. Therefore it waits until many pairs have moved.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from coordinator.planning.gossip_plans import moved_share, renewed
 
 if TYPE_CHECKING:
     from atoll.exchange import PairTable
+    from atoll.plan import Plan
     from coordinator.membership.effects import Effects
     from coordinator.membership.roster import Roster
 
@@ -23,16 +25,35 @@ MOVED = 0.2  # share of the pairs that are fast where they were slow, or slow wh
 
 
 def newer_table(
-    state: JobState, roster: Roster, workers: Sequence[str], ranks: Sequence[int]
+    state: JobState,
+    roster: Roster,
+    workers: Sequence[str],
+    ranks: Sequence[int],
+    *,
+    predicted: bool = False,
 ) -> PairTable | None:
     """Return the rates that pairs of ``ranks`` have by now; None where pairs are not drawn by rates, or no
-    round has shown yet what it sends."""
+    round has shown yet what it sends. ``predicted``: then as the plan predicts it. Whoever was lost has no
+    rates in the table that there is and would never be drawn, also after a restart, or by a peer alone."""
     plan = state.plan
-    sent = [report.receipt.sent_bytes for report in state.reports.values() if report.receipt is not None]
-    if plan is None or plan.exchange is None or plan.exchange.pairs is None or not max(sent, default=0):
+    if plan is None or plan.exchange is None or plan.exchange.pairs is None:
+        return None
+    reports = state.reports.values()
+    sent = max((report.receipt.sent_bytes for report in reports if report.receipt is not None), default=0)
+    if not sent and predicted:
+        sent = _predicted_bytes(plan, plan.exchange.every)
+    if not sent:
         return None
     fleet = roster.fleet([workers[rank] for rank in ranks], state.spec.training.precision.value)
-    return renewed(fleet, ranks, len(plan.places), max(sent), plan.exchange.pairs)
+    return renewed(fleet, ranks, len(plan.places), sent, plan.exchange.pairs)
+
+
+def _predicted_bytes(plan: Plan, every: int) -> int:
+    """Return what a round sends from the peer that sends most, as predicted; 0 without a prediction."""
+    sent: Counter[str] = Counter()
+    for link in plan.prediction.links if plan.prediction is not None else ():
+        sent[link.source] += link.bytes_per_step * every
+    return max(sent.values(), default=0)
 
 
 @dataclass(slots=True)

@@ -9,8 +9,7 @@ for it. Where a fleet that has grown is worth another plan (``replanning``), all
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -18,12 +17,9 @@ from coordinator.messages.jobs import ENDED, STEPPING, Event, JobState, Replaced
 from coordinator.pipeline import more_replicas
 from coordinator.pipeline.pair_tables import newer_table
 from coordinator.pipeline.reconfigure import seats
-from coordinator.planning.gossip_plans import renewed
 
 if TYPE_CHECKING:
-    from atoll.exchange import PairTable
     from coordinator.membership.effects import Effects
-    from coordinator.membership.roster import Roster
     from coordinator.pipeline.reconfigure import Choice
     from coordinator.pipeline.replanning import Replanning
 
@@ -95,7 +91,7 @@ class Seats:
         words = f"{taken}, with the state after {state.step} steps"
         if chosen.plan is None and state.plan is not None and state.plan.exchange is not None:
             there = [rank for rank in range(state.n_ranks) if rank not in chosen.absent]
-            table = _table(state, self.effects.roster, chosen.workers, there)
+            table = newer_table(state, self.effects.roster, chosen.workers, there, predicted=True)
             exchange = replace(state.plan.exchange, pairs=table) if table is not None else None
         before = self._given.get(state.job)
         times = before.times + 1 if before is not None else 1
@@ -114,20 +110,3 @@ class Seats:
                 plan=chosen.plan,
             ),
         )
-
-
-def _table(state: JobState, roster: Roster, workers: Sequence[str], ranks: Sequence[int]) -> PairTable | None:
-    """Return the rates that pairs of ``ranks`` have by now, None where pairs are not drawn by rates. Whoever
-    was lost has none in the table that there is, and would never be drawn: where no round has shown what it
-    sends, as after a restart, or of a peer that is alone, it is what was predicted."""
-    plan, newer = state.plan, newer_table(state, roster, workers, ranks)
-    if newer is not None or plan is None or plan.exchange is None or plan.exchange.pairs is None:
-        return newer
-    sent: Counter[str] = Counter()
-    for link in plan.prediction.links if plan.prediction is not None else ():
-        sent[link.source] += link.bytes_per_step * plan.exchange.every
-    most = max(sent.values(), default=0)
-    if not most:
-        return None
-    fleet = roster.fleet([workers[rank] for rank in ranks], state.spec.training.precision.value)
-    return renewed(fleet, ranks, len(plan.places), most, plan.exchange.pairs)

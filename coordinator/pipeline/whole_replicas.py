@@ -51,7 +51,7 @@ def shared(
     """Return a plan of these ``replicas``, which share out its step by the ``seconds`` that each took for the
     share that it had, or which stage has no room for its new one. The plan predicts the stages of all."""
     later = _shares(plan, replicas, seconds)
-    grown = any(_count(new) > _count(old) for new, old in zip(later, replicas, strict=True))
+    grown = any(share_of(new) > share_of(old) for new, old in zip(later, replicas, strict=True))
     gpipe = plan.schedule is ScheduleName.GPIPE
     schedule = ScheduleName.ONE_F_ONE_B if gpipe and grown else plan.schedule
     left = replace(plan, replicas=later, schedule=schedule, exchange=exchange)
@@ -64,7 +64,8 @@ def shared(
     return wrong or replace(left, prediction=_predicted(plan, left, replicas, stages))
 
 
-def _count(replica: Replica) -> int:
+def share_of(replica: Replica) -> int:
+    """Return how many micro-batches of a step a replica has."""
     return replica.micros[1] - replica.micros[0]
 
 
@@ -72,7 +73,7 @@ def _shares(plan: Plan, replicas: Sequence[Replica], seconds: Sequence[float]) -
     """Share out the step's blocks among replicas by their speed."""
     blocks = block_ranges(plan.n_micro, plan.blocks)
     speeds = [
-        _count(replica) / took_s if min(seconds) > 0 else 1.0
+        share_of(replica) / took_s if min(seconds) > 0 else 1.0
         for replica, took_s in zip(replicas, seconds, strict=True)
     ]
     ends = [blocks[stop - 1].stop for stop in accumulate(shares_of(len(blocks), speeds))]
@@ -97,7 +98,7 @@ def stage_s(state: JobState, plan: Plan, rank: int) -> float:
 
 def _replica(plan: Plan, before: Replica, micros: tuple[int, int]) -> Replica:
     """Return a replica with another share, of which no more micro-batches hold activations than before."""
-    count = _count(before)
+    count = share_of(before)
     if micros[1] - micros[0] <= count:
         return replace(before, micros=micros)
 
@@ -127,7 +128,7 @@ def _predicted_stages(
     were_alone, alone = len(plan.replicas) == 1, len(left.replicas) == 1
     for place, told in zip(left.places, before, strict=True):
         old, new = replicas[place.replica], left.replicas[place.replica]
-        times = _count(new) / _count(old)
+        times = share_of(new) / share_of(old)
         once, tied = told.gradient_bytes, told.tied_gradient_bytes
         more = gradient_copies(once, tied, _blocks(left, new), alone=alone)
         more -= gradient_copies(once, tied, _blocks(plan, old), alone=were_alone)
@@ -167,7 +168,7 @@ def _predicted(
     grown, longer by that of the slowest replica."""
     assert plan.prediction is not None  # noqa: S101 - the caller has looked
     of = {place.worker: place.replica for place in left.places}
-    times = [_count(new) / _count(old) for new, old in zip(left.replicas, replicas, strict=True)]
+    times = [share_of(new) / share_of(old) for new, old in zip(left.replicas, replicas, strict=True)]
     links = tuple(
         replace(link, bytes_per_step=round(link.bytes_per_step * grown), busy_s=link.busy_s * grown)
         for link in plan.prediction.links

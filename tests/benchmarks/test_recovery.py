@@ -15,6 +15,6 @@ def test_a_loss_shows_in_the_step_in_flight_or_in_the_next_one(tenth_s: float, e
 
 
 def test_steps_that_are_done_again_count() -> None:
-    points = [(step, 1.0, 2.0 * step) for step in (*range(1, 10),)]
+    points = [(step, 1.0, 2.0 * step) for step in range(1, 10)]
     again = [(8, 1.0, 30.0), (9, 1.0, 32.0), (10, 1.0, 34.0), (11, 1.0, 36.0)]
     assert times(points + again, 19.0) == {"step_s": 2.0, "downtime_s": 14.0, "repeated_steps": 2}

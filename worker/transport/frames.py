@@ -93,7 +93,7 @@ and evaluation come in bursts of their own size at steps of their own; no codec 
 
 EXCHANGED = frozenset({Direction.PART, Direction.TOTAL})
 OF_STEPS = frozenset(Direction) - {Direction.COPY}
-"""What stands still when a computation hangs: copies of checkpoints travel on."""
+"""Directions of what a computation that hangs sends no more: copies of checkpoints travel on."""
 
 
 class MessageKey(NamedTuple):
