@@ -75,6 +75,14 @@ class Collective:
         """Segments whose total ``rank`` ends with, ascending."""
         return tuple(sorted({a.segment for a in self.actions[rank] if not isinstance(a, Send)}))
 
+    def makers(self, rank: int) -> dict[int, int]:
+        """Rank from which ``rank`` has the total of each segment that it ends with."""
+        return {
+            action.segment: action.source if isinstance(action, Copy) else rank
+            for action in self.actions[rank]
+            if not isinstance(action, Send)
+        }
+
     def sources(self, rank: int) -> dict[tuple[int, int], int]:
         """Rank that sends each (segment, label) that ``rank`` receives."""
         return {

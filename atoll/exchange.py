@@ -10,7 +10,8 @@ status of its own, and what was not included stays with its owner for the next r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b
 from math import ceil, isfinite
@@ -18,6 +19,7 @@ from math import ceil, isfinite
 from atoll.errors import PlanError, UsageError
 
 BUCKET_BYTES = 4 << 20
+DIGEST_BYTES = 16  # of a packet, a total, a result
 GOSSIP_RULES = frozenset({"saps", "swarm", "wagma"})
 """Rules of peers' models (``Content.MODEL`` of the catalogue), some with some in each round."""
 LOCAL_RULES = frozenset({"diloco", "streaming_diloco", "sparseloco"}) | GOSSIP_RULES
@@ -231,6 +233,7 @@ class Receipt:
     received_bytes: int
     digest: str  # of the result; equal at ranks that hold the same
     faults: tuple[tuple[int, str], ...] = ()  # (rank, reason) of peers that were given up
+    totals: Mapping[int, str] = field(default_factory=dict)  # digest of what each rank's total brought
 
     @property
     def complete(self) -> bool:

@@ -1088,7 +1088,9 @@ Global___StepReady: _TypeAlias = StepReady  # noqa: Y015
 
 @_typing.final
 class ExchangeReceipt(_message.Message):
-    """What a rank's result of an exchange round holds. digest: of the result, equal at all ranks."""
+    """What a rank's result of an exchange round holds. digest: of the result, equal at all ranks; totals: of the
+    part that each owner, a rank, has added, 16 bytes each.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1098,6 +1100,7 @@ class ExchangeReceipt(_message.Message):
     SENT_BYTES_FIELD_NUMBER: _builtins.int
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    TOTALS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     share: _builtins.float
     """of the elements, those that hold all that was expected"""
@@ -1108,6 +1111,8 @@ class ExchangeReceipt(_message.Message):
     def included(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """ranks"""
 
+    @_builtins.property
+    def totals(self) -> _containers.RepeatedCompositeFieldContainer[Global___OwnedTotal]: ...
     def __init__(
         self,
         *,
@@ -1117,14 +1122,37 @@ class ExchangeReceipt(_message.Message):
         sent_bytes: _builtins.int = ...,
         received_bytes: _builtins.int = ...,
         digest: _builtins.str = ...,
+        totals: _abc.Iterable[Global___OwnedTotal] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "included", b"included", "received_bytes", b"received_bytes", "round", b"round", "sent_bytes", b"sent_bytes", "share", b"share"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "included", b"included", "received_bytes", b"received_bytes", "round", b"round", "sent_bytes", b"sent_bytes", "share", b"share", "totals", b"totals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExchangeReceipt: _TypeAlias = ExchangeReceipt  # noqa: Y015
+
+@_typing.final
+class OwnedTotal(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    owner: _builtins.int
+    digest: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        owner: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "owner", b"owner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OwnedTotal: _TypeAlias = OwnedTotal  # noqa: Y015
 
 @_typing.final
 class EvalReady(_message.Message):

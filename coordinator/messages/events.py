@@ -206,14 +206,15 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True)
 class RoundReceipt:
-    """What the result of an exchange round holds at one rank. ``digest``: of the result."""
+    """What the result of an exchange round holds at one rank."""
 
     round: int
     included: tuple[int, ...]  # ranks
     share: float  # of the elements, those that hold all that was expected
     sent_bytes: int
     received_bytes: int
-    digest: str
+    digest: str  # of the result
+    totals: Mapping[int, str] = field(default_factory=dict)  # digests of what each owner, a rank, has added
 
 
 @dataclass(frozen=True, slots=True)

@@ -367,6 +367,7 @@ class JobState:
     # worker could not store
     failed: tuple[str, ...] = ()  # workers whose stages failed by themselves since then, once for each time
     doubt: Doubt | None = None  # of a step that was not finite, until it is committed
+    disputes: tuple[frozenset[str], ...] = ()  # suspects of each time that results were not the same
     begun_s: float | None = None  # when the step in flight began
     store_due_s: float = 0.0  # when training without ``checkpoint_every`` stores next
     storing_s: float = 0.0  # when the newest checkpoint was asked for

@@ -66,7 +66,7 @@ from coordinator.messages.jobs import (
     Torn,
     Waits,
 )
-from coordinator.pipeline import commits, joined, periods, relink
+from coordinator.pipeline import commits, disputes, joined, periods, relink
 from coordinator.pipeline.doubt import diverged, doubted, finite, words
 
 if TYPE_CHECKING:
@@ -256,11 +256,10 @@ def _ready(state: JobState, event: FromRank[StepReady], now_s: float) -> Outcome
         return _doubt(state, ready)
     steps = state.due + 1 - state.step
     wrong = joined.disagreement(state.plan, ready, periods.round_groups(state), steps)
-    if wrong is not None:  # who is alone with that twice has no part in the next plan
-        odd = tuple(state.plan.places[rank].worker for rank in wrong.ranks)
-        state = replace(state, failed=(*state.failed, *odd))
+    if wrong is not None:
+        state, odd = disputes.judged(state, wrong)
         if state.local and odd:
-            return state, [Exclude(wrong.ranks, wrong.words)]
+            return state, [Exclude(odd, wrong.words)]
         return _interrupt(state, wrong.words, blamed=True)
     return _commit(state, ready, now_s)
 

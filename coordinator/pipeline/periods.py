@@ -43,10 +43,11 @@ def models_differ(state: JobState) -> bool:
 
 class Disagreement(NamedTuple):
     """What does not go together in the reports of a step or period; ``ranks``: of those with whom it began,
-    none where as many say one thing as another."""
+    none where as many say one thing as another. ``suspects``: of others who may have begun it."""
 
     words: str
     ranks: tuple[int, ...] = ()
+    suspects: tuple[int, ...] = ()
 
 
 def disagreement(plan: Plan, ready: Reports, groups: Sequence[Group], steps: int) -> Disagreement | None:
@@ -73,8 +74,28 @@ def disagreement(plan: Plan, ready: Reports, groups: Sequence[Group], steps: int
         others = ", ".join(places[rank].worker for rank in group if found[rank].digest != first)
         if others:
             words = f"peers have different results of a round: {others} and {places[group[0]].worker}"
-            return Disagreement(words, tuple(odd_ones({rank: found[rank].digest for rank in group})))
+            return Disagreement(words, *_unequal({rank: found[rank] for rank in group}, len(ready)))
     return None
+
+
+def _unequal(said: Mapping[int, RoundReceipt], n_ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return who is to blame for different results in a group of ``n_ranks`` peers, and who else may be."""
+    odd = tuple(odd_ones({rank: receipt.digest for rank, receipt in said.items()}))
+    if not odd and len(said) == 2:
+        return (tuple(said) if n_ranks > 2 else ()), tuple(said)
+    right = next(receipt for rank, receipt in said.items() if rank not in odd)
+    owners = {_differs(receipt, right) for receipt in said.values() if receipt.digest != right.digest}
+    owner = owners.pop() if len(owners) == 1 else None
+    if owner is None or owner not in said:  # the right one may be made up as well
+        return odd, ()
+    # One of them may have made it up. Several, or as many as say the other thing, are believed.
+    return (odd, (owner,)) if len(odd) == 1 else ((owner,), odd or tuple(said))
+
+
+def _differs(receipt: RoundReceipt, right: RoundReceipt) -> int | None:
+    """Return the owner whose total is another in two receipts, None unless it is exactly one."""
+    others = [owner for owner, total in right.totals.items() if receipt.totals.get(owner) != total]
+    return others[0] if len(others) == 1 and receipt.totals.keys() == right.totals.keys() else None
 
 
 def _unexpected(

@@ -7,6 +7,7 @@ from math import inf
 from typing import Any
 
 from atoll.errors import BadFrame
+from atoll.exchange import DIGEST_BYTES as ROUND_DIGEST_BYTES
 from atoll.federated import MAX_SAMPLES, ConsentWord, checked_name
 from atoll.job import MOST_LOCAL_STEPS
 from atoll.opdag import op_refs
@@ -211,7 +212,14 @@ def _receipt(m: pb.ExchangeReceipt) -> ev.RoundReceipt:
         m.sent_bytes,
         m.received_bytes,
         bounds.text("digest of a round", m.digest, LIMITS.name_chars),
+        {total.owner: _total(total) for total in bounds.count("totals of a round", m.totals, LIMITS.stages)},
     )
+
+
+def _total(m: pb.OwnedTotal) -> str:
+    if len(m.digest) != ROUND_DIGEST_BYTES:
+        raise BadFrame(f"a digest of a total of {len(m.digest)} bytes, not {ROUND_DIGEST_BYTES}")
+    return m.digest.hex()
 
 
 def _digest(m: pb.StepDigest) -> ev.Digest:

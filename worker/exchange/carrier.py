@@ -18,9 +18,10 @@ import torch
 
 from atoll.collective import TOTAL, Collective
 from atoll.errors import BadFrame
+from atoll.exchange import DIGEST_BYTES
 from atoll.opdag import TensorMeta
 from compressors.base import MAX_HEADER_BYTES, parse_packet
-from worker.exchange.round import DIGEST_BYTES, Message
+from worker.exchange.round import Message
 from worker.transport.frames import Direction
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from atoll.collective import ARRIVED, TOTAL, Action, Add, Collective, Copy, Segment, Send, slot_of
 from atoll.errors import BadFrame
-from atoll.exchange import ExchangeRound, Receipt
+from atoll.exchange import DIGEST_BYTES, ExchangeRound, Receipt
 from compressors.selection import all_finite
 from compressors.vector import Vector, joined, pack, unpack
 from strategies.exchanges.base import Contribution, Exchanged, Piece
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from compressors.base import Packet
     from strategies.exchanges.base import ExchangeRule, State
-
-DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -197,6 +195,7 @@ class CollectiveRun:
         held = expected.intersection(*(piece.included for piece in pieces))
         elements = sum(piece.segment.size for piece in pieces)
         whole = sum(p.segment.size for p, labels in zip(pieces, wanted, strict=True) if p.included == labels)
+        digests, makers = [_piece_digest(piece) for piece in pieces], self._collective.makers(self.rank)
         return Receipt(
             self._at.number,
             self.rank,
@@ -205,8 +204,14 @@ class CollectiveRun:
             whole / elements if elements else 1.0,
             self._sent_bytes,
             self._received_bytes,
-            _result_digest(pieces),
+            _joined_digest(digests),
             tuple(sorted(self._faults.items())),
+            {
+                maker: _joined_digest(
+                    [d for n, d in zip(numbers, digests, strict=True) if makers[n] == maker]
+                )
+                for maker in sorted(set(makers.values()))
+            },
         )
 
     def _pieces(self) -> tuple[Piece, ...]:
@@ -313,11 +318,13 @@ def digest_of(packet: Packet, included: Sequence[int]) -> bytes:
     return state.digest()
 
 
-def _result_digest(pieces: Sequence[Piece]) -> str:
-    state = blake2b(digest_size=DIGEST_BYTES)
-    for piece in pieces:
-        state.update(f"{piece.segment.start} {sorted(piece.included)}".encode())
-        if piece.total is not None:
-            for part in (piece.total.positions, piece.total.values):
-                state.update(b"-" if part is None else part.contiguous().numpy().tobytes())
-    return state.hexdigest()
+def _piece_digest(piece: Piece) -> bytes:
+    state = blake2b(f"{piece.segment.start} {sorted(piece.included)}".encode(), digest_size=DIGEST_BYTES)
+    if piece.total is not None:
+        for part in (piece.total.positions, piece.total.values):
+            state.update(b"-" if part is None else part.contiguous().numpy().data)
+    return state.digest()
+
+
+def _joined_digest(digests: Sequence[bytes]) -> str:
+    return blake2b(b"".join(digests), digest_size=DIGEST_BYTES).hexdigest()

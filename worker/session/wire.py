@@ -419,6 +419,9 @@ def _receipt(receipt: Receipt | None) -> pb.ExchangeReceipt | None:
         sent_bytes=receipt.sent_bytes,
         received_bytes=receipt.received_bytes,
         digest=receipt.digest,
+        totals=[
+            pb.OwnedTotal(owner=owner, digest=bytes.fromhex(total)) for owner, total in receipt.totals.items()
+        ],
     )
 
 

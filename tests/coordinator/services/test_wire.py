@@ -61,6 +61,20 @@ def test_a_digest_of_another_length_is_refused(field: str, length: int) -> None:
             message_from(pb.FromWorker(**sent))
 
 
+@pytest.mark.parametrize("length", [0, 15, 17])
+def test_the_digest_of_a_total_has_sixteen_bytes(length: int) -> None:
+    def said(size: int) -> pb.FromWorker:
+        totals = [pb.OwnedTotal(owner=2, digest=bytes(range(size)))]
+        return pb.FromWorker(ready=pb.StepReady(job="j", receipt=pb.ExchangeReceipt(totals=totals)))
+
+    ready = message_from(said(16))
+    assert isinstance(ready, ev.StepReady)
+    assert ready.receipt is not None
+    assert ready.receipt.totals == {2: bytes(range(16)).hex()}
+    with pytest.raises(BadFrame, match=f"a digest of a total of {length} bytes"):
+        message_from(said(length))
+
+
 def test_digests_of_more_steps_than_anybody_repeats_are_refused() -> None:
     many = pb.Loaded(job="j", repeated_digests=[pb.StepDigest()] * 8193)
     with pytest.raises(BadFrame, match="repeated steps"):

@@ -15,7 +15,7 @@ from compressors.vector import UNCOMPRESSED, chosen, dense, pack
 from strategies.exchanges import make_rule
 from strategies.exchanges.base import Contribution, Flat
 from strategies.exchanges.swarm import TAIL
-from worker.exchange.round import CollectiveRun, Message
+from worker.exchange.round import CollectiveRun, Message, digest_of
 from worker.exchange.schedule import collective_of
 from worker.inprocess.exchange import Faults, carry, damaged, run_round
 
@@ -54,6 +54,25 @@ def test_the_order_of_arrival_changes_no_bit(pattern: Pattern, seed: int) -> Non
         result = rule.settle(run.exchanged(None, own[0])).result  # type: ignore[union-attr]
         if pattern is not Pattern.TREE:  # a tree adds neighbours first
             assert torch.equal(result, expected)
+
+
+def test_receipts_show_whose_total_is_another_at_one_rank() -> None:
+    rule = make_rule(Exchange("mean"))
+    parts = {rank: Contribution(dense(value)) for rank, value in contents().items()}
+    collective = collective_of(Pattern.OWNERS, [EVERYONE], parts[0])
+    runs = {rank: CollectiveRun(rule, collective, rank, AT, {rank: parts[rank]}) for rank in EVERYONE}
+    waiting = [message for run in runs.values() for message in run.start()]
+    while waiting:
+        message = waiting.pop()
+        if message.label == TOTAL and (message.source, message.target) == (1, 3):
+            packet = pack(dense(torch.zeros(collective.segments[message.segment].size)), UNCOMPRESSED)
+            message = replace(message, packet=packet, digest=digest_of(packet, message.included))
+        waiting += runs[message.target].receive(message)
+    totals = {rank: run.receipt().totals for rank, run in runs.items()}
+    assert totals[0] == totals[1] == totals[2]
+    assert set(totals[0]) == set(EVERYONE)
+    assert [owner for owner in EVERYONE if totals[3][owner] != totals[0][owner]] == [1]
+    assert runs[3].receipt().digest != runs[0].receipt().digest
 
 
 def test_blocks_of_several_ranks_are_added_in_their_order() -> None:
@@ -162,8 +181,6 @@ def test_forged_messages_are_refused() -> None:
 
 
 def test_a_claim_to_hold_more_than_is_possible_is_refused() -> None:
-    from worker.exchange.round import digest_of
-
     rule = make_rule(Exchange("mean"))
     parts = {rank: Contribution(dense(value)) for rank, value in contents().items()}
     collective = collective_of(Pattern.OWNERS, [EVERYONE], parts[0])
@@ -178,8 +195,6 @@ def test_a_claim_to_hold_more_than_is_possible_is_refused() -> None:
 
 def test_a_copy_that_has_not_been_through_its_codec_is_refused_as_it_comes() -> None:
     """With positions it might have a lattice's exponent that no byte has, and is read after the commit."""
-    from worker.exchange.round import digest_of
-
     rule, ranks = make_rule(Exchange("swarm")), (0, 1)
     flat = Flat(((SIZE,),))
     parts = {r: rule.contribute(own, rule.init(flat, own), AT, r) for r, own in contents(ranks).items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from atoll.errors import BadFrame
+from atoll.exchange import Receipt
 from atoll.plan import LinkSpec, Mask
 from protos import atoll_control_pb2 as pb
 from protos.convert_plan import link_to_proto
@@ -95,6 +96,14 @@ def test_digests_travel_with_a_step_and_with_what_was_repeated() -> None:
     assert (ready.digest.gradients, ready.digest.inputs) == (b"gradient", b"messages")
     loaded = messages.loaded("j", 1, 0.5, digests=[(b"gradient", b"messages"), (b"later---", b"")]).loaded
     assert [found.gradients for found in loaded.repeated_digests] == [b"gradient", b"later---"]
+
+
+def test_the_receipt_of_a_round_travels_with_the_digest_of_each_owners_total() -> None:
+    receipt = Receipt(3, 0, (0, 2), (0, 2), 1.0, 10, 20, "ab" * 16, totals={0: "01" * 16, 2: "02" * 16})
+    report = StepReport(4, StageReport((), (), True), 0.1, 0.2, 0.0, 0.0, receipt=receipt)
+    found = messages.step_ready("j", 1, report, False, {}).ready.receipt
+    assert (found.round, list(found.included), found.digest) == (3, [0, 2], "ab" * 16)
+    assert {total.owner: total.digest for total in found.totals} == {0: b"\1" * 16, 2: b"\2" * 16}
 
 
 def test_an_evaluation_without_a_coded_loss_says_none() -> None:

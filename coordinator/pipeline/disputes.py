@@ -1,0 +1,34 @@
+"""Disputes: who is taken out where peers, or replicas, do not have the same results. Pure.
+
+One report that is alone is its own worker's fault, or of who gave that worker another total than the others:
+one dispute cannot say which. Another one with other company can, so a worker that is a suspect in two of them
+goes, and the others stay. Of a pair both are suspects, and both go until then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from coordinator.messages.jobs import JobState
+    from coordinator.pipeline.periods import Disagreement
+
+REMEMBERED = 16  # disputes of a job
+
+
+def judged(state: JobState, wrong: Disagreement) -> tuple[JobState, tuple[int, ...]]:
+    """Return the job with its dispute remembered, and the ranks to blame; none where nothing shows whom."""
+    assert state.plan is not None  # noqa: S101 - its ranks have reported
+    places = state.plan.places
+    suspects = frozenset(places[rank].worker for rank in {*wrong.ranks, *wrong.suspects})
+    ranks = wrong.ranks
+    for earlier in reversed(state.disputes):
+        both = suspects & earlier
+        if both and both != suspects:
+            ranks = tuple(rank for rank, place in enumerate(places) if place.worker in both)
+            suspects = both
+            break
+    failed = tuple(places[rank].worker for rank in ranks)  # who is twice has no part in the next plan
+    disputes = (*state.disputes, suspects)[-REMEMBERED:] if suspects else state.disputes
+    return replace(state, failed=(*state.failed, *failed), disputes=disputes), ranks

@@ -1,0 +1,166 @@
+"""Who is taken out where peers have different results of a round: an owner that gives one peer another total,
+or a peer that says so, costs at most one other its place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from coordinator.messages import events as ev
+from coordinator.pipeline.periods import round_groups
+from strategies.exchanges.partners import group_of
+from tests.coordinator.pipeline.test_peers import load, present, report, training
+from tests.sim import local_steps
+from tests.sim.scripted import Scripted
+
+FIVE = ("a", "b", "c", "d", "e")
+
+
+def receipt(world: Scripted, worker: str, digest: str = "d", **otherwise: str) -> ev.RoundReceipt:
+    """What a peer says of a round in which all own a part; ``otherwise``: the totals of these owners."""
+    state = world.state()
+    assert state.plan is not None
+    group = group_of(rank_of(world, worker), round_groups(state))
+    totals = {rank: f"total {rank}" for rank in group}
+    totals |= {rank_of(world, owner): total for owner, total in otherwise.items()}
+    return replace(local_steps.receipt(state.plan, group, state.due, digest), totals=totals)
+
+
+def rank_of(world: Scripted, worker: str) -> int:
+    rank = world.state().rank_of(worker)
+    assert rank is not None
+    return rank
+
+
+def all_report(world: Scripted, **others: ev.RoundReceipt) -> None:
+    """Have all report a period; ``others`` with receipts of their own."""
+    for worker in present(world):
+        report(world, worker, receipt=others.get(worker) or receipt(world, worker))
+
+
+def agreed(world: Scripted) -> None:
+    load(world)
+    done = world.state().step
+    all_report(world)
+    assert world.state().step == done + 4
+
+
+def gives_otherwise(world: Scripted, owner: str, *to: str) -> None:
+    """Have an owner give others another total than the rest."""
+    all_report(world, **{worker: receipt(world, worker, "odd", **{owner: "another"}) for worker in to})
+
+
+def test_an_owner_that_gives_one_after_the_other_another_total_is_taken_out() -> None:
+    world = training(*FIVE, peers=5)
+    gives_otherwise(world, "a", "c")
+    assert present(world) == ["a", "b", "d", "e"], "one of two, and it may have made it up"
+    agreed(world)
+    gives_otherwise(world, "a", "d")
+    assert present(world) == ["b", "d", "e"]
+    agreed(world)
+
+
+def test_a_peer_that_accuses_one_owner_after_the_other_is_taken_out_itself() -> None:
+    world = training(*FIVE, peers=5)
+    gives_otherwise(world, "a", "c")
+    load(world)
+    world.wait(1.0)
+    assert present(world) == list(FIVE), "it joins with the state that the job began with"
+    load(world)
+    gives_otherwise(world, "b", "c")
+    assert present(world) == ["a", "b", "d", "e"]
+
+
+@pytest.mark.parametrize("odd", [("b", "c"), ("a", "d"), ("b", "c", "d")])
+def test_an_owner_that_several_accuse_is_taken_out_at_once(odd: tuple[str, ...]) -> None:
+    world = training(*FIVE, peers=5)
+    gives_otherwise(world, "a", *odd)
+    assert present(world) == ["b", "c", "d", "e"]
+
+
+def test_two_that_accuse_one_owner_after_the_other_are_taken_out() -> None:
+    world = training(*FIVE, peers=5)
+    gives_otherwise(world, "a", "b", "c")
+    agreed(world)
+    gives_otherwise(world, "d", "b", "c")
+    assert present(world) == ["d", "e"]
+
+
+def test_an_owner_that_halves_the_peers_is_taken_out() -> None:
+    world = training(*FIVE[:4], peers=4)
+    gives_otherwise(world, "a", "c", "d")
+    assert present(world) == ["b", "c", "d"]
+
+
+@pytest.mark.parametrize("otherwise", [{}, {"a": "another", "b": "another"}, {"c": "another"}])
+def test_who_accuses_nobody_several_or_itself_is_taken_out(otherwise: dict[str, str]) -> None:
+    world = training(*FIVE, peers=5)
+    all_report(world, c=receipt(world, "c", "odd", **otherwise))
+    assert present(world) == ["a", "b", "d", "e"]
+    load(world)
+    gives_otherwise(world, "a", "d")
+    assert present(world) == ["a", "b", "e"], "nobody had accused a"
+
+
+def partner(world: Scripted, worker: str) -> str:
+    """Return whom a peer meets in the round in flight, itself where it is alone."""
+    own = rank_of(world, worker)
+    group = group_of(own, round_groups(world.state()))
+    return world.holders()[next((rank for rank in group if rank != own), own)]
+
+
+def met(world: Scripted, **digests: str) -> None:
+    """Have all report a period of gossip."""
+    for worker in present(world):
+        group = group_of(rank_of(world, worker), round_groups(world.state()))
+        report(world, worker, digests.get(worker, f"d{group}"))
+
+
+def test_a_peer_that_agrees_with_none_it_meets_ends_no_gossip() -> None:
+    world = training(*FIVE, "f", peers=6, exchange="saps", steps=400)
+    first = partner(world, "a")
+    met(world, a="made up")
+    assert sorted({*FIVE, "f"} - set(present(world))) == sorted(["a", first]), "one of the two"
+    load(world)
+    world.wait(1.0)
+    load(world)
+    while partner(world, "a") in (first, "a"):
+        met(world)
+    met(world, a="made up")
+    assert sorted({*FIVE, "f"} - set(present(world))) == ["a"]
+    load(world)
+    done = world.state().step
+    met(world)
+    assert world.state().step > done
+
+
+def test_who_was_in_a_dispute_is_known_when_two_are_left() -> None:
+    world = training("a", "b", "c", exchange="saps", steps=400)
+    while partner(world, "a") == "a":
+        met(world)
+    first = partner(world, "a")
+    met(world, a="made up")
+    (other,) = present(world)
+    assert other not in ("a", first)
+    world.lose(first)
+    load(world)
+    world.wait(1.0)
+    load(world)
+    assert "a" in present(world)
+    met(world, a="made up")
+    assert present(world) == [other]
+
+
+def test_an_owner_that_is_nobody_is_not_looked_for() -> None:
+    world = training(*FIVE[:4], peers=4)
+    known = receipt(world, "a")
+    said = {w: replace(known, digest=w, totals={99: w}) for w in FIVE[:2]}
+    all_report(world, **said)
+    assert world.state().broken == 1
+
+
+def test_of_two_peers_alone_nobody_is_named() -> None:
+    world = training("a", "b", peers=2)
+    gives_otherwise(world, "a", "b")
+    assert world.state().broken == 1
