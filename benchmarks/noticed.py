@@ -74,6 +74,7 @@ def peers_measured(job: str, how: str, times: int) -> dict[str, dict[str, list[f
         deeds: list[Deed] = []
         for at in range(times):
             for kind in (Kind.KILL, Kind.FREEZE):
+                chaos.await_whole()  # a job without who was disturbed last has other ranks
                 watching = chaos.submitted()
                 wish = _wish(chaos, watching, kind, at % PEERS, after=2 * STEPS_ALONE)
                 deed = chaos.disturb(wish, watching)

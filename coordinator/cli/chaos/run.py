@@ -249,10 +249,10 @@ class Chaos:
 
     # ------------------------------------------------------------ the fleet
 
-    def await_whole(self, watching: Watching) -> None:
-        """Wait until every worker runs and may be planned with; a minute at most, or until the job ends."""
+    def await_whole(self, watching: Watching | None = None) -> None:
+        """Wait until every worker runs and may be planned with; a minute at most, or until a job ends."""
         until_s = time.monotonic() + WHOLE_WITHIN_S
-        while (away := self._away()) and not watching.ended.is_set():
+        while (away := self._away()) and not (watching and watching.ended.is_set()):
             if time.monotonic() > until_s:
                 self.tell(f"going on without {', '.join(away)}")
                 return
