@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
 
 CHUNK_BYTES = 128 << 10
 KEEPALIVE_S, KEEPALIVE_PROBES = 10, 3
@@ -45,6 +47,34 @@ async def splice(
         await asyncio.gather(*tasks, *watch, return_exceptions=True)
         one.close()
         other.close()
+
+
+async def accept(listener: socket.socket) -> tuple[socket.socket, Any]:
+    """Return the next connection, which does not block, and its address. Raises OSError.
+
+    A wait for ``loop.sock_accept`` that is cancelled just as a connection comes loses it, open.
+    """
+    while True:
+        await _readable(listener)
+        with suppress(BlockingIOError):
+            connection, address = listener.accept()
+            connection.setblocking(False)
+            return connection, address
+
+
+async def _readable(one: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    readable: asyncio.Future[None] = loop.create_future()
+
+    def ready() -> None:
+        if not readable.done():
+            readable.set_result(None)
+
+    loop.add_reader(one, ready)
+    try:
+        await readable
+    finally:
+        loop.remove_reader(one)
 
 
 async def _copy(source: socket.socket, target: socket.socket, allow: Allow | None, passed: list[int]) -> None:

@@ -33,7 +33,7 @@ from protos.relay_tickets import (
     greeting,
     refusal,
 )
-from protos.splice import Idle, received, splice, tuned
+from protos.splice import Idle, accept, received, splice, tuned
 
 log = structlog.get_logger()
 BACKLOG = 128
@@ -90,10 +90,9 @@ class Relay:
             self._listener.close()
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             try:
-                connection, address = await loop.sock_accept(listener)
+                connection, address = await accept(listener)
             except OSError as error:
                 log.warning("relay.accept_failed", reason=str(error))
                 await asyncio.sleep(ACCEPT_AGAIN_S)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from atoll.errors import ConnectionFailed
-from protos.splice import splice
+from protos.splice import accept, splice
 
 ACCEPT_WITHIN_S = 10.0  # from a stream to gRPC's connection over it
 
@@ -76,17 +76,15 @@ class LocalEnds:
         self._spawn(self._splice_to_server(stream), stream)
 
     async def _splice_first(self, listener: socket.socket, path: Path, stream: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(ACCEPT_WITHIN_S):
-                ours, _ = await loop.sock_accept(listener)
+                ours, _ = await accept(listener)
         except BaseException:
             stream.close()
             raise
         finally:
             listener.close()
             path.unlink(missing_ok=True)
-        ours.setblocking(False)
         await splice(ours, stream)
 
     async def _splice_to_server(self, stream: socket.socket) -> None:

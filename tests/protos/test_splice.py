@@ -1,0 +1,53 @@
+"""Accepting for a splice: no connection is lost open, whenever the wait for it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+
+import pytest
+
+from protos.splice import accept
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_a_wait_that_is_cancelled_just_as_a_connection_comes_leaves_none_open(
+    turns: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    """A turn of the loop earlier or later it has come, or not."""
+
+    async def cancelled(listener: socket.socket) -> None:
+        waiting = asyncio.ensure_future(accept(listener))
+        await asyncio.sleep(0)
+        with socket.create_connection(listener.getsockname()):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if not waiting.cancel():
+                waiting.result()[0].close()
+            await asyncio.gather(waiting, return_exceptions=True)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        asyncio.run(cancelled(listener))
+        gc.collect()
+    assert [str(warned.message) for warned in recwarn if warned.category is ResourceWarning] == []
+
+
+def test_connections_come_in_turn_and_do_not_block() -> None:
+    async def two(listener: socket.socket) -> list[bytes]:
+        clients = [socket.create_connection(listener.getsockname()) for _ in range(2)]
+        found = []
+        for number, client in enumerate(clients):
+            connection, address = await accept(listener)
+            assert address == client.getsockname()
+            assert not connection.getblocking()
+            client.sendall(bytes([number]))
+            found.append(await asyncio.get_running_loop().sock_recv(connection, 1))
+            connection.close()
+            client.close()
+        return found
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        assert asyncio.run(two(listener)) == [b"\0", b"\1"]
