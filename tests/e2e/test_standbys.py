@@ -20,7 +20,7 @@ from coordinator.messages.facts import PlanAdopted, Reconfigured, StepCommitted,
 from coordinator.storage.journal import StoredJournal
 from tests.e2e.test_reconfigured import FIRST, LAST, MIDDLE, TRAINING, disturb, logged, thirds
 
-STEPS = 600  # a standby has to come to stand by meanwhile, on a loaded machine too
+STEPS = 2000  # who stood by and fell behind rests for two minutes, and then has to come to stand by again
 pytestmark = pytest.mark.slow
 
 
