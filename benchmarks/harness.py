@@ -142,6 +142,7 @@ def follow(losses: Sequence[float], reference: Sequence[float], tolerance: float
 
 BUILT = b"built"  # what a rank of the rival says before its first step
 SCHEDULED = 1000  # steps of the learning rate; a run ends after --steps, before anything is stored
+UNFIT = "waits for a fleet that suffices"  # a job that needs more machines stays queued until they come
 RIVAL_S = HUNG_S  # one run of the rival, which may wait for itself for ever
 # The data that benchmarks train on are nobody's secret, and some clients hold a handful of samples.
 NO_FLOORS = ["--min-batch", "1", "--min-samples", "1", "--min-steps", "1", "--min-clients", "1"]
@@ -368,22 +369,24 @@ class LabFleet:
         return plan
 
     def _watched(self, job: str, stop_after: int | None) -> list[dict[str, Any]]:
-        """Every update of a job up to its end, or up to its cancellation."""
-        if stop_after is None:
-            return self._lines("watch", job, "--json")
+        """Every update of a job up to its end, or up to its cancellation, as that of one that does not fit."""
         process = self._command("watch", job, "--json")
         assert process.stdout is not None
         alarm = threading.Timer(HUNG_S, self.lab.kill, (process,))
         alarm.start()
         updates: list[dict[str, Any]] = []
-        cancelled = False
+        cancelled, unfit, most = False, "", math.inf if stop_after is None else stop_after
         for line in process.stdout:
             updates.append(json.loads(line))
-            if updates[-1]["step"] >= stop_after and not cancelled:
+            if updates[-1].get("reason", "").startswith(UNFIT):
+                unfit = updates[-1]["reason"]
+            if (unfit or updates[-1]["step"] >= most) and not cancelled:
                 cancelled = True
                 self._output("cancel", job)
         alarm.cancel()
         process.communicate()
+        if unfit:
+            raise CommandFailed(f"{job} {unfit}")
         if not updates:
             raise CommandFailed(f"watch {job} said nothing: {self.log('coordinator')}")
         return updates
