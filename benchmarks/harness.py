@@ -369,7 +369,7 @@ class LabFleet:
         return plan
 
     def _watched(self, job: str, stop_after: int | None) -> list[dict[str, Any]]:
-        """Every update of a job up to its end, or up to its cancellation, as that of one that does not fit."""
+        """Every update of a job up to its end, or its cancellation, as that of one that does not fit."""
         process = self._command("watch", job, "--json")
         assert process.stdout is not None
         alarm = threading.Timer(HUNG_S, self.lab.kill, (process,))
