@@ -73,7 +73,7 @@ class Collective:
 
     def results(self, rank: int) -> tuple[int, ...]:
         """Segments whose total ``rank`` ends with, ascending."""
-        return tuple(sorted({a.segment for a in self.actions[rank] if not isinstance(a, Send)}))
+        return tuple(sorted(self.makers(rank)))
 
     def makers(self, rank: int) -> dict[int, int]:
         """Rank from which ``rank`` has the total of each segment that it ends with."""

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from atoll.errors import AtollError, UsageError
 from benchmarks.waits import HUNG_S, came_about
 from coordinator.datasets import download
+from coordinator.messages.jobs import UNFIT
 from lab.reader import read_scenario
 from lab.tun import unavailable
 from lab.world import Lab
@@ -142,7 +143,6 @@ def follow(losses: Sequence[float], reference: Sequence[float], tolerance: float
 
 BUILT = b"built"  # what a rank of the rival says before its first step
 SCHEDULED = 1000  # steps of the learning rate; a run ends after --steps, before anything is stored
-UNFIT = "waits for a fleet that suffices"  # a job that needs more machines stays queued until they come
 RIVAL_S = HUNG_S  # one run of the rival, which may wait for itself for ever
 # The data that benchmarks train on are nobody's secret, and some clients hold a handful of samples.
 NO_FLOORS = ["--min-batch", "1", "--min-samples", "1", "--min-steps", "1", "--min-clients", "1"]

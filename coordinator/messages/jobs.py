@@ -66,6 +66,10 @@ class Picked:
     reason: str
 
 
+UNFIT = "waits for a fleet that suffices"
+"""Beginning of the reason of a job that stays queued until more machines come."""
+
+
 @dataclass(frozen=True, slots=True)
 class Waits:
     """The job cannot go on yet, and why; a changed reason is news."""

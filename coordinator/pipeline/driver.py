@@ -20,6 +20,7 @@ from coordinator.messages.jobs import (
     PREPARING,
     RUNNING,
     STEPPING,
+    UNFIT,
     WAITING,
     AssignAll,
     Broken,
@@ -248,7 +249,7 @@ class PipelineDriver:
             self._plan(self.jobs[event.job], rest)
             return
         self.profiling.wait_for_change(event.job)
-        self._step(event.job, Waits(f"waits for a fleet that suffices: {event.reason}"))
+        self._step(event.job, Waits(f"{UNFIT}: {event.reason}"))
 
     def _links_chosen(self, event: ev.LinksChosen) -> None:
         state = self.jobs[event.job]

@@ -196,6 +196,9 @@ class CollectiveRun:
         elements = sum(piece.segment.size for piece in pieces)
         whole = sum(p.segment.size for p, labels in zip(pieces, wanted, strict=True) if p.included == labels)
         digests, makers = [_piece_digest(piece) for piece in pieces], self._collective.makers(self.rank)
+        of_maker: dict[int, list[bytes]] = {}
+        for number, digest in zip(numbers, digests, strict=True):
+            of_maker.setdefault(makers[number], []).append(digest)
         return Receipt(
             self._at.number,
             self.rank,
@@ -206,12 +209,7 @@ class CollectiveRun:
             self._received_bytes,
             _joined_digest(digests),
             tuple(sorted(self._faults.items())),
-            {
-                maker: _joined_digest(
-                    [d for n, d in zip(numbers, digests, strict=True) if makers[n] == maker]
-                )
-                for maker in sorted(set(makers.values()))
-            },
+            {maker: _joined_digest(made) for maker, made in sorted(of_maker.items())},
         )
 
     def _pieces(self) -> tuple[Piece, ...]:
