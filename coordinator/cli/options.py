@@ -121,7 +121,7 @@ class JobOptions:
             metavar="HOW",
             help="Exchange of machines that each hold the model: exact, or steps of their own in between by "
             "a rule, as diloco, diloco:int8_block, diloco:auto (the codec that the links need) or saps; "
-            "auto: the planner chooses among all; same as "
+            "auto: the planner chooses among exact ways and local steps; same as "
             "--set exchange=HOW. Default: exact.",
         ),
     ] = None

@@ -33,7 +33,7 @@ PeerPairs = tuple[tuple[Peer, Peer], ...]
 QUANTILES = (0.0, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.96)  # 0: no threshold
 SIMULATED_ROUNDS = 100
 PROBES = 8  # vectors whose disagreement a simulation follows
-MOVED = 0.2  # share by which a rate must move for another search
+MOVED = 0.2  # share by which a rate must move to count as another
 EXACT = 2.0**-24  # contraction of one round that counts as agreement: float32 has no finer one
 
 _SEARCH, _PROBES = 1, 2  # what a draw is for, beside matching's
@@ -98,12 +98,6 @@ class PeerSelection:
         self._derive(before - self.network.window, before)
         held = list(self._recent)[: len(self._recent) + before - self._next]
         return tuple(self._named(pairs) for pairs in held[-self.network.window :])
-
-    def moved(self, rates: Floats) -> bool:
-        """True where another search is due: a pair's rate moved by a fifth or more, came or went."""
-        now = Network.of(rates).rate
-        before = self.network.rate
-        return now.shape != before.shape or bool((np.abs(now - before) > MOVED * before).any())
 
     def groups(self, round_number: int, size: int) -> tuple[tuple[Peer, ...], ...]:
         """Return groups of at most ``size`` peers that average together (``grid_groups``); alone is in none.

@@ -193,18 +193,6 @@ def test_peers_that_left_are_dropped_from_the_past():
     assert after.pairs(5) == (("a", "c"),)
 
 
-def test_a_fifth_of_a_rate_or_a_changed_fleet_asks_for_another_search():
-    rates = uniform(8, 1) + 1.0
-    chosen = selection(rates, 1, 0.0)
-    assert not chosen.moved(rates * 1.19)
-    assert chosen.moved(rates * 1.21)
-    assert chosen.moved(rates * 0.79)
-    assert chosen.moved(uniform(9, 1))
-    lost = rates.copy()
-    lost[3, 4] = 0.0
-    assert chosen.moved(lost)
-
-
 # ---------------------------------------------------------------- the objective
 
 
