@@ -19,15 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
-from tenacity import Retrying, stop_after_attempt
 
 from atoll.errors import AtollError, BadFrame, StorageError
 from protos.blob_transfer import BlobPort, Chunk, LocalBlob, fetch, upload
-from protos.retries import retrying
+from protos.retries import retrying, stop_after_pauses
 from worker.cancel import Cancel
 from worker.manners.traffic import Traffic
 
 if TYPE_CHECKING:
+    from tenacity import RetryCallState, Retrying
+
     from atoll.opdag import StateMeta
 
 log = structlog.get_logger()
@@ -38,7 +39,7 @@ CHUNK_BYTES = 1 << 17
 HEADER_BYTES = 64 << 10  # a blob's safetensors header is far below this
 STATE_KEYS = 7  # beside the value, at most, each float32 of its shape: three of an optimizer, four of a peer
 POLL_S = 0.1
-ATTEMPTS = 8  # in a row without a new byte
+PATIENCE_S = 20.0  # of pauses in a row without a new byte, while the coordinator is there
 VERIFIED_S = 60.0  # a blob that was hashed so lately is used without hashing it again
 
 
@@ -164,9 +165,21 @@ class BlobCache:
                     path.unlink(missing_ok=True)
 
 
-def attempts(cancel: Cancel) -> Retrying:
-    """Attempts of a transfer, up to ATTEMPTS in a row; Cancelled as soon as that is set in a pause."""
-    return retrying(stop_after_attempt(ATTEMPTS), cancel.wait)
+def _never() -> bool:
+    return False
+
+
+def attempts(cancel: Cancel, away: Callable[[], bool] = _never) -> Retrying:
+    """Attempts of a transfer, until PATIENCE_S have passed in a row; what passes while the coordinator is
+    ``away`` counts for nothing, as a stage waits for it too. Cancelled as soon as that is set in a pause."""
+    enough = stop_after_pauses(PATIENCE_S)
+
+    def stop(state: RetryCallState) -> bool:
+        if away():
+            state.idle_for = 0.0
+        return enough(state)
+
+    return retrying(stop, cancel.wait)
 
 
 def most_bytes(state: StateMeta) -> int:
@@ -216,7 +229,7 @@ class NearBlobs(Protocol):
 
 
 class BlobFiles:
-    """``BlobStore`` over a port. Raises ConnectionFailed after ATTEMPTS without a new byte."""
+    """``BlobStore`` over a port. Raises ConnectionFailed after PATIENCE_S without a new byte."""
 
     def __init__(
         self,
@@ -224,10 +237,11 @@ class BlobFiles:
         cache: BlobCache,
         max_bytes_per_s: float | None = None,
         traffic: Traffic | None = None,
+        away: Callable[[], bool] = _never,
     ) -> None:
         """``max_bytes_per_s`` of uploads, on average, None: as fast as it goes; within what ``traffic`` lets
-        pass."""
-        self._port, self._cache, self._rate = port, cache, max_bytes_per_s
+        pass. ``away``: whether the coordinator is known to be, which makes no transfer fail."""
+        self._port, self._cache, self._rate, self._away = port, cache, max_bytes_per_s, away
         self._traffic = traffic or Traffic()
         self._near: tuple[NearBlobs, ...] = ()
 
@@ -258,7 +272,7 @@ class BlobFiles:
         self._cache.trim(wanted)
         for near in self._near:
             self._fetch_near(near, wanted, cancel, progress)
-        for chunk in fetch(self._port.get, partial(self._cache.lacking, wanted), attempts(cancel)):
+        for chunk in fetch(self._port.get, partial(self._cache.lacking, wanted), self._attempts(cancel)):
             self._take(chunk, wanted, cancel, progress)
             cancel.wait(self._traffic.received(len(chunk.data)))
 
@@ -308,10 +322,13 @@ class BlobFiles:
         return upload(
             self._port,
             [LocalBlob(file.hash, file.size, partial(_pieces, file.path)) for file in files],
-            attempts(cancel),
+            self._attempts(cancel),
             before=before,
             new=new,
         )
+
+    def _attempts(self, cancel: Cancel) -> Retrying:
+        return attempts(cancel, self._away)
 
     def _paced(self, cancel: Cancel) -> Callable[[int], None]:
         """Wait as long as the rates demand; raises Cancelled."""

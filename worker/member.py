@@ -201,7 +201,13 @@ class Member:
         )
         shared.port = network.port or shared.port
         self._bulk = Bulk(lambda member: member.channel(config), member)
-        blobs = BlobFiles(self._bulk, shared.cache, config.max_upload_bytes_per_s, shared.traffic)
+        blobs = BlobFiles(
+            self._bulk,
+            shared.cache,
+            config.max_upload_bytes_per_s,
+            shared.traffic,
+            lambda: not self._state.connected,
+        )
         copies = self._copies = Copies(
             blobs, shared.cache, config.blob_dir, config.copy_bytes, self._send, owner=config.number
         )

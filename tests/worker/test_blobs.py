@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,7 +90,8 @@ def store() -> Store:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "PAUSE_FIRST_S", 0.0)
+    monkeypatch.setattr(retries, "PAUSE_FIRST_S", 1e-4)
+    monkeypatch.setattr(blobs, "PATIENCE_S", 0.001)
 
 
 def test_a_new_file_goes_up_without_a_question_and_another_time_with_one(
@@ -166,6 +168,36 @@ def test_a_store_that_stays_away_ends_the_download(store: Store, cache: BlobCach
     store.get = away  # type: ignore[method-assign]
     with pytest.raises(ConnectionFailed):
         BlobFiles(store, cache).fetch({"0" * 64: 1000}, Cancel())
+
+
+def test_a_transfer_waits_for_a_coordinator_that_is_away_and_then_fails_as_ever(
+    store: Store, cache: BlobCache, tmp_path: Path
+) -> None:
+    name, data = blob()
+    failures = 0
+    get, missing, store.blobs[name] = store.get, store.missing, data
+
+    def failing(wanted: Any) -> Any:
+        nonlocal failures
+        failures += 1
+        raise ConnectionFailed("refused")
+
+    def returned(wanted: Any) -> Any:
+        return failing(wanted) if failures < 10 else get(wanted)
+
+    store.get = returned  # type: ignore[method-assign]
+    files = BlobFiles(store, cache, away=lambda: failures <= 10)
+    files.fetch({name: 1000}, Cancel())
+    assert cache.path(name).read_bytes() == data
+    assert failures == 10
+    store.missing = failing  # type: ignore[method-assign]
+    path = tmp_path / "state"
+    path.write_bytes(data)
+    with pytest.raises(ConnectionFailed):
+        files.store([BlobFile(path, name, len(data))], Cancel())
+    assert 10 < failures < 20
+    store.missing = missing  # type: ignore[method-assign]
+    assert files.store([BlobFile(path, name, len(data))], Cancel()) == 0
 
 
 def test_a_download_stops_when_cancelled(store: Store, cache: BlobCache) -> None:

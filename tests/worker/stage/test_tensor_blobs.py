@@ -42,7 +42,8 @@ def stored(store: Store, cache: BlobCache, snapshot: dict[str, dict[str, Tensor]
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "PAUSE_FIRST_S", 0.0)
+    monkeypatch.setattr(retries, "PAUSE_FIRST_S", 1e-4)
+    monkeypatch.setattr(blobs, "PATIENCE_S", 0.001)
 
 
 def test_what_was_stored_comes_back_bit_equal(store: Store, cache: BlobCache) -> None:
