@@ -195,9 +195,11 @@ class Shell:
             try:
                 todo.append((posted, self.scheduler.handle(posted.event, now_s)))
             except Exception as error:
-                # Our own mistake: say so, and keep serving everybody else.
+                # Our own mistake: say so, and keep serving everybody else. What is in memory by now, the
+                # journal must have too.
                 log.exception("scheduler.broke", event_kind=type(posted.event).__name__)
                 _resolve(posted, error)
+                todo.append((posted, self.scheduler.effects.out))
         caused = [instructions for _, instructions in todo]
         facts = batches.facts(caused)
         try:

@@ -58,7 +58,7 @@ from coordinator.pipeline.losses import Losses
 from coordinator.pipeline.pair_tables import PairTables
 from coordinator.pipeline.profiling import Hold, Profiling
 from coordinator.pipeline.relink import current
-from coordinator.pipeline.restart import Returning
+from coordinator.pipeline.restart import Returning, kept_out
 from coordinator.pipeline.round_codecs import RoundCodecs
 from coordinator.pipeline.seats import Seats
 from coordinator.pipeline.stuck import Stuck
@@ -294,7 +294,7 @@ class PipelineDriver:
             if back is None or worker not in back.missing:
                 self._take_back(state, worker)
                 continue
-            wrong = self._unfit(state, back, worker)
+            wrong = kept_out(self.effects.roster.workers[worker]) or back.unfit(state, worker, held)
             if not wrong:
                 self._returned(state, back, worker)
                 continue
@@ -304,14 +304,6 @@ class PipelineDriver:
     def _take_back(self, state: JobState, worker: str) -> None:
         reason = "the stage was taken back while you were away"
         self.effects.send(worker, do.Release(state.job, state.version, reason))
-
-    def _unfit(self, state: JobState, back: Returning, worker: str) -> str:
-        known = self.effects.roster.workers[worker]
-        if known.quarantined:
-            return f"and is quarantined: {known.quarantined}"
-        if known.member.job:
-            return f"and took part in {known.member.job}"
-        return back.unfit(state, worker, known.introduction.held)
 
     def _missed(self, state: JobState, back: Returning, worker: str, why: str) -> None:
         """Who is awaited after our restart is lost: it is replaced when the others are back."""
@@ -347,7 +339,9 @@ class PipelineDriver:
             return
         ranks = {rank for worker in lost if (rank := state.rank_of(worker)) is not None}
         words = "; ".join(f"{self.effects.label(worker)} {why}" for worker, why in sorted(lost.items()))
-        chosen = self.losses.choose(state, ranks, tuple(filter(self.effects.roster.is_idle, lost)))
+        roster = self.effects.roster
+        here = tuple(w for w in lost if roster.is_idle(w) or reconfigure.at_hand(roster, w, job))
+        chosen = self.losses.choose(state, ranks, here)
         if isinstance(chosen, reconfigure.Choice):
             del self.returning[job]
             self.losses.replaced(state, chosen, ranks, words)
@@ -437,6 +431,14 @@ class PipelineDriver:
         else:
             self.losses.failed(state, failed, back.until_s if back is not None else 0.0)
 
+    def _unstored(self, state: JobState, stored: FromRank[ev.StateStored]) -> bool:
+        """Have another take over from a worker that could not store its part; whether that was so."""
+        back, why = self.returning.get(state.job), self.losses.unstored(state, stored)
+        if why and back is not None and state.plan is not None:
+            self._missed(state, back, state.plan.places[stored.rank].worker, why)
+            return True
+        return bool(why) and self.losses.moved(state, stored.rank, why)
+
     def slowed(self, worker: str, factor: float) -> None:
         """Deadlines and plans look at the limits themselves."""
 
@@ -474,7 +476,7 @@ class PipelineDriver:
         if isinstance(message, ev.StageFailed):
             self._failed(state, FromRank(rank, message))
             return
-        if isinstance(message, ev.StateStored) and self.losses.unstored(state, FromRank(rank, message)):
+        if isinstance(message, ev.StateStored) and self._unstored(state, FromRank(rank, message)):
             return
         if isinstance(message, ev.EvalReady) and message.step + 1 == state.awaiting_eval:
             self.stuck.evaluated(state, rank)

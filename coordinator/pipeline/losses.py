@@ -137,25 +137,29 @@ class Losses:
             label = self.effects.label(state.plan.places[failed.rank].worker)
             self.replace(state, failed.rank, f"{label} failed: {message.reason}", failed)
 
-    def unstored(self, state: JobState, event: FromRank[StateStored]) -> bool:
-        """Have another worker take over from one that could not store its part, of the result or once more;
-        whether that was so."""
+    def unstored(self, state: JobState, event: FromRank[StateStored]) -> str:
+        """Return why a worker is to have no rank any more that could not store its part, of the result or
+        once more, "" where it keeps it."""
         done = event.message.step + 1
         parts = state.stores.get(done)
         if not event.message.error or parts is None or event.rank in parts or state.plan is None:
-            return False
+            return ""
         if machine.staleness(state, event):
-            return False
+            return ""
         worker = state.plan.places[event.rank].worker
-        if done < state.steps and set(state.unstored) != {
-            worker
-        }:  # the store's own fault where others failed
-            return False
-        chosen = self.choose(state, {event.rank})
+        if done < state.steps and set(state.unstored) != {worker}:
+            return ""  # the store's own fault where others failed
+        return f"could not store its state: {event.message.error}"
+
+    def moved(self, state: JobState, rank: int, why: str) -> bool:
+        """Have another worker take over a rank whose worker is here, and is to have it no more; whether one
+        can."""
+        assert state.plan is not None  # noqa: S101 - it has ranks
+        chosen = self.choose(state, {rank})
         if isinstance(chosen, Refused):
             return False
-        reason = f"{self.effects.label(worker)} could not store its state: {event.message.error}"
-        self.replaced(state, chosen, {event.rank}, reason, blamed=True)
+        label = self.effects.label(state.plan.places[rank].worker)
+        self.replaced(state, chosen, {rank}, f"{label} {why}", blamed=True)
         return True
 
     def forget(self, job: str) -> None:

@@ -246,11 +246,12 @@ def standing_by_for(state: JobState, roster: Roster, lost: Collection[int]) -> d
     return found
 
 
-def at_hand(roster: Roster, worker: str) -> bool:
-    """Whether a worker that stands by is connected, and may be used."""
+def at_hand(roster: Roster, worker: str, job: str = "") -> bool:
+    """Whether a worker that has a part, of ``job`` where that is given, is connected, and may be used."""
     known = roster.workers.get(worker)
-    kept_out = known is None or known.quarantined or known.guest.paused or known.session is None
-    return known is not None and not kept_out and known.member.phase is Membership.ASSIGNED
+    if known is None or known.quarantined or known.guest.paused or known.session is None:
+        return False
+    return known.member.phase is Membership.ASSIGNED and job in ("", known.member.job)
 
 
 def _unlogged(state: JobState, roster: Roster, newcomers: frozenset[int], ready: Mapping[int, str]) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from atoll.job import CHECKPOINT_EVERY_S
 from coordinator.messages.events import Held
@@ -19,6 +20,9 @@ from coordinator.messages.facts import JobRecord
 from coordinator.messages.instructions import Relink, StepCommit
 from coordinator.messages.jobs import JobState, Phase
 from coordinator.pipeline.relink import AHEAD
+
+if TYPE_CHECKING:
+    from coordinator.membership.roster import Worker
 
 
 @dataclass(slots=True)
@@ -68,6 +72,13 @@ class Returning:
         if self.loaded:
             return {**self.lost, **dict.fromkeys(self.empty, "without its stage")}
         return dict(self.lost)
+
+
+def kept_out(known: Worker) -> str:
+    """Return why a worker that came back has no part any more, whatever it holds, "" where it may have."""
+    if known.quarantined:
+        return f"and is quarantined: {known.quarantined}"
+    return f"and took part in {known.member.job}" if known.member.job else ""
 
 
 def running(waiting: JobState, record: JobRecord, now_s: float) -> JobState | None:

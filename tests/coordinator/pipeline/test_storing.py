@@ -10,7 +10,7 @@ from coordinator.messages.events import Held
 from coordinator.messages.jobs import LogsShort, Phase
 from coordinator.pipeline.driver import PipelineDriver
 from coordinator.pipeline.replanning import _Wish
-from tests.coordinator.pipeline.test_reconfigure import JOB, leave, spec, step, store
+from tests.coordinator.pipeline.test_reconfigure import JOB, leave, moves, spec, step, store
 from tests.coordinator.pipeline.test_restart import back
 from tests.sim.scripted import Scripted
 
@@ -212,3 +212,43 @@ def test_after_a_restart_nobody_waits_for_a_part_whose_author_is_gone(last: bool
     assert (world.state().stores, world.state().store_owed) == ({}, True)
     step(world)
     assert list(world.state().stores) == [world.state().step]
+
+
+def test_after_a_restart_who_cannot_store_is_replaced_once_all_are_back() -> None:
+    world = training("a", "b", "c", "d", steps=3)
+    for _ in range(3):
+        step(world)
+    world.restart()
+    back(world, "d", None)
+    back(world, "a", Held(JOB, 1, 3))
+    cannot_store(world, "a", 3)
+    assert moves(world) == []
+    for worker in ("b", "c"):
+        back(world, worker, Held(JOB, 1, 3))
+    assert (world.holders(), world.state().step) == (["d", "b", "c"], 3)
+    roster = world.scheduler.roster
+    assert roster.is_idle("a")
+    assert [record.assigned for record in world.folder.fold().jobs.values()] == [world.state().assigned]
+    world.load()
+    store(world, 3)
+    assert world.state().phase is Phase.FINISHED
+
+
+def test_who_alone_fits_may_try_again_after_a_restart() -> None:
+    world = training("a", "b", "c", steps=9)
+    for _ in range(3):
+        step(world)
+    world.join("d")
+    leave(world, "b")
+    version = world.state().version
+    assert (world.holders(), world.state().phase) == (["a", "d", "c"], Phase.LOADING)
+    world.restart()
+    for worker, held in (("d", Held(JOB, version, 0)), ("a", Held(JOB, 1, 3)), ("c", Held(JOB, 1, 3))):
+        back(world, worker, held)
+        if worker == "d":
+            world.says("d", ev.StageFailed(JOB, version, 3, "could not fetch a blob", ""))
+    assert (world.holders(), world.state().step) == (["a", "d", "c"], 3)
+    (again,) = world.to("d", do.Assign)
+    assert (again.first_step, again.replay.first_step) == (3, 0)
+    world.load()
+    assert (world.state().phase, world.state().step) == (Phase.TRAINING, 3)
