@@ -164,3 +164,58 @@ def test_of_two_peers_alone_nobody_is_named() -> None:
     world = training("a", "b", peers=2)
     gives_otherwise(world, "a", "b")
     assert world.state().broken == 1
+
+
+JUNK = {"b": "junk"}
+
+
+@pytest.mark.parametrize("said", [{"a": "another", **JUNK}, JUNK, {"d": "junk", **JUNK}])
+@pytest.mark.parametrize("victims", ["c", "bd"])
+def test_totals_that_do_not_make_the_result_beside_them_cost_their_own_peer_its_place(
+    victims: str, said: dict[str, str]
+) -> None:
+    world = training(*FIVE, peers=5)
+    given = {worker: receipt(world, worker, "odd", a="another") for worker in victims}
+    all_report(world, a=receipt(world, "a", **said), **given)
+    assert present(world) == ["b", "c", "d", "e"]
+    agreed(world)
+
+
+def test_of_two_with_one_result_of_other_totals_both_go_where_others_differ() -> None:
+    world = training(*FIVE[:4], peers=4)
+    given = {worker: receipt(world, worker, "odd", a="another") for worker in "cd"}
+    all_report(world, a=receipt(world, "a", **JUNK), **given)
+    assert present(world) == ["c", "d"]
+    agreed(world)
+
+
+def test_who_leaves_its_totals_out_is_a_suspect_as_well() -> None:
+    world = training(*FIVE, peers=5)
+    for victim in "cd":
+        silent = replace(receipt(world, "a"), totals={})
+        all_report(world, a=silent, **{victim: receipt(world, victim, "odd", a="another")})
+        if victim == "c":
+            assert present(world) == ["a", "b", "d", "e"]
+            agreed(world)
+    assert present(world) == ["b", "d", "e"]
+
+
+@pytest.mark.parametrize("owned", ["none", "own", "some"])
+def test_receipts_of_one_result_that_lack_totals_are_no_dispute(owned: str) -> None:
+    """Peers of older versions have none; where all add for themselves each has that of its own rank."""
+    world = training(*FIVE, peers=5)
+    kept = {"none": (), "own": ("c",), "some": ("a", "d")}[owned]
+    whole = receipt(world, "c").totals
+    some = {rank_of(world, worker): whole[rank_of(world, worker)] for worker in kept}
+    all_report(world, c=replace(receipt(world, "c"), totals=some))
+    assert world.state().step == 4
+    assert present(world) == list(FIVE)
+
+
+def test_who_adds_for_itself_is_not_compared_with_others() -> None:
+    world = training(*FIVE, peers=5)
+    own = {w: replace(receipt(world, w), totals={rank_of(world, w): f"from {w}"}) for w in FIVE}
+    all_report(world, **own)
+    assert world.state().step == 4
+    all_report(world, **{w: replace(own[w], round=1, digest="odd" if w == "c" else "d") for w in FIVE})
+    assert present(world) == ["a", "b", "d", "e"]
