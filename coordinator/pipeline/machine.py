@@ -258,7 +258,7 @@ def _ready(state: JobState, event: FromRank[StepReady], now_s: float) -> Outcome
     wrong = joined.disagreement(state.plan, ready, periods.round_groups(state), steps)
     if wrong is not None:
         state, odd = disputes.judged(state, wrong)
-        if state.local and odd:
+        if odd:
             return state, [Exclude(odd, wrong.words)]
         return _interrupt(state, wrong.words, blamed=True)
     return _commit(state, ready, now_s)
