@@ -514,7 +514,7 @@ def _fail_stage(state: JobState, event: FromRank[StageFailed], now_s: float) -> 
 
 @TRANSITIONS.on(*RUNNING)
 def _lose(state: JobState, event: StageLost, now_s: float) -> Outcome:
-    return _interrupt(state, event.reason, event.blamed)
+    return _interrupt(disputes.suspected(state, event.suspects), event.reason, event.blamed)
 
 
 @TRANSITIONS.on(*RUNNING)
