@@ -97,10 +97,12 @@ class FromRank(Generic[MessageT]):
 
 @dataclass(frozen=True, slots=True)
 class StageLost:
-    """The worker of a stage is gone; or the whole run must stop where it is. ``blamed``: for what it did."""
+    """The worker of a stage is gone; or the whole run must stop where it is. ``blamed``: for what it did,
+    or one of the ``suspects`` may have done."""
 
     reason: str
     blamed: bool = False
+    suspects: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

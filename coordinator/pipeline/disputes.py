@@ -2,13 +2,16 @@
 
 One report that is alone is its own worker's fault, or of who gave that worker another total than the others:
 one dispute cannot say which. Another one with other company can, so a worker that is a suspect in two of them
-goes, and the others stay. Of a pair both are suspects, and both go until then.
+goes, and the others stay. Of a pair both are suspects, and both go until then. Where half of the peers
+diverge at once those that do not are suspects: what one brought to the last round may have done it.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from coordinator.pipeline.doubt import OFTEN
 
 if TYPE_CHECKING:
     from coordinator.messages.jobs import JobState
@@ -32,3 +35,14 @@ def judged(state: JobState, wrong: Disagreement) -> tuple[JobState, tuple[int, .
     failed = tuple(places[rank].worker for rank in ranks)  # who is twice has no part in the next plan
     disputes = (*state.disputes, suspects)[-REMEMBERED:] if suspects else state.disputes
     return replace(state, failed=(*state.failed, *failed), disputes=disputes), ranks
+
+
+def suspected(state: JobState, suspects: frozenset[str]) -> JobState:
+    """Return the job with these suspects remembered; who is one again, alone or with other company, has no
+    part in the next plan."""
+    if not suspects:
+        return state
+    again = (suspects & earlier for earlier in reversed(state.disputes))
+    found = next((both for both in again if both and (both != suspects or len(both) == 1)), frozenset[str]())
+    disputes = (*state.disputes, found or suspects)[-REMEMBERED:]
+    return replace(state, failed=(*state.failed, *sorted(found) * OFTEN), disputes=disputes)

@@ -468,6 +468,8 @@ class PipelineDriver:
             return
         if isinstance(message, ev.StepReady) and state.plan is not None:
             message = as_failure(state, of_neighbours(state.plan, rank, message))
+            if isinstance(message, ev.StageFailed) and self.losses.diverged(state, FromRank(rank, message)):
+                return
         if isinstance(message, ev.StateStored) and rank not in state.store_ranks:
             self.effects.drop("StateStored", f"of rank {rank}, which stores nothing", message.job)
             return

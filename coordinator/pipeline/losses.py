@@ -30,6 +30,14 @@ class _Accused:
     until_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Diverged:
+    """Peers that have diverged in the period that begins with ``step``."""
+
+    step: int
+    workers: frozenset[str]
+
+
 @dataclass(slots=True)
 class Losses:
     """``step``: step a job's machine; ``make_way``: let those go who are busy beside plans."""
@@ -41,6 +49,7 @@ class Losses:
     make_way: Callable[[], None] = lambda: None
     _accused: dict[str, _Accused] = field(default_factory=dict)  # by job
     _named: dict[str, dict[str, str]] = field(default_factory=dict)  # by job: peer -> whom it named last
+    _diverged: dict[str, _Diverged] = field(default_factory=dict)  # by job
 
     def replace(
         self, state: JobState, rank: int, reason: str, failed: FromRank[StageFailed] | None = None
@@ -137,6 +146,27 @@ class Losses:
             label = self.effects.label(state.plan.places[failed.rank].worker)
             self.replace(state, failed.rank, f"{label} failed: {message.reason}", failed)
 
+    def diverged(self, state: JobState, failed: FromRank[StageFailed]) -> bool:
+        """Go back to the checkpoint where half of the peers have diverged in a period, as the last round's
+        fault; whether that is so. Until then each goes alone."""
+        if state.phase not in RUNNING or not begun(state) or state.plan is None:
+            return False
+        if machine.staleness(state, failed) is not None:
+            return False
+        places = state.plan.places
+        worker, known = places[failed.rank].worker, self._diverged.get(state.job)
+        before = known.workers if known is not None and known.step == state.step else frozenset[str]()
+        found = before | {worker}
+        self._diverged[state.job] = _Diverged(state.step, found)
+        others = frozenset(places[rank].worker for rank in state.present) - found
+        if len(found) < max(2, len(others)):
+            return False  # of two peers, who says so of itself goes
+        reported = frozenset(places[rank].worker for rank in state.ready)
+        words = f"{self.effects.label(worker)} failed: {failed.message.reason}"
+        words += f"; so have {len(found)} of {len(found | others)} peers"
+        self.step(state.job, StageLost(words, blamed=True, suspects=others & reported or others))
+        return True
+
     def unstored(self, state: JobState, event: FromRank[StateStored]) -> str:
         """Return why a worker is to have no rank any more that could not store its part, of the result or
         once more, "" where it keeps it."""
@@ -170,6 +200,7 @@ class Losses:
         """The job's plan is over."""
         self.forget(job)
         self._named.pop(job, None)
+        self._diverged.pop(job, None)
 
     def judge(self, jobs: Mapping[str, JobState], returning: Collection[str]) -> None:
         """Let time pass; jobs that are ``returning`` wait for their workers first."""

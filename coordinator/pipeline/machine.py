@@ -258,7 +258,7 @@ def _ready(state: JobState, event: FromRank[StepReady], now_s: float) -> Outcome
     wrong = joined.disagreement(state.plan, ready, periods.round_groups(state), steps)
     if wrong is not None:
         state, odd = disputes.judged(state, wrong)
-        if state.local and odd:
+        if odd:
             return state, [Exclude(odd, wrong.words)]
         return _interrupt(state, wrong.words, blamed=True)
     return _commit(state, ready, now_s)
@@ -514,7 +514,7 @@ def _fail_stage(state: JobState, event: FromRank[StageFailed], now_s: float) -> 
 
 @TRANSITIONS.on(*RUNNING)
 def _lose(state: JobState, event: StageLost, now_s: float) -> Outcome:
-    return _interrupt(state, event.reason, event.blamed)
+    return _interrupt(disputes.suspected(state, event.suspects), event.reason, event.blamed)
 
 
 @TRANSITIONS.on(*RUNNING)

@@ -70,12 +70,41 @@ def disagreement(plan: Plan, ready: Reports, groups: Sequence[Group], steps: int
     if wrong:
         return Disagreement(next(iter(wrong.values())), tuple(wrong) if 2 * len(wrong) <= len(found) else ())
     for group in groups:
-        first = found[group[0]].digest
-        others = ", ".join(places[rank].worker for rank in group if found[rank].digest != first)
+        said = {rank: found[rank] for rank in group}
+        first = said[group[0]].digest
+        others = ", ".join(places[rank].worker for rank in group if said[rank].digest != first)
+        false, unclear = _false_totals(said)
+        if others and not false and len(unclear) == 2 < len(ready):
+            false = unclear
+        if false:
+            names = ", ".join(places[rank].worker for rank in false)
+            words = f"peers have different results of a round: {names} with totals that do not make theirs"
+            return Disagreement(words, false)
         if others:
             words = f"peers have different results of a round: {others} and {places[group[0]].worker}"
-            return Disagreement(words, *_unequal({rank: found[rank] for rank in group}, len(ready)))
+            blamed, suspects = _unequal(said, len(ready))
+            return Disagreement(words, blamed, (*suspects, *unclear))
     return None
+
+
+def _false_totals(said: Mapping[int, RoundReceipt]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return who has the result of others with another total of an owner, which cannot be: those that differ
+    from most of them, and those of whom it is not clear which."""
+    by_digest: dict[str, dict[int, RoundReceipt]] = {}
+    for rank, receipt in said.items():
+        by_digest.setdefault(receipt.digest, {})[rank] = receipt
+    false: list[int] = []
+    unclear: list[int] = []
+    for same in by_digest.values():
+        known = {rank: receipt for rank, receipt in same.items() if receipt.totals}
+        against = [r for r, one in known.items() if any(_others(one, other) for other in known.values())]
+        alike = Counter(map(_totals, known.values())).most_common(1)
+        if not against or 2 * alike[0][1] <= len(known):
+            unclear += against
+            continue
+        right = next(receipt for receipt in known.values() if _totals(receipt) == alike[0][0])
+        false += [rank for rank in against if _others(known[rank], right)]
+    return tuple(false), tuple(unclear)
 
 
 def _unequal(said: Mapping[int, RoundReceipt], n_ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -83,8 +112,15 @@ def _unequal(said: Mapping[int, RoundReceipt], n_ranks: int) -> tuple[tuple[int,
     odd = tuple(odd_ones({rank: receipt.digest for rank, receipt in said.items()}))
     if not odd and len(said) == 2:
         return (tuple(said) if n_ranks > 2 else ()), tuple(said)
-    right = next(receipt for rank, receipt in said.items() if rank not in odd)
-    owners = {_differs(receipt, right) for receipt in said.values() if receipt.digest != right.digest}
+    alike = Counter((receipt.digest, _totals(receipt)) for receipt in said.values())
+    rest = [receipt for rank, receipt in said.items() if rank not in odd]
+    right = max(rest, key=lambda receipt: (alike[receipt.digest, _totals(receipt)], len(receipt.totals)))
+    owners = {
+        others[0] if len(others) == 1 else None
+        for receipt in said.values()
+        if receipt.digest != right.digest and receipt.totals  # else it accuses nobody
+        for others in (_others(receipt, right),)
+    }
     owner = owners.pop() if len(owners) == 1 else None
     if owner is None or owner not in said:  # the right one may be made up as well
         return odd, ()
@@ -92,10 +128,14 @@ def _unequal(said: Mapping[int, RoundReceipt], n_ranks: int) -> tuple[tuple[int,
     return (odd, (owner,)) if len(odd) == 1 else ((owner,), odd or tuple(said))
 
 
-def _differs(receipt: RoundReceipt, right: RoundReceipt) -> int | None:
-    """Return the owner whose total is another in two receipts, None unless it is exactly one."""
-    others = [owner for owner, total in right.totals.items() if receipt.totals.get(owner) != total]
-    return others[0] if len(others) == 1 and receipt.totals.keys() == right.totals.keys() else None
+def _others(receipt: RoundReceipt, right: RoundReceipt) -> list[int]:
+    """Return the owners whose total is another in two receipts. Where all add for themselves, each receipt
+    has a total of its own rank alone: nothing is compared."""
+    return [owner for owner, total in right.totals.items() if receipt.totals.get(owner, total) != total]
+
+
+def _totals(receipt: RoundReceipt) -> tuple[tuple[int, str], ...]:
+    return tuple(sorted(receipt.totals.items()))
 
 
 def _unexpected(

@@ -28,6 +28,8 @@ from benchmarks.fake_worker import FakeWorker
 from coordinator.client.endpoint import find_endpoint
 from coordinator.config import CoordinatorConfig, Liveness
 from coordinator.messages import events as ev
+from coordinator.messages import instructions as do
+from coordinator.scheduler import Scheduler
 from coordinator.server import Server, Started, serve
 from coordinator.storage import mirrored_blobs
 from coordinator.storage.journal import Fenced, Journal, StoredJournal
@@ -622,6 +624,28 @@ def test_a_running_coordinator_keeps_snapshots_and_starts_from_the_newest(
     found = second.call(lambda server: (server.ledger.jobs, server.register))
     assert found == (ledger.jobs, register)
     assert Owner(second).job(job).state == "finished"
+
+
+def test_a_fact_that_is_in_memory_is_in_the_journal_though_the_scheduler_broke_after_it(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = start(stack, tmp_path)
+    handle = Scheduler.handle
+
+    def breaking(scheduler: Scheduler, event: ev.Event, now_s: float) -> list[do.Instruction]:
+        done = handle(scheduler, event, now_s)
+        if isinstance(event, ev.Submitted):
+            raise KeyError("a mistake of ours")
+        return done
+
+    monkeypatch.setattr(Scheduler, "handle", breaking)
+    with pytest.raises(grpc.RpcError):
+        Owner(first).submit(steps=20)
+    monkeypatch.undo()
+    (job,) = first.call(lambda server: list(server.ledger.jobs))
+    first.stop()
+    second = start(stack, tmp_path)
+    assert second.call(lambda server: list(server.ledger.jobs)) == [job]
 
 
 @pytest.mark.parametrize("noticed", ["by an append", "by looking"])

@@ -115,13 +115,79 @@ def test_a_round_of_another_number_is_refused() -> None:
 
 def test_a_model_that_diverges_everywhere_goes_back_with_a_remedy() -> None:
     world = training("a", "b", "c")
-    for left in (["b", "c"], ["c"]):
-        report(world, present(world)[0], finite=False)
-        assert present(world) == left
-        load(world)
-    report(world, "c", finite=False)
+    report(world, "a", finite=False)
+    assert present(world) == ["b", "c"]
+    load(world)
+    report(world, "b", finite=False)
     assert world.state().broken == 1, "it fails when this comes again and again"
     assert any("lower the learning rate" in release.reason for release in world.to("c", do.Release))
+
+
+def test_a_model_that_diverges_again_and_again_ends_the_job() -> None:
+    world = training("a", "b", "c", "d", "e", "f", "g", peers=4)
+    for _ in range(8):
+        if world.state().phase is Phase.TRAINING:
+            report(world, present(world)[0], finite=False)
+        load(world)
+    assert world.state().phase is Phase.FAILED
+    assert "lower the learning rate" in world.state().reason
+
+
+def poisoned(world: Scripted) -> None:
+    """Have a round of which every peer but d diverges, until the job goes back."""
+    for worker in ("a", "b"):
+        report(world, "d")
+        report(world, worker, finite=False)
+        if worker == "a":
+            assert present(world) == ["b", "c", "d"]
+            load(world)
+
+
+def test_a_peer_that_makes_all_others_diverge_is_not_left_alone() -> None:
+    world = training("a", "b", "c", "d", "e", peers=4)
+    period(world)
+    poisoned(world)
+    assert (world.state().step, world.state().broken) == (0, 1), "at the checkpoint, with all of them"
+    assert sorted(present(world)) == ["a", "b", "c", "d"]
+    load(world)
+    period(world)
+    poisoned(world)
+    assert world.state().step == 0
+    assert sorted(present(world)) == ["a", "b", "c", "e"], "d is a suspect twice"
+    load(world)
+    period(world)
+
+
+def test_suspects_of_two_rounds_are_those_that_stayed_finite_in_both() -> None:
+    world = training("a", "b", "c", "d", "e", peers=4)
+    for diverged in (("a", "b"), ("c", "b")):
+        for worker in diverged:
+            report(world, worker, finite=False)
+            if worker != "b":
+                load(world)
+        load(world)
+    assert sorted(present(world)) == ["a", "b", "c", "e"]
+
+
+def test_who_diverges_in_another_period_is_not_counted_with_those_before() -> None:
+    world = training("a", "b", "c", "d", peers=4)
+    report(world, "a", finite=False)
+    load(world)
+    period(world)
+    report(world, "b", finite=False)
+    assert present(world) == ["c", "d"]
+    load(world)
+    period(world)
+
+
+def test_of_two_peers_one_of_which_diverges_nobody_is_to_blame() -> None:
+    world = training("a", "b", peers=2)
+    for broken in (1, 2, 3):
+        report(world, "a", finite=False)
+        assert (world.state().broken, world.state().disputes) == (broken, ())
+        load(world)
+    report(world, "a", finite=False)
+    assert world.state().phase is Phase.FAILED
 
 
 def test_a_site_that_goes_down_costs_the_peers_elsewhere_no_step() -> None:

@@ -26,6 +26,7 @@ from coordinator.messages.jobs import (
     Record,
     Replaced,
     Seating,
+    StageLost,
     ToRanks,
 )
 from coordinator.pipeline import machine
@@ -176,22 +177,26 @@ def test_peers_that_do_not_agree_commit_nothing(wrong: RoundReceipt | None, word
 def test_a_replica_alone_with_its_gradients_has_no_part_in_the_plan_after_the_next() -> None:
     state = training(Exchange(), blocks=PEERS, replicas=str(PEERS))
 
-    def reported(state: JobState, odd: float) -> JobState:
+    def reported(state: JobState, odd: float) -> tuple[JobState, list[jobs.Todo]]:
+        todo: list[jobs.Todo] = []
         for rank in (0, 2, 1):
             norms = (odd if rank == 1 else 1.0,)
             report = StepReady("j", state.version, state.due, losses=(1.0,), square_norms=norms)
-            state, _ = machine.step(state, FromRank(rank, report), 1.0)
-        return state
+            state, todo = machine.step(state, FromRank(rank, report), 1.0)
+        return state, todo
 
     for version in (1, 2):
-        state = reported(state, 2.0)
+        state, (excluded,) = reported(state, 2.0)
+        assert isinstance(excluded, Exclude)
+        assert excluded.ranks == (1,)
+        state, _ = machine.step(state, StageLost("nobody can go on without it", blamed=True), 1.0)
         assert state.phase is Phase.PAUSED
         assert state.failed == ("w1",) * version
         for event in (jobs.Picked("go"), jobs.Profiled(), jobs.Planned(plan(Exchange(), version + 1))):
             state, _ = machine.step(state, event, 1.0)
         state = loaded(state)
     assert ("w1",) in left_out(state)
-    assert reported(state, 1.0).failed == ()
+    assert reported(state, 1.0)[0].failed == ()
 
 
 def test_of_two_with_other_results_nobody_is_named() -> None:
