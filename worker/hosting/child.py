@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import re
 import shutil
 import socket
 import sys
@@ -38,6 +39,9 @@ FREED_AT_ONCE, FREED_BYTES = 32, 8 << 20
 """Blocks that were read and may wait for a message to travel with."""
 CLOSED_S = 10.0  # from the pipe's end to the process's; on a busy machine its memory takes seconds to go
 ROOM_S = 0.05
+SCRATCH = "compute"
+"""The folder of compute processes' own files, each in one named by its daemon's process and a number."""
+_SCRATCH_NAME = re.compile(r"[0-9]+-[0-9]+")
 COMMAND = (sys.executable, "-P", "-m", "worker.compute")
 
 
@@ -183,10 +187,18 @@ class Child:
 
 def make_scratch(state_dir: Path, name: str) -> Path:
     """Make an empty folder for what a compute process stores. Raises StorageError."""
-    folder = state_dir / "compute" / name
+    folder = state_dir / SCRATCH / name
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700, parents=True)
     except OSError as error:
         raise StorageError(f"cannot create {folder}: {error.strerror}; choose another --state-dir") from None
     return folder
+
+
+def clear_scratch(state_dir: Path) -> None:
+    """Remove the folders that compute processes of earlier daemons left: a kill -9 of a daemon leaves a
+    stage's whole state. The folder is locked by its only daemon."""
+    for folder in (state_dir / SCRATCH).glob("*"):
+        if _SCRATCH_NAME.fullmatch(folder.name):  # other names may be anybody's: the user chose the folder
+            shutil.rmtree(folder, ignore_errors=True)

@@ -283,6 +283,22 @@ def test_what_was_said_of_the_assignment_before_is_left_and_harms_nobody(start: 
     assert world.network.admitted == []
 
 
+def test_what_a_killed_daemon_left_on_the_disk_is_gone_at_the_next_start(
+    start: Start, tmp_path: Path
+) -> None:
+    state_dir = tmp_path / "0"
+    kept = state_dir / "compute" / "main.py"  # of a user whose own folder it is
+    left = [state_dir / name for name in ("compute/77-1/0", "send_log/4/1")]
+    for file in (kept, *left):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
+    world = start()
+    assert world.state_dir == state_dir
+    assert [file.parent.exists() for file in left] == [False, False]
+    assert kept.exists()
+    assert world.child.scratch.is_dir()
+
+
 # ------------------------------------------------------------ rules that are broken
 
 _KEY = "key = pb.Key(job={job!r}, plan_version=1, step=5, direction=3)\n"
