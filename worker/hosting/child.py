@@ -61,10 +61,6 @@ class Child:
         the process. ``ended`` is called once, in that thread. Raises StorageError."""
         self.view, self.scratch = view, scratch
         self._heard, self._ended = heard, ended
-        incoming, outgoing = Arena.make(ARENA_BYTES), Arena.make(ARENA_BYTES)
-        self.incoming, self.outgoing = Allocator(incoming), outgoing
-        self.status = ComputeStatus(outgoing.head)
-        self._daemon = DaemonStatus(incoming.head)
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False: the end
         self._lock = threading.Lock()
         self._unsent: deque[memoryview] = deque()
@@ -73,18 +69,36 @@ class Child:
         self._freed: deque[int] = deque()
         self._freed_bytes = 0
         self.alive = True
-        ours, theirs = socket.socketpair()
-        given = [theirs.fileno(), incoming.descriptor, outgoing.descriptor]
-        command = [*COMMAND, str(given[0])]
-        for arena in (incoming, outgoing):
-            command += [str(arena.descriptor), str(arena.size)]
-        with theirs:
-            self.launched = Launched(command, given, view, compute_environment(threads), sandbox=sandbox)
-        incoming.close_descriptor()
-        outgoing.close_descriptor()
-        self._pipe = Pipe(ours)
+        try:
+            self._launch(sandbox, threads)
+        except OSError as error:  # descriptors, processes or memory are short; later they may not be
+            with contextlib.suppress(OSError):
+                scratch.rmdir()  # which takes no descriptor
+            raise StorageError(f"cannot start a compute process: {error.strerror}") from error
         for name, run in (("read", self._read), ("write", self._write)):
             threading.Thread(target=run, name=f"atoll-compute-{name}", daemon=True).start()
+
+    def _launch(self, sandbox: Sandbox, threads: int) -> None:
+        """Start the process with its arenas and its pipe. OSError, after which every descriptor is closed."""
+        with contextlib.ExitStack() as inherited, contextlib.ExitStack() as kept:
+            incoming = Arena.make(ARENA_BYTES)
+            inherited.callback(incoming.close_descriptor)
+            outgoing = Arena.make(ARENA_BYTES)
+            inherited.callback(outgoing.close_descriptor)
+            ours, theirs = socket.socketpair()
+            inherited.callback(theirs.close)
+            kept.callback(ours.close)
+            given = [theirs.fileno(), incoming.descriptor, outgoing.descriptor]
+            command = [*COMMAND, str(given[0])]
+            for arena in (incoming, outgoing):
+                command += [str(arena.descriptor), str(arena.size)]
+            environment = compute_environment(threads)
+            self.launched = Launched(command, given, self.view, environment, sandbox=sandbox)
+            kept.pop_all()
+        self.incoming, self.outgoing = Allocator(incoming), outgoing
+        self.status = ComputeStatus(outgoing.head)
+        self._daemon = DaemonStatus(incoming.head)
+        self._pipe = Pipe(ours)
 
     def send(self, message: pb.ToCompute) -> None:
         """Send a message; never waits. A process that does not read is ended."""
