@@ -108,11 +108,12 @@ class BlobCache:
             self.discard(frozenset(names).difference(self.busy, *others))
 
     def discard(self, names: Iterable[str]) -> None:
-        """Delete blobs, and what there is of them."""
+        """Delete blobs, and what there is of them; where the disk refuses that, they stay."""
         for name in names:
             self._verified_s.pop(name, None)
-            self.path(name).unlink(missing_ok=True)
-            self.path(name).with_suffix(".part").unlink(missing_ok=True)
+            for path in (self.path(name), self.path(name).with_suffix(".part")):
+                with suppress(OSError):  # the next write reports what is wrong with the disk
+                    path.unlink()
 
     def lacking(self, names: Iterable[str]) -> list[tuple[str, int]]:
         """Blobs that are not whole here, each with how many of its bytes are."""

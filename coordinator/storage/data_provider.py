@@ -52,7 +52,6 @@ class DataProvider:
 
     def __init__(self, store: BlobStore) -> None:
         self._store = store
-        self._mapped: dict[str, Array] = {}
 
     def batches(
         self,
@@ -79,17 +78,13 @@ class DataProvider:
         wanted = range(n_micro) if micros is None else micros
         if not 0 <= wanted.start < wanted.stop <= n_micro:
             raise UsageError(f"asked for micro-batches {wanted} of steps of {n_micro}")
+        # For this request alone: a map that outlives it keeps a deleted blob's space.
+        mapped = {name: map_value(self._store.path(by_name[name].blob)) for name in set(inputs)}
         for step in range(first_step, first_step + count):
             for micro in wanted:
                 samples = sample_indices(data, n_micro, 0 if evaluation else step, micro)
                 for name in inputs:
-                    source = by_name[name]
-                    yield MicroBatch(step, micro, name, take(self._array(source.blob), source, samples))
-
-    def _array(self, blob: str) -> Array:
-        if blob not in self._mapped:
-            self._mapped[blob] = map_value(self._store.path(blob))
-        return self._mapped[blob]
+                    yield MicroBatch(step, micro, name, take(mapped[name], by_name[name], samples))
 
 
 def map_value(path: Path, *, private: bool = False) -> Array:

@@ -173,7 +173,8 @@ class RunLog:
             self._spans = (self.folder / "spans").open("ab")
             self._spans_size = self._spans.tell()
         if self._spans_size + len(body) > self.trace_bytes // 2:
-            self._spans.close()
+            full, self._spans = self._spans, None  # what fails from here on leaves no closed file behind
+            full.close()
             (self.folder / "spans").replace(self.folder / "spans.old")
             self._spans = (self.folder / "spans").open("wb")
             self._spans_size = 0

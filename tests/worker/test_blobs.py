@@ -297,3 +297,13 @@ def test_an_upload_keeps_to_its_rate() -> None:
     assert pace.delay_s(50) == pytest.approx(0.5, abs=0.05)
     assert pace.delay_s(50) == pytest.approx(1.0, abs=0.05)
     assert blobs._Pace(None).delay_s(10**9) == 0.0
+
+
+def test_a_disk_that_deletes_nothing_stops_nobody_who_needs_a_blob_no_longer(tmp_path: Path) -> None:
+    cache = BlobCache(tmp_path, 1 << 20)
+    stuck, other = "a" * 64, "b" * 64
+    cache.path(stuck).mkdir()  # which no unlink removes
+    cache.path(other).with_suffix(".part").touch()
+    cache.keep([stuck, other])
+    cache.release([stuck, other], 0)
+    assert [path.name for path in tmp_path.iterdir()] == [stuck]

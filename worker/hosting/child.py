@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import re
 import shutil
 import socket
 import sys
@@ -38,6 +39,9 @@ FREED_AT_ONCE, FREED_BYTES = 32, 8 << 20
 """Blocks that were read and may wait for a message to travel with."""
 CLOSED_S = 10.0  # from the pipe's end to the process's; on a busy machine its memory takes seconds to go
 ROOM_S = 0.05
+SCRATCH = "compute"
+"""The folder of compute processes' own files, each in one named by its daemon's process and a number."""
+_SCRATCH_NAME = re.compile(r"[0-9]+-[0-9]+")
 COMMAND = (sys.executable, "-P", "-m", "worker.compute")
 
 
@@ -57,10 +61,6 @@ class Child:
         the process. ``ended`` is called once, in that thread. Raises StorageError."""
         self.view, self.scratch = view, scratch
         self._heard, self._ended = heard, ended
-        incoming, outgoing = Arena.make(ARENA_BYTES), Arena.make(ARENA_BYTES)
-        self.incoming, self.outgoing = Allocator(incoming), outgoing
-        self.status = ComputeStatus(outgoing.head)
-        self._daemon = DaemonStatus(incoming.head)
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False: the end
         self._lock = threading.Lock()
         self._unsent: deque[memoryview] = deque()
@@ -69,18 +69,36 @@ class Child:
         self._freed: deque[int] = deque()
         self._freed_bytes = 0
         self.alive = True
-        ours, theirs = socket.socketpair()
-        given = [theirs.fileno(), incoming.descriptor, outgoing.descriptor]
-        command = [*COMMAND, str(given[0])]
-        for arena in (incoming, outgoing):
-            command += [str(arena.descriptor), str(arena.size)]
-        with theirs:
-            self.launched = Launched(command, given, view, compute_environment(threads), sandbox=sandbox)
-        incoming.close_descriptor()
-        outgoing.close_descriptor()
-        self._pipe = Pipe(ours)
+        try:
+            self._launch(sandbox, threads)
+        except OSError as error:  # descriptors, processes or memory are short; later they may not be
+            with contextlib.suppress(OSError):
+                scratch.rmdir()  # which takes no descriptor
+            raise StorageError(f"cannot start a compute process: {error.strerror}") from error
         for name, run in (("read", self._read), ("write", self._write)):
             threading.Thread(target=run, name=f"atoll-compute-{name}", daemon=True).start()
+
+    def _launch(self, sandbox: Sandbox, threads: int) -> None:
+        """Start the process with its arenas and its pipe. OSError, after which every descriptor is closed."""
+        with contextlib.ExitStack() as inherited, contextlib.ExitStack() as kept:
+            incoming = Arena.make(ARENA_BYTES)
+            inherited.callback(incoming.close_descriptor)
+            outgoing = Arena.make(ARENA_BYTES)
+            inherited.callback(outgoing.close_descriptor)
+            ours, theirs = socket.socketpair()
+            inherited.callback(theirs.close)
+            kept.callback(ours.close)
+            given = [theirs.fileno(), incoming.descriptor, outgoing.descriptor]
+            command = [*COMMAND, str(given[0])]
+            for arena in (incoming, outgoing):
+                command += [str(arena.descriptor), str(arena.size)]
+            environment = compute_environment(threads)
+            self.launched = Launched(command, given, self.view, environment, sandbox=sandbox)
+            kept.pop_all()
+        self.incoming, self.outgoing = Allocator(incoming), outgoing
+        self.status = ComputeStatus(outgoing.head)
+        self._daemon = DaemonStatus(incoming.head)
+        self._pipe = Pipe(ours)
 
     def send(self, message: pb.ToCompute) -> None:
         """Send a message; never waits. A process that does not read is ended."""
@@ -183,10 +201,18 @@ class Child:
 
 def make_scratch(state_dir: Path, name: str) -> Path:
     """Make an empty folder for what a compute process stores. Raises StorageError."""
-    folder = state_dir / "compute" / name
+    folder = state_dir / SCRATCH / name
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700, parents=True)
     except OSError as error:
         raise StorageError(f"cannot create {folder}: {error.strerror}; choose another --state-dir") from None
     return folder
+
+
+def clear_scratch(state_dir: Path) -> None:
+    """Remove the folders that compute processes of earlier daemons left: a kill -9 of a daemon leaves a
+    stage's whole state. The folder is locked by its only daemon."""
+    for folder in (state_dir / SCRATCH).glob("*"):
+        if _SCRATCH_NAME.fullmatch(folder.name):  # other names may be anybody's: the user chose the folder
+            shutil.rmtree(folder, ignore_errors=True)

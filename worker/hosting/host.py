@@ -30,7 +30,7 @@ from protos.text_limits import Budget, clean
 from worker.config import make_state_dir
 from worker.data.registry import dataset_folder
 from worker.federated.folders import make_job_folder, noise_key
-from worker.hosting.child import SHARED_BYTES, Child, make_scratch
+from worker.hosting.child import SHARED_BYTES, Child, clear_scratch, make_scratch
 from worker.hosting.child_log import ChildLog
 from worker.hosting.connecting import connect, expect, time_link
 from worker.hosting.gate import Gate, ranks_of
@@ -141,6 +141,7 @@ class ComputeHost:
         make_state_dir(config.state_dir)
         private_folder(config.blob_dir)
         shutil.rmtree(config.send_log_dir, ignore_errors=True)  # of an earlier life, whose stage is gone
+        clear_scratch(config.device_dir)
         with self._lock:
             self._launch(self._pool_view())
 

@@ -8,6 +8,7 @@ synced: a daemon that dies takes its stage with it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import struct
@@ -248,7 +249,8 @@ class SendLog:
                     self._pending_bytes = sum(len(p.head) + len(p.payload) for p in self._pending)
                     garbage, self._garbage = self._garbage, []
                 for segment in garbage:
-                    segment.path.unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):  # the folder goes as a whole in the end
+                        segment.path.unlink()
 
     def _write_step(self, step: _Step, pending: list[_Pending]) -> None:
         """Write a step's messages; files change only between steps. OSError."""

@@ -40,9 +40,14 @@ class Arena:
 
     @classmethod
     def make(cls, size: int) -> Arena:
-        """A new one of at least ``size`` bytes to allocate; ``descriptor`` is for the other side."""
+        """A new one of at least ``size`` bytes to allocate; ``descriptor`` is for the other side. OSError."""
         size = HEAD_BYTES + -(-size // PAGE) * PAGE
-        return cls(_sealed_file(size), size)
+        descriptor = _sealed_file(size)
+        try:
+            return cls(descriptor, size)
+        except OSError:
+            os.close(descriptor)
+            raise
 
     def block(self, offset: int, size: int) -> Block:
         """The bytes [offset, offset + size). BadFrame when they are not in the arena."""

@@ -54,6 +54,18 @@ def test_every_sample_of_an_epoch_is_served_once(tmp_path: Path) -> None:
     assert list(seen) != list(range(24))
 
 
+def test_nothing_is_held_of_a_blob_that_was_served_and_deleted(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    train, _ = Rows({"x": np.zeros((8, 2))}).materialise(2)
+    provider, spec = DataProvider(store), spec_of(store, train, None)
+    assert len(list(provider.batches(spec, False, ["x"], 0, 1))) == 3
+    maps = Path("/proc/self/maps")
+    assert not maps.exists() or str(tmp_path) not in maps.read_text()
+    store.delete([spec.data.fields[0].blob])
+    with pytest.raises(StorageError, match="submit the job again"):
+        list(provider.batches(spec, False, ["x"], 0, 1))
+
+
 def test_unknown_inputs_and_impossible_counts_are_refused(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     train, _ = Rows({"x": np.zeros((8, 2))}).materialise(2)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
 from coordinator.storage.run_log import Point, RunLog
+from protos import atoll_control_pb2 as pb
 
 POINTS = [Point(1, "loss", 2.5, 100.0), Point(1, "step_s", 0.25, 100.0), Point(2, "loss", 2.25, 101.5)]
 
@@ -52,3 +54,33 @@ def test_without_tensorboard_the_csv_file_is_written_alone(
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
     _written(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
+
+
+def _on_a_full_disk(folder: Path) -> Callable[[], None]:
+    spans = folder / "spans"
+    spans.symlink_to("/dev/full")
+    return spans.unlink
+
+
+def _that_cannot_be_renamed(folder: Path) -> Callable[[], None]:
+    old = folder / "spans.old"
+    old.mkdir()
+    return old.rmdir
+
+
+@pytest.mark.parametrize("spoil", [_on_a_full_disk, _that_cannot_be_renamed])
+def test_spans_that_cannot_be_rotated_stop_nothing_and_are_written_again_once_they_can(
+    tmp_path: Path, spoil: Callable[[Path], Callable[[], None]]
+) -> None:
+    if spoil is _on_a_full_disk and not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    mend = spoil(tmp_path)
+    run = RunLog(tmp_path, trace_bytes=200)
+    chunks = [pb.TraceChunk(worker=letter * 60) for letter in "abc"]
+    for chunk in chunks[:2]:  # the second one is too much for the file
+        run.traced(chunk)
+        run.flush()
+    mend()
+    run.traced(chunks[2])
+    assert list(run.chunks())[-1] == chunks[2]
+    run.close()

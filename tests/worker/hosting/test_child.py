@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+import os
 import queue
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +15,7 @@ import pytest
 
 from atoll.errors import BadFrame, StorageError
 from protos import atoll_compute_pb2 as pb
-from tests.patience import HUNG_S
+from tests.patience import HUNG_S, eventually
 from tests.worker.hosting.scripted import command
 from worker.hosting import child
 from worker.hosting.child import Child, make_scratch
@@ -152,6 +156,37 @@ def test_what_has_ended_has_room_for_nothing_more_and_nobody_waits(
     running.end()
     monkeypatch.setattr(child, "MAX_UNREAD_BYTES", -2)
     assert running.child.has_room(HUNG_S)
+
+
+def _open_descriptors() -> set[str]:
+    gc.collect()  # maps have descriptors of their own
+    return {name for name in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{name}").exists()}
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open descriptors are seen on Linux")
+def test_a_machine_short_of_descriptors_starts_no_process_and_loses_none(
+    start: Start, tmp_path: Path
+) -> None:
+    first = start()  # what it loads is loaded from now on
+    first.child.kill("for a test")
+    first.end()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = _open_descriptors()
+    free = (number for number in itertools.count() if str(number) not in before)
+    refused = 0
+    while not refused or not first.child.alive:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next(free), hard))
+        try:
+            first = start()
+        except StorageError as error:
+            refused, reason = refused + 1, str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if not first.child.alive:
+            assert reason == "cannot start a compute process: Too many open files"
+            eventually(lambda: _open_descriptors() == before)
+            assert list((tmp_path / "compute").iterdir()) == []
+    assert refused > 4  # two arenas, each mapped, and a pipe
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:

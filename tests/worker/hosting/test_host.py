@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 
-from atoll.errors import AtollError, StorageError, UsageError
+from atoll.errors import AtollError, UsageError
 from protos import atoll_compute_pb2 as pb
 from protos import atoll_control_pb2 as control
 from tests.patience import HUNG_S, eventually
@@ -19,6 +21,7 @@ from worker.data.registry import add_dataset, dataset_folder, known_facts
 from worker.federated.consent import Consent
 from worker.hosting import child, host
 from worker.hosting.host import MAX_DEATHS, ComputeHost
+from worker.hosting.launch import Launched
 from worker.hosting.requests import HostPorts
 from worker.pipe.keys import from_key
 from worker.session import events, instructions
@@ -283,6 +286,19 @@ def test_what_was_said_of_the_assignment_before_is_left_and_harms_nobody(start: 
     assert world.network.admitted == []
 
 
+def test_what_a_killed_daemon_left_on_the_disk_is_gone_at_the_next_start(
+    start: Start, tmp_path: Path
+) -> None:
+    kept = tmp_path / "0" / "compute" / "main.py"  # of a user whose own folder it is
+    left = [tmp_path / "0" / name for name in ("compute/77-1/0", "send_log/4/1")]
+    for file in (kept, *left):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
+    world = start()
+    assert [file.parent.exists() for file in (kept, *left)] == [True, False, False]
+    assert world.child.scratch.is_dir()
+
+
 # ------------------------------------------------------------ rules that are broken
 
 _KEY = "key = pb.Key(job={job!r}, plan_version=1, step=5, direction=3)\n"
@@ -457,6 +473,14 @@ def test_a_process_that_ends_at_rest_starts_again_after_a_pause_and_ops_are_refu
     assert world.posted.empty()  # no job was concerned
 
 
+def _short_of_descriptors(monkeypatch: pytest.MonkeyPatch, times: int) -> Mock:
+    """What starts processes from now on; so many of them cannot be started."""
+    errors = [OSError(errno.EMFILE, "Too many open files")] * times
+    tried = Mock(wraps=Launched, side_effect=[*errors, *[DEFAULT] * 9])
+    monkeypatch.setattr(child, "Launched", tried)
+    return tried
+
+
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_process_that_could_not_be_started_is_started_later(
     start: Start, monkeypatch: pytest.MonkeyPatch, loaded: bool
@@ -466,19 +490,24 @@ def test_a_process_that_could_not_be_started_is_started_later(
     if loaded:
         world.load()
         world.event()
-    full = iter([StorageError("disk is full"), StorageError("disk is full")])
-
-    def scratch(*arguments: Any) -> Path:
-        if (error := next(full, None)) is not None:
-            raise error
-        return child.make_scratch(*arguments)
-
-    monkeypatch.setattr(host, "make_scratch", scratch)
+    tried = _short_of_descriptors(monkeypatch, 2)
     world.child.kill("for a test")
     if loaded:
         assert world.event().gone
-    eventually(lambda: world.host._now is not None and world.host._now.ready and next(full, None) is None)
+    eventually(lambda: world.host._now is not None and world.host._now.ready and tried.call_count == 3)
     assert world.posted.empty()
+
+
+def test_a_stage_without_a_process_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = start(load="posted('StepApplied')")
+    world.host.make_room()
+    _short_of_descriptors(monkeypatch, 1)
+    world.load()
+    broke = world.event()
+    assert (type(broke), broke.gone) == (events.StageBroke, False)
+    assert broke.reason == "cannot start a compute process: Too many open files"
+    world.load("k")
+    assert isinstance(world.event(), events.StepApplied)
 
 
 def test_ops_that_end_their_process_are_answered_once_and_nobody_hears_of_others(start: Start) -> None:

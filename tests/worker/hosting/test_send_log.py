@@ -204,3 +204,15 @@ def test_a_closed_log_takes_and_gives_nothing(folder: Path) -> None:
     with pytest.raises(StorageError):
         read(log, 0)
     until(lambda: not folder.exists())
+
+
+def test_a_disk_that_deletes_nothing_ends_no_log(log: SendLog, folder: Path) -> None:
+    for step in (3, 4):
+        log.append(1, key(step), b"h", body(step, 0, 5))
+        assert read(log, step) == [(key(step), b"h", body(step, 0, 5))]
+        [file] = folder.glob(str(step - 2))
+        file.unlink()
+        file.mkdir()  # which no unlink removes
+        log.trim(step + 1)
+    log.append(1, key(5), b"h", body(5, 0, 5))
+    assert read(log, 5) == [(key(5), b"h", body(5, 0, 5))]
