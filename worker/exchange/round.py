@@ -130,6 +130,8 @@ class CollectiveRun:
         allowed = self._collective.expected(self.rank, message.segment, slot)
         if not included or not included <= allowed or (self._whole and included != allowed):
             raise BadFrame(f"a value that claims contributions {sorted(included)} of {sorted(allowed)}")
+        if message.included != tuple(sorted(included)):
+            raise BadFrame(f"a value with {len(message.included)} labels that do not ascend")
         total = message.label == TOTAL
         codec = self._settings.total_codec if total else self._settings.codec
         segment = self._collective.segments[message.segment]

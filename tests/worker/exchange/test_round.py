@@ -193,6 +193,21 @@ def test_a_claim_to_hold_more_than_is_possible_is_refused() -> None:
             run.receive(forged)
 
 
+def test_labels_that_repeat_are_refused() -> None:
+    """They would pass for a larger share of the sum than a part is, whose owner then has an infinite one."""
+    rule, own = make_rule(Exchange("wagma")), contents()
+    own[1][:250] = 3e38  # the segment of rank 0
+    parts = {rank: Contribution(dense(own[rank])) for rank in EVERYONE}
+    collective = collective_of(Pattern.OWNERS, [EVERYONE], parts[0])
+    run = CollectiveRun(rule, collective, 0, AT, {0: parts[0]})
+    peer = CollectiveRun(rule, collective, 1, AT, {1: parts[1]})
+    message = next(m for m in peer.start() if m.target == 0)
+    repeated = (1, 1, 1, 1)
+    forged = replace(message, included=repeated, digest=digest_of(message.packet, repeated))
+    with pytest.raises(BadFrame, match="labels that do not ascend"):
+        run.receive(forged)
+
+
 def test_a_copy_that_has_not_been_through_its_codec_is_refused_as_it_comes() -> None:
     """With positions it might have a lattice's exponent that no byte has, and is read after the commit."""
     rule, ranks = make_rule(Exchange("swarm")), (0, 1)
