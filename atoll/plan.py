@@ -170,6 +170,15 @@ class Plan:
         return tuple(rank for rank in range(len(self.places)) if rank not in self.absent)
 
     @property
+    def evaluator(self) -> int:
+        """Rank whose held-out loss is the job's: of the first replica that is there the last that evaluates
+        anything, as no stage begins behind the loss."""
+        places, first = self.places, self.present[0]
+        ranks = [rank for rank in self.present if places[rank].replica == places[first].replica]
+        stages = zip(ranks, self.replicas[places[first].replica].stages, strict=True)
+        return max((rank for rank, at in stages if at.eval_start < at.eval_stop), default=ranks[-1])
+
+    @property
     def storers(self) -> tuple[str, ...]:
         """Workers of the first replica, which store checkpoints: all replicas hold the same."""
         return tuple(stage.worker for stage in self.replicas[0].stages)

@@ -375,9 +375,7 @@ def _evaluated(state: JobState, event: FromRank[EvalReady], now_s: float) -> Out
     report = event.message
     # Workers name the step after which they evaluate by its index, counted from 0.
     done = report.step + 1
-    if report.loss is None:
-        return state, []
-    if periods.models_differ(state) and event.rank != state.present[0]:
+    if report.loss is None or state.plan is None or event.rank != state.plan.evaluator:
         return state, []
     if done != state.awaiting_eval:
         return state, [Dropped(f"evaluation of step {done}, awaited is {state.awaiting_eval}")]

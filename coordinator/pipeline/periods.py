@@ -35,12 +35,6 @@ def round_groups(state: JobState) -> tuple[Group, ...]:
     return groups_of(state.plan, state.spec.training, state.due) if state.plan else ()
 
 
-def models_differ(state: JobState) -> bool:
-    """Whether each peer has a model of its own: then the first one's evaluation is the job's."""
-    exchange = state.plan.exchange if state.plan else None
-    return exchange is not None and exchange.gossips and state.step < state.steps
-
-
 class Disagreement(NamedTuple):
     """What does not go together in the reports of a step or period; ``ranks``: of those with whom it began,
     none where as many say one thing as another. ``suspects``: of others who may have begun it."""

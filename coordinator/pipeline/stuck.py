@@ -247,7 +247,7 @@ class Stuck:
         """All have evaluated, and the one that computes the loss has not said it."""
         if state.plan is None or state.phase is not Phase.EVALUATING:
             return None
-        worker = state.plan.replicas[0].stages[-1].worker
+        worker = state.plan.places[state.plan.evaluator].worker
         return Culprit(
             worker, f"{self.label(worker)} has not reported the held-out loss for {silent_s:.0f} s; "
             f"{allowed.silent_s:.0f} s are allowed",

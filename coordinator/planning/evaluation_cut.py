@@ -2,7 +2,8 @@
 
 Evaluation runs on the same workers, each op where its parameters and its mutated buffers already
 are: a stage evaluates a contiguous interval of the evaluation DAG, possibly empty. Among the cuts
-that allow it, the one with the fewest bytes across. None when there is no such cut.
+that allow it, the one with the fewest bytes across. None when there is no such cut. No stage begins
+behind the loss, so that it is with the last stage that evaluates anything.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def evaluation_intervals(
                 for stage in set(range(n_stages)) - holders[leaf]:
                     forbidden[stage, op + 1] += 1
     wrong = np.cumsum(forbidden, axis=1)
-    positions = np.array([0, *eval_dag.cuttable(), n], dtype=np.intp)
+    inner = [position for position in eval_dag.cuttable() if position <= eval_dag.loss]
+    positions = np.array([0, *inner, n], dtype=np.intp)
     return _least_bytes(positions, wrong[:, positions], live_bytes[positions].astype(np.float64))
 
 

@@ -9,8 +9,8 @@ too. ``exchange.codec`` codes the changes and their sum; H is ``exchange.every``
 What no total holds of a rank's change (the codec's error; all of it where an owner did not include it) is
 added to its next one: a late rank takes the outer step of the others, and its own steps arrive a round later.
 (The source drops the slowest, papers/decentralized.md 8.4.) A round of which a rank holds nothing changes
-nothing: it goes on from its own model, whose next change has these steps too. Elements whose mean is not
-finite take no outer step; the finite changes there wait as well, the others are dropped.
+nothing: it goes on from its own model, whose next change has these steps too. Changes are finite: a round
+refuses any other.
 
 theta_outer and v must be equal at all ranks. Where a total never came they stay as they were, and a rank
 that lacks a total which others have (its receipt's digest differs) adopts their state and model before its
@@ -86,27 +86,25 @@ class DiLoCo(ExchangeRule):
         if state.residual is not None:
             wanted = wanted + _taken(state.residual, segments)
         codec, total_codec = part_and_total(self.exchange.codec, self.exchange.ratio)
-        return Contribution(dense(weighted(wanted, at.weight_of(rank))), codec, total_codec, carry=wanted)
+        return Contribution(dense(weighted(wanted, at.weight_of(rank))), codec, total_codec)
 
     def settle(self, done: Exchanged) -> Settled | Contribution:
         before: OuterState = done.state
         segments = self.segments(done.now.numel(), done.round)
         mean, left = average(done), left_over(done)
-        carry, at = done.contribution.carry, 0
+        at = 0
         outer, momentum, result = before.outer.clone(), before.momentum.clone(), done.now.clone()
         # A model of its own for every value in between would be six more at one time.
         for here in _blocks(segments):
             there = slice(at, at + here.stop - here.start)
             values, at = mean.values[there], there.stop
-            steps = mean.came[there] & torch.isfinite(values)
+            came = mean.came[there]
             faster = self.momentum * momentum[here] + values
             moved = outer[here] - self.lr * (values + self.momentum * faster)
-            outer[here] = torch.where(steps, moved, outer[here])
-            momentum[here] = torch.where(steps, faster, momentum[here])
-            left[there] = torch.where(steps, left[there], carry[there])
+            outer[here] = torch.where(came, moved, outer[here])
+            momentum[here] = torch.where(came, faster, momentum[here])
             result[here] = self.used(result[here], outer[here])
         del mean
-        left.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         residual = before.residual
         if residual is not None or left.any():
             residual = torch.zeros_like(done.now) if residual is None else residual.clone()

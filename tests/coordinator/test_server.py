@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from atoll.errors import AccessDenied, StorageError, UsageError
 from atoll.job import Optimizer, OptimizerName, TrainingSpec
@@ -639,8 +640,9 @@ def test_a_fact_that_is_in_memory_is_in_the_journal_though_the_scheduler_broke_a
         return done
 
     monkeypatch.setattr(Scheduler, "handle", breaking)
-    with pytest.raises(grpc.RpcError):
+    with capture_logs() as logged, pytest.raises(grpc.RpcError):
         Owner(first).submit(steps=20)
+    assert "scheduler.broke" in [entry["event"] for entry in logged]
     monkeypatch.undo()
     (job,) = first.call(lambda server: list(server.ledger.jobs))
     first.stop()

@@ -210,7 +210,7 @@ def _start_log(as_json: bool) -> None:
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
-            *([structlog.processors.format_exc_info] if as_json else []),
+            structlog.processors.format_exc_info,  # the renderer's own shows the values of local variables
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+import torch
+
 from atoll.collective import ARRIVED, TOTAL, Action, Add, Collective, Copy, Segment, Send, slot_of
 from atoll.errors import BadFrame
 from atoll.exchange import DIGEST_BYTES, ExchangeRound, Receipt
-from compressors.selection import all_finite
 from compressors.vector import Vector, joined, pack, unpack
 from strategies.exchanges.base import Contribution, Exchanged, Piece
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
     from compressors.base import Packet
     from strategies.exchanges.base import ExchangeRule, State
+
+LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,8 @@ class CollectiveRun:
 
     def receive(self, message: Message) -> list[Message]:
         """Take a peer's message; what can be sent now. BadFrame for one of another round or phase, one that
-        nobody should send, a damaged or an ill-formed one, or a model that is not finite; its sender is then
-        to be given up. A repeated or late one has no effect."""
+        nobody should send, a damaged or an ill-formed one, or one of local steps that is not finite; its
+        sender is then to be given up. A repeated or late one has no effect."""
         key = (message.segment, message.label)
         if (message.round, message.phase) != (self._at.number, self._settings.phase):
             raise BadFrame(
@@ -130,11 +133,13 @@ class CollectiveRun:
         allowed = self._collective.expected(self.rank, message.segment, slot)
         if not included or not included <= allowed or (self._whole and included != allowed):
             raise BadFrame(f"a value that claims contributions {sorted(included)} of {sorted(allowed)}")
+        if message.included != tuple(sorted(included)):
+            raise BadFrame(f"a value with {len(message.included)} labels that do not ascend")
         total = message.label == TOTAL
         codec = self._settings.total_codec if total else self._settings.codec
         segment = self._collective.segments[message.segment]
         vector = unpack(message.packet, segment.size, codec)
-        if self._rule.exchange.gossips:
+        if self._rule.exchange.local:
             self._check_joinable(message, vector)
         self._awaited.discard(key)
         self._received_bytes += message.wire_bytes
@@ -232,13 +237,16 @@ class CollectiveRun:
             yield from done
 
     def _check_joinable(self, message: Message, vector: Vector) -> None:
-        """Raise BadFrame for elements of a model that leave none finite of those they are joined with, and
-        for a packet with positions: no such rule sends one, and it has not been through the codec."""
-        if vector.sparse:
+        """Raise BadFrame for elements that leave none finite of those they are joined with, and for models
+        with positions: no such rule sends any, and they have not been through the codec."""
+        if vector.sparse and self._rule.exchange.gossips:
             raise BadFrame(f"part {message.label} of segment {message.segment} comes with positions")
-        # A part by its share of the sum: else its owner is caught with a total that others made infinite.
-        share = len(message.included) / len(self._collective.expected(self.rank, message.segment))
-        if not all_finite(vector.values / share):
+        # A part by its share of the sum, else its owner is caught with a total that others made infinite;
+        # half of that, as sums and codecs round.
+        n_labels = len(self._collective.expected(self.rank, message.segment))
+        bound = LARGEST if message.label == TOTAL else LARGEST / 2 * len(message.included) / n_labels
+        low, high = map(float, torch.aminmax(vector.values)) if len(vector.values) else (0.0, 0.0)
+        if not (-bound <= low and high <= bound):
             raise BadFrame(f"part {message.label} of segment {message.segment} holds what is not finite")
 
     def _perform(self, number: int, progress: _Progress, action: Action) -> Sequence[Message] | None:

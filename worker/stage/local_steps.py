@@ -109,9 +109,8 @@ class LocalSteps:
 
     @property
     def joinable(self) -> bool:
-        """Whether what this rank is to bring may go into the models of others: gossip joins them as they are,
-        where a rule of changes leaves out what is not finite."""
-        return self._brought is None or not self._exchange.gossips or all_finite(self._brought)
+        """Whether what this rank is to bring may go into the models of others."""
+        return self._brought is None or all_finite(self._brought)
 
     # ---------------------------------------------------------------- the round
 

@@ -248,6 +248,17 @@ def test_the_job_finishes_only_after_evaluation_and_storing() -> None:
     assert any(isinstance(t, ReleaseAll) for t in todo)
 
 
+def test_a_held_out_loss_is_taken_from_who_computes_it_alone() -> None:
+    state, _ = committed(training(steps=2, eval_every=1, eval_batches=1))
+    for rank in (0, 1):
+        same, todo = step(state, FromRank(rank, EvalReady("j", 1, 0, 1e-6, coded_loss=1.0)))
+        assert (same, todo) == (state, [])
+    state, _ = step(state, FromRank(2, EvalReady("j", 1, 0, math.nan)))
+    assert state.phase is Phase.TRAINING, "a model that has diverged ends its evaluation too"
+    assert state.eval_loss is not None
+    assert math.isnan(state.eval_loss)
+
+
 def not_finite(state: JobState, **changes: Any) -> tuple[JobState, list[jobs.Todo]]:
     """Every stage reports the step in flight, the last one as not finite; no other worker can take over."""
     todo: list[jobs.Todo] = []
@@ -445,6 +456,22 @@ def test_replicas_commit_when_all_ranks_are_ready_and_norms_count_once() -> None
     state, todo = step(state, shared(1, 0, (0.1,), (16.0,)))
     assert state.loss == 0.1 + 0.3
     assert commits(todo)[0].gradient_scale == pytest.approx(1 / 5, rel=1e-6)
+
+
+def test_of_replicas_the_first_ones_last_stage_that_evaluates_has_the_loss() -> None:
+    first, second = two_replicas().replicas
+    assert two_replicas().evaluator == 1
+    idle = replace(first.stages[1], eval_start=1, eval_stop=1)
+    assert (
+        replace(two_replicas(), replicas=(replace(first, stages=(first.stages[0], idle)), second)).evaluator
+        == 0
+    )
+    state = replicated(steps=2, eval_every=1, eval_batches=1)
+    for event in (shared(0, 0), shared(1, 0, (0.1,)), shared(2, 0, (0.3,))):
+        state, _ = step(state, event)
+    for rank, loss in ((2, 0.5), (0, 0.25), (1, 0.75)):
+        state, _ = step(state, FromRank(rank, EvalReady("j", 1, 0, loss)))
+    assert state.eval_loss == 0.75
 
 
 def test_replicas_with_other_gradients_go_back_to_the_checkpoint() -> None:

@@ -353,12 +353,32 @@ def rounds_of(exchange: Exchange, count: int) -> list[JobState]:
     return found
 
 
-def test_the_first_peers_evaluation_is_the_jobs_while_models_differ() -> None:
-    state = training(SAPS, eval_every=1, eval_batches=1)
+@pytest.mark.parametrize("exchange", [SAPS, DILOCO])
+def test_the_first_peers_evaluation_is_the_jobs(exchange: Exchange) -> None:
+    state = evaluating(exchange)
+    for rank, loss in ((2, 0.5), (0, 0.25), (1, 0.75)):
+        state, _ = machine.step(
+            state, FromRank(rank, EvalReady("j", state.version, state.step - 1, loss)), 9.0
+        )
+    assert state.eval_loss == 0.25
+    assert state.phase is Phase.TRAINING
+
+
+def test_the_evaluation_is_of_the_first_peer_that_is_there() -> None:
+    state = evaluating(SAPS)
+    assert state.plan is not None
+    state = replace(state, plan=replace(state.plan, absent=frozenset({0})))
+    for rank, loss in ((2, 0.5), (1, 0.75)):
+        state, _ = machine.step(
+            state, FromRank(rank, EvalReady("j", state.version, state.step - 1, loss)), 9.0
+        )
+    assert state.eval_loss == 0.75
+
+
+def evaluating(exchange: Exchange) -> JobState:
+    """After the first period, whose commit asked for an evaluation."""
+    state = training(exchange, eval_every=1, eval_batches=1)
     state = replace(state, spec=replace(state.spec, eval_data=state.spec.data))
     state, _ = period(state)
     assert state.phase is Phase.EVALUATING
-    for rank, loss in ((2, 0.5), (0, 0.25), (1, 0.75)):
-        state, _ = machine.step(state, FromRank(rank, EvalReady("j", state.version, 0, loss, None)), 9.0)
-    assert state.eval_loss == 0.25
-    assert state.phase is Phase.TRAINING
+    return state

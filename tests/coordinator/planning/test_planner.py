@@ -258,6 +258,14 @@ def test_evaluation_ops_run_where_their_parameters_are():
             assert used - {"tokens"} <= held, f"seed {seed}"
 
 
+def test_no_stage_evaluates_behind_the_loss_alone():
+    """Whose held-out loss is the job's follows from the plan: the last stage's that evaluates anything."""
+    dag = chain_dag(1, 30)
+    early = replace(dag, training=False, loss=12)
+    plan = make_plan(PlanRequest("job", 1, dag, early, TRAINING, random_fleet(1, 4), "even"))
+    assert all(stage.eval_start <= 12 for stage in plan.stages if stage.eval_start < stage.eval_stop)
+
+
 def test_eight_devices_and_400_ops_are_planned_with_devices_left_out():
     plan = plan_for(gpt_like(30), random_fleet(4, 8))
     assert len(plan.stages) + len(plan.left_out) == 8

@@ -160,20 +160,6 @@ def test_a_round_given_up_changes_nothing_and_its_steps_count_in_the_next() -> N
     assert torch.equal(play(given_up, more, 1)[0].result, play(begin(), more, 1)[0].result)
 
 
-def test_a_model_that_is_not_finite_costs_its_elements_one_outer_step() -> None:
-    own = trained(dict.fromkeys(RANKS, START), 0)
-    clean = play(begin(), own)
-    own[1][7] = float("nan")
-    answers = play(begin(), own)
-    for rank in RANKS:
-        assert torch.equal(answers[rank].result, answers[0].result)
-        assert float(answers[rank].result[7]) == float(START[7])
-    others = torch.arange(SIZE) != 7
-    assert torch.equal(answers[0].result[others], clean[0].result[others])
-    assert float(answers[0].state.residual[7]) == float((START - own[0])[7])
-    assert answers[1].state.residual is None
-
-
 def test_a_newcomer_adopts_the_outer_parameters_and_the_momentum() -> None:
     own = trained(dict.fromkeys(RANKS, START), 0)
     answers = play(begin(), own, faults=without(2))

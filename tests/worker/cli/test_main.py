@@ -425,3 +425,23 @@ def test_commands_that_do_not_join_work_without_torch(tmp_path: Path) -> None:
     assert loaded == []
     assert not mapped
     assert '"matmul_gflops"' in done.stdout, "doctor has the device's facts all the same"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_log_of_a_failure_shows_no_values_of_variables(as_json: bool) -> None:
+    program = f"""
+import structlog
+from worker.cli.main import _start_log
+
+def fail(token):
+    raise KeyError("a mistake of ours")
+
+_start_log({as_json})
+try:
+    fail("of " + "nobodys business")
+except KeyError:
+    structlog.get_logger().exception("device.failed")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "a mistake of ours" in done.stderr
+    assert "of nobodys business" not in done.stderr

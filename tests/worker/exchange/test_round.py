@@ -193,6 +193,21 @@ def test_a_claim_to_hold_more_than_is_possible_is_refused() -> None:
             run.receive(forged)
 
 
+def test_labels_that_repeat_are_refused() -> None:
+    """They would pass for a larger share of the sum than a part is, whose owner then has an infinite one."""
+    rule, own = make_rule(Exchange("wagma")), contents()
+    own[1][:250] = 3e38  # the segment of rank 0
+    parts = {rank: Contribution(dense(own[rank])) for rank in EVERYONE}
+    collective = collective_of(Pattern.OWNERS, [EVERYONE], parts[0])
+    run = CollectiveRun(rule, collective, 0, AT, {0: parts[0]})
+    peer = CollectiveRun(rule, collective, 1, AT, {1: parts[1]})
+    message = next(m for m in peer.start() if m.target == 0)
+    repeated = (1, 1, 1, 1)
+    forged = replace(message, included=repeated, digest=digest_of(message.packet, repeated))
+    with pytest.raises(BadFrame, match="labels that do not ascend"):
+        run.receive(forged)
+
+
 def test_a_copy_that_has_not_been_through_its_codec_is_refused_as_it_comes() -> None:
     """With positions it might have a lattice's exponent that no byte has, and is read after the commit."""
     rule, ranks = make_rule(Exchange("swarm")), (0, 1)
@@ -226,6 +241,52 @@ def test_a_model_that_is_not_finite_or_makes_its_sum_so_is_refused_and_joined_wi
     runs[3].receive(to[3])  # whose elements are
     answers = run_round(rule, own, none_of(), AT, [EVERYONE])
     assert all(bool(torch.isfinite(answers[rank].result).all()) for rank in (0, 2, 3))
+
+
+@pytest.mark.parametrize("codec", ["none", "fp16", "int8_block", "int4_block"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_change_that_is_not_finite_is_refused_in_every_codec(codec: str, bad: float) -> None:
+    rule, flat = make_rule(Exchange("diloco", codec=codec)), Flat(((SIZE,),))
+    own = contents()
+    parts = {r: rule.contribute(own[r], rule.init(flat, torch.zeros(SIZE)), AT, r) for r in EVERYONE}
+    hostile = replace(parts[1], vector=dense(torch.full((SIZE,), bad)))
+    collective = collective_of(Pattern.OWNERS, [EVERYONE], parts[0])
+    runs = {r: CollectiveRun(rule, collective, r, AT, {r: parts[r] if r != 1 else hostile}) for r in EVERYONE}
+    waiting = [message for run in runs.values() for message in run.start()]
+    with pytest.raises(BadFrame, match="part 1 of segment 0 holds what is not finite"):
+        runs[0].receive(next(m for m in waiting if (m.source, m.target) == (1, 0)))
+    for message in waiting:
+        if message.target == 1:
+            waiting += runs[1].receive(message)
+    total = next(m for m in waiting if (m.source, m.target, m.label) == (1, 0, TOTAL))
+    with pytest.raises(BadFrame, match=f"part {TOTAL} of segment 1 holds what is not finite"):
+        runs[0].receive(total)
+
+
+@pytest.mark.parametrize("codec", ["int8_block", "int4_block"])
+def test_a_scale_that_is_not_finite_is_refused_though_all_it_scales_is_zero(codec: str) -> None:
+    rule, flat = make_rule(Exchange("diloco", codec=codec)), Flat(((SIZE,),))
+    parts = {r: rule.contribute(own, rule.init(flat, own), AT, r) for r, own in contents().items()}
+    collective = collective_of(Pattern.OWNERS, [EVERYONE], parts[0])
+    run = CollectiveRun(rule, collective, 0, AT, {0: parts[0]})
+    message = next(m for m in CollectiveRun(rule, collective, 1, AT, {1: parts[1]}).start() if m.target == 0)
+    packet = pack(dense(torch.cat([torch.full((1,), torch.inf), torch.zeros(249)])), parts[0].codec)
+    forged = replace(message, packet=packet, digest=digest_of(packet, message.included))
+    with pytest.raises(BadFrame, match="holds what is not finite"):
+        run.receive(forged)
+
+
+def test_parts_within_the_bound_have_a_finite_sum_in_any_codec() -> None:
+    """The owner of the sum is not caught with what rounding makes of the largest parts that it must take."""
+    largest = torch.finfo(torch.float32).max / 8.5  # of the eighth, which codecs round
+    for codec in ("none", "fp16", "int8_block", "int4_block"):
+        rule = make_rule(Exchange("diloco", codec=codec))
+        settings = rule.contribute(torch.zeros(SIZE), rule.init(Flat(((SIZE,),)), torch.zeros(SIZE)), AT, 0)
+        part = replace(settings, vector=dense(torch.full((SIZE,), largest)))
+        collective = collective_of(Pattern.OWNERS, [EVERYONE], part)
+        runs = {rank: CollectiveRun(rule, collective, rank, AT, {rank: part}) for rank in EVERYONE}
+        carry(runs)
+        assert all(run.receipt().complete for run in runs.values()), codec
 
 
 def test_groups_that_do_not_fit_the_pattern_are_refused() -> None:

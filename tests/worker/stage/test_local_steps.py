@@ -376,9 +376,20 @@ def test_an_owner_whose_total_lacks_a_contribution_is_named(monkeypatch: pytest.
     assert "claims contributions" in str(first)
 
 
-@pytest.mark.parametrize(("rule", "bad"), [("saps", torch.nan), ("wagma", torch.inf)])
-def test_who_brings_a_model_that_is_not_finite_is_named(rule: str, bad: float) -> None:
-    made, exchange = case("gpt2"), RULES[rule]
+@pytest.mark.parametrize(
+    ("rule", "bad"),
+    [
+        ("diloco", torch.nan),
+        ("diloco, coded", torch.inf),
+        ("streaming", torch.nan),
+        ("saps", torch.nan),
+        ("wagma", torch.inf),
+    ],
+)
+def test_who_brings_what_is_not_finite_is_named(rule: str, bad: float) -> None:
+    """Else equal digests commit a round that moves no model, or a model of NaNs."""
+    made, exchange = case("gpt2"), replace(RULES[rule], deadline_s=10.0)
+    last = periods(exchange)[0]
     crew, cancel = Crew(made, assigned(made, exchange)), Cancel()
     victim, culprit, *_ = next(g for g in groups_at(exchange, (0, 1, 2), 3, SPEC.seed, 0) if len(g) > 1)
     local = crew.runs[culprit]._local
@@ -391,19 +402,19 @@ def test_who_brings_a_model_that_is_not_finite_is_named(rule: str, bad: float) -
 
     def bring() -> None:
         with suppress(Cancelled):  # in a pair it may have all that it waits for
-            crew.runs[culprit].run_step(0, cancel)
+            crew.runs[culprit].run_step(last, cancel)
 
     local.contribute = spoiled  # type: ignore[method-assign]
     thread = threading.Thread(target=bring)
     thread.start()
     with pytest.raises(PeerLost, match="not finite") as lost:
-        crew.runs[victim].run_step(0, Cancel())
+        crew.runs[victim].run_step(last, Cancel())
     cancel.set("seen")
     thread.join(HUNG_S)
     assert lost.value.peer == f"p{culprit}"
 
 
-@pytest.mark.parametrize("rule", GOSSIP)
+@pytest.mark.parametrize("rule", RULES)
 def test_a_peer_whose_own_model_is_not_finite_says_so_and_brings_nothing(rule: str) -> None:
     made, exchange = case("gpt2"), replace(RULES[rule], deadline_s=0.3)
     crew = Crew(made, assigned(made, exchange))
