@@ -26,12 +26,10 @@ def judged(state: JobState, wrong: Disagreement) -> tuple[JobState, tuple[int, .
     places = state.plan.places
     suspects = frozenset(places[rank].worker for rank in {*wrong.ranks, *wrong.suspects})
     ranks = wrong.ranks
-    for earlier in reversed(state.disputes):
-        both = suspects & earlier
-        if both and both != suspects:
-            ranks = tuple(rank for rank, place in enumerate(places) if place.worker in both)
-            suspects = both
-            break
+    both = _again(state, suspects)
+    if both:
+        ranks = tuple(rank for rank, place in enumerate(places) if place.worker in both)
+        suspects = both
     failed = tuple(places[rank].worker for rank in ranks)  # who is twice has no part in the next plan
     disputes = (*state.disputes, suspects)[-REMEMBERED:] if suspects else state.disputes
     return replace(state, failed=(*state.failed, *failed), disputes=disputes), ranks
@@ -42,7 +40,15 @@ def suspected(state: JobState, suspects: frozenset[str]) -> JobState:
     part in the next plan."""
     if not suspects:
         return state
-    again = (suspects & earlier for earlier in reversed(state.disputes))
-    found = next((both for both in again if both and (both != suspects or len(both) == 1)), frozenset[str]())
+    found = _again(state, suspects, alone=True)
     disputes = (*state.disputes, found or suspects)[-REMEMBERED:]
     return replace(state, failed=(*state.failed, *sorted(found) * OFTEN), disputes=disputes)
+
+
+def _again(state: JobState, suspects: frozenset[str], *, alone: bool = False) -> frozenset[str]:
+    """Return which of these were suspects before with other company; ``alone``: or one by itself."""
+    for earlier in reversed(state.disputes):
+        both = suspects & earlier
+        if both and (both != suspects or (alone and len(both) == 1)):
+            return both
+    return frozenset()
