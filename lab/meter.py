@@ -21,6 +21,7 @@ CHUNK_BYTES = 1 << 18
 PATIENCE_S = 60.0
 _RATE, _ECHO = b"R", b"E"
 _WINDOW = struct.Struct("<dd")  # warm-up seconds, window seconds
+_AT_ONCE = struct.pack("ii", 1, 0)  # a close resets the connection
 
 
 def serve(port: int) -> None:
@@ -42,6 +43,9 @@ def _answer(connection: socket.socket) -> None:
             else:
                 warmup_s, window_s = _WINDOW.unpack(connection.recv(_WINDOW.size, socket.MSG_WAITALL))
                 connection.sendall(_WINDOW.pack(*_count(connection, warmup_s, window_s)))
+                # To close with bytes unread resets the connection: a result lost on its way stays lost.
+                while connection.recv(CHUNK_BYTES):
+                    pass
         except OSError:
             return
 
@@ -83,6 +87,8 @@ def rate(host: str, port: int, window_s: float, warmup_s: float = 1.0) -> float:
                 connection.sendall(chunk)
         except OSError:
             done.wait(PATIENCE_S)
+        # What is sent but not counted would hold up whoever measures next: closing drops it.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
     if not result:
         raise ConnectionError(f"{host}:{port} ended without a result")
     received, took_s = result[0]
