@@ -5,9 +5,10 @@ checkpoint the worker of one stage is killed (kill -9). Either its hot standby t
 backup does from the send logs, or, with `--send-log-bytes 0` at each worker, the job goes back to its
 checkpoint. Downtime: from the last commit before the loss to the commit of the step that was in flight, or of
 the one after it where that is later, less a median step each, and beside it what the plan predicted of that
-stage's loss. The runs without a loss show what logs and standbys cost a step; of standbys also the bytes a
-step that they were sent, against what the plan says that their stages receive. Every run ends with the losses
-of the first one, bit for bit.
+stage's loss. The runs without a loss show what logs and standbys cost a step, counted from where the standbys
+have caught up; of these also the bytes a step that they were sent, against what the plan says that their
+stages receive. Each fleet trains another job for some steps first, so that its links are measured when the
+one that counts is planned. All runs have the losses of the first one, bit for bit, as far as both came.
 
   python -m benchmarks.recovery --seed 0 --json
   python -m benchmarks.recovery --scenario homes --stage 1 --stage 2 --json
@@ -48,12 +49,15 @@ from worker.transport.frames import Direction, MessageKey
 STAGES = 3
 SETTINGS = ("LENGTH=64", "N_MICRO=4", "eval_batches=0")
 ARMS: dict[str, tuple[tuple[str, ...], str]] = {
-    "log": ((), "0"),
-    "checkpoint": (("--send-log-bytes", "0"), "0"),
+    "log": (("--log-json",), "0"),
+    "checkpoint": (("--log-json", "--send-log-bytes", "0"), "0"),
     "standby": (("--log-json",), str(STAGES)),
 }
 """Options of every worker, and how many standbys the job may have."""
 SKIPPED = 3  # first steps, which load caches and open connections
+WARMING = 12  # steps of the job before
+BEYOND = 8  # steps on either side of a loss: with the standbys before it, and after it
+STANDING_S = 900.0  # until a standby has caught up
 
 
 class Fleet(LabFleet):
@@ -77,10 +81,19 @@ class Fleet(LabFleet):
                 if line.startswith("{"):
                     yield json.loads(line)
 
-    def logged(self, event: str) -> list[dict[str, Any]]:
-        """Events of one kind of all workers' logs."""
-        hosts = self.scenario.join_order
-        return [found for host in hosts for found in self.events(host) if found.get("event") == event]
+    def stood_by(self, job: str) -> list[dict[str, Any]]:
+        """What the workers say that they have done as the job's standbys, once they have left it."""
+        self._wait(
+            lambda: all(w["state"] != "assigned" for w in self.status()["workers"]), "the pool", "coordinator"
+        )
+        every = (found for host in self.scenario.join_order for found in self.events(host))
+        return [e for e in every if e.get("event") == "stage.stood_by" and e.get("job") == job]
+
+    def warm(self, job: str, options: Sequence[str]) -> None:
+        """Train the job for some steps, and end it."""
+        name = self.atoll("submit", job, *options, "--detach", "--json")["job"]
+        self._watched(name, WARMING)
+        self._wait_for_pool()
 
     def kill(self, host: str) -> None:
         """End all processes of a worker at once."""
@@ -94,63 +107,81 @@ def cut_of(job: str, settings: Sequence[str]) -> str:
     return GIVEN_CUT + ",".join(map(str, starts))
 
 
+class Seen:
+    """What a job's updates have shown so far."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, Any] = {}
+        self.holders: list[str] = []  # worker of each stage
+        self.received: dict[int, int] = {}  # bytes a step that a stage receives, as planned
+        self.predicted: dict[int, float] = {}  # seconds that a stage's loss would cost, as last said
+        self.standing = set[int]()  # stages whose standby has caught up once
+        self.ready = set[int]()  # those whose standby has, now
+        self.settled = 0  # the step at which the last of them had
+
+    def take(self, update: dict[str, Any], *, lost: bool) -> None:
+        """Note an update; after a loss the plan and what it predicts are no longer those of before."""
+        self.last = update
+        stages = update.get("stages", ())
+        self.ready = {int(s.get("stage", 0)) for s in stages if caught_up(s.get("standby_why", ""))}
+        if self.ready - self.standing:
+            self.settled = update["step"]
+        self.standing |= self.ready
+        if lost:
+            return
+        if update.get("plan"):
+            self.holders = [stage["workers"][0] for stage in update["plan"]["stages"]]
+            self.received = planned_bytes(update["plan"], self.holders)
+        self.predicted |= {int(s.get("stage", 0)): s["replace_s"] for s in stages if s.get("replace_s")}
+
+
 def run(
-    fleet: Fleet, job: str, options: Sequence[str], kill: tuple[int, int] | None, *, standby: bool = False
+    fleet: Fleet,
+    job: str,
+    options: Sequence[str],
+    steps: int,
+    kill: tuple[int, int] | None,
+    *,
+    standby: bool = False,
 ) -> dict[str, Any]:
-    """Train; kill the worker of stage ``kill[0]`` when ``kill[1]`` steps are committed, and its ``standby``
-    has caught up where it is to have one; the figures."""
-    submitted = fleet.atoll("submit", job, *options, "--detach", "--json")
-    name, killed_s, at_step = submitted["job"], 0.0, 0
+    """Train for ``steps`` from where the standbys stand; or kill the worker of stage ``kill[0]`` when
+    ``kill[1]`` steps are committed, and its ``standby`` has caught up where it is to have one."""
+    name = fleet.atoll("submit", job, *options, "--detach", "--json")["job"]
     names = {w["worker"]: w["name"] for w in fleet.status()["workers"]}
-    holders: list[str] = []
-    last: dict[str, Any] = {}
-    received: dict[int, int] = {}  # bytes a step that a stage receives, as planned
-    seen = set[int]()  # stages with a standby
-    predicted: dict[int, float] = {}  # seconds that a stage's loss would cost, as last said
+    began_s, killed_s, at_step, cancelled = time.monotonic(), 0.0, 0, False
+    seen = Seen()
     with fleet._command("watch", name, "--json") as process:
         assert process.stdout is not None
         for line in process.stdout:
-            last = json.loads(line)
-            if last.get("plan") and not killed_s:
-                holders = [stage["workers"][0] for stage in last["plan"]["stages"]]
-                received = planned_bytes(last["plan"], holders)
-            ready = {
-                int(s.get("stage", 0)) for s in last.get("stages", ()) if caught_up(s.get("standby_why", ""))
-            }
-            seen |= ready
-            if not killed_s:
-                predicted |= {
-                    int(s.get("stage", 0)): s["replace_s"]
-                    for s in last.get("stages", ())
-                    if s.get("replace_s")
-                }
-            due = kill is not None and last["step"] >= kill[1] and (not standby or kill[0] in ready)
-            if kill is not None and not killed_s and due:
-                fleet.kill(names[holders[kill[0]]])
-                killed_s, at_step = time.time(), last["step"]
-    if last.get("state") != "finished":
+            seen.take(json.loads(line), lost=killed_s > 0.0)
+            step = seen.last["step"]
+            stands = not standby or (kill[0] in seen.ready if kill else len(seen.standing) == STAGES)
+            late = not stands and time.monotonic() > began_s + STANDING_S
+            if kill is not None and not killed_s and stands and step >= max(kill[1], seen.settled + BEYOND):
+                fleet.kill(names[seen.holders[kill[0]]])
+                killed_s, at_step = time.time(), step
+            enough = step >= at_step + BEYOND if killed_s else kill is None and step >= seen.settled + steps
+            if not cancelled and (late or (enough and stands) or (enough and killed_s)):
+                cancelled = True
+                fleet._output("cancel", name)
+    if not cancelled:
         raise CommandFailed(
-            f"{name} ended {last.get('state')}: {last.get('reason')} {fleet.log('coordinator')}"
+            f"{name} ended {seen.last.get('state')}: {seen.last.get('reason')} {fleet.log('coordinator')}"
         )
     if kill is not None and not killed_s:
-        standing = [stage.get("standby_why", "no standby") for stage in last.get("stages", ())]
-        raise CommandFailed(f"{name} ended before its stage {kill[0]} could be lost: {'; '.join(standing)}")
-    points = [
-        (int(r["step"]), float(r["value"]), float(r["time_s"]))
-        for r in fleet.rows(name)
-        if r["name"] == "loss"
-    ]
-    losses = [
-        value for _, value, _ in sorted({step: (step, value, 0.0) for step, value, _ in points}.values())
-    ]
-    figures = {"plan_version": last["plan_version"], "losses": losses, "at_step": at_step}
+        said = [stage.get("standby_why", "") for stage in seen.last.get("stages", ())]
+        raise CommandFailed(f"{name}: no standby of stage {kill[0]} caught up in {STANDING_S:.0f} s: {said}")
+    rows = [r for r in fleet.rows(name) if r["name"] == "loss"]
+    points = [(int(r["step"]), float(r["value"]), float(r["time_s"])) for r in rows]
+    losses = [value for _, value in sorted({step: value for step, value, _ in points}.items())]
+    figures = {"plan_version": seen.last["plan_version"], "losses": losses, "at_step": at_step}
     if standby:
-        figures["standbys"] = len(seen)
-        figures["standby_bytes_over_plan"] = sent_over_planned(fleet.logged("stage.stood_by"), received)
-    figures |= times(points, killed_s)
+        figures["standbys"] = len(seen.standing)
+        figures["standby_bytes_over_plan"] = sent_over_planned(fleet.stood_by(name), seen.received)
+    figures |= times(points, killed_s, max(SKIPPED, seen.settled if not at_step else 0))
     if kill is not None:
-        figures["predicted_s"] = predicted[kill[0]]
-        figures["over_predicted"] = figures["downtime_s"] / predicted[kill[0]]
+        figures["predicted_s"] = seen.predicted[kill[0]]
+        figures["over_predicted"] = figures["downtime_s"] / figures["predicted_s"]
     return figures
 
 
@@ -173,11 +204,11 @@ def sent_over_planned(stood_by: Sequence[dict[str, Any]], planned: dict[int, int
     return sum(int(entry["bytes"]) for entry in stood_by) / wanted if wanted else 0.0
 
 
-def times(points: Sequence[tuple[int, float, float]], killed_s: float) -> dict[str, Any]:
-    """Median step, and how long the step in flight was late, or the next one where the lost stage had done
-    its part already; ``points``: (step, loss, time) as they came."""
+def times(points: Sequence[tuple[int, float, float]], killed_s: float, first: int) -> dict[str, Any]:
+    """Median step from ``first`` on, and how long the step in flight was late, or the next one where the lost
+    stage had done its part already; ``points``: (step, loss, time) as they came."""
     before = [(step, at_s) for step, _, at_s in points if not killed_s or at_s < killed_s]
-    lasted_s = [b - a for (_, a), (_, b) in zip(before[SKIPPED:], before[SKIPPED + 1 :], strict=False)]
+    lasted_s = [b - a for (_, a), (_, b) in zip(before[first:], before[first + 1 :], strict=False)]
     found = {"step_s": statistics.median(lasted_s)}
     if killed_s:
         in_flight, last_s = before[-1][0] + 1, before[-1][1]
@@ -237,7 +268,7 @@ def log_rate(seed: int, message_bytes: int = 8 << 20, messages: int = 96) -> dic
 def main() -> int:
     """Command line."""
     made = parser(__doc__, scenario="homes", job="examples/gpt.py")
-    made.add_argument("--steps", type=int, default=40)
+    made.add_argument("--steps", type=int, default=40, help="of a run without a loss that are counted")
     made.add_argument("--checkpoint-every", type=int, default=8)
     made.add_argument(
         "--kill-after", type=int, default=28, help="steps; a checkpoint is to be stored by then"
@@ -251,7 +282,8 @@ def main() -> int:
         print("  ".join(f"{name} {value:.2f}" for name, value in figures.items()))
         return conclude(figures, options.json, "" if figures["right"] else "the log lost messages")
     need_lab(options.json)
-    more = (f"steps={options.steps}", f"checkpoint_every={options.checkpoint_every}", f"seed={options.seed}")
+    # Each run is cancelled when it has shown what it is for.
+    more = ("steps=10000", f"checkpoint_every={options.checkpoint_every}", f"seed={options.seed}")
     settings = [*fitting(SETTINGS, options.job), *more]
     cut = cut_of(options.job, settings)
     rows: list[dict[str, Any]] = []
@@ -259,10 +291,14 @@ def main() -> int:
         for loss in (None, *((stage, options.kill_after) for stage in options.stage or [1])):
             for arm in options.arm or ARMS:
                 given, standbys = ARMS[arm]
-                how = ["--partitioner", cut, "--standbys", standbys, *settings_options(settings)]
+                how = ["--partitioner", cut, *settings_options(settings)]
                 with Fleet(scenario, given) as fleet:
+                    fleet.warm(options.job, [*how, "--standbys", "0"])
                     row = {"scenario": scenario, "arm": arm, "stage": None if loss is None else loss[0]}
-                    rows.append(row | run(fleet, options.job, how, loss, standby=standbys != "0"))
+                    how += ["--standbys", standbys]
+                    rows.append(
+                        row | run(fleet, options.job, how, options.steps, loss, standby=standbys != "0")
+                    )
                 shown = {key: value for key, value in rows[-1].items() if key != "losses"}
                 print(
                     "  ".join(
@@ -271,7 +307,11 @@ def main() -> int:
                     flush=True,
                 )
     found = {"machine": machine(), "rows": rows, **compared(rows)}
-    wrong = [f"{row['arm']}, stage {row['stage']}" for row in rows if row["losses"] != rows[0]["losses"]]
+    wrong = [
+        f"{row['arm']}, stage {row['stage']}"
+        for row in rows
+        if any(a != b for a, b in zip(row["losses"], rows[0]["losses"], strict=False))
+    ]
     return conclude(found, options.json, ", ".join(wrong))
 
 
