@@ -1,6 +1,6 @@
 """How long a job stands still when a worker is lost: hot standbys and send logs against going back.
 
-A GPT cut in three trains on the first workers of a scenario, the others are backups. Some steps after a
+A GPT cut in three trains on the best workers of a scenario, the others are backups. Some steps after a
 checkpoint the worker of one stage is killed (kill -9). Either its hot standby takes the stage over, or a
 backup does from the send logs, or, with `--send-log-bytes 0` at each worker, the job goes back to its
 checkpoint. Downtime: from the last commit before the loss to the commit of the step that was in flight, or of
@@ -19,12 +19,14 @@ one that counts is planned. All runs have the losses of the first one, bit for b
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,20 @@ class Fleet(LabFleet):
     def kill(self, host: str) -> None:
         """End all processes of a worker at once."""
         self.lab.kill(self._daemons[1 + self.scenario.join_order.index(host)])
+
+
+class Placed(Fleet):
+    """A fleet whose best machines join first: a given cut puts its stages on those, as an owner would."""
+
+    def __init__(self, scenario: str, options: Sequence[str]) -> None:
+        super().__init__(scenario, options)
+
+        def worth(name: str) -> tuple[float, float]:
+            host = self.scenario.host(name)
+            return host.cpu or math.inf, host.uplink.up_mbit or math.inf
+
+        order = sorted(self.scenario.join_order, key=worth, reverse=True)
+        self.scenario = replace(self.scenario, join_order=tuple(order))
 
 
 def cut_of(job: str, settings: Sequence[str]) -> str:
@@ -206,7 +222,9 @@ def sent_over_planned(stood_by: Sequence[dict[str, Any]], planned: dict[int, int
     return sum(int(entry["bytes"]) for entry in stood_by) / wanted if wanted else 0.0
 
 
-def times(points: Sequence[tuple[int, float, float]], killed_s: float, first: int) -> dict[str, Any]:
+def times(
+    points: Sequence[tuple[int, float, float]], killed_s: float, first: int = SKIPPED
+) -> dict[str, Any]:
     """Median step from ``first`` on, and how long the step in flight was late, or the next one where the lost
     stage had done its part already; ``points``: (step, loss, time) as they came."""
     before = [(step, at_s) for step, _, at_s in points if not killed_s or at_s < killed_s]
@@ -294,7 +312,7 @@ def main() -> int:
             for arm in options.arm or ARMS:
                 given, standbys = ARMS[arm]
                 how = ["--partitioner", cut, *settings_options(settings)]
-                with Fleet(scenario, given) as fleet:
+                with Placed(scenario, given) as fleet:
                     fleet.warm(options.job, [*how, "--standbys", "0"])
                     row = {"scenario": scenario, "arm": arm, "stage": None if loss is None else loss[0]}
                     how += ["--standbys", standbys]

@@ -170,7 +170,7 @@ class Joining:
         # A step takes another time than predicted by what both predictions have in common.
         usual_s = state.median_step_s or event.step_s
         saved_s = usual_s * (1.0 - new_s / event.step_s)
-        left, cost_s = state.steps - state.step, self._cost_s(state, rank)
+        left, cost_s = state.steps - state.step, self._cost_s(state, rank, worker)
         pays = saved_s >= LEAST_GAIN * usual_s and saved_s * left > WORTH * cost_s
         words = (
             f"{self.effects.label(worker)} instead of {self.effects.label(asked.workers[rank])}: a step of "
@@ -182,10 +182,11 @@ class Joining:
         if pays:
             self._begin(state, rank, worker, words, saved_s)
 
-    def _cost_s(self, state: JobState, rank: int) -> float:
+    def _cost_s(self, state: JobState, rank: int, worker: str) -> float:
         """Return the seconds that moving takes: to load, and to repeat the steps since the checkpoint."""
         load_s = state.load_s.get(rank) or max(state.load_s.values(), default=0.0)
-        return load_s + (state.step - state.checkpoint.step) * repeated_s(state, self.effects.roster, rank)
+        each_s = repeated_s(state, self.effects.roster, rank, worker)
+        return load_s + (state.step - state.checkpoint.step) * each_s
 
     def _begin(self, state: JobState, rank: int, worker: str, words: str, saved_s: float) -> None:
         before, same = state.standby_of(worker), state.standbys.get(rank)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from coordinator.pipeline.assigning import neighbours
 from coordinator.pipeline.fetching import Fetching
 from coordinator.pipeline.reconfigure import Choice, begun, choose
-from coordinator.pipeline.successors import computed_s
+from coordinator.pipeline.successors import computed_s, devices_of, slower
 
 if TYPE_CHECKING:
     from atoll.plan import Plan
@@ -49,7 +49,7 @@ def _cost(state: JobState, record: JobRecord, roster: Roster, rank: int) -> Loss
     chosen, standby = choose(state, record, roster, {rank}), state.standbys.get(rank)
     if isinstance(chosen, Choice) and rank not in chosen.newcomers and standby is not None:
         behind = max(0, state.step - standby.step)
-        seconds = notice_s + behind * repeated_s(state, roster, rank)
+        seconds = notice_s + behind * repeated_s(state, roster, rank, standby.worker)
         return LossCost(
             seconds, f"{standby.worker} stands by, {behind} steps behind: {notice_s:.1f} s to notice"
         )
@@ -58,7 +58,8 @@ def _cost(state: JobState, record: JobRecord, roster: Roster, rank: int) -> Loss
         return LossCost(notice_s, f"{why}; {chosen.why}")
     copy = ""
     if isinstance(chosen, Choice):
-        worker, each_s = chosen.workers[rank], repeated_s(state, roster, rank)
+        worker = chosen.workers[rank]
+        each_s = repeated_s(state, roster, rank, worker)
         load_s, copy = _loaded_s(state, roster, rank, worker)
         how = f"{worker} takes over: {notice_s:.1f} s to notice, {load_s:.1f} s to load"
         again = f", {steps} steps of {each_s:.2g} s repeated by it alone" if steps else ""
@@ -101,15 +102,21 @@ def _loaded_s(state: JobState, roster: Roster, rank: int, worker: str) -> tuple[
     return load_s, f"{place}, {found.seconds:.1f} s from {worker}"
 
 
-def repeated_s(state: JobState, roster: Roster, rank: int) -> float:
-    """Return what a step takes that a rank repeats: computing, or its messages where they take longer."""
-    plan, busy_s = state.plan, computed_s(state, rank)
-    sent_s, places = 0.0, plan.places if plan is not None else ()
-    for other in neighbours(plan, rank) if plan is not None else ():
-        theirs = state.reports.get(other)
+def repeated_s(state: JobState, roster: Roster, rank: int, worker: str) -> float:
+    """Return what a step takes that a worker repeats of a rank: computing, or the messages that it is sent
+    where they take longer. Its own messages are not sent again."""
+    plan = state.plan
+    assert plan is not None  # noqa: S101 - it has ranks
+    busy_s, has_it = computed_s(state, rank), plan.places[rank].worker
+    if worker != has_it:
+        fleet = devices_of(roster, (worker, has_it), state.spec.training.precision.value)
+        busy_s *= slower(roster, fleet, worker, has_it)
+    sent_s = 0.0
+    for other in neighbours(plan, rank):
+        theirs, sender = state.reports.get(other), plan.places[other].worker
+        known = roster.links.table.get(sender, worker) or roster.links.table.get(sender, has_it)
         for link in theirs.links if theirs is not None else ():
-            known = roster.links.table.get(places[other].worker, link.peer)
-            if link.peer == places[rank].worker and known is not None:
+            if link.peer == has_it and known is not None:
                 sent_s = max(sent_s, 8 * link.n_bytes / known.bandwidth_bps)
     return max(busy_s, sent_s)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.messages.jobs import STEPPING, JobState, Standby
 from coordinator.pipeline.assigning import neighbours
-from coordinator.pipeline.loss_cost import LossCost, loss_costs
+from coordinator.pipeline.loss_cost import LossCost, loss_costs, repeated_s
 from coordinator.pipeline.reconfigure import not_repeatable
 from coordinator.pipeline.successors import Successors
 
@@ -69,18 +69,18 @@ def _why(cost: LossCost, saved_s: float) -> str:
 
 def best(state: JobState, roster: Roster, rank: int, resting: frozenset[str]) -> str:
     """Return the idle worker that repeats a rank's steps best, "" where none can: of the same class first, so
-    that its state has the same bits, then the fastest."""
-    by_number = state.spec.standbys is not None  # then the owner answers for what links carry
+    that its state has the same bits, then who keeps up, then the fastest in the rank's place."""
+    by_number = state.spec.standbys is not None  # then the owner answers for what links and machines do
     if not (by_number or _links_allow(state, roster, rank)):
         return ""
-    most_s = inf if by_number else state.median_step_s or inf  # who takes longer falls behind
-    fit = [
-        successor
-        for successor in Successors(state, roster, frozenset()).of(rank)
-        if successor.worker not in resting and successor.step_s < most_s
-    ]
-    fit.sort(key=lambda successor: (successor.other_bits, successor.step_s))
-    return fit[0].worker if fit else ""
+    most_s = state.median_step_s or inf  # who takes longer for each falls behind
+    fit = []
+    for successor in Successors(state, roster, frozenset()).of(rank):
+        if successor.worker not in resting:
+            lags = repeated_s(state, roster, rank, successor.worker) >= most_s
+            if by_number or not lags:
+                fit.append((successor.other_bits, lags, successor.step_s, successor.worker))
+    return min(fit)[-1] if fit else ""
 
 
 def sent_bytes(state: JobState, source: int, target: int) -> int:

@@ -256,7 +256,7 @@ class Standbys:
     def _left_s(self, state: JobState, standby: Standby) -> float:
         """Return the seconds for which training would wait while a standby repeats the rest."""
         behind = max(0, state.step - standby.step)
-        return behind * repeated_s(state, self.effects.roster, standby.rank)
+        return behind * repeated_s(state, self.effects.roster, standby.rank, standby.worker)
 
     def _stays_behind(self, state: JobState, standby: Standby) -> bool:
         """Whether one that holds a state has come no nearer for some steps."""

@@ -59,7 +59,7 @@ def test_a_replica_beside_a_whole_one_costs_the_time_to_notice_it() -> None:
 
 def test_messages_count_where_they_take_longer_than_computing() -> None:
     world = trained("a", "b", "c", steps=0)
-    world.scheduler.roster.links.table.believe(("a", "b"), 8e6)
+    world.scheduler.roster.links.table.believe(("a", "c"), 8e6)  # who takes over has links of its own
     link = ev.Goodput("b", 2_000_000, 2.0, 0.0, 2_000_000)
     world.wait(3.0)
     world.ready("a", forward_s=0.1, links=(link,))

@@ -332,6 +332,29 @@ def test_a_neighbours_uplink_has_to_carry_the_stages_messages_twice() -> None:
         assert repeated_bytes(world.state(), 0) == 1_000_000
 
 
+def test_who_keeps_up_with_the_steps_stands_by_before_who_would_be_faster_in_the_place() -> None:
+    for at_most, last in ((None, ""), (2, "c")):
+        world = Scripted(stages=2, fewest=2, bandwidth_bps=1e9)
+        world.join("a", "b", "c", "d")
+        world.submit(what=replace(spec(2), standbys=at_most))
+        for worker in world.holders():
+            world.says(worker, ev.Loaded(JOB, 1, 30.0))
+        table = world.scheduler.roster.links.table
+        for peer in ("a", "b"):
+            table.believe((peer, "c"), 4e6)  # 2 s for what a step of 1 s sends
+            table.believe(("d", peer), 1e5)
+        for _ in range(4):
+            passes(world, 1.0)
+            for worker, peer in (("a", "b"), ("b", "a")):
+                link = ev.Goodput(peer, 1_000_000, 0.01, 0.0, 1_000_000)
+                world.ready(worker, square_norms=(1.0,), forward_s=0.1, links=(link,))
+        passes(world, 1.2)
+        first = [standby.worker for standby in world.state().standbys.values()]
+        assert first == ["d"]
+        passes(world, 2.5)
+        assert [s.worker for s in world.state().standbys.values() if s.worker != "d"] == [last] * bool(last)
+
+
 def test_another_job_that_waits_for_workers_has_them() -> None:
     config = CoordinatorConfig(state_dir=Path("/nowhere"), concurrent_jobs=2)
     world = Scripted(stages=2, fewest=2, config=config)
@@ -461,7 +484,7 @@ def test_who_joins_takes_the_place_in_which_it_gains_most_once_it_has_caught_up(
 @pytest.fixture
 def far_behind(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     """Who joined is to take a place, and has so much to repeat that it does that beside training."""
-    monkeypatch.setattr(standbys, "repeated_s", lambda state, roster, rank: 1.0)
+    monkeypatch.setattr(standbys, "repeated_s", lambda *_: 1.0)
     world = training(0.5)
     seconds(world, 16)
     assert world.state().step - world.state().checkpoint.step > standbys.CLOSE_S
