@@ -177,8 +177,11 @@ def run(
             if kill is not None and not killed_s and stood and step >= max(kill[1], seen.settled + BEYOND):
                 fleet.kill(names[seen.holders[kill[0]]])
                 killed_s, at_step = time.time(), step
-            enough = step >= at_step + BEYOND if killed_s else kill is None and step >= seen.settled + steps
-            if not cancelled and (late or (enough and (stood or killed_s))):
+            if killed_s:
+                enough = step >= at_step + BEYOND
+            else:
+                enough = kill is None and stood and step >= seen.settled + steps
+            if not cancelled and (late or enough):
                 cancelled = True
                 fleet._output("cancel", name)
     if not cancelled:
