@@ -14,10 +14,13 @@ from coordinator.pipeline.reconfigure import Choice, begun, choose
 from coordinator.pipeline.successors import computed_s, devices_of, slower
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from atoll.plan import Plan
     from coordinator.membership.roster import Roster
     from coordinator.messages.facts import JobRecord
     from coordinator.messages.jobs import JobState
+    from coordinator.planning.costs.fleet import Device
 
 WORTH = 1.5  # seconds gained over seconds that moving a stage takes
 PLANNED_WITHIN_S = 15.0  # a plan made anew: links of a few newcomers, their ops, the search
@@ -102,15 +105,18 @@ def _loaded_s(state: JobState, roster: Roster, rank: int, worker: str) -> tuple[
     return load_s, f"{place}, {found.seconds:.1f} s from {worker}"
 
 
-def repeated_s(state: JobState, roster: Roster, rank: int, worker: str) -> float:
+def repeated_s(
+    state: JobState, roster: Roster, rank: int, worker: str, fleet: Mapping[str, Device] | None = None
+) -> float:
     """Return what a step takes that a worker repeats of a rank: computing, or the messages that it is sent
-    where they take longer. Its own messages are not sent again."""
+    where they take longer. Its own messages are not sent again. ``fleet``: the devices of both, where the
+    caller has them."""
     plan = state.plan
     assert plan is not None  # noqa: S101 - it has ranks
     busy_s, has_it = computed_s(state, rank), plan.places[rank].worker
     if worker != has_it:
-        fleet = devices_of(roster, (worker, has_it), state.spec.training.precision.value)
-        busy_s *= slower(roster, fleet, worker, has_it)
+        both = fleet or devices_of(roster, (worker, has_it), state.spec.training.precision.value)
+        busy_s *= slower(roster, both, worker, has_it)
     sent_s = 0.0
     for other in neighbours(plan, rank):
         theirs, sender = state.reports.get(other), plan.places[other].worker

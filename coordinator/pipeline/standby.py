@@ -74,10 +74,10 @@ def best(state: JobState, roster: Roster, rank: int, resting: frozenset[str]) ->
     if not (by_number or _links_allow(state, roster, rank)):
         return ""
     most_s = state.median_step_s or inf  # who takes longer for each falls behind
-    fit = []
-    for successor in Successors(state, roster, frozenset()).of(rank):
+    fit, successors = [], Successors(state, roster, frozenset())
+    for successor in successors.of(rank):
         if successor.worker not in resting:
-            lags = repeated_s(state, roster, rank, successor.worker) >= most_s
+            lags = repeated_s(state, roster, rank, successor.worker, successors.fleet) >= most_s
             if by_number or not lags:
                 fit.append((successor.other_bits, lags, successor.step_s, successor.worker))
     return min(fit)[-1] if fit else ""

@@ -61,7 +61,7 @@ class Successors:
     _plan: Plan = field(init=False)
     _workers: list[str] = field(init=False)  # by rank, before
     _free: list[str] = field(init=False)
-    _fleet: Mapping[str, Device] = field(init=False)
+    fleet: Mapping[str, Device] = field(init=False)  # of all of these
     _fetching: Fetching = field(init=False)
     _tries: int = 0
 
@@ -74,7 +74,7 @@ class Successors:
         taken = {*self._workers, *self.ready.values()}
         self._free = [worker for worker in (*idle, *self.spare) if worker not in taken]
         known = (*idle, *self.spare, *self._workers, *_predicted_workers(self._plan))
-        self._fleet = devices_of(roster, known, precision)
+        self.fleet = devices_of(roster, known, precision)
         self._fetching = Fetching(self.state, roster)
 
     def chosen(self) -> dict[int, str] | tuple[int, ...]:
@@ -105,13 +105,13 @@ class Successors:
         """Return who fits a rank, the best first; ``given``: lost ranks that have a worker again."""
         given = {**self.ready, **(given or {})}
         before = self._workers[rank]
-        own = [worker for worker in self.again if worker == before and worker in self._fleet]
-        was = self._fleet.get(before)
+        own = [worker for worker in self.again if worker == before and worker in self.fleet]
+        was = self.fleet.get(before)
         found = []
         for worker in dict.fromkeys((*self._free, *own)):
             step_s = inf if worker in given.values() else self._step_s(rank, worker, given)
             if step_s < inf:
-                other_bits = self._fleet[worker].device_class != (was.device_class if was else None)
+                other_bits = self.fleet[worker].device_class != (was.device_class if was else None)
                 fetch = self._fetching.by(rank, worker)
                 late_s = fetch.seconds + self._late_s(step_s)
                 again, spare = worker in self.again, worker in self.spare
@@ -120,7 +120,7 @@ class Successors:
 
     def slower(self, worker: str, than: str) -> float:
         """Return how many times as long as another worker one of them computes."""
-        return slower(self.roster, self._fleet, worker, than)
+        return slower(self.roster, self.fleet, worker, than)
 
     def _late_s(self, step_s: float) -> float:
         """Return the seconds that a worker repeats steps, and by which it makes those longer that follow."""
@@ -137,7 +137,7 @@ class Successors:
             for other in neighbours(self._plan, rank)
             if other in given or other not in self.lost
         }
-        return seconds_of(self.state, self.roster, rank, self._fleet, worker, peers)
+        return seconds_of(self.state, self.roster, rank, self.fleet, worker, peers)
 
 
 def alike(state: JobState, roster: Roster, rank: int, wanted: DeviceClass) -> list[str]:
