@@ -5,14 +5,15 @@ checkpoint the worker of one stage is killed (kill -9). Either its hot standby t
 backup does from the send logs, or, with `--send-log-bytes 0` at each worker, the job goes back to its
 checkpoint. Downtime: from the last commit before the loss to the commit of the step that was in flight, or of
 the one after it where that is later, less a median step each, and beside it what the plan predicted of that
-stage's loss. The runs without a loss show what logs and standbys cost a step, counted from where the standbys
-are there; of these also the bytes a step that they were sent, against what the plan says that their
-stages receive. Each fleet trains another job for some steps first, so that its links are measured when the
-one that counts is planned. All runs have the losses of the first one, bit for bit, as far as both came.
+stage's loss. The runs without a loss show what standbys cost a step: one fleet trains the job without and
+with them in turn, and steps count from where all of them are there; of these also the bytes a step that they
+were sent, against what the plan says that their stages receive. Each fleet trains another job for some steps
+first, so that its links are measured when the one that counts is planned. All runs have the losses of the
+first one, bit for bit, as far as both came.
 
   python -m benchmarks.recovery --seed 0 --json
   python -m benchmarks.recovery --scenario homes --stage 1 --stage 2 --json
-  python -m benchmarks.recovery --arm log --arm standby --json
+  python -m benchmarks.recovery --rounds 0 --arm standby --json    # losses alone, of one way
   python -m benchmarks.recovery --log --json    # the log alone: MB/s to this disk, CPU time a GB
 """
 
@@ -57,6 +58,7 @@ ARMS: dict[str, tuple[tuple[str, ...], str]] = {
     "standby": (("--log-json",), str(STAGES)),
 }
 """Options of every worker, and how many standbys the job may have."""
+IN_TURN = ("log", "standby")  # whose steps are compared: the same workers
 SKIPPED = 3  # first steps, which load caches and open connections
 WARMING = 12  # steps of the job before
 BEYOND = 8  # steps on either side of a loss: with the standbys before it, and after it
@@ -163,6 +165,7 @@ def run(
 ) -> dict[str, Any]:
     """Train for ``steps`` from where the standbys stand; or kill the worker of stage ``kill[0]`` when
     ``kill[1]`` steps are committed, and it has its ``standby`` where it is to have one."""
+    fleet._wait_for_pool()
     name = fleet.atoll("submit", job, *options, "--detach", "--json")["job"]
     names = {w["worker"]: w["name"] for w in fleet.status()["workers"]}
     began_s, killed_s, at_step, cancelled = time.monotonic(), 0.0, 0, False
@@ -257,9 +260,12 @@ def compared(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
             found[f"{arm}_over_predicted"] = max(of(arm, "over_predicted"))
         if of(arm, "downtime_s") and of("checkpoint", "downtime_s"):
             found[f"{arm}_over_going_back"] = max(of(arm, "downtime_s")) / max(of("checkpoint", "downtime_s"))
-    undisturbed = {row["arm"]: row["step_s"] for row in rows if row["stage"] is None}
-    if {"standby", "log"} <= undisturbed.keys():
-        found["standby_step_over_log"] = undisturbed["standby"] / undisturbed["log"]
+    without, beside = (
+        [row["step_s"] for row in rows if row["arm"] == arm and row["stage"] is None] for arm in IN_TURN
+    )
+    if without:
+        found["standby_step_over_log"] = statistics.median(beside) / statistics.median(without)
+    if of("standby", "standby_bytes_over_plan"):
         bytes_over_plan = of("standby", "standby_bytes_over_plan")
         found["standby_bytes_off_plan"] = max(abs(ratio - 1.0) for ratio in bytes_over_plan)
     for name, value in found.items():
@@ -291,13 +297,18 @@ def log_rate(seed: int, message_bytes: int = 8 << 20, messages: int = 96) -> dic
 def main() -> int:
     """Command line."""
     made = parser(__doc__, scenario="homes", job="examples/gpt.py")
-    made.add_argument("--steps", type=int, default=40, help="of a run without a loss that are counted")
-    made.add_argument("--checkpoint-every", type=int, default=8)
     made.add_argument(
-        "--kill-after", type=int, default=28, help="steps; a checkpoint is to be stored by then"
+        "--rounds", type=int, default=3, help="of runs without a loss, without standbys and with"
+    )
+    made.add_argument("--steps", type=int, default=30, help="of a run without a loss that are counted")
+    made.add_argument("--checkpoint-every", type=int, default=60, help="steps")
+    made.add_argument(
+        "--kill-after", type=int, default=90, help="steps; a checkpoint is to be stored by then"
     )
     made.add_argument("--stage", type=int, action="append", help="that is lost; may repeat (default 1)")
-    made.add_argument("--arm", action="append", choices=list(ARMS), help="may repeat (default all)")
+    made.add_argument(
+        "--arm", action="append", choices=list(ARMS), help="of losses; may repeat (default all)"
+    )
     made.add_argument("--log", action="store_true", help="measure the send log alone")
     options = made.parse_args()
     if options.log:
@@ -308,27 +319,29 @@ def main() -> int:
     # Each run is cancelled when it has shown what it is for.
     more = ("steps=10000", f"checkpoint_every={options.checkpoint_every}", f"seed={options.seed}")
     settings = [*fitting(SETTINGS, options.job), *more]
-    cut = cut_of(options.job, settings)
+    how = ["--partitioner", cut_of(options.job, settings), *settings_options(settings)]
     rows: list[dict[str, Any]] = []
+
+    def measure(fleet: Placed, scenario: str, arm: str, kill: tuple[int, int] | None) -> None:
+        standbys = ARMS[arm][1]
+        row = {"scenario": scenario, "arm": arm, "stage": None if kill is None else kill[0]}
+        given = [*how, "--standbys", standbys]
+        rows.append(row | run(fleet, options.job, given, options.steps, kill, standby=standbys != "0"))
+        shown = {key: value for key, value in rows[-1].items() if key != "losses"}
+        words = (f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in shown.items())
+        print(*words, sep="  ", flush=True)
+
     for scenario in options.scenario or ["homes"]:
-        for loss in (None, *((stage, options.kill_after) for stage in options.stage or [1])):
+        with Placed(scenario, ARMS["log"][0]) as fleet:
+            if options.rounds:
+                fleet.warm(options.job, [*how, "--standbys", "0"])
+            for arm in IN_TURN * options.rounds:
+                measure(fleet, scenario, arm, None)
+        for stage in options.stage or [1]:
             for arm in options.arm or ARMS:
-                given, standbys = ARMS[arm]
-                how = ["--partitioner", cut, *settings_options(settings)]
-                with Placed(scenario, given) as fleet:
+                with Placed(scenario, ARMS[arm][0]) as fleet:
                     fleet.warm(options.job, [*how, "--standbys", "0"])
-                    row = {"scenario": scenario, "arm": arm, "stage": None if loss is None else loss[0]}
-                    how += ["--standbys", standbys]
-                    rows.append(
-                        row | run(fleet, options.job, how, options.steps, loss, standby=standbys != "0")
-                    )
-                shown = {key: value for key, value in rows[-1].items() if key != "losses"}
-                print(
-                    "  ".join(
-                        f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in shown.items()
-                    ),
-                    flush=True,
-                )
+                    measure(fleet, scenario, arm, (stage, options.kill_after))
     found = {"machine": machine(), "rows": rows, **compared(rows)}
     wrong = [
         f"{row['arm']}, stage {row['stage']}"
