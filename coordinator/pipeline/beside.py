@@ -66,6 +66,12 @@ class Beside:
         self.checks.tick(self.jobs)
         self.copies.tick(self.jobs)
 
+    def over(self, state: JobState) -> None:
+        """A job's plan is over."""
+        self.standbys.over(state)
+        self.joining.over(state.job)
+        self.replanning.over(state.job)
+
     def judged(self, event: Judged) -> None:
         """Take in what a swap, or a larger fleet, would be worth."""
         match event:

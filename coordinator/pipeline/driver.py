@@ -626,8 +626,8 @@ class PipelineDriver:
         evaluated = before.awaiting_eval is not None and state.awaiting_eval is None
         if before.checkpoint.step != state.checkpoint.step or evaluated:
             self.seating.look(state)
-        if self.jobs[job].standbys and self.jobs[job].phase not in RUNNING:
-            self.beside.standbys.over(self.jobs[job])
+        if before.phase in RUNNING and self.jobs[job].phase not in RUNNING:
+            self.beside.over(self.jobs[job])
         self.beside.checks.stepped(before, state)
 
     def _evaluated(self, state: JobState) -> None:

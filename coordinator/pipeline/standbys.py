@@ -156,6 +156,7 @@ class Standbys:
         """A job's plan is over."""
         self.give_up(state, f"{state.job} is {state.phase.value}")
         self._said = {key: said for key, said in self._said.items() if key[0] != state.job}
+        self._looked_s.pop(state.job, None)
 
     def lost(self, state: JobState, worker: str, reason: str) -> bool:
         """Note that a worker is gone; False where it is no standby."""
