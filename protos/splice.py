@@ -44,9 +44,11 @@ async def splice(
     finally:
         for task in (*tasks, *watch):
             task.cancel()
-        await asyncio.gather(*tasks, *watch, return_exceptions=True)
-        one.close()
-        other.close()
+        try:
+            await asyncio.gather(*tasks, *watch, return_exceptions=True)
+        finally:  # also where we are cancelled once more meanwhile; none of them runs any more
+            one.close()
+            other.close()
 
 
 async def accept(listener: socket.socket) -> tuple[socket.socket, Any]:

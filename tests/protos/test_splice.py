@@ -1,4 +1,4 @@
-"""Accepting for a splice: no connection is lost open, whenever the wait for it ends."""
+"""Splices and accepting for them: nothing is left open, whenever they end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from protos.splice import accept
+from protos.splice import accept, splice
 
 
 @pytest.mark.parametrize("turns", range(5))
@@ -51,3 +51,27 @@ def test_connections_come_in_turn_and_do_not_block() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         assert asyncio.run(two(listener)) == [b"\0", b"\1"]
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_a_splice_that_is_cancelled_while_it_ends_closes_both(turns: int) -> None:
+    """Of the stream that ends, and of whoever closes down at that moment."""
+
+    async def cancelled(one: socket.socket, other: socket.socket) -> None:
+        spliced = asyncio.ensure_future(splice(one, other))
+        await asyncio.sleep(0)
+        spliced.cancel()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        spliced.cancel()
+        await asyncio.gather(spliced, return_exceptions=True)
+
+    pairs = [socket.socketpair() for _ in range(2)]
+    for ends in pairs:
+        for end in ends:
+            end.setblocking(False)
+    one, other = pairs[0][0], pairs[1][0]
+    asyncio.run(cancelled(one, other))
+    assert (one.fileno(), other.fileno()) == (-1, -1)
+    for ends in pairs:
+        ends[1].close()
