@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from atoll.exchange import Exchange
 from coordinator.membership.link_table import MIN_BANDWIDTH_BPS
+from coordinator.membership.member import NO_RANK
 from coordinator.pipeline.joined import ranks_of
 from coordinator.pipeline.reconfigure import Choice, at_hand
 from coordinator.pipeline.successors import devices_of, seconds_of, slower
@@ -22,6 +23,7 @@ from coordinator.planning.costs.fleet import UNKNOWN
 
 if TYPE_CHECKING:
     from atoll.plan import Plan, Replica
+    from coordinator.membership.member import Member
     from coordinator.membership.roster import Roster
     from coordinator.messages.jobs import JobState
 
@@ -57,7 +59,9 @@ def _workers(state: JobState, roster: Roster, plan: Plan, number: int) -> list[s
     """Return workers for the stages of a copy of a replica, None where too few are idle or stand by."""
     precision = state.spec.training.precision.value
     spare = [s.worker for s in state.standbys.values() if not s.swap and at_hand(roster, s.worker)]
-    idle = [*roster.plannable(roster.idle(), precision), *spare]
+    # Who repeats steps to compare makes way: with one check after the other nobody would ever be idle.
+    checking = [name for name, known in roster.workers.items() if _repeats(state, name, known.member)]
+    idle = [*roster.plannable([*roster.idle(), *checking], precision), *spare]
     held = [place.worker for place in plan.places]
     fleet, chosen = devices_of(roster, (*idle, *held), precision), list[str]()
     for rank in ranks_of(plan, number):
@@ -73,6 +77,12 @@ def _workers(state: JobState, roster: Roster, plan: Plan, number: int) -> list[s
             return None
         chosen.append(min(fit)[2])
     return chosen
+
+
+def _repeats(state: JobState, worker: str, member: Member) -> bool:
+    """Whether a worker is beside the job's plan for a spot check."""
+    beside = member.job == state.job and member.rank == NO_RANK and not member.gone
+    return beside and state.standby_of(worker) is None
 
 
 def _reaches(roster: Roster, worker: str, others: Sequence[str]) -> bool:

@@ -38,11 +38,12 @@ class _Given:
 
 @dataclass(slots=True)
 class Seats:
-    """Of all jobs; ``step``: step a job's machine."""
+    """Of all jobs; ``step``: step a job's machine, ``make_way``: let those go who repeat steps to compare."""
 
     effects: Effects
     step: Callable[[str, Event], None]
     replanning: Replanning
+    make_way: Callable[[], None]
     _given: dict[str, _Given] = field(default_factory=dict)  # by job
 
     def look(self, state: JobState) -> None:
@@ -96,6 +97,8 @@ class Seats:
         before = self._given.get(state.job)
         times = before.times + 1 if before is not None else 1
         newcomers = tuple(chosen.workers[rank] for rank in sorted(chosen.newcomers))
+        if not all(self.effects.roster.is_idle(worker) for worker in newcomers):
+            self.make_way()
         until_s = self.effects.now_s + AGAIN_S * 2.0 ** (times - 1)
         self._given[state.job] = _Given(newcomers, state.step, times, until_s)
         self.step(

@@ -131,7 +131,9 @@ def test_who_joins_has_rates_though_no_round_has_shown_any(n_bytes: int) -> None
     found = list[Event]()
     effects = SimpleNamespace(roster=roster_of(w0=1.0, w2=1.0, new=1.0), now_s=0.0, storage="", label=str)
     nothing = SimpleNamespace(due=lambda state: "")
-    seating = Seats(cast("Any", effects), lambda job, event: found.append(event), cast("Any", nothing))
+    seating = Seats(
+        cast("Any", effects), lambda job, event: found.append(event), cast("Any", nothing), lambda: None
+    )
     seating.look(replace(state, plan=plan))
     (event,) = found
     assert isinstance(event, Replaced)
