@@ -332,11 +332,11 @@ def main() -> int:
         print(*words, sep="  ", flush=True)
 
     for scenario in options.scenario or ["homes"]:
-        with Placed(scenario, ARMS["log"][0]) as fleet:
-            if options.rounds:
+        if options.rounds:
+            with Placed(scenario, ARMS["log"][0]) as fleet:
                 fleet.warm(options.job, [*how, "--standbys", "0"])
-            for arm in IN_TURN * options.rounds:
-                measure(fleet, scenario, arm, None)
+                for arm in IN_TURN * options.rounds:
+                    measure(fleet, scenario, arm, None)
         for stage in options.stage or [1]:
             for arm in options.arm or ARMS:
                 with Placed(scenario, ARMS[arm][0]) as fleet:
