@@ -60,9 +60,6 @@ class Beside:
                 newcomers = self.joining.tick(self.jobs[job], others_wait=others_wait)
                 self.standbys.tick(self.jobs[job], others_wait=others_wait, newcomers=newcomers)
                 self.replanning.tick(self.jobs[job], others_wait=others_wait)
-            else:
-                self.joining.over(job)
-                self.replanning.over(job)
         self.checks.tick(self.jobs)
         self.copies.tick(self.jobs)
 

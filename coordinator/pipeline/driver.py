@@ -113,7 +113,7 @@ class PipelineDriver:
         )
         dead_after_s, make_way = self.config.liveness.dead_after_s, self.beside.checks.make_way
         self.losses = Losses(self.effects, self.profiling, dead_after_s, self._step, make_way)
-        self.seating = Seats(self.effects, self._step, self.beside.replanning, self.beside.checks.make_way)
+        self.seating = Seats(self.effects, self._step, self.beside.replanning, make_way)
         self.pair_tables = PairTables(self.effects, self._step)
         self.round_codecs = RoundCodecs(self._step)
 

@@ -23,7 +23,6 @@ from coordinator.planning.costs.fleet import UNKNOWN
 
 if TYPE_CHECKING:
     from atoll.plan import Plan, Replica
-    from coordinator.membership.member import Member
     from coordinator.membership.roster import Roster
     from coordinator.messages.jobs import JobState
 
@@ -58,10 +57,7 @@ def choose(state: JobState, roster: Roster) -> Choice | None:
 def _workers(state: JobState, roster: Roster, plan: Plan, number: int) -> list[str] | None:
     """Return workers for the stages of a copy of a replica, None where too few are idle or stand by."""
     precision = state.spec.training.precision.value
-    spare = [s.worker for s in state.standbys.values() if not s.swap and at_hand(roster, s.worker)]
-    # Who repeats steps to compare makes way: with one check after the other nobody would ever be idle.
-    checking = [name for name, known in roster.workers.items() if _repeats(state, name, known.member)]
-    idle = [*roster.plannable([*roster.idle(), *checking], precision), *spare]
+    idle = [*roster.plannable(roster.idle(), precision), *_beside(state, roster)]
     held = [place.worker for place in plan.places]
     fleet, chosen = devices_of(roster, (*idle, *held), precision), list[str]()
     for rank in ranks_of(plan, number):
@@ -79,10 +75,15 @@ def _workers(state: JobState, roster: Roster, plan: Plan, number: int) -> list[s
     return chosen
 
 
-def _repeats(state: JobState, worker: str, member: Member) -> bool:
-    """Whether a worker is beside the job's plan for a spot check."""
-    beside = member.job == state.job and member.rank == NO_RANK and not member.gone
-    return beside and state.standby_of(worker) is None
+def _beside(state: JobState, roster: Roster) -> list[str]:
+    """Return who stands by for a loss, or repeats steps to compare: with one check after the other nobody
+    would ever be idle."""
+    swapping = {standby.worker for standby in state.standbys.values() if standby.swap}
+    return [
+        worker
+        for worker, known in roster.workers.items()
+        if known.member.rank == NO_RANK and worker not in swapping and at_hand(roster, worker, state.job)
+    ]
 
 
 def _reaches(roster: Roster, worker: str, others: Sequence[str]) -> bool:

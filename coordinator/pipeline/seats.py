@@ -97,8 +97,7 @@ class Seats:
         before = self._given.get(state.job)
         times = before.times + 1 if before is not None else 1
         newcomers = tuple(chosen.workers[rank] for rank in sorted(chosen.newcomers))
-        if not all(self.effects.roster.is_idle(worker) for worker in newcomers):
-            self.make_way()
+        self.make_way()
         until_s = self.effects.now_s + AGAIN_S * 2.0 ** (times - 1)
         self._given[state.job] = _Given(newcomers, state.step, times, until_s)
         self.step(
