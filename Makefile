@@ -40,7 +40,7 @@ FLOWER_TESTS := tests/coordinator/flower tests/coordinator/apps tests/worker/app
 	tests/examples/test_flower_digits.py tests/house/test_flower_imports.py \
 	$(wildcard tests/e2e/test_flower_*.py) tests/e2e/test_same_weights.py
 
-.PHONY: help venv demo test test-all test-flwr142 folders fuzz check format bench protos docs clean lock sbom audit
+.PHONY: help venv demo test test-all test-flwr142 folders packages fuzz check format bench protos docs clean lock sbom audit
 
 help:
 	@echo "make demo      train a GPT on 4 workers across an emulated WAN, and check the result"
@@ -75,13 +75,17 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	@$(TEST_ENV) $(BIN)/python -m examples.demo
 
+# As root on Debian they are installed, else said; PACKAGES_BY=hand leaves the machine as it is.
+packages:
+	@test '$(PACKAGES_BY)' = hand || .ci/packages
+
 folders:
 	@test -n "$(FOLDERS)" || { echo "no folder tests/*/$(WING); the wings are: $(WINGS)"; exit 1; }
 
-test: folders $(STAMP)
+test: folders packages $(STAMP)
 	$(PYTEST) -n $(TEST_PROCESSES) --dist loadfile -m "not slow and not gpu" $(FOLDERS)
 
-test-all: folders $(STAMP)
+test-all: folders packages $(STAMP)
 	$(PYTEST) $(FOLDERS)
 	$(if $(WING),,$(MAKE) test-flwr142)
 

@@ -1,4 +1,4 @@
-"""Ctrl+C, and the promise that follows it: the process is gone within 2 s and leaves none behind.
+"""What is promised within 2 s: after Ctrl+C a process is gone and leaves none behind; a pause frees it.
 
 Only moments in which the machine had a core to spare count, so that no other work can break the promise.
 """
@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,16 @@ def interrupted(process: subprocess.Popen[Any], number: signal.Signals = signal.
         spare_s += moment_s
         assert spare_s < PROMISED_S * ALLOWANCE, left
     return process.wait()
+
+
+def spare_s_until(done: Callable[[], bool]) -> float:
+    """Seconds that it takes until ``done``, of those moments in which the machine had a core to spare."""
+    spare_s = 0.0
+    for moment_s in _spare_moments():
+        if done():
+            break
+        spare_s += moment_s
+    return spare_s
 
 
 def _spare_moments() -> Iterator[float]:

@@ -1,15 +1,16 @@
-"""How long tests wait for what comes in milliseconds: no machine is too slow, but what hangs must end."""
+"""Waiting in tests: no machine is too slow, and what hangs is ended by the suite's own limit alone."""
 
 import time
 from collections.abc import Callable
 
-HUNG_S = 120.0
+HUNG_S = 7200.0
+"""Timeout for calls that need one: longer than the suite's limit of a test (``timeout`` in pyproject.toml).
+So the suite alone ends what hangs, with the stacks of all threads."""
+
 LOOK_EVERY_S = 0.01
 
 
 def eventually(check: Callable[[], object]) -> None:
-    """Wait for what another thread or process brings about. AssertionError when it never does."""
-    ends_s = time.monotonic() + HUNG_S
+    """Wait for what another thread or process brings about, as long as the suite lets a test run."""
     while not check():
-        assert time.monotonic() < ends_s, "it never came about"
         time.sleep(LOOK_EVERY_S)

@@ -15,7 +15,6 @@ from atoll.errors import UsageError
 from benchmarks import same_bits
 from benchmarks.same_bits import FIRST, Compared, table, tensor_hashes
 from benchmarks.trees import ROOT, THIS, Tree, checkout, python_of
-from tests.patience import HUNG_S
 
 WEIGHT = torch.arange(6, dtype=torch.float32).reshape(2, 3)
 
@@ -78,7 +77,6 @@ def test_environments_with_other_versions_are_not_compared(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(30 * HUNG_S)
 def test_the_bits_are_those_of_9125213() -> None:
     known = subprocess.run(["git", "-C", ROOT, "cat-file", "-e", f"{FIRST}^{{commit}}"], check=False)
     if known.returncode:

@@ -20,7 +20,6 @@ from coordinator.storage.journal import Journal
 from protos.credentials import Authority, identity_from, new_key, signing_request
 from protos.folder_version import VERSION_FILE
 from tests.fixtures.make import DATA, FEDERATED, KINDS, PIPELINE, SAMPLES, WORKERS
-from tests.patience import HUNG_S
 from worker.config import make_config
 from worker.data.policy import OPEN, UNSTATED
 from worker.data.registry import set_policy, verify_dataset
@@ -141,7 +140,6 @@ def admit(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(10 * HUNG_S)
 def test_the_job_trains_on_from_where_it_was_to_the_weights_of_an_undisturbed_run(
     kind: str, folder: Path
 ) -> None:

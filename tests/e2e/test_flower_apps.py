@@ -495,7 +495,7 @@ def test_no_process_of_an_app_outlives_a_worker_that_is_killed(tmp_path: Path) -
         [started] = said(ask(grid, "query.spawn"))
         with open(context.run_config["out"] + ".pids", "w") as file:
             json.dump([int(pid) for pid in started["m"].values()], file)
-        return said(ask(grid, "query.hang", timeout=30))
+        return said(ask(grid, "query.hang"))
     """
     app, out = write_app(tmp_path, "spawner", server, SPAWNER), tmp_path / "out.json"
     with LoopbackFleet(1, options=("--allow-apps",)) as fleet:
@@ -535,9 +535,9 @@ def test_a_run_goes_on_when_its_coordinator_is_killed_and_started_again(tmp_path
             with open(context.run_config["out"] + ".round", "w") as file:
                 file.write(str(number))
             time.sleep(0.3)
-            replies = ask(grid, "query.large", timeout=120.0)
+            replies = ask(grid, "query.large")
             assert all(r.content["a"]["x"].numpy().sum() == 300_000 * number for r in replies)
-            found.append(said(ask(grid, "train", timeout=120.0)))
+            found.append(said(ask(grid, "train")))
         return found
     """
     app, out = write_app(tmp_path, "restarted", server, LONG_CLIENT, "lr = 0.1"), tmp_path / "out.json"

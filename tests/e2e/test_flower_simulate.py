@@ -49,7 +49,6 @@ def test_nodes_on_two_workers_give_the_listed_accuracies_and_what_they_write_is_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 def test_a_hundred_nodes_give_stock_simulations_accuracies(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     with StockFlower(MANY, simulation=True) as flower:

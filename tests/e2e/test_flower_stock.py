@@ -14,7 +14,7 @@ from benchmarks.rivals.flower_stock import StockFlower
 from strategies import STRATEGIES
 from tests.examples.test_flower_digits import APP, LISTED, accuracies
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.slow
 NODES, ROUNDS = 4, 2
 
 

@@ -32,7 +32,7 @@ from worker.transport.frames import Direction
 PACE_S = 0.1  # between two steps, so that they suffice
 STEPS, FEW_STEPS, BRIEF_STEPS = 600, 150, 60  # killed at many points, at one, and submitted beside it
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(3600)]  # a slow machine's
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def case_of(steps: int) -> Case:

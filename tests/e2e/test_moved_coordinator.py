@@ -17,6 +17,7 @@ from benchmarks.real_workers import LoopbackFleet, as_job, cut_at
 from coordinator.cli.main import app
 from coordinator.client.prepare import prepare
 from protos.command_line import run
+from tests.patience import HUNG_S
 
 TRAINING = TrainingSpec(
     steps=120, n_micro=4, seed=3, optimizer=Optimizer(lr=3e-3, clip_norm=0.5), checkpoint_every=20
@@ -42,7 +43,7 @@ def backed_up(fleet: LoopbackFleet, target: Path) -> None:
 
 def stop(fleet: LoopbackFleet) -> None:
     fleet._processes[0].send_signal(signal.SIGINT)
-    assert fleet._processes[0].wait(60) == 0
+    assert fleet._processes[0].wait(HUNG_S) == 0
 
 
 def moved(fleet: LoopbackFleet, target: Path) -> None:
@@ -58,7 +59,7 @@ def moved(fleet: LoopbackFleet, target: Path) -> None:
         # The machine keeps its identity: a new address takes no token.
         process = fleet._processes[n + 1]
         process.send_signal(signal.SIGINT)
-        process.wait(60)
+        process.wait(HUNG_S)
         name = f"worker{n}"
         address = fleet.client.endpoint.address
         fleet._spawn(name, "worker.cli", "join", address, "--listen", "127.0.0.1:0", *fleet._state(name))

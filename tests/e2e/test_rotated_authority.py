@@ -20,6 +20,7 @@ from coordinator.client.client import connect
 from coordinator.client.prepare import prepare
 from protos.command_line import run
 from protos.credentials import Identity, JoinToken, authorities_in
+from tests.patience import HUNG_S
 
 TRAINING = TrainingSpec(
     steps=3000, n_micro=4, seed=3, optimizer=Optimizer(lr=3e-3, clip_norm=0.5), checkpoint_every=50
@@ -45,7 +46,7 @@ def command(fleet: LoopbackFleet, capsys: pytest.CaptureFixture[str], *words: st
 def stopped(fleet: LoopbackFleet, n: int) -> None:
     process = fleet._processes[n + 1]
     process.send_signal(signal.SIGINT)
-    process.wait(60)
+    process.wait(HUNG_S)
 
 
 def started(fleet: LoopbackFleet, n: int, *more: str) -> None:
@@ -112,7 +113,7 @@ def test_a_job_goes_on_while_its_workers_change_to_a_new_authority(
         # Who was away hears what to do, and does it.
         address = fleet.client.endpoint.address
         fleet._spawn("worker3", "worker.cli", "join", address, *fleet._state("worker3"))
-        assert fleet._processes.pop().wait(60) == 6
+        assert fleet._processes.pop().wait(HUNG_S) == 6
         assert "ask for a token" in fleet.log("worker3")
         fresh = fleet.client.create_token("after").token
         assert len(authorities_in(JoinToken.decode(fresh).ca_pem)) == 1

@@ -16,7 +16,7 @@ from coordinator.client.prepare import prepare
 from tests.e2e.same_job import CLIENTS, furthest, in_this_process, job, samples, write_app
 
 RULES = ("fedavg", "fedavgm", "fedprox", "scaffold", "fednova", "feddyn")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

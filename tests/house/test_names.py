@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import HUNG_S
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     "atoll",
@@ -49,6 +51,22 @@ def _sources() -> list[Path]:
 
 def _shown(path: Path, line: int) -> str:
     return f"{path.relative_to(ROOT)}:{line}"
+
+
+def test_no_test_has_a_limit_in_seconds_of_its_own() -> None:
+    """One limit ends what hangs: the suite's, which no timeout of a call in a test comes before."""
+    suite = re.search(r"^timeout = (\d+)", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert suite is not None
+    assert float(suite[1]) < HUNG_S
+    own = re.compile(r"mark\.timeout|\b(?:timeout=|(?:wait|join|result|communicate)\()\d\d")
+    found = [
+        _shown(path, number)
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if path != Path(__file__).resolve()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if own.search(line) and not re.search(r"\b(world|made)\.wait\(", line)  # of simulated time
+    ]
+    assert found == []
 
 
 def test_files_hold_one_concept() -> None:

@@ -29,7 +29,7 @@ from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos.command_line import run
 from protos.folder_lock import FolderLock
-from tests.patience import eventually
+from tests.patience import HUNG_S, eventually
 
 MEMBERS = (COORDINATOR, "a", "b", "c")
 TENSORS = {"weight": "1", "bias": "2"}
@@ -83,7 +83,7 @@ def test_who_holds_a_stage_of_a_replica_can_be_disturbed_too(plan: job_pb.Plan) 
             yield pb.JobUpdate(plan=plan)
 
     watching = Watching(cast("Fleet", Told()), "j-1")
-    assert watching.ended.wait(60.0)
+    assert watching.ended.wait(HUNG_S)
     assert watching.holders == ("a", "b")
 
 

@@ -22,6 +22,7 @@ from coordinator.messages import instructions as do
 from coordinator.server import serve
 from protos import relay_tickets as tickets
 from protos.command_line import run
+from tests.patience import HUNG_S
 from worker.cli.ways import greeted
 
 USE = do.RelayUse(True, 0.0)
@@ -49,7 +50,7 @@ def test_a_relay_greets_shows_its_metrics_and_ends_when_asked(tmp_path: Path) ->
             assert "atoll_relay_bytes_total 0.0" in text
             assert 'atoll_relay_refused_total{cause="ticket"} 0.0' in text
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
+            assert process.wait(HUNG_S) == 0
         finally:
             process.kill()
 

@@ -38,7 +38,7 @@ from flwr.serverapp import ServerApp
 app = ServerApp()
 
 
-def ask(grid, kind, content=None, timeout=600, nodes=None):
+def ask(grid, kind, content=None, timeout=None, nodes=None):
     records = content if content is not None else RecordDict()
     ids = list(grid.get_node_ids()) if nodes is None else nodes
     return list(grid.send_and_receive([Message(records, n, kind) for n in ids], timeout=timeout))

@@ -15,6 +15,7 @@ from coordinator.storage import object_store
 from coordinator.storage.mirrored_blobs import blob_store
 from coordinator.storage.object_store import PART_BYTES, S3Objects
 from tests.coordinator.storage.moto_server import Proxy, moto_server
+from tests.patience import HUNG_S
 
 pytest.importorskip("obstore", reason="the S3 client is missing: pip install 'atoll[s3]'")
 pytestmark = pytest.mark.slow
@@ -43,7 +44,7 @@ def proxy(moto: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 
 
 def direct(port: int, method: str, path: str, body: bytes = b"") -> bytes:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HUNG_S)
     connection.request(method, path, body)
     answer = connection.getresponse()
     data = answer.read()

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from structlog.testing import capture_logs
 
 from protos import atoll_apps_pb2 as pb
 from protos.app_guard import Guarded
-from tests.patience import HUNG_S
+from tests.patience import HUNG_S, eventually
 from worker.apps import run as app_run
 from worker.apps.process import AppProcess, _environment
 from worker.apps.run import AppContext
@@ -105,17 +104,15 @@ def guarded(then: str) -> tuple[Guarded, dict[str, int]]:
 
 
 def gone(processes: dict[str, int]) -> bool:
+    """True, as soon as none of them lives any more."""
+
     def lives(process: int) -> bool:
         try:
             return "zombie" not in Path(f"/proc/{process}/status").read_text()
         except OSError:
             return False
 
-    deadline_s = time.monotonic() + HUNG_S
-    while any(map(lives, processes.values())):
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(0.01)
+    eventually(lambda: not any(map(lives, processes.values())))
     return True
 
 

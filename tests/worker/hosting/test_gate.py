@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from atoll.errors import BadFrame
 from protos import atoll_compute_pb2 as pb
-from tests.patience import HUNG_S
+from tests.patience import eventually
 from tests.worker.links.hub import Hub
 from worker.hosting import gate
 from worker.hosting.gate import AT_ONCE, Gate
@@ -248,13 +247,6 @@ def ask(step: int, version: int = 1) -> MessageKey:
     return MessageKey("j", version, step, 0, 2, Direction.REPLAY)
 
 
-def until(met: Callable[[], object]) -> None:
-    ends_s = time.monotonic() + HUNG_S
-    while not met():
-        assert time.monotonic() < ends_s
-        time.sleep(0.005)
-
-
 def sent(setup: Setup, key: MessageKey, data: bytes, peer: str = "peer", *, log_only: bool = False) -> None:
     message = pb.Outgoing(peer=peer, key=to_key(key), header=b"h", log_only=log_only)
     setup.gate.send(message, np.frombuffer(data, np.uint8))
@@ -268,7 +260,7 @@ def test_who_takes_over_is_sent_a_step_again_under_its_old_keys_as_often_as_it_a
     setup.hub.sent.clear()
     for times in (1, 2):
         assert setup.send(ask(5), b"")
-        until(lambda most=2 * times: len(setup.hub.sent) >= most)
+        eventually(lambda most=2 * times: len(setup.hub.sent) >= most)
     assert [key for _, _, key in setup.hub.sent] == [KEY, NEXT] * 2
     assert setup.hub.packets[KEY] == [b"habc"] * 3
     assert setup.arrived() == []
@@ -278,7 +270,7 @@ def test_a_step_that_is_not_there_is_answered_with_the_reason(setup: Setup) -> N
     setup.hub.port("peer")
     setup.gate.trim_log(6)
     assert setup.send(ask(5), b"")
-    until(lambda: setup.hub.sent)
+    eventually(lambda: setup.hub.sent)
     [(_, peer, key)] = setup.hub.sent
     assert (peer, key) == ("peer", ask(5)._replace(micro=NOT_HERE))
     assert setup.hub.packets[key] == [b"step 5 is not in the send log, which begins at 6"]
@@ -292,7 +284,7 @@ def test_what_is_asked_for_while_its_step_lasts_follows_as_it_is_sent(setup: Set
     assert setup.send(ask(5), b"")
     for key in (KEY, NEXT):
         sent(setup, key, b"abc", log_only=True)
-        until(lambda key=key: key in [k for *_, k in setup.hub.sent])
+        eventually(lambda key=key: key in [k for *_, k in setup.hub.sent])
     assert [key for *_, key in setup.hub.sent] == [KEY, NEXT]
 
 
@@ -325,7 +317,7 @@ def test_who_begins_again_with_low_steps_has_them_though_it_had_asked_for_higher
     for step in range(20, 20 + MAX_ASKED):
         assert setup.send(ask(step), b"")
     assert setup.send(ask(5), b"")
-    until(lambda: setup.hub.sent)
+    eventually(lambda: setup.hub.sent)
     assert [key for *_, key in setup.hub.sent] == [KEY]
 
 
@@ -351,7 +343,7 @@ def test_after_a_reconfiguration_neither_old_messages_nor_lost_peers_pass(setup:
     assert not setup.send(ask(4), b"", "peer")
     assert setup.send(ask(4, 2), b"", "new")
     assert setup.send(ask(5, 2), b"", "new")
-    until(lambda: len(setup.hub.sent) == 3)
+    eventually(lambda: len(setup.hub.sent) == 3)
     assert [key for *_, key in setup.hub.sent] == [again, KEY._replace(step=4), again]
     with pytest.raises(BadFrame, match="none of which is here"):
         sent(setup, again, b"abc", "peer")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.patience import HUNG_S
+from tests.patience import eventually
 from tests.worker.hosting.launching import WAYS, ended, launched, life, read_line, sandbox_for
 from worker.hosting import limits
 from worker.hosting.control_group import ControlGroup, memory_groups
@@ -180,7 +179,5 @@ with Bounded(READY + "time.sleep(600)", {way!r}, Means.CONTROL_GROUP) as bounded
         folder, guard = worker.stdout.readline().split()
         assert Path(folder).is_dir()
         worker.kill()
-    deadline_s = time.monotonic() + HUNG_S
-    while Path("/proc", guard).exists() and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    eventually(lambda: not Path("/proc", guard).exists())
     assert not Path(folder).exists()

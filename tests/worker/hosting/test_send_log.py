@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import StorageError
-from tests.patience import HUNG_S
+from tests.patience import HUNG_S, eventually
 from worker.hosting import send_log
 from worker.hosting.send_log import NOTHING, SendLog
 from worker.transport.frames import Direction, MessageKey
@@ -30,13 +29,6 @@ def read(log: SendLog, step: int, stage: int = 1, at: int = 0) -> list[tuple[Mes
     return [(r.key, r.header, r.payload) for r in log.records(step, stage, at)]
 
 
-def until(met: object) -> None:
-    ends_s = time.monotonic() + HUNG_S
-    while not met():  # type: ignore[operator]
-        assert time.monotonic() < ends_s
-        time.sleep(0.005)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "send_log" / "1"
@@ -47,7 +39,7 @@ def log(folder: Path) -> Iterator[SendLog]:
     made = SendLog(folder, "j", 64 << 20, 3)
     yield made
     made.close()
-    until(lambda: not folder.exists())
+    eventually(lambda: not folder.exists())
 
 
 @pytest.mark.parametrize("size", [0, 5, send_log.COPIED_BYTES + 1, send_log.WRITE_BYTES + 1])
@@ -94,7 +86,7 @@ def test_what_no_replay_needs_leaves_the_disk(
     assert files >= 3
     log.trim(7)
     assert log.logged_from == 7
-    until(lambda: len(list(folder.iterdir())) < files - 1)
+    eventually(lambda: len(list(folder.iterdir())) < files - 1)
     assert read(log, 8) == [(key(8), b"", body(8, 0, 900))]
     with pytest.raises(StorageError):
         read(log, 6)
@@ -203,7 +195,7 @@ def test_a_closed_log_takes_and_gives_nothing(folder: Path) -> None:
     log.append(1, key(1), b"", b"a")
     with pytest.raises(StorageError):
         read(log, 0)
-    until(lambda: not folder.exists())
+    eventually(lambda: not folder.exists())
 
 
 def test_a_disk_that_deletes_nothing_ends_no_log(log: SendLog, folder: Path) -> None:

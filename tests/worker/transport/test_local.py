@@ -158,7 +158,6 @@ def refusal(caller: Host, peer: str, listener: Device, word: str) -> str:
         with pytest.raises(AtollError) as error:
             caller.network.dial(peer, [("127.0.0.1", listener.network.port)], within_s)
         words, within_s = str(error.value), 2 * within_s
-        assert within_s < HUNG_S
     return words
 
 

@@ -22,7 +22,7 @@ from coordinator.relay.server import Relay
 from protos import relay_tickets as tickets
 from protos.credentials import Authority
 from protos.relay_tickets import Ticket
-from tests.patience import HUNG_S
+from tests.patience import HUNG_S, eventually
 from tests.worker.transport.hosts import Host, enroll, key
 from worker.transport.contract import Paths, RelayOffer, TransportConfig, Way
 from worker.transport.loop import SHARED
@@ -194,10 +194,7 @@ def test_a_pair_is_joined_directly_once_a_door_opens_and_no_message_is_lost(host
         door.open()
         ways = [b.ways.get(timeout=HUNG_S)[1] for _ in range(2)]
         assert ways == [Way.RELAYED, Way.REVERSED]
-        deadline_s = time.monotonic() + HUNG_S
-        while any(c.way is Way.RELAYED for c in a.network._peers["w-b"].connections):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        eventually(lambda: all(c.way is not Way.RELAYED for c in a.network._peers["w-b"].connections))
     finally:
         stop.set()
         sending.join()
@@ -417,10 +414,7 @@ def test_a_ticket_that_is_used_up_is_followed_by_the_next(host: Make, relays: Re
     a.network.meet("w-b", Paths(relay=leave(relays.port, dials=True, max_bytes=small)), HUNG_S)
     sending = threading.Thread(target=exchange, args=(a, b, range(8)))
     sending.start()
-    deadline_s = time.monotonic() + HUNG_S
-    while not relays.relay.book.refused["bytes"]:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    eventually(lambda: relays.relay.book.refused["bytes"])
     assert relays.relay.book.joined_bytes <= small
     b.network.expect("w-a", Paths(relay=leave(relays.port, dials=False, serial=1)), HUNG_S)
     a.network.expect("w-b", Paths(relay=leave(relays.port, dials=True, serial=1)), HUNG_S)
