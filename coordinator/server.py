@@ -612,7 +612,8 @@ async def _serve_forever(config: CoordinatorConfig, announce: Callable[[Started]
         # Better to end and be started again from the journal than to answer and do nothing.
         log.critical("server.broke", error=repr(failure))
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.remove_signal_handler(number)  # a second one ends the process at once
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once, threads that plan too
     try:
         await asyncio.wait_for(server.stop(), config.stop_within_s)
     except TimeoutError:

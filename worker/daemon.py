@@ -7,8 +7,11 @@ the process.
 
 from __future__ import annotations
 
+import math
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -17,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from atoll.errors import ConnectionFailed
+from protos.signals import heeded
 from worker.blobs import BlobCache
 from worker.config import WorkerConfig, make_config, remember
 from worker.control.address_watch import watch_address
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
     from protos.credentials import Identity
 
 log = structlog.get_logger()
+
+LEAVES_WITHIN_S = 2.0  # as is promised; a signal that comes later ends the process at once
 
 
 class Daemon:
@@ -82,7 +88,7 @@ class Daemon:
             raise error
 
     def leave(self, reason: str) -> None:
-        """Go as soon as possible; safe in a signal handler."""
+        """Go as soon as possible; from any thread, not from a signal's handler."""
         self._stopping.set()
         for member in self._members:
             member.post(events.LeaveAsked(reason))
@@ -192,19 +198,24 @@ class Daemon:
         return config.memory_bytes, config.gpu_memory_bytes
 
     def _catch_signals(self) -> Callable[[], None]:
-        """Leave on Ctrl+C or SIGTERM; returns what puts the old handlers back."""
+        """Leave on Ctrl+C or SIGTERM, and end at once on another one where that hangs; returns what puts the
+        old handlers back."""
         if threading.current_thread() is not threading.main_thread():
             return lambda: None
 
-        def leave(number: int, _: object) -> None:
+        begun_s = math.inf
+
+        def leave(number: int) -> None:
+            nonlocal begun_s
+            if time.monotonic() - begun_s > LEAVES_WITHIN_S:
+                os._exit(128 + number)  # without a word: whoever hangs may hold the log's lock
+            begun_s = min(begun_s, time.monotonic())
             self.leave(f"stopped by {signal.Signals(number).name}")
 
-        old = {n: signal.signal(n, leave) for n in (signal.SIGINT, signal.SIGTERM)}
-        # `atoll-worker apps` and `jobs` tell a running daemon that its owner has spoken.
-        old[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda *_: self._post(ConsentChanged()))
-
-        def restore() -> None:
-            for number, handler in old.items():
-                signal.signal(number, handler)
-
-        return restore
+        return heeded(
+            {
+                **{number: partial(leave, number) for number in (signal.SIGINT, signal.SIGTERM)},
+                # `atoll-worker apps` and `jobs` say so that its owner has spoken.
+                signal.SIGUSR1: lambda: self._post(ConsentChanged()),
+            }
+        )

@@ -249,7 +249,7 @@ class Member:
             self._gone.set()
 
     def post(self, event: Inner) -> None:
-        """Have an event handled; safe in a signal handler."""
+        """Have an event handled; from any thread."""
         self._events.put(event)
 
     def renewed(self, *, key: bool) -> None:
