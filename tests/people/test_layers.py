@@ -1,0 +1,213 @@
+"""Stock layers and losses of torch, each trained as the plain loop trains it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from atoll.job import Optimizer, OptimizerName
+from tests.people.loop import Case, case, run
+
+G = torch.Generator
+
+
+def vectors(width: int = 6, rows: int = 32) -> dict[str, Tensor]:
+    g = G().manual_seed(5)
+    return {"x": torch.randn(rows, width, generator=g), "y": torch.randint(0, 4, (rows,), generator=g)}
+
+
+def images() -> dict[str, Tensor]:
+    g = G().manual_seed(5)
+    return {"x": torch.randn(32, 3, 8, 8, generator=g), "y": torch.randint(0, 4, (32,), generator=g)}
+
+
+def tokens() -> dict[str, Tensor]:
+    x = torch.randint(0, 12, (32, 5), generator=G().manual_seed(5))
+    return {"x": x, "y": (x.sum(1) % 4)}
+
+
+class Classifier(nn.Module):
+    """``body`` before a linear head over what it gives, flattened."""
+
+    def __init__(self, body: nn.Module, features: int, **loss: object) -> None:
+        super().__init__()
+        self.body, self.head, self.loss = body, nn.Linear(features, 4), nn.CrossEntropyLoss(**loss)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.body(x)
+        hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        loss = self.loss(self.head(torch.tanh(hidden).flatten(1)), y)
+        assert isinstance(loss, Tensor)
+        return loss
+
+
+def weight_norm() -> nn.Module:
+    return Classifier(nn.utils.parametrizations.weight_norm(nn.Linear(6, 8)), 8)
+
+
+def spectral_norm() -> nn.Module:
+    return Classifier(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), 8)
+
+
+def orthogonal() -> nn.Module:
+    return Classifier(nn.utils.parametrizations.orthogonal(nn.Linear(6, 6)), 6)
+
+
+def sparse_embedding() -> nn.Module:
+    return Classifier(nn.Embedding(12, 3, padding_idx=0, sparse=True), 15)
+
+
+def embedding_with_padding() -> nn.Module:
+    return Classifier(nn.Embedding(12, 3, padding_idx=0), 15)
+
+
+def embedding_max_norm() -> nn.Module:
+    return Classifier(nn.Embedding(12, 3, max_norm=1.0), 15)
+
+
+def embedding_bag() -> nn.Module:
+    return Classifier(nn.EmbeddingBag(12, 6, mode="mean"), 6)
+
+
+def cumulative_batch_norm() -> nn.Module:
+    return Classifier(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None)), 8)
+
+
+def batch_norm() -> nn.Module:
+    return Classifier(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)), 8)
+
+
+def batch_norm_without_statistics() -> nn.Module:
+    return Classifier(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, track_running_stats=False)), 8)
+
+
+def convolutions() -> nn.Module:
+    return Classifier(
+        nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1, groups=1, padding_mode="reflect"),
+            nn.GroupNorm(2, 8),
+            nn.GELU(),
+            nn.Conv2d(8, 8, 3, stride=2, padding=1, groups=2),
+            nn.InstanceNorm2d(8, affine=True, track_running_stats=True),
+            nn.ConvTranspose2d(8, 4, 2, stride=2),
+            nn.MaxPool2d(2),
+            nn.PixelShuffle(2),
+            nn.Upsample(scale_factor=0.5, mode="bilinear"),
+        ),
+        16,
+    )
+
+
+def flat(body: nn.Module, features: int) -> nn.Module:
+    return Classifier(nn.Sequential(nn.Flatten(1, 2), body), features)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.embed, self.rnn, self.head = nn.Embedding(12, 6), kind(6, 7, batch_first=True), nn.Linear(7, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden, _ = self.rnn(self.embed(x))
+        return F.cross_entropy(self.head(hidden[:, -1]), y)
+
+
+def lstm_over_tokens() -> nn.Module:
+    return Recurrent(nn.LSTM)
+
+
+def gru_over_tokens() -> nn.Module:
+    return Recurrent(nn.GRU)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 4)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        attended, _ = self.attention(hidden, hidden, hidden)
+        return F.cross_entropy(self.head(self.encoder(hidden + attended).mean(1)), y)
+
+
+class Bilinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.head = nn.Bilinear(6, 6, 5), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.mix(x, x.flip(1))), y)
+
+
+def label_smoothing_and_class_weights() -> nn.Module:
+    return Classifier(nn.Linear(6, 8), 8, label_smoothing=0.1, weight=torch.tensor([1.0, 2.0, 0.5, 1.5]))
+
+
+class Alignments(nn.Module):
+    """CTC over four frames of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self.head(self.embed(x)).log_softmax(-1).transpose(0, 1)
+        lengths = torch.full((x.shape[0],), 5, dtype=torch.long)
+        return F.ctc_loss(logits, (y + 1)[:, None], lengths, torch.ones_like(lengths))
+
+
+class ComplexWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.w = nn.Parameter(torch.randn(5, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.fft.irfft(torch.fft.rfft(self.a(x)) * self.w, n=8)
+        return F.cross_entropy(self.head(torch.tanh(hidden)), y)
+
+
+class RealSpectrum(ComplexWeight):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(5, 2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(self.a(x)) * torch.view_as_complex(self.w)
+        return F.cross_entropy(self.head(torch.tanh(torch.fft.irfft(spectrum, n=8))), y)
+
+
+CASES = [
+    case(weight_norm, vectors),
+    case(orthogonal, vectors),
+    case(embedding_with_padding, tokens),
+    case(embedding_bag, tokens),
+    case(batch_norm, vectors),
+    case(batch_norm_without_statistics, vectors),
+    case(convolutions, images),
+    case(lambda: flat(nn.LSTM(8, 6, 2, bidirectional=True, batch_first=True), 24 * 12), images, name="lstm"),
+    case(lstm_over_tokens, tokens),
+    case(gru_over_tokens, tokens),
+    case(Attending, tokens),
+    case(Bilinear, vectors),
+    case(label_smoothing_and_class_weights, vectors),
+    case(RealSpectrum, vectors),
+    case(
+        Bilinear,
+        vectors,
+        name="adamw with clipping",
+        optimizer=Optimizer(OptimizerName.ADAMW, lr=1e-3, weight_decay=0.1, clip_norm=0.5),
+    ),
+]
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_stock_layer_trains_as_in_a_plain_loop(kind: Case, one_thread: None) -> None:
+    run(kind)
