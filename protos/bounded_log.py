@@ -19,6 +19,7 @@ from protos.private_files import private_folder
 MAX_BYTES = 4 << 20  # of one file
 FILES = 8
 MAX_LINE_CHARS = 4000
+TEXT_CHARS, LIST_ITEMS = (300, 60, 12), 8  # kept of a line that is too long, by turns
 
 
 class BoundedLog:
@@ -30,7 +31,7 @@ class BoundedLog:
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Append a line. StorageError when the disk refuses."""
-        data = json.dumps(line)[:MAX_LINE_CHARS].encode() + b"\n"
+        data = _line(line).encode() + b"\n"
         path = _path(self._folder, 0)
         try:
             with self._lock:
@@ -48,6 +49,22 @@ class BoundedLog:
         for at in range(FILES - 2, -1, -1):
             if _path(self._folder, at).exists():
                 _path(self._folder, at).replace(_path(self._folder, at + 1))
+
+
+def _line(line: Mapping[str, Any]) -> str:
+    """A line that can be read again, however long its texts and lists are: they are cut, never the line."""
+    text = json.dumps(line)
+    for most in TEXT_CHARS:
+        if len(text) <= MAX_LINE_CHARS:
+            return text
+        text = json.dumps({key: _cut(value, most) for key, value in line.items()} | {"cut": True})
+    return text
+
+
+def _cut(value: Any, most: int) -> Any:
+    if isinstance(value, str):
+        return value[:most]
+    return [_cut(item, most) for item in value[:LIST_ITEMS]] if isinstance(value, list | tuple) else value
 
 
 def read_log(folder: Path) -> Iterator[dict[str, Any]]:

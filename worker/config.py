@@ -29,7 +29,8 @@ from worker.manners.settings_file import OLDER_FILE, SETTINGS_FILE, read_setting
 DEFAULT_PORT = 7700
 ANY_APP = "any"
 TOKEN_VARIABLE = "ATOLL_TOKEN"  # noqa: S105 - a variable's name
-FOLDER_VERSION = 1  # raised as docs/decisions/023-versions-of-wire-and-disk.md says
+FOLDER_VERSION = 2  # raised as docs/decisions/023-versions-of-wire-and-disk.md says; 2: consent in SQLite
+OLDEST_FOLDER = 1  # read as it is
 # What a worker may have left in its state folder, by which the folder is known as one.
 _KEPT = (
     "identity", SETTINGS_FILE, OLDER_FILE, "running", "blobs", "compute", "data", "apps", "federated",
@@ -189,7 +190,7 @@ def make_state_dir(state_dir: Path) -> None:
     """Make the state folder, open to this user alone. StorageError when that cannot be, or when it was
     written by another version."""
     state_folder(state_dir, _KEPT)
-    claim_version(state_dir, FOLDER_VERSION, _KEPT)
+    claim_version(state_dir, FOLDER_VERSION, _KEPT, OLDEST_FOLDER)
 
 
 def make_config(given: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> WorkerConfig:

@@ -486,7 +486,8 @@ class Member:
         self._events.put(events.Dismiss(str(error), for_good=True))
 
     def _send(self, message: pb.FromWorker) -> None:
-        self._consent.sends(message)
+        if not self._consent.sends(message):
+            return
         stream = self._stream
         if stream is not None and not stream.send(message):
             log.warning("session.congested", queued=self._config.outgoing_messages)
@@ -516,7 +517,8 @@ class Member:
                 copy_bytes=self._copies.lent_bytes,
             )
         )
-        self._consent.sends(message)
+        if not self._consent.sends(message):
+            del message.introduction.datasets[:]
         return message
 
     def _datasets(self) -> list[pb.DatasetFacts]:

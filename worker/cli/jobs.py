@@ -69,7 +69,11 @@ def refuse(
     reason: Annotated[str, typer.Option(metavar="TEXT", help="Shown to who submitted the job.")] = "",
     state_dir: StateDir = None,
 ) -> int:
-    """Refuse a job, also one that is running: nothing more leaves for it."""
+    """Refuse a job, also one that is running: nothing more leaves for it, whatever terms it states later.
+
+    Other jobs of its graph or its submitter are accepted by no rule of the policy: each waits for you.
+    `jobs accept JOB` takes the refusal back.
+    """
     return _decide(job, Word.REFUSED, reason, state_dir)
 
 
@@ -106,6 +110,8 @@ def _decide(job: str, word: Word, reason: str, state_dir: Any) -> int:
     request = ConsentStore(folder).decide(job, word, reason, time.time())
     notified = "; the running worker was notified" if signal_consent_changed(folder) else ""
     out.print(f"job {job}: {STANDING[request.word]} ({request.why}){notified}", soft_wrap=True, markup=False)
+    if word is Word.REFUSED:
+        out.print("jobs of its graph or its submitter wait for your word, whatever the policy accepts")
     return 0
 
 
@@ -113,7 +119,9 @@ def _show(request: Request) -> None:
     over = f", over: {request.over}" if request.over else ""
     head = f"job {request.job}: {STANDING[request.word]} ({request.why}){over}"
     out.print(head, style="bold", soft_wrap=True, markup=False)
-    sent = f"{request.updates} updates" if request.updates else "no update"
+    sent = f"{request.updates} updates, {request.sent_bytes:,} bytes" if request.updates else "no update"
+    if request.evaluations:
+        sent += f"; means of {request.evaluations} evaluations"
     for heading, text in (("asked", shown_time(request.asked_s)), *request.facts, ("sent so far", sent)):
         out.print(f"  {heading:13} {text}", soft_wrap=True, markup=False)
 

@@ -18,6 +18,7 @@ ASK, ANY, OWNER, GRAPH = "ask", "any", "owner", "graph"
 HASH = re.compile(r"[0-9a-f]{64}")
 MAX_RULES = 64
 MAX_OWNER_CHARS = 100
+SPARE, SPARE_ROUNDS = 2, 8  # of updates beyond a job's stated rounds: most_updates
 
 
 def _check_rule(rule: str) -> None:
@@ -122,10 +123,11 @@ class Verdict:
     reason: str
 
 
-def judge(policy: Policy, terms: Terms, decided: Word | None, reason: str) -> Verdict:
-    """Apply a policy to a job; ``decided``: this owner's own word on these very terms, with its reason.
+def judge(policy: Policy, terms: Terms, decided: Word | None, reason: str, akin: str = "") -> Verdict:
+    """Apply a policy to a job; ``decided``: this owner's own word on it, with its reason.
 
-    A refusal outweighs everything, the bounds outweigh an acceptance.
+    A refusal outweighs everything, the bounds outweigh an acceptance. ``akin``: a job that this owner
+    refused, of the same graph or the same submitter: then no rule of the policy accepts by itself.
     """
     if decided is Word.REFUSED:
         return Verdict(Word.REFUSED, f"its data owner refused{': ' if reason else ''}{reason}")
@@ -135,9 +137,35 @@ def judge(policy: Policy, terms: Terms, decided: Word | None, reason: str) -> Ve
     if decided is Word.GIVEN:
         return Verdict(Word.GIVEN, "accepted by its data owner")
     named = {ANY, f"{OWNER}:{terms.owner}", f"{GRAPH}:{terms.graph}"} & {*policy.accept}
+    if named and akin:
+        return Verdict(
+            Word.AWAITED,
+            f"its data owner refused job {akin}, of the same graph or submitter, so this one needs its word",
+        )
     if named:
         return Verdict(Word.GIVEN, f"the policy accepts {min(named)}")
     return Verdict(Word.AWAITED, f"its data owner has not accepted job {terms.job} yet")
+
+
+def most_updates(policy: Policy, terms: Terms) -> tuple[int, str]:
+    """Return how many different updates a job gets, and who says so.
+
+    Without ``--max-rounds`` these are its stated rounds, which its owner accepted, with some to spare: a
+    round that failed is repeated, and then the update may be coded otherwise.
+    """
+    if policy.max_rounds:
+        return policy.max_rounds, (
+            f"the data owner allows {policy.max_rounds} (`atoll-worker data policy --max-rounds`)"
+        )
+    most = SPARE * terms.rounds + SPARE_ROUNDS
+    return most, f"its {terms.rounds} rounds, repeated ones with them, make at most {most}"
+
+
+def most_evaluations(policy: Policy, terms: Terms) -> tuple[int, str]:
+    """Return how many evaluations a job gets, and who says so: one a round for its metrics, one for a
+    selector that asks for losses."""
+    most, why = most_updates(policy, terms)
+    return SPARE * most, f"at most {SPARE} for each update: {why}"
 
 
 def policy_from_json(found: Mapping[str, Any]) -> Policy:

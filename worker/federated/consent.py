@@ -18,7 +18,7 @@ from atoll.federated import ConsentWord as Word
 from protos import atoll_control_pb2 as pb
 from strategies.clipping import Clipping
 from worker.data.consent import ConsentStore, Request
-from worker.data.departures import FACTS, MESSAGE, UPDATE, UPDATE_BEGINS, DepartureLog
+from worker.data.departures import FACTS, MESSAGE, NUMBERED, UPDATE, UPDATE_BEGINS, DepartureLog
 from worker.data.registry import load_dataset
 from worker.federated.terms import Asked
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 MAX_REPEATED = 64  # words that are said again after a reconnection, the newest first
-LOGGED = frozenset({"loaded", "update_ready", "client_evaluated", "client_failed", "consent", "log", "spans"})
-"""Messages to the coordinator that are logged when they are about a federated job."""
+LOGGED = NUMBERED | {"loaded", "client_failed", "consent", "log", "spans"}
+"""Messages to the coordinator that are logged when they are about a federated job; with numbers: always."""
 MAX_JOBS = 4096  # whose messages are logged, more than are remembered
 VERSION = 1  # of every invitation
 
@@ -43,6 +43,13 @@ class Consent:
         self._state_dir, self._clock = state_dir, clock
         self._store = ConsentStore(state_dir)
         self._log = DepartureLog(state_dir, clock)
+        self._jobs: set[str] = set()
+        try:
+            self._remember()
+        except AtollError as error:  # every use of it says so again: nothing leaves
+            log.error("consent.unreadable", reason=str(error))
+
+    def _remember(self) -> None:
         self._jobs = {request.job for request in self._store.known()}
 
     def judge(self, m: pb.Participate) -> pb.Consent | None:
@@ -51,11 +58,11 @@ class Consent:
         Raises BadFrame or UsageError for one that cannot be judged, StorageError.
         """
         asked = Asked(m)
-        if len(self._jobs) >= MAX_JOBS:
-            self._jobs = {request.job for request in self._store.known()}
-        self._jobs.add(m.job)
         samples = load_dataset(self._state_dir, asked.federated.data).n_samples
         request = self._store.asked(asked.terms(), asked.facts(samples), self._clock())
+        if len(self._jobs) >= MAX_JOBS:
+            self._remember()
+        self._jobs.add(m.job)
         if request.word is Word.GIVEN:
             log.info("consent.given", job=m.job, data=request.terms.data, reason=request.why)
             return None
@@ -68,8 +75,7 @@ class Consent:
     def changed(self) -> list[pb.Consent]:
         """What to tell the coordinator after the owner's word or a policy has changed, and after a
         reconnection: of the newest requests that are not over. Raises StorageError."""
-        open_ones = sorted(self._store.judged_again(), key=lambda r: r.asked_s, reverse=True)
-        return [_said(request) for request in open_ones[:MAX_REPEATED]]
+        return [_said(request) for request in self._store.judged_again()[:MAX_REPEATED]]
 
     def close(self, job: str, reason: str) -> None:
         """The coordinator let this machine go, or the job has ended."""
@@ -82,6 +88,11 @@ class Consent:
         """What every update of a job on ``data`` undergoes. Raises UsageError, StorageError."""
         policy = self._store.policy(data)
         return Clipping(policy.clip, policy.noise)
+
+    def evaluates(self, job: str) -> None:
+        """Count an evaluation before it begins. Raises UsageError for one too many and for a job that is not
+        accepted now, StorageError."""
+        self._store.evaluates(job)
 
     @contextmanager
     def departing(self, job: str, files: Sequence[BlobFile], left: Callable[[], int]) -> Iterator[None]:
@@ -97,20 +108,26 @@ class Consent:
             yield
         finally:
             self._log.note(job, UPDATE, left(), blobs=[file.hash for file in files])
+            self._store.sent(job, left())
 
-    def sends(self, message: pb.FromWorker) -> None:
-        """Log a message about a federated job, or the facts of the registered data, before it is sent."""
+    def sends(self, message: pb.FromWorker) -> bool:
+        """Log a message about a federated job, or the facts of the registered data, before it is sent.
+
+        False for what must not be sent so: numbers about the data, or its facts, that cannot be logged.
+        """
         kind = message.WhichOneof("body")
         try:
             if kind == "introduction" and message.introduction.datasets:
                 facts = message.introduction.datasets
                 names = [found.name for found in facts]
                 self._log.note("", FACTS, sum(found.ByteSize() for found in facts), data=names)
-            elif kind in LOGGED and (body := getattr(message, kind)).job in self._jobs:
+            elif kind in LOGGED and ((body := getattr(message, kind)).job in self._jobs or kind in NUMBERED):
                 at_round = getattr(body, "round", None)
                 self._log.note(body.job, MESSAGE, message.ByteSize(), message=kind, round=at_round)
         except AtollError as error:
             log.error("departure.unlogged", kind=kind, reason=str(error))
+            return kind not in NUMBERED and kind != "introduction"
+        return True
 
 
 def _said(request: Request) -> pb.Consent:

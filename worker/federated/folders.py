@@ -9,6 +9,7 @@ from hashlib import blake2b, sha256
 from pathlib import Path
 
 from atoll.errors import StorageError
+from protos.private_files import private_folder, write_private
 
 FOLDER = "federated"
 SECRET_FILE = "secret"  # noqa: S105 - a file's name
@@ -61,14 +62,16 @@ def noise_key(state_dir: Path) -> bytes:
     path = state_dir / FOLDER / SECRET_FILE
     try:
         found = path.read_bytes()
-    except OSError:
-        found = b""
-    if len(found) != SECRET_BYTES:
+    except FileNotFoundError:
         found = secrets.token_bytes(SECRET_BYTES)
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.touch(mode=0o600)
-            path.write_bytes(found)
-        except OSError as error:
-            raise StorageError(f"cannot write {path}: {error.strerror}") from None
+        private_folder(path.parent)
+        write_private(path, found)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from None
+    if len(found) != SECRET_BYTES:
+        # With another secret the same order would get other noise: two answers would show what it hides.
+        raise StorageError(
+            f"{path} is damaged: {len(found)} bytes instead of {SECRET_BYTES}; restore it from a backup, or "
+            "remove it once no federated job that adds noise runs here"
+        )
     return blake2b(found, digest_size=SECRET_BYTES).digest()

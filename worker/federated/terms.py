@@ -24,13 +24,15 @@ from strategies.layout import Layout, Role
 from worker.data.policy import MAX_OWNER_CHARS, Terms
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from google.protobuf.message import Message
 
     from atoll.federated import Federated, FederatedSpec
     from atoll.job import TrainingSpec
     from strategies.base import Strategy
 
-SHOWN_NAMES = 6
+SHOWN_NAMES, NAME_CHARS = 6, 60
 Fact = tuple[str, str]
 
 
@@ -109,10 +111,7 @@ class Asked:
         names = self.layout.names(Role.AVERAGED)
         if not names:
             return "none travel"
-        more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-        return (
-            f"{', '.join(names[:SHOWN_NAMES])}{more}: means over the samples, as the graph check allows them"
-        )
+        return f"{_listed(names)}: means over the samples, as the graph check allows them"
 
     def _number_words(self) -> str:
         own = [scalar.name for scalar in self.strategy.scalars_up()]
@@ -123,7 +122,7 @@ class Asked:
         rule, m = self.rule, self._m
         if not rule.evaluate_every or not m.HasField("eval_program"):
             return "none here"
-        metrics = ", ".join(["loss", *(metric.name for metric in m.eval_program.metrics)])
+        metrics = ", ".join(["loss", *(_short(metric.name) for metric in m.eval_program.metrics)])
         held = int(n_samples * rule.held_out)
         when = "each round" if rule.evaluate_every == 1 else f"every {rule.evaluate_every} rounds"
         return f"{when} the means of {metrics} over the {held:,} samples that are held out of training"
@@ -140,6 +139,16 @@ class Asked:
             return "none: the update travels as it is"
         feedback = ", what is dropped is added to the next" if self.rule.error_feedback else ""
         return f"{self.rule.uplink}{feedback}; a codec saves bytes and hides nothing"
+
+
+def _short(name: str) -> str:
+    """A name that others chose: cut, so that it pushes no words out of sight, and fit for a terminal."""
+    return clean(name, NAME_CHARS) + ("..." if len(name) > NAME_CHARS else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return f"{', '.join(map(_short, names[:SHOWN_NAMES]))}{more}"
 
 
 def graph_hash(m: pb.Participate) -> str:

@@ -383,6 +383,8 @@ class ComputeHost:
             refused = self._deaths[job] >= MAX_DEATHS
             self._held.step, self._held.turn = at_round, "load" if refused else during
         self._check_deaths(job)
+        if during == "evaluate":
+            self._consent.evaluates(job)
         if self._now is None:
             raise StorageError(f"no process computes here: {self._last_death}")
         self._tell(message)

@@ -156,15 +156,6 @@ def test_a_job_that_never_asked_cannot_be_accepted(state_dir: Path) -> None:
         ConsentStore(state_dir).decide("job-9", Word.GIVEN, "", 1.0)
 
 
-def test_a_damaged_file_of_requests_accepts_nothing(state_dir: Path) -> None:
-    store = ConsentStore(state_dir)
-    store.asked(TERMS, FACTS, 1.0)
-    store.decide("job-1", Word.GIVEN, "", 2.0)
-    (state_dir / "consent" / "requests.json").write_text('{"job-1": {"word": "given"}}')
-    assert store.known() == []
-    assert store.asked(TERMS, FACTS, 3.0).word is Word.AWAITED
-
-
 # ---------------------------------------------------------------- what left
 
 
@@ -174,7 +165,7 @@ def test_the_log_of_what_left_is_appended_to_and_bounded(tmp_path: Path) -> None
         log.note("job-1", "update", at, round=at)
     lines = list(read_departures(tmp_path))
     assert [line["bytes"] for line in lines] == list(range(400 - len(lines), 400))
-    files = sorted((tmp_path / "departures").iterdir())
+    files = sorted((tmp_path / "departures" / "updates").iterdir())
     assert len(files) == FILES
     assert all(file.stat().st_size <= 2000 and file.stat().st_mode & 0o077 == 0 for file in files)
 
@@ -183,3 +174,32 @@ def test_a_log_that_cannot_be_written_lets_nothing_leave(tmp_path: Path) -> None
     (tmp_path / "departures").write_text("in the way")
     with pytest.raises(StorageError):
         DepartureLog(tmp_path).note("job-1", "update", 1)
+
+
+def test_the_line_of_an_update_is_not_rotated_away_by_messages(tmp_path: Path) -> None:
+    log = DepartureLog(tmp_path, clock=lambda: 5.0, max_bytes=2000)
+    log.note("job-1", "update", 12345, blobs=[GRAPH])
+    log.note("job-1", "message", 200, message="client_evaluated", round=0)
+    for at in range(1000):
+        log.note("job-1", "message", 80, message="client_failed", round=at)
+        log.note("", "facts", 80, data=["digits"])
+    kept = list(read_departures(tmp_path))
+    assert [line["bytes"] for line in kept if line["kind"] == "update"] == [12345]
+    assert [line["bytes"] for line in kept if line.get("message") == "client_evaluated"] == [200]
+    size = sum(file.stat().st_size for file in (tmp_path / "departures").rglob("*.jsonl"))
+    assert size <= 3 * FILES * 2000
+
+
+def test_a_departure_with_long_names_is_cut_and_not_lost(tmp_path: Path) -> None:
+    log = DepartureLog(tmp_path, clock=lambda: 5.0)
+    log.note("\U0001f600" * 500, "update", 7, blobs=[GRAPH] * 100)
+    (line,) = read_departures(tmp_path)
+    assert (line["bytes"], line["cut"], line["job"][:1]) == (7, True, "\U0001f600")
+
+
+def test_a_log_from_before_there_were_parts_is_read_with_the_newer_one(tmp_path: Path) -> None:
+    (tmp_path / "departures").mkdir()
+    old = {"at_s": 1.0, "job": "job-0", "kind": "update", "bytes": 3, "blobs": []}
+    (tmp_path / "departures" / "log.jsonl").write_text(json.dumps(old) + "\n")
+    DepartureLog(tmp_path, clock=lambda: 5.0).note("job-1", "message", 9, message="loaded")
+    assert [line["bytes"] for line in read_departures(tmp_path)] == [3, 9]

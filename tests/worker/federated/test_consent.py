@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atoll.errors import BadFrame, UsageError
+from atoll.errors import BadFrame, StorageError, UsageError
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos.convert import to_proto
@@ -150,6 +150,42 @@ def test_nothing_is_uploaded_of_a_job_that_was_refused_meanwhile(state_dir: Path
     ):
         raise AssertionError("uploaded")
     assert list(read_departures(state_dir)) == []
+
+
+def test_a_damaged_file_of_consents_refuses_every_invitation_in_words(
+    state_dir: Path, tmp_path: Path
+) -> None:
+    set_policy(state_dir, "mine", OPEN)
+    (state_dir / "consent").mkdir()
+    (state_dir / "consent" / "requests.sqlite").write_bytes(b"no database" * 1000)
+    consent = Consent(state_dir)
+    with pytest.raises(StorageError, match="nothing of a federated job leaves"):
+        consent.judge(invitation(tmp_path))
+    with pytest.raises(StorageError), consent.departing("job-1", [FILE], lambda: 0):
+        raise AssertionError("uploaded")
+
+
+def test_numbers_about_the_data_do_not_leave_unlogged(state_dir: Path, tmp_path: Path) -> None:
+    consent = Consent(state_dir)
+    (state_dir / "departures").write_text("in the way")
+    for said, leaves in (
+        (pb.FromWorker(client_evaluated=pb.ClientEvaluated(job="job-1", round=1)), False),
+        (pb.FromWorker(update_ready=pb.UpdateReady(job="job-1", round=1)), False),
+        (pb.FromWorker(introduction=pb.Introduction(datasets=[pb.DatasetFacts(name="mine")])), False),
+        (pb.FromWorker(client_failed=pb.ClientFailed(job="job-1", round=1)), True),
+        (pb.FromWorker(heartbeat=pb.Heartbeat()), True),
+    ):
+        assert consent.sends(said) is leaves
+
+
+def test_names_of_a_job_can_neither_hide_the_words_nor_move_a_terminals_cursor(tmp_path: Path) -> None:
+    m = invitation(tmp_path)
+    m.eval_program.metrics.add(name="\x1b[2K\rnone here" + "x" * 5000, op=1)
+    shown = dict(Asked(m).facts(60))
+    assert "\x1b" not in shown["evaluation"]
+    assert "\r" not in shown["evaluation"]
+    assert shown["evaluation"].endswith("over the 6 samples that are held out of training")
+    assert len(shown["evaluation"]) < 300
 
 
 # ---------------------------------------------------------------- clipping
