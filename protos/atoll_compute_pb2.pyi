@@ -582,6 +582,7 @@ class Posted(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     LOST_PEER_FIELD_NUMBER: _builtins.int
     DURING_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     job: _builtins.str
     plan_version: _builtins.int
@@ -590,6 +591,8 @@ class Posted(_message.Message):
     reason: _builtins.str
     lost_peer: _builtins.str
     during: _builtins.str
+    memory_bytes: _builtins.int
+    """as of StageFailed"""
     @_builtins.property
     def message(self) -> _atoll_control_pb2.FromWorker: ...
     def __init__(
@@ -603,10 +606,11 @@ class Posted(_message.Message):
         reason: _builtins.str = ...,
         lost_peer: _builtins.str = ...,
         during: _builtins.str = ...,
+        memory_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["during", b"during", "job", b"job", "kind", b"kind", "lost_peer", b"lost_peer", "message", b"message", "plan_version", b"plan_version", "reason", b"reason", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["during", b"during", "job", b"job", "kind", b"kind", "lost_peer", b"lost_peer", "memory_bytes", b"memory_bytes", "message", b"message", "plan_version", b"plan_version", "reason", b"reason", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -285,6 +285,7 @@ class DeviceFacts(_message.Message):
     CORES_FIELD_NUMBER: _builtins.int
     QUOTA_PERIOD_S_FIELD_NUMBER: _builtins.int
     INSTRUCTIONS_FIELD_NUMBER: _builtins.int
+    OWN_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """cpu | cuda"""
     model: _builtins.str
@@ -303,6 +304,8 @@ class DeviceFacts(_message.Message):
     """... which counts anew this often; 0 without one"""
     instructions: _builtins.str
     """of the CPU that torch uses, such as AVX2: with them, results are the same bits"""
+    own_memory_bytes: _builtins.int
+    """of what the worker may take, what it takes itself: the limit is what is left"""
     def __init__(
         self,
         *,
@@ -318,10 +321,11 @@ class DeviceFacts(_message.Message):
         cores: _builtins.float = ...,
         quota_period_s: _builtins.float = ...,
         instructions: _builtins.str = ...,
+        own_memory_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["atoll_version", b"atoll_version", "cores", b"cores", "instructions", b"instructions", "kind", b"kind", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "platform", b"platform", "python_version", b"python_version", "quota_period_s", b"quota_period_s", "threads", b"threads", "torch_version", b"torch_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["atoll_version", b"atoll_version", "cores", b"cores", "instructions", b"instructions", "kind", b"kind", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "own_memory_bytes", b"own_memory_bytes", "platform", b"platform", "python_version", b"python_version", "quota_period_s", b"quota_period_s", "threads", b"threads", "torch_version", b"torch_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -708,6 +712,7 @@ class Heartbeat(_message.Message):
     WAITS_STEP_FIELD_NUMBER: _builtins.int
     LOGGED_FROM_FIELD_NUMBER: _builtins.int
     GUEST_FIELD_NUMBER: _builtins.int
+    MEMORY_PEAK_BYTES_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     worker_time_s: _builtins.float
     job: _builtins.str
@@ -725,6 +730,8 @@ class Heartbeat(_message.Message):
     waits_step: _builtins.int
     logged_from: _builtins.int
     """its send log holds every message of the held stage from this step on"""
+    memory_peak_bytes: _builtins.int
+    """most that computing has held beyond rest since it was given its stage; without one, since it started"""
     @_builtins.property
     def guest(self) -> Global___GuestLimits:
         """unset: none"""
@@ -745,10 +752,11 @@ class Heartbeat(_message.Message):
         waits_step: _builtins.int = ...,
         logged_from: _builtins.int = ...,
         guest: Global___GuestLimits | None = ...,
+        memory_peak_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["guest", b"guest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["guest", b"guest", "job", b"job", "logged_from", b"logged_from", "memory_bytes", b"memory_bytes", "plan_version", b"plan_version", "progress", b"progress", "sequence", b"sequence", "step", b"step", "waits_for", b"waits_for", "waits_s", b"waits_s", "waits_step", b"waits_step", "waits_what", b"waits_what", "worker_time_s", b"worker_time_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["guest", b"guest", "job", b"job", "logged_from", b"logged_from", "memory_bytes", b"memory_bytes", "memory_peak_bytes", b"memory_peak_bytes", "plan_version", b"plan_version", "progress", b"progress", "sequence", b"sequence", "step", b"step", "waits_for", b"waits_for", "waits_s", b"waits_s", "waits_step", b"waits_step", "waits_what", b"waits_what", "worker_time_s", b"worker_time_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -934,6 +942,8 @@ Global___StepDigest: _TypeAlias = StepDigest  # noqa: Y015
 
 @_typing.final
 class StageFailed(_message.Message):
+    """memory_bytes: beyond rest, at which the stage was ended for want of memory; 0: it was not."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
@@ -941,11 +951,13 @@ class StageFailed(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     LOST_PEER_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     step: _builtins.int
     reason: _builtins.str
     lost_peer: _builtins.str
+    memory_bytes: _builtins.int
     def __init__(
         self,
         *,
@@ -954,10 +966,11 @@ class StageFailed(_message.Message):
         step: _builtins.int = ...,
         reason: _builtins.str = ...,
         lost_peer: _builtins.str = ...,
+        memory_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "lost_peer", b"lost_peer", "plan_version", b"plan_version", "reason", b"reason", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "lost_peer", b"lost_peer", "memory_bytes", b"memory_bytes", "plan_version", b"plan_version", "reason", b"reason", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3235,6 +3248,8 @@ class StageStatus(_message.Message):
     STANDBY_FIELD_NUMBER: _builtins.int
     STANDBY_WHY_FIELD_NUMBER: _builtins.int
     COPY_FIELD_NUMBER: _builtins.int
+    PLANNED_BYTES_FIELD_NUMBER: _builtins.int
+    MEASURED_BYTES_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     worker: _builtins.str
     busy_share: _builtins.float
@@ -3248,6 +3263,10 @@ class StageStatus(_message.Message):
     """how far it is, what it costs its volunteer, and what for"""
     copy: _builtins.str
     """where the nearest copy of its part of the checkpoint is"""
+    planned_bytes: _builtins.int
+    """of memory, as the plan has it"""
+    measured_bytes: _builtins.int
+    """the most that it has held since it was given the stage; 0: not known"""
     def __init__(
         self,
         *,
@@ -3261,10 +3280,12 @@ class StageStatus(_message.Message):
         standby: _builtins.str = ...,
         standby_why: _builtins.str = ...,
         copy: _builtins.str = ...,
+        planned_bytes: _builtins.int = ...,
+        measured_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s", "replace_s", b"replace_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s", "backward_s", b"backward_s", "busy_share", b"busy_share", "copy", b"copy", "forward_s", b"forward_s", "replace_s", b"replace_s", "replace_why", b"replace_why", "stage", b"stage", "standby", b"standby", "standby_why", b"standby_why", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s", "backward_s", b"backward_s", "busy_share", b"busy_share", "copy", b"copy", "forward_s", b"forward_s", "measured_bytes", b"measured_bytes", "planned_bytes", b"planned_bytes", "replace_s", b"replace_s", "replace_why", b"replace_why", "stage", b"stage", "standby", b"standby", "standby_why", b"standby_why", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__replace_s: _TypeAlias = _typing.Literal["replace_s"]  # noqa: Y015
     _WhichOneofArgType__replace_s: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s"]  # noqa: Y015

@@ -1039,6 +1039,7 @@ class StagePrediction(_message.Message):
     HANDLING_S_FIELD_NUMBER: _builtins.int
     GRADIENT_BYTES_FIELD_NUMBER: _builtins.int
     TIED_GRADIENT_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_SCALE_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     compute_s: _builtins.float
     busy_share: _builtins.float
@@ -1049,6 +1050,8 @@ class StagePrediction(_message.Message):
     gradient_bytes: _builtins.int
     """of the parameters that one op uses; of those that several use, once for each:"""
     tied_gradient_bytes: _builtins.int
+    memory_scale: _builtins.float
+    """of the model's bytes, as learnt of the job; 0: none"""
     def __init__(
         self,
         *,
@@ -1061,10 +1064,11 @@ class StagePrediction(_message.Message):
         handling_s: _builtins.float = ...,
         gradient_bytes: _builtins.int = ...,
         tied_gradient_bytes: _builtins.int = ...,
+        memory_scale: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_share", b"busy_share", "codec_s", b"codec_s", "compute_s", b"compute_s", "gradient_bytes", b"gradient_bytes", "handling_s", b"handling_s", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "tied_gradient_bytes", b"tied_gradient_bytes", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_share", b"busy_share", "codec_s", b"codec_s", "compute_s", b"compute_s", "gradient_bytes", b"gradient_bytes", "handling_s", b"handling_s", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "memory_scale", b"memory_scale", "tied_gradient_bytes", b"tied_gradient_bytes", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _U32 = 2**32 - 1
 _MAX_PERIOD = 10**6  # steps
 _MAX_BUCKET = 1 << 30  # bytes
+_MAX_SCALE = 1e3  # of a stage's memory
 
 
 def prediction_to_proto(prediction: Prediction) -> pb.Prediction:
@@ -59,6 +60,7 @@ def prediction_to_proto(prediction: Prediction) -> pb.Prediction:
                 handling_s=s.handling_s,
                 gradient_bytes=s.gradient_bytes,
                 tied_gradient_bytes=s.tied_gradient_bytes,
+                memory_scale=s.memory_scale,
             )
             for s in prediction.stages
         ],
@@ -104,6 +106,7 @@ def prediction_from_proto(message: pb.Prediction, limits: Limits) -> Prediction:
                 handling_s=s.handling_s,
                 gradient_bytes=s.gradient_bytes,
                 tied_gradient_bytes=s.tied_gradient_bytes,
+                memory_scale=bounds.number("memory scale", s.memory_scale, 0.0, _MAX_SCALE) or 1.0,
             )
             for s in bounds.count("predicted stages", message.stages, limits.stages)
         ),

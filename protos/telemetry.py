@@ -41,6 +41,7 @@ class Event(StrEnum):
     PEER_JOINED = "peer.joined"
     RELAY_STARTED = "relay.started"
     RECONFIGURED = "job.reconfigured"
+    STAGE_KILLED = "stage.killed"
     STANDBY_CHOSEN = "standby.chosen"
     STANDBY_DROPPED = "standby.dropped"
     LINKS_JUDGED = "links.judged"

@@ -602,6 +602,7 @@ class Member:
                 step=state.repeated if state.standby else state.step,
                 progress=self._host.progress + self._network.progress(state.peers),
                 memory_bytes=self._host.memory_bytes,
+                memory_peak_bytes=self._host.memory_peak_bytes,
                 waits_for=waits.peer,
                 waits_s=time.monotonic() - waits.since_s,
                 waits_what=waits.what,

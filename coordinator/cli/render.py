@@ -116,6 +116,7 @@ def status_view(status: pb.StatusReply) -> RenderableType:
         *(cost for job in status.jobs for cost in _costs(job.stages, f"{job.job}: ")),
     ]
     for job in status.jobs:
+        parts += _memory(job.stages, job.job)
         parts += _standbys(job.stages, names)
         if job.exchange:
             parts.append(Text(f"{job.job}: {job.exchange}", style=DIM))
@@ -291,6 +292,16 @@ def _costs(stages: Sequence[pb.StageStatus], job: str = "") -> list[Text]:
     ]
 
 
+def _memory(stages: Sequence[pb.StageStatus], job: str) -> list[Text]:
+    """What running stages were planned to take of memory, and the most that each has held."""
+    held = [
+        f"stage {s.stage} {in_bytes(s.planned_bytes)} planned, {in_bytes(s.measured_bytes)} measured"
+        for s in stages
+        if s.planned_bytes and s.measured_bytes
+    ]
+    return [Text(f"{job}: memory of {'; '.join(held)}", style=DIM)] if held else []
+
+
 def _standbys(stages: Sequence[pb.StageStatus], names: Names) -> list[Text]:
     return [
         Text(
@@ -302,7 +313,7 @@ def _standbys(stages: Sequence[pb.StageStatus], names: Names) -> list[Text]:
 
 
 def _busy_table(stages: Sequence[pb.StageStatus], names: Names) -> Table:
-    table = _table("stage", "device", "busy", "forward", "backward")
+    table = _table("stage", "device", "busy", "forward", "backward", "memory planned", "measured")
     for stage in stages:
         add_row(
             table,
@@ -311,6 +322,8 @@ def _busy_table(stages: Sequence[pb.StageStatus], names: Names) -> Table:
             share_bar(stage.busy_share),
             in_seconds(stage.forward_s),
             in_seconds(stage.backward_s),
+            in_bytes(stage.planned_bytes) if stage.planned_bytes else "?",
+            in_bytes(stage.measured_bytes) if stage.measured_bytes else "?",
         )
     return table
 

@@ -17,6 +17,7 @@ from coordinator.membership.link_guesses import guesses
 from coordinator.membership.link_probing import LinkProbing
 from coordinator.membership.link_table import MIN_GOODPUT_BYTES, judge_step, measured_fleet
 from coordinator.membership.member import Member, Phase
+from coordinator.membership.memory_learnt import LearntMemory
 from coordinator.membership.op_probing import OpProbing
 from coordinator.membership.relayed import Joined
 from coordinator.messages.events import (
@@ -147,6 +148,7 @@ class Roster:
     links: LinkProbing = field(init=False)
     joined: Joined = field(init=False)
     ops: OpProbing = field(init=False)
+    memory: LearntMemory = field(default_factory=LearntMemory)
     _idle: list[tuple[int, str]] = field(default_factory=list)  # with their numbers, in join order
     _idle_holders: dict[str, set[str]] = field(default_factory=dict)  # by data set
     _apps_only: set[str] = field(default_factory=set)  # free, and for Flower apps only
@@ -318,12 +320,15 @@ class Roster:
             self._fingerprint = frozenset((name, w.member.incarnation, w.guest) for name, w in known)
         return self._fingerprint
 
-    def fleet(self, workers: list[str], precision: str, unknown: LinkEstimate = UNKNOWN) -> Fleet:
-        """The planner's view of ``workers`` with the newest figures; ``unknown``: of pairs not measured yet.
+    def fleet(
+        self, workers: list[str], precision: str, unknown: LinkEstimate = UNKNOWN, *, job: str = ""
+    ) -> Fleet:
+        """The planner's view of ``workers`` with the newest figures; ``unknown``: of pairs not measured yet;
+        ``job``: whose stages' memory was learnt.
 
         FLOPs of known ops turn what was timed into a rate for those that could not be.
         """
-        devices = [self._device(worker, precision) for worker in workers]
+        devices = [self._device(worker, precision, job) for worker in workers]
         sites = {worker: self.workers[worker].introduction.site for worker in workers}
         guessed = None
         if len(workers) > self.probing.all_pairs_up_to:
@@ -369,9 +374,9 @@ class Roster:
             self.links.table.usual_drag(),
             {worker: self.workers[worker].guest for worker in workers},
         )
-        return self.fleet(workers, precision)
+        return self.fleet(workers, precision, job=job)
 
-    def _device(self, worker: str, precision: str) -> Device:
+    def _device(self, worker: str, precision: str, job: str = "") -> Device:
         known = self.workers[worker]
         timings = self.ops.timings.get((worker, precision), {})
         rate = flops_of(timings, self.ops.flops)
@@ -390,6 +395,7 @@ class Roster:
             coordinator=self.ops.round_trip(worker),
             codec_speeds=dict(known.introduction.codec_speeds),
             device_class=known.introduction.device_class,
+            memory_scale=self.memory.factor(job, known.introduction.device_class),
         )
 
     def codecs_timed(self, worker: str, speeds: Mapping[str, tuple[float, float]]) -> str | None:

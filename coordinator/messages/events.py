@@ -133,6 +133,7 @@ class Heartbeat:
     waits: Waits | None = None  # None: it computes, or has nothing to do
     logged_from: int = 0  # its send log holds all that its stage sent from this step on
     guest: Guest = UNLIMITED
+    memory_peak_bytes: int = 0  # most that computing has held beyond rest since it was given its stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +269,7 @@ class StageFailed:
     step: int
     reason: str
     lost_peer: str = ""
+    memory_bytes: int = 0  # beyond rest, at which it was ended for want of memory; 0: it was not
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,11 +98,12 @@ class FromRank(Generic[MessageT]):
 @dataclass(frozen=True, slots=True)
 class StageLost:
     """The worker of a stage is gone; or the whole run must stop where it is. ``blamed``: for what it did,
-    or one of the ``suspects`` may have done."""
+    or one of the ``suspects`` may have done. ``unfit``: the plan is at fault, and the next one is another."""
 
     reason: str
     blamed: bool = False
     suspects: frozenset[str] = frozenset()
+    unfit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,8 @@ class Replaced:
     stage, the others hold theirs, as standbys perhaps. ``blamed``: a stage broke by itself; ``chosen``:
     nobody is lost. ``absent``: ranks of lost peers, which the others go on without. ``exchange``: of the plan
     from now on, None: as it was. ``plan``: of the replicas that are whole, where they go on without others,
-    or with one more; ranks are its own."""
+    or with one more; ranks are its own. ``unfit``: the plan does not fit its workers: once all have loaded,
+    they store the step as it is, and the job is planned anew from there."""
 
     workers: tuple[str, ...]
     newcomers: frozenset[int]
@@ -121,6 +123,7 @@ class Replaced:
     absent: frozenset[int] = frozenset()
     exchange: Exchange | None = None
     plan: Plan | None = None
+    unfit: bool = False
 
 
 def exchanging(plan: Plan, exchange: Exchange, reason: str) -> Replaced:
@@ -385,6 +388,7 @@ class JobState:
     standbys: Mapping[int, Standby] = field(default_factory=dict)  # by rank
     lost: Mapping[int, str] = field(default_factory=dict)  # why, by absent rank
     seating: bool = False  # a peer is to join after the checkpoint that is asked for, with or before a commit
+    unfit: bool = False  # the plan does not fit: no step begins, the one in flight is stored and planned anew
 
     @property
     def n_ranks(self) -> int:

@@ -8,16 +8,18 @@ from dataclasses import replace
 from atoll.plan import LinkPrediction, Prediction
 from coordinator.membership.roster import Roster
 from coordinator.messages.jobs import JobState
+from coordinator.pipeline import memory
 
 TELLING_SHARE = 0.25  # of the mean stage's compute: less does not tell a worker's speed
 
 
 def learn(roster: Roster, state: JobState, *, follows: bool) -> None:
-    """Refine devices' scales and links' drags.
+    """Refine devices' scales and links' drags, and what the job takes of memory.
 
     ``follows``: the job's links are believed as training measures them, so a drag on top of that
     would count the same slowness twice; and other codecs than predicted may be in use by now.
     """
+    memory.learn(roster, state)
     prediction = state.plan.prediction if state.plan is not None else None
     if prediction is None or len(prediction.stages) != state.n_ranks or len(state.step_times_s) < 2:
         return  # the first step of a plan loads caches, and knows no optimizer step before it

@@ -48,7 +48,7 @@ from coordinator.messages.jobs import (
     Torn,
     Waits,
 )
-from coordinator.pipeline import machine, reconfigure, restart
+from coordinator.pipeline import machine, memory, reconfigure, restart
 from coordinator.pipeline.assigning import assignment, of_neighbours, reconfiguration, said_to
 from coordinator.pipeline.beside import Beside
 from coordinator.pipeline.calibration import learn
@@ -589,6 +589,7 @@ class PipelineDriver:
 
     def _plan(self, state: JobState, rest: Iterable[Iterable[str]] = ()) -> None:
         spec = capped(state.spec, self.effects.ledger.jobs[state.job].cap)
+        memory.recall(self.effects.roster, state)
         self.profiling.plan(state.job, state.version + 1, spec, rest or left_out(state))
 
     # ------------------------------------------------------------ a job's machine

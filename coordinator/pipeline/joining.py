@@ -117,7 +117,7 @@ class Joining:
         precision = state.spec.training.precision.value
         if any(worker not in roster.workers for worker in workers):
             return
-        fleet = roster.fleet([*free, *workers], precision, unknown=roster.hoped(workers))
+        fleet = roster.fleet([*free, *workers], precision, unknown=roster.hoped(workers), job=state.job)
         devices = {device.worker: device for device in fleet.devices}
         tries = [
             (worker in look.judged, seconds_of(state, roster, rank, devices, worker), rank, worker)

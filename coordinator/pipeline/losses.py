@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from coordinator.messages.jobs import RUNNING, Event, FromRank, JobState, Replaced, StageLost
-from coordinator.pipeline import machine
+from coordinator.pipeline import machine, memory
 from coordinator.pipeline.doubt import left_out
 from coordinator.pipeline.profiling import Hold, Profiling
-from coordinator.pipeline.reconfigure import Choice, Refused, begun, choose
+from coordinator.pipeline.reconfigure import Choice, Refused, begun, choose, once_more
+from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
     from atoll.plan import Plan
@@ -133,6 +134,8 @@ class Losses:
         until_s = self.effects.now_s + self.dead_after_s
         if state.phase not in RUNNING or machine.staleness(state, failed) is not None:
             self.step(state.job, failed)
+        elif message.memory_bytes and not message.lost_peer:
+            self._killed(state, failed)
         elif not begun(state):
             if message.lost_peer:
                 self.profiling.holds[state.job] = Hold(until_s, unless_gone=message.lost_peer)
@@ -145,6 +148,28 @@ class Losses:
             assert state.plan is not None  # noqa: S101 - it has ranks
             label = self.effects.label(state.plan.places[failed.rank].worker)
             self.replace(state, failed.rank, f"{label} failed: {message.reason}", failed)
+
+    def _killed(self, state: JobState, failed: FromRank[StageFailed]) -> None:
+        """Go on after a stage was killed for memory: nobody is blamed, and nothing that is trained is lost as
+        long as somebody can repeat it."""
+        assert state.plan is not None  # noqa: S101 - it has ranks
+        roster, rank, before = self.effects.roster, failed.rank, state.unfit
+        words = memory.killed(roster, state, failed, self.effects.label(state.plan.places[rank].worker))
+        self.effects.log(Name.STAGE_KILLED, "warning", job=state.job, step=state.step, reason=words)
+        chosen = self.choose(state, {rank}) if begun(state) else Refused("")
+        if isinstance(chosen, Choice):
+            self.replaced(state, chosen, {rank}, words)
+            return
+        again = once_more(state, self.effects.ledger.jobs[state.job], roster, rank)
+        if before:
+            again = Refused("it was killed before while it repeated steps")
+        if isinstance(again, Choice) and not self.effects.storage:
+            steps = state.step - state.checkpoint.step
+            words += f"; it repeats {steps} steps, then the job is planned anew from step {state.step}"
+            self.step(state.job, Replaced(again.workers, again.newcomers, words, unfit=True))
+        else:
+            why = f"; {again.reason}" if isinstance(again, Refused) and begun(state) else ""
+            self.step(state.job, StageLost(f"{words}{why}; planned anew", unfit=True))
 
     def diverged(self, state: JobState, failed: FromRank[StageFailed]) -> bool:
         """Go back to the checkpoint where half of the peers have diverged in a period, as the last round's

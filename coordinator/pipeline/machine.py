@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
 
 from atoll.job import CHECKPOINT_EVERY_S
 from atoll.transitions import Transitions
@@ -68,11 +67,8 @@ from coordinator.messages.jobs import (
 )
 from coordinator.pipeline import commits, disputes, joined, periods, relink
 from coordinator.pipeline.doubt import diverged, doubted, finite, words
+from coordinator.pipeline.whole_replicas import renumbered
 
-if TYPE_CHECKING:
-    from atoll.plan import Plan
-
-FigureT = TypeVar("FigureT", int, float)
 RECENT = 21  # step times kept for medians
 STORING_SHARE = 20.0  # storing takes at most a twentieth of the time: a slow uplink stores rarely
 SHORT_SHARE = 5.0  # ... and a fifth where send logs are short: one that holds less than that takes always is
@@ -179,6 +175,7 @@ def _adopt(state: JobState, event: Planned, now_s: float) -> Outcome:
         eval_owed=False,
         store_owed=False,
         seating=False,
+        unfit=False,
         lost={},
         part_bytes={},
     )
@@ -220,7 +217,7 @@ def _load(state: JobState, event: FromRank[Loaded], now_s: float) -> Outcome:
         moving=False,
         source=None,
     )
-    if state.step >= state.steps:  # stopped after the last step was stored
+    if state.step >= state.steps or state.unfit:  # nothing is to be computed
         return _settle(begun)
     todo: list[Todo] = [ToRanks(StepStart(state.job, state.version, state.due))]
     for rank, report in state.ready.items():
@@ -419,7 +416,7 @@ def _not_stored(state: JobState, rank: int, done: int, error: str, now_s: float)
     alone = len(state.unstored) == 1  # else it is rather the store
     if done >= state.steps and times > MAX_FAILURES:
         return _end(state, Phase.FAILED, f"{reason}; it was tried {times} times")
-    if done >= state.steps or (alone and times == TWICE):
+    if done >= state.steps or (alone and times == TWICE) or state.unfit:
         return _interrupt(replace(state, failed=(*state.failed, worker)), reason, blamed=True)
     goes_on = replace(
         state,
@@ -477,6 +474,11 @@ def _without(state: JobState) -> str:
 
 def _settle(state: JobState) -> Outcome:
     """Choose among training, evaluating, storing and finished."""
+    if state.unfit and state.step < state.steps:
+        if state.checkpoint.step < state.step:
+            reason = f"storing what is trained after {state.step} steps, for another plan"
+            return replace(state, phase=Phase.STORING, reason=reason), []
+        return _unfit(state, "the plan does not fit its workers' memory")
     evaluating = state.awaiting_eval is not None
     if evaluating:
         reason = f"evaluating after step {state.awaiting_eval}"
@@ -512,7 +514,16 @@ def _fail_stage(state: JobState, event: FromRank[StageFailed], now_s: float) -> 
 
 @TRANSITIONS.on(*RUNNING)
 def _lose(state: JobState, event: StageLost, now_s: float) -> Outcome:
+    if event.unfit:
+        return _unfit(state, event.reason)
     return _interrupt(disputes.suspected(state, event.suspects), event.reason, event.blamed)
+
+
+def _unfit(state: JobState, reason: str) -> Outcome:
+    """Stop for another plan. Each one counts on more than the one before, so these come to an end: no failure
+    of the job's."""
+    paused, todo = _interrupt(replace(state, failures=0), reason, blamed=False)
+    return replace(paused, failures=state.failures), todo
 
 
 @TRANSITIONS.on(*RUNNING)
@@ -522,12 +533,14 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
     over = state.checkpoint.step >= state.steps
     # One peer fewer is no failure of the job's: there are so many, and they join again at a commit alone.
     fewer = state.plan is not None and state.local and event.absent > state.plan.absent
-    counts = not event.chosen and not fewer
+    counts = not event.chosen and not fewer and not event.unfit
     if state.plan is None or over or (counts and _too_often(state, event.blamed)):
         return _interrupt(state, event.reason, event.blamed)
     plan, held = event.plan or state.plan, [state.plan.places[rank].worker for rank in state.present]
     if event.plan is not None:
-        state = _renumbered(state, state.plan, event.plan)
+        state = renumbered(state, state.plan, event.plan)
+    elif event.unfit and state.step > state.checkpoint.step:
+        state = replace(state, stores={state.step: {}, **state.stores}, unfit=True)
     # Of steps before, who has stood by stores nothing: a checkpoint that lacks its part will not be whole.
     promoted = {
         rank: state.standbys[rank].source if rank in state.standbys else None
@@ -583,26 +596,6 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
             moved, more = _whole(moved, done, parts, now_s)  # who is lost was the last that had not stored
             todo += more
     return moved, todo
-
-
-def _renumbered(state: JobState, before: Plan, after: Plan) -> JobState:
-    """Know a job's ranks by their numbers in a plan of fewer replicas, or of one more. Nobody can repeat the
-    steps before, so the state as it is gets stored, by whoever does that now, unless it is."""
-    ranks = after.ranks_in(before)
-
-    def of(figures: Mapping[int, FigureT]) -> dict[int, FigureT]:
-        return {new: figures[old] for new, old in enumerate(ranks) if old is not None and old in figures}
-
-    stores = dict(state.stores) if before.storers == after.storers else {}
-    if state.step > state.checkpoint.step:
-        stores.setdefault(state.step, {})
-    return replace(
-        state,
-        load_s=of(state.load_s),
-        fetched_s=of(state.fetched_s),
-        part_bytes=of(state.part_bytes),
-        stores=stores,
-    )
 
 
 def _too_often(state: JobState, blamed: bool) -> bool:

@@ -59,7 +59,7 @@ def _workers(state: JobState, roster: Roster, plan: Plan, number: int) -> list[s
     precision = state.spec.training.precision.value
     idle = [*roster.plannable(roster.idle(), precision), *_beside(state, roster)]
     held = [place.worker for place in plan.places]
-    fleet, chosen = devices_of(roster, (*idle, *held), precision), list[str]()
+    fleet, chosen = devices_of(roster, (*idle, *held), precision, state.job), list[str]()
     for rank in ranks_of(plan, number):
         was = fleet.get(held[rank])
         fit = [

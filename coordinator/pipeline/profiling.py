@@ -215,6 +215,7 @@ class Profiling:
     def forget(self, job: str) -> None:
         """Forget everything about a job that is over."""
         self.stop(job)
+        self.effects.roster.memory.forget(job)
         for known in (self.holds, self._ops_of, self._attempts, self._asked_on, self._planned_on):
             known.pop(job, None)
         for jobs in (self._reading, self._unreadable, self._suspect):

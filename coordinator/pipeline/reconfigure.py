@@ -109,10 +109,10 @@ def ran_alike(record: JobRecord, step: int) -> bool:
 
 def stores_anew(state: JobState, record: JobRecord, rank: int) -> bool:
     """Whether a rank that keeps its stage is to store it as it is: after replicas were lost nobody can repeat
-    the steps before, and who was to store may be among them."""
+    the steps before, and who was to store may be among them; or another plan is to begin with it."""
     parts = state.stores.get(state.step)
     due = parts is not None and rank in state.store_ranks - parts.keys()
-    return due and state.moving and not ran_alike(record, state.step - 1)
+    return due and state.moving and (state.unfit or not ran_alike(record, state.step - 1))
 
 
 def choose(
@@ -150,6 +150,20 @@ def choose(
     if isinstance(left, str):
         return Refused(f"{chosen.reason}, and {left}", chosen.for_now)
     return _only(left, chosen.reason)
+
+
+def once_more(state: JobState, record: JobRecord, roster: Roster, rank: int) -> Choice | Refused:
+    """Have a rank's own worker load its stage again and repeat the steps since the checkpoint, though the
+    plan may not fit it; or return why it cannot."""
+    plan = state.plan
+    if plan is None or plan.local or not begun(state) or state.step == state.checkpoint.step:
+        return Refused("nothing is to be repeated")
+    loading = {r for r in plan.present if state.moving and record.given(r) == state.assigned}
+    newcomers = frozenset({rank} | (loading - state.loaded))
+    wrong = not_repeatable(state, record) or _unlogged(state, roster, newcomers, {})
+    if wrong or not at_hand(roster, plan.places[rank].worker, state.job):
+        return Refused(wrong or f"stage {plan.places[rank].stage}'s worker is not at hand")
+    return Choice(tuple(place.worker for place in plan.places), newcomers)
 
 
 def _only(left: Plan, why: str) -> Choice:

@@ -165,7 +165,7 @@ class Replanning:
         self._attempts += 1
         self._asked[state.job] = _Asked(self._attempts, state.assigned)
         spec = capped(state.spec, self.effects.ledger.jobs[state.job].cap)
-        fleet = roster.fleet([*own, *spare], precision, unknown=roster.hoped(own))
+        fleet = roster.fleet([*own, *spare], precision, unknown=roster.hoped(own), job=state.job)
         self.effects.emit(
             do.JudgeFleet(state.job, self._attempts, state.version + 1, spec, fleet, tuple(own))
         )

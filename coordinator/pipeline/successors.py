@@ -74,7 +74,7 @@ class Successors:
         taken = {*self._workers, *self.ready.values()}
         self._free = [worker for worker in (*idle, *self.spare) if worker not in taken]
         known = (*idle, *self.spare, *self._workers, *_predicted_workers(self._plan))
-        self.fleet = devices_of(roster, known, precision)
+        self.fleet = devices_of(roster, known, precision, self.state.job)
         self._fetching = Fetching(self.state, roster)
 
     def chosen(self) -> dict[int, str] | tuple[int, ...]:
@@ -175,7 +175,7 @@ def seconds_of(
     seconds = 0.0
     if prediction is not None:
         stage = prediction.stages[rank]
-        if stage.memory_bytes > fleet[worker].memory_limit_bytes:
+        if stage.model_bytes > fleet[worker].model_limit_bytes:
             return inf
         usual = [_unit_s(fleet[w]) for w in (stage.figures_of or before, *workers) if w in fleet]
         reference = next(filter(None, usual), 0.0)
@@ -192,10 +192,10 @@ def seconds_of(
     return seconds
 
 
-def devices_of(roster: Roster, workers: Iterable[str], precision: str) -> dict[str, Device]:
-    """Return the devices of those workers that are known."""
+def devices_of(roster: Roster, workers: Iterable[str], precision: str, job: str = "") -> dict[str, Device]:
+    """Return the devices of those workers that are known; ``job``: as of ``Roster.fleet``."""
     known = [worker for worker in dict.fromkeys(workers) if worker in roster.workers]
-    return {device.worker: device for device in roster.fleet(known, precision).devices}
+    return {device.worker: device for device in roster.fleet(known, precision, job=job).devices}
 
 
 def computed_s(state: JobState, rank: int) -> float:

@@ -71,7 +71,7 @@ class Preselection:
     @cached_property
     def limits(self) -> Floats:
         """[devices] bytes."""
-        return np.array([float(device.memory_limit_bytes) for device in self.fleet.devices])
+        return np.array([device.model_limit_bytes for device in self.fleet.devices])
 
     @cached_property
     def _room(self) -> float:

@@ -138,7 +138,7 @@ class Problem:
             ]
         )
         self.compute = self.forward + self.backward
-        self.limits = np.array([float(d.memory_limit_bytes) for d in self.fleet.devices])
+        self.limits = np.array([d.model_limit_bytes for d in self.fleet.devices])
         self.measured_share = float(np.mean([c.measured_share for c in costs]))
 
     def _apart_cpu_s(self, node: OpNode) -> float:

@@ -9,11 +9,12 @@ from atoll.job import Precision
 from atoll.plan import LinkSpec
 from coordinator.federated.driver import FederatedDriver
 from coordinator.membership.member import Member
-from coordinator.membership.roster import Worker, flops_of
+from coordinator.membership.roster import Roster, Worker, flops_of
 from coordinator.messages.events import UNLIMITED, Guest
 from coordinator.messages.jobs import ENDED, JobState
 from coordinator.pipeline.driver import PipelineDriver
 from coordinator.pipeline.loss_cost import loss_costs
+from coordinator.pipeline.memory import measured_bytes, predicted_stages
 from coordinator.pipeline.periods import exchange_words
 from coordinator.pipeline.standby import standby_words
 from coordinator.services.views_federated import federated_status
@@ -68,7 +69,7 @@ def job_update(
     if state.plan is not None:
         if with_plan:
             update.plan.CopyFrom(to_proto(state.plan))
-        update.stages.extend(_stages(state, step_s))
+        update.stages.extend(_stages(state, step_s, scheduler.roster))
         update.links.extend(carried(scheduler, state))
         if isinstance(driver, PipelineDriver):
             update.spot_checks = driver.beside.checks.words(state)
@@ -82,7 +83,8 @@ def job_update(
     return update
 
 
-def _stages(state: JobState, step_s: float | None) -> Iterable[pb.StageStatus]:
+def _stages(state: JobState, step_s: float | None, roster: Roster) -> Iterable[pb.StageStatus]:
+    planned = predicted_stages(state)
     for at, place in enumerate(state.plan.places if state.plan else ()):
         report = state.reports.get(at)
         busy_s = report.forward_s + report.backward_s + report.optimizer_s if report else 0.0
@@ -92,6 +94,8 @@ def _stages(state: JobState, step_s: float | None) -> Iterable[pb.StageStatus]:
             busy_share=min(1.0, busy_s / step_s) if step_s else 0.0,
             forward_s=report.forward_s if report else 0.0,
             backward_s=report.backward_s if report else 0.0,
+            planned_bytes=planned[at].memory_bytes if planned else 0,
+            measured_bytes=measured_bytes(roster, state, at),
         )
 
 

@@ -150,7 +150,8 @@ def _heartbeat(m: pb.Heartbeat) -> ev.Heartbeat:
     waits = ev.Waits(clean(m.waits_for, LIMITS.name_chars), what, m.waits_step, seconds) if what else None
     guest = _guest(m.guest) if m.HasField("guest") else ev.UNLIMITED
     figures_of = (m.worker_time_s, job, m.plan_version, m.step, m.progress, m.memory_bytes)
-    return ev.Heartbeat(*figures_of, waits, m.logged_from, guest)
+    peak = bounds.within("memory_peak_bytes", m.memory_peak_bytes, 0, MAX_MEMORY_BYTES)
+    return ev.Heartbeat(*figures_of, waits, m.logged_from, guest, peak)
 
 
 def _ops_probed(m: pb.OpsProbed) -> ev.OpsProbed:
@@ -243,7 +244,8 @@ def _stored(m: pb.StateStored) -> ev.StateStored:
 def _failed(m: pb.StageFailed) -> ev.StageFailed:
     reason = clean(m.reason, MAX_REASON_CHARS)
     lost = bounds.name("lost peer", m.lost_peer, LIMITS) if m.lost_peer else ""
-    return ev.StageFailed(m.job, m.plan_version, m.step, reason, lost)
+    n_bytes = bounds.within("memory_bytes", m.memory_bytes, 0, MAX_MEMORY_BYTES)
+    return ev.StageFailed(m.job, m.plan_version, m.step, reason, lost, n_bytes)
 
 
 def _update_ready(m: pb.UpdateReady) -> ev.UpdateReady:

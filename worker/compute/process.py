@@ -37,6 +37,7 @@ from worker.machine.cpu import CpuMeter, usable
 from worker.machine.device import Device, device_facts, versions
 from worker.machine.torch_device import (
     find_device,
+    peak_memory_bytes,
     prepare,
     torch_device,
     used_memory_bytes,
@@ -223,7 +224,8 @@ class ComputeProcess:
     def _count(self) -> None:
         """Thread: what the heartbeat shows."""
         while True:
-            self._status.count(self._progress.count, used_memory_bytes(self._device))
+            device = self._device
+            self._status.count(self._progress.count, used_memory_bytes(device), peak_memory_bytes(device))
             self._status.wait(self._progress.waits, time.monotonic())
             time.sleep(COUNT_S)
 

@@ -14,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
-import torch
 
 from atoll.errors import AtollError
 from strategies.clipping import Clipping
@@ -27,7 +26,7 @@ from worker.federated.trainer import LOSS
 from worker.links.links import LinksAborted
 from worker.machine import op_timing
 from worker.machine.malloc import give_back
-from worker.machine.torch_device import torch_device, used_memory_bytes
+from worker.machine.torch_device import restart_peak, short_of_memory, torch_device, used_memory_bytes
 from worker.pipe.status import Mark
 from worker.session import events, instructions, wire_federated
 from worker.session import wire as messages
@@ -210,7 +209,9 @@ class Workbench:
                 self._post(events.StageBroke(job, version, step, str(error)))
             except Exception as error:  # any op may fail in its own way
                 log.error("stage.broke", job=job, step=step, exc_info=True)
-                self._post(events.StageBroke(job, version, step, self._explained(error)))
+                bytes_held = self._context.device.memory_limit_bytes if short_of_memory(error) else 0
+                words = self._explained(error)
+                self._post(events.StageBroke(job, version, step, words, memory_bytes=bytes_held))
 
         return run
 
@@ -235,7 +236,7 @@ class Workbench:
         """A reason that the owner of the job can act on; of an op on ``private`` data not torch's own words,
         which may quote a value ("index 17 is out of bounds")."""
         device = self._context.device
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        if short_of_memory(error):
             return (
                 f"out of memory on {device.model}: {used_memory_bytes(device) / 2**30:.1f} GiB "
                 f"held, budget {device.memory_limit_bytes / 2**30:.1f} GiB; lower --memory on this "
@@ -443,8 +444,7 @@ class Workbench:
         if run is not None:
             self._say_stood_by(run)
             run.close()
-            if self._context.device.kind == "cuda":
-                torch.cuda.empty_cache()
+            restart_peak(self._context.device)
             if self._gauge.left:
                 self.report_codecs()
 

@@ -24,6 +24,7 @@ GONE_WITHIN_S = 2.0  # killed processes leave their group
 _NEARLY_BYTES = 4 << 20  # two large pages: what did not fit
 _ROUNDS = 20  # of moving processes that start others meanwhile
 _LOST = ("cpu.max", "cpuset.cpus", "memory.max", "memory.high", "memory.swap.max")  # by leaving our group
+SYSTEM_SHORT = "this system ran short of memory"
 _numbers = itertools.count(1)
 
 
@@ -98,8 +99,20 @@ class ControlGroup:
         if not kills:
             return ""
         if not full:
-            return "this system ran short of memory"
+            return SYSTEM_SHORT
         return f"its memory bound: {allowed} more than at rest allowed (control group)"
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that it has held since ``restart_peak``; pages of files that were written count, too. 0
+        where that is not known."""
+        return self._count("memory.peak" if self._version == 2 else "memory.max_usage_in_bytes")
+
+    def restart_peak(self) -> None:
+        """Count the most that it holds from now on, where the kernel can (version 1)."""
+        if self._version == 1:
+            with contextlib.suppress(OSError):
+                self._write("memory.max_usage_in_bytes", 0)
 
     def remove(self) -> None:
         """Remove the group once its processes have ended. Any number of times, any thread."""

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from protos import atoll_compute_pb2 as pb
 from protos import atoll_control_pb2 as control
 from protos.convert_plan import link_to_proto
 from protos.private_files import private_folder
-from protos.text_limits import Budget, clean
+from protos.text_limits import clean
 from worker.config import make_state_dir
 from worker.data.registry import dataset_folder
 from worker.federated.folders import make_job_folder, noise_key
@@ -34,6 +34,7 @@ from worker.hosting.child import SHARED_BYTES, Child, clear_scratch, make_scratc
 from worker.hosting.child_log import ChildLog
 from worker.hosting.connecting import connect, expect, time_link
 from worker.hosting.gate import Gate, ranks_of
+from worker.hosting.held import Held, Now
 from worker.hosting.limits import computed_s
 from worker.hosting.requests import HostPorts, Served, of_assignment, unlogged
 from worker.hosting.sandbox import View, chosen
@@ -66,42 +67,10 @@ PING_S, PONG_S = 5.0, 60.0
 AGAIN_FIRST_S, AGAIN_MOST_S = 0.5, 60.0  # a new process after one that died without work
 SAID = frozenset({"spans", "log", "codec_speeds"})
 """Messages to the coordinator that a compute process sends by itself."""
-# Bytes for the coordinator: of spans and logs, of which more is left out; of all, which nothing honest nears.
-SAID_BURST, SAID_PER_S = 16 << 20, 1 << 20
-MOST_BURST, MOST_PER_S = 256 << 20, 16 << 20
 MESSAGE_COST = 1000  # bytes, beside its own
 MAX_REASON_CHARS = 2000
 CLOSE_S = 0.5
 FROZEN_S = 5.0  # between two looks: this process stood still itself
-
-
-@dataclass
-class _Held:
-    """A job that is computed here, or was until its process died."""
-
-    job: str
-    federated: instructions.JoinFederation | None = None
-    standby: bool = False
-    version: int = 0
-    step: int = 0  # or round
-    turn: str = ""  # of a federated job: what is being done
-
-
-@dataclass
-class _Now:
-    """What one process has of ours."""
-
-    child: Child
-    served: Served | None = None  # before the worker has joined
-    gate: Gate | None = None
-    watch: OpWatch = field(default_factory=OpWatch)
-    ready: bool = False
-    answered_s: float = 0.0
-    said: Budget = field(default_factory=lambda: Budget(SAID_BURST, SAID_PER_S))
-    most: Budget = field(default_factory=lambda: Budget(MOST_BURST, MOST_PER_S))
-    joined: str = ""  # the federated job that it was started for
-    assigned: int = 0  # number of the last assignment
-    loading: int = 0  # and of the one that it last said to have begun
 
 
 class ComputeHost:
@@ -114,8 +83,8 @@ class ComputeHost:
         self._speeds = SpeedFile(config.device_dir)
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
-        self._now: _Now | None = None
-        self._held: _Held | None = None
+        self._now: Now | None = None
+        self._held: Held | None = None
         self._probes: set[int] = set()  # requests to time ops that are not answered
         self._deaths: Counter[str] = Counter()
         self._idle_deaths = 0
@@ -194,6 +163,12 @@ class ComputeHost:
         """Bytes held on the device."""
         now = self._now
         return 0 if now is None else now.child.status.memory_bytes
+
+    @property
+    def memory_peak_bytes(self) -> int:
+        """The most bytes that computing has held beyond rest since the newest stage was loaded."""
+        now = self._now
+        return 0 if now is None else now.peak_bytes(self._device)
 
     @property
     def codec_speeds(self) -> list[control.CodecSpeed]:
@@ -324,7 +299,7 @@ class ComputeHost:
                 gate.stand_by(ranks, checks=checks)
 
     def _load(self, job: str, version: int, work: AssignedStage) -> None:
-        self._held = _Held(job, standby=work.message.replay.standby, version=version)
+        self._held = Held(job, standby=work.message.replay.standby, version=version)
         self._check_deaths(job)
         if self._now is None or self._now.joined:
             self._launch(self._pool_view())
@@ -344,6 +319,7 @@ class ComputeHost:
         expect(work.links, network, self._config.peer_timeout_s)
         self._ports.fetch_from(work.holders)
         now.assigned += 1
+        now.restart_peak()
         child.send(pb.ToCompute(load=assigned, assignment=now.assigned))
 
     def _reconfigure(self, asked: instructions.Reconfigure) -> None:
@@ -361,7 +337,7 @@ class ComputeHost:
 
     def _join(self, joining: instructions.JoinFederation) -> None:
         invitation: control.Participate = joining.work
-        self._held = _Held(joining.job, joining, version=joining.version, turn="load")
+        self._held = Held(joining.job, joining, version=joining.version, turn="load")
         self._check_deaths(joining.job)
         config = self._config
         folder = make_job_folder(config.state_dir, joining.job, config.kept_bytes)
@@ -406,24 +382,25 @@ class ComputeHost:
                 f"the last time: {self._last_death}"
             )
 
-    def _report(self, reason: str, *, gone: bool) -> None:
+    def _report(self, reason: str, *, gone: bool, memory_bytes: int = 0) -> None:
         """Report that the job that is held cannot go on; ``gone``: nor can it be repeated."""
         held = self._held
         if held is None:
             return
         if held.federated is None:
-            self._ports.post(events.StageBroke(held.job, held.version, held.step, reason, gone=gone))
+            broke = events.StageBroke(held.job, held.version, held.step, reason, "", gone, memory_bytes)
+            self._ports.post(broke)
         elif held.turn:
             during, held.turn = held.turn, ""
             self._ports.post(events.TurnBroke(held.job, held.step, during, reason))
 
-    def _abandon(self, now: _Now, reason: str) -> None:
+    def _abandon(self, now: Now, reason: str) -> None:
         """End what is done for a process and its job."""
         self._leave_gate(now)
         if now.served is not None:
             now.served.cancel_all(reason)
 
-    def _leave_gate(self, now: _Now) -> None:
+    def _leave_gate(self, now: Now) -> None:
         if now.gate is not None:
             now.gate.close()
             now.gate = None
@@ -445,7 +422,7 @@ class ComputeHost:
         child = Child(
             view, chosen(config.sandbox, view.device), config.threads, scratch, self._heard, self._ended
         )
-        self._now = _Now(child, answered_s=time.monotonic(), joined=joined)
+        self._now = Now(child, answered_s=time.monotonic(), joined=joined)
         if self._worker:
             self._settle_in(self._now)
         if self._wants_codecs and not joined:
@@ -459,7 +436,7 @@ class ComputeHost:
             name = "atoll-compute-close"
             threading.Thread(target=before.child.close, args=(CLOSE_S,), name=name, daemon=True).start()
 
-    def _settle_in(self, now: _Now) -> None:
+    def _settle_in(self, now: Now) -> None:
         """Tell a process who it computes for."""
         departing = partial(self._consent.departing, now.joined) if now.joined else unlogged
         now.served = Served(now.child, self._ports.blobs, self._ports.batches, departing)
@@ -491,17 +468,18 @@ class ComputeHost:
                 self._changed.notify_all()
                 return
             self._end_probes(reason)
-            self._bury()
+            self._bury(ending.memory_bytes)
 
-    def _bury(self) -> None:
-        """Report a death, and start anew; the lock is held."""
+    def _bury(self, memory_bytes: int) -> None:
+        """Report a death, and start anew; the lock is held. ``memory_bytes``: as of StageBroke."""
         held = self._held
         if held is None:
             self._later()
             return
-        self._deaths[held.job] += 1
+        # Want of memory is its plan's fault, and the next one counts on what it took.
+        self._deaths[held.job] += not memory_bytes or held.federated is not None
         over = held.turn == "load" or self._deaths[held.job] >= MAX_DEATHS
-        self._report(self._last_death, gone=True)
+        self._report(self._last_death, gone=True, memory_bytes=memory_bytes)
         try:
             if held.federated is None or over:
                 self._launch(self._pool_view())
@@ -629,7 +607,7 @@ class ComputeHost:
             case "pong":
                 now.answered_s = time.monotonic()
 
-    def _heard_ready(self, now: _Now, ready: pb.ComputeReady) -> None:
+    def _heard_ready(self, now: Now, ready: pb.ComputeReady) -> None:
         if now.ready:
             raise BadFrame("it was ready before")
         with self._changed:
@@ -648,7 +626,7 @@ class ComputeHost:
             now.child.launched.limit_added(added_bytes, SHARED_BYTES)
         log.debug("compute.ready", took_s=round(ready.took_s, 2))
 
-    def _heard_event(self, now: _Now, m: pb.Posted) -> None:
+    def _heard_event(self, now: Now, m: pb.Posted) -> None:
         event = event_of(m)
         with self._lock:
             held = self._held
@@ -668,7 +646,7 @@ class ComputeHost:
             wire.add_measured(event.message.ready, self._ports.network.goodput(), self._ports.beside_s())
         self._ports.post(event)
 
-    def _heard_message(self, now: _Now, message: control.FromWorker) -> None:
+    def _heard_message(self, now: Now, message: control.FromWorker) -> None:
         kind = message.WhichOneof("body")
         if kind not in SAID:
             raise BadFrame(f"a message to the coordinator of kind {kind}")
@@ -681,7 +659,7 @@ class ComputeHost:
             self._rates = list(message.codec_speeds.speeds)
         self._ports.send(message)
 
-    def _send(self, now: _Now, m: pb.Outgoing) -> None:
+    def _send(self, now: Now, m: pb.Outgoing) -> None:
         block = now.child.outgoing.block(m.offset, m.size)
         weakref.finalize(block, now.child.freed, m.offset, m.size).atexit = False
         if now.gate is not None:

@@ -24,8 +24,13 @@ class Ending:
     code: int | None  # its exit code; None when a signal ended it
     signal: str = ""  # that signal's name
     cause: str = ""  # whom or what it was ended by, where that is known
-    memory: bool = False  # the cause is its memory bound, or want of memory
+    memory_bytes: int = 0  # beyond rest, where the cause is its memory bound or want of memory
     lines: tuple[str, ...] = ()
+
+    @property
+    def memory(self) -> bool:
+        """Whether it was ended for want of memory."""
+        return self.memory_bytes > 0
 
     def __str__(self) -> str:
         """One line: "SIGSEGV", "exit code 3", "SIGKILL: its memory bound: ..."."""
@@ -98,6 +103,11 @@ class Launched:
                 self._guarded.remove_after(self._bound.group.folder)
             return self._bound
 
+    @property
+    def bound(self) -> MemoryBound | None:
+        """Of its memory, since ``limit_added``."""
+        return self._bound
+
     def kill(self, cause: str = "") -> None:
         """End it and all it started; returns when they are gone. Any number of times."""
         with self._lock:
@@ -124,15 +134,17 @@ class Launched:
             return self._ending
 
     def _found(self, code: int, lines: tuple[str, ...]) -> Ending:
-        cause, memory = self._cause, self._memory
+        cause, memory_bytes = self._cause, 0
         if self._bound is not None:
-            if shortage := self._bound.breach():
-                cause, memory = shortage, True
+            shortage = self._bound.breach()
+            cause = shortage or cause
+            if shortage or self._memory:
+                memory_bytes = self._bound.killed_bytes
             self._bound.close()
         # Bubblewrap ends with 128 + the signal's number.
         number = -code if code < 0 else code - 128 if self.sandbox else 0
         name = next((s.name for s in signal.Signals if s == number), "")
-        return Ending(None if name else code, name, cause, memory, lines)
+        return Ending(None if name else code, name, cause, memory_bytes, lines)
 
     def _over(self, cause: str, memory: bool) -> None:
         with self._lock:

@@ -26,7 +26,7 @@ from enum import StrEnum
 
 import psutil
 
-from worker.hosting.control_group import ControlGroup
+from worker.hosting.control_group import SYSTEM_SHORT, ControlGroup
 
 SLACK_BYTES = 32 << 20  # page tables, stacks, heap edges: not what a job allocates
 DATA_SLACK_BYTES = 512 << 20  # addresses that are reserved and not used: arenas, stacks of threads
@@ -82,6 +82,18 @@ def resident_bytes(processes: list[int]) -> int:
     return sum(map(_resident, processes))
 
 
+def restart_peaks(processes: list[int]) -> None:
+    """Have the kernel count the most that processes hold from now on."""
+    for process in processes:
+        with contextlib.suppress(OSError), open(f"/proc/{process}/clear_refs", "w") as file:
+            file.write("5")
+
+
+def _sum_of(processes: list[int], name: str) -> int:
+    """Bytes of a size in /proc/PID/status, of all of them together."""
+    return sum(_status(process).get(name, 0) for process in processes)
+
+
 def _resident(process: int) -> int:
     fields = _status(process)
     if "RssAnon" in fields:
@@ -127,8 +139,9 @@ class MemoryBound:
         when the watchdog finds too much: the reason, and True if that is memory."""
         self._root, self._over = root, over
         members = descendants(root)
-        self.baseline_bytes = resident_bytes(members)
+        self.baseline_bytes, self._rest_bytes = resident_bytes(members), _sum_of(members, "VmRSS")
         self.added_bytes = added_bytes
+        self._peak_bytes = 0  # as last looked at
         more = added_bytes + shared_bytes + SLACK_BYTES
         self._most_bytes = self.baseline_bytes + more
         found = ControlGroup.create()
@@ -138,6 +151,7 @@ class MemoryBound:
             self.group = None
         if device == "cpu":
             _limit_data(members, more)
+        restart_peaks(members)
         self._closed = threading.Event()
         self._watch = threading.Thread(target=self._look, name="atoll-memory-watchdog", daemon=True)
         self._watch.start()
@@ -145,6 +159,35 @@ class MemoryBound:
     @property
     def means(self) -> Means:
         return Means.WATCHDOG if self.group is None else Means.CONTROL_GROUP
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that they have held beyond rest since ``restart_peak``, by the kernel's own counts.
+
+        A control group counts written files as well, which the kernel takes back when memory is short; a
+        process's high-water mark counts pages of libraries. What was needed is at most the less of the two.
+        """
+        members = descendants(self._root)
+        marks = [_sum_of(members, "VmHWM") - self._rest_bytes]
+        if self.group is not None:
+            marks.append(self.group.peak_bytes)
+        if found := [mark for mark in marks if mark > 0]:
+            self._peak_bytes = max(self._peak_bytes, min(found))
+        return self._peak_bytes
+
+    def restart_peak(self) -> None:
+        """Begin to count anew: another stage is loaded."""
+        self._peak_bytes = 0
+        restart_peaks(descendants(self._root))
+        if self.group is not None:
+            self.group.restart_peak()
+
+    @property
+    def killed_bytes(self) -> int:
+        """Bytes beyond rest at which they were ended for want of memory, by the kernel or the watchdog: the
+        bound, or where the system itself was short what they were last seen to hold."""
+        short = self.group is not None and self.breach() == SYSTEM_SHORT
+        return max(1, self._peak_bytes if short else self.added_bytes)
 
     def breach(self) -> str:
         """Return why the kernel ended one of them for want of memory, by its own count; "" if it did not.
@@ -164,6 +207,8 @@ class MemoryBound:
                 return None
             if len(members) > MOST_PROCESSES:
                 return self._over(f"it had more than {MOST_PROCESSES} processes", False)
+            if not psutil.LINUX:
+                self._peak_bytes = max(self._peak_bytes, resident_bytes(members) - self.baseline_bytes)
             if cause := self._passed(members):
                 return self._over(cause, True)
 

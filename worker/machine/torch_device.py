@@ -87,6 +87,23 @@ def used_memory_bytes(device: Device) -> int:
     return int(psutil.Process().memory_info().rss)
 
 
+def peak_memory_bytes(device: Device) -> int:
+    """The most bytes that the device's allocator has held since ``restart_peak``; 0 on a CPU."""
+    return int(torch.cuda.max_memory_reserved(device.index)) if device.kind == "cuda" else 0
+
+
+def restart_peak(device: Device) -> None:
+    """Give back what the device's allocator holds and does not need, and count from there."""
+    if device.kind == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device.index)
+
+
+def short_of_memory(error: Exception) -> bool:
+    """Return whether an op failed as it got no memory."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 def _median_s(
     run: Callable[[], object], device: torch.device, seconds: float, clock: Callable[[], float]
 ) -> float:

@@ -19,7 +19,7 @@ PEER_BYTES, WHAT_BYTES = 96, 24
 STALE_S = 2.0  # a process that has not written for so long waits for nobody: it has stopped
 _OP = struct.Struct(f"=Qdi{NAME_BYTES}s")  # begun, allowed seconds, bytes of name, name
 _BEGUN = struct.Struct("=Q")
-_COUNTS = struct.Struct("=QQ")  # progress, memory bytes
+_COUNTS = struct.Struct("=QQQ")  # progress, memory bytes, the most of them
 # Written, since, step, bytes of what and peer, both.
 _WAITS = struct.Struct(f"=ddQBB{WHAT_BYTES}s{PEER_BYTES}s")
 _DAEMON = struct.Struct("=d")
@@ -79,9 +79,10 @@ class ComputeStatus:
         """Nothing computes."""
         self.begin(_NOTHING)
 
-    def count(self, progress: int, memory_bytes: int) -> None:
-        """Signs of life so far, and what is held on the device."""
-        _COUNTS.pack_into(self._page, _COUNTS_AT, progress, memory_bytes)
+    def count(self, progress: int, memory_bytes: int, peak_bytes: int = 0) -> None:
+        """Signs of life so far, what is held on the device, and the most that its allocator has held since
+        the stage was loaded (0 on a CPU, where the daemon asks the kernel)."""
+        _COUNTS.pack_into(self._page, _COUNTS_AT, progress, memory_bytes, peak_bytes)
 
     def wait(self, waiting: Waiting | None, now_s: float) -> None:
         """What is awaited now, None: nothing. Written again and again: see ``STALE_S``."""
@@ -115,6 +116,10 @@ class ComputeStatus:
     @property
     def memory_bytes(self) -> int:
         return int(_COUNTS.unpack_from(self._page, _COUNTS_AT)[1])
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(_COUNTS.unpack_from(self._page, _COUNTS_AT)[2])
 
 
 class DaemonStatus:

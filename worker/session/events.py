@@ -169,7 +169,8 @@ class StageLoaded:
 
 @dataclass(frozen=True, slots=True)
 class StageBroke:
-    """``gone``: the stage is lost, with all that it held."""
+    """``gone``: the stage is lost, with all that it held. ``memory_bytes``: beyond rest, at which it was
+    ended for want of memory; 0: it was not."""
 
     job: str
     version: int
@@ -177,6 +178,7 @@ class StageBroke:
     reason: str
     lost_peer: str = ""
     gone: bool = False
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,6 +166,7 @@ class StageFailed:
     step: int
     reason: str
     lost_peer: str = ""
+    memory_bytes: int = 0  # beyond rest, at which it was ended for want of memory; 0: it was not
 
 
 @dataclass(frozen=True, slots=True)

@@ -410,7 +410,7 @@ def _broke(state: Session, event: ev.StageBroke) -> Step:
     loading = state.phase is Phase.LOADING
     step = state.step if loading else event.step
     version = state.assigned if loading else event.version
-    failed = do.StageFailed(event.job, version, step, event.reason, event.lost_peer)
+    failed = do.StageFailed(event.job, version, step, event.reason, event.lost_peer, event.memory_bytes)
     if state.phase is Phase.EVALUATING:  # the step whose model was to be evaluated is applied
         state = replace(state, step=state.due + 1, commit=None)
     elif state.phase in (Phase.READY, Phase.APPLYING, Phase.STANDING_BY):

@@ -40,6 +40,7 @@ def posted(event: ev.Event) -> pb.Posted:
         reason=getattr(event, "reason", "")[:MAX_REASON_CHARS],
         lost_peer=getattr(event, "lost_peer", ""),
         during=getattr(event, "during", ""),
+        memory_bytes=getattr(event, "memory_bytes", 0),
     )
 
 
@@ -80,6 +81,8 @@ def event_of(m: pb.Posted) -> ev.Event:
         fields["reason"] = clean(m.reason, MAX_REASON_CHARS)
     if "lost_peer" in kind.__slots__:
         fields["lost_peer"] = clean(m.lost_peer, 100)
+    if "memory_bytes" in kind.__slots__:
+        fields["memory_bytes"] = m.memory_bytes
     if "during" in kind.__slots__:
         fields["during"] = clean(m.during, 20)
     event: ev.Event = kind(**fields)

@@ -381,6 +381,7 @@ def to_proto(message: object) -> pb.FromWorker:
                 step=message.step,
                 reason=message.reason[:MAX_REASON_CHARS],
                 lost_peer=message.lost_peer,
+                memory_bytes=message.memory_bytes,
             )
             return pb.FromWorker(failed=failed)
         case instructions.ClientFailed(job, at_round, reason, during):

@@ -55,10 +55,16 @@ class Device:
     # Codec -> dense bytes/s of (encoding, decoding); ``coordinator.coding`` has the defaults.
     codec_speeds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     device_class: DeviceClass | None = None  # None: not known, of a fleet described in a file
+    memory_scale: float = 1.0  # bytes that the job's stages take over the model's, as measured
 
     @property
     def label(self) -> str:
         return self.name or self.worker
+
+    @property
+    def model_limit_bytes(self) -> float:
+        """The most bytes of a stage by the memory model: what was learnt of the job is counted here alone."""
+        return self.memory_limit_bytes / self.memory_scale
 
 
 @dataclass(frozen=True, eq=False)

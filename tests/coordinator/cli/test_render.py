@@ -109,6 +109,15 @@ def test_every_text_of_a_running_job_stands_as_it_is(federated: bool) -> None:
     assert not missing & (expected if federated else {"LinkRate.codec", "LinkRate.reason", "JobUpdate.state"})
 
 
+def test_planned_and_measured_memory_of_running_stages_are_shown() -> None:
+    stage = pb.StageStatus(stage=1, worker="w-1", planned_bytes=306 << 20, measured_bytes=290 << 20)
+    update = pb.JobUpdate(job="llama", state="training", stages=[stage])
+    for words in ("306.0 MiB", "290.0 MiB"):
+        assert words in shown(watch_view(update, [], NAMES))
+    found = shown(status_view(pb.StatusReply(jobs=[update])))
+    assert "llama: memory of stage 1 306.0 MiB planned, 290.0 MiB measured" in found
+
+
 def test_every_text_of_a_plan_stands_as_it_is() -> None:
     plan = Plan(
         job="j",

@@ -58,9 +58,13 @@ def means(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Me
 class Bounded:
     """A program that is bounded once it is ready, and then goes on."""
 
-    def __init__(self, code: str, way: str, means: Means, shared_bytes: int = 0) -> None:
+    def __init__(
+        self, code: str, way: str, means: Means, shared_bytes: int = 0, *, waits: bool = False
+    ) -> None:
+        """``waits``: until ``go_on``."""
+        self._waits = waits
         with ExitStack() as opened:
-            self._read, write = opened.enter_context(life())
+            self.read, write = opened.enter_context(life())
             go, self._go = os.pipe()
             given: Sequence[int] = [write, go]
             self.made: Launched = opened.enter_context(
@@ -68,16 +72,20 @@ class Bounded:
             )
             os.close(write)
             os.close(go)
-            assert read_line(self._read) == b"ready\n"
+            assert read_line(self.read) == b"ready\n"
             bound = self.made.limit_added(ADDED, shared_bytes)
             assert bound is not None
             assert bound.means is means
-            self.baseline_bytes = bound.baseline_bytes
+            self.baseline_bytes, self.bound = bound.baseline_bytes, bound
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Bounded:
-        os.write(self._go, b"g")
+        if not self._waits:
+            self.go_on()
         return self
+
+    def go_on(self) -> None:
+        os.write(self._go, b"g")
 
     def __exit__(self, *how: object) -> None:
         os.close(self._go)
@@ -86,7 +94,7 @@ class Bounded:
     def ending(self) -> Ending:
         """How it ended by itself, all of it."""
         found = ended(self.made)
-        assert os.read(self._read, 1) == b""
+        assert os.read(self.read, 1) == b""
         return found
 
 
@@ -95,7 +103,7 @@ class Bounded:
 def test_who_allocates_without_end_is_ended_and_the_bound_is_named(way: str, code: str, means: Means) -> None:
     with Bounded(code, way, means) as bounded:
         ending = bounded.ending()
-    assert ending.memory
+    assert ending.memory_bytes == ADDED
     assert str(ending).startswith("SIGKILL: its memory bound: ")
     assert "64 MiB" in ending.cause
     assert ending.cause.endswith(f"({means})")
@@ -136,6 +144,23 @@ def test_processes_without_end_are_ended_all_of_them(way: str, means: Means) -> 
         ending = bounded.ending()
     # Each forked process takes some pages too, and on a slow machine that may be seen first.
     assert ending.cause.startswith(f"it had more than {MOST_PROCESSES}") != ending.memory
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_most_that_was_held_is_known_until_it_is_counted_anew(way: str, means: Means) -> None:
+    code = f"""{READY}
+more = bytearray(b"x") * (24 << 20)
+del more
+os.write(tell, b"freed\\n")
+time.sleep(600)
+"""
+    with Bounded(code, way, means, waits=True) as bounded:
+        assert bounded.bound.peak_bytes < 8 * MIB
+        bounded.go_on()
+        assert read_line(bounded.read) == b"freed\n"
+        assert 22 * MIB <= bounded.bound.peak_bytes < 40 * MIB  # the kernel counts in batches
+        bounded.bound.restart_peak()
+        assert bounded.bound.peak_bytes < 8 * MIB
 
 
 def test_the_bound_is_of_one_moment_and_not_raised_later(means: Means) -> None:
