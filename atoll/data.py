@@ -7,18 +7,22 @@ pure function of (seed, epoch); a micro-batch is a pure function of (spec, step,
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from atoll.arrays import array_of, stacked
 from atoll.dataset_spec import DataField, DataSpec, Layout
 from atoll.errors import UsageError
+from atoll.fields import check_fields, described, is_a
+from atoll.job_checks import DATA_LOADER, data_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Sequence
 
     import torch
     from numpy.typing import NDArray
@@ -53,11 +57,30 @@ class DataSource(Protocol):
 
 @dataclass(frozen=True)
 class Rows:
-    """Samples along the first axis of arrays (or tensors), one per input of the model."""
+    """Samples along the first axis of arrays (or tensors), one per input of the model.
+
+    UsageError for what are no arrays of numbers with as many rows each.
+    """
 
     arrays: Mapping[str, ArrayOrTensor]
     held_out: Mapping[str, ArrayOrTensor] | None = None
     seed: int | None = 0  # of the order of samples; None: as stored
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "arrays", _named_arrays("Rows", self.arrays))
+        if self.held_out is not None:
+            object.__setattr__(self, "held_out", _named_arrays("Rows(held_out)", self.held_out))
+        _check_seed(self.seed)
+
+    @classmethod
+    def of(cls, dataset: Any, *inputs: str, held_out: Any | None = None, seed: int | None = 0) -> Rows:
+        """Return the samples of a data set such as ``torch.utils.data.TensorDataset``, read once and stacked.
+
+        ``inputs`` name the model's input for each part of a sample, or the keys of samples that are
+        mappings. ``held_out`` is such a data set too. UsageError for samples that have not so many parts.
+        """
+        held = None if held_out is None else _columns("Rows.of(held_out)", held_out, inputs)
+        return cls(_columns("Rows.of", dataset, inputs), held, seed)
 
     def materialise(self, batch: int) -> tuple[Materialised, Materialised | None]:
         train = _rows(self.arrays, batch, self.seed)
@@ -80,6 +103,16 @@ class ByteText:
     held_out: float = 0.05
     seed: int = 0
     inputs_too: Mapping[str, str] = field(default_factory=dict)  # further inputs given the same ids
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", _text(self.text))
+        check_fields(self)
+        if self.length < 1 or self.max_bytes < 1 or not 0.0 <= self.held_out < 1.0:
+            raise UsageError(
+                f"ByteText: length = {self.length}, max_bytes = {self.max_bytes}, held_out = "
+                f"{self.held_out}; give the first two from 1, held_out from 0 to below 1"
+            )
+        _check_seed(self.seed)
 
     def materialise(self, batch: int) -> tuple[Materialised, Materialised | None]:
         text = self.text if self.text is not None else standard_library_text(self.max_bytes)
@@ -150,18 +183,80 @@ def _permutation(seed: int, epoch: int, n: int) -> NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(n)
 
 
-def _rows(arrays: Mapping[str, ArrayOrTensor], batch: int, seed: int | None) -> Materialised:
-    as_numpy = {name: _to_numpy(value) for name, value in arrays.items()}
-    sizes = {name: len(value) for name, value in as_numpy.items()}
-    if not sizes or len(set(sizes.values())) != 1:
-        raise UsageError(f"data arrays must have one common length, not {sizes}")
-    n_samples = next(iter(sizes.values()))
+def _rows(arrays: Mapping[str, Any], batch: int, seed: int | None) -> Materialised:
+    n_samples = len(next(iter(arrays.values())))
     if n_samples < batch:
         raise UsageError(f"{n_samples} samples are fewer than a micro-batch of {batch}; give more data")
-    fields = tuple(DataField(name, name, Layout.ROWS) for name in as_numpy)
-    return Materialised(DataSpec(fields, n_samples, batch, seed), as_numpy)
+    fields = tuple(DataField(name, name, Layout.ROWS) for name in arrays)
+    return Materialised(DataSpec(fields, n_samples, batch, seed), arrays)
 
 
-def _to_numpy(value: object) -> Array:
-    convert: Callable[[], Array] | None = getattr(value, "numpy", None)
-    return np.ascontiguousarray(convert() if convert is not None else np.asarray(value))
+def _named_arrays(what: str, given: Any) -> dict[str, Array]:
+    """Return arrays by input; UsageError unless all have as many rows, at least one."""
+    if not isinstance(given, Mapping) or not given:
+        raise UsageError(f"{what}: {described(given)}; {data_words(given, ('x', 'y'))}")
+    found = {name: array_of(f"{what}: {name!r}", value) for name, value in given.items()}
+    sizes = {name: len(value) for name, value in found.items()}
+    if len(set(sizes.values())) != 1:
+        raise UsageError(f"data arrays must have one common length, not {sizes}")
+    if 0 in sizes.values():
+        raise UsageError(f"{what} has no rows; give one for each sample")
+    return found
+
+
+def _columns(what: str, dataset: Any, inputs: Sequence[str]) -> dict[str, Array]:
+    """Return the parts of a data set's samples, stacked by input."""
+    if not inputs or not all(isinstance(name, str) for name in inputs):
+        raise UsageError(
+            f"{what} names no inputs; name one for each part of a sample, Rows.of(dataset, 'x', 'y')"
+        )
+    if is_a(dataset, DATA_LOADER):
+        raise UsageError(f"{what}: {described(dataset)}; {data_words(dataset, inputs)}")
+    if isinstance(dataset, type) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise UsageError(
+            f"{what}: {described(dataset)} has no samples by number; make tensors of it and give "
+            "Rows({...})"
+        )
+    parts: dict[str, list[Array]] = {name: [] for name in inputs}
+    for at in range(len(dataset)):
+        for name, value in _parts(what, dataset[at], inputs).items():
+            parts[name].append(_one_row(f"{what}: {name!r}", value))
+    if not len(dataset):
+        raise UsageError(f"{what}: {described(dataset)} has no samples")
+    return {name: stacked(f"{what}: {name!r}", rows) for name, rows in parts.items()}
+
+
+def _parts(what: str, sample: Any, inputs: Sequence[str]) -> dict[str, Any]:
+    if isinstance(sample, Mapping):
+        if missing := [name for name in inputs if name not in sample]:
+            raise UsageError(f"{what}: samples have {', '.join(map(str, sample))}, not {', '.join(missing)}")
+        return {name: sample[name] for name in inputs}
+    parts = sample if isinstance(sample, tuple | list) else (sample,)
+    if len(parts) != len(inputs):
+        raise UsageError(
+            f"{what}: a sample has {len(parts)} parts; name an input for each, not {len(inputs)}"
+        )
+    return dict(zip(inputs, parts, strict=True))
+
+
+def _one_row(what: str, value: Any) -> Array:
+    if isinstance(value, bool | int | float):
+        return np.asarray(value)
+    shape = getattr(value, "shape", None)
+    if shape is not None and len(shape) == 0:  # a label on its own
+        return array_of(what, value.reshape(1))[0:1].reshape(())
+    return array_of(what, value)
+
+
+def _text(given: Any) -> bytes | None:
+    if isinstance(given, str):
+        return given.encode()
+    if given is not None and not isinstance(given, bytes):
+        words = "give bytes, as Path('text.txt').read_bytes()"
+        raise UsageError(f"ByteText: text = {described(given)}; {words}")
+    return given
+
+
+def _check_seed(seed: Any) -> None:
+    if seed is not None and (type(seed) is not int or not 0 <= seed < 2**64):
+        raise UsageError(f"seed = {described(seed)}; give a number from 0 to 2**64 - 1, or None: as stored")

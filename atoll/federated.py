@@ -23,6 +23,7 @@ from atoll.compression import ADATOPK, AUTO, OFF, Compression
 from atoll.data import Materialised, Rows
 from atoll.dataset_spec import DataSpec
 from atoll.errors import UsageError
+from atoll.fields import check_fields, described
 from atoll.opdag import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class Federated:
     consent_s: float = CONSENT_S  # for data owners' consent, while too few take part; then the job fails
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name, value, low, high in (
             ("local_epochs", self.local_epochs, 1, 10_000),
             ("local_steps", self.local_steps, 0, 10**8),
@@ -185,6 +187,14 @@ class Registered:
     name: str
     inputs: Mapping[str, str]
     held_out: DataSource | Mapping[str, object] | None = None
+
+    def __post_init__(self) -> None:
+        inputs: Any = self.inputs
+        if not isinstance(inputs, Mapping):
+            raise UsageError(
+                f"Registered: inputs = {described(inputs)}; give a dict of the field of the data for each "
+                'argument of forward(), {"x": "image"}'
+            )
 
     def materialise(self, batch: int) -> tuple[Materialised, Materialised | None]:
         """No training data, and the owner's held-out data in stored order."""

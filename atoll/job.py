@@ -17,6 +17,8 @@ from atoll.compression import AUTO, Compression
 from atoll.dataset_spec import DataSpec
 from atoll.errors import UsageError
 from atoll.exchange import EXACT, wanted_exchange
+from atoll.fields import check_fields
+from atoll.job_checks import check_job
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -53,6 +55,9 @@ class ParamGroup:
     weight_decay: float | None = None
     frozen: bool = False
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
@@ -67,6 +72,9 @@ class Optimizer:
     nesterov: bool = False
     groups: tuple[ParamGroup, ...] = ()
     clip_norm: float | None = None  # global L2 norm over all stages
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def group_of(self, parameter: str) -> ParamGroup | None:
         """The first group one of whose patterns matches ``parameter``."""
@@ -97,6 +105,9 @@ class Schedule:
     kind: ScheduleKind = ScheduleKind.CONSTANT
     warmup_steps: int = 0
     final: float = 0.1  # of the base rate, at the last step
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def factor(self, step: int, steps: int) -> float:
         """Multiplier of the base learning rate at ``step`` of ``steps``, both from 0."""
@@ -145,6 +156,7 @@ class TrainingSpec:
     spot_checks: float = 0.005  # share of the steps that an idle worker repeats to compare; 0 = none
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name, value, low, high in (
             ("steps", self.steps, 1, 10**9),
             ("n_micro", self.n_micro, 1, 4096),
@@ -212,6 +224,9 @@ class Job:
     notes: Mapping[str, Any] = field(default_factory=dict)  # for the job file's own records: never used
     metrics: tuple[str, ...] = ()
     federated: Federated | None = None
+
+    def __post_init__(self) -> None:
+        check_job(self)
 
 
 CHECKPOINT_EVERY_S = 300.0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from atoll.arrays import tensor_of
 from atoll.data import sample_indices, take
 from atoll.errors import UsageError
 from atoll.execute import Executor
@@ -76,7 +77,7 @@ class CentralEvaluation:
     def _batch(self, micro: int) -> dict[str, torch.Tensor]:
         samples = sample_indices(self._data, self._spec.training.eval_batches, 0, micro)
         return {
-            f.input: torch.from_numpy(np.array(take(self._arrays[f.blob], f, samples))).to(
+            f.input: tensor_of(take(self._arrays[f.blob], f, samples)).to(
                 getattr(torch, self._dag.inputs[f.input].dtype)
             )
             for f in self._data.fields
@@ -87,7 +88,6 @@ def _tensor(array: Array) -> torch.Tensor:
     """Shares memory where that lies as torch's own would: kernels look at alignment."""
     shareable = array.flags.writeable and array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0
     if shareable:
-        return torch.from_numpy(array)
-    tensor = torch.empty(array.shape, dtype=torch.from_numpy(np.empty(0, array.dtype)).dtype)
-    np.copyto(tensor.numpy(), array)
-    return tensor
+        return tensor_of(array)
+    tensor = torch.empty(array.shape, dtype=tensor_of(np.empty(0, array.dtype)).dtype)
+    return tensor.copy_(tensor_of(array))

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from atoll.effects import effects
+from atoll.errors import AtollError, CaptureError
 from atoll.execute import Executor
 from atoll.job import Precision
 from atoll.opdag import LeafRef, OpDag, OpNode, OpRef, Source, TensorMeta, leaf_refs, op_refs
@@ -158,7 +159,12 @@ def measured(
         flops,
     ):
         executor.load(leaves, frozen, ledger.observe)
-        executor.forward(0, 0, inputs, {}, ledger.observe)
+        try:
+            executor.forward(0, 0, inputs, {}, ledger.observe)
+        except AtollError:
+            raise
+        except Exception as error:  # a kernel may refuse what the export let pass, such as a label's type
+            raise _refused(dag, ledger, error) from error
     executor.reset()
     for position, tensor in ledger.late.items():
         # A write through a view may have made it differentiable after the op that made it.
@@ -166,6 +172,16 @@ def measured(
             ledger.nodes[position] = replace(ledger.nodes[position], requires_grad=True)
     metas = dict(enumerate(ledger.nodes[p].outputs for p in range(len(dag.ops))))
     return replace(dag, ops=tuple(_priced(dag, ledger, metas, p) for p in range(len(dag.ops))))
+
+
+def _refused(dag: OpDag, ledger: _Ledger, error: Exception) -> CaptureError:
+    """The op that was to be run next cannot be run on the example inputs."""
+    node = dag.ops[next(at for at in range(len(dag.ops)) if at not in ledger.nodes)]
+    text = " ".join(str(error).split())[:240]
+    return CaptureError(
+        f"op {node.target} in {node.module_path or 'the module'} at {node.source_line} fails on the example "
+        f"inputs: {type(error).__name__}: {text}"
+    )
 
 
 def _priced(

@@ -6,21 +6,22 @@ Runs on the owner's machine; what comes out is a JobSpec without code and the bl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-import safetensors.numpy
 import safetensors.torch
 import torch
 
+from atoll.arrays import array_of, dtype_name, tensor_of
 from atoll.data import Materialised, sample_indices, take
 from atoll.dataset_spec import DataSpec
 from atoll.errors import UsageError
 from atoll.federated import Federated, FederatedSpec, Floors, Registered
+from atoll.fields import described
 from atoll.job import Job, JobSpec, TrainingSpec
-from atoll.opdag import OpDag, TensorMeta
+from atoll.opdag import FLOATING, OpDag, TensorMeta
 from atoll.program import stage_programs
 from coordinator.capture.capture import Captured, capture
 from coordinator.capture.self_check import self_check
@@ -88,12 +89,12 @@ def prepare(
     """
     check_compression(job.training.compression)
     federated = federated_spec(job)
+    tell("materialising the data")
+    data, held_out = materialised(job)
     tell("capturing the model as an op-DAG")
     captured = capture(job.module, job.example_inputs, job.training, job.metrics)
     if federated is not None:
         check_graphs(federated.rule, captured)
-    tell("materialising the data")
-    data, held_out = materialised(job, captured)
     tell(f"checking {len(captured.train.ops)} ops against the module")
     batch = dict(job.example_inputs) if federated else first_batch(data, captured.train.inputs)
     self_check(job.module, captured, batch)
@@ -161,21 +162,35 @@ def federated_spec(job: Job) -> FederatedSpec | None:
     return FederatedSpec(job.federated, job.data.name, dict(job.data.inputs))
 
 
-def materialised(job: Job, captured: Captured) -> tuple[Materialised, Materialised | None]:
+def materialised(job: Job) -> tuple[Materialised, Materialised | None]:
     """The job's data, checked against the model's inputs; UsageError says which does not fit."""
     batch = batch_size(job.example_inputs)
-    data, held_out = job.data.materialise(batch)
+    inputs = {name: meta_of(tensor, f"input {name!r}") for name, tensor in job.example_inputs.items()}
+    found = job.data.materialise(batch)
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Materialised):
+        raise UsageError(
+            f"{type(job.data).__name__}.materialise() returned {described(found)}; return training data and "
+            "held-out data or None, as Rows does"
+        )
+    data = _as_arrays(found[0])
+    held_out = None if found[1] is None else _as_arrays(found[1])
     if job.federated is None:
-        check_data(data, captured.train.inputs, "training data")
+        check_data(data, inputs, "training data")
     if job.training.eval_batches and held_out is None:
         raise UsageError(
             f"eval_batches = {job.training.eval_batches}, but the data source holds nothing out; give it "
             f"held-out data or set eval_batches=0"
         )
     if held_out is not None:
-        check_data(held_out, captured.evaluation.inputs, "held-out data")
+        check_data(held_out, inputs, "held-out data")
         _check_held_out(held_out.spec, job.training)
     return data, held_out
+
+
+def _as_arrays(data: Materialised) -> Materialised:
+    """The data of a source, which may be the job file's own, as arrays that can be stored."""
+    arrays = {name: array_of(f"data: {name!r}", value) for name, value in data.arrays.items()}
+    return replace(data, arrays=arrays)
 
 
 def batch_size(example_inputs: Mapping[str, torch.Tensor]) -> int:
@@ -194,32 +209,49 @@ def check_data(data: Materialised, inputs: Mapping[str, TensorMeta], what: str) 
     """UsageError unless ``data`` gives each input a micro-batch of its shape."""
     given = {field.input for field in data.spec.fields}
     if given != set(inputs):
-        missing, extra = sorted(set(inputs) - given), sorted(given - set(inputs))
+        odd = (("missing", set(inputs) - given), ("unknown", given - set(inputs)))
         raise UsageError(
-            f"{what} gives {sorted(given)}, the model takes {sorted(inputs)}: "
-            f"missing {missing}, not known {extra}; name the data after forward()'s arguments"
+            f"{what} gives {', '.join(sorted(given))}, the model takes {', '.join(sorted(inputs))}: "
+            + "; ".join(f"{word} {', '.join(sorted(names))}" for word, names in odd if names)
+            + "; name the data after forward()'s arguments"
         )
     samples = sample_indices(data.spec, 1, 0, 0)
     for field in data.spec.fields:
-        found = take(data.arrays[field.blob], field, samples)
+        array = data.arrays[field.blob]
+        found = take(array, field, samples)
         meta = inputs[field.input]
         if found.shape != meta.shape:
             raise UsageError(
                 f"{what}: a micro-batch of {field.input!r} has shape {found.shape}, the example input "
                 f"{meta.shape}; make them equal"
             )
-        if np.dtype(found.dtype).kind == "f" and meta.dtype.startswith(("int", "uint", "bool")):
+        stored = dtype_name(found)
+        if stored in FLOATING and meta.dtype not in FLOATING:
             raise UsageError(
-                f"{what}: {field.input!r} is stored as {found.dtype}, the model takes {meta.dtype}; "
+                f"{what}: {field.input!r} is stored as {stored}, the model takes {meta.dtype}; "
                 f"convert the data"
             )
+        _check_range(f"{what}: {field.input!r}", array, meta.dtype)
+
+
+def _check_range(what: str, array: Array, wanted: str) -> None:
+    """UsageError for whole numbers that the model's input cannot hold: they would wrap around unseen."""
+    if array.dtype.kind not in "iu" or wanted in FLOATING or not array.size:
+        return
+    low, high = (0, 1) if wanted == "bool" else (np.iinfo(wanted).min, np.iinfo(wanted).max)
+    least, most = int(array.min()), int(array.max())
+    if not low <= least <= most <= high:
+        raise UsageError(
+            f"{what} holds {least} to {most}, the model takes {wanted}, {low} to {high}; give the example "
+            "input a wider type"
+        )
 
 
 def first_batch(data: Materialised, inputs: Mapping[str, TensorMeta]) -> dict[str, torch.Tensor]:
     """The first micro-batch as the workers will see it."""
     samples = sample_indices(data.spec, 1, 0, 0)
     return {
-        field.input: torch.from_numpy(np.array(take(data.arrays[field.blob], field, samples))).to(
+        field.input: tensor_of(take(data.arrays[field.blob], field, samples)).to(
             getattr(torch, inputs[field.input].dtype)
         )
         for field in data.spec.fields
@@ -250,6 +282,6 @@ def _tensor_blob(tensor: torch.Tensor) -> LocalBlob:
 
 def _array_blob(array: Array) -> LocalBlob:
     def read() -> bytes:
-        return safetensors.numpy.save({VALUE: np.ascontiguousarray(array)})
+        return safetensors.torch.save({VALUE: tensor_of(np.ascontiguousarray(array))})
 
     return LocalBlob.of(read, PIECE_BYTES)

@@ -11,6 +11,7 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from atoll.arrays import dtype_name
 from atoll.errors import AccessDenied, AtollError, ConnectionFailed, UsageError
 from coordinator.services.blob_rights import Accounts, Role, role_of
 from coordinator.services.work import worker_of
@@ -195,7 +196,7 @@ class DataService(rpc.DataServicer):
         micros = range(first, first + count) if count else None
         served: Iterator[pb.Batch] = (
             pb.Batch(
-                step=b.step, micro=b.micro, input=b.input, dtype=str(b.array.dtype), shape=b.array.shape,
+                step=b.step, micro=b.micro, input=b.input, dtype=dtype_name(b.array), shape=b.array.shape,
                 data=b.array.tobytes(),
             )
             for b in self._provider.batches(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from atoll.arrays import BFLOAT16
 from atoll.data import sample_indices, take
 from atoll.errors import StorageError, UsageError
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from numpy.typing import NDArray
+    from numpy.typing import DTypeLike, NDArray
 
     from atoll.dataset_spec import DataSpec
     from atoll.job import JobSpec
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 
 MAX_STEPS_A_REQUEST = 1024
 MAX_HEADER_BYTES = 100 << 20
-_DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "I64": "int64", "I32": "int32",
+_DTYPES: dict[str, DTypeLike] = {
+    "BF16": BFLOAT16, "F64": "float64", "F32": "float32", "F16": "float16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
 

@@ -1,13 +1,26 @@
+import dataclasses
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll import Job, OptimizerName, Precision, Recompute, ScheduleKind, TrainingSpec
-from atoll.errors import UsageError
-from coordinator.client.job_file import load_job, load_module, override_job
+from atoll import (
+    Federated,
+    Job,
+    OptimizerName,
+    Precision,
+    Recompute,
+    Registered,
+    Rows,
+    ScheduleKind,
+    TrainingSpec,
+)
+from atoll.errors import AtollError, UsageError
+from coordinator.client.job_file import blaming, load_job, load_module
+from coordinator.client.overrides import override_job
 
 GOOD = """
 import torch
@@ -35,7 +48,8 @@ def _write(folder: Path, text: str) -> Path:
 
 
 def _plain() -> Job:
-    return Job(module=None, example_inputs={}, data=None, training=TrainingSpec(steps=10, n_micro=2))  # type: ignore[arg-type]
+    x = torch.zeros(4, 8)
+    return Job(torch.nn.Linear(8, 1), {"input": x}, Rows({"input": x}), TrainingSpec(steps=10, n_micro=2))
 
 
 def test_a_job_file_gives_its_job(tmp_path: Path) -> None:
@@ -94,6 +108,59 @@ def test_what_is_printed_can_be_set_again(lr: float, steps: int, precision: Prec
     assert (job.training.optimizer.lr, job.training.steps, job.training.precision) == (lr, steps, precision)
 
 
+def test_fields_of_a_federation_are_set_in_any_order() -> None:
+    rule = Federated("fedprox", options={"mu": 1.0})
+    registered = Registered("digits", {"input": "x"})
+    job = dataclasses.replace(_plain(), data=registered, federated=rule)
+    sets = [
+        "federated.clients=1",
+        "federated.min_clients=1",
+        "federated.held_out=0.2",
+        "federated.consent_s=60",
+    ]
+    more = ["federated.options.mu=0.5", "federated.local=head.*,norm.*", "federated.error_feedback=off"]
+    found = override_job(job, [*sets, *more, "metrics=accuracy", "steps=3"])
+    expected = Federated(
+        "fedprox", {"mu": 0.5}, clients=1, min_clients=1, held_out=0.2, consent_s=60.0,
+        local=("head.*", "norm.*"), error_feedback=False,
+    )  # fmt: skip
+    assert (found.federated, found.metrics, found.training.steps) == (expected, ("accuracy",), 3)
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("federated.rounds=3", "unknown field; known here: strategy, options"),
+        ("federated.clients=many", "use a whole number"),
+        ("federated.options=1", "write options.OPTION=VALUE"),
+        ("federated.clients=-1", "give a whole number from 0"),
+    ],
+)
+def test_a_wrong_field_of_a_federation_says_what_would_be_accepted(item: str, message: str) -> None:
+    job = dataclasses.replace(_plain(), data=Registered("digits", {"input": "x"}), federated=Federated())
+    with pytest.raises(UsageError, match=message):
+        override_job(job, [item])
+
+
+def test_what_work_on_a_job_raises_is_told_with_the_files_own_line(tmp_path: Path) -> None:
+    path = _write(tmp_path, GOOD.replace("return x.square().mean()", "return x + 'a'"))
+    module = load_job(path).module
+    with (
+        pytest.raises(UsageError, match=r"job\.py:7: TypeError: .* at `return x \+ 'a'`"),
+        blaming(path, False),
+    ):
+        module(torch.zeros(1))
+
+
+def test_what_leads_to_no_line_of_the_file_is_told_in_words_too(tmp_path: Path) -> None:
+    path = _write(tmp_path, GOOD)
+    told = r"ZeroDivisionError: .*, at .*\.py:\d+; --trace shows"
+    with pytest.raises(AtollError, match=told), blaming(path, False):
+        1 // 0  # noqa: B018
+    with pytest.raises(ZeroDivisionError), blaming(path, True):
+        1 // 0  # noqa: B018
+
+
 def test_a_file_that_raises_is_told_with_its_own_line(tmp_path: Path) -> None:
     path = _write(tmp_path, "import json\n\ndef job():\n    return json.loads('{')\n")
     with pytest.raises(UsageError, match=r"job\.py:4: JSONDecodeError: .* at `return json"):
@@ -110,7 +177,7 @@ def test_the_whole_traceback_is_there_when_asked_for(tmp_path: Path) -> None:
     [
         ("def job(:\n", r"job\.py:1: SyntaxError"),
         ("x = 1\n", r"no function job\(\)"),
-        ("def job():\n    return 3\n", "returned int; return an atoll.Job"),
+        ("def job():\n    return 3\n", "returned 3; return an atoll.Job"),
         ("import sys\nsys.exit(3)\n", r"job\.py:2: SystemExit"),
         ("import nowhere_to_be_found\n", r"job\.py:1: ModuleNotFoundError"),
     ],

@@ -4,8 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 from safetensors.numpy import save
 
+from atoll.arrays import dtype_name, tensor_of
 from atoll.data import ByteText, Materialised, Rows, sample_indices, take
 from atoll.errors import StorageError, UsageError
 from atoll.job import JobSpec, TrainingSpec
@@ -43,6 +46,17 @@ def test_evaluation_always_sees_the_same_micro_batches(tmp_path: Path) -> None:
     later = [b.array for b in provider.batches(spec, True, ["tokens"], 77, 1)]
     assert len(first) == 2
     np.testing.assert_array_equal(first, later)
+
+
+def test_bfloat16_rows_are_served_bit_for_bit(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    values = torch.randn(8, 3, generator=torch.Generator().manual_seed(2)).bfloat16()
+    train, _ = Rows({"x": values}, seed=None).materialise(4)
+    blob = store.put(safetensors.torch.save({"value": values}))
+    spec = JobSpec("j", TrainingSpec(5, 2), "", "", {}, train.stored({"x": blob}), None)
+    served = [b.array for b in DataProvider(store).batches(spec, False, ["x"], 0, 1)]
+    assert {dtype_name(array) for array in served} == {"bfloat16"}
+    assert torch.equal(torch.cat([tensor_of(array) for array in served]), values)
 
 
 def test_every_sample_of_an_epoch_is_served_once(tmp_path: Path) -> None:

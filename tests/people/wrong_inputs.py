@@ -1,0 +1,345 @@
+"""Every wrong input that people bring, and what `atoll submit` answers: the table of docs/wrong-inputs.md.
+
+    python -m tests.people.wrong_inputs    # writes the page anew
+
+A case is what is wrong in words and a few lines of a job file: keyword arguments of ``Job`` that replace
+those of ``TEMPLATE``, and statements before. ``answer`` runs the real command on it.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from rich.console import Console
+
+from coordinator.cli.main import app
+from protos import atoll_control_pb2 as pb
+from protos import command_line
+from tests.coordinator.client.fake_owner import FakeOwnerServer, Script
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "wrong-inputs.md"
+TEMPLATE = """
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from atoll import *
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.head(torch.tanh(self.body(x))), y)
+
+X = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(40) % 4
+SET = TensorDataset(X, Y)
+EXAMPLE = {{"x": torch.zeros(4, 8), "y": torch.zeros(4, dtype=torch.long)}}
+{setup}
+def job():
+    given = dict(module=Net(), example_inputs=EXAMPLE, data=Rows({{"x": X, "y": Y}}),
+                 training=TrainingSpec(steps=8, n_micro=4), name="wrong")
+    return Job(**given | dict({change}))
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A wrong input: its name, arguments of ``Job`` that replace the template's, statements before ``job()``,
+    and options of the command."""
+
+    name: str
+    change: str = ""
+    setup: str = ""
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a person sees: the exit code, and the error without the job file's path and line."""
+
+    code: int
+    message: str
+
+
+def model(forward: str, init: str = "self.fc = nn.Linear(8, 4)") -> str:
+    """Return statements that define ``Net`` anew."""
+    return f"""class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        {init}
+    def forward(self, x, y):
+        {forward}"""
+
+
+JOBS = (
+    Case("a class in place of the module", "module=Net"),
+    Case("a function in place of the module", "module=lambda x, y: 0"),
+    Case("a model's name in place of the module", "module='gpt2'"),
+    Case("no module", "module=None"),
+    Case("a state dict in place of the module", "module=Net().state_dict()"),
+    Case("a module under `torch.compile`", "module=torch.compile(Net())"),
+    Case("a module inside `DataParallel`", "module=nn.DataParallel(Net())"),
+    Case("no training", "training=None"),
+    Case("a number in place of the training", "training=3"),
+    Case("an optimizer in place of the training", "training=torch.optim.SGD(Net().parameters(), lr=0.1)"),
+    Case("a metric's name alone", "metrics='accuracy'"),
+    Case("a job without a name", "name=''"),
+    Case("a strategy's name in place of the federation", "federated='fedavg'"),
+    Case("an argument that `Job` has not", "model=Net()"),
+    Case("`job()` returns something else", setup="def job():\n    return Net()", options=()),
+    Case("`job()` raises", setup="def job():\n    return {}['lr']"),
+    Case("a file with a syntax error", setup="def job(:"),
+    Case("a library that is not there", setup="import a_library_that_is_not_there"),
+)
+
+EXAMPLES = (
+    Case("a tensor in place of example inputs", "example_inputs=EXAMPLE['x']"),
+    Case("a tuple in place of example inputs", "example_inputs=tuple(EXAMPLE.values())"),
+    Case("a list in place of example inputs", "example_inputs=list(EXAMPLE.values())"),
+    Case("no example inputs", "example_inputs={}"),
+    Case("an example input that is numpy's", "example_inputs=EXAMPLE | {'x': np.zeros((4, 8))}"),
+    Case("an example input that is a number", "example_inputs=EXAMPLE | {'y': 3}"),
+    Case("an example input that is a dict", "example_inputs={'batch': EXAMPLE}"),
+    Case("an example input under another name", "example_inputs={'inputs': EXAMPLE['x'], 'y': EXAMPLE['y']}"),
+    Case("an argument of `forward` without an example", "example_inputs={'x': EXAMPLE['x']}"),
+    Case("example inputs of several batch sizes", "example_inputs=EXAMPLE | {'x': torch.zeros(3, 8)}"),
+    Case("an example input without a batch", "example_inputs=EXAMPLE | {'y': torch.tensor(1)}"),
+    Case(
+        "an example input of a type that no op takes",
+        "example_inputs=EXAMPLE | {'x': torch.zeros(4, 8).to(torch.float8_e5m2)}",
+    ),
+    Case(
+        "an example input on a device without values",
+        "example_inputs=EXAMPLE | {'x': torch.zeros(4, 8, device='meta')}",
+    ),
+)
+
+DATA = (
+    Case("a `DataLoader`", "data=DataLoader(SET, batch_size=4)"),
+    Case("a `TensorDataset`", "data=SET"),
+    Case(
+        "a data set that streams",
+        "data=Stream()",
+        "class Stream(IterableDataset):\n    def __iter__(self):\n        yield 1",
+    ),
+    Case("a dict", "data={'x': X, 'y': Y}"),
+    Case("a list", "data=[X, Y]"),
+    Case("a tensor", "data=X"),
+    Case("an array", "data=X.numpy()"),
+    Case(
+        "a data frame",
+        "data=DataFrame()",
+        "DataFrame = type('DataFrame', (), {'__module__': 'pandas.core.frame'})",
+    ),
+    Case("a path", "data='data.csv'"),
+    Case("a generator", "data=(row for row in SET)"),
+    Case("no data", "data=None"),
+    Case("a class in place of the data", "data=Rows"),
+    Case("a `DataLoader` in `Rows`", "data=Rows(DataLoader(SET))"),
+    Case("a `TensorDataset` in `Rows`", "data=Rows(SET)"),
+    Case("a list in `Rows`", "data=Rows([X, Y])"),
+    Case("arrays of several lengths", "data=Rows({'x': X, 'y': Y[:39]})"),
+    Case("no rows", "data=Rows({'x': X[:0], 'y': Y[:0]})"),
+    Case("fewer rows than a micro-batch", "data=Rows({'x': X[:3], 'y': Y[:3]})"),
+    Case("rows of several lengths", "data=Rows({'x': [[1.0, 2.0], [3.0]], 'y': [0, 1]})"),
+    Case("tensors of several lengths", "data=Rows({'x': [X[0], X[1, :3]], 'y': [0, 1]})"),
+    Case("objects", "data=Rows({'x': np.array([{}] * 40), 'y': Y})"),
+    Case("text", "data=Rows({'x': ['a'] * 40, 'y': Y})"),
+    Case("dates", "data=Rows({'x': np.array(['2026-01-01'] * 40, 'datetime64[D]'), 'y': Y})"),
+    Case("complex numbers", "data=Rows({'x': X.to(torch.complex64), 'y': Y})"),
+    Case("a sparse tensor", "data=Rows({'x': X.to_sparse(), 'y': Y})"),
+    Case("a number in place of an array", "data=Rows({'x': X, 'y': 3})"),
+    Case("eight-bit floats", "data=Rows({'x': X.to(torch.float8_e5m2), 'y': Y})"),
+    Case(
+        "a tensor on a device without values", "data=Rows({'x': torch.zeros(40, 8, device='meta'), 'y': Y})"
+    ),
+    Case("an input that the data have not", "data=Rows({'x': X})"),
+    Case("data under another name", "data=Rows({'features': X, 'y': Y})"),
+    Case("rows of another shape than the example's", "data=Rows({'x': X[:, :7], 'y': Y})"),
+    Case("floats where the model takes whole numbers", "data=Rows({'x': X, 'y': Y.float()})"),
+    Case(
+        "labels that wrap around",
+        "data=Rows({'x': X, 'y': Y + 300})",
+        "EXAMPLE['y'] = EXAMPLE['y'].to(torch.uint8)",
+    ),
+    Case("a seed that is no number", "data=Rows({'x': X, 'y': Y}, seed='a')"),
+    Case("samples with other parts than named", "data=Rows.of(SET, 'x')"),
+    Case("a `DataLoader` in `Rows.of`", "data=Rows.of(DataLoader(SET), 'x', 'y')"),
+    Case(
+        "held-out data of another shape",
+        "data=Rows({'x': X, 'y': Y}, {'x': X[:, :7], 'y': Y}), training=TrainingSpec(8, 4, eval_batches=1)",
+    ),
+    Case("an evaluation without held-out data", "training=TrainingSpec(8, 4, eval_batches=1)"),
+    Case(
+        "a text shorter than a window",
+        "example_inputs=dict.fromkeys('xy', EXAMPLE['y']), data=ByteText(64, 'x', b'short')",
+    ),
+    Case(
+        "a source of one's own that returns nothing",
+        "data=Mine()",
+        "class Mine:\n    def materialise(self, batch):\n        return None",
+    ),
+    Case("a registered data set without clients", "data=Registered('digits', {'x': 'x', 'y': 'y'})"),
+    Case("a federation with data of its owner's", "federated=Federated()"),
+    Case("labels that the loss has no class for", "data=Rows({'x': X, 'y': Y + 4})"),
+    Case(
+        "labels of a type that the loss does not take", "example_inputs=EXAMPLE | {'y': EXAMPLE['y'].int()}"
+    ),
+)
+
+TRAINING = (
+    Case("half a step", "training=TrainingSpec(steps=2.5, n_micro=4)"),
+    Case("a float for a number of steps", "training=TrainingSpec(steps=1e3, n_micro=4)"),
+    Case("a word for a number of steps", "training=TrainingSpec(steps='8', n_micro=4)"),
+    Case("fewer steps than one", "training=TrainingSpec(steps=-1, n_micro=4)"),
+    Case("no micro-batches", "training=TrainingSpec(steps=8, n_micro=0)"),
+    Case("no number of micro-batches", "training=TrainingSpec(steps=8)"),
+    Case("a negative seed", "training=TrainingSpec(8, 4, seed=-1)"),
+    Case("a type of torch for the precision", "training=TrainingSpec(8, 4, precision=torch.bfloat16)"),
+    Case("a precision that there is not", "training=TrainingSpec(8, 4, precision='fp16')"),
+    Case(
+        "torch's AdamW",
+        "training=TrainingSpec(8, 4, optimizer=torch.optim.AdamW(Net().parameters(), lr=3e-4))",
+    ),
+    Case(
+        "torch's Adam",
+        "training=TrainingSpec(8, 4, optimizer=torch.optim.Adam(Net().parameters(), weight_decay=0.1))",
+    ),
+    Case("torch's SGD, the class", "training=TrainingSpec(8, 4, optimizer=torch.optim.SGD)"),
+    Case(
+        "an optimizer that stages have not",
+        "training=TrainingSpec(8, 4, optimizer=torch.optim.RMSprop(Net().parameters()))",
+    ),
+    Case("an optimizer's name alone", "training=TrainingSpec(8, 4, optimizer='sgd')"),
+    Case("an optimizer's name that there is not", "training=TrainingSpec(8, 4, optimizer=Optimizer('lion'))"),
+    Case(
+        "a scheduler of torch",
+        "training=TrainingSpec(8, 4, schedule=StepLR(torch.optim.SGD(Net().parameters()), 2))",
+        "from torch.optim.lr_scheduler import StepLR",
+    ),
+    Case("a learning rate in quotes", "training=TrainingSpec(8, 4, optimizer=Optimizer(lr='1e-3'))"),
+    Case("a negative learning rate", "training=TrainingSpec(8, 4, optimizer=Optimizer(lr=-0.1))"),
+    Case(
+        "a learning rate that is no number",
+        "training=TrainingSpec(8, 4, optimizer=Optimizer(lr=float('nan')))",
+    ),
+    Case("a learning rate for each step", "training=TrainingSpec(8, 4, optimizer=Optimizer(lr=[0.1, 0.01]))"),
+    Case("one beta", "training=TrainingSpec(8, 4, optimizer=Optimizer(betas=0.9))"),
+    Case("betas of 1", "training=TrainingSpec(8, 4, optimizer=Optimizer(betas=(0.9, 1.0)))"),
+    Case(
+        "Nesterov without momentum", "training=TrainingSpec(8, 4, optimizer=Optimizer('sgd', nesterov=True))"
+    ),
+    Case("a norm of 0 to clip to", "training=TrainingSpec(8, 4, optimizer=Optimizer(clip_norm=0))"),
+    Case(
+        "a pattern that is no tuple",
+        "training=TrainingSpec(8, 4, optimizer=Optimizer(groups=(ParamGroup('head.*'),)))",
+    ),
+    Case(
+        "parameters in place of a group",
+        "training=TrainingSpec(8, 4, optimizer=Optimizer(groups=[{'params': []}]))",
+    ),
+    Case("a negative warm-up", "training=TrainingSpec(8, 4, schedule=Schedule(warmup_steps=-5))"),
+    Case("a compression that there is not", "training=TrainingSpec(8, 4, compress='gzip')"),
+    Case("a number for a switch", "training=TrainingSpec(8, 4, average_buffers=1)"),
+    Case("more blocks than micro-batches", "training=TrainingSpec(8, 4, blocks=5)"),
+    Case("a field that there is not", options=("--set", "rate=1")),
+    Case("a field of a federation that is none", options=("--set", "federated.clients=5")),
+)
+
+MODELS = (
+    Case("a model that returns its logits", setup=model("return self.fc(x)")),
+    Case("a model that returns nothing", setup=model("F.cross_entropy(self.fc(x), y)")),
+    Case("a model that raises", setup=model("return self.fc(x.reshape(3, 5)).mean()")),
+    Case("a model without parameters", setup=model("return x.mean()", "pass")),
+    Case(
+        "a model that is not told its sizes yet",
+        setup=model("return F.cross_entropy(self.fc(x), y)", "self.fc = nn.LazyLinear(4)"),
+    ),
+    Case("a model on the meta device", "module=Net().to('meta')"),
+    Case(
+        "a model that branches on a value",
+        setup=model("return self.fc(x).mean() * (2 if x.sum() > 0 else 1)"),
+    ),
+)
+
+SECTIONS = {
+    "Jobs": JOBS,
+    "Example inputs": EXAMPLES,
+    "Data": DATA,
+    "Training": TRAINING,
+    "Models": MODELS,
+}
+
+
+@contextmanager
+def coordinator() -> Iterator[FakeOwnerServer]:
+    """A coordinator with one idle worker."""
+    worker = pb.WorkerStatus(worker="w-1", name="one", state="pool")
+    with FakeOwnerServer(Script(status=pb.StatusReply(version="0", workers=[worker]))) as server:
+        yield server
+
+
+def answer(case: Case, server: FakeOwnerServer, folder: Path) -> Answer:
+    """Run `atoll submit` on the case's job file, in this process."""
+    file = folder / f"{abs(hash(case))}" / "job.py"  # Python remembers the lines of a file by its path
+    file.parent.mkdir()
+    text = TEMPLATE.format(setup=case.setup, change=case.change)
+    if "def job" in case.setup:
+        text = text[: text.index("\ndef job():\n    given")]
+    file.write_text(text)
+    said = io.StringIO()
+    console = Console(file=said, width=10_000, highlight=False, markup=False, emoji=False)
+    with mock.patch.object(command_line, "err", console):
+        code = command_line.run(app, ["submit", str(file), *case.options, *server.options])
+    lines = [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
+    message = lines[-1].removeprefix("error: ") if lines else ""
+    message = re.sub(rf"{re.escape(str(file))}(:\d+)?:? ?", "", message)
+    return Answer(code, re.sub(r"job\.py:\d+", "job.py", message))
+
+
+def page() -> str:
+    """The page as the commands answer now."""
+    parts = [HEAD]
+    with coordinator() as server, tempfile.TemporaryDirectory() as folder:
+        for title, cases in SECTIONS.items():
+            parts.append(f"\n## {title}\n\n| wrong input | message | exit code |\n|---|---|---|")
+            parts += [row(case, answer(case, server, Path(folder))) for case in cases]
+    return "\n".join(parts) + "\n"
+
+
+def row(case: Case, said: Answer) -> str:
+    """One line of the page's tables."""
+    return f"| {case.name} | `{said.message.replace('`', '').replace('|', chr(92) + '|')}` | {said.code} |"
+
+
+HEAD = """# Wrong inputs
+
+What `atoll submit` answers to a job file that it cannot use: the message, before which the file and its line
+stand where they are known, and the [exit code](cli.md#exit-codes). Nothing is uploaded. `--trace` shows the
+whole traceback of what the job file raises.
+
+The tables are made by `python -m tests.people.wrong_inputs`; a test compares them with what the command
+prints."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the page."""
+    PAGE.write_text(page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
