@@ -16,6 +16,7 @@ from atoll.errors import StorageError, UsageError
 from atoll.exchange import EXACT
 from coordinator.cli.format import in_bytes, plain
 from coordinator.cli.options import Common, JobOptions, telling
+from coordinator.cli.pool import need_workers
 from coordinator.cli.render import plan_view, watch_line, watch_view, worker_names
 from coordinator.cli.render_ways import ways_values, ways_view
 from coordinator.client.client import Client, check_ended
@@ -72,12 +73,13 @@ def plan(
     request: PlanRequest | None = None
     if fleet is not None:
         job = _cut(options.load(jobfile))
-        found, request, ways = _local_plan(job, fleet, options, common.json)
+        found, request, ways = _local_plan(job, jobfile, fleet, options, common.json)
         names: Mapping[str, str] = {device.worker: device.label for device in request.fleet.devices}
     else:
         with common.client() as client:
+            need_workers(client)
             job = _cut(options.load(jobfile))
-            found, names = _live_plan(client, job, options, common.json)
+            found, names = _live_plan(client, job, jobfile, options, common.json)
     if plot is not None:
         from coordinator.cli.plot import plot_plan
 
@@ -108,9 +110,10 @@ def batch_of(job: Job) -> int:
 
 
 def _local_plan(
-    job: Job, fleet: Path, options: JobOptions, quiet: bool
+    job: Job, jobfile: Path, fleet: Path, options: JobOptions, quiet: bool
 ) -> tuple[Plan, PlanRequest, Sequence[Way]]:
     from coordinator.client.fleet_file import read_fleet
+    from coordinator.client.job_file import blaming
     from coordinator.client.prepare import capture_graphs
     from coordinator.planning.chosen import chosen_plan
     from coordinator.planning.planner import PlanRequest
@@ -119,7 +122,8 @@ def _local_plan(
     described = read_fleet(fleet)
     with telling(quiet) as tell:
         tell("capturing the model as an op-DAG")
-        graphs = capture_graphs(job)
+        with blaming(jobfile, options.trace):
+            graphs = capture_graphs(job)
         tell(f"planning {len(graphs.dag.ops)} ops on {len(described.devices)} devices")
         request = PlanRequest(
             "plan",
@@ -141,12 +145,16 @@ def _local_plan(
     return pipeline, request, ways
 
 
-def _live_plan(client: Client, job: Job, options: JobOptions, quiet: bool) -> tuple[Plan, Mapping[str, str]]:
+def _live_plan(
+    client: Client, job: Job, jobfile: Path, options: JobOptions, quiet: bool
+) -> tuple[Plan, Mapping[str, str]]:
+    from coordinator.client.job_file import blaming
     from coordinator.client.prepare import capture_graphs
 
     with telling(quiet) as tell:
         tell("capturing the model as an op-DAG")
-        graphs = capture_graphs(job)
+        with blaming(jobfile, options.trace):
+            graphs = capture_graphs(job)
         tell(f"timing {len(graphs.dag.ops)} ops and the links on the fleet, then planning")
         live = client.plan(graphs, job.training, options.partitioner, options.schedule)
     return live.plan, worker_names(live.fleet)

@@ -78,10 +78,11 @@ def ops(
 
     from coordinator.capture.capture import op_uses
     from coordinator.capture.export_errors import remedies
-    from coordinator.client.job_file import load_job
+    from coordinator.client.job_file import blaming, load_job
 
     job = load_job(model, full_trace=trace)
-    uses = op_uses(job.module, job.example_inputs)
+    with blaming(model, trace):
+        uses = op_uses(job.module, job.example_inputs)
     unsupported = [use for use in uses if not use.supported]
     if json:
         print_json(

@@ -15,6 +15,7 @@ from coordinator.cli.admin import parse_duration
 from coordinator.cli.format import in_bytes, in_seconds
 from coordinator.cli.jobs import JobFile, follow
 from coordinator.cli.options import Common, JobOptions, telling
+from coordinator.cli.pool import ANSWER_S, note_empty
 from coordinator.cli.render import plan_view, worker_names
 from coordinator.client.client import Client, LivePlan
 from protos.command_line import byte_progress, err, out, print_json, with_groups
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from protos import atoll_control_pb2 as pb
 
 LOOK_EVERY_S = 0.5
-ANSWER_S = 60.0  # for a status: workers that start may keep the coordinator's machine busy
 IDLE = "pool"
 
 
@@ -96,22 +96,25 @@ def submit(
     if seconds and resume:
         raise UsageError("--for counts steps from the first, --resume goes on at a later one; give --steps")
     with common.client() as client:
+        note_empty(client, json)
         job = options.load(jobfile, *([f"name={name}"] if name else []))
         if seconds and job.federated is not None:
             raise UsageError(
                 f"{job.name} is federated and trains in rounds, which no plan times; give --steps"
             )
+        from coordinator.client.job_file import blaming
         from coordinator.client.prepare import prepare
 
         with telling(json) as tell:
-            prepared = prepare(
-                job,
-                partitioner=options.partitioner,
-                schedule=options.schedule,
-                resume_of=resume,
-                standbys=standbys,
-                tell=tell,
-            )
+            with blaming(jobfile, options.trace):
+                prepared = prepare(
+                    job,
+                    partitioner=options.partitioner,
+                    schedule=options.schedule,
+                    resume_of=resume,
+                    standbys=standbys,
+                    tell=tell,
+                )
             wait_for_workers(client, pool.workers, tell)
             if seconds:
                 tell("timing ops and links on the fleet, then planning")

@@ -224,6 +224,23 @@ def test_a_live_plan_is_shown_with_the_names_of_its_devices(
         assert part in words
 
 
+@pytest.mark.parametrize("workers", [[], [pb.WorkerStatus(worker="w-1", state="left")]])
+def test_the_pool_is_looked_at_before_a_model_is_captured(
+    workers: list[pb.WorkerStatus],
+    script: Script,
+    server: FakeOwnerServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "never.py").write_text("raise SystemExit('the job file was run')")
+    script.status = pb.StatusReply(version="0.1.0", workers=workers)
+    assert run(app, ["plan", str(tmp_path / "never.py"), *server.options]) == 4
+    assert "no worker is in the pool of 127.0.0.1" in capsys.readouterr().err
+    assert run(app, ["submit", str(tmp_path / "never.py"), *server.options]) == 2
+    words = capsys.readouterr().err
+    assert words.index("the job will wait until one joins") < words.index("the job file was run")
+
+
 def test_ops_lists_what_the_model_uses(job_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(app, ["ops", job_file, "--json"]) == 0
     assert {"aten.linear.default", "aten.relu.default"} <= {
