@@ -43,8 +43,6 @@ from coordinator.services.access import Calls, EntryAccess, EntryThrottle, Worke
 from coordinator.services.authorities import Authorities
 from coordinator.services.backup import drop_holdings
 from coordinator.services.blobs import BlobService, OwnerRights, WorkerRights
-from coordinator.services.connections import ConnectionBound
-from coordinator.services.descriptors import raise_limit
 from coordinator.services.doors import Door, StageData
 from coordinator.services.owner import OwnerService
 from coordinator.services.owners import Owners
@@ -61,6 +59,7 @@ from coordinator.storage.mirrored_blobs import blob_store
 from coordinator.storage.run_log import Logs, RunLogs
 from protos import atoll_apps_pb2_grpc as apps_rpc
 from protos import atoll_control_pb2_grpc as rpc
+from protos.connections import ConnectionBound, Known, PortBound
 from protos.credentials import (
     CurrentIdentity,
     JoinToken,
@@ -70,6 +69,7 @@ from protos.credentials import (
     secret_hash,
     server_credentials,
 )
+from protos.descriptors import limit_now, numbers_in_use, raise_limit, shares
 from protos.folder_lock import FolderLock, Holder
 from protos.folder_version import claim_version, raise_version
 from protos.log_stream import log_stream
@@ -85,6 +85,7 @@ FOLDER_VERSION = 4  # raised as docs/decisions/023-versions-of-wire-and-disk.md 
 OLDEST_FOLDER = 1  # that is read as it is
 MAX_STREAMS = 128  # of one connection to the entry port
 CONNECTIONS_A_SESSION = 4  # of a worker: the session, blobs, those before a renewal, apps
+SCRAPERS = 8  # connections to the metrics' port
 SPARE_DESCRIPTORS = 1024  # beside a session of every worker: newcomers, owners, files
 MAX_PORT = 65535
 GRACE_S = 0.3  # for calls in progress when the server stops
@@ -191,6 +192,7 @@ class Server:
     async def _start(self) -> Started:
         config = self.config
         identity = self.identity
+        self._shares = shares(limit_now(), len(numbers_in_use()), relay=config.relaying.port is not None)
         wanted = config.work_port or (config.entry_port + 1 if config.entry_port else 0)
         work_port = await self._serve_work(wanted, identity)
         relay_port = await self._serve_relays(work_port)
@@ -199,11 +201,10 @@ class Server:
         owners = Owners(config.state_dir, first, self._clock)
         owner = OwnerService(self.shell, self.register, self.authority, work_port, owners)
         entry_port = await self._serve_entry(config.entry_port, identity, owner, owners, work_port)
-        most = {
-            entry_port: config.connections_per_address,
-            work_port: CONNECTIONS_A_SESSION * config.sessions_per_address,
-        }
-        bound = ConnectionBound(most, self._clock)
+        if config.metrics_port is not None:
+            book = self.relay.book if self.relay is not None else None
+            self.exporter = Exporter(self.shell, config.metrics_host, config.metrics_port, book)
+        bound = self._connection_bound(entry_port, work_port)
         self._tasks = [
             asyncio.create_task(work)
             for work in (
@@ -216,9 +217,6 @@ class Server:
                 sweep_for_ever(self.shell),
             )
         ]
-        if config.metrics_port is not None:
-            book = self.relay.book if self.relay is not None else None
-            self.exporter = Exporter(self.shell, config.metrics_host, config.metrics_port, book)
         self._lock.note(address_text(config.host, entry_port))
         join_token = self._join_token(owner, work_port)
         log.info(
@@ -338,13 +336,30 @@ class Server:
 
     # ------------------------------------------------------------ ports
 
+    def _connection_bound(self, entry_port: int, work_port: int) -> ConnectionBound:
+        config, of_ports = self.config, self._shares
+        most, unknown_s = config.connections_per_address, config.idle_connection_s
+        a_worker = CONNECTIONS_A_SESSION * config.sessions_per_address
+        # Half of what a port may hold stays free for who is known, and for who is about to be.
+        ports = {
+            entry_port: PortBound(most, of_ports.entry // 2, unknown_s, self._entry_known),
+            work_port: PortBound(a_worker, of_ports.work // 2, unknown_s, self._work_known),
+        }
+        if self.exporter is not None:  # where nobody says who he is
+            ports[self.exporter.port] = PortBound(SCRAPERS, SCRAPERS, unknown_s)
+        return ConnectionBound(ports, self._clock)
+
     async def _serve_work(self, port: int, identity: CurrentIdentity | None) -> int:
         insecure = identity is None
         calls = Calls(self.config.calls_per_worker, "worker")
         sessions = Calls(self.config.sessions_per_address, "address")
-        server = self._new_server(WorkerAccess(self.register, insecure, calls))
+        known = self._work_known = Known()
+        server = self._new_server(
+            WorkerAccess(self.register, insecure, calls, known),
+            ("grpc.max_allowed_incoming_connections", self._shares.work),
+        )
         rpc.add_WorkServicer_to_server(
-            WorkService(self.shell, self.register, self.authority, calls, sessions), server
+            WorkService(self.shell, self.register, self.authority, calls, sessions, known), server
         )
         rights = WorkerRights(self.shell, insecure)
         rpc.add_BlobsServicer_to_server(BlobService(self.blobs, rights), server)
@@ -363,7 +378,7 @@ class Server:
             next_one = work_port + 1 if config.entry_port and work_port < MAX_PORT else 0
             limits = RelayLimits(
                 rate_bytes_per_s=relaying.line_bps / 8 or math.inf, day_bytes=relaying.day_bytes or math.inf
-            )
+            ).within(self._shares.relay)
             relay = Relay(key, limits, self._clock)
             try:
                 port = await relay.start(config.host, relaying.port or next_one)
@@ -391,13 +406,15 @@ class Server:
         rules = EntryThrottle(
             config.wrong_token_delay_s, config.wrong_tokens_at_once, config.calls_per_address
         )
+        known = self._entry_known = Known()
         server = self._new_server(
-            EntryAccess(owners if identity is not None else None, self.register, rules, self._clock),
+            EntryAccess(owners if identity is not None else None, self.register, rules, self._clock, known),
             # A stranger's stream has a window of 64 KiB, and it must not grow with what he sends. A call
             # that may send large messages gets 1 MiB a round trip once it is being read.
             ("grpc.http2.bdp_probe", 0),
             ("grpc.max_concurrent_streams", MAX_STREAMS),
             ("grpc.max_connection_idle_ms", round(1000 * config.idle_connection_s)),
+            ("grpc.max_allowed_incoming_connections", self._shares.entry),
         )
         door = Door(
             self.register,
@@ -582,12 +599,12 @@ def serve(config: CoordinatorConfig) -> Running:
 def serve_forever(config: CoordinatorConfig, announce: Callable[[Started], None]) -> None:
     """Run until SIGINT or SIGTERM; ``announce`` is called once calls are taken."""
     _log_to_stderr()
-    wanted = config.max_workers + SPARE_DESCRIPTORS
-    if (allowed := raise_limit(wanted)) < wanted:
+    allowed = raise_limit(CONNECTIONS_A_SESSION * config.max_workers + SPARE_DESCRIPTORS)
+    if allowed < config.max_workers + SPARE_DESCRIPTORS:
         log.warning(
             "server.few_descriptors",
             allowed=allowed,
-            wanted=wanted,
+            wanted=config.max_workers + SPARE_DESCRIPTORS,
             note="a session takes one: raise the hard limit of open files (`ulimit -Hn`, LimitNOFILE=)",
         )
     asyncio.run(_serve_forever(config, announce))

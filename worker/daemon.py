@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from atoll.errors import ConnectionFailed
+from protos.descriptors import raise_limit
 from protos.signals import heeded
 from worker.blobs import BlobCache
 from worker.config import WorkerConfig, make_config, remember
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+DESCRIPTORS = 4096  # that this process would hold open at most: peers, blobs, what knocks at its port
 LEAVES_WITHIN_S = 2.0  # as is promised; a signal that comes later ends the process at once
 
 
@@ -69,6 +71,7 @@ class Daemon:
         """Join, work, leave. Raises the error that ended it; returns after a wish to leave."""
         # Before the first thread of many: who has an arena of its own keeps it.
         keep_chunk_memory()
+        raise_limit(DESCRIPTORS)
         restore = self._catch_signals()
         try:
             for member in self._members:

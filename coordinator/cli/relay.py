@@ -18,11 +18,13 @@ from coordinator.config import GIB, Relaying
 from coordinator.relay.book import RelayLimits
 from coordinator.relay.server import Relay
 from protos.command_line import AsJson, out, print_json
+from protos.descriptors import raise_limit
 from protos.networks import ANYWHERE
 from protos.relay_tickets import KEY_BYTES, key_file
 
 RELAY_PORT = 7702
 KEY_VARIABLE = "ATOLL_RELAY_KEY"
+OWN_DESCRIPTORS = 32  # of a relay's process: the listener, metrics, logs
 
 Mbit = Annotated[
     float, typer.Option(min=0.0, help="Most that passes it, Mbit/s, both directions; 0: unlimited.")
@@ -134,7 +136,8 @@ async def _run(
     ending, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ending.set)
-    served = Relay(key, limits)
+    allowed = raise_limit(limits.connections + limits.strangers + OWN_DESCRIPTORS)
+    served = Relay(key, limits.within(allowed - OWN_DESCRIPTORS))
     port = await served.start(*address)
     page = Page(RelayExporter(served.book), *metrics) if metrics is not None else None
     host = address[0]

@@ -7,7 +7,7 @@ other end's address has changed, its older ones are dead without anybody having 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Generic, TypeVar
 
@@ -37,6 +37,16 @@ class RelayLimits:
     rate_bytes_per_s: float = inf
     burst_s: float = 0.25  # of that rate, at once
     day_bytes: float = inf  # in any 24 hours from the first byte on
+
+    def within(self, descriptors: int) -> RelayLimits:
+        """These where all connections together may be so many; a quarter of them without a ticket."""
+        strangers = max(1, min(self.strangers, descriptors // 4))
+        return replace(
+            self,
+            connections=max(1, min(self.connections, descriptors - strangers)),
+            strangers=strangers,
+            strangers_per_address=max(1, min(self.strangers_per_address, strangers // 2)),
+        )
 
 
 @dataclass(slots=True)

@@ -34,14 +34,12 @@ from protos.relay_tickets import (
     refusal,
 )
 from protos.splice import Idle, accept, received, splice, tuned
+from protos.text_limits import Budget
 
 log = structlog.get_logger()
 BACKLOG = 128
 ACCEPT_AGAIN_S = 0.2  # after an accept that failed, as when descriptors have run out
-
-
-def _close(connection: socket.socket, _: object) -> None:
-    connection.close()
+NOTES, NOTES_PER_S = 100, 0.1  # kept in the log: who knocks for ever must not fill it
 
 
 @dataclass(eq=False, slots=True)
@@ -64,7 +62,8 @@ class Relay:
         self.limits = limits or RelayLimits()
         self.book: Book[_Guest] = Book(self.limits)
         self._key, self._clock = key, clock
-        self._strangers: Counter[str] = Counter()
+        self._strangers: dict[socket.socket, tuple[str, asyncio.Task[None]]] = {}  # the oldest first
+        self._notes = Budget(NOTES, NOTES_PER_S)
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
 
@@ -94,40 +93,55 @@ class Relay:
             try:
                 connection, address = await accept(listener)
             except OSError as error:
-                log.warning("relay.accept_failed", reason=str(error))
+                self._note("relay.accept_failed", reason=str(error))
                 await asyncio.sleep(ACCEPT_AGAIN_S)
                 continue
             host = customer(str(address[0]))
-            if (
-                self._strangers.total() >= self.limits.strangers
-                or self._strangers[host] >= self.limits.strangers_per_address
-            ):
+            if not self._room_for(host):
                 self.book.refused["strangers"] += 1
                 connection.close()
                 continue
-            self._strangers[host] += 1
+            task = self._spawn(self._serve(connection, host))
+            self._strangers[connection] = host, task
             # A task that is cancelled before its first step closes nothing itself.
-            self._spawn(self._serve(connection, host)).add_done_callback(partial(_close, connection))
+            task.add_done_callback(partial(self._over, connection))
+
+    def _room_for(self, host: str) -> bool:
+        """Room for one more without a ticket; where all are here already, the oldest of the address with the
+        most of them makes it: who has a ticket shows it within a round trip."""
+        of_each = Counter(other for other, _ in self._strangers.values())
+        if of_each[host] >= self.limits.strangers_per_address:
+            return False
+        if len(self._strangers) < self.limits.strangers:
+            return True
+        crowded = max(of_each, key=lambda other: of_each[other])
+        oldest = next(one for one, (other, _) in self._strangers.items() if other == crowded)
+        self._strangers.pop(oldest)[1].cancel()
+        self.book.refused["strangers"] += 1
+        return True
+
+    def _over(self, connection: socket.socket, _: object) -> None:
+        self._strangers.pop(connection, None)
+        connection.close()
+
+    def _note(self, event: str, **fields: str) -> None:
+        if self._notes.take(self._clock()):
+            log.warning(event, **fields, left_out_before=self._notes.refused() or None)
 
     async def _serve(self, connection: socket.socket, host: str) -> None:
         """A connection's life; never raises."""
         try:
-            ticket = None
-            try:
-                tuned(connection)
-                async with asyncio.timeout(self.limits.greet_within_s):
-                    ticket = await self._admit(connection)
-            finally:
-                self._strangers[host] -= 1
-                if self._strangers[host] <= 0:
-                    del self._strangers[host]
+            tuned(connection)
+            async with asyncio.timeout(self.limits.greet_within_s):
+                ticket = await self._admit(connection)
+            self._strangers.pop(connection, None)
             self.book.enter(ticket, self._clock())
             try:
                 await self._join(connection, ticket)
             finally:
                 self.book.leave(ticket)
         except AtollError as error:
-            log.info("relay.refused", host=host, reason=str(error))
+            self._note("relay.refused", host=host, reason=str(error))
             with suppress(OSError):  # closed already, where its bytes were used up while it was joined
                 connection.send(refusal(str(error)))
         except (OSError, TimeoutError):

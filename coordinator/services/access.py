@@ -8,6 +8,7 @@ waits at his own end, but for the 64 KiB of a stream's window, and none of it is
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from google.protobuf.message import DecodeError
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed
 from coordinator.services.owners import needed_role
 from coordinator.services.work import network_of, worker_of
+from protos.connections import Known
 from protos.credentials import presented_in
 from protos.grpc_errors import refuse
 from protos.telemetry import Event
@@ -77,6 +79,13 @@ class Calls:
                 del self._open[caller]
 
 
+UNBOUNDED = Calls(sys.maxsize, "owner")
+
+
+async def _nothing(context: Context) -> None:
+    """The check of a caller that was checked before."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Rule:
     """What a call must keep to: so many of its ``caller``, what ``check`` refuses, so much in a message."""
@@ -84,6 +93,7 @@ class _Rule:
     calls: Calls
     caller: Callable[[Context], str]
     check: Callable[[Context], Awaitable[None]]
+    known: Known  # connections of who kept to it
     max_bytes: int | None = None
 
 
@@ -92,13 +102,20 @@ class EntryAccess(_Interceptor):
     greeting nothing. Without TLS there are no tokens (``owners`` None) and everybody has access."""
 
     def __init__(
-        self, owners: Owners | None, register: Register, rules: EntryThrottle, clock: Callable[[], float]
+        self,
+        owners: Owners | None,
+        register: Register,
+        rules: EntryThrottle,
+        clock: Callable[[], float],
+        known: Known | None = None,
     ) -> None:
+        """``known``: connections of callers with a valid token."""
         self._owners = owners
         self._register = register
         self._rules = rules
         self._clock = clock
         self._calls = Calls(rules.calls_per_address, "address")
+        self._known = known or Known()
         self._delayed = 0
         self._noted = Budget(REFUSALS, REFUSALS_PER_S)
 
@@ -112,7 +129,7 @@ class EntryAccess(_Interceptor):
             return _unread(handler)
         refusal = self._refusal(method, presented_in(details.invocation_metadata))
         if refusal is None and method.startswith(OWNERS):
-            return handler
+            return _guarded(handler, _Rule(UNBOUNDED, network_of, _nothing, self._known))
         return self._newcomers(handler, refusal)
 
     def _refusal(self, method: str, secret: str) -> AccessDenied | None:
@@ -145,7 +162,7 @@ class EntryAccess(_Interceptor):
                 await self._slow_down(context, refusal)
                 raise refusal
 
-        return _guarded(handler, _Rule(self._calls, network_of, check, MAX_ENTRY_BYTES))
+        return _guarded(handler, _Rule(self._calls, network_of, check, self._known, MAX_ENTRY_BYTES))
 
     async def _slow_down(self, context: Context, refusal: AccessDenied) -> None:
         if self._noted.take(self._clock()):
@@ -167,8 +184,9 @@ class WorkerAccess(_Interceptor):
     Sessions check the same themselves, with words for the worker.
     """
 
-    def __init__(self, register: Register, insecure: bool, calls: Calls) -> None:
-        self._register = register
+    def __init__(self, register: Register, insecure: bool, calls: Calls, known: Known | None = None) -> None:
+        """``known``: connections of workers that may call."""
+        self._register, self._known = register, known or Known()
         self._insecure = insecure
         self._calls = calls
 
@@ -177,7 +195,7 @@ class WorkerAccess(_Interceptor):
         handler = await continuation(details)
         if handler is None or str(details.method) == SESSION:
             return handler
-        return _guarded(handler, _Rule(self._calls, self._name, self._check))
+        return _guarded(handler, _Rule(self._calls, self._name, self._check, self._known))
 
     async def _check(self, context: Context) -> None:
         barred = self._register.refusal(self._name(context))
@@ -216,6 +234,7 @@ def _guarded(handler: Handler, rule: _Rule) -> Handler:
         try:
             with rule.calls.one_of(rule.caller(context)):
                 await rule.check(context)
+                rule.known.add(context.peer() or "")
                 return await inner(await request(requests), context)
         except AtollError as error:
             await refuse(context, error)
@@ -225,6 +244,7 @@ def _guarded(handler: Handler, rule: _Rule) -> Handler:
         try:
             with rule.calls.one_of(rule.caller(context)):
                 await rule.check(context)
+                rule.known.add(context.peer() or "")
                 async for reply in inner(await request(requests), context):
                     yield reply
         except AtollError as error:

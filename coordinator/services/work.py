@@ -42,10 +42,11 @@ from coordinator.shell import Outbox, Shell
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
+from protos.connections import Known, ends_in
 from protos.credentials import peer_name
 from protos.devices import machine_of, named_in
 from protos.grpc_errors import refuse
-from protos.networks import customer, unmapped
+from protos.networks import customer
 from protos.telemetry import Event
 from protos.text_limits import Budget, clean
 
@@ -86,13 +87,8 @@ def worker_of(context: Context, insecure: bool) -> str:
 
 def host_of(context: Context) -> str:
     """The caller's own address as we see it, "" when it has none."""
-    peer = context.peer() or ""
-    kind, _, rest = peer.partition(":")
-    if kind == "ipv4":
-        return rest.rpartition(":")[0]
-    if kind == "ipv6":
-        return unmapped(rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]"))
-    return ""
+    ends = ends_in(context.peer() or "")
+    return ends[0] if ends is not None else ""
 
 
 def network_of(context: Context) -> str:
@@ -114,15 +110,22 @@ class WorkService(rpc.WorkServicer):
     """Sessions of enrolled workers."""
 
     def __init__(
-        self, shell: Shell, register: Register, authority: Authorities | None, calls: Calls, sessions: Calls
+        self,
+        shell: Shell,
+        register: Register,
+        authority: Authorities | None,
+        calls: Calls,
+        sessions: Calls,
+        known: Known | None = None,
     ) -> None:
         """``authority`` None: the coordinator runs without TLS, and workers say who they are. ``calls`` are
-        counted by worker, ``sessions`` by address."""
+        counted by worker, ``sessions`` by address; ``known``: connections of workers that were admitted."""
         self._shell = shell
         self._register = register
         self._authority = authority
         self._insecure = authority is None
         self._calls, self._sessions = calls, sessions
+        self._known = known or Known()
         self._lines: dict[str, Budget] = {}  # of every worker that ever came
         self._refusals = Budget(REFUSALS, REFUSALS_PER_S)
 
@@ -134,6 +137,7 @@ class WorkService(rpc.WorkServicer):
             worker = worker_of(context, self._insecure)
             with self._calls.one_of(worker), self._sessions.one_of(_place(context)):
                 introduction = await self._admit(worker, request_iterator, context)
+                self._known.add(context.peer() or "")
                 await self._serve(worker, introduction, request_iterator, context)
         except AtollError as error:
             self._say_refused(context, error)

@@ -123,7 +123,7 @@ def test_a_vanished_worker_is_replaced_and_the_job_finishes(stack: ExitStack, tm
 
 
 def test_a_worker_that_reconnects_at_once_goes_on(stack: ExitStack, tmp_path: Path) -> None:
-    liveness = Liveness(0.5, HUNG_S / 2, HUNG_S, return_within_s=HUNG_S)
+    liveness = Liveness(0.5, 1800.0, 3600.0, return_within_s=3600.0)
     running = start(stack, tmp_path, liveness=liveness)
     hold = Hold(stack, 5)
     workers, owner = fleet(stack, running, 2, ready=hold), Owner(running)

@@ -23,6 +23,7 @@ from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, P
 from protos import PROTOCOL_VERSION
 from protos.credentials import CurrentIdentity
 from protos.devices import machine_of
+from protos.text_limits import Budget
 from worker.transport.connection import Connection
 from worker.transport.contract import (
     Goodput,
@@ -56,6 +57,7 @@ at most 1.22 * MSS / (RTT * sqrt(loss)) (papers/peers.md 7.4), and gRPC does not
 MAX_STREAMS = 32
 """Open connections of one peer, with those that broke unnoticed."""
 CLOSE_S = 5.0
+REFUSALS, REFUSALS_PER_S = 100, 0.1  # kept in the log: a caller that knocks for ever must not fill it
 
 
 class Shaping(Protocol):
@@ -108,6 +110,7 @@ class PeerNetwork:
             self._ends = LocalEnds()
         self._meetings = Meetings(self, self._ends, tunnel or self._relay_tunnel, joined)
         self._closed = False
+        self._refusals = Budget(REFUSALS, REFUSALS_PER_S)
         self._server: PipeServer | None = None
         self._loop = SHARED.acquire()
         try:
@@ -117,7 +120,8 @@ class PeerNetwork:
             raise
 
     async def _start(self, listen: tuple[str, int] | None) -> int:
-        self._server = PipeServer(self._identity, self._accept, self.config.max_connections)
+        config = self.config
+        self._server = PipeServer(self._identity, self._accept, config.max_connections, config.handshake_s)
         try:
             port = await self._server.start(listen, self._ends.accepting if self._ends else None)
         except BaseException:
@@ -126,6 +130,8 @@ class PeerNetwork:
                 await self._ends.close()
             raise
         self.spawn(self._watch())
+        if port:
+            self.spawn(self._server.keep_bounds(port))
         return port
 
     def _relay_tunnel(self, offer: RelayOffer) -> Tunnel:
@@ -398,8 +404,11 @@ class PeerNetwork:
                 raise AccessDenied(f"{pipe.certified} calls itself {hello.name!r}")
             network = self._addressed(hello.target)
             remote = network._checked(hello)
+            pipe.admit()
         except (AccessDenied, BadFrame) as error:
-            log.warning("peer.refused", peer=pipe.certified, reason=str(error))
+            if self._refusals.take(time.monotonic()):
+                left_out = self._refusals.refused() or None
+                log.warning("peer.refused", peer=pipe.certified, reason=str(error), left_out_before=left_out)
             raise
         await network._serve_accepted(pipe, remote)
 

@@ -6,6 +6,7 @@ All that the rest of the transport knows of bytes is ``Pipe``; a relay or a tunn
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,7 +14,9 @@ import grpc
 import grpc.aio
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch
+from protos.connections import ConnectionBound, Known, PortBound
 from protos.credentials import channel_credentials, name_options, peer_name, server_credentials
+from protos.descriptors import limit_now
 from protos.proxies import proxy_option
 from protos.text_limits import clean
 from worker.transport.frames import MAX_MESSAGE_BYTES
@@ -25,6 +28,7 @@ aio: Any = grpc.aio  # grpc-stubs lacks half of it
 METHOD = "/atoll.v1.Peer/Frames"
 MAX_REASON_CHARS = 400
 STOP_S = 1.0
+IDLE_S = 30.0  # so long a connection without a stream is kept
 OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -123,10 +127,14 @@ class DialledPipe(_Stream):
 class AcceptedPipe(_Stream):
     """The end that was called; its handler's task is its life."""
 
-    def __init__(self, context: Any) -> None:
-        self._stream, self._task = context, asyncio.current_task()
+    def __init__(self, context: Any, known: Known) -> None:
+        self._stream, self._task, self._known = context, asyncio.current_task(), known
         self.certified = peer_name(context.auth_context())  # the name in its certificate, None without TLS
         self.tunnelled = str(context.peer()).startswith("unix:")
+
+    def admit(self) -> None:
+        """Note that the caller is a peer: its connection gives way to no other."""
+        self._known.add(str(self._stream.peer()))
 
     async def finish(self) -> None:
         """The handler's return does it."""
@@ -143,13 +151,24 @@ Accept = Callable[[AcceptedPipe], Awaitable[None]]
 class PipeServer:
     """The listening side."""
 
-    def __init__(self, identity: CurrentIdentity | None, accept: Accept, max_connections: int) -> None:
+    def __init__(
+        self, identity: CurrentIdentity | None, accept: Accept, max_connections: int, handshake_s: float
+    ) -> None:
+        """``max_connections``: of peers; beside them as many strangers may knock at the same time."""
         self._identity, self._accept = identity, accept
+        self._known = Known()
+        self._most = max(2, min(2 * max_connections, limit_now() // 4))
+        options = [
+            *OPTIONS,
+            ("grpc.max_allowed_incoming_connections", self._most),
+            ("grpc.server_handshake_timeout_ms", round(1000 * handshake_s)),
+            ("grpc.max_connection_idle_ms", round(1000 * IDLE_S)),
+        ]
         handler = grpc.method_handlers_generic_handler(
             "atoll.v1.Peer", {"Frames": grpc.stream_stream_rpc_method_handler(self._handle)}
         )
         self._server = aio.server(
-            handlers=[handler], options=OPTIONS, maximum_concurrent_rpcs=max_connections
+            handlers=[handler], options=options, maximum_concurrent_rpcs=max_connections
         )
 
     async def start(self, listen: tuple[str, int] | None, local: str | None) -> int:
@@ -172,12 +191,17 @@ class PipeServer:
         except RuntimeError:
             raise ConnectionFailed(f"cannot listen on {target}; choose another port") from None
 
+    async def keep_bounds(self, port: int) -> None:
+        """Shut strangers' connections to our port down where they are too many, for ever."""
+        bound = PortBound(self._most, self._most // 2, IDLE_S, self._known)
+        await ConnectionBound({port: bound}, time.monotonic).keep()
+
     async def close(self) -> None:
         await self._server.stop(0)
 
     async def _handle(self, _: object, context: Any) -> None:
         try:
-            await self._accept(AcceptedPipe(context))
+            await self._accept(AcceptedPipe(context, self._known))
         except tuple(_REFUSALS) as error:
             await context.abort(_REFUSALS[type(error)], clean(str(error), MAX_REASON_CHARS))
         except AtollError:

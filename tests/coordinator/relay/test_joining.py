@@ -40,8 +40,10 @@ def with_relay(test: Callable[[Relay, int], Awaitable[None]], limits: RelayLimit
     asyncio.run(run())
 
 
-async def come(port: int) -> socket.socket:
+async def come(port: int, source: str = "") -> socket.socket:
     connection = socket.socket()
+    if source:
+        connection.bind((source, 0))
     OPENED.append(connection)
     connection.setblocking(False)
     await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", port))
@@ -196,7 +198,7 @@ def test_a_byte_at_a_time_wins_no_more_time_than_silence() -> None:
         for connection in (silent, slow):
             assert len(await last_word(connection)) <= tickets.GREETING_BYTES
         drip.cancel()
-        assert relay._strangers.total() == 0
+        assert not relay._strangers
 
     async def drip_into(connection: socket.socket) -> None:
         while True:
@@ -210,14 +212,32 @@ def test_a_flood_of_strangers_is_bounded_and_those_with_tickets_pass() -> None:
     async def test(relay: Relay, port: int) -> None:
         flood = [await come(port) for _ in range(200)]
         await until(lambda: relay.book.refused["strangers"] == 192)
-        assert relay._strangers.total() == 8
+        assert len(relay._strangers) == 8
         assert len(relay._tasks) <= 9
         for connection in flood:
             connection.close()
-        await until(lambda: relay._strangers.total() == 0)
+        await until(lambda: not relay._strangers)
         await joined(port)
 
     with_relay(test, RelayLimits(strangers_per_address=8))
+
+
+def test_strangers_of_many_addresses_who_hold_every_place_keep_nobody_with_a_ticket_out() -> None:
+    async def test(relay: Relay, port: int) -> None:
+        silent = [await come(port, f"127.0.0.{2 + number % 3}") for number in range(9)]
+        await until(lambda: len(relay._strangers) == 8)
+        await joined(port)
+        assert len(relay._strangers) == 7
+        assert all(connection.fileno() >= 0 for connection in silent)
+
+    with_relay(test, RelayLimits(strangers=8, strangers_per_address=4, greet_within_s=HUNG_S))
+
+
+def test_a_relay_takes_no_more_connections_than_its_process_may_hold() -> None:
+    limits = RelayLimits().within(40)
+    assert (limits.connections, limits.strangers, limits.strangers_per_address) == (30, 10, 5)
+    assert RelayLimits().within(10_000) == RelayLimits()
+    assert RelayLimits().within(0).strangers == 1
 
 
 def test_a_ticket_is_cut_off_at_its_bytes_and_no_byte_more_passes() -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -24,7 +27,7 @@ from protos.credentials import (
     channel_credentials,
     name_options,
 )
-from tests.patience import HUNG_S
+from tests.patience import HUNG_S, eventually
 from tests.worker.transport.hosts import PATIENT, Host, enroll, key
 from worker.transport.contract import Paths, PeerLost, TransportConfig, Way
 from worker.transport.frames import (
@@ -71,6 +74,31 @@ def host(authority: Authority) -> Iterator[Make]:
     for thread in left:
         thread.join(HUNG_S)
     assert [t.name for t in left if t.is_alive()] == []
+
+
+def test_strangers_who_hold_connections_keep_no_peer_out(host: Make) -> None:
+    """They took a descriptor each, until none was left for a blob, a file or a peer."""
+    one, other = host("w-1"), host("w-2", replace(PATIENT, max_connections=8))
+    with ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", other.network.port), HUNG_S))
+            for _ in range(100)
+        ]
+        eventually(lambda: sum(map(_ended, silent)) >= 92)
+        other.network.admit("w-1")
+        one.network.dial("w-2", [("127.0.0.1", other.network.port)], HUNG_S)
+        one.network.send("w-2", key(), b"head", b"payload")
+        assert other.delivered.get(timeout=HUNG_S)[3] == b"payload"
+
+
+def _ended(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def cut(host: Host, count: int) -> None:

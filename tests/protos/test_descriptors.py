@@ -11,7 +11,7 @@ resource = pytest.importorskip("resource")
 
 LOWERED = """
 import resource
-from coordinator.services.descriptors import raise_limit
+from protos.descriptors import raise_limit
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256))
 print(*(raise_limit(wanted) for wanted in (32, 128, 100, 10_000)))
 """
