@@ -253,8 +253,8 @@ class Executor:
         received: Mapping[int, Tensor],
         observe: Observer | None = None,
     ) -> dict[int, Tensor]:
-        """Run one micro-batch; return the produced values, and the loss and metrics where they are
-        computed, detached, by op position. ``observe(position, value)`` sees every op's value but those
+        """Run one micro-batch; return the produced values, and the loss, its weight and metrics where they
+        are computed, detached, by op position. ``observe(position, value)`` sees every op's value but those
         of constant ops, which ran at ``load``."""
         record = _Micro(step)
         if self._recompute:
@@ -265,6 +265,8 @@ class Executor:
         out = {p.op: self._value(p.op).detach() for p in self.program.produced}
         if self.program.loss is not None:
             out[self.program.loss] = self._value(self.program.loss).detach()
+        if self.program.weight is not None:
+            out[self.program.weight] = self._value(self.program.weight).detach()
         out.update((op, self._value(op).detach()) for _, op in self.program.metrics)
         self._values: Values = []
         if self._recompute:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 MAX_STANDBYS = 4096
+CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_
 
 
 class OptimizerName(StrEnum):
@@ -83,14 +84,23 @@ class Optimizer:
                 return group
         return None
 
-    def gradient_scale(self, square_norms: Iterable[float]) -> float:
-        """min(1, clip_norm / (norm + 1e-6)), norm over all parameters of all stages; 1 unclipped.
+    def gradient_scale(self, square_norms: Iterable[float], weight: float = 1.0) -> float:
+        """min(1, clip_norm / (norm / weight + 1e-6)) / weight, norm over all parameters of all stages;
+        1 / weight unclipped, and 0 where the weight is 0: no update.
 
-        The exact sum makes the figure independent of the cut. Formula: torch's clip_grad_norm_.
+        ``weight``: the step's, where gradients are of sums (``atoll.step_loss``). The exact sum makes the
+        figure independent of the cut. Formula: torch's clip_grad_norm_.
         """
-        if self.clip_norm is None:
-            return 1.0
-        return min(1.0, self.clip_norm / (math.sqrt(math.fsum(square_norms)) + 1e-6))
+        norm = 0.0 if self.clip_norm is None else math.sqrt(math.fsum(square_norms))
+        return scale_of(norm, self.clip_norm, weight)
+
+
+def scale_of(norm: float, clip_norm: float | None, weight: float = 1.0) -> float:
+    """Factor of a step's gradients as it is committed: they become those of the mean, and are clipped."""
+    if weight == 0.0:
+        return 0.0
+    clip = 1.0 if clip_norm is None else min(1.0, clip_norm / (norm / weight + CLIP_EPS))
+    return clip / weight
 
 
 class ScheduleKind(StrEnum):

@@ -145,7 +145,8 @@ class OpDag:
     mutated buffer. ``aliases`` maps every other state-dict name of a tied tensor to the name
     used here. ``constant_ops`` depend on no input, no parameter and no mutated buffer, and are
     recomputed in each stage that uses them. ``metrics``: positions of further scalar outputs, in
-    evaluation only.
+    evaluation only. ``weight``: of the count that the loss is a sum over, behind the loss and in one stage
+    with it; None where the loss is a mean.
     """
 
     ops: tuple[OpNode, ...]
@@ -159,6 +160,7 @@ class OpDag:
     aliases: dict[str, str] = field(default_factory=dict)
     training: bool = True
     metrics: dict[str, int] = field(default_factory=dict)
+    weight: int | None = None
 
     def cuttable(self) -> tuple[int, ...]:
         """Positions 0 < p < len(ops) where a stage may begin, ascending."""

@@ -75,6 +75,7 @@ class StageProgram:
     tied: tuple[TiedParameter, ...]
     loss: int | None  # position of the loss when this stage computes it
     metrics: tuple[tuple[str, int], ...] = ()  # name, position: those that this stage computes
+    weight: int | None = None  # position of the loss's count, where the loss is a sum over one
 
 
 def stage_programs(dag: OpDag, starts: Sequence[int]) -> tuple[StageProgram, ...]:
@@ -121,6 +122,7 @@ def stage_programs(dag: OpDag, starts: Sequence[int]) -> tuple[StageProgram, ...
             metrics=tuple(
                 (name, dag.metrics[name]) for name in sorted(dag.metrics) if owner[dag.metrics[name]] == i
             ),
+            weight=dag.weight if owner[dag.loss] == i else None,
         )
         for i in range(n_stages)
     )

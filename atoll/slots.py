@@ -100,8 +100,7 @@ class Compiler:
         """Op -> ops whose values nothing in this stage reads after it."""
         kept = {p.op for p in self.program.produced} | self.cached
         kept |= {op for _, op in self.program.metrics}
-        if self.program.loss is not None:
-            kept.add(self.program.loss)
+        kept |= {op for op in (self.program.loss, self.program.weight) if op is not None}
         last: dict[int, int] = {}
         for op, node in self.program.ops:
             if op not in self.cached:

@@ -251,7 +251,7 @@ class FakeWorker:
             backward_s=1e-5,
         )
         if self.assigned.program.HasField("loss"):
-            report.loss = LOSS / (1 + step)
+            report.losses.append(LOSS / (1 + step))
         for name, value in changes.items():
             setattr(report, name, value)
         return report

@@ -1025,7 +1025,6 @@ class StepReady(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     PLAN_VERSION_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
-    LOSS_FIELD_NUMBER: _builtins.int
     SQUARE_NORMS_FIELD_NUMBER: _builtins.int
     FORWARD_S_FIELD_NUMBER: _builtins.int
     BACKWARD_S_FIELD_NUMBER: _builtins.int
@@ -1035,13 +1034,12 @@ class StepReady(_message.Message):
     OPTIMIZER_S_FIELD_NUMBER: _builtins.int
     HANDLING_S_FIELD_NUMBER: _builtins.int
     LOSSES_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     RECEIPT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     step: _builtins.int
-    loss: _builtins.float
-    """from the stage that computes it"""
     forward_s: _builtins.float
     """busy seconds in this step"""
     backward_s: _builtins.float
@@ -1062,8 +1060,12 @@ class StepReady(_message.Message):
 
     @_builtins.property
     def losses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """in place of loss, where the stage has a share of the micro-batches: of each, over n_micro"""
+        """From the stage that computes them, by micro-batch: each over n_micro, or the sums over the counts in weights.
+        Of a period of local steps by step: means, and the counts that they are over.
+        """
 
+    @_builtins.property
+    def weights(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
     def digest(self) -> Global___StepDigest: ...
     @_builtins.property
@@ -1076,7 +1078,6 @@ class StepReady(_message.Message):
         job: _builtins.str = ...,
         plan_version: _builtins.int = ...,
         step: _builtins.int = ...,
-        loss: _builtins.float | None = ...,
         square_norms: _abc.Iterable[_builtins.float] | None = ...,
         forward_s: _builtins.float = ...,
         backward_s: _builtins.float = ...,
@@ -1086,16 +1087,15 @@ class StepReady(_message.Message):
         optimizer_s: _builtins.float = ...,
         handling_s: _builtins.float = ...,
         losses: _abc.Iterable[_builtins.float] | None = ...,
+        weights: _abc.Iterable[_builtins.float] | None = ...,
         digest: Global___StepDigest | None = ...,
         receipt: Global___ExchangeReceipt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "digest", b"digest", "loss", b"loss", "receipt", b"receipt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "receipt", b"receipt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "backward_s", b"backward_s", "digest", b"digest", "finite", b"finite", "forward_s", b"forward_s", "handling_s", b"handling_s", "job", b"job", "links", b"links", "loss", b"loss", "losses", b"losses", "optimizer_s", b"optimizer_s", "plan_version", b"plan_version", "receipt", b"receipt", "square_norms", b"square_norms", "step", b"step", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_s", b"backward_s", "digest", b"digest", "finite", b"finite", "forward_s", b"forward_s", "handling_s", b"handling_s", "job", b"job", "links", b"links", "losses", b"losses", "optimizer_s", b"optimizer_s", "plan_version", b"plan_version", "receipt", b"receipt", "square_norms", b"square_norms", "step", b"step", "waited_s", b"waited_s", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
-    _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepReady: _TypeAlias = StepReady  # noqa: Y015
 

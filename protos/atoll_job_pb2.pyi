@@ -362,8 +362,11 @@ class OpDag(_message.Message):
     ALIASES_FIELD_NUMBER: _builtins.int
     TRAINING_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
     loss: _builtins.int
     training: _builtins.bool
+    weight: _builtins.int
+    """of the count that the loss is a sum over; unset: the loss is a mean"""
     @_builtins.property
     def ops(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpNode]: ...
     @_builtins.property
@@ -398,12 +401,15 @@ class OpDag(_message.Message):
         aliases: _abc.Iterable[Global___Alias] | None = ...,
         training: _builtins.bool = ...,
         metrics: _abc.Iterable[Global___NamedOp] | None = ...,
+        weight: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "buffers", b"buffers", "constant_ops", b"constant_ops", "constants", b"constants", "inputs", b"inputs", "loss", b"loss", "metrics", b"metrics", "ops", b"ops", "parameters", b"parameters", "training", b"training", "unsplittable", b"unsplittable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "aliases", b"aliases", "buffers", b"buffers", "constant_ops", b"constant_ops", "constants", b"constants", "inputs", b"inputs", "loss", b"loss", "metrics", b"metrics", "ops", b"ops", "parameters", b"parameters", "training", b"training", "unsplittable", b"unsplittable", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
+    _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
 
 Global___OpDag: _TypeAlias = OpDag  # noqa: Y015
 
@@ -1468,9 +1474,12 @@ class StageProgram(_message.Message):
     TIED_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     n_stages: _builtins.int
     loss: _builtins.int
+    weight: _builtins.int
+    """of the stage with the loss, where that is a sum over a count"""
     @_builtins.property
     def ops(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedOp]: ...
     @_builtins.property
@@ -1509,13 +1518,19 @@ class StageProgram(_message.Message):
         tied: _abc.Iterable[Global___Tied] | None = ...,
         loss: _builtins.int | None = ...,
         metrics: _abc.Iterable[Global___NamedOp] | None = ...,
+        weight: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "_weight", b"_weight", "loss", b"loss", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "buffers", b"buffers", "constant_ops", b"constant_ops", "constants", b"constants", "inputs", b"inputs", "loss", b"loss", "metrics", b"metrics", "n_stages", b"n_stages", "ops", b"ops", "parameters", b"parameters", "produced", b"produced", "received", b"received", "stage", b"stage", "tied", b"tied"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "_weight", b"_weight", "buffers", b"buffers", "constant_ops", b"constant_ops", "constants", b"constants", "inputs", b"inputs", "loss", b"loss", "metrics", b"metrics", "n_stages", b"n_stages", "ops", b"ops", "parameters", b"parameters", "produced", b"produced", "received", b"received", "stage", b"stage", "tied", b"tied", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
+    _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
+    _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
 
 Global___StageProgram: _TypeAlias = StageProgram  # noqa: Y015

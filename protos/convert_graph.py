@@ -215,6 +215,7 @@ def dag_to_proto(dag: OpDag) -> pb.OpDag:
         aliases=[pb.Alias(alias=alias, name=dag.aliases[alias]) for alias in sorted(dag.aliases)],
         training=dag.training,
         metrics=[pb.NamedOp(name=name, op=dag.metrics[name]) for name in sorted(dag.metrics)],
+        weight=dag.weight,
     )
 
 
@@ -259,6 +260,9 @@ def dag_from_proto(message: pb.OpDag, limits: Limits) -> OpDag:
         aliases=aliases,
         training=message.training,
         metrics=metrics_from_proto(message.metrics, n_ops, limits),
+        weight=bounds.within("position of the weight", message.weight, 0, n_ops - 1)
+        if message.HasField("weight")
+        else None,
     )
     _check_references(dag)
     return dag
@@ -283,9 +287,12 @@ def _check_references(dag: OpDag) -> None:
     for alias, name in dag.aliases.items():
         if name not in known:
             raise BadFrame(f"alias {alias!r} names unknown tensor {name!r}")
-    for metric, op in dag.metrics.items():
+    told = {f"metric {metric!r}": op for metric, op in dag.metrics.items()}
+    if dag.weight is not None:
+        told["the loss's weight"] = dag.weight
+    for what, op in told.items():
         if dag.ops[op].is_tuple or [meta.elements for meta in dag.ops[op].outputs] != [1]:
-            raise BadFrame(f"metric {metric!r} is op {op} ({dag.ops[op].name}), which is no scalar")
+            raise BadFrame(f"{what} is op {op} ({dag.ops[op].name}), which is no scalar")
 
 
 def _unsigned(what: str, value: int) -> int:

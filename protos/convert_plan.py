@@ -352,6 +352,7 @@ def program_to_proto(program: StageProgram) -> pb.StageProgram:
         constants=program.constants,
         tied=[pb.Tied(name=t.name, holders=t.holders, index=t.index) for t in program.tied],
         metrics=[pb.NamedOp(name=name, op=op) for name, op in program.metrics],
+        weight=program.weight,
     )
     if program.loss is not None:
         message.loss = program.loss
@@ -386,6 +387,7 @@ def program_from_proto(message: pb.StageProgram, limits: Limits) -> StageProgram
         tied=tuple(_tied_from_proto(t, stage, n_stages, limits) for t in message.tied),
         loss=message.loss if message.HasField("loss") else None,
         metrics=tuple(sorted(metrics_from_proto(message.metrics, _U32 + 1, limits).items())),
+        weight=message.weight if message.HasField("weight") else None,
     )
     _check_program(program)
     return program
@@ -462,6 +464,8 @@ def _check_program(program: StageProgram) -> None:
             raise BadFrame(f"produced value {produced.op} is not computed by stage {program.stage}")
     if program.loss is not None and program.loss not in here:
         raise BadFrame(f"loss at op {program.loss} is not computed by stage {program.stage}")
+    if program.weight is not None and (program.loss is None or program.weight not in here):
+        raise BadFrame(f"the loss's weight at op {program.weight} is not with the loss")
     for metric, op in program.metrics:
         if op not in here:
             raise BadFrame(f"metric {metric!r} at op {op} is not computed by stage {program.stage}")

@@ -54,6 +54,7 @@ class Event(StrEnum):
     FLEET_JUDGED = "fleet.judged"
     MESSAGE_DROPPED = "message.dropped"
     EVALUATED = "job.evaluated"
+    LOSS_ODD = "loss.odd"
     ROUND_CLOSED = "round.closed"
     ROUND_MET = "round.met"
     CLIENT_DROPPED = "client.dropped"

@@ -23,6 +23,7 @@ from atoll.schemas import is_random
 from coordinator.capture.cut_rules import Region, settle, written_buffers
 from coordinator.capture.export_errors import remedies
 from coordinator.capture.op_costs import measured
+from coordinator.capture.outcome import sums_items
 from coordinator.capture.torch_export import Constants, Exported, device_of, export, meta_of
 
 MAX_LISTED = 20  # unsupported ops named in one message
@@ -41,6 +42,7 @@ class Captured:
     state: Mapping[str, Tensor]
     precision: Precision
     frozen: frozenset[str]
+    items: bool = False  # losses are sums that the module was asked for: ``outcome.sums_items``
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class _Source:
     frozen: frozenset[str]
     constants: Constants
     metrics: tuple[str, ...]
+    items: bool = False  # the module is asked for sums of its loss: ``outcome.sums_items``
 
     def export(self, training: bool) -> Exported:
         return export(
@@ -87,6 +90,7 @@ class _Source:
             canonical=self.canonical,
             constants=self.constants,
             metrics=() if training else self.metrics,
+            items=self.items,
         )
 
 
@@ -95,13 +99,18 @@ def capture(
     example_inputs: Mapping[str, Tensor],
     training: TrainingSpec | None = None,
     metrics: tuple[str, ...] = (),
+    *,
+    sums: bool = True,
 ) -> Captured:
     """Capture ``module(**example_inputs)`` in training and evaluation mode, there with ``metrics``.
 
+    Where the loss is a sum over a count (``outcome``), the graphs say so. Without ``sums`` it has to be a
+    mean: of clients, whose steps are of one micro-batch each.
     The module is left as it was. CaptureError names the op, module path and source line of what
     cannot be captured; UnsupportedOp lists every op outside the allow-list.
     """
     source = _source(module, example_inputs, training, _metric_names(metrics))
+    source = replace(source, items=sums and sums_items(module, example_inputs))
     graphs = {mode: source.export(mode) for mode in (True, False)}
     unsupported = [use for use in _uses(graphs.values()) if not use.supported]
     if unsupported:
@@ -116,11 +125,12 @@ def capture(
     device = device_of(module, example_inputs)
     dags = {}
     for mode, graph in graphs.items():
-        region = settle(graph.nodes, graph.loss, mutated, metas.of, mode, graph.metrics)
+        region = settle(graph.nodes, graph.loss, mutated, metas.of, mode, graph.metrics, graph.weight)
         dag = _dag(source, region, metas, mode)
         dags[mode] = measured(dag, example_inputs, state, source.precision, device)
     _check_trainable(dags[True])
-    return Captured(dags[True], dags[False], state, source.precision, source.frozen)
+    _check_weights(dags, sums)
+    return Captured(dags[True], dags[False], state, source.precision, source.frozen, source.items)
 
 
 def op_uses(module: nn.Module, example_inputs: Mapping[str, Tensor]) -> tuple[OpUse, ...]:
@@ -166,8 +176,9 @@ def _unsupported(uses: list[OpUse]) -> UnsupportedOp:
 def _metric_names(names: tuple[str, ...]) -> tuple[str, ...]:
     if type(names) is not tuple or len(names) > MAX_METRICS or len(set(names)) < len(names):
         raise UsageError(f"metrics {names!r}; give a tuple of at most {MAX_METRICS} different names")
-    if "loss" in names:
-        raise UsageError("the loss is always told; leave it out of the job's metrics")
+    own = {"loss", "weight"} & set(names)
+    if own:
+        raise UsageError(f"the {own.pop()} is always told; leave it out of the job's metrics")
     return tuple(checked_name("metric", name) for name in names)
 
 
@@ -271,6 +282,7 @@ def _dag(source: _Source, region: Region, metas: _Metas, training: bool) -> OpDa
         aliases={name: first for name, first in source.canonical.items() if name != first},
         training=training,
         metrics=dict(region.metrics),
+        weight=region.weight,
     )
 
 
@@ -278,6 +290,21 @@ def _kinded(node: OpNode, is_loss: bool) -> OpNode:
     parametric = any(leaf.source is Source.PARAMETER for leaf in leaf_refs(node))
     kind = Kind.LOSS if is_loss else Kind.PARAMETRIC if parametric else Kind.NON_PARAMETRIC
     return replace(node, kind=kind, random=is_random(node))
+
+
+def _check_weights(dags: Mapping[bool, OpDag], sums: bool) -> None:
+    weighted = [dags[mode].weight is not None for mode in (True, False)]
+    if any(weighted) and not sums:
+        raise UsageError(
+            "the module returns a loss as a sum over its weight, but a client's step is one micro-batch: "
+            "in a federated job return the mean (loss / weight) and no weight"
+        )
+    if weighted[0] != weighted[1]:
+        modes = ("training", "evaluation") if weighted[0] else ("evaluation", "training")
+        raise CaptureError(
+            f"the module returns a weight in {modes[0]} mode, but not in {modes[1]}, as if its loss were a "
+            "mean there; return loss and weight in both"
+        )
 
 
 def _check_trainable(dag: OpDag) -> None:

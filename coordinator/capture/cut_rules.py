@@ -29,6 +29,7 @@ class Region:
     constant_ops: frozenset[int]
     mutated: frozenset[str]  # buffers that these nodes write
     metrics: Mapping[str, int]
+    weight: int | None = None  # of the count that the loss is a sum over
 
 
 def written_buffers(nodes: list[OpNode]) -> frozenset[str]:
@@ -43,15 +44,17 @@ def settle(
     meta_of: Callable[[LeafRef], TensorMeta],
     training: bool,
     metrics: Mapping[str, int] | None = None,
+    weight: int | None = None,
 ) -> Region:
     """Bring ``nodes`` into canonical form; ``mutated`` adds buffers that another graph writes,
-    ``metrics`` outputs beside the loss.
+    ``metrics`` outputs beside the loss, ``weight`` one that is its count, and stays with it.
 
     Random ops stay even when nothing uses them: the generator's stream is the module's.
     CaptureError when a parameter or a constant is written in place.
     """
     names = tuple(metrics or ())
-    nodes, outputs = follow_in_place(nodes, [loss, *(metrics or {}).values()])
+    counts = () if weight is None else (weight,)
+    nodes, outputs = follow_in_place(nodes, [loss, *(metrics or {}).values(), *counts])
     nodes = functional_twins(nodes, Aliases(nodes), meta_of)
     aliases = Aliases(nodes)
     _refuse_writes(nodes, aliases)
@@ -66,8 +69,12 @@ def settle(
     ranges = [*_tuple_ranges(nodes), *aliases.ranges(), *_buffer_ranges(nodes, aliases, mutated)]
     constant = _constant_ops(nodes, aliases, mutated)
     loss, *others = (place[output] for output in outputs)
+    if weight is not None:
+        weight = others.pop()
+        ranges.append((min(loss, weight), max(loss, weight) + 1))
+        constant -= {weight}  # or it would be computed where something reads it: nowhere
     told = dict(zip(names, others, strict=True))
-    return Region(tuple(nodes), loss, _merge(ranges), constant, mutated, told)
+    return Region(tuple(nodes), loss, _merge(ranges), constant, mutated, told, weight)
 
 
 def _refuse_writes(nodes: list[OpNode], aliases: Aliases) -> None:

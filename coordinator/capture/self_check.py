@@ -10,7 +10,7 @@ state carried from one forward to the next is seen too.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,8 @@ from atoll.job import Precision
 from atoll.opdag import OpDag
 from atoll.program import stage_programs
 from coordinator.capture.capture import Captured
-from coordinator.capture.torch_export import as_trained, device_of, loss_of, metric_of
+from coordinator.capture.outcome import Outcome, outcome
+from coordinator.capture.torch_export import as_trained, device_of
 
 PASSES = 2
 MAX_NAMED = 4  # differences named in one message
@@ -52,6 +53,8 @@ class CheckResult:
 
     compared: int
     worst: float
+    weight: float = 0.0  # of the batch, where the loss is a sum over one, ...
+    total: float = 0.0  # ... and that sum, in evaluation mode
 
 
 def self_check(
@@ -79,7 +82,7 @@ def self_check(
             check.training_pass(executor, seed + turn)
     with torch.random.fork_rng(), as_trained(plain, False, captured.frozen):
         check.evaluation_pass(check.executor(captured.evaluation), seed)
-    return CheckResult(check.compared, check.worst)
+    return CheckResult(check.compared, check.worst, check.weight, check.total)
 
 
 def _refuse_hooks(module: nn.Module) -> None:
@@ -104,12 +107,13 @@ class _Check:
         device: torch.device,
     ) -> None:
         self.captured = captured
-        self.plain = plain
+        self.module = plain
         self.batch = batch
         self.state = state
         self.device = device
         self.compared = 0
         self.worst = 0.0
+        self.weight, self.total = 0.0, 0.0  # of the evaluated batch, where the loss is a sum
 
     def executor(self, dag: OpDag) -> Executor:
         (program,) = stage_programs(dag, [0])
@@ -121,22 +125,24 @@ class _Check:
 
     def training_pass(self, executor: Executor, seed: int) -> None:
         dag = self.captured.train
-        self.plain.zero_grad()
+        self.module.zero_grad()
         with self.run("the module itself fails in training", seed):
-            expected = self.plain_loss()
-            expected.backward()  # type: ignore[no-untyped-call]
+            expected = self.plain()
+            expected.loss.backward()  # type: ignore[no-untyped-call]
         with self.run("the captured graph fails in training", seed):
-            found = executor.forward(0, 0, self.batch, {})[dag.loss]
+            out = executor.forward(0, 0, self.batch, {})
             executor.backward(0, {})
+        found = out[dag.loss]
         gradients = {
             name: (parameter.grad, executor.gradient(name))
-            for name, parameter in self.plain.named_parameters()
+            for name, parameter in self.module.named_parameters()
         }
         scale = max(
             (float(g.abs().max()) for g, _ in gradients.values() if g is not None and g.numel()), default=0
         )
         differences = [
-            *self.compare("the training loss differs", expected.detach(), found, 0.0),
+            *self.compare("the training loss differs", expected.loss.detach(), found, 0.0),
+            *self.weights(dag, expected, out),
             *(
                 difference
                 for name, (ours, theirs) in gradients.items()
@@ -153,31 +159,42 @@ class _Check:
         with torch.no_grad():
             metrics = self.captured.evaluation.metrics
             with self.run("the module itself fails in evaluation", seed):
-                output = self.plain_output()
-                expected, told = loss_of(output), {name: metric_of(output, name) for name in metrics}
+                expected = self.plain(metrics)
             with self.run("the captured graph fails in evaluation", seed):
                 out = executor.forward(0, 0, self.batch, {})
                 found = out[self.captured.evaluation.loss]
         self.conclude(
             [
-                *self.compare("the evaluation loss differs", expected, found, 0.0),
+                *self.compare("the evaluation loss differs", expected.loss, found, 0.0),
+                *self.weights(self.captured.evaluation, expected, out),
                 *(
                     difference
                     for name, op in metrics.items()
-                    for difference in self.compare(f"metric {name!r} differs", told[name], out[op], 0.0)
+                    for difference in self.compare(
+                        f"metric {name!r} differs", expected.metrics[name], out[op], 0.0
+                    )
                 ),
                 *self.buffers("after an evaluation forward"),
             ]
         )
 
-    def plain_loss(self) -> Tensor:
-        return loss_of(self.plain_output())
-
-    def plain_output(self) -> object:
+    def plain(self, metrics: Iterable[str] = ()) -> Outcome:
         # A module may write its inputs; the graph must see them as they were.
         inputs = {name: value.clone() for name, value in self.batch.items()}
         with self.autocast():
-            return self.plain(**inputs)
+            return outcome(self.module, inputs, metrics, items=self.captured.items)
+
+    def weights(self, dag: OpDag, expected: Outcome, out: Mapping[int, Tensor]) -> list[Difference]:
+        if dag.weight is None or expected.weight is None:
+            return []
+        found = out[dag.weight]
+        if not dag.training:
+            self.weight, self.total = float(found), float(out[dag.loss])
+        if not float(found) >= 0.0:
+            raise CaptureError(
+                f"the module returned a weight of {float(found)}; return how much its loss sums over, from 0"
+            )
+        return self.compare("the loss's weight differs", expected.weight.detach(), found, 0.0)
 
     def autocast(self) -> Any:
         if self.captured.precision is Precision.BF16:
@@ -200,7 +217,7 @@ class _Check:
         known = {**self.captured.train.aliases, **self.captured.evaluation.aliases}
         return [
             difference
-            for name, buffer in self.plain.named_buffers()
+            for name, buffer in self.module.named_buffers()
             for difference in self.compare(
                 f"buffer {name!r} {when} differs", buffer, self.state.get(known.get(name, name)), 0.0
             )

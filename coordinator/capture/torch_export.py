@@ -37,6 +37,7 @@ from atoll.opdag import (
 )
 from atoll.ops import GETITEM
 from coordinator.capture.export_errors import blame
+from coordinator.capture.outcome import Loss
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -45,59 +46,6 @@ ROOT = "module"  # the wrapper's only child; stripped from every name
 _DROPPED = re.compile(r"aten\.(_assert_|_functional_assert_|sym_constrain_range|_functional_sym_constrain)")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH_FILES = re.compile(r"[/\\]torch[/\\]|[/\\]coordinator[/\\]exported\.py$")
-
-
-class Loss(nn.Module):
-    """The module with positional inputs, its loss and the named metrics as outputs, nothing else."""
-
-    def __init__(self, module: nn.Module, names: tuple[str, ...], metrics: tuple[str, ...] = ()) -> None:
-        super().__init__()
-        self.module = module
-        self.names = names
-        self.metrics = metrics
-
-    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        output = self.module(**dict(zip(self.names, values, strict=True)))
-        return loss_of(output), *(metric_of(output, name) for name in self.metrics)
-
-
-def loss_of(output: object) -> Tensor:
-    """The scalar loss a module returned, itself or as ``.loss`` or ``["loss"]``; CaptureError when there
-    is none."""
-    loss = output if isinstance(output, Tensor) else _member(output, "loss")
-    if not isinstance(loss, Tensor):
-        given = "an output whose loss is None" if hasattr(output, "loss") else f"a {type(output).__name__}"
-        raise CaptureError(
-            f"the module returned {given}, not a loss; return the scalar loss or an object with .loss "
-            "(transformers models do when they are given labels)"
-        )
-    if loss.ndim != 0 or not loss.is_floating_point():
-        raise CaptureError(
-            f"the module returned a loss of shape {tuple(loss.shape)} and type {loss.dtype}; "
-            "return one floating-point number, such as loss.mean()"
-        )
-    return loss
-
-
-def metric_of(output: object, name: str) -> Tensor:
-    """The scalar called ``name`` of what a module returned in evaluation mode; CaptureError when there is
-    none."""
-    found = None if isinstance(output, Tensor) else _member(output, name)
-    if not isinstance(found, Tensor):
-        raise CaptureError(
-            f"the module returned a {type(output).__name__} without a tensor {name!r} in evaluation mode; "
-            f"return an object or a dict with loss and {name}, or drop it from the job's metrics"
-        )
-    if found.ndim != 0 or found.is_complex():
-        raise CaptureError(
-            f"metric {name!r} has shape {tuple(found.shape)} and type {found.dtype}; return one number, such "
-            "as (logits.argmax(-1) == labels).float().mean()"
-        )
-    return found
-
-
-def _member(output: object, name: str) -> object:
-    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
 @dataclass
@@ -117,11 +65,12 @@ class Constants:
 
 @dataclass(frozen=True)
 class Exported:
-    """Nodes in graph order (``OpRef`` counts them) with provisional metas, and their loss."""
+    """Nodes in graph order (``OpRef`` counts them) with provisional metas; their loss, perhaps its weight."""
 
     nodes: list[OpNode]
     loss: int
     metrics: Mapping[str, int] = field(default_factory=dict)
+    weight: int | None = None
 
 
 @contextmanager
@@ -156,9 +105,10 @@ def export(
     canonical: Mapping[str, str],
     constants: Constants,
     metrics: tuple[str, ...] = (),
+    items: bool = False,
 ) -> Exported:
     """Capture one graph; CaptureError where torch cannot follow the module. ``metrics``: names of scalar
-    outputs beside the loss."""
+    outputs beside the loss; ``items``: as of ``outcome``."""
     device = device_of(module, inputs)
     with ExitStack() as stack:
         stack.enter_context(as_trained(module, training, frozen))
@@ -170,7 +120,7 @@ def export(
         if precision is Precision.BF16:
             stack.enter_context(torch.autocast(device.type, torch.bfloat16, cache_enabled=False))
         try:
-            wrapped = Loss(module, tuple(inputs), metrics)
+            wrapped = Loss(module, tuple(inputs), metrics, items=items)
             program = torch.export.export(wrapped, tuple(inputs.values()), strict=False)
         except CaptureError:
             raise
@@ -237,12 +187,10 @@ class _Flattener:
         loss, *others = self.walk(module, env, True, None)
         if not isinstance(loss, OpRef):
             raise CaptureError("the loss is an input or a parameter itself; nothing can be trained")
-        told = {}
-        for name, value in zip(metrics, others, strict=True):
-            if not isinstance(value, OpRef):
-                raise CaptureError(f"metric {name!r} is an input or a parameter itself; drop it")
-            told[name] = value.op
-        return Exported(self.nodes, loss.op, told)
+        # Copies (``Loss``), so each is an op's.
+        positions = [value.op for value in others]
+        weight = positions.pop() if len(positions) > len(metrics) else None
+        return Exported(self.nodes, loss.op, dict(zip(metrics, positions, strict=True)), weight)
 
     def leaf(self, placeholder: str) -> LeafRef | None:
         signature = self.program.graph_signature

@@ -24,7 +24,7 @@ from atoll.job import Job, JobSpec, TrainingSpec
 from atoll.opdag import FLOATING, OpDag, TensorMeta
 from atoll.program import stage_programs
 from coordinator.capture.capture import Captured, capture
-from coordinator.capture.self_check import self_check
+from coordinator.capture.self_check import CheckResult, self_check
 from coordinator.capture.torch_export import meta_of
 from coordinator.client.transfer import PIECE_BYTES
 from coordinator.federated.checks import check_federated, check_inputs, check_spec, check_wrapped
@@ -92,12 +92,14 @@ def prepare(
     tell("materialising the data")
     data, held_out = materialised(job)
     tell("capturing the model as an op-DAG")
-    captured = capture(job.module, job.example_inputs, job.training, job.metrics)
+    captured = captured_of(job)
     if federated is not None:
         check_graphs(federated.rule, captured)
     tell(f"checking {len(captured.train.ops)} ops against the module")
     batch = dict(job.example_inputs) if federated else first_batch(data, captured.train.inputs)
-    self_check(job.module, captured, batch)
+    checked = self_check(job.module, captured, batch)
+    for words in loss_words(captured, checked, data):
+        tell(words)
     tell("hashing weights and data")
     blobs: list[LocalBlob] = []
     graphs = Graphs.of(captured)
@@ -125,7 +127,32 @@ def prepare(
 
 def capture_graphs(job: Job) -> Graphs:
     """The op-DAGs of ``job``'s model, for planning; raises CaptureError."""
-    return Graphs.of(capture(job.module, job.example_inputs, job.training, job.metrics))
+    return Graphs.of(captured_of(job))
+
+
+def captured_of(job: Job) -> Captured:
+    """The capture of ``job``'s model; raises CaptureError."""
+    return capture(job.module, job.example_inputs, job.training, job.metrics, sums=job.federated is None)
+
+
+def loss_words(captured: Captured, checked: CheckResult, data: Materialised) -> list[str]:
+    """Say what a step's loss is where that is not plain: a sum over a count, or means of unequal counts."""
+    if captured.train.weight is not None:
+        each = f"{checked.total / checked.weight:.4g} each" if checked.weight else "none in this batch"
+        return [f"the loss is a sum over its weight: {checked.weight:g} in the checked batch, {each}"]
+    ignored = {
+        node.args[4] if len(node.args) > 4 else -100
+        for node in captured.train.ops
+        if node.target == "aten.cross_entropy_loss.default" and (len(node.args) < 4 or node.args[3] == 1)
+    }
+    arrays = [data.arrays[f.blob] for f in data.spec.fields]
+    whole = [array for array in arrays if np.issubdtype(array.dtype, np.signedinteger)]
+    if not any(np.any(array == index) for index in ignored for array in whole):
+        return []
+    return [
+        "targets are left out of the loss (ignore_index), and micro-batches count alike whatever is left: "
+        "for a mean over targets return their sum as loss and their number as weight"
+    ]
 
 
 def check_graphs(rule: Federated, captured: Captured) -> None:

@@ -456,6 +456,10 @@ class Roster:
                 return wrong
         if report.finite and not all(isfinite(n) and n >= 0 for n in report.square_norms):
             return f"{worker} calls its gradients finite, but reports a squared norm that cannot be"
+        if report.weights and len(report.weights) != len(report.losses):
+            return f"{worker} reports {len(report.losses)} losses with {len(report.weights)} weights"
+        if not all(isfinite(weight) and weight >= 0 for weight in report.weights):
+            return f"{worker} reports a weight of a loss that is no count"
         table = self.links.table
         for link in report.links:
             if link.peer in self.workers:

@@ -223,7 +223,7 @@ class StepReady:
     job: str
     version: int
     step: int
-    loss: float | None = None
+    losses: tuple[float, ...] = ()  # where computed, by micro-batch: each over n_micro, or ...
     square_norms: tuple[float, ...] = ()
     finite: bool = True
     forward_s: float = 0.0
@@ -232,9 +232,7 @@ class StepReady:
     optimizer_s: float = 0.0
     handling_s: float = 0.0  # of messages: neither computing nor codecs nor waiting
     links: tuple[Goodput, ...] = ()
-    losses: tuple[
-        float, ...
-    ] = ()  # of a share of the micro-batches, each over n_micro; ``loss`` is None then. Of a period: by step
+    weights: tuple[float, ...] = ()  # ... the sums over these counts. Of a period by step: means, over these
     digest: Digest = NO_DIGEST
     receipt: RoundReceipt | None = None  # of the round that ends a period of local steps
 

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from atoll.exchange import Exchange
 from atoll.job import JobSpec
 from atoll.plan import LinkSpec, Plan
+from atoll.step_loss import StepLoss
 from coordinator.messages.events import StageMessage, StepReady
 from coordinator.messages.facts import Checkpoint, Fact
 from coordinator.messages.instructions import Relink, StepCommit, StepDiscard, StepStart
@@ -270,6 +271,20 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
+class OddLoss:
+    """The loss of a committed step is not finite in some micro-batches, or nothing was counted in it."""
+
+    step: int
+    found: StepLoss
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """What a log line says of it."""
+        figures = {"odd": self.found.odd, "of": self.found.count, "weight": self.found.weight}
+        return {"step": self.step, **figures, "reason": self.found.words}
+
+
+@dataclass(frozen=True, slots=True)
 class Dropped:
     """A message that came late, twice or for another plan."""
 
@@ -334,7 +349,19 @@ class Standby:
     nearest: tuple[int, int] | None = None  # since it repeats steps: the fewest behind, and after which step
 
 
-Todo = Record | ToRanks | AssignAll | Exclude | Reassign | Redo | ReleaseAll | Point | Dropped | LinksDue
+Todo = (
+    Record
+    | ToRanks
+    | AssignAll
+    | Exclude
+    | Reassign
+    | Redo
+    | ReleaseAll
+    | Point
+    | OddLoss
+    | Dropped
+    | LinksDue
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +395,7 @@ class JobState:
     logs_from: int | None = None  # step from which on somebody repeats steps beside the plan
     stores: Mapping[int, Mapping[int, Mapping[str, str]]] = field(default_factory=dict)  # step -> rank -> ...
     loss: float | None = None
+    odd: str = ""  # words about the newest step whose loss was not all finite
     eval_loss: float | None = None
     coded_loss: float | None = None  # the same, through the links' codecs
     failures: int = 0  # since the last committed step, ...

@@ -18,6 +18,7 @@ from enum import StrEnum
 from statistics import median
 from typing import TYPE_CHECKING
 
+from atoll.step_loss import step_loss
 from coordinator.membership.link_table import MIN_GOODPUT_BYTES
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def figures(worker: str, report: StepReady) -> dict[Key, float]:
     }
     found = {
         Key(Kind.COMPUTE, worker): report.forward_s + report.backward_s + report.optimizer_s,
-        Key(Kind.LOSS, worker): report.loss if report.loss is not None else 0.0,
+        Key(Kind.LOSS, worker): step_loss(report.losses, report.weights).mean,
         Key(Kind.NORM, worker): math.sqrt(sum(report.square_norms)),
         **links,
     }

@@ -5,27 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from atoll.job import scale_of
+from atoll.step_loss import StepLoss
 from coordinator.messages.events import StepReady
 from coordinator.messages.facts import StepCommitted
 from coordinator.messages.instructions import StepCommit
-from coordinator.messages.jobs import JobState, Point, Todo
+from coordinator.messages.jobs import JobState, OddLoss, Point, Todo
 from coordinator.pipeline import link_policy, periods, relink
 
-CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_
 
-
-def clip_scale(square_norms: list[float], clip_norm: float | None) -> float:
-    """min(1, clip / (||g|| + 1e-6)); 1 when not clipped.
+def clip_scale(square_norms: list[float], clip_norm: float | None, weight: float = 1.0) -> float:
+    """Return the factor of the step's gradients, ``atoll.job.scale_of``.
 
     The squares are added one by one in canonical parameter order, so that the sum is the same
     whatever stage each parameter is on.
     """
-    if clip_norm is None:
-        return 1.0
     total = 0.0
     for square in square_norms:
         total += square
-    return min(1.0, clip_norm / (math.sqrt(total) + CLIP_EPS))
+    return scale_of(math.sqrt(total), clip_norm, weight)
 
 
 def fact_of(commit: StepCommit, loss: float, now_s: float, reports: Sequence[StepReady]) -> StepCommitted:
@@ -47,14 +45,25 @@ def fact_of(commit: StepCommit, loss: float, now_s: float, reports: Sequence[Ste
     )
 
 
-def losses(state: JobState, ready: Mapping[int, StepReady], loss: float) -> list[Todo]:
-    """Show the loss of a step, or of each of a period's."""
-    if state.plan is None or not state.local:
-        return [Point(state.step + 1, "loss", loss)]
-    return [
-        Point(at, "loss", value)
-        for at, value in enumerate(periods.step_losses(state.plan, ready), state.step + 1)
-    ]
+def shown(found: StepLoss, before: float | None) -> float:
+    """Return the loss that a job shows after a step: as before where the step has none."""
+    return before if before is not None and not math.isfinite(found.mean) else found.mean
+
+
+def losses(state: JobState, ready: Mapping[int, StepReady], found: StepLoss) -> list[Todo]:
+    """Show the loss of a step, or of each of a period's, and what is odd about it."""
+    steps = periods.step_losses(state.plan, ready) if state.plan is not None and state.local else [found]
+    todo: list[Todo] = []
+    for at, each in enumerate(steps, state.step + 1):
+        if math.isfinite(each.mean):
+            todo.append(Point(at, "loss", each.mean))
+        if any(report.weights for report in ready.values()):
+            todo.append(Point(at, "loss_weight", each.weight))
+        if each.odd:
+            todo.append(Point(at, "losses_not_finite", float(each.odd)))
+        if each.words:
+            todo.append(OddLoss(at, each))
+    return todo
 
 
 def reached(state: JobState, done: int, every: int) -> bool:

@@ -1,10 +1,11 @@
-"""Doubt: a step that is not finite is done again before anybody believes it. Pure.
+"""Doubt: a step whose gradients are not finite is done again before anybody believes it. Pure.
 
-A diverged model and a worker that computes nonsense, or only claims to, look the same in one plan's reports.
-Steps are deterministic, so another fleet that computes the same step tells them apart: the suspects are the
-workers that took part in every try. The likeliest is left out first; where that does not help, all of them,
-or as many as the fleet can spare. The model has diverged once nobody took part in every try, or where nobody
-could be left out and the same came of it twice.
+A loss that is not finite raises no doubt by itself: a micro-batch without a target has such a mean and no
+gradient (``atoll.step_loss``). A diverged model and a worker that computes nonsense, or only claims to, look
+the same in one plan's reports. Steps are deterministic, so another fleet that computes the same step tells
+them apart: the suspects are the workers that took part in every try. The likeliest is left out first; where
+that does not help, all of them, or as many as the fleet can spare. The model has diverged once nobody took
+part in every try, or where nobody could be left out and the same came of it twice.
 """
 
 from __future__ import annotations
@@ -25,22 +26,13 @@ if TYPE_CHECKING:
 OFTEN = 2  # failures of one worker's stage without a committed step: plans are made without it from then on
 
 
-def finite(report: StepReady) -> bool:
-    """Whether a stage calls its part of a step finite."""
-    return report.finite and all(map(math.isfinite, _losses(report)))
-
-
 def as_failure(state: JobState, report: StepReady) -> StepReady | StageFailed:
     """Return a peer's report of local steps that are not finite as the failure of its stage: the others go on
     without it, as they wait for what it will not bring."""
-    if not state.local or report.step != state.due or finite(report):
+    if not state.local or report.step != state.due or report.finite:
         return report
     words = f"diverged in the steps to {report.step + 1}; lower the learning rate"
     return StageFailed(report.job, report.version, report.step, words)
-
-
-def _losses(report: StepReady) -> tuple[float, ...]:
-    return report.losses if report.loss is None else (*report.losses, report.loss)
 
 
 def doubted(before: Doubt | None, plan: Plan, step: int, ready: Mapping[int, StepReady]) -> Doubt:
@@ -49,7 +41,7 @@ def doubted(before: Doubt | None, plan: Plan, step: int, ready: Mapping[int, Ste
     Gradients flow from the loss downwards, and so does what is not finite: of those that report it the stage
     nearest to the loss is the likeliest source.
     """
-    said = {plan.places[rank]: report for rank, report in ready.items() if not finite(report)}
+    said = {plan.places[rank]: report for rank, report in ready.items() if not report.finite}
     source = max(said, key=_nearness)
     tries = before.tries if before is not None and before.step == step else ()
     tries = (*tries, frozenset(place.worker for place in plan.places))
@@ -64,7 +56,7 @@ def _nearness(place: Place) -> tuple[int, int]:
 
 
 def _what(report: StepReady) -> str:
-    odd = [loss for loss in _losses(report) if not math.isfinite(loss)]
+    odd = [loss for loss in report.losses if not math.isfinite(loss)]
     if odd:
         return f"loss became {odd[0]}"
     return "a gradient became not finite"

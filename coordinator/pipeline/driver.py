@@ -32,6 +32,7 @@ from coordinator.messages.jobs import (
     JobState,
     LinksDue,
     LogsShort,
+    OddLoss,
     Phase,
     Picked,
     Planned,
@@ -48,7 +49,7 @@ from coordinator.messages.jobs import (
     Torn,
     Waits,
 )
-from coordinator.pipeline import machine, memory, reconfigure, restart
+from coordinator.pipeline import machine, memory, periods, reconfigure, restart
 from coordinator.pipeline.assigning import assignment, of_neighbours, reconfiguration, said_to
 from coordinator.pipeline.beside import Beside
 from coordinator.pipeline.calibration import learn
@@ -643,7 +644,9 @@ class PipelineDriver:
             case Record(fact):
                 self.effects.record(fact)
                 if isinstance(fact, RoundMet):
-                    self._met(fact)
+                    level = "warning" if fact.missing else "info"
+                    fields = periods.met_fields(fact, self.effects.label)
+                    self.effects.log(Name.ROUND_MET, level, job=state.job, **fields)
                 # Who has stood by may take its rank while it loads an older one.
                 if isinstance(fact, CheckpointStored) and not state.moving:
                     self.effects.emit(do.SweepBlobs())
@@ -668,15 +671,10 @@ class PipelineDriver:
                 self._release(state, reason)
             case Point(step, name, value):
                 self.effects.emit(do.Measured(state.job, step, name, value))
+            case OddLoss():
+                self.effects.log(Name.LOSS_ODD, "warning", job=state.job, **todo.fields)
             case Dropped(why):
                 self.effects.drop("stage message", why, state.job)
-
-    def _met(self, met: RoundMet) -> None:
-        """Log a round: who is missing in it is no secret."""
-        missing = "; ".join(f"{self.effects.label(worker)}: {why}" for worker, why in met.missing.items())
-        fields = {"round": met.round, "included": len(met.included), "bytes": met.sent_bytes}
-        level = "warning" if missing else "info"
-        self.effects.log(Name.ROUND_MET, level, job=met.job, step=met.step, missing=missing or None, **fields)
 
     def _assign(self, state: JobState) -> None:
         for rank, worker in _present(state):

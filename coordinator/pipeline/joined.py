@@ -7,9 +7,9 @@ the same norms, which count once.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
+from atoll.step_loss import StepLoss, step_loss
 from coordinator.pipeline import periods
 from coordinator.pipeline.periods import Disagreement
 
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
     from strategies.exchanges.partners import Group
 
 
-def step_loss(plan: Plan, ready: Reports) -> float:
-    """Return the step's loss."""
+def loss_of(plan: Plan, ready: Reports) -> StepLoss:
+    """Return the step's loss, of a period's last step."""
     if plan.local:
         return periods.step_losses(plan, ready)[-1]
-    if len(plan.replicas) == 1:
-        return next((r.loss for _, r in sorted(ready.items(), reverse=True) if r.loss is not None), math.nan)
-    tellers = (_teller(plan, number, ready) for number in range(len(plan.replicas)))
-    return sum((loss for rank in tellers for loss in ready[rank].losses), 0.0)
+    reports = [ready[_teller(plan, number, ready)] for number in range(len(plan.replicas))]
+    return step_loss(
+        [loss for report in reports for loss in report.losses],
+        [weight for report in reports for weight in report.weights],
+    )
 
 
 def square_norms(plan: Plan, ready: Reports) -> list[float]:
@@ -59,6 +60,9 @@ def disagreement(
         said, share = len(ready[teller].losses), replica.micros[1] - replica.micros[0]
         if said != share:
             words = f"replica {number} reports {said} losses of {share} micro-batches"
+            return Disagreement(words, (teller,))
+        if bool(ready[teller].weights) != bool(ready[_teller(plan, 0, ready)].weights):
+            words = f"of replicas 0 and {number} one counts what its losses sum over, the other does not"
             return Disagreement(words, (teller,))
     held = [_norms(plan, number, ready) for number in range(len(plan.replicas))]
     others = [number for number, norms in enumerate(held) if norms != held[0]]

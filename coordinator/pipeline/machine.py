@@ -66,7 +66,7 @@ from coordinator.messages.jobs import (
     Waits,
 )
 from coordinator.pipeline import commits, disputes, joined, periods, relink
-from coordinator.pipeline.doubt import diverged, doubted, finite, words
+from coordinator.pipeline.doubt import diverged, doubted, words
 from coordinator.pipeline.whole_replicas import renumbered
 
 RECENT = 21  # step times kept for medians
@@ -249,7 +249,7 @@ def _ready(state: JobState, event: FromRank[StepReady], now_s: float) -> Outcome
     waits = state.seating and state.step in state.stores  # a peer joins with the state that is being stored
     if len(ready) < len(state.present) or state.plan is None or waits:
         return replace(state, ready=ready), []
-    if not all(map(finite, ready.values())):
+    if not all(report.finite for report in ready.values()):
         return _doubt(state, ready)
     steps = state.due + 1 - state.step
     wrong = joined.disagreement(state.plan, ready, periods.round_groups(state), steps)
@@ -282,8 +282,10 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     assert state.plan is not None  # noqa: S101 - all of its ranks are ready
     reports = [ready[rank] for rank in state.present]
     norms = joined.square_norms(state.plan, ready)
-    scale = commits.clip_scale(norms, training.optimizer.clip_norm)
-    loss = joined.step_loss(state.plan, ready)
+    found = joined.loss_of(state.plan, ready)
+    over = 1.0 if state.local else found.weight  # peers divide their own
+    scale = commits.clip_scale(norms, training.optimizer.clip_norm, over)
+    loss = commits.shown(found, state.loss)
     change = relink.due(state)
     coded = evaluate and relink.lossy(state.plan)
     commit = StepCommit(
@@ -306,6 +308,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         reports=ready,
         last_commit=commit,
         loss=loss,
+        odd=f"; step {done}: {found.words}" if found.words else state.odd,
         failures=0,
         broken=0,
         failed=(),
@@ -325,15 +328,15 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         Record(commits.fact_of(commit, loss, now_s, () if state.local else reports)),
         *_change_links(state, change),
         ToRanks(commit),
-        *commits.losses(state, ready, loss),
+        *commits.losses(state, ready, found),
         Point(done, "learning_rate", training.learning_rate(state.due)),
     ]
     if state.local:
         todo.insert(1, Record(periods.round_met(state, ready, now_s)))
     if took_s is not None:
         todo.append(Point(done, "step_s", took_s))
-    if training.optimizer.clip_norm is not None and norms:
-        todo.append(Point(done, "gradient_norm", math.sqrt(sum(norms))))
+    if training.optimizer.clip_norm is not None and norms and found.weight:
+        todo.append(Point(done, "gradient_norm", math.sqrt(sum(norms)) / found.weight))
     settled, more = _settle(committed)
     return settled, todo + more
 
@@ -484,7 +487,7 @@ def _settle(state: JobState) -> Outcome:
         reason = f"evaluating after step {state.awaiting_eval}"
         return replace(state, phase=Phase.EVALUATING, reason=reason), []
     if state.step < state.steps:
-        reason = f"training with plan {state.version}{relink.gap_words(state)}{_without(state)}"
+        reason = f"training with plan {state.version}{relink.gap_words(state)}{_without(state)}{state.odd}"
         return replace(state, phase=Phase.TRAINING, reason=reason), []
     if state.stores:
         return replace(state, phase=Phase.STORING, reason="storing the result"), []

@@ -14,6 +14,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 from atoll.exchange import Partners
+from atoll.step_loss import StepLoss
 from coordinator.messages.facts import RoundMet
 from strategies.exchanges.catalogue import exchange_facts
 from strategies.exchanges.partners import group_of, groups_of, joins
@@ -157,13 +158,24 @@ def odd_ones(said: Mapping[int, Hashable]) -> list[int]:
     return [who for who, what in said.items() if what != most] if 2 * count > len(said) else []
 
 
-def step_losses(plan: Plan, ready: Reports) -> list[float]:
-    """Return the loss of each step of the period: the mean over the peers, by their shares of it."""
-    shares = {rank: _share(plan, rank) for rank in ready}
-    whole = sum(shares.values())
-    reports = [(shares[rank], ready[rank].losses) for rank in sorted(ready)]
-    count = min((len(losses) for _, losses in reports), default=0)  # all say as many
-    return [sum(share * losses[at] for share, losses in reports) / whole for at in range(count)] or [math.nan]
+def step_losses(plan: Plan, ready: Reports) -> list[StepLoss]:
+    """Return the loss of each step of the period: the mean over the peers whose own is finite, by their
+    shares of the step, or by what each has counted. ``odd`` counts peers."""
+    reports = [(_share(plan, rank), ready[rank]) for rank in sorted(ready)]
+    count = min((len(report.losses) for _, report in reports), default=0)  # all say as many
+    return [_mean(reports, at) for at in range(count)] or [StepLoss(math.nan)]
+
+
+def _mean(reports: Sequence[tuple[int, StepReady]], at: int) -> StepLoss:
+    found = [
+        (report.losses[at], report.weights[at] if report.weights else float(share))
+        for share, report in reports
+    ]
+    finite = [(loss, weight) for loss, weight in found if math.isfinite(loss) and weight > 0.0]
+    whole = sum(weight for _, weight in finite)
+    mean = sum(weight * loss for loss, weight in finite) / whole if finite else math.nan
+    odd = sum(weight > 0.0 and not math.isfinite(loss) for loss, weight in found)
+    return StepLoss(mean, sum(weight for _, weight in found), odd, len(found))
 
 
 def round_met(state: JobState, ready: Reports, at_s: float) -> RoundMet:
@@ -185,6 +197,13 @@ def round_met(state: JobState, ready: Reports, at_s: float) -> RoundMet:
         at_s,
         groups if len(groups) > 1 else (),
     )
+
+
+def met_fields(met: RoundMet, label: Callable[[str], str]) -> dict[str, object]:
+    """Return what a log line says of a round: who is missing in it is no secret."""
+    missing = "; ".join(f"{label(worker)}: {why}" for worker, why in met.missing.items())
+    figures = {"round": met.round, "included": len(met.included), "bytes": met.sent_bytes}
+    return {**figures, "step": met.step, "missing": missing or None}
 
 
 def exchange_words(state: JobState, met: RoundMet | None, label: Callable[[str], str]) -> str:

@@ -178,7 +178,7 @@ def _ready(m: pb.StepReady) -> ev.StepReady:
         job=m.job,
         version=m.plan_version,
         step=m.step,
-        loss=m.loss if m.HasField("loss") else None,
+        losses=tuple(bounds.count("losses", m.losses, MAX_LOSSES)),
         square_norms=tuple(bounds.count("squared norms", m.square_norms, LIMITS.items)),
         finite=m.finite,
         forward_s=m.forward_s,
@@ -186,7 +186,7 @@ def _ready(m: pb.StepReady) -> ev.StepReady:
         waited_s=m.waited_s,
         optimizer_s=m.optimizer_s,
         handling_s=m.handling_s,
-        losses=tuple(bounds.count("losses", m.losses, MAX_LOSSES)),
+        weights=tuple(bounds.count("weights of losses", m.weights, MAX_LOSSES)),
         links=tuple(
             ev.Goodput(
                 peer=bounds.name("peer", g.peer, LIMITS),

@@ -142,9 +142,9 @@ def test_a_restarted_process_does_not_inherit_its_ghosts_stage() -> None:
 def test_messages_of_an_old_session_or_of_strangers_change_nothing() -> None:
     world = Scripted().training()
     before = world.state()
-    world.handle(ev.Arrived("a", 99, ev.StepReady("job-1", 1, 0, 1.0)))
-    world.handle(ev.Arrived("nobody", 1, ev.StepReady("job-1", 1, 0, 1.0)))
-    world.says("c", ev.StepReady("job-1", 1, 0, 1.0))
+    world.handle(ev.Arrived("a", 99, ev.StepReady("job-1", 1, 0, (1.0,))))
+    world.handle(ev.Arrived("nobody", 1, ev.StepReady("job-1", 1, 0, (1.0,))))
+    world.says("c", ev.StepReady("job-1", 1, 0, (1.0,)))
     assert world.state() == before
     assert sum(world.scheduler.effects.dropped.values()) == 3
 
@@ -190,7 +190,7 @@ def test_a_report_that_is_repeated_in_a_later_step_is_not_judged_by_that_one() -
         world.ready(worker, forward_s=0.4, backward_s=0.5)
     world.settle(0.1)
     state = world.state()
-    world.says("a", ev.StepReady("job-1", state.version, 0, None, forward_s=0.4, backward_s=0.5))
+    world.says("a", ev.StepReady("job-1", state.version, 0, forward_s=0.4, backward_s=0.5))
     assert world.scheduler.roster.workers["a"].quarantined == ""
     assert world.state().step == 1
 
@@ -386,7 +386,7 @@ def test_a_replica_that_is_not_asked_to_store_replaces_nothing() -> None:
 
     world = Scripted(altered=twice).training("a", "b", checkpoint_every=1)
     for worker in world.holders():
-        world.ready(worker, loss=None, losses=(1.0,))
+        world.ready(worker, losses=(1.0,))
     stored = {"a": dict.fromkeys(("w0", "w1"), "aa" * 32), "b": dict.fromkeys(("w0", "w1"), "bb" * 32)}
     for worker in ("b", "a"):
         world.says(worker, ev.StateStored("job-1", 1, 0, stored[worker]))

@@ -547,9 +547,8 @@ class Bench:
         shown = number(total) if training.blocks == 1 else sum(losses, 0.0)
         norms = square_norms(held.tensors, sorted(held.tensors), used)
         message = ev.StepReady(
-            job, version, step, shown if held.last and not shared else None, norms,
+            job, version, step, losses if shared else (shown,) if held.last else (), norms,
             finite=total != NAN and not self.process.slanders, forward_s=self._computed_s,
-            losses=losses if shared else (),
             digest=told(held.tensors, step, used, given, taken),
         )  # fmt: skip
         self.running = None

@@ -160,8 +160,8 @@ class Scripted(Coordinator):
     def ready(self, worker: str, job: str = "job-1", **changes: Any) -> None:
         """Have a stage report the step in flight."""
         state = self.state(job)
-        loss = 1.0 if worker == self.holders(job)[-1] else None
-        self.says(worker, replace(ev.StepReady(job, state.version, state.step, loss), **changes))
+        losses = (1.0,) if worker == self.holders(job)[-1] else ()
+        self.says(worker, replace(ev.StepReady(job, state.version, state.step, losses), **changes))
 
     def step(self, job: str = "job-1") -> None:
         """Have all stages report the step in flight."""

@@ -75,7 +75,8 @@ def test_a_report_that_lacks_losses_is_not_committed(monkeypatch: pytest.MonkeyP
 
     def fewer(self: ev.StepReady, *given: object, **named: object) -> None:
         made(self, *given, **named)
-        object.__setattr__(self, "losses", self.losses[:-1])
+        if len(self.losses) > 1:  # of a share
+            object.__setattr__(self, "losses", self.losses[:-1])
 
     monkeypatch.setattr(ev.StepReady, "__init__", fewer)
     why, world = violation_of(Scenario(seed=1, workers=2, replicas=2))

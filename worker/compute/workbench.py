@@ -346,7 +346,7 @@ class Workbench:
         shared = len(assignment.plan.replicas) > 1
         norms = shared or assignment.training.optimizer.clip_norm is not None
         used = {} if self._links is None else self._links.codec_use()
-        message = messages.step_ready(job, version, report, norms, used, shared=shared)
+        message = messages.step_ready(job, version, report, norms, used)
         self._post(events.StepDone(job, version, step, message))
 
     def _apply(self, step: int, gradient_scale: float, store: bool) -> None:

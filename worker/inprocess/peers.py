@@ -130,6 +130,10 @@ class LocalPeers:
             raise UsageError(f"exchange {exchange.rule!r} begins with equal models and no round under way")
         self.exchange = exchange
         self.rule, self.facts = make_rule(exchange), exchange_facts(exchange.rule)
+        if self.facts.content is Content.GRADIENT and self.stages[0].program.weight is not None:
+            raise UsageError(
+                f"{exchange.rule} exchanges gradients, which are of sums here: return the loss as a mean"
+            )
         flat = Flat(flat_shapes(self.stages[0].trained))
         own = torch.zeros_like(first) if self.facts.content is Content.GRADIENT else first
         self.rule_states = {rank: self.rule.init(flat, own) for rank in self.ranks}
@@ -139,14 +143,15 @@ class LocalPeers:
         job goes on from there."""
         if self._first is None:
             self._first, self._rounds = step, self.exchange.round_of(step)
-        losses, norms = [], []
+        losses, weights, norms = [], [], []
         for rank, stage in enumerate(self.stages):
             stage.begin_step(step)
             for micro, batch in zip(self._micros[rank], batches(rank, step), strict=True):
                 stage.forward(micro, batch, {})
                 stage.backward(micro, {})
             report = stage.finish_step()
-            losses.append(report.loss or 0.0)
+            losses.append(report.step_loss.mean)
+            weights.append(report.step_loss.weight)
             norms.append(report.square_norms)
             if self.network is not None:
                 self.network.compute(rank, self._seconds(rank, step))
@@ -158,8 +163,8 @@ class LocalPeers:
                 self.rule_states[rank] = answers[rank].state
                 set_gradients(stage.trained, answers[rank].result.clone())
                 norms[rank] = _square_norms(stage)
-        for stage, squares in zip(self.stages, norms, strict=True):
-            stage.apply(self.training.optimizer.gradient_scale(squares))
+        for stage, squares, weight in zip(self.stages, norms, weights, strict=True):
+            stage.apply(self.training.optimizer.gradient_scale(squares, weight))
         if self.facts.content is not Content.GRADIENT:
             self._exchange_models(step, sent)
         time_s = max(self.network.clock) if self.network is not None else 0.0

@@ -37,12 +37,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Figures of a committed step."""
+    """Figures of a committed step; ``finite``: its gradients are."""
 
     loss: float
     square_norms: tuple[float, ...]  # of all stages, in stage order
     gradient_scale: float
     finite: bool
+    weight: float = 1.0  # that gradients were divided by; see ``atoll.step_loss``
 
 
 class LocalPipeline:
@@ -120,10 +121,10 @@ class LocalPipeline:
         """Compute, commit (whatever the loss) and report ``step`` on n_micro micro-batches."""
         reports = self.compute(step, batches)
         norms = tuple(norm for report in reports for norm in report.square_norms)
-        scale = self.training.optimizer.gradient_scale(norms)
+        found = next(report.step_loss for report in reports if report.losses)
+        scale = self.training.optimizer.gradient_scale(norms, found.weight)
         self.apply(scale)
-        loss = next(report.loss for report in reports if report.loss is not None)
-        return StepResult(loss, norms, scale, all(report.finite for report in reports))
+        return StepResult(found.mean, norms, scale, all(report.finite for report in reports), found.weight)
 
     def compute(self, step: int, batches: Sequence[Inputs]) -> list[StageReport]:
         """Run all forwards and backwards of ``step``, up to the point of commit or ``discard``."""

@@ -14,8 +14,8 @@ from atoll.block_sums import fold
 from atoll.errors import PlanError
 from atoll.plan import validate
 from atoll.program import stage_programs
+from atoll.step_loss import step_loss
 from worker.inprocess.pipeline import LocalPipeline, StepResult, carried
-from worker.stage.reports import step_loss
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,14 +77,17 @@ class LocalReplicas:
         norms = [tuple(norm for report in one for norm in report.square_norms) for one in reports]
         if len({repr(one) for one in norms}) > 1:  # as text: NaN equals itself
             raise RuntimeError(f"replicas have different gradients at step {step}")
-        scale = self.training.optimizer.gradient_scale(norms[0])
+        of_micros = [report for one in reports for report in one if report.losses]
+        found = step_loss(
+            [loss for report in of_micros for loss in report.losses],
+            [weight for report in of_micros for weight in report.weights],
+        )
+        scale = self.training.optimizer.gradient_scale(norms[0], found.weight)
         for replica in self.replicas:
             replica.apply(scale)
         self._average_buffers(before)
-        losses = [loss for one in reports for report in one for loss in report.losses]
-        total = step_loss(losses)
-        assert total is not None  # noqa: S101 - a replica has at least one micro-batch
-        return StepResult(total, norms[0], scale, all(report.finite for one in reports for report in one))
+        finite = all(report.finite for one in reports for report in one)
+        return StepResult(found.mean, norms[0], scale, finite, found.weight)
 
     def _average_buffers(self, before: Mapping[str, Tensor]) -> None:
         """Weigh what replicas wrote by their micro-batches; counters add up. Not the bits of one machine,

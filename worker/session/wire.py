@@ -432,18 +432,16 @@ def step_ready(
     report: StepReport,
     norms_wanted: bool,
     codecs: Mapping[str, CodecUse],
-    *,
-    shared: bool = False,
 ) -> pb.FromWorker:
     """A step's result, without what the daemon measured (``add_measured``); ``codecs`` by peer. Norms travel
-    only where the gradient is clipped; losses one by one where the step is ``shared`` with other replicas."""
+    only where the gradient is clipped."""
     return pb.FromWorker(
         ready=pb.StepReady(
             job=job,
             plan_version=version,
             step=report.step,
-            loss=None if shared else report.stage.loss,
-            losses=report.stage.losses if shared else (),
+            losses=report.stage.losses,
+            weights=report.stage.weights,
             square_norms=report.stage.square_norms if norms_wanted else (),
             forward_s=report.forward_s,
             backward_s=report.backward_s,

@@ -77,7 +77,8 @@ class LocalSteps:
         self._stage, self._rank, self._training = stage, assignment.rank, assignment.training
         self._state = self._restored(tensors)
         self._last = -1  # step that ends the period under way
-        self.losses: list[float] = []  # of the period's steps so far
+        self.losses: list[float] = []  # of the period's steps so far: means, ...
+        self.weights: list[float] = []  # ... and the counts that they are over, where the job has some
         self._brought: Tensor | None = None  # the model as contributed
         self._run: CollectiveRun | None = None
         self._found: _Round | None = None  # the round of ``_run``
@@ -88,15 +89,18 @@ class LocalSteps:
     def begin(self, first: int, last: int) -> range:
         """Return the steps that are left of a period."""
         if last != self._last:
-            self._last, self.losses, self._brought, self._run = last, [], None, None
+            self._last, self.losses, self.weights = last, [], []
+            self._brought = self._run = None
             rule = self._rule_of(last, self._exchange.codec)
             if exchange_facts(rule.exchange.rule).pattern is Pattern.PUBLISHED:
                 self._brought = flat_values(self._stage.trained)
         return range(first + len(self.losses), last + 1)
 
-    def taken(self, step: int, loss: float) -> None:
+    def taken(self, step: int, loss: float, weight: float | None = None) -> None:
         """Take in that the optimizer's step is done."""
         self.losses.append(loss)
+        if weight is not None:
+            self.weights.append(weight)
         whole = self._last + 1 if self._ends(self._last) else self._exchange.contributed_after(self._last)
         # Later where a job begins between a contribution and its use: all begin there, with nothing brought.
         if step + 1 >= whole and self._brought is None:

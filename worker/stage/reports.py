@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from atoll.exchange import Receipt
+from atoll.step_loss import StepLoss, step_loss
 from worker.pipe.status import Waiting
 from worker.transport.frames import MessageKey
 
@@ -16,20 +17,16 @@ from worker.transport.frames import MessageKey
 class StageReport:
     """A stage's part of a step before its commit."""
 
-    losses: tuple[float, ...]  # loss_m / n_micro by micro-batch, ascending, where this stage computes them
+    losses: tuple[float, ...]  # where computed, by micro-batch ascending: loss_m / n_micro, ...
     square_norms: tuple[float, ...]  # of gradients; see Stage.norm_names
     finite: bool
     digest: bytes = b""  # of the same gradients
+    weights: tuple[float, ...] = ()  # ... or sums over these counts, and gradients are those of the sums
 
     @property
-    def loss(self) -> float | None:
-        """Sum of the losses, where this stage computes them."""
-        return step_loss(self.losses)
-
-
-def step_loss(losses: Sequence[float]) -> float | None:
-    """Return the sum of all micro-batches' losses in their order; None without any."""
-    return sum(losses) if losses else None
+    def step_loss(self) -> StepLoss:
+        """The loss of these micro-batches, where this stage computes it."""
+        return step_loss(self.losses, self.weights)
 
 
 @dataclass(frozen=True, slots=True)

@@ -286,9 +286,10 @@ class StageRun:
             report = self._computed(step, cancel)
             if not report.stage.finite:
                 return replace(report, step=last)
-            self._update(step, self.assignment.training.optimizer.gradient_scale(report.stage.square_norms))
+            found, optimizer = report.stage.step_loss, self.assignment.training.optimizer
+            self._update(step, optimizer.gradient_scale(report.stage.square_norms, found.weight))
             self._feed.step_done(step)
-            local.taken(step, sum(report.stage.losses))
+            local.taken(step, found.mean, found.weight if report.stage.weights else None)
             reports.append(report)
             if not self._exchange_round(local, last, cancel):
                 return _diverged(local, last)
@@ -297,7 +298,8 @@ class StageRun:
         take, wait = partial(self._arrived, last), partial(self._within, last, cancel, self._clock())
         receipt = local.finish(self.assignment, partial(self._send_exchanged, last), take, wait)
         count = max(1, len(reports))
-        stage = StageReport(tuple(local.losses), (), True, bytes.fromhex(receipt.digest)[:DIGEST_BYTES])
+        digest = bytes.fromhex(receipt.digest)[:DIGEST_BYTES]
+        stage = StageReport(tuple(local.losses), (), True, digest, tuple(local.weights))
         return StepReport(
             last,
             stage,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from atoll.block_sums import BlockSums, fold
 from atoll.calls import Shapes
-from atoll.errors import BadFrame, PlanError, UsageError
+from atoll.errors import BadFrame, JobFailed, PlanError, UsageError
 from atoll.execute import DTYPES, Executor
 from atoll.indices import IndexRanges, index_ranges
 from atoll.job import OptimizerName, Recompute, stepwise_groups
@@ -108,6 +108,7 @@ class Stage:
         self._evaluator = self._make_evaluator(eval_program) if eval_program else None
         self._step = 0
         self._losses: dict[int, Tensor] = {}
+        self._weights: dict[int, Tensor] = {}  # of the same micro-batches, where losses are sums over counts
         self._eval_losses: list[Tensor] = []
         self._totals: dict[str, Tensor | None] = {}
         self._rollback: dict[str, Tensor] = {}
@@ -162,7 +163,9 @@ class Stage:
         """Backward of one micro-batch; None, given or returned, is the zero-gradient mark."""
         moved = {op: None if g is None else self._moved(g) for op, g in grads.items()}
         self._sums.backward_begins(micro)
-        answers = self._executor.backward(micro, moved, self.training.n_micro)
+        # Gradients of sums are divided as the step is committed: what later micro-batches count is not known.
+        divisor = self.training.n_micro if self.program.weight is None else 1
+        answers = self._executor.backward(micro, moved, divisor)
         self._sums.backward_done(micro, self.owed)
         return answers
 
@@ -217,12 +220,13 @@ class Stage:
         gradients = [self._parameters[name].grad for name in self.norm_names]
         norms, digest = norms_and_digest(gradients, self.device)
         squares = tuple(norm**2 for norm in norms)
-        losses = self._step_losses()
-        return StageReport(losses, squares, all(map(math.isfinite, (*squares, *losses))), digest)
+        losses, weights = self._step_losses()
+        return StageReport(losses, squares, all(map(math.isfinite, squares)), digest, weights)
 
     def apply(self, gradient_scale: float = 1.0) -> None:
-        """Commit: scale the gradients, take the optimizer's step, forget the gradients."""
-        if self._optimizer is not None:
+        """Commit: scale the gradients, take the optimizer's step, forget the gradients. A scale of 0 takes no
+        step at all: nothing was counted (``atoll.step_loss``)."""
+        if self._optimizer is not None and gradient_scale != 0.0:
             rate = self.training.learning_rate(self._step)
             for group in self._optimizer.param_groups:
                 group["lr"] = rate * group["lr_scale"]
@@ -384,13 +388,16 @@ class Stage:
         if program.loss is None:
             return
         self._losses[micro] = out[program.loss]
+        if program.weight is not None:
+            self._weights[micro] = out.pop(program.weight)
         if all(p.op != program.loss for p in program.produced):
             del out[program.loss]
 
-    def _step_losses(self) -> tuple[float, ...]:
-        if self.program.loss is None:
-            return ()
-        return tuple(float(self._losses[micro]) / self.training.n_micro for micro in sorted(self._losses))
+    def _step_losses(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Losses by micro-batch, and their weights where the losses are sums."""
+        divisor = self.training.n_micro if self.program.weight is None else 1
+        losses = tuple(float(self._losses[micro]) / divisor for micro in sorted(self._losses))
+        return losses, tuple(counted(self._weights[micro]) for micro in sorted(self._weights))
 
     def _forget(self) -> None:
         self._executor.reset()
@@ -399,6 +406,7 @@ class Stage:
         for parameter in self._parameters.values():
             parameter.grad = None
         self._losses.clear()
+        self._weights.clear()
         self._totals.clear()
         self._rollback = {}
 
@@ -410,6 +418,14 @@ def _blocks(training: TrainingSpec, actions: Sequence[Action]) -> Mapping[int, r
     if (len(span), training.blocks) == (training.n_micro, 1):
         return {0: span}
     return own_blocks(training.n_micro, training.blocks, (span.start, span.stop))
+
+
+def counted(weight: Tensor) -> float:
+    """Return a micro-batch's weight; JobFailed for one that is no count."""
+    found = float(weight)
+    if not (math.isfinite(found) and found >= 0.0):
+        raise JobFailed(f"the model returned a weight of {found}; return how much the loss sums over, from 0")
+    return found
 
 
 def _leaf_names(program: StageProgram) -> set[str]:

@@ -124,8 +124,8 @@ def changed(
         for rank in range(workers):
             now = {**usual, **(after if rank == worker and step >= at_step else {})}
             noisy = {what: value * random.uniform(0.9, 1.1) for what, value in now.items()}
-            norms = (noisy.pop("norm", 3.0) ** 2,)
-            found.append(replace(report(rank, **noisy), square_norms=norms))
+            norms, losses = (noisy.pop("norm", 3.0) ** 2,), (noisy.pop("loss"),)
+            found.append(replace(report(rank, **noisy), square_norms=norms, losses=losses))
         return found
 
     return reports

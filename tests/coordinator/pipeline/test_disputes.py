@@ -250,7 +250,7 @@ def stepped(world: Scripted, odd: str = "") -> None:
     for worker, replica in zip(holders, state.plan.replicas if state.plan else (), strict=True):
         losses = (1.0,) * (replica.micros[1] - replica.micros[0]) if len(holders) > 1 else ()
         norms = (1.0 + 1e-9 * (worker == odd),)
-        world.ready(worker, losses=losses, loss=None if losses else 1.0, square_norms=norms)
+        world.ready(worker, losses=losses or (1.0,), square_norms=norms)
 
 
 def test_a_replica_with_other_gradients_costs_no_step_that_is_committed() -> None:

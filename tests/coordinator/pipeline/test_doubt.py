@@ -34,7 +34,7 @@ def reports(of: Plan, bad: set[str], *, forward: bool = True) -> dict[int, StepR
     lost = bool(ranks) and forward
     return {
         rank: StepReady(
-            "job-1", 1, 0, (math.nan if lost else 1.0) if rank == top else None,
+            "job-1", 1, 0, (math.nan if lost else 1.0,) if rank == top else (),
             finite=not (lost or any(rank <= at for at in ranks)),
         )
         for rank in range(len(of.places))
@@ -57,7 +57,7 @@ def tried(fleet: list[str], needed: int, bad: set[str], *, diverges: bool, forwa
         fleets = [[worker for worker in fleet if worker not in some] for some in choices]
         workers = next(idle for idle in fleets if len(idle) >= needed)[:needed]
         found = reports(plan(*workers), set(workers) if diverges else bad, forward=forward)
-        if all(map(doubt.finite, found.values())):
+        if all(report.finite for report in found.values()):
             assert known is not None
             return Tried(doubt.cleared(known, plan(*workers)), tries)
         known = doubt.doubted(known, plan(*workers), 0, found)
@@ -94,12 +94,12 @@ def test_a_fleet_without_a_spare_tries_twice() -> None:
     assert tried(["a", "b"], 2, {"a"}, diverges=False, forward=True) == Tried(None, 2)
 
 
-@pytest.mark.parametrize("said", [{"loss": math.nan}, {"loss": -math.inf}, {"finite": False}])
+@pytest.mark.parametrize("said", [{"losses": (math.nan,)}, {"losses": (-math.inf,)}, {}])
 def test_the_likeliest_is_whoever_reports_it_nearest_to_the_loss(said: dict[str, Any]) -> None:
     found = reports(plan("a", "b", "c"), set())
     found[1] = replace(found[1], finite=False)
     assert doubt.doubted(None, plan("a", "b", "c"), 0, found).suspects == ("b", "c", "a")
-    found[2] = StepReady("job-1", 1, 0, **{"loss": 1.0, **said})
+    found[2] = StepReady("job-1", 1, 0, **{"losses": (1.0,), "finite": False, **said})
     assert doubt.doubted(None, plan("a", "b", "c"), 0, found).suspects == ("c", "b", "a")
 
 
@@ -133,7 +133,7 @@ def test_what_the_owner_sees_of_a_doubt_names_the_worker_and_the_reason() -> Non
     world = Scripted().training("a", "b", "c")
     world.ready("a", finite=False)
     assert world.state().phase.value == "training"
-    world.ready("b", loss=math.nan, finite=False)
+    world.ready("b", losses=(math.nan,), finite=False)
     assert world.holders() == ["a", "c"]
     suspected = world.scheduler.roster.workers["b"]
     assert "suspected: loss became nan at step 1 on stage 1 on b" in suspected.reason

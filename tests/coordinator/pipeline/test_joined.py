@@ -8,7 +8,7 @@ from atoll.exchange import Exchange
 from atoll.microbatch import ScheduleName
 from atoll.plan import Plan, Replica, StageSpec
 from coordinator.messages.events import StepReady
-from coordinator.pipeline.joined import disagreement, ranks_of, square_norms, step_loss
+from coordinator.pipeline.joined import disagreement, loss_of, ranks_of, square_norms
 
 
 def stage(start: int, stop: int, worker: str) -> StageSpec:
@@ -34,7 +34,7 @@ REPORTS = {0: ready((), (1.0, 2.0)), 1: ready((0.1,), (3.0,)), 2: ready((0.2, 0.
 
 
 def test_losses_are_added_in_the_order_of_the_micro_batches() -> None:
-    assert step_loss(PLAN, dict(reversed(REPORTS.items()))) == (0.1 + 0.2) + 0.3
+    assert loss_of(PLAN, dict(reversed(REPORTS.items()))).mean == (0.1 + 0.2) + 0.3
 
 
 def test_norms_of_gradients_that_all_replicas_hold_count_once() -> None:
@@ -66,9 +66,9 @@ def test_a_stage_before_the_one_with_the_loss_that_reports_some_is_named() -> No
     assert found is not None
     assert found.words == "losses of replica 0 come from a beside b"
     assert found.ranks == (0,)
-    assert step_loss(PLAN, more) == (0.1 + 0.2) + 0.3
+    assert loss_of(PLAN, more).mean == (0.1 + 0.2) + 0.3
 
 
 def test_a_pipelines_loss_is_the_last_stages_word() -> None:
     alone = replace(PLAN, replicas=(replace(PLAN.replicas[0], micros=(0, 3)),), exchange=None)
-    assert step_loss(alone, {0: replace(ready(), loss=7.0), 1: replace(ready(), loss=0.5)}) == 0.5
+    assert loss_of(alone, {0: ready((7.0,)), 1: ready((0.5,))}).mean == 0.5

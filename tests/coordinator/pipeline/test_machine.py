@@ -58,8 +58,8 @@ def training(**changes: Any) -> JobState:
 
 
 def ready(stage: int, at: int, **changes: Any) -> FromRank:
-    loss = 2.0 if stage == STAGES - 1 else None
-    return FromRank(stage, StepReady(**{"job": "j", "version": 1, "step": at, "loss": loss, **changes}))
+    losses = (2.0,) if stage == STAGES - 1 else ()
+    return FromRank(stage, StepReady(**{"job": "j", "version": 1, "step": at, "losses": losses, **changes}))
 
 
 def committed(state: JobState, now_s: float = 1.0) -> tuple[JobState, list[jobs.Todo]]:
@@ -96,6 +96,41 @@ def test_a_step_is_committed_once_all_stages_are_ready_and_recorded_first() -> N
     assert isinstance(todo[0].fact, StepCommitted)
     assert commits(todo) == [StepCommit("j", 1, 0, 1.0, store=False, evaluate=False, last=False)]
     assert (state.step, state.loss) == (1, 2.0)
+
+
+def with_losses(state: JobState, **last: Any) -> tuple[JobState, list[jobs.Todo]]:
+    todo: list[jobs.Todo] = []
+    for stage in range(STAGES):
+        state, todo = step(state, ready(stage, state.step, **(last if stage == STAGES - 1 else {})))
+    return state, todo
+
+
+def points(todo: list[jobs.Todo]) -> dict[str, float]:
+    return {item.name: item.value for item in todo if isinstance(item, jobs.Point)}
+
+
+def test_a_loss_that_is_not_finite_with_finite_gradients_is_a_warning() -> None:
+    state, todo = with_losses(training(), losses=(0.25, math.nan, 0.5))
+    assert (state.step, state.phase, state.loss) == (1, Phase.TRAINING, 0.75 * 3 / 2)
+    assert "step 1: the loss of 1 of 3 micro-batches is not finite" in state.reason
+    assert points(todo)["losses_not_finite"] == 1.0
+    (odd,) = [item for item in todo if isinstance(item, jobs.OddLoss)]
+    assert odd.fields["odd"] == 1
+    state, todo = with_losses(state, losses=(math.nan,))
+    assert (state.step, state.loss) == (2, 0.75 * 3 / 2), "shown is the last that there was"
+    assert "loss" not in points(todo)
+
+
+def test_the_commit_divides_by_the_weights_of_the_whole_step() -> None:
+    state, todo = with_losses(training(), losses=(6.0, 2.0), weights=(3.0, 1.0))
+    assert commits(todo)[0].gradient_scale == 0.25
+    assert (state.loss, points(todo)["loss_weight"]) == (2.0, 4.0)
+
+
+def test_a_step_without_weight_takes_no_update_and_says_so() -> None:
+    state, todo = with_losses(training(), losses=(0.0, 0.0), weights=(0.0, 0.0))
+    assert (state.step, commits(todo)[0].gradient_scale) == (1, 0.0)
+    assert "no update" in state.reason
 
 
 def evaluated_after(state: JobState) -> list[int]:
@@ -263,7 +298,8 @@ def not_finite(state: JobState, **changes: Any) -> tuple[JobState, list[jobs.Tod
     """Every stage reports the step in flight, the last one as not finite; no other worker can take over."""
     todo: list[jobs.Todo] = []
     for rank in range(state.n_ranks):
-        report = ready(rank, state.step, version=state.version, **(changes if rank == STAGES - 1 else {}))
+        last = {"finite": False, **changes} if rank == STAGES - 1 else {}
+        report = ready(rank, state.step, version=state.version, **last)
         state, todo = step(state, report)
     for redo in [item for item in todo if isinstance(item, jobs.Redo)]:
         assert state.phase is Phase.TRAINING
@@ -285,7 +321,7 @@ def replanned(state: JobState, *workers: str) -> JobState:
     return state
 
 
-NOT_FINITE = pytest.mark.parametrize("changes", [{"loss": math.nan}, {"loss": math.inf}, {"finite": False}])
+NOT_FINITE = pytest.mark.parametrize("changes", [{"losses": (math.nan,)}, {"losses": (math.inf,)}, {}])
 
 
 @NOT_FINITE
@@ -321,12 +357,12 @@ def test_a_loss_or_gradient_that_is_not_finite_twice_stops_the_job_with_its_chec
 
 
 def test_a_job_has_diverged_once_nobody_took_part_in_every_try() -> None:
-    state, _ = not_finite(training(), loss=math.nan)
-    state, _ = not_finite(replanned(state, "w0", "w1", "w3"), loss=math.nan)
+    state, _ = not_finite(training(), losses=(math.nan,))
+    state, _ = not_finite(replanned(state, "w0", "w1", "w3"), losses=(math.nan,))
     assert state.phase is Phase.PAUSED
     assert state.doubt is not None
     assert state.doubt.suspects == ("w1", "w0")
-    state, _ = not_finite(replanned(state, "w4", "w3", "w2"), loss=math.nan)
+    state, _ = not_finite(replanned(state, "w4", "w3", "w2"), losses=(math.nan,))
     assert state.phase is Phase.FAILED
     assert "loss became nan at step 1 on stage 2 on w2, and again" in state.reason
 

@@ -81,7 +81,7 @@ def lost(world: Scripted, worker: str, peer: str) -> None:
 
 WRONG: dict[str, dict[str, Any]] = {
     "diverged": {"finite": False},
-    "diverged in the steps": {"loss": 1.0, "losses": (float("nan"),) * PERIOD},
+    "diverged in the steps": {"losses": (float("nan"),) * PERIOD, "finite": False},
     "different results": {"digest": "another"},
     "reports 1 losses": {"losses": (1.0,)},
     "reports 0 losses": {"losses": ()},

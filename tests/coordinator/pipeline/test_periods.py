@@ -75,7 +75,7 @@ def ready(state: JobState, rank: int, **changes: Any) -> FromRank[StepReady]:
         number, group, 1.0, 10, 10, "d1" if len(group) == len(state.present) else f"d{group}"
     )
     losses = tuple(float(rank) for _ in range(state.due + 1 - state.step))
-    report = StepReady("j", state.version, state.due, None, losses=losses, receipt=receipt)
+    report = StepReady("j", state.version, state.due, losses=losses, receipt=receipt)
     return FromRank(rank, replace(report, **changes))
 
 

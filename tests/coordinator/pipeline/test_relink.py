@@ -173,7 +173,7 @@ def test_cancelling_and_a_step_that_is_not_finite_drop_a_change_of_the_links(pen
     over, _ = step(state, jobs.Cancelled("by the owner"))
     assert (over.phase, over.wanted, over.relink) == (Phase.CANCELLED, None, None)
     for rank in range(state.n_ranks):
-        state, todo = step(state, ready(rank, state.step, loss=math.nan))
+        state, todo = step(state, ready(rank, state.step, losses=(math.nan,), finite=False))
     (redo,) = [item for item in todo if isinstance(item, jobs.Redo)]
     state, todo = step(state, jobs.StageLost(redo.reason))
     assert (state.phase, state.wanted, state.relink) == (Phase.PAUSED, None, None)

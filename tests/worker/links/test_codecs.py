@@ -19,7 +19,7 @@ from compressors import catalogue
 from compressors.base import Packet
 from compressors.catalogue import Use
 from tests.worker.links import plain_codec
-from tests.worker.stage.crew import TRAINING, Case, Crew, assign, case, cut_evenly
+from tests.worker.stage.crew import TRAINING, Case, Crew, assign, case, cut_evenly, scale_of
 from worker.cancel import Cancel
 from worker.inprocess.pipeline import LocalPipeline
 from worker.links.codecs import StageCodecs, packet_seed
@@ -74,8 +74,8 @@ def step_of(crew: Crew, step: int) -> float:
     """Compute and commit; returns the loss."""
     reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
     assert len(reports) == STAGES
-    crew.all("apply", step, 1.0)
-    (loss,) = [r.stage.loss for r in reports if r.stage.loss is not None]
+    crew.all("apply", step, scale_of(reports))
+    (loss,) = [r.stage.step_loss.mean for r in reports if r.stage.losses]
     return loss
 
 

@@ -26,7 +26,7 @@ from worker.links.links import NEVER, Links, Network
 from worker.spans import Spans
 from worker.stage.assignment import Assignment, PeerLink
 from worker.stage.local_steps import LocalSteps
-from worker.stage.reports import Progress
+from worker.stage.reports import Progress, StepReport
 from worker.stage.run import Meters, StageRun, codecs_of
 from worker.stage.stage import Stage
 from worker.transport.contract import Paths
@@ -107,6 +107,12 @@ def case(name: str) -> Case:
     states = {**dag.parameters, **captured.evaluation.buffers, **dag.buffers, **constants, **inputs}
     tensors = {n: {"value": t} for n, t in captured.state.items()}
     return Case(name, dag, captured.evaluation, tensors, states, batches)
+
+
+def scale_of(reports: Sequence[object]) -> float:
+    """The commit's factor of gradients, unclipped: of sums over a count it makes those of the mean."""
+    (found,) = [r.stage.step_loss for r in reports if isinstance(r, StepReport) and r.stage.losses]
+    return TRAINING.optimizer.gradient_scale((), found.weight)
 
 
 def cut_evenly(dag: OpDag, stages: int) -> tuple[int, ...]:

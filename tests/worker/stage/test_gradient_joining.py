@@ -16,6 +16,7 @@ from atoll.job import Optimizer, ParamGroup, TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.plan import Plan, Replica, StageSpec
 from atoll.program import stage_programs
+from atoll.step_loss import step_loss
 from tests.worker.stage.crew import TRAINING, Case, Crew, case, cut_evenly
 from worker.cancel import Cancel
 from worker.exchange.bucket import Outgoing
@@ -23,12 +24,20 @@ from worker.inprocess.pipeline import LocalPipeline
 from worker.stage.assignment import Assignment, PeerLink
 from worker.stage.expected import step_arrivals
 from worker.stage.joining import GradientExchange
-from worker.stage.reports import StepReport, step_loss
+from worker.stage.reports import StepReport
 from worker.transport.contract import Paths, PeerLost
 from worker.transport.frames import Direction
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FOUR = replace(TRAINING, blocks=4, optimizer=Optimizer(lr=3e-3, weight_decay=0.01, clip_norm=0.5))
+
+
+def loss_of(reports: Sequence[StepReport]) -> float:
+    """What the coordinator makes of all replicas' losses and their weights."""
+    return step_loss(
+        [loss for report in reports for loss in report.stage.losses],
+        [weight for report in reports for weight in report.stage.weights],
+    ).mean
 
 
 def assigned(
@@ -92,8 +101,7 @@ def test_replicas_end_in_the_bits_of_one_machine(
         expected = whole.step(step, batches)
         reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
         assert len(reports) == sum(stages)
-        losses = [loss for report in reports for loss in report.stage.losses]
-        assert step_loss(losses) == expected.loss
+        assert loss_of(reports) == expected.loss
         first = [norm for report in reports[: stages[0]] for norm in report.stage.square_norms]
         assert tuple(first) == expected.square_norms
         crew.all("apply", step, expected.gradient_scale)
@@ -122,7 +130,7 @@ def test_replicas_go_on_without_one_in_the_bits_of_one_machine(
             without(crew, lost if step == 1 else 1, shares, step)
         expected = whole.step(step, [made.batches.of(step, micro) for micro in range(FOUR.n_micro)])
         reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
-        assert step_loss([loss for report in reports for loss in report.stage.losses]) == expected.loss
+        assert loss_of(reports) == expected.loss
         crew.all("apply", step, expected.gradient_scale)
     held = whole.snapshot()
     for run in crew.runs:
@@ -152,7 +160,7 @@ def test_a_replica_more_begins_with_the_state_of_the_others() -> None:
                 crew.runs.append(run)
         expected = whole.step(step, [made.batches.of(step, micro) for micro in range(FOUR.n_micro)])
         reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
-        assert step_loss([loss for report in reports for loss in report.stage.losses]) == expected.loss
+        assert loss_of(reports) == expected.loss
         crew.all("apply", step, expected.gradient_scale)
     held = whole.snapshot()
     for run in crew.runs:
@@ -188,7 +196,7 @@ def test_who_missed_a_plan_goes_on_with_other_shares_in_the_bits_of_one_machine(
                 run.reconfigure(run.assignment.reconfigured(later, run.assignment.links, step))
         expected = whole.step(step, [made.batches.of(step, micro) for micro in range(FOUR.n_micro)])
         reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
-        assert step_loss([loss for report in reports for loss in report.stage.losses]) == expected.loss
+        assert loss_of(reports) == expected.loss
         crew.all("apply", step, expected.gradient_scale)
     held = whole.snapshot()
     for run in crew.runs:

@@ -16,7 +16,7 @@ from atoll.indices import IndexRanges, Range
 from atoll.job import TrainingSpec
 from atoll.microbatch import ScheduleName
 from tests.patience import HUNG_S
-from tests.worker.stage.crew import TRAINING, Case, Crew, assign, case, cut_evenly
+from tests.worker.stage.crew import TRAINING, Case, Crew, assign, case, cut_evenly, scale_of
 from worker.cancel import Cancel, Cancelled
 from worker.inprocess.pipeline import LocalPipeline
 from worker.machine.cpu import CpuMeter
@@ -59,8 +59,8 @@ def test_three_stages_over_links_end_in_the_bits_of_one(name: str, schedule: Sch
     for step in range(TRAINING.steps):
         reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
         assert len(reports) == 3
-        assert [r.stage.loss for r in reports if r.stage.loss is not None] == [losses[step]]
-        crew.all("apply", step, 1.0)
+        assert [r.stage.step_loss.mean for r in reports if r.stage.losses] == [losses[step]]
+        crew.all("apply", step, scale_of(reports))
         found = [loss for loss in crew.all("evaluate", step, Cancel()) if loss is not None]
         assert found == [held_out[step]]
     assert_same(crew.snapshot(), reference.snapshot())
@@ -76,8 +76,8 @@ def test_a_tied_parameters_blocks_fold_over_links_to_the_bits_of_one_machine(sch
     crew = Crew(made, assign(made, cut_evenly(made.dag, 3), training, schedule))
     for step in range(training.steps):
         reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
-        assert [r.stage.loss for r in reports if r.stage.loss is not None] == [losses[step]]
-        crew.all("apply", step, 1.0)
+        assert [r.stage.step_loss.mean for r in reports if r.stage.losses] == [losses[step]]
+        crew.all("apply", step, scale_of(reports))
     assert_same(crew.snapshot(), reference.snapshot())
 
 
