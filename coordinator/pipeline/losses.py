@@ -153,23 +153,24 @@ class Losses:
         """Go on after a stage was killed for memory: nobody is blamed, and nothing that is trained is lost as
         long as somebody can repeat it."""
         assert state.plan is not None  # noqa: S101 - it has ranks
-        roster, rank, before = self.effects.roster, failed.rank, state.unfit
+        roster, rank, record = self.effects.roster, failed.rank, self.effects.ledger.jobs[state.job]
         words = memory.killed(roster, state, failed, self.effects.label(state.plan.places[rank].worker))
         self.effects.log(Name.STAGE_KILLED, "warning", job=state.job, step=state.step, reason=words)
         chosen = self.choose(state, {rank}) if begun(state) else Refused("")
         if isinstance(chosen, Choice):
             self.replaced(state, chosen, {rank}, words)
             return
-        again = once_more(state, self.effects.ledger.jobs[state.job], roster, rank)
-        if before:
-            again = Refused("it was killed before while it repeated steps")
+        again = once_more(state, record, roster, rank)
+        if state.unfit and record.given(rank) == state.assigned:
+            again = Refused("it was killed before, while it repeated steps")
         if isinstance(again, Choice) and not self.effects.storage:
             steps = state.step - state.checkpoint.step
             words += f"; it repeats {steps} steps, then the job is planned anew from step {state.step}"
             self.step(state.job, Replaced(again.workers, again.newcomers, words, unfit=True))
         else:
-            why = f"; {again.reason}" if isinstance(again, Refused) and begun(state) else ""
-            self.step(state.job, StageLost(f"{words}{why}; planned anew", unfit=True))
+            why = again.reason or chosen.reason if isinstance(again, Refused) else self.effects.storage
+            words += f"; {why}" if why else ""
+            self.step(state.job, StageLost(f"{words}; planned anew", unfit=True))
 
     def diverged(self, state: JobState, failed: FromRank[StageFailed]) -> bool:
         """Go back to the checkpoint where half of the peers have diverged in a period, as the last round's

@@ -536,7 +536,7 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
     over = state.checkpoint.step >= state.steps
     # One peer fewer is no failure of the job's: there are so many, and they join again at a commit alone.
     fewer = state.plan is not None and state.local and event.absent > state.plan.absent
-    counts = not event.chosen and not fewer and not event.unfit
+    counts = not event.chosen and not fewer and (state.unfit or not event.unfit)
     if state.plan is None or over or (counts and _too_often(state, event.blamed)):
         return _interrupt(state, event.reason, event.blamed)
     plan, held = event.plan or state.plan, [state.plan.places[rank].worker for rank in state.present]

@@ -157,7 +157,7 @@ def once_more(state: JobState, record: JobRecord, roster: Roster, rank: int) -> 
     plan may not fit it; or return why it cannot."""
     plan = state.plan
     if plan is None or plan.local or not begun(state) or state.step == state.checkpoint.step:
-        return Refused("nothing is to be repeated")
+        return Refused("")  # nothing is to be repeated
     loading = {r for r in plan.present if state.moving and record.given(r) == state.assigned}
     newcomers = frozenset({rank} | (loading - state.loaded))
     wrong = not_repeatable(state, record) or _unlogged(state, roster, newcomers, {})

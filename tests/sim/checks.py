@@ -43,6 +43,7 @@ EXCUSES = (
     "(lost ",  # a peer that is still there: the link between two is cut
     "the disk is full",
     "wrong: ",  # two others agree that a worker computed a step wrong
+    "killed before, while it repeated steps",
 )
 """Reasons for which a job may go back to its checkpoint."""
 

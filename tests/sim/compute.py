@@ -133,9 +133,7 @@ class Bench:
             case todo.DiscardStep() | todo.Interrupt():
                 self._stop()
             case todo.DropStage(job, version):
-                self._stop()
-                self.held, self.joined, self.log = None, "", SendLog(most=self.log.most)
-                self._wanted.clear()
+                self.lose()
                 self._forget(lambda key: key[0] == job and key[1] <= version)
             case todo.ChangeLinks():
                 pass
@@ -151,6 +149,12 @@ class Bench:
                 self._later(ROUND_S, lambda: self._train(job, at_round, order))
             case todo.EvaluateLocally(job, at_round):
                 self._later(EVALUATE_S, lambda: self._test(job, at_round))
+
+    def lose(self) -> None:
+        """Hold nothing any more."""
+        self._stop()
+        self.held, self.joined, self.log = None, "", SendLog(most=self.log.most)
+        self._wanted.clear()
 
     def _later(self, seconds: float, act: Callable[[], None]) -> None:
         """Compute for a while, unless what comes first stops it."""

@@ -61,6 +61,16 @@ class Outage(Crash):
 
 
 @dataclass(frozen=True)
+class KilledForMemory(OnWorker):
+    """Its stage takes more memory than it may: the process that computes is killed, its session goes on."""
+
+    def strike(self, world: World) -> None:
+        worker = world.workers[self.worker]
+        if worker.alive and not worker.frozen:
+            worker.killed_for_memory()
+
+
+@dataclass(frozen=True)
 class Freeze(OnWorker):
     """Stopped, as a laptop that sleeps; its peers notice its silence."""
 

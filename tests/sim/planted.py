@@ -14,12 +14,12 @@ from coordinator.messages import batch as batches
 from coordinator.messages.events import StateStored, StepReady, UpdateReady
 from coordinator.messages.facts import Checkpoint, CheckpointStored
 from coordinator.messages.jobs import STEPPING, FromRank, JobState, Phase, Record
-from coordinator.pipeline import machine, reconfigure
+from coordinator.pipeline import losses, machine, reconfigure
 from coordinator.pipeline.standbys import Standbys
 from coordinator.pipeline.stuck import Stuck
 from tests.sim.compute import Bench
 from tests.sim.coordinator import Coordinator, Folder
-from tests.sim.faults import Crash, Fault, Hang, Poison, Repeats, TakeOver
+from tests.sim.faults import Crash, Fault, Hang, KilledForMemory, Poison, Repeats, TakeOver
 from tests.sim.send_log import Kept, SendLog
 from worker.session import machine as session
 
@@ -140,6 +140,21 @@ def scale_forgotten_by_a_standby(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Standbys, "_said_to", bug)
 
 
+def memory_kills_cost_steps(patch: pytest.MonkeyPatch) -> None:
+    """A stage that was killed for memory is not given to its worker once more."""
+    patch.setattr(losses, "once_more", lambda *arguments: reconfigure.Refused("it does not fit"))
+
+
+def another_plan_before_all_is_stored(patch: pytest.MonkeyPatch) -> None:
+    """Once who was killed has repeated its steps, the job is planned anew at once."""
+    honest = machine._settle
+
+    def bug(state: JobState) -> Any:
+        return machine._unfit(state, "does not fit") if state.unfit else honest(state)
+
+    patch.setattr(machine, "_settle", bug)
+
+
 def one_word_ends_a_job(patch: pytest.MonkeyPatch) -> None:
     """What one try found not finite is the model's."""
     patch.setattr(machine, "diverged", lambda doubt: True)
@@ -155,6 +170,8 @@ SHOWN_BY: dict[Plant, type[Fault]] = {
     scale_forgotten_in_replay: Crash,
     scale_forgotten_by_a_standby: Crash,
     one_word_ends_a_job: Poison,
+    memory_kills_cost_steps: KilledForMemory,
+    another_plan_before_all_is_stored: KilledForMemory,
 }
 """Without such a fault a world cannot show the bug, and need not be run."""
 
@@ -172,4 +189,6 @@ PLANTED: tuple[Plant, ...] = (
     scale_forgotten_in_replay,
     scale_forgotten_by_a_standby,
     one_word_ends_a_job,
+    memory_kills_cost_steps,
+    another_plan_before_all_is_stored,
 )

@@ -17,7 +17,7 @@ from tests.sim.stage import Message
 from worker.session import events as e
 from worker.session import instructions as todo
 from worker.session.machine import Session, handle
-from worker.session.state import held
+from worker.session.state import STAGED, held
 
 CONNECT_S = 0.1
 CONNECT_TIMEOUT_S = 5.0
@@ -73,8 +73,8 @@ def event_of(message: do.Message) -> e.Event | None:
 def said(message: Any) -> Any:
     """Return what the coordinator hears of what a session says."""
     match message:
-        case todo.StageFailed(job, version, step, reason, lost_peer):
-            return ev.StageFailed(job, version, step, reason, lost_peer)
+        case todo.StageFailed(job, version, step, reason, lost_peer, memory_bytes):
+            return ev.StageFailed(job, version, step, reason, lost_peer, memory_bytes)
         case todo.ClientFailed(job, at_round, reason, during):
             return ev.ClientFailed(job, at_round, reason, during)
         case todo.Refused(request, "", reason):
@@ -293,6 +293,13 @@ class Worker(Machine):
         """Give up a link to a peer that still does not answer."""
         if peer.frozen and peer.name in self._links:
             self._links[peer.name].end("silent")
+
+    def killed_for_memory(self) -> None:
+        """Lose the stage that is held, where there is one, with all that was logged of it."""
+        job, version, step = self.session.job, self.session.version, self.session.step
+        if self.session.phase in STAGED:
+            self.bench.lose()
+            self.hear(e.StageBroke(job, version, step, "killed", gone=True, memory_bytes=MEMORY))
 
     def revive(self) -> None:
         """Start anew, unless that has happened."""

@@ -14,7 +14,7 @@ from coordinator.messages import events as ev
 from tests.sim.checks import Checks, Violation
 from tests.sim.clock import Clock, digest
 from tests.sim.coordinator import NAME, OPS, Coordinator, Folder
-from tests.sim.faults import Fault, TakeOver, drawn
+from tests.sim.faults import Fault, KilledForMemory, TakeOver, drawn
 from tests.sim.network import Network
 from tests.sim.worker import Worker
 
@@ -23,6 +23,7 @@ ENDS_WITHIN_S = 600.0
 TAKEN_OVER = 0.1  # share of the runs in which a second coordinator starts on the first one's database
 SHORT_LOGS = 0.05  # share of the runs in which send logs do not reach back to the checkpoint
 WITH_STANDBYS = 0.4  # share of the runs
+KILLED = 0.15  # share of the runs in which a stage is killed for memory
 REPLICATED = 0.1  # share of the runs in which pipelines are replicated
 FOLD_EVERY = 50  # events between two looks at whether the ledger is its journal's fold
 
@@ -95,6 +96,9 @@ def scenario(seed: int) -> Scenario:
     standbys = random.randint(1, 2) if random.random() < WITH_STANDBYS else 0
     replicas = random.choice((2, 3)) if random.random() < REPLICATED else 1
     local_steps = random.choice((0, 3, 7)) if replicas > 1 else 0
+    if random.random() < KILLED:
+        at_s = round(2.0 + 10.0 * random.random(), 2)
+        faults += (KilledForMemory(at_s, 0.0, random.choice(found.names())),)
     faults = tuple(sorted(faults, key=lambda fault: fault.at_s))
     return replace(
         found,

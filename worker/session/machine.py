@@ -340,7 +340,7 @@ def _reconfigured(state: Session, event: ev.Reconfigure) -> Step:
         return ignore(state)
     why = _misfit(state, event)
     if why:
-        failed = do.StageFailed(event.job, event.version, event.step, why)
+        failed = do.StageFailed(event.job, event.version, event.step, why, memory_bytes=_killed_bytes(state))
         if event.job != state.job:
             return state, (do.Send(failed),)
         state, sent = send(replace(state, phase=Phase.FAILED, whole=False, pending=None), Kind.FAILED, failed)
@@ -354,6 +354,13 @@ def _reconfigured(state: Session, event: ev.Reconfigure) -> Step:
     # Who is lost may be waited for here; the coordinator has dropped this evaluation.
     state, todo = _reconfigure(replace(state, step=state.due + 1, commit=None), event)
     return state, (do.Interrupt("the plan is reconfigured"), *todo)
+
+
+def _killed_bytes(state: Session) -> int:
+    """Return at how many bytes the stage was ended for want of memory, as was reported of the plan before; 0
+    where it was not."""
+    said = [kept.message for kept in state.unacknowledged if isinstance(kept.message, do.StageFailed)]
+    return max((failed.memory_bytes for failed in said if failed.job == state.job), default=0)
 
 
 def _version(event: ev.Reconfigure | None) -> int:

@@ -116,7 +116,7 @@ def test_one_that_is_killed_again_while_it_repeats_goes_back_to_the_checkpoint_a
     kill(world, "b")
     assert scale(world) >= LEAST_RAISE * once
     reasons = [log.fields["reason"] for log in world.all(do.Log) if log.event == "job.state"]
-    assert any("killed before while it repeated steps" in str(reason) for reason in reasons)
+    assert any("killed before, while it repeated steps" in str(reason) for reason in reasons)
     assert (world.state().failures, world.state().broken) == (0, 0)
     world.wait(2.0)
     assert world.state().phase is Phase.LOADING
