@@ -247,7 +247,7 @@ class LabFleet:
         command = [self.python, "-m", "benchmarks.prestart", "join", self.address, "--token", self.token]
         command += ["--name", host, "--threads", "1", "--device", "cpu"]
         command += ["--state-dir", str(self.folder / host), *NO_FLOORS]
-        command += ["--memory", f"{facts.memory_mib:g}MiB"] if facts.memory_mib else []
+        command += ["--stage-memory", f"{facts.memory_mib:g}MiB"] if facts.memory_mib else []
         return command if facts.inbound else [*command, "--no-inbound"]
 
     def _join(self, host: str, process: subprocess.Popen[bytes]) -> None:

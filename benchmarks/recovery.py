@@ -74,8 +74,8 @@ class Fleet(LabFleet):
 
     def _worker(self, host: str) -> list[str]:
         command = super()._worker(host)
-        if "--memory" in command:
-            at = command.index("--memory")
+        if "--stage-memory" in command:
+            at = command.index("--stage-memory")
             del command[at : at + 2]
         return [*command, *self._options]
 

@@ -69,7 +69,7 @@ def lending(lab: Hosts, host: Host) -> tuple[str, ...]:
     options = ["--threads", "1", "--device", "cpu"]
     options += ["--listen", f"{lab.address(host.name)}:0"] if lab.approximate else []
     options += ["--site", host.group] if host.group else []
-    return (*options, *(["--memory", f"{host.memory_mib:g}MiB"] if host.memory_mib else []))
+    return (*options, *(["--stage-memory", f"{host.memory_mib:g}MiB"] if host.memory_mib else []))
 
 
 def open_lab(loopback: bool, shown: Shown) -> Lab | LoopbackLab:

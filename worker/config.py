@@ -38,9 +38,9 @@ _KEPT = (
 )  # fmt: skip
 _FLOORS = ("min_batch", "min_samples", "min_steps", "min_clients")
 REMEMBERED = (
-    "host", "port", "name", "device", "devices", "threads", "memory_bytes", "gpu_memory_bytes", "listen_host",
-    "listen_port", "advertise", "inbound", "site", "max_upload_mbit", "kept_bytes", "node_config",
-    "use_proxy", "sandbox", "send_log_bytes", "copy_bytes", "app_nodes", "app_env", *_FLOORS,
+    "host", "port", "name", "device", "devices", "threads", "memory_bytes", "gpu_memory_bytes", "stage_bytes",
+    "listen_host", "listen_port", "advertise", "inbound", "site", "max_upload_mbit", "kept_bytes",
+    "node_config", "use_proxy", "sandbox", "send_log_bytes", "copy_bytes", "app_nodes", "app_env", *_FLOORS,
 )  # fmt: skip
 
 
@@ -56,8 +56,10 @@ class WorkerConfig:
     devices: str = ""  # several, as ``worker.machine.lent`` reads them; "" = device alone
     number: int = 0  # of the device among several; not remembered
     threads: int = 0  # of compute; 0 = all physical cores that this process may use
-    memory_bytes: int = 0  # the planner's budget; 0 = what is free now
-    gpu_memory_bytes: int = 0  # the same on a GPU; 0 = memory_bytes
+    memory_bytes: int = 0  # of the whole worker; 0 = what is free now for a stage, less a reserve
+    gpu_memory_bytes: int = 0  # the same of a GPU's memory; 0 = memory_bytes
+    stage_bytes: int = 0  # the planner's figure, no bound; 0 = what these leave
+    parts: int = 1  # devices that share what is the machine's; not remembered
     listen_host: str = "0.0.0.0"  # noqa: S104 - peers come from anywhere; TLS asks who they are
     listen_port: int = 0  # 0 = any free one
     advertise: tuple[tuple[str, int], ...] = ()  # where peers reach us; empty = found out
@@ -104,6 +106,7 @@ class WorkerConfig:
             ("--threads", self.threads, 0, 4096),
             ("--memory", self.memory_bytes, 0, 2**50),
             ("--gpu-memory", self.gpu_memory_bytes, 0, 2**50),
+            ("--stage-memory", self.stage_bytes, 0, 2**50),
             ("--listen port", self.listen_port, 0, 65535),
             ("cache_bytes", self.cache_bytes, 0, 2**60),
             ("--kept", self.kept_bytes, 0, 2**60),
@@ -130,7 +133,7 @@ class WorkerConfig:
                     f"--accept-app {accepted[:80]!r}; give the app's hash, 64 hexadecimal digits, a "
                     f"publisher as `atoll flower key` prints it, or {ANY_APP}"
                 )
-        for given in (self.memory_bytes, self.gpu_memory_bytes):
+        for given in (self.memory_bytes, self.gpu_memory_bytes, self.stage_bytes):
             if 0 < given < 1 << 20:
                 raise UsageError(f"--memory of {given} bytes; at least 1MiB is of any use")
         for variable in self.app_env:
@@ -269,7 +272,7 @@ def _recall(state_dir: Path) -> dict[str, Any]:
     found = read_settings(state_dir)
     values = {name: found[name] for name in REMEMBERED if name in found}
     try:
-        for name in ("memory_bytes", "kept_bytes"):
+        for name in ("memory_bytes", "gpu_memory_bytes", "stage_bytes", "kept_bytes"):
             if isinstance(values.get(name), str):  # as people write it
                 values[name] = parse_size(values[name])
         if "advertise" in values:

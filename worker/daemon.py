@@ -191,8 +191,13 @@ class Daemon:
         """Budgets of memory and GPU memory in the settings, bytes. UsageError for what is not there."""
         config = make_config({"state_dir": self._config.state_dir, "host": self._config.host}, {})
         _, total = machine_memory()
-        for member in self._members:
+        machine = replace(
+            self._config, memory_bytes=config.memory_bytes, gpu_memory_bytes=config.gpu_memory_bytes
+        )
+        parts = lent_devices(machine, self._free_bytes)
+        for member, part in zip(self._members, parts, strict=True):
             device = member.device
+            member.memory_under(part).checked()
             if device.kind != "cpu":
                 memory_limit(config.gpu_memory_bytes, 0, device.memory_bytes, "this GPU")
             memory_limit(

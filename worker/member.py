@@ -45,6 +45,7 @@ from worker.hosting.requests import HostPorts
 from worker.hosting.sandbox import chosen
 from worker.machine.cpu import beside_computing
 from worker.machine.device import own_address
+from worker.machine.own_share import MemoryShare
 from worker.manners.keeper import Manners
 from worker.manners.limits import shown_limits
 from worker.manners.traffic import Traffic
@@ -175,6 +176,10 @@ class Member:
         """Facts of the device, once it has started."""
         return self._host.device
 
+    def memory_under(self, config: WorkerConfig) -> MemoryShare:
+        """Return how the device's memory would be shared under other limits."""
+        return self._host.memory_under(config)
+
     def prepare(self) -> None:
         """Start a compute process. Raises StorageError, UsageError."""
         self._host.prepare()
@@ -238,6 +243,7 @@ class Member:
             worker=self.name,
             coordinator=self._shared.membership.work_address,
             protections=protections(device.kind, chosen(config.sandbox, device.kind)).line(),
+            memory=str(self._host.memory_under()),
         )
         self._open_stream()
 

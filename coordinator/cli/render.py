@@ -144,12 +144,18 @@ def _workers_table(workers: Sequence[pb.WorkerStatus], names: Names) -> Renderab
             worker.state,
             device,
             f"{worker.gflops:.0f} GFLOP/s" if worker.gflops else "",
-            in_bytes(worker.device.memory_limit_bytes),
+            _lent(worker.device),
             at,
             f"{worker.seen_s_ago:.1f} s ago",
             _why(worker, names),
         )
     return table
+
+
+def _lent(device: pb.DeviceFacts) -> str:
+    """Memory that a stage may have, of how much that the worker may take in all."""
+    stage, whole = device.memory_limit_bytes, device.memory_limit_bytes + device.own_memory_bytes
+    return f"{in_bytes(stage)} of {in_bytes(whole)}" if device.own_memory_bytes else in_bytes(stage)
 
 
 def _why(worker: pb.WorkerStatus, names: Names) -> str:

@@ -99,6 +99,7 @@ class Introduction:
     guest: Guest = UNLIMITED
     copies: tuple[CopyHeld, ...] = ()  # that it keeps already
     copy_bytes: int = 0  # of disk that it lends to copies
+    own_memory_bytes: int = 0  # that the worker takes itself, beside the limit
 
     @property
     def place(self) -> tuple[object, ...]:

@@ -203,6 +203,7 @@ def _device(worker: Worker) -> pb.DeviceFacts:
         atoll_version=i.atoll_version,
         platform=i.platform,
         instructions=i.instructions,
+        own_memory_bytes=i.own_memory_bytes,
     )
 
 

@@ -21,9 +21,9 @@ GPU = ("--device", "cuda", "--memory", "4GiB")
 
 
 def kinds(fleet: LoopbackFleet) -> list[tuple[str, int]]:
-    """Device and budget in bytes of each worker."""
+    """Device of each worker, and the bytes that the worker as a whole may take of it."""
     workers = sorted(fleet.client.status().workers, key=lambda worker: worker.name)
-    return [(worker.device.kind, worker.device.memory_limit_bytes) for worker in workers]
+    return [(w.device.kind, w.device.memory_limit_bytes + w.device.own_memory_bytes) for w in workers]
 
 
 def test_two_daemons_on_one_gpu_are_close_to_one_stage() -> None:

@@ -139,8 +139,8 @@ def test_a_paused_worker_frees_its_machine_and_works_again_when_it_resumes(fleet
     before = computing(fleet, number)
     worker(fleet, name, "limits", "--memory", "1GiB")
     eventually(lambda: not any(process.is_running() for process in before))
-    (budget,) = {w.device.memory_limit_bytes for w in fleet.client.status().workers if w.name == name}
-    assert budget == 1 << 30
+    (device,) = [w.device for w in fleet.client.status().workers if w.name == name]
+    assert device.memory_limit_bytes + device.own_memory_bytes == 1 << 30
     eventually(lambda: state(fleet, name) == ("pool", "in the backup pool") or computing(fleet, number))
     fleet.client.cancel(job)
 

@@ -26,6 +26,7 @@ from protos.credentials import Identity, JoinToken, fingerprint
 from protos.grpc_errors import to_atoll_error
 from protos.networks import open_listener
 from protos.text_limits import clean
+from protos.units import shown_size
 from worker.cli.ways import greeted, relay_name, relays_of
 from worker.control.calls import open_channel
 from worker.control.enroll import greet
@@ -34,6 +35,7 @@ from worker.hosting.sandbox import chosen, probe
 from worker.machine.device import Device
 from worker.machine.facts import ask_facts
 from worker.machine.lent import lent_devices
+from worker.machine.own_share import RESERVE_BYTES, held_bytes, memory_share
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,6 +53,7 @@ Metadata = tuple[tuple[str, str], ...]
 SKEW_NOTED_S = 5.0
 SKEW_TOO_MUCH_S = 12 * 3600.0  # certificates tolerate a day
 STATE_BYTES_PER_PARAMETER = 16  # fp32 value, gradient and two AdamW moments
+LEAST_FIT_BYTES = 64 << 20  # for a stage: with less a machine is of little use
 STATE_SHARE = 0.6  # of the budget; activations and the program take the rest
 SLOW_UPLINK_BPS = 5e6
 
@@ -152,7 +155,6 @@ def _examine_device(config: WorkerConfig, report: Report) -> dict[str, Any]:
         "model": device.model,
         "threads": device.threads,
         "memory_bytes": device.memory_bytes,
-        "memory_limit_bytes": device.memory_limit_bytes,
         "matmul_gflops": round(rates.matmul_gflops, 2),
         "memory_gbps": round(rates.memory_gbps, 2),
         "versions": facts.versions,
@@ -163,17 +165,23 @@ def _examine_device(config: WorkerConfig, report: Report) -> dict[str, Any]:
         Mark.OK,
         f"{where}: {rates.matmul_gflops:.1f} GFLOP/s in float32, {rates.memory_gbps:.1f} GB/s copied",
     )
-    _examine_memory(device, config, report)
+    _examine_memory(device, config, report, figures)
     _examine_protections(device, config, report)
     return figures
 
 
-def _examine_memory(device: Device, config: WorkerConfig, report: Report) -> None:
-    limit, total = device.memory_limit_bytes / 2**30, device.memory_bytes / 2**30
-    source = "--memory" if config.memory_bytes else "what is free, less a reserve"
-    found = f"plans may use {limit:.2f} of {total:.2f} GiB ({source})"
-    if device.memory_limit_bytes < 256 << 20:
-        report.add("memory", Mark.BAD, found, "free some memory, or raise --memory: 256 MiB at least")
+def _examine_memory(device: Device, config: WorkerConfig, report: Report, figures: dict[str, Any]) -> None:
+    """Look at how the memory is shared between the worker itself and a stage."""
+    own = device.own_bytes
+    if device.kind == "cpu":  # this process stands for the daemon
+        own += held_bytes() // config.parts + RESERVE_BYTES
+    share = memory_share(config, device.kind, device.memory_limit_bytes, own)
+    source = "--memory" if share.limited else "what is free, less a reserve"
+    found = f"{share}; {shown_size(device.memory_bytes)} are there ({source})"
+    figures |= {"memory_limit_bytes": max(0, share.planned_bytes), "own_memory_bytes": own}
+    if share.stage_bytes < LEAST_FIT_BYTES:
+        least = shown_size(own + LEAST_FIT_BYTES)
+        report.add("memory", Mark.BAD, found, f"free some memory, or raise --memory: {least} at least")
     else:
         report.add("memory", Mark.OK, found)
 

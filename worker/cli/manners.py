@@ -43,7 +43,10 @@ def limits(
         typer.Option(metavar="PERCENT", help="Share of its compute threads' time (or the GPU's); 1 to 100."),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory that a job may add; 0: 85 % of what is free.")
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Memory that the worker may take; 0: 85 % of what is free, for a stage."
+        ),
     ] = None,
     gpu_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="The same of a GPU's memory; 0: as --memory.")

@@ -50,7 +50,17 @@ class Joining:
     memory: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Memory limit for plans, e.g. 4GiB; default: 85 % of what is free."
+            metavar="SIZE",
+            help="Memory that the worker as a whole may take, e.g. 4GiB: Atoll's own and a stage's; default: "
+            "for a stage 85 % of what is free.",
+        ),
+    ] = None
+    stage_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory that plans count on for a stage, by the planner's figures; no bound. Default: what "
+            "--memory leaves.",
         ),
     ] = None
     listen: Annotated[
@@ -85,6 +95,8 @@ class Joining:
         found["token"] = given_token(self.token, self.token_file)
         if self.memory:
             found["memory_bytes"] = parse_size(self.memory)
+        if self.stage_memory:
+            found["stage_bytes"] = parse_size(self.stage_memory)
         if self.coordinator is not None:
             found["host"], found["port"] = parse_address(self.coordinator)
         if self.listen is not None:

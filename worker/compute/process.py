@@ -194,6 +194,8 @@ class ComputeProcess:
                 do(instructions.TimeOps(m.request, m))
             case "report_codecs":
                 self._bench.report_codecs()
+            case "memory_limit":
+                self._bench.memory_limit_bytes = m
             case "compute_share":
                 self._duty.limit(m)
             case "ping":

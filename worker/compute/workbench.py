@@ -70,6 +70,7 @@ class Workbench:
         """``loads``: told the number of an assignment, once nothing more can come of the one before."""
         self._context, self._post, self._send, self._loads = context, post, send, loads
         self._gauge = gauge
+        self.memory_limit_bytes = context.device.memory_limit_bytes  # that a job may add; the daemon's word
         self._tasks: queue.SimpleQueue[tuple[Task, Cancel] | None] = queue.SimpleQueue()
         self._stores: queue.SimpleQueue[tuple[Task, Cancel] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -209,7 +210,7 @@ class Workbench:
                 self._post(events.StageBroke(job, version, step, str(error)))
             except Exception as error:  # any op may fail in its own way
                 log.error("stage.broke", job=job, step=step, exc_info=True)
-                bytes_held = self._context.device.memory_limit_bytes if short_of_memory(error) else 0
+                bytes_held = self.memory_limit_bytes if short_of_memory(error) else 0
                 words = self._explained(error)
                 self._post(events.StageBroke(job, version, step, words, memory_bytes=bytes_held))
 
@@ -239,7 +240,7 @@ class Workbench:
         if short_of_memory(error):
             return (
                 f"out of memory on {device.model}: {used_memory_bytes(device) / 2**30:.1f} GiB "
-                f"held, budget {device.memory_limit_bytes / 2**30:.1f} GiB; lower --memory on this "
+                f"held, budget {self.memory_limit_bytes / 2**30:.1f} GiB; lower --memory on this "
                 "worker so that it gets a smaller stage, or use smaller micro-batches"
             )
         if private:
@@ -504,7 +505,7 @@ class Workbench:
                 torch_device(device),
                 ops.precision,
                 OPS_BUDGET_S,
-                int(device.memory_limit_bytes * OPS_BYTES_SHARE),
+                int(self.memory_limit_bytes * OPS_BYTES_SHARE),
                 clock=self._context.cpu.at_work_s,
                 watch=self._watch_probe,
             )

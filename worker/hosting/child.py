@@ -32,8 +32,6 @@ log = structlog.get_logger()
 
 ARENA_BYTES = 2 << 30
 """Of addresses, each way; memory is taken as far as tensors are under way."""
-SHARED_BYTES = 256 << 20
-"""Of tensors under way, beside what a job may add."""
 MAX_UNREAD_BYTES = 256 << 20
 FREED_AT_ONCE, FREED_BYTES = 32, 8 << 20
 """Blocks that were read and may wait for a message to travel with."""

@@ -30,18 +30,19 @@ from protos.text_limits import clean
 from worker.config import make_state_dir
 from worker.data.registry import dataset_folder
 from worker.federated.folders import make_job_folder, noise_key
-from worker.hosting.child import SHARED_BYTES, Child, clear_scratch, make_scratch
+from worker.hosting.child import Child, clear_scratch, make_scratch
 from worker.hosting.child_log import ChildLog
 from worker.hosting.connecting import connect, expect, time_link
 from worker.hosting.gate import Gate, ranks_of
 from worker.hosting.held import Held, Now
-from worker.hosting.limits import computed_s
+from worker.hosting.limits import computed_s, descendants, resident_bytes
 from worker.hosting.requests import HostPorts, Served, of_assignment, unlogged
 from worker.hosting.sandbox import View, chosen
 from worker.hosting.send_log import SendLog
 from worker.hosting.setup import setup_of
 from worker.hosting.watch import OpWatch
 from worker.machine.lent import gpus_here
+from worker.machine.own_share import RESERVE_BYTES, MemoryShare, held_bytes, host_bytes, memory_share
 from worker.machine.speed_file import MAX_BYTES as MAX_SPEEDS_BYTES
 from worker.machine.speed_file import SpeedFile
 from worker.session import events, instructions, wire
@@ -90,6 +91,7 @@ class ComputeHost:
         self._idle_deaths = 0
         self._pausing = False  # before the next process is started
         self._device: control.DeviceFacts | None = None
+        self._own_bytes = 0  # that the worker takes itself of the device's memory
         self._rates: list[control.CodecSpeed] = []
         self._failed: AtollError | None = None
         self._links: tuple[PeerLink, ...] = ()
@@ -180,11 +182,14 @@ class ComputeHost:
         """Facts of the device as the newest process found them, its budget as it is set now."""
         facts = control.DeviceFacts()
         facts.CopyFrom(self._device or facts)
-        wanted = self._config.memory_bytes
-        if facts.kind != "cpu":
-            wanted = self._config.gpu_memory_bytes or wanted
-        facts.memory_limit_bytes = wanted or facts.memory_limit_bytes
+        share = self.memory_under()
+        facts.memory_limit_bytes, facts.own_memory_bytes = max(0, share.planned_bytes), share.own_bytes
         return facts
+
+    def memory_under(self, config: WorkerConfig | None = None) -> MemoryShare:
+        """Return how the device's memory is shared under the limits of ``config``, None: as they are now."""
+        facts = self._device or control.DeviceFacts()
+        return memory_share(config or self._config, facts.kind, facts.memory_limit_bytes, self._own_bytes)
 
     def limit_share(self, share: float) -> None:
         """Compute for so much of the time, in (0, 1], from now on."""
@@ -615,16 +620,31 @@ class ComputeHost:
             if ready.error:
                 self._failed = UsageError(clean(ready.error, MAX_REASON_CHARS))
             else:
-                self._device = ready.device  # its memory may be another than that of the process before
+                try:
+                    self._bound(now, ready.device)
+                except UsageError as error:
+                    self._failed = error
             self._rates = list(ready.codec_speeds)
             self._changed.notify_all()
-            device = self._device
-        if device is not None:
-            added_bytes = device.memory_limit_bytes
-            if device.kind != "cpu" and self._config.gpu_memory_bytes and self._config.memory_bytes:
-                added_bytes = self._config.memory_bytes
-            now.child.launched.limit_added(added_bytes, SHARED_BYTES)
         log.debug("compute.ready", took_s=round(ready.took_s, 2))
+
+    def _bound(self, now: Now, device: control.DeviceFacts) -> None:
+        """Bound what a job may add to a process that is idle and ready; the lock is held. UsageError where
+        the owner's limit leaves nothing for a stage, of which the first process alone speaks."""
+        launched, first = now.child.launched, not self._own_bytes
+        own = held_bytes() // self._config.parts + resident_bytes(descendants(launched.pid)) + RESERVE_BYTES
+        if first:
+            self._own_bytes = own if device.kind == "cpu" else device.own_memory_bytes
+        found, self._device = self._device, device  # its memory may be another than that of the one before
+        try:
+            share = self.memory_under()
+            share = share.checked() if first else share
+        except UsageError:
+            self._device = found
+            raise
+        most = max(0, share.stage_bytes)
+        launched.limit_added(most if device.kind == "cpu" else host_bytes(self._config, most, own))
+        now.child.send(pb.ToCompute(memory_limit=most))
 
     def _heard_event(self, now: Now, m: pb.Posted) -> None:
         event = event_of(m)

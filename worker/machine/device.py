@@ -47,6 +47,7 @@ class Device:
     memory_bytes: int  # physically there
     memory_limit_bytes: int  # the planner's budget
     instructions: str = ""  # of the CPU, as torch uses them: results depend on them
+    own_bytes: int = 0  # of the device's memory that this process holds itself, idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ def device_facts(device: Device) -> control.DeviceFacts:
         atoll_version=known["atoll"],
         platform=known["platform"],
         instructions=device.instructions,
+        own_memory_bytes=device.own_bytes,
     )
 
 

@@ -111,6 +111,7 @@ def _facts(line: str) -> DeviceFacts:
                 memory_bytes=_integer(device["memory_bytes"]),
                 memory_limit_bytes=_integer(device["memory_limit_bytes"]),
                 instructions=_text(device["instructions"]),
+                own_bytes=_integer(device.get("own_bytes", 0)),
             ),
             DeviceRates(_rate(rates["matmul_gflops"]), _rate(rates["memory_gbps"])),
             {name: _text(versions[name]) for name in ("atoll", "torch", "python", "platform")},

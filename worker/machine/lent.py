@@ -72,6 +72,7 @@ def lent_devices(config: WorkerConfig, free_bytes: int | None = None) -> tuple[W
             devices="",
             number=number,
             name=f"{config.shown_name[:56]}/{number}",
+            parts=count,
             memory_bytes=config.memory_bytes // count,
             send_log_bytes=config.send_log_bytes // count,
             copy_bytes=config.copy_bytes // count,

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from atoll.errors import AtollError
 from worker.config import WorkerConfig
 from worker.machine.device import versions
+from worker.machine.own_share import held_bytes
 from worker.machine.torch_device import device_rates, find_device, torch_device
 
 
@@ -23,6 +24,7 @@ def report(device: str, threads: int, memory_bytes: int) -> dict[str, Any]:
         found = find_device(
             WorkerConfig("localhost", device=device, threads=threads, memory_bytes=memory_bytes)
         )
+        found = replace(found, own_bytes=found.own_bytes or held_bytes())
         rates = device_rates(torch_device(found))
     except (AtollError, RuntimeError, MemoryError) as error:
         return {"error": str(error)}

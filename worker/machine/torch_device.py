@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import psutil
+import pynvml
 import torch
 
 from atoll.errors import UsageError
@@ -23,6 +24,7 @@ CPU_MATMUL = 512
 CUDA_MATMUL = 4096
 COPY_BYTES = 64 << 20
 RATE_SECONDS = 0.3
+CONTEXT_BYTES, MOST_CONTEXT_BYTES = 512 << 20, 4 << 30  # of a GPU, where it cannot be measured; at most
 
 
 def find_device(config: DeviceChoice) -> Device:
@@ -40,9 +42,35 @@ def find_device(config: DeviceChoice) -> Device:
     index = int(wanted.partition(":")[2] or 0)
     if index >= torch.cuda.device_count():
         raise UsageError(f"--device {wanted}: this machine has {torch.cuda.device_count()} GPUs")
+    own = _context_bytes(index)
     free, total = torch.cuda.mem_get_info(index)
-    limit = memory_limit(config.gpu_memory_bytes or config.memory_bytes, free, total, f"GPU {index}")
-    return Device("cuda", index, torch.cuda.get_device_name(index), compute_threads(config), total, limit)
+    lent = config.gpu_memory_bytes or config.memory_bytes
+    limit = memory_limit(lent, free, total, f"GPU {index}")
+    if lent:  # the context is part of what its owner lends
+        limit = max(0, limit - own)
+    name = torch.cuda.get_device_name(index)
+    return Device("cuda", index, name, compute_threads(config), total, limit, own_bytes=own)
+
+
+def _context_bytes(index: int) -> int:
+    """Bytes of a GPU's memory that this process takes before it holds a tensor: its context, with what a
+    matrix product loads. What others take or free meanwhile counts, too."""
+
+    def used() -> int:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+        before = used()
+        place = torch.device("cuda", index)
+        torch.mm(torch.ones(16, 16, device=place), torch.ones(16, 16, device=place))
+        torch.cuda.synchronize(index)
+        torch.cuda.empty_cache()
+        found = used() - before
+    except pynvml.NVMLError:
+        found = 0
+    return found if 0 < found < MOST_CONTEXT_BYTES else CONTEXT_BYTES
 
 
 def torch_device(device: Device) -> torch.device:

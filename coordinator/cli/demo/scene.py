@@ -59,9 +59,9 @@ def small_scene(folder: Path, steps: int) -> Scene:
     """`atoll demo`: two workers on loopback, neither with the memory for the model. Writes its job file."""
     job = folder / "job.py"
     job.write_text(resources.files("coordinator.cli.demo").joinpath("job.py").read_text())
-    options = ("--listen", "127.0.0.1:0", "--threads", "1", "--device", "cpu", "--memory", "10MiB")
+    options = ("--listen", "127.0.0.1:0", "--threads", "1", "--device", "cpu", "--stage-memory", "10MiB")
     return Scene(
-        title="a byte model of 0.65 M parameters, two workers with 10 MiB each",
+        title="a byte model of 0.65 M parameters, two workers with 10 MiB for a stage each",
         job=str(job),
         workers=tuple(Lender(name, options) for name in ("one", "two")),
         stages=2,

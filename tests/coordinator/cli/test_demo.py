@@ -90,8 +90,8 @@ def test_what_to_try_next_is_three_commands() -> None:
 
 def test_neither_worker_of_the_small_demo_holds_its_model_and_both_together_do(tmp_path: Path) -> None:
     scene = small_scene(tmp_path, 120)
-    memory = {option for lender in scene.workers for option in lender.options if option.endswith("MiB")}
-    assert memory == {"10MiB"}
+    options = [lender.options for lender in scene.workers]
+    assert {given[given.index("--stage-memory") + 1] for given in options} == {"10MiB"}
     job = load_job(Path(scene.job))
     graphs = capture_graphs(job)
     stages = {}
@@ -115,7 +115,7 @@ def test_every_host_of_the_lab_lends_what_the_scenario_says() -> None:
     assert [lender.name for lender in scene.workers] == ["fast1", "slow1", "fast2", "slow2"]
     for lender in scene.workers:
         given = dict(zip(lender.options[::2], lender.options[1::2], strict=True))
-        assert given["--memory"] == "28MiB"
+        assert given["--stage-memory"] == "28MiB"
         assert given["--site"] == lender.name[:-1]
     assert scene.training == ("--steps", "30", "--for", "45s")
     assert demo.scene_of(lab, 7).training == ("--steps", "7")

@@ -23,6 +23,7 @@ from worker.hosting import child, host
 from worker.hosting.host import MAX_DEATHS, ComputeHost
 from worker.hosting.launch import Launched
 from worker.hosting.requests import HostPorts
+from worker.machine.own_share import RESERVE_BYTES
 from worker.pipe.keys import from_key
 from worker.session import events, instructions
 from worker.session.wire import AssignedStage, ReconfiguredStage
@@ -650,7 +651,7 @@ def test_a_suspended_host_has_no_process_and_wakes_with_other_limits(start: Star
     world.load()
     world.host.limit_share(0.25)
     assert not world.host.limit_memory(0, 0)
-    assert world.host.limit_memory(1 << 28, 0)
+    assert world.host.limit_memory(1 << 34, 0)
     world.host.do(instructions.Suspend("by its owner"))
     eventually(lambda: not first.alive)
     assert world.host._now is None
@@ -660,8 +661,12 @@ def test_a_suspended_host_has_no_process_and_wakes_with_other_limits(start: Star
     world.host.do(instructions.Wake())
     eventually(lambda: world.child.alive and world.host._now is not None and world.host._now.ready)
     assert world.child is not first
-    eventually(lambda: world.host._speeds.read() == f"0.25 {1 << 28}".encode())
-    assert world.host.device.memory_limit_bytes == 1 << 28
+    eventually(lambda: world.host._speeds.read() == f"0.25 {1 << 34}".encode())
+    facts = world.host.device
+    assert facts.memory_limit_bytes + facts.own_memory_bytes == 1 << 34
+    bound = world.child.launched.bound
+    assert bound is not None
+    assert facts.own_memory_bytes > RESERVE_BYTES + bound.baseline_bytes // 2
 
 
 def test_a_host_makes_room_for_an_app_while_it_holds_no_job(start: Start) -> None:
