@@ -143,6 +143,8 @@ class Floors:
     samples: int = 10  # that an update was trained on
     steps: int = 2  # that an update was trained for
     clients: int = 2  # updates in a round: the job's min_clients
+    counted: bool = True  # numbers about the data beside an update are few; False: not counted
+    statistics: int = 0  # as many a round the data set's owner allows anyway
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -153,9 +155,11 @@ class Floors:
         ):
             if type(value) is not int or not 1 <= value <= 10**9:
                 raise UsageError(f"{name} = {value!r}; give a whole number from 1")
+        if type(self.statistics) is not int or not 0 <= self.statistics <= 10**9:
+            raise UsageError(f"--allow-statistics = {self.statistics!r}; give a whole number from 0")
 
 
-NO_FLOORS = Floors(batch=1, samples=1, steps=1, clients=1)
+NO_FLOORS = Floors(batch=1, samples=1, steps=1, clients=1, counted=False)
 """Floors of experiments on public data."""
 
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 COORDINATOR = "coordinator"
+EXPERIMENT = replace(OPEN, statistics=10**9)
 
 
 class FederatedFleet:
@@ -54,7 +56,7 @@ class FederatedFleet:
         threads: int = 1,
         parted: Callable[[Path, str], object] = lambda state_dir, worker: None,
         options: Sequence[str] = (),
-        policy: Policy = OPEN,
+        policy: Policy = EXPERIMENT,
     ) -> None:
         self.clients, self.data, self.threads, self.policy = clients, data, threads, policy
         self._parted, self._options = parted, options

@@ -117,9 +117,12 @@ class ComputeJoin(_message.Message):
     NOISE_KEY_FIELD_NUMBER: _builtins.int
     CLIP_FIELD_NUMBER: _builtins.int
     NOISE_FIELD_NUMBER: _builtins.int
+    STATISTICS_FIELD_NUMBER: _builtins.int
     noise_key: _builtins.bytes
     clip: _builtins.float
     noise: _builtins.float
+    statistics: _builtins.int
+    """numbers a round beside the update that the data set's owner allows"""
     @_builtins.property
     def invitation(self) -> _atoll_control_pb2.Participate: ...
     def __init__(
@@ -129,10 +132,11 @@ class ComputeJoin(_message.Message):
         noise_key: _builtins.bytes = ...,
         clip: _builtins.float = ...,
         noise: _builtins.float = ...,
+        statistics: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["invitation", b"invitation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip", b"clip", "invitation", b"invitation", "noise", b"noise", "noise_key", b"noise_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip", b"clip", "invitation", b"invitation", "noise", b"noise", "noise_key", b"noise_key", "statistics", b"statistics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from protos import atoll_control_pb2 as pb
 
 HERE = "here"
+EVERYTHING = ("--allow-statistics", "1000000000")  # nothing leaves the machine that is not its user's
 FLOORS = ("--min-batch", "1", "--min-samples", "1", "--min-steps", "1", "--min-clients", "1")
 
 
@@ -165,7 +166,7 @@ def _register(
         add = ["-m", "worker.cli", "data", "add", parted.name, str(source), *fields, *state]
         processes.run("data-add", HERE, add)
     # Who simulates on this machine has its owner's consent; the owner's other bounds stay, the original too.
-    consent = ["-m", "worker.cli", "data", "policy", parted.name, "--accept", "any", *state]
+    consent = ["-m", "worker.cli", "data", "policy", parted.name, "--accept", "any", *EVERYTHING, *state]
     processes.run("data-policy", HERE, consent)
     tell("parting the data")
     wanted = ["--how", parted.how, "--clients", str(parted.clients), "--seed", str(parted.seed)]

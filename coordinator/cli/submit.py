@@ -119,6 +119,8 @@ def submit(
             if seconds:
                 tell("timing ops and links on the fleet, then planning")
                 prepared, live = fitted(client, prepared, seconds, options.steps or 1)
+        if prepared.notice:
+            err.print(prepared.notice, style="yellow", soft_wrap=True)
         if not json:
             if seconds:
                 _show_fit(live, prepared.spec.training.steps)

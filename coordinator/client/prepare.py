@@ -32,6 +32,8 @@ from coordinator.planning.ratios import check_compression
 from protos.blob_transfer import LocalBlob
 from protos.convert import dag_bytes
 from strategies import make_strategy
+from strategies.counted import check_measured, check_numbers, returned_numbers, values_of
+from strategies.layout import Layout, own_parts
 from strategies.returned import check_returned
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ class Prepared:
     spec: JobSpec
     blobs: tuple[LocalBlob, ...]
     graphs: Graphs
+    notice: str = ""  # of what data owners will refuse unless they allow it
 
     @property
     def upload_bytes(self) -> int:
@@ -93,8 +96,7 @@ def prepare(
     data, held_out = materialised(job)
     tell("capturing the model as an op-DAG")
     captured = captured_of(job)
-    if federated is not None:
-        check_graphs(federated.rule, captured)
+    notice = check_graphs(federated.rule, captured) if federated is not None else ""
     tell(f"checking {len(captured.train.ops)} ops against the module")
     batch = dict(job.example_inputs) if federated else first_batch(data, captured.train.inputs)
     checked = self_check(job.module, captured, batch)
@@ -122,7 +124,7 @@ def prepare(
         federated=federated,
     )
     check_spec(spec)
-    return Prepared(spec, (graphs.blob, graphs.eval_blob, *tensors.values(), *blobs), graphs)
+    return Prepared(spec, (graphs.blob, graphs.eval_blob, *tensors.values(), *blobs), graphs, notice)
 
 
 def capture_graphs(job: Job) -> Graphs:
@@ -155,14 +157,24 @@ def loss_words(captured: Captured, checked: CheckResult, data: Materialised) -> 
     ]
 
 
-def check_graphs(rule: Federated, captured: Captured) -> None:
+def check_graphs(rule: Federated, captured: Captured) -> str:
     """Refuse at once what every client would refuse: UnsupportedOp names the buffer, metric or loss that
-    would take data home."""
+    would take data home. Returns what data owners will refuse unless they allow it, empty for nothing."""
     dags = (captured.train, captured.evaluation)
     metas = {name: meta_of(tensor, f"tensor {name!r}") for name, tensor in captured.state.items()}
     strategy = make_strategy(rule.strategy, rule.options)
     programs = [stage_programs(dag, (0,))[0] for dag in dags]
     check_returned(programs, captured.train.inputs, metas, strategy, Floors())
+    whole = Layout.of_state({**captured.train.parameters, **captured.train.buffers})
+    layout = strategy.adapt(own_parts(whole, rule.local))
+    numbers = returned_numbers(layout, captured.train.buffers, strategy)
+    values = values_of(captured.train.inputs)
+    try:
+        check_numbers(numbers, Floors(), values, None, 1)
+        check_measured(len(captured.evaluation.metrics), Floors(), values)
+    except UsageError as error:
+        return f"data owners will refuse this job unless they allow it: {error}"
+    return ""
 
 
 def federated_spec(job: Job) -> FederatedSpec | None:

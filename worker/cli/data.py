@@ -48,6 +48,15 @@ Noise = Annotated[
     ),
 ]
 
+Statistics = Annotated[
+    int | None,
+    typer.Option(
+        "--allow-statistics",
+        metavar="N",
+        help="Numbers about the data that a round may return beside the update: running statistics, say.",
+    ),
+]
+
 
 @data.command(
     epilog="Examples: atoll-worker data add mnist client-03.safetensors --schema "
@@ -82,6 +91,7 @@ def add(
     max_rounds: MaxRounds = None,
     clip: Clip = None,
     noise: Noise = None,
+    allow_statistics: Statistics = None,
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
@@ -102,7 +112,7 @@ def add(
             path,
             [*(schema or []), *_lines(schema_file)],
             Form(format_name, delimiter, not no_header),
-            policy=_policy(UNSTATED, accept, min_clients, max_rounds, clip, noise),
+            policy=_policy(UNSTATED, accept, min_clients, max_rounds, clip, noise, allow_statistics),
             replace=replace,
             progress=done,
         )
@@ -210,6 +220,7 @@ def policy(
     max_rounds: MaxRounds = None,
     clip: Clip = None,
     noise: Noise = None,
+    allow_statistics: Statistics = None,
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
@@ -223,7 +234,7 @@ def policy(
 
     folder = state_dir or default_state_dir()
     found = load_dataset(folder, name)
-    wanted = _policy(found.policy, accept, min_clients, max_rounds, clip, noise)
+    wanted = _policy(found.policy, accept, min_clients, max_rounds, clip, noise, allow_statistics)
     if wanted != found.policy:
         found = set_policy(folder, name, wanted)
         signal_consent_changed(folder)
@@ -257,11 +268,18 @@ def _policy(
     max_rounds: int | None,
     clip: float | None,
     noise: float | None,
+    statistics: int | None,
 ) -> Policy:
     """``before`` with what was given; UsageError for what is no policy."""
     from worker.data.policy import rules_of
 
-    given = {"min_clients": min_clients, "max_rounds": max_rounds, "clip": clip, "noise": noise}
+    given = {
+        "min_clients": min_clients,
+        "max_rounds": max_rounds,
+        "clip": clip,
+        "noise": noise,
+        "statistics": statistics,
+    }
     changes: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
     if accept:
         changes["accept"] = rules_of(accept)

@@ -392,7 +392,9 @@ class Workbench:
         self._drop()
         work = orders.joining(invitation.invitation)
         clipping = Clipping(invitation.clip, invitation.noise)
-        self._part = Participation(work, self._context, cancel, invitation.noise_key, clipping)
+        self._part = Participation(
+            work, self._context, cancel, invitation.noise_key, clipping, invitation.statistics
+        )
         took_s = time.perf_counter() - started_s
         log.info("job.joined", job=work.job, data=work.federated.data, took_s=round(took_s, 3))
         members = self._part.members

@@ -34,6 +34,7 @@ CREATE TABLE requests (
     job TEXT NOT NULL UNIQUE,
     data TEXT NOT NULL, owner TEXT NOT NULL, graph TEXT NOT NULL, digest TEXT NOT NULL,
     min_clients INTEGER NOT NULL, rounds INTEGER NOT NULL, unclippable TEXT NOT NULL,
+    numbers INTEGER NOT NULL, few INTEGER NOT NULL, excess TEXT NOT NULL,
     facts TEXT NOT NULL, asked_s REAL NOT NULL,
     decided TEXT, reason TEXT NOT NULL DEFAULT '', decided_s REAL NOT NULL DEFAULT 0,
     word TEXT NOT NULL DEFAULT 'awaited', why TEXT NOT NULL DEFAULT '', over TEXT NOT NULL DEFAULT '',

@@ -48,6 +48,7 @@ class Policy:
     max_rounds: int = 0  # updates that one job gets; 0: as many as it has rounds
     clip: float = 0.0  # L2 norm of an update; 0: not clipped
     noise: float = 0.0  # standard deviation of the Gaussian noise in each entry of an update, times ``clip``
+    statistics: int = 0  # numbers about the data beside each update; 0: the few always allowed
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.accept) <= MAX_RULES:
@@ -56,7 +57,11 @@ class Policy:
             _check_rule(rule)
         if len(self.accept) > 1 and {ASK, ANY} & {*self.accept}:
             raise UsageError("--accept ask and --accept any stand alone: each says it of every job")
-        for name, count in (("--min-clients", self.min_clients), ("--max-rounds", self.max_rounds)):
+        for name, count in (
+            ("--min-clients", self.min_clients),
+            ("--max-rounds", self.max_rounds),
+            ("--allow-statistics", self.statistics),
+        ):
             if type(count) is not int or not 0 <= count <= 10**9:
                 raise UsageError(
                     f"{name} = {count!r}; give a whole number from 0 (no bound of this data set's)"
@@ -84,6 +89,10 @@ class Policy:
                 (self.max_rounds, f"at most {self.max_rounds} updates to a job"),
                 (self.clip, f"updates clipped to norm {self.clip:g}"),
                 (self.noise, f"Gaussian noise of {self.noise:g} times that in each entry"),
+                (
+                    self.statistics,
+                    f"up to {self.statistics:,} numbers about the data beside each update",
+                ),
             )
             if value
         )
@@ -113,6 +122,9 @@ class Terms:
     min_clients: int
     rounds: int
     unclippable: str = ""  # why its strategy's updates cannot be clipped; empty: they can
+    numbers: int = 0  # about the data that each round returns beside the update
+    few: int = 0  # of them that are allowed without the owner's word
+    excess: str = ""  # words for where they are more
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +188,7 @@ def policy_from_json(found: Mapping[str, Any]) -> Policy:
         int(found["max_rounds"]),
         float(found["clip"]),
         float(found["noise"]),
+        int(found.get("statistics", 0)),  # policies of versions up to 0.6.0 allowed none
     )
 
 
@@ -196,4 +209,6 @@ def _exceeded(policy: Policy, terms: Terms) -> str:
         return f"it has {terms.rounds} rounds, at most {policy.max_rounds} are allowed"
     if policy.clip and terms.unclippable:
         return f"updates are to be clipped, and {terms.unclippable}"
+    if terms.numbers > max(terms.few, policy.statistics) and not policy.noise:
+        return terms.excess
     return ""

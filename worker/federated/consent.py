@@ -15,11 +15,12 @@ import structlog
 
 from atoll.errors import AtollError
 from atoll.federated import ConsentWord as Word
+from protos import atoll_compute_pb2 as compute_pb
 from protos import atoll_control_pb2 as pb
-from strategies.clipping import Clipping
 from worker.data.consent import ConsentStore, Request
 from worker.data.departures import FACTS, MESSAGE, NUMBERED, UPDATE, UPDATE_BEGINS, DepartureLog
 from worker.data.registry import load_dataset
+from worker.federated.folders import noise_key
 from worker.federated.terms import Asked
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Consent:
         """
         asked = Asked(m)
         samples = load_dataset(self._state_dir, asked.federated.data).n_samples
-        request = self._store.asked(asked.terms(), asked.facts(samples), self._clock())
+        request = self._store.asked(asked.terms(samples), asked.facts(samples), self._clock())
         if len(self._jobs) >= MAX_JOBS:
             self._remember()
         self._jobs.add(m.job)
@@ -84,10 +85,19 @@ class Consent:
         except AtollError as error:
             log.error("consent.unwritable", reason=str(error))
 
-    def clipping(self, data: str) -> Clipping:
-        """What every update of a job on ``data`` undergoes. Raises UsageError, StorageError."""
-        policy = self._store.policy(data)
-        return Clipping(policy.clip, policy.noise)
+    def joining(self, invitation: pb.Participate) -> compute_pb.ComputeJoin:
+        """The invitation for who computes, with what the data set's owner demands and allows of every update.
+
+        Raises UsageError, StorageError.
+        """
+        policy = self._store.policy(invitation.federated.data)
+        return compute_pb.ComputeJoin(
+            invitation=invitation,
+            noise_key=noise_key(self._state_dir),
+            clip=policy.clip,
+            noise=policy.noise,
+            statistics=policy.statistics,
+        )
 
     def evaluates(self, job: str) -> None:
         """Count an evaluation before it begins. Raises UsageError for one too many and for a job that is not

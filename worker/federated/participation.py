@@ -32,7 +32,7 @@ from strategies.returned import check_returned
 from worker.blobs import BlobFile, most_bytes
 from worker.federated.broadcasts import Models
 from worker.federated.client_state import ClientStore
-from worker.federated.floors import check_held_out, check_job
+from worker.federated.floors import check_job
 from worker.federated.host_round import HostRound, train_clients
 from worker.federated.local_model import LocalModel
 from worker.federated.members import Members
@@ -72,21 +72,24 @@ class Participation:
         cancel: Cancel,
         noise_key: bytes,
         clipping: Clipping = UNCLIPPED,
+        statistics: int = 0,
     ) -> None:
         """Check, fetch, build. ``noise_key``: this machine's own; nobody else can guess it. ``clipping``: of
-        every update. Raises the error that the coordinator is told: BadFrame, UnsupportedOp or UsageError for
-        what cannot run here, StorageError, ConnectionFailed."""
+        every update. ``statistics``: numbers beside it that the data set's owner allows. Raises what the
+        coordinator is told: BadFrame, UnsupportedOp or UsageError for what cannot run here, StorageError,
+        ConnectionFailed."""
         check(joining)
         self.joining, self._context = joining, context
         config, device, spec = context.config, torch_device(context.device), joining.federated.rule
         strategy = make_strategy(spec.strategy, spec.options)
         check_feedback(strategy, spec)
-        check_job(spec, config.floors)
+        floors = replace(config.floors, statistics=statistics)
+        check_job(spec, floors)
         costs = _rehearse(joining, device)
         inputs = {name: joining.states[name].meta for p in joining.programs for name in p.inputs}
         metas = {name: state.meta for name, state in joining.states.items() if name not in inputs}
         # The trainer looks as well; here no byte of the model was fetched yet.
-        check_returned(joining.programs, inputs, metas, strategy, config.floors)
+        check_returned(joining.programs, inputs, metas, strategy, floors)
         self.members = Members(
             context.worker,
             context.open_data(joining.federated.data),
@@ -106,14 +109,20 @@ class Participation:
             inputs,
         )
         self._trainer = LocalTrainer(
-            model, strategy, spec, device, floors=config.floors, tick=context.progress.tick
+            model,
+            strategy,
+            spec,
+            device,
+            floors=floors,
+            noised=clipping.noise > 0.0,
+            tick=context.progress.tick,
         )
         self.members.check(self._trainer)
         executors = self._trainer.executors
         for executor, cost in zip(executors, costs, strict=True):
             executor.watch = OpMarks(context.status, executor.program, cost, context.duty)
         if spec.evaluate_every and not self.members.hash:
-            check_held_out(len(self.members.owner.split.held_out), joining.batch, config.floors)
+            self._trainer.check_evaluation(self.members.owner)
         layout = self._trainer.layout
         if clipping.norm and (why := unclippable(strategy, layout)):
             raise UsageError(f"this data owner clips updates, and {why}")

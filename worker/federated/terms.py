@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from atoll.errors import BadFrame
 from atoll.federated import parse_uplink
 from atoll.job import stepwise_groups
+from atoll.sampling import held_out_of
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos import bounds, convert
@@ -19,8 +20,9 @@ from protos.bounds import DEFAULT_LIMITS
 from protos.text_limits import clean
 from strategies import make_strategy
 from strategies.clipping import unclippable
+from strategies.counted import counted_names, few_numbers, returned_numbers, too_many, values_of
 from strategies.files import update_metas
-from strategies.layout import Layout, Role
+from strategies.layout import Layout, own_parts
 from worker.data.policy import MAX_OWNER_CHARS, Terms
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from strategies.base import Strategy
 
 SHOWN_NAMES, NAME_CHARS = 6, 60
+TRAINING_NUMBERS = ("mean loss", "mean squared loss")  # of each round
 Fact = tuple[str, str]
 
 
@@ -52,14 +55,20 @@ class Asked:
         groups = stepwise_groups(list(m.program.parameters), self.training.optimizer)
         frozen = {name for name, group in groups.items() if group.frozen}
         leaves = {name: states[name] for name in states if name in used}
-        self.layout: Layout = self.strategy.adapt(Layout.of_state(leaves, frozen))
+        whole = Layout.of_state(leaves, frozen)
+        self.layout: Layout = self.strategy.adapt(own_parts(whole, self.rule.local))
+        buffers = {name for program in self._programs() for name in program.buffers}
+        self._counted = counted_names(self.layout, buffers)
+        self.numbers = returned_numbers(self.layout, buffers, self.strategy)
+        self._sample_values = values_of({n: states[n].meta for n in m.program.inputs if n in states})
 
     @property
     def rule(self) -> Federated:
         return self.federated.rule
 
-    def terms(self) -> Terms:
-        """What a policy judges."""
+    def terms(self, n_samples: int) -> Terms:
+        """What a policy judges, where ``n_samples`` are registered."""
+        few, excess = self._few(n_samples)
         m, graph = self._m, graph_hash(self._m)
         parts = [graph.encode(), _bytes(m.training), _bytes(m.federated), m.batch.to_bytes(8, "little")]
         return Terms(
@@ -71,6 +80,9 @@ class Asked:
             self.rule.min_clients,
             self.training.steps,
             unclippable(self.strategy, self.layout),
+            min(self.numbers, 2**62),
+            few,
+            excess,
         )
 
     def facts(self, n_samples: int) -> tuple[Fact, ...]:
@@ -83,8 +95,10 @@ class Asked:
             ("graph", graph_hash(self._m)),
             ("each round", self._update_words()),
             ("buffers", self._buffer_words()),
+            ("statistics", self._statistics_words(n_samples)),
             ("numbers", self._number_words()),
             ("evaluation", self._evaluation_words(n_samples)),
+            ("in all", self._total_words(n_samples)),
             ("rounds", f"{self.training.steps}, each with {clients}"),
             ("strategy", f"{rule.strategy}: {self.strategy.facts.summary}"),
             ("summed with", f"at least {rule.min_clients - 1} other updates, by the coordinator"),
@@ -104,19 +118,47 @@ class Asked:
         extra = f", with the strategy's own ({', '.join(sorted(own))})" if own else ""
         return (
             f"one update, how far training here moved the model: {len(metas)} tensors, {numbers:,} numbers, "
-            f"{nbytes / 2**20:.2f} MiB before coding{extra}"
+            f"{nbytes / 2**20:.2f} MiB before coding{extra}; gradients of few samples hold these samples"
         )
 
     def _buffer_words(self) -> str:
-        names = self.layout.names(Role.AVERAGED)
-        if not names:
+        if not self._counted:
             return "none travel"
-        return f"{_listed(names)}: means over the samples, as the graph check allows them"
+        return f"{len(self._counted)} travel: {_listed(self._counted)}"
+
+    def _statistics_words(self, n_samples: int) -> str:
+        if not self.numbers:
+            return "none beside the update"
+        few, _ = self._few(n_samples)
+        return (
+            f"{self.numbers:,} numbers a round beside the update, exact sums or means over {self._m.batch} "
+            f"samples of {self._sample_values:,} values; as many as samples have values give them back, and "
+            f"{few:,} need no word of yours"
+        )
+
+    def _few(self, n_samples: int) -> tuple[int, str]:
+        """Return how many numbers need no owner's word, and the refusal of more."""
+        values, rounds = self._sample_values, self.training.steps
+        samples = n_samples - held_out_of(n_samples, self.rule.held_out)
+        few = few_numbers(values, samples, rounds)
+        return few, too_many(self.numbers, few, values, samples, rounds) if self.numbers > few else ""
+
+    def _total_words(self, n_samples: int) -> str:
+        """Everything that depends on the data but the updates of trained tensors."""
+        rule, m = self.rule, self._m
+        training = len(TRAINING_NUMBERS) + len(self.strategy.scalars_up()) + self.numbers
+        evaluated = 1 + len(m.eval_program.metrics) if m.HasField("eval_program") else 0
+        rounds = self.training.steps
+        times = ceil(rounds / rule.evaluate_every) if rule.evaluate_every else 0
+        return (
+            f"about {training * rounds + evaluated * times:,} numbers beside {rounds:,} updates, of data of "
+            f"{n_samples * self._sample_values:,} values"
+        )
 
     def _number_words(self) -> str:
         own = [scalar.name for scalar in self.strategy.scalars_up()]
         more = f"; the strategy's own: {', '.join(own)}" if own else ""
-        return f"samples and steps trained, mean loss, mean squared loss, times{more}"
+        return f"samples and steps trained, {', '.join(TRAINING_NUMBERS)}, times{more}"
 
     def _evaluation_words(self, n_samples: int) -> str:
         rule, m = self.rule, self._m

@@ -29,6 +29,7 @@ from atoll.ops import check_node
 from atoll.sampling import epoch_batches, held_out_batches, local_steps, op_seed_of
 from compressors.container import drop_pages
 from strategies.checking import check_broadcast, check_optimizer, check_update
+from strategies.counted import check_measured, check_numbers, returned_numbers, values_of
 from strategies.layout import SHARED, Role, own_parts
 from strategies.returned import check_returned
 from strategies.values import Done
@@ -77,6 +78,7 @@ class LocalTrainer:
         device: torch.device | str = "cpu",
         *,
         floors: Floors | None = None,
+        noised: bool = False,
         max_output_bytes: int = MAX_OUTPUT_BYTES,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
@@ -96,6 +98,11 @@ class LocalTrainer:
         self.training = model.training
         self.device = torch.device(device)
         self.layout = rule.adapt(own_parts(model.layout(), federated.local))
+        buffers = {name for program in programs for name in program.buffers}
+        self._sample_values = values_of(model.inputs)
+        # Noise lies on every number of an update, so then they need not be few.
+        self._numbers = 0 if noised else returned_numbers(self.layout, buffers, rule)
+        check_numbers(self._numbers, self.floors, self._sample_values, None, self.training.steps)
         self._tick = tick
         self._sent = frozenset(self.layout.names(*SHARED, Role.TOLD))
         names = {n for p in programs for n in (*p.parameters, *p.buffers, *p.constants)}
@@ -158,7 +165,7 @@ class LocalTrainer:
         samples = client.split.held_out
         if not len(samples):
             raise UsageError("held_out = 0 leaves nothing to evaluate on; set evaluate_every=0")
-        check_held_out(len(samples), client.data.batch, self.floors)
+        self.check_evaluation(client)
         self._begin(self.rule.evaluate_with(broadcast, state))
         loaded()
         batches = list(held_out_batches(samples, client.data.batch))
@@ -187,11 +194,19 @@ class LocalTrainer:
         """UsageError when the client's update would be of fewer samples or steps than its owner demands."""
         samples, batch = len(client.split.train), client.data.batch
         check_update_floors(samples, self.steps_of(client), self.floors)
+        check_numbers(self._numbers, self.floors, self._sample_values, samples, self.training.steps)
         if self.rule.statistics and samples < batch and self.floors.batch > 1:
             raise UsageError(
                 f"{samples} samples repeat within a micro-batch of {batch}, so {self.rule.name}'s statistics "
                 "of a class might be one sample's; register more data, or make the job's micro-batch smaller"
             )
+
+    def check_evaluation(self, client: Client) -> None:
+        """UsageError when the client's metrics would be means of too few samples for their number."""
+        samples, batch = len(client.split.held_out), client.data.batch
+        check_held_out(samples, batch, self.floors)
+        metrics = len(self._evaluator.program.metrics) if self._evaluator is not None else 0
+        check_measured(metrics, self.floors, self._sample_values)
 
     # ---------------------------------------------------------------- one phase
 

@@ -29,7 +29,7 @@ from protos.private_files import private_folder
 from protos.text_limits import clean
 from worker.config import make_state_dir
 from worker.data.registry import dataset_folder
-from worker.federated.folders import make_job_folder, noise_key
+from worker.federated.folders import make_job_folder
 from worker.hosting.child import Child, clear_scratch, make_scratch
 from worker.hosting.child_log import ChildLog
 from worker.hosting.connecting import connect, expect, time_link
@@ -354,8 +354,7 @@ class ComputeHost:
         )
         if self._now is None or self._now.joined != joining.job:
             self._launch(view, joining.job)
-        key, clipping = noise_key(config.state_dir), self._consent.clipping(invitation.federated.data)
-        join = pb.ComputeJoin(invitation=invitation, noise_key=key, clip=clipping.norm, noise=clipping.noise)
+        join = self._consent.joining(invitation)
         self._tell(pb.ToCompute(join=join))
 
     def _turn(self, job: str, at_round: int, during: str, message: pb.ToCompute) -> None:

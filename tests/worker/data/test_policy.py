@@ -44,6 +44,8 @@ def test_a_job_that_no_rule_names_waits(accept: tuple[str, ...], word: Word) -> 
         (Policy(("any",), min_clients=3), TERMS, "its rounds may close with 2 updates, at least 3"),
         (Policy(("any",), max_rounds=39), TERMS, "it has 40 rounds, at most 39"),
         (Policy(("any",), clip=1.0), replace(TERMS, unclippable="strategy scaffold sends"), "scaffold"),
+        (Policy(("any",)), replace(TERMS, numbers=48, few=3, excess="48 exact sums"), "48 exact sums"),
+        (Policy(("any",), statistics=47), replace(TERMS, numbers=48, few=3, excess="too many"), "too many"),
     ],
 )
 def test_bounds_outweigh_an_acceptance(policy: Policy, terms: Terms, reason: str) -> None:
@@ -68,6 +70,7 @@ def test_an_owners_refusal_outweighs_its_policy() -> None:
         {"min_clients": -1},
         {"clip": float("nan")},
         {"noise": 1.0},
+        {"statistics": -1},
     ],
 )
 def test_what_is_no_policy_is_refused(given: dict[str, Any]) -> None:

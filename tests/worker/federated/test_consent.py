@@ -13,6 +13,7 @@ from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos.convert import to_proto
 from protos.convert_graph import state_to_proto
+from strategies import counted
 from strategies.clipping import Clipping
 from tests.worker.federated.test_participation import KEY, TRAINING, Server, context, order, same
 from worker.blobs import BlobFile
@@ -100,6 +101,38 @@ def test_the_words_name_all_that_leaves(tmp_path: Path) -> None:
     assert shown["rounds"] == "10, each with all that hold the data"
     assert shown["summed with"] == "at least 2 other updates, by the coordinator"
     assert shown["coding"].startswith("topk:8, what is dropped is added to the next")
+
+
+def test_what_a_round_returns_beside_the_update_is_counted_in_words_and_refused_beyond_the_policy(
+    state_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m = invitation(tmp_path)
+    shown = dict(Asked(m).facts(60))
+    assert shown["statistics"].startswith("32 numbers a round beside the update, exact sums or means over 8")
+    assert shown["statistics"].endswith(
+        "samples of 65 values; as many as samples have values give them back, and 32 need no word of yours"
+    )
+    assert shown["buffers"] == "2 travel: norm.running_mean, norm.running_var"
+    assert shown["in all"] == "about 350 numbers beside 10 updates, of data of 3,900 values"
+    monkeypatch.setattr(counted, "SHARE", 3)
+    set_policy(state_dir, "mine", OPEN)
+    consent = Consent(state_dir)
+    answer = consent.judge(m)
+    assert answer is not None
+    assert answer.word == "refused"
+    assert "return 32 exact sums or means" in answer.reason
+    assert "--allow-statistics 32" in answer.reason
+    set_policy(state_dir, "mine", Policy(("any",), statistics=32))
+    assert [said.word for said in consent.changed()] == ["given"]
+    assert consent.joining(m).statistics == 32
+    set_policy(state_dir, "mine", Policy(("any",), clip=1.0, noise=1.0))
+    assert [said.word for said in consent.changed()] == ["given"], "noise lies on every one of them"
+
+
+def test_what_stays_at_home_is_not_shown_as_leaving(tmp_path: Path) -> None:
+    m = invitation(tmp_path, local=("*running*", "head.*"))
+    shown = dict(Asked(m).facts(60))
+    assert (shown["buffers"], shown["statistics"]) == ("none travel", "none beside the update")
 
 
 @pytest.mark.parametrize("broken", ["strategy", "metas", "federated"])
