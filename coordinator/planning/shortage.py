@@ -16,22 +16,24 @@ MIB = float(2**20)
 
 
 def shortage(problem: Problem, partitioner: str) -> str:
-    """Return a sentence with the numbers and the remedy."""
+    """Return a sentence with the numbers and the remedy: as measured, where that was learnt of the job."""
+    factor = max(device.memory_scale for device in problem.fleet.devices)
+    mib = MIB / factor
     need = problem.memory.bytes(0, problem.n_ops, 1)
-    remedy = (
-        f"lower the micro-batch size, {recompute_hint(problem)}raise a worker's --memory-limit or add workers"
-    )
+    remedy = f"lower the micro-batch size, {recompute_hint(problem)}raise a worker's --memory or add workers"
+    if factor > 1.0:
+        remedy = f"stages of this job take {factor:.2f} x the model's figure, as measured; {remedy}"
     have = float(problem.limits.sum())
     limits = ", ".join(
-        f"{device.label} {limit / MIB:.0f}"
+        f"{device.label} {limit / mib:.0f}"
         for device, limit in zip(problem.fleet.devices[:6], problem.limits, strict=False)
     )
     more = len(problem.fleet.devices) - 6
     limits += f" and {more} more" if more > 0 else ""
     if need > have:
         return (
-            f"the model needs {need / MIB:.0f} MiB with one micro-batch in flight, the fleet has "
-            f"{have / MIB:.0f} MiB ({limits}): {(need - have) / MIB:.1f} MiB short; {remedy}"
+            f"the model needs {need / mib:.0f} MiB with one micro-batch in flight, the fleet has "
+            f"{have / mib:.0f} MiB ({limits}): {(need - have) / mib:.1f} MiB short; {remedy}"
         )
     a, b, size = _largest_piece(problem)
     most = int(problem.limits.argmax())
@@ -39,9 +41,9 @@ def shortage(problem: Problem, partitioner: str) -> str:
         node = problem.dag.ops[a]
         where = node.module_path or node.name
         return (
-            f"ops {a} to {b - 1} ({where}) must stay together and need {size / MIB:.1f} MiB; the largest "
-            f"worker, {problem.fleet.devices[most].label}, has {problem.limits[most] / MIB:.1f}: "
-            f"{(size - problem.limits[most]) / MIB:.1f} MiB short; {remedy}"
+            f"ops {a} to {b - 1} ({where}) must stay together and need {size / mib:.1f} MiB; the largest "
+            f"worker, {problem.fleet.devices[most].label}, has {problem.limits[most] / mib:.1f}: "
+            f"{(size - problem.limits[most]) / mib:.1f} MiB short; {remedy}"
         )
     if problem.schedule is not None and problem.schedule.value == "gpipe":
         return (
@@ -51,7 +53,7 @@ def shortage(problem: Problem, partitioner: str) -> str:
     order, over = _worst_overflow(problem)
     hint = "; try --partitioner op_fence, which may reorder devices" if partitioner != "op_fence" else ""
     return (
-        f"no cut into stages fits: the best is {over / MIB:.1f} MiB short on "
+        f"no cut into stages fits: the best is {over / mib:.1f} MiB short on "
         f"{problem.fleet.devices[order].label} (limits in MiB: {limits}); {remedy}{hint}"
     )
 

@@ -9,16 +9,23 @@ from dataclasses import replace
 from typing import Any
 
 from coordinator.cli.main import main
-from coordinator.membership.roster import Roster
+from coordinator.planning import planner
+from coordinator.planning.problem import Problem
 
-honest = Roster._device
+price, predict = Problem._price, planner._stage_predictions
 
 
-def half(self: Roster, *arguments: Any, **named: Any) -> Any:
-    device = honest(self, *arguments, **named)
-    return replace(device, memory_scale=device.memory_scale / 2)
+def half(self: Problem) -> None:
+    """Have half of every figure fit a limit: the whole fits twice of it."""
+    price(self)
+    self.limits = 2.0 * self.limits
+
+
+def halves(*arguments: Any) -> Any:
+    return tuple(replace(told, memory_bytes=told.memory_bytes // 2) for told in predict(*arguments))
 
 
 if __name__ == "__main__":
-    Roster._device = half  # type: ignore[method-assign]
+    Problem._price = half  # type: ignore[method-assign]
+    planner._stage_predictions = halves
     main()

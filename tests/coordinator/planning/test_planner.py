@@ -159,6 +159,32 @@ def test_too_little_memory_is_refused_with_the_shortage_and_the_limits():
         plan_for(gpt_like(4), two_islands(memory_mib=10))
 
 
+def test_a_shortage_is_told_as_was_measured_of_the_job():
+    fleet = two_islands(memory_mib=10)
+
+    def needed(scale: float) -> tuple[float, str]:
+        devices = tuple(replace(device, memory_scale=scale) for device in fleet.devices)
+        with pytest.raises(NotEnoughMemory) as refused:
+            plan_for(gpt_like(4), replace(fleet, devices=devices))
+        words = str(refused.value)
+        return float(words.split("needs ")[1].split()[0]), words
+
+    (model, plain), (measured, words) = needed(1.0), needed(2.0)
+    assert measured == pytest.approx(2 * model, abs=1.0)
+    assert "take 2.00 x the model's figure, as measured" in words
+    assert "as measured" not in plain
+
+
+def test_a_stage_is_planned_with_what_was_measured_over_the_model():
+    dag, fleet = gpt_like(4), two_islands(memory_mib=60)
+    devices = tuple(replace(device, memory_scale=1.5) for device in fleet.devices)
+    plan = plan_for(dag, replace(fleet, devices=devices))
+    for told in plan.prediction.stages:
+        assert told.memory_bytes <= told.memory_limit_bytes
+        assert told.memory_scale == 1.5
+        assert told.model_bytes == pytest.approx(told.memory_bytes / 1.5)
+
+
 def test_a_piece_that_fits_no_worker_is_named():
     dag = gpt_like(1, d=512, tokens=16)
     fleet = two_islands(memory_mib=15)
