@@ -168,3 +168,20 @@ def test_what_was_learnt_is_in_the_plan_and_so_survives_the_coordinator() -> Non
     step(world)
     world.wait(0.5)
     assert scale(world) == pytest.approx(learnt, rel=1e-6)
+
+
+def test_a_stage_that_is_killed_while_the_result_is_stored_stores_it_once_it_has_repeated_the_steps() -> None:
+    """Its neighbours' parts are kept: only who was killed does anything again."""
+    world = running("a", "b", "c", steps=20)
+    assert world.state().phase is Phase.STORING
+    store(world, 20, "a")
+    world.done.clear()
+    kill(world, "b")
+    (assign,) = world.to("b", do.Assign)
+    assert (assign.first_step, assign.replay.stores) == (20, (20,))
+    assert [message.store for message in world.to("a", do.Reconfigure)] == [False]
+    assert [message.store for message in world.to("c", do.Reconfigure)] == [True]
+    world.load()
+    store(world, 20, "b", "c")
+    assert world.state().phase is Phase.FINISHED
+    assert [fact.step for fact in commits(world)] == list(range(20))
