@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 
 from atoll.errors import CaptureError, UnsupportedOp, UsageError
@@ -24,6 +25,7 @@ from coordinator.capture.cut_rules import Region, settle, written_buffers
 from coordinator.capture.export_errors import remedies
 from coordinator.capture.op_costs import measured
 from coordinator.capture.outcome import sums_items
+from coordinator.capture.python_state import PythonState
 from coordinator.capture.torch_export import Constants, Exported, device_of, export, meta_of
 
 MAX_LISTED = 20  # unsupported ops named in one message
@@ -110,7 +112,9 @@ def capture(
     cannot be captured; UnsupportedOp lists every op outside the allow-list.
     """
     source = _source(module, example_inputs, training, _metric_names(metrics))
-    source = replace(source, items=sums and sums_items(module, example_inputs))
+    before = PythonState(module)
+    source = replace(source, items=sums and sums_items(module, source.inputs))
+    before.restore()
     graphs = {mode: source.export(mode) for mode in (True, False)}
     unsupported = [use for use in _uses(graphs.values()) if not use.supported]
     if unsupported:
@@ -119,15 +123,15 @@ def capture(
     mutated |= written_buffers(graphs[False].nodes)
     state = _state(source)
     metas = _Metas(
-        {name: meta_of(tensor, f"input {name!r}") for name, tensor in example_inputs.items()},
+        {name: meta_of(tensor, f"input {name!r}") for name, tensor in source.inputs.items()},
         {name: meta_of(tensor, f"tensor {name!r}") for name, tensor in state.items()},
     )
-    device = device_of(module, example_inputs)
+    device = device_of(module, source.inputs)
     dags = {}
     for mode, graph in graphs.items():
         region = settle(graph.nodes, graph.loss, mutated, metas.of, mode, graph.metrics, graph.weight)
         dag = _dag(source, region, metas, mode)
-        dags[mode] = measured(dag, example_inputs, state, source.precision, device)
+        dags[mode] = measured(dag, source.inputs, state, source.precision, device)
     _check_trainable(dags[True])
     _check_weights(dags, sums)
     return Captured(dags[True], dags[False], state, source.precision, source.frozen, source.items)
@@ -209,7 +213,16 @@ def _source(
     parameters = {canonical[n] for n, _ in module.named_parameters(remove_duplicate=False)}
     precision = training.precision if training is not None else Precision.FP32
     frozen &= parameters
-    return _Source(module, inputs, precision, canonical, frozenset(frozen), Constants(), metrics)
+    examples = {name: _as_served(value) for name, value in inputs.items()}
+    return _Source(module, examples, precision, canonical, frozenset(frozen), Constants(), metrics)
+
+
+def _as_served(example: Tensor) -> Tensor:
+    """A copy as data arrives at a worker: contiguous, no other input's memory, outside autograd.
+
+    Two inputs that are one tensor would be one input of the graph.
+    """
+    return example.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _canonical_names(module: nn.Module) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from atoll.errors import CaptureError
+from coordinator.capture.unseen import Unfollowed
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -31,6 +32,16 @@ _REMEDIES = (
         re.compile(r"flex_attention"),
         'models of transformers attend by torch\'s own op with attn_implementation="sdpa" in the config',
     ),
+    (
+        re.compile(r"\.generator\b"),
+        "draws are repeated from the job's seed: draw without generator= (torch.rand(...))",
+    ),
+    (
+        re.compile(r"embedding_renorm_"),
+        "leave max_norm out of nn.Embedding, which rewrites its weight in forward, and bound what it gives "
+        "(F.normalize)",
+    ),
+    (re.compile(r"ctc_loss"), "give F.ctc_loss its lengths as tuples of numbers, the same for each batch"),
 )
 
 
@@ -55,6 +66,9 @@ def blame(error: BaseException, module: nn.Module) -> CaptureError:
         f" (`{statement}`)" if statement else ""
     )
     causes = list(_chain(error))
+    for cause in causes:
+        if isinstance(cause, Unfollowed):
+            return CaptureError(f"the model {cause}: {where}")
     text = " ".join(str(error).split())[:240]
     if any(_DATA_DEPENDENT.search(type(cause).__name__) or _TEXT.search(str(cause)) for cause in causes):
         refusal = (

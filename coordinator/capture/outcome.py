@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from atoll.errors import CaptureError
+from coordinator.capture.unseen import Following, refuse_functions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,17 +45,27 @@ class Loss(nn.Module):
     """
 
     def __init__(
-        self, module: nn.Module, names: tuple[str, ...], metrics: tuple[str, ...] = (), *, items: bool = False
+        self,
+        module: nn.Module,
+        names: tuple[str, ...],
+        metrics: tuple[str, ...] = (),
+        *,
+        items: bool = False,
+        differentiated: bool = False,
     ) -> None:
         super().__init__()
         self.module = module
         self.names = names
         self.metrics = metrics
         self.items = items
+        self.differentiated = differentiated
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
         inputs = dict(zip(self.names, values, strict=True))
-        found = outcome(self.module, inputs, self.metrics, items=self.items)
+        with Following():
+            found = outcome(self.module, inputs, self.metrics, items=self.items)
+        if self.differentiated:
+            refuse_functions(found.loss)
         beside = [found.metrics[name] for name in self.metrics]
         if found.weight is not None:
             beside.append(found.weight.detach())
@@ -137,7 +148,7 @@ def sums_items(module: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
     modes = [(child, child.training) for child in module.modules()]
     try:
         with torch.random.fork_rng(), torch.no_grad():
-            module.eval()
+            module.train(False)
             summed = outcome(module, inputs, items=True)
             mean = loss_of(module(**inputs))
     except Exception:  # noqa: BLE001 - a model may do anything with an argument that it does not know

@@ -1,16 +1,16 @@
-"""Capture proves itself: the graphs against the module, on one batch, before anything travels.
+"""Capture proves itself: the graphs against the module, on two batches, before anything travels.
 
-torch.export is silently wrong for a custom ``autograd.Function``, a tensor hook and a rebound
-buffer; so the loss, every gradient and every buffer are compared. Dropout stays on: the plain
-module and the graph draw from one generator in the same order (capture keeps every random op,
-in order), so equal states give equal masks and a wrong rate would show. Two passes, so that
-state carried from one forward to the next is seen too.
+torch.export is silently wrong for a rebound buffer and much else; so the loss, every gradient and every
+buffer are compared. Dropout stays on: the plain module and the graph draw from one generator in the same
+order (capture keeps every random op, in order), so equal states give equal masks and a wrong rate would show.
+What a batch or two need not show is looked for by itself: Python state that forward changes
+(``python_state``) and what it asks of the world outside (``unseen.watching``).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +25,25 @@ from atoll.opdag import OpDag
 from atoll.program import stage_programs
 from coordinator.capture.capture import Captured
 from coordinator.capture.outcome import Outcome, outcome
+from coordinator.capture.python_state import Change, Left, PythonState, ReadLeft
 from coordinator.capture.torch_export import as_trained, device_of
+from coordinator.capture.unseen import watching
 
-PASSES = 2
+Pass = Callable[[Executor, Mapping[str, Tensor], int], None]
+
+_COUNT = (
+    "keep it in a registered buffer that forward writes in place (self.calls.add_(1)) and choose by tensor "
+    "ops (torch.where), or change it outside forward"
+)
+# What to write instead, by how the names of changes begin; the first that fits.
+_INSTEAD = (
+    (("Python's random", "numpy's random"), "draw random numbers by torch (torch.rand, dropout)"),
+    (
+        ("buffer", "parameter"),
+        "write a buffer in place (self.level.copy_(...)); parameters are the optimizer's",
+    ),
+    (("requires_grad", "attribute 'training'"), "set it in job()"),
+)
 MAX_NAMED = 4  # differences named in one message
 # Of the tensor's largest element: the graph adds a parameter's uses in another order.
 TOLERANCE = {Precision.FP32: 5e-6, Precision.BF16: 5e-2}
@@ -58,12 +74,16 @@ class CheckResult:
 
 
 def self_check(
-    module: nn.Module, captured: Captured, batch: Mapping[str, Tensor], seed: int = 0
+    module: nn.Module,
+    captured: Captured,
+    batch: Mapping[str, Tensor],
+    seed: int = 0,
+    second: Mapping[str, Tensor] | None = None,
 ) -> CheckResult:
-    """Compare ``captured`` with ``module`` on ``batch``, in training and in evaluation mode.
+    """Compare ``captured`` with ``module`` on ``batch`` and ``second``, in training and in evaluation mode.
 
-    Raises SelfCheckError naming the loss, parameters or buffers that differ and by how much.
-    The module is left as it was; works on a copy, so it needs its memory twice.
+    Raises SelfCheckError naming the loss, parameters or buffers that differ and by how much, or the Python
+    state that forward changes. The module is left as it was; works on a copy, so it needs its memory twice.
     """
     _refuse_hooks(module)
     try:
@@ -75,13 +95,16 @@ def self_check(
         name: t.clone() if name in captured.train.buffers or name in captured.evaluation.buffers else t
         for name, t in captured.state.items()
     }
-    check = _Check(captured, plain, {k: v.to(device) for k, v in batch.items()}, state, device)
-    with torch.random.fork_rng(), as_trained(plain, True, captured.frozen):
-        executor = check.executor(captured.train)
-        for turn in range(PASSES):
-            check.training_pass(executor, seed + turn)
-    with torch.random.fork_rng(), as_trained(plain, False, captured.frozen):
-        check.evaluation_pass(check.executor(captured.evaluation), seed)
+    batches = [{k: v.to(device) for k, v in given.items()} for given in (batch, second or batch)]
+    check = _Check(captured, plain, batches, state, device)
+    found = PythonState(plain)  # globals are the process's own
+    try:
+        with torch.random.fork_rng(), as_trained(plain, True, captured.frozen):
+            check.passes(check.training_pass, check.executor(captured.train), seed)
+        with torch.random.fork_rng(), as_trained(plain, False, captured.frozen):
+            check.passes(check.evaluation_pass, check.executor(captured.evaluation), seed)
+    finally:
+        found.restore()
     return CheckResult(check.compared, check.worst, check.weight, check.total)
 
 
@@ -102,18 +125,19 @@ class _Check:
         self,
         captured: Captured,
         plain: nn.Module,
-        batch: Mapping[str, Tensor],
+        batches: Sequence[Mapping[str, Tensor]],
         state: Mapping[str, Tensor],
         device: torch.device,
     ) -> None:
         self.captured = captured
         self.module = plain
-        self.batch = batch
+        self.batches = batches
         self.state = state
         self.device = device
         self.compared = 0
         self.worst = 0.0
-        self.weight, self.total = 0.0, 0.0  # of the evaluated batch, where the loss is a sum
+        self.first = True  # of the batches
+        self.weight, self.total = 0.0, 0.0  # of the first batch, where the loss is a sum
 
     def executor(self, dag: OpDag) -> Executor:
         (program,) = stage_programs(dag, [0])
@@ -123,18 +147,52 @@ class _Check:
         executor.load(self.state, self.captured.frozen)
         return executor
 
-    def training_pass(self, executor: Executor, seed: int) -> None:
+    def passes(self, one: Pass, executor: Executor, seed: int) -> None:
+        """Run ``one`` on each batch. SelfCheckError where the second pass finds other Python state than the
+        first, or tensors that the one before has left."""
+        states = [PythonState(self.module)]
+        for turn, batch in enumerate(self.batches):
+            self.first = turn == 0
+            try:
+                one(executor, batch, seed + turn)
+            except SelfCheckError as error:
+                if changes := states[0].changes(PythonState(self.module)):
+                    raise SelfCheckError(f"{_changed(changes)}. After that {error}") from error
+                raise
+            states.append(PythonState(self.module))
+        changes = states[1].changes(states[2])
+        made = [change for change in changes if change.made_anew and change.put is not None]
+        if len(made) < len(changes):
+            raise SelfCheckError(_changed([change for change in changes if change not in made]))
+        if made:
+            self.without_what_was_left(made, seed)
+
+    def without_what_was_left(self, made: Sequence[Change], seed: int) -> None:
+        """Run forward without the tensors that each call makes anew. SelfCheckError where it reads one."""
+        for change in made:
+            if change.put is not None:
+                change.put(Left(change.name))
+        with self.run("the module itself fails at another call", seed):
+            try:
+                self.plain(self.batches[0])
+            except ReadLeft as error:
+                raise SelfCheckError(
+                    f"forward reads {error}, a tensor that the call before has left there, which the graph "
+                    f"would not hold; {_COUNT}"
+                ) from error
+
+    def training_pass(self, executor: Executor, batch: Mapping[str, Tensor], seed: int) -> None:
         dag = self.captured.train
         self.module.zero_grad()
         with self.run("the module itself fails in training", seed):
-            expected = self.plain()
+            expected = self.plain(batch)
             expected.loss.backward()  # type: ignore[no-untyped-call]
         with self.run("the captured graph fails in training", seed):
-            out = executor.forward(0, 0, self.batch, {})
+            out = executor.forward(0, 0, _copied(batch), {})
             executor.backward(0, {})
         found = out[dag.loss]
         gradients = {
-            name: (parameter.grad, executor.gradient(name))
+            name: (_dense(parameter.grad), executor.gradient(name))
             for name, parameter in self.module.named_parameters()
         }
         scale = max(
@@ -155,13 +213,13 @@ class _Check:
         executor.zero_gradients()
         self.conclude(differences)
 
-    def evaluation_pass(self, executor: Executor, seed: int) -> None:
+    def evaluation_pass(self, executor: Executor, batch: Mapping[str, Tensor], seed: int) -> None:
         with torch.no_grad():
             metrics = self.captured.evaluation.metrics
             with self.run("the module itself fails in evaluation", seed):
-                expected = self.plain(metrics)
+                expected = self.plain(batch, metrics)
             with self.run("the captured graph fails in evaluation", seed):
-                out = executor.forward(0, 0, self.batch, {})
+                out = executor.forward(0, 0, _copied(batch), {})
                 found = out[self.captured.evaluation.loss]
         self.conclude(
             [
@@ -178,17 +236,15 @@ class _Check:
             ]
         )
 
-    def plain(self, metrics: Iterable[str] = ()) -> Outcome:
-        # A module may write its inputs; the graph must see them as they were.
-        inputs = {name: value.clone() for name, value in self.batch.items()}
-        with self.autocast():
-            return outcome(self.module, inputs, metrics, items=self.captured.items)
+    def plain(self, batch: Mapping[str, Tensor], metrics: Iterable[str] = ()) -> Outcome:
+        with self.autocast(), watching():
+            return outcome(self.module, _copied(batch), metrics, items=self.captured.items)
 
     def weights(self, dag: OpDag, expected: Outcome, out: Mapping[int, Tensor]) -> list[Difference]:
         if dag.weight is None or expected.weight is None:
             return []
         found = out[dag.weight]
-        if not dag.training:
+        if self.first and not dag.training:
             self.weight, self.total = float(found), float(out[dag.loss])
         if not float(found) >= 0.0:
             raise CaptureError(
@@ -248,6 +304,8 @@ class _Check:
         size = max(float(a.abs().max()), FLOOR * scale)
         relative = absolute / size if size else float(absolute > 0)
         if absolute != absolute and torch.equal(a.isnan(), b.isnan()):
+            if not self.first:  # a micro-batch without a label may have none
+                return []
             return [
                 Difference(
                     f"{what.replace('differs', 'is not a number in the module itself')},", absolute, relative
@@ -269,3 +327,19 @@ class _Check:
             "a tensor or module hook, a buffer rebound instead of written in place (self.buf = ...), Python "
             "state that changes between calls; express it in plain tensor ops"
         )
+
+
+def _changed(changes: Sequence[Change]) -> str:
+    named = ", ".join(str(change) for change in changes[:MAX_NAMED])
+    more = f" and {len(changes) - MAX_NAMED} more" if len(changes) > MAX_NAMED else ""
+    instead = next((words for begin, words in _INSTEAD if changes[0].name.startswith(begin)), _COUNT)
+    return f"forward changes {named}{more}, which the graph would find as it was at submit; {instead}"
+
+
+def _copied(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The batch for one forward, which may write its inputs."""
+    return {name: value.clone() for name, value in batch.items()}
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.layout != torch.strided else gradient

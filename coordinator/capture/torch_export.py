@@ -38,6 +38,7 @@ from atoll.opdag import (
 from atoll.ops import GETITEM
 from coordinator.capture.export_errors import blame
 from coordinator.capture.outcome import Loss
+from coordinator.capture.python_state import PythonState
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -73,15 +74,29 @@ class Exported:
     weight: int | None = None
 
 
+def left_in_evaluation(modes: Collection[tuple[nn.Module, bool]]) -> list[nn.Module]:
+    """Modules of these that stay in evaluation mode in training: none where all are in it."""
+    if not any(training for _, training in modes):
+        return []
+    return [child for child, training in modes if not training]
+
+
 @contextmanager
 def as_trained(module: nn.Module, training: bool, frozen: Collection[str]) -> Iterator[None]:
-    """The module in one mode, with ``frozen`` parameters out of autograd; restored at the end."""
+    """The module in one mode, with ``frozen`` parameters out of autograd; restored at the end.
+
+    In evaluation all sub-modules are in evaluation mode. Training is ``module.train()`` but for those that
+    the owner left in evaluation mode, such as a frozen batch norm; a module that is in evaluation mode as a
+    whole, as ``from_pretrained`` returns it, trains as a whole.
+    """
     modes = [(child, child.training) for child in module.modules()]
     flags = [(p, p.requires_grad) for p in module.parameters()]
     by_name = dict(module.named_parameters(remove_duplicate=False))
     fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
         module.train(training)
+        for child in left_in_evaluation(modes) if training else ():
+            child.training = False
         for name in frozen:
             by_name[name].requires_grad_(False)
         # The fused encoder of evaluation mode is one opaque op; its plain form can be cut.
@@ -111,6 +126,7 @@ def export(
     outputs beside the loss; ``items``: as of ``outcome``."""
     device = device_of(module, inputs)
     with ExitStack() as stack:
+        stack.callback(PythonState(module).restore)
         stack.enter_context(as_trained(module, training, frozen))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.random.fork_rng())
@@ -120,7 +136,7 @@ def export(
         if precision is Precision.BF16:
             stack.enter_context(torch.autocast(device.type, torch.bfloat16, cache_enabled=False))
         try:
-            wrapped = Loss(module, tuple(inputs), metrics, items=items)
+            wrapped = Loss(module, tuple(inputs), metrics, items=items, differentiated=training)
             program = torch.export.export(wrapped, tuple(inputs.values()), strict=False)
         except CaptureError:
             raise

@@ -98,8 +98,9 @@ def prepare(
     captured = captured_of(job)
     notice = check_graphs(federated.rule, captured) if federated is not None else ""
     tell(f"checking {len(captured.train.ops)} ops against the module")
-    batch = dict(job.example_inputs) if federated else first_batch(data, captured.train.inputs)
-    checked = self_check(job.module, captured, batch)
+    inputs = captured.train.inputs
+    batches = [dict(job.example_inputs)] if federated else [micro_batch(data, inputs, at) for at in (0, 1)]
+    checked = self_check(job.module, captured, batches[0], second=batches[-1])
     for words in loss_words(captured, checked, data):
         tell(words)
     tell("hashing weights and data")
@@ -286,9 +287,9 @@ def _check_range(what: str, array: Array, wanted: str) -> None:
         )
 
 
-def first_batch(data: Materialised, inputs: Mapping[str, TensorMeta]) -> dict[str, torch.Tensor]:
-    """The first micro-batch as the workers will see it."""
-    samples = sample_indices(data.spec, 1, 0, 0)
+def micro_batch(data: Materialised, inputs: Mapping[str, TensorMeta], micro: int) -> dict[str, torch.Tensor]:
+    """A micro-batch of the first step as the workers will see it."""
+    samples = sample_indices(data.spec, micro + 1, 0, micro)
     return {
         field.input: tensor_of(take(data.arrays[field.blob], field, samples)).to(
             getattr(torch, inputs[field.input].dtype)

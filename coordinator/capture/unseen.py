@@ -1,0 +1,178 @@
+"""What torch.export follows without a word although the graph does not hold it.
+
+While the module is traced, ``Following`` refuses calls that reach behind the graph (a hook on a tensor, a
+gradient taken within forward, ``.data``), and ``refuse_functions`` looks for functions with a backward of
+their own in autograd's graph of the loss. While the module runs by itself, ``watching`` refuses what no state
+shows: clocks, the system's random numbers, files, a seed set by forward, hooks on autograd's nodes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode
+
+from atoll.errors import CaptureError
+
+_HOOK = "registers a hook on a gradient, which does not travel to the workers; compute its effect in forward"
+_GRADIENT = (
+    "takes a gradient within forward, which cannot be captured; write the derivative out in tensor ops, or "
+    "use a loss without it"
+)
+_DATA = "reaches a tensor's memory by .data, which torch.export cannot follow; use .detach(), or a buffer"
+_TRACED: dict[Any, str] = {
+    torch.Tensor.register_hook: _HOOK,
+    torch.Tensor.register_post_accumulate_grad_hook: _HOOK,
+    torch.autograd.grad: _GRADIENT,
+    torch.autograd.backward: _GRADIENT,
+    torch.Tensor.backward: _GRADIENT,
+    torch.Tensor.data.__get__: _DATA,  # type: ignore[attr-defined]
+    torch.Tensor.data.__set__: _DATA,  # type: ignore[attr-defined]
+}
+_CLOCK = "reads the clock, and the graph would not; decide it outside forward"
+_SEED = "sets torch's seed, and the graph would not; the job's seed is TrainingSpec(seed=...)"
+_CALLED: dict[Any, str] = {
+    **dict.fromkeys(
+        (time.time, time.time_ns, time.monotonic, time.monotonic_ns, time.perf_counter, time.perf_counter_ns,
+         time.process_time, time.localtime, time.gmtime, time.ctime, time.strftime,
+         datetime.datetime.now, datetime.datetime.today, datetime.date.today),
+        _CLOCK,
+    ),
+    os.urandom: "draws random numbers from the system, and the graph would not; draw them by torch.rand",
+    open: "opens a file, and the graph would not; read it in job() and keep it as a buffer",
+}  # fmt: skip
+_RUN: dict[Any, str] = {
+    torch.manual_seed: _SEED,
+    torch.seed: _SEED,
+    torch.autograd.graph.saved_tensors_hooks.__init__: "changes what autograd saves for backward, and the "
+    "graph would not; leave it out",
+}
+_NODE_HOOKS = ("register_hook", "register_prehook")
+_INSTALLED = ("site-packages", "dist-packages")
+_STDLIB = tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib")})
+_TORCH = str(Path(torch.__file__).parent)
+_WRAPPERS = tuple(str(Path(_TORCH) / part) for part in ("_dynamo", "_compile.py"))  # of torch's functions
+
+
+class Unfollowed(Exception):
+    """Something in forward that the graph would not show; raised where it happens, in words."""
+
+
+class Following(TorchFunctionMode):
+    """Refuse calls that the traced graph would not hold; ``Unfollowed`` says which and what to write."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            words = _TRACED.get(func)
+        except TypeError:  # not hashable
+            words = None
+        if words is not None:
+            raise Unfollowed(words)
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_functions(loss: Tensor) -> None:
+    """CaptureError naming the functions with a backward of their own between ``loss`` and what it is of.
+
+    Their forward is traced like any code, so the graph's backward would be that of their forward.
+    """
+    found: dict[str, None] = {}
+    seen: set[Any] = set()
+    stack: list[Any] = [loss.grad_fn]  # those of Functions are of two classes at once
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = type(node).__name__
+        # A library's op is a node of the graph itself, on the allow-list or not.
+        if isinstance(node, BackwardCFunction) and not name.startswith("GeneratedBackwardFor"):
+            found[name.removesuffix("Backward")] = None
+        stack += [before for before, _ in node.next_functions]
+    if not found:
+        return
+    names = list(found)
+    if any(name.startswith("CheckpointFunction") for name in names):
+        raise CaptureError(
+            "the model is checkpointed with use_reentrant=True, whose backward is not in the graph; give "
+            "checkpoint(..., use_reentrant=False), or leave it out: what to recompute is Atoll's own choice"
+        )
+    if any(name.startswith("BackwardHookFunction") for name in names):
+        raise CaptureError(
+            "a module has a backward hook (register_full_backward_hook), which does not travel to the "
+            "workers; remove it, or compute its effect in forward"
+        )
+    raise CaptureError(
+        f"the model uses the autograd.Function {', '.join(names)}: capture follows a forward, not a backward "
+        "written by hand; write it in tensor ops (f(x) with the gradient of g(x) is "
+        "g(x) + (f(x) - g(x)).detach())"
+    )
+
+
+def is_own(filename: str) -> bool:
+    """Return whether a source file is the owner's, not an installed package's or the standard library's."""
+    parts = Path(filename).parts
+    return not filename.startswith(("<", *_STDLIB)) and not any(name in parts for name in _INSTALLED)
+
+
+@contextmanager
+def watching() -> Iterator[None]:
+    """Refuse what forward asks of the world outside, on leaving; CaptureError names the line."""
+    seen: list[str] = []
+    called = {code: words for function, words in _RUN.items() if (code := _code(function)) is not None}
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        words: str | None
+        if seen:
+            return
+        if event == "call" and frame.f_code in called:
+            words, frame = called[frame.f_code], frame.f_back
+            while frame is not None and frame.f_code.co_filename.startswith(_WRAPPERS):
+                frame = frame.f_back
+            if frame is None or not is_own(frame.f_code.co_filename):
+                return
+        elif event == "c_call":
+            words = _asked(frame, argument)
+        else:
+            return
+        if words:
+            seen.append(f"{words} (at {Path(frame.f_code.co_filename).name}:{frame.f_lineno})")
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+    if seen:
+        raise CaptureError(f"forward {seen[0]}")
+
+
+def _asked(frame: Any, function: Any) -> str | None:
+    filename = frame.f_code.co_filename
+    if getattr(function, "__name__", "") in _NODE_HOOKS:
+        return _HOOK if is_own(filename) else None
+    try:
+        words = _CALLED.get(function)
+    except TypeError:  # not hashable
+        return None
+    if function is os.urandom:  # by way of uuid, secrets or random
+        return None if filename.startswith(_TORCH) else words
+    return words if words and is_own(filename) else None
+
+
+def _code(function: Callable[..., Any]) -> Any:
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return getattr(function, "__code__", None)
