@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def fold(gradients: Iterable[Tensor | None], first: Tensor | None = None) -> Tensor | None:
     """Return ``first`` plus ``gradients``, added one by one in their order; None is zero.
 
-    Without ``first`` the sum is taken in place on the first gradient; ``first`` itself stays as it is.
+    The sum is taken in place on the first gradient; ``first`` stays as it is.
     """
     total = first
     for gradient in gradients:
@@ -33,7 +33,7 @@ def fold(gradients: Iterable[Tensor | None], first: Tensor | None = None) -> Ten
         if total is None:
             total = gradient
         elif total is first:
-            total = total + gradient
+            total = gradient.add_(total)
         else:
             total.add_(gradient)
     return total
@@ -110,9 +110,10 @@ class BlockSums:
         return tuple(number for number, _ in self._blocks[: self._whole])
 
     def partial(self, name: str, block: int, later: Tensor | None = None) -> Tensor | None:
-        """Return ``later`` plus this stage's uses of a parameter in ``block``, descending by op."""
+        """Return ``later`` plus this stage's uses of a parameter in ``block``, descending by op; these are
+        forgotten."""
         moved = self._moved.get(block, {})
-        return fold((moved.get((name, op)) for op, _ in self._uses.get(name, ())), later)
+        return fold((moved.pop((name, op), None) for op, _ in self._uses.get(name, ())), later)
 
     def add(self, name: str, block: int, part: Tensor | None) -> None:
         """Take in a block's sum of a parameter, blocks ascending. It may be added to in place."""

@@ -96,8 +96,6 @@ def plain(case: Case, device: torch.device) -> Run:
     bf16 = training.precision is Precision.BF16
 
     def step(number: int, batches: Batches) -> float:
-        for group in optimizer.param_groups:
-            group["lr"] = training.learning_rate(number) * group["lr_scale"]
         total = torch.zeros((), device=device)
         for batch in batches:
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
@@ -107,8 +105,8 @@ def plain(case: Case, device: torch.device) -> Run:
             total += loss.detach()
         if training.optimizer.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(trained.values(), training.optimizer.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(training.learning_rate(number))
+        module.zero_grad()
         return float(total)
 
     return timed(case, device, step)

@@ -35,6 +35,7 @@ from worker.data.registry import open_dataset
 from worker.machine.codec_speed import CodecGauge
 from worker.machine.cpu import CpuMeter, usable
 from worker.machine.device import Device, device_facts, versions
+from worker.machine.malloc import keep_no_tensors
 from worker.machine.torch_device import (
     find_device,
     peak_memory_bytes,
@@ -76,6 +77,7 @@ class ComputeProcess:
         settings = _settings(setup)
         device = find_device(settings)
         prepare(device, settings)
+        keep_no_tensors()
         # What importing left behind is no garbage, and looking through it for some takes a tenth of a
         # second, on an eighth of a core nearly one, in the midst of a step.
         gc.freeze()

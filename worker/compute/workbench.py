@@ -9,7 +9,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from protos import atoll_compute_pb2 as compute_pb
     from protos import atoll_control_pb2 as pb
+    from worker.blobs import BlobFile
     from worker.context import ComputeContext
     from worker.federated.orders import TrainOrder
     from worker.links.links import Links
@@ -72,6 +74,7 @@ class Workbench:
         self._gauge = gauge
         self.memory_limit_bytes = context.device.memory_limit_bytes  # that a job may add; the daemon's word
         self._tasks: queue.SimpleQueue[tuple[Task, Cancel] | None] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[tuple[Task, Cancel] | None] = queue.SimpleQueue()
         self._stores: queue.SimpleQueue[tuple[Task, Cancel] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._pending: dict[Cancel, bool] = {}  # True: of a snapshot that is being stored
@@ -82,8 +85,8 @@ class Workbench:
         self._part: Participation | None = None
         self._links: Links | None = None
         self._threads = [
-            threading.Thread(target=self._work, args=(self._tasks,), name="atoll-compute", daemon=True),
-            threading.Thread(target=self._work, args=(self._stores,), name="atoll-store", daemon=True),
+            threading.Thread(target=self._work, args=(tasks,), name=f"atoll-{name}", daemon=True)
+            for name, tasks in (("compute", self._tasks), ("write", self._writes), ("store", self._stores))
         ]
 
     def start(self) -> None:
@@ -94,8 +97,8 @@ class Workbench:
     def stop(self, timeout_s: float) -> bool:
         """Cancel everything; False when an op that is running cannot be awaited."""
         self.interrupt("leaving")
-        self._tasks.put(None)
-        self._stores.put(None)
+        for tasks in (self._tasks, self._writes, self._stores):
+            tasks.put(None)
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -178,16 +181,16 @@ class Workbench:
                     del self._pending[cancel]
 
     def _next(self, tasks: queue.SimpleQueue[tuple[Task, Cancel] | None]) -> tuple[Task, Cancel] | None:
-        if tasks is self._stores or self._busy:
+        if tasks is not self._tasks or self._busy:
             return tasks.get()
         with self._context.cpu.resting():
             return tasks.get()
 
-    def _submit(self, task: Task, store: bool = False) -> None:
+    def _submit(self, task: Task, to: queue.SimpleQueue[tuple[Task, Cancel] | None] | None = None) -> None:
         cancel = Cancel()
         with self._lock:
-            self._pending[cancel] = store
-        (self._stores if store else self._tasks).put((task, cancel))
+            self._pending[cancel] = to is not None
+        (self._tasks if to is None else to).put((task, cancel))
 
     def _cancel(self, reason: str, *, stores: bool = False) -> None:
         with self._lock:
@@ -362,11 +365,27 @@ class Workbench:
             self._send(message)
 
     def _snapshot(self, run: StageRun, step: int) -> None:
-        """Have the state after ``step`` stored while training goes on."""
+        """Have the state after ``step`` written to this disk, then stored, while training goes on."""
         assignment = run.at(step)
-        with run.spans.timed("save", step):
-            snapshot = run.snapshot()
-        self._submit(lambda c: self._store(assignment, step, snapshot, c), store=True)
+        tensors, read = run.lend()
+
+        def write(cancel: Cancel) -> None:
+            nonlocal tensors
+            try:
+                self._write(assignment, step, tensors, cancel)
+            finally:
+                tensors = {}
+                read()
+
+        self._submit(write, self._writes)
+
+    def _write(
+        self, assignment: Assignment, step: int, tensors: dict[str, dict[str, Tensor]], cancel: Cancel
+    ) -> None:
+        with self._storing(assignment, step):
+            files = tensor_blobs.write_tensors(tensors, self._context.scratch, cancel)
+            # By another thread: the next state is written though a slow line still carries this one.
+            self._submit(lambda c: self._store(assignment, step, files, c), self._stores)
 
     def _evaluate(self, step: int, coded: bool, cancel: Cancel) -> None:
         run = self._loaded
@@ -462,26 +481,33 @@ class Workbench:
         return self._run
 
     def _store(
-        self,
-        assignment: Assignment,
-        step: int,
-        snapshot: dict[str, dict[str, Tensor]],
-        cancel: Cancel,
+        self, assignment: Assignment, step: int, files: Mapping[str, BlobFile], cancel: Cancel
     ) -> None:
-        job, version, context = assignment.job, assignment.version, self._context
-        tensors: dict[str, str] = {}
-        reason = ""
+        with self._storing(assignment, step):
+            tensors = tensor_blobs.store_files(self._context.blobs, files, cancel)
+            self._post_stored(assignment, step, tensors)
+
+    @contextmanager
+    def _storing(self, assignment: Assignment, step: int) -> Iterator[None]:
+        """A failure is reported as that of storing this state."""
+        job = assignment.job
         try:
-            tensors = tensor_blobs.store_tensors(context.blobs, snapshot, context.scratch, cancel)
+            yield
         except Cancelled:
             raise
         except AtollError as error:
-            reason = str(error)
-            log.warning("state.not_stored", job=job, step=step, reason=reason)
-        except Exception as error:  # the copies that files are written from may find no memory
+            log.warning("state.not_stored", job=job, step=step, reason=str(error))
+            self._post_stored(assignment, step, {}, str(error))
+        except Exception as error:  # whatever happens, the thread has the next state to store
             reason = self._explained(error)
             log.error("state.not_stored", job=job, step=step, reason=reason, exc_info=True)
-        message = messages.state_stored(job, version, step, tensors, reason)
+            self._post_stored(assignment, step, {}, reason)
+
+    def _post_stored(
+        self, assignment: Assignment, step: int, tensors: Mapping[str, str], reason: str = ""
+    ) -> None:
+        job, version = assignment.job, assignment.version
+        message = messages.state_stored(job, version, step, dict(tensors), reason)
         self._post(events.Stored(job, version, step, message))
 
     # ---------------------------------------------------------------- probes

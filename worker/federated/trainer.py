@@ -36,6 +36,7 @@ from strategies.values import Done
 from worker.cancel import Cancel
 from worker.federated.floors import check_held_out, check_job, check_update_floors
 from worker.federated.orders import Evaluated
+from worker.stage.digests import norm
 from worker.stage.optimizers import make_optimizer
 from worker.stage.stage import MAX_OUTPUT_BYTES
 
@@ -123,6 +124,7 @@ class LocalTrainer:
         self._set: set[str] = set()  # names whose value is not the job's own
         self._held: Collection[str] = ()  # parameters that the phase does not train
         self._optimizer = make_optimizer(self._parameters, self.training.optimizer)
+        self._rate = 0.0  # of the round
 
     # ---------------------------------------------------------------- a round
 
@@ -247,8 +249,7 @@ class LocalTrainer:
         wanted = self.rule.facts.needs_start_loss and at == 0
         start_loss = self._start_loss(client, broadcast, cancel) if wanted else None
         optimizer, rate = self.training.optimizer, self.training.learning_rate(broadcast.round)
-        for group in self._optimizer.param_groups if self._optimizer else ():
-            group["lr"] = rate * group["lr_scale"]
+        self._rate = rate
         self._trainer.reseed(op_seed_of(self.training.seed, client.name))
         losses = self._learn(client, broadcast, phase.correction.mapped(self._tensor), at, cancel)
         self._forget()
@@ -300,7 +301,7 @@ class LocalTrainer:
                 parameter.grad = None if name in self._held else gradient
         self._clip()
         if self._optimizer is not None:
-            self._optimizer.step()
+            self._optimizer.step(self._rate)
         executor.zero_gradients()
         for parameter in self._parameters.values():
             parameter.grad = None  # now: the next backward makes its own beside it
@@ -313,7 +314,7 @@ class LocalTrainer:
         if optimizer.clip_norm is None:
             return
         grads = [p.grad for p in self._parameters.values() if p.grad is not None]
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]
+        norms = [norm(g) for g in grads]
         scale = optimizer.gradient_scale(float(n) ** 2 for n in torch.stack(norms).tolist()) if norms else 1.0
         if scale != 1.0:
             for gradient in grads:

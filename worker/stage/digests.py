@@ -15,6 +15,8 @@ from torch import Tensor
 
 from protos.bounds import DIGEST_BYTES
 
+PIECE = 1 << 21
+"""Elements that torch copies to twice their size at one time: of a whole table, twice the table."""
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -29,9 +31,29 @@ def norms_and_digest(gradients: Iterable[Tensor | None], device: torch.device) -
             norms.append(torch.zeros((), dtype=torch.float64, device=device))
             sums.append(torch.zeros((), dtype=torch.int64, device=device))
         else:
-            norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float64))
-            sums.append(gradient.view(_WORDS[gradient.element_size()]).sum(dtype=torch.int64))
+            norms.append(norm(gradient))
+            sums.append(_sum_of_bits(gradient))
     words = torch.cat((torch.stack(norms).view(torch.int64), torch.stack(sums))).tolist() if norms else []
     packed = struct.pack(f"<{len(words)}q", *words)
     digest = hashlib.blake2b(packed, digest_size=DIGEST_BYTES).digest()
     return list(struct.unpack_from(f"<{len(norms)}d", packed)), digest
+
+
+def norm(gradient: Tensor) -> Tensor:
+    """Return the L2 norm in float64, summed in pieces where there are more than ``PIECE`` elements."""
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in _pieces(gradient)]
+    found: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    return found
+
+
+def _sum_of_bits(gradient: Tensor) -> Tensor:
+    words = gradient.view(_WORDS[gradient.element_size()])
+    return torch.stack([piece.sum(dtype=torch.int64) for piece in _pieces(words)]).sum()
+
+
+def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Slices along the longest dimension."""
+    if tensor.numel() <= PIECE:
+        return (tensor,)
+    longest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])
+    return torch.split(tensor, max(1, PIECE * tensor.shape[longest] // tensor.numel()), longest)

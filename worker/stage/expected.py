@@ -17,6 +17,7 @@ from worker.transport.frames import Direction, MessageKey
 
 if TYPE_CHECKING:
     from atoll.gradient_exchange import Arriving, Bucket
+    from atoll.program import StageProgram
     from worker.exchange.bucket import Outgoing
 
 EMPTY = TensorMeta((0,), "uint8")
@@ -91,3 +92,10 @@ def evaluation_arrivals(
             yield Arrival(key(micro, r.op), assignment.worker_of(r.source), r.meta)
         for p in program.produced:
             yield Arrival(key(micro, p.op), assignment.worker_of(p.targets[-1]), EMPTY)
+
+
+def gradient_sources(program: StageProgram) -> list[tuple[int, int]]:
+    """(op, stage) of every gradient that must arrive before a backward."""
+    own = [(p.op, p.grad_from) for p in program.produced if p.requires_grad]
+    later = [(r.op, r.grad_from) for r in program.received if r.requires_grad and r.grad_from is not None]
+    return own + later

@@ -176,8 +176,8 @@ class LocalSteps:
 
     # ---------------------------------------------------------------- checkpoints
 
-    def add_to(self, snapshot: Mapping[str, dict[str, Tensor]]) -> None:
-        """Put the rule's state beside the optimizer's."""
+    def with_own(self, snapshot: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Put copies of the rule's state beside the optimizer's."""
         state, trained = self._state, self._stage.trained
         flats: dict[str, Tensor | None] = {}
         if isinstance(state, OuterState):
@@ -194,6 +194,7 @@ class LocalSteps:
                     snapshot[name][key] = part.contiguous().clone()
         for name in trained:
             snapshot[name][PEER] = torch.tensor([float(self._rank)])
+        return snapshot
 
     def _restored(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> State:
         """Return the rule's state as stored; of another rank's all but its residual: a published copy is

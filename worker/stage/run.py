@@ -28,14 +28,16 @@ from protos.bounds import DIGEST_BYTES
 from worker.cancel import Cancel
 from worker.links.codecs import StageCodecs, lossy
 from worker.machine.cpu import CpuMeter
+from worker.machine.malloc import give_back
 from worker.pipe.status import Waiting
 from worker.spans import Span, Spans
-from worker.stage.expected import Arrival, evaluation_arrivals, step_arrivals
+from worker.stage.expected import Arrival, evaluation_arrivals, gradient_sources, step_arrivals
 from worker.stage.joining import GradientExchange
+from worker.stage.lending import Lent
 from worker.stage.ports import HeldOut, MicroBatches, TensorLinks
 from worker.stage.replay import Asks
 from worker.stage.reports import LongWait, Progress, StageReport, StepReport
-from worker.stage.stage import UnusableValue
+from worker.stage.stage import UnusableValue, cpu_copies
 from worker.transport.contract import PeerLost
 from worker.transport.frames import Direction, MessageKey
 
@@ -55,8 +57,8 @@ LONG_WAIT_S = 60.0
 """A wait of so long, and of twice the last step, is told, and again when it has doubled."""
 PIECE_S = 0.005
 """What arrives waits about so long while weights' gradients fill the time."""
-T = TypeVar("T")
 MIN_WAIT_SPAN_S = 0.0005
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class StageRun:
         if assignment.buckets:
             self._watch()
         self._expected: int | None = None  # last step whose messages are taken
-        self._steps = 0  # whose updates the stage has
+        self._steps, self._lent = 0, Lent()  # whose updates the stage has; its tensors that are being read
         self._busy = {Work.FORWARD: 0.0, Work.BACKWARD: 0.0}
         self._waited_s = 0.0
         self._step_s = 0.0  # the last one's
@@ -358,6 +360,7 @@ class StageRun:
 
     def apply(self, step: int, gradient_scale: float) -> None:
         """Commit: the optimizer's step, or the use of a round's result."""
+        self._lent.wait(self._progress.tick)
         if self._local is not None:
             self._local.settle()
         else:
@@ -367,9 +370,11 @@ class StageRun:
         self._progress.tick()
 
     def _update(self, step: int, gradient_scale: float) -> None:
+        self._lent.wait(self._progress.tick)
         with self.spans.timed("opt", step), self._cpu.computing() as taken:
             self._stage.apply(gradient_scale)
             self._synchronize()
+            give_back()  # small blocks that the step leaves scattered over the heap
         self._optimizer_s = self._finish_s + taken.seconds
 
     def discard(self) -> None:
@@ -400,10 +405,17 @@ class StageRun:
 
     def snapshot(self) -> dict[str, dict[str, Tensor]]:
         """CPU copies of what this stage holds, with optimizer state."""
-        found = self._stage.snapshot()
-        if self._local is not None:
-            self._local.add_to(found)
-        return found
+        return cpu_copies(self._held())
+
+    def lend(self) -> tuple[dict[str, dict[str, Tensor]], Callable[[], None]]:
+        """Return what ``snapshot`` does, but the stage's own tensors, for another thread to read; no update
+        is made before it has called what is returned with them."""
+        return self._held(), self._lent.lend()
+
+    def _held(self) -> dict[str, dict[str, Tensor]]:
+        if self._local is None:
+            return self._stage.state()
+        return self._local.with_own(self._stage.state())
 
     def close(self) -> None:
         self._feed.close()
@@ -431,7 +443,7 @@ class StageRun:
     def _backward(self, step: int, action: Action, cancel: Cancel) -> None:
         program, micro = self.assignment.program, action.micro
         grads: dict[int, Tensor | None] = {}
-        for op, source in _gradient_sources(program):
+        for op, source in gradient_sources(program):
             key = self._key(Direction.BACKWARD, step, micro, op)
             grads[op] = self._receive(key, self.assignment.worker_of(source), cancel)
         answers = self._timed(action.work, step, micro, lambda: self._stage.backward(micro, grads))
@@ -688,10 +700,3 @@ def _nonzero(value: Tensor | None, key: MessageKey, peer: str) -> Tensor:
     if value is None:
         raise PeerLost(peer, f"a {key.direction.name.lower()} came as a zero mark: {key}")
     return value
-
-
-def _gradient_sources(program: StageProgram) -> list[tuple[int, int]]:
-    """(op, stage) of every gradient that must arrive before a backward."""
-    own = [(p.op, p.grad_from) for p in program.produced if p.requires_grad]
-    later = [(r.op, r.grad_from) for r in program.received if r.requires_grad and r.grad_from is not None]
-    return own + later

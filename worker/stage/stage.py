@@ -22,7 +22,7 @@ from atoll.microbatch import Work, own_blocks
 from atoll.ops import check_node
 from atoll.value_guards import out_of_range, sound_bools
 from worker.stage.digests import norms_and_digest
-from worker.stage.optimizers import make_optimizer
+from worker.stage.optimizers import FusedOptimizer, make_optimizer
 from worker.stage.reports import StageReport
 
 if TYPE_CHECKING:
@@ -227,12 +227,9 @@ class Stage:
         """Commit: scale the gradients, take the optimizer's step, forget the gradients. A scale of 0 takes no
         step at all: nothing was counted (``atoll.step_loss``)."""
         if self._optimizer is not None and gradient_scale != 0.0:
-            rate = self.training.learning_rate(self._step)
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate * group["lr_scale"]
             if gradient_scale != 1.0:
                 self._scale(gradient_scale)
-            self._optimizer.step()
+            self._optimizer.step(self.training.learning_rate(self._step))
         self._forget()
 
     def _scale(self, factor: float) -> None:
@@ -240,7 +237,7 @@ class Stage:
             parameter = self._parameters[name]
             if parameter.grad is None:
                 continue
-            if name in self._totals:
+            if self._totals.pop(name, None) is not None:
                 # A link may still hold the total, to send it again.
                 parameter.grad = parameter.grad * factor
             else:
@@ -289,17 +286,21 @@ class Stage:
 
     def snapshot(self) -> dict[str, dict[str, Tensor]]:
         """CPU copies of parameters, their optimizer state and buffers, as safetensors takes them."""
+        return cpu_copies(self.state())
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Parameters, their optimizer state and buffers: themselves, which the next ``apply`` changes, but
+        copies of the buffers that training writes."""
+        written = self.written_buffers
         found = {
-            name: {"value": _cpu_copy(self._values[name])}
+            name: {"value": self._values[name].clone() if name in written else self._values[name]}
             for name in (*self.program.parameters, *self.program.buffers)
             if name not in self._followed
         }
         if self._optimizer is not None:
             for name in self.norm_names:
-                state = self._optimizer.state.get(self._parameters[name], {})
-                for key, value in state.items():
-                    if isinstance(value, Tensor):
-                        found[name][key] = _cpu_copy(value)
+                for key, value in self._optimizer.state.get(name, {}).items():
+                    found[name][key] = value
         return found
 
     def _load(self, tensors: Mapping[str, Mapping[str, Tensor]], names: Collection[str]) -> dict[str, Tensor]:
@@ -316,7 +317,7 @@ class Stage:
             values[name] = value.to(self.device, copy=True).contiguous()
         return values
 
-    def _make_optimizer(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> torch.optim.Optimizer | None:
+    def _make_optimizer(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> FusedOptimizer | None:
         spec = self.training.optimizer
         self._parameters = {n: torch.nn.Parameter(self._values[n]) for n in self.trainable}
         optimizer = make_optimizer(self._parameters, spec)
@@ -326,7 +327,7 @@ class Stage:
             self._restore(optimizer, name, tensors[name])
         return optimizer
 
-    def _restore(self, optimizer: torch.optim.Optimizer, name: str, stored: Mapping[str, Tensor]) -> None:
+    def _restore(self, optimizer: FusedOptimizer, name: str, stored: Mapping[str, Tensor]) -> None:
         keys = STATE_KEYS[self.training.optimizer.name]
         present = [key for key in keys if key in stored]
         if not present:
@@ -335,7 +336,7 @@ class Stage:
         shapes = {key: tuple(stored[key].shape) for key in present if key != "step"}
         if len(present) != len(keys) or any(s != tuple(parameter.shape) for s in shapes.values()):
             raise UsageError(f"optimizer state of {name} does not fit: {shapes}, expected {keys}")
-        optimizer.state[parameter] = {
+        optimizer.state[name] = {
             key: stored[key].detach().to(self.device, torch.float32, copy=True).contiguous() for key in keys
         }
 
@@ -436,5 +437,9 @@ def _produced_only(out: dict[int, Tensor], program: StageProgram) -> dict[int, T
     return {p.op: out[p.op] for p in program.produced}
 
 
-def _cpu_copy(value: Tensor) -> Tensor:
-    return value.detach().to("cpu", copy=True).contiguous()
+def cpu_copies(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """Return copies on the CPU, contiguous."""
+    return {
+        name: {key: tensor.detach().to("cpu", copy=True).contiguous() for key, tensor in found.items()}
+        for name, found in tensors.items()
+    }

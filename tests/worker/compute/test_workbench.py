@@ -196,7 +196,7 @@ def test_a_snapshot_on_its_way_to_the_store_outlives_what_stops_the_step() -> No
         cancels.put(cancel)
         assert go_on.wait(HUNG_S)
 
-    bench._submit(lasting, store=True)
+    bench._submit(lasting, bench._stores)
     bench._submit(lasting)
     stored, step = sorted(
         (cancels.get(timeout=HUNG_S) for _ in range(2)), key=lambda c: not bench._pending[c]
@@ -222,11 +222,12 @@ def test_a_snapshot_that_finds_no_memory_is_reported_and_the_next_is_stored(
             raise failures.pop()
         return {"w": "ab" * 32}
 
-    monkeypatch.setattr(tensor_blobs, "store_tensors", stored)
+    monkeypatch.setattr(tensor_blobs, "write_tensors", lambda *_: {})
+    monkeypatch.setattr(tensor_blobs, "store_files", stored)
     monkeypatch.setattr(workbench, "used_memory_bytes", lambda device: 1 << 30)
     assignment: Any = SimpleNamespace(job="j", version=1)
     for step in (4, 5):
-        bench._submit(partial(bench._store, assignment, step, {}), store=True)
+        bench._submit(partial(bench._write, assignment, step, {}), bench._writes)
     failed, done = (posted.get(timeout=HUNG_S) for _ in range(2))
     assert (failed.step, done.step) == (4, 5)
     assert "out of memory on a CPU: 1.0 GiB held" in failed.message.stored.error

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from worker.stage import digests
 from worker.stage.digests import norms_and_digest
 
 CPU = torch.device("cpu")
@@ -63,3 +64,22 @@ def test_a_view_with_other_strides_and_an_empty_one_are_taken() -> None:
     wide = torch.arange(12, dtype=torch.float32).reshape(3, 4)
     assert digest(wide.t()) == digest(wide.t().contiguous())
     assert digest(torch.empty(0, 4)) == digest(torch.zeros(3))
+
+
+@pytest.mark.parametrize("shape", [(60, 7), (7, 60), (420,), (2, 3, 70)])
+def test_a_gradient_in_pieces_has_the_digest_of_its_bits_and_the_same_norm(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    norms, _ = norms_and_digest([gradient, None], CPU)
+    monkeypatch.setattr(digests, "PIECE", 50)
+    in_pieces, digest = norms_and_digest([gradient, None], CPU)
+    assert in_pieces == pytest.approx(norms, rel=1e-12)
+    assert digest == norms_and_digest([gradient.clone(), None], CPU)[1]
+    assert digest != norms_and_digest([-gradient, None], CPU)[1]
+
+
+def test_no_piece_is_larger_than_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch copies to float64 is a piece."""
+    monkeypatch.setattr(digests, "PIECE", 50)
+    assert max(piece.numel() for piece in digests._pieces(torch.zeros(9, 40))) <= 50

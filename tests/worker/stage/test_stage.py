@@ -162,7 +162,7 @@ def test_groups_scale_rates_override_decay_and_freeze():
     assert torch.equal(before["w1"]["value"], after["w1"]["value"])
     assert set(after["w2"]) == {"value"}
     assert ours.stages[0].norm_names == ("w1", "empty")
-    decays = [g["weight_decay"] for g in ours.stages[0]._optimizer.param_groups]  # type: ignore[union-attr]
+    decays = [g.weight_decay for g in ours.stages[0]._optimizer._groups]  # type: ignore[union-attr]
     assert decays == [0.5, 0.0]
 
 

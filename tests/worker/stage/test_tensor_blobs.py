@@ -16,8 +16,9 @@ from protos import retries
 from tests.worker.test_blobs import VALUE, Store
 from worker import blobs
 from worker.blobs import BlobCache, BlobFiles
-from worker.cancel import Cancel
-from worker.stage.tensor_blobs import load, store_tensors
+from worker.cancel import Cancel, Cancelled
+from worker.stage import tensor_blobs
+from worker.stage.tensor_blobs import load, store_files, write_tensors
 
 STATE = StateMeta(TensorMeta((2, 3), "float32"), requires_grad=True)
 
@@ -35,7 +36,8 @@ def store() -> Store:
 def stored(store: Store, cache: BlobCache, snapshot: dict[str, dict[str, Tensor]]) -> dict[str, str]:
     scratch = cache.path("scratch")
     scratch.mkdir(exist_ok=True)
-    names = store_tensors(BlobFiles(store, cache), snapshot, scratch, Cancel())
+    cancel = Cancel()
+    names = store_files(BlobFiles(store, cache), write_tensors(snapshot, scratch, cancel), cancel)
     assert not list(scratch.iterdir())
     return names
 
@@ -104,3 +106,37 @@ def test_a_full_store_is_reported(store: Store, cache: BlobCache) -> None:
     store.full = True
     with pytest.raises(StorageError, match="disk is full"):
         stored(store, cache, {"a": {"value": VALUE}})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(7, dtype=torch.bfloat16),
+        torch.ones(2, 3, dtype=torch.float64),
+        torch.tensor([True, False]),
+        torch.zeros(0, 4),
+        torch.ones(3, 5).t(),
+        torch.ones(2, dtype=torch.complex64),
+        torch.tensor(5),
+    ],
+    ids=str,
+)
+def test_what_is_written_piece_by_piece_has_the_bytes_of_safetensors(
+    value: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a frozen tensor, which its owner stored so, is never sent again."""
+    monkeypatch.setattr(tensor_blobs, "PIECE_BYTES", 5)
+    monkeypatch.setattr(tensor_blobs, "UNWRITTEN_BYTES", 16)
+    tensors = {"value": value, "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
+    file = write_tensors({"w": tensors}, tmp_path, Cancel())["w"]
+    expected = save({key: tensor.contiguous() for key, tensor in tensors.items()})
+    assert file.path.read_bytes() == expected
+    assert (file.hash, file.size) == (hashlib.sha256(expected).hexdigest(), len(expected))
+
+
+def test_a_cancelled_writing_leaves_no_file(tmp_path: Path) -> None:
+    cancel = Cancel()
+    cancel.set("released")
+    with pytest.raises(Cancelled):
+        write_tensors({"w": {"value": VALUE}}, tmp_path, cancel)
+    assert not list(tmp_path.iterdir())
