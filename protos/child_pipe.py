@@ -9,6 +9,7 @@ import threading
 from typing import TYPE_CHECKING, TypeVar
 
 from atoll.errors import BadFrame
+from protos.message_sizes import check
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -74,6 +75,7 @@ class Pipe:
         with memoryview(self._read) as read:
             data = bytes(read[_LENGTH.size : end])
         del self._read[:end]
+        check(into.DESCRIPTOR, data)
         try:
             into.ParseFromString(data)
         except Exception as error:  # noqa: BLE001 - protobuf's own error class is not public

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
-from google.protobuf.message import DecodeError
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed
 from coordinator.services.owners import needed_role
@@ -25,6 +24,7 @@ from coordinator.services.work import network_of, worker_of
 from protos.connections import Known
 from protos.credentials import presented_in
 from protos.grpc_errors import refuse
+from protos.message_sizes import COUNTED_FROM, reader
 from protos.telemetry import Event
 from protos.text_limits import Budget
 
@@ -193,8 +193,11 @@ class WorkerAccess(_Interceptor):
     async def intercept_service(self, continuation: Continue, details: grpc.HandlerCallDetails) -> Any:
         """Wrap the handler, since only the call's context knows the certificate."""
         handler = await continuation(details)
-        if handler is None or str(details.method) == SESSION:
-            return handler
+        if handler is None:
+            return None
+        if str(details.method) == SESSION:  # it parses what is worth it, and answers for the rest
+            session: Any = handler.stream_stream
+            return grpc.stream_stream_rpc_method_handler(session, None, handler.response_serializer)
         return _guarded(handler, _Rule(self._calls, self._name, self._check, self._known))
 
     async def _check(self, context: Context) -> None:
@@ -224,7 +227,8 @@ def _guarded(handler: Handler, rule: _Rule) -> Handler:
     bytes: so nothing is received, let alone parsed, before the handler itself asks for it."""
 
     async def request(requests: AsyncIterator[bytes]) -> Any:
-        parsed = _parsed(requests, handler.request_deserializer, rule.max_bytes)
+        parse = handler.request_deserializer
+        parsed = _parsed(requests, None if parse is None else reader(parse), rule.max_bytes)
         if handler.request_streaming:
             return parsed
         return await _only(parsed, None if rule.max_bytes is None else FIRST_WITHIN_S)
@@ -261,11 +265,12 @@ async def _parsed(
     async for data in requests:
         if max_bytes is not None and len(data) > max_bytes:
             raise BadFrame(f"a message of {len(data)} bytes; at most {max_bytes} are taken here")
-        try:
-            message = parse(data) if parse is not None else data
-        except DecodeError:
-            raise BadFrame(f"a message of {len(data)} bytes is none of this call") from None
-        yield message
+        if parse is None:
+            yield data
+        elif len(data) <= COUNTED_FROM:
+            yield parse(data)
+        else:
+            yield await asyncio.to_thread(parse, data)
 
 
 async def _only(messages: AsyncIterator[Any], within_s: float | None) -> Any:

@@ -46,6 +46,7 @@ from protos.connections import Known, ends_in
 from protos.credentials import peer_name
 from protos.devices import machine_of, named_in
 from protos.grpc_errors import refuse
+from protos.message_sizes import COUNTED_FROM, read
 from protos.networks import customer
 from protos.telemetry import Event
 from protos.text_limits import Budget, clean
@@ -106,6 +107,13 @@ def _place(context: Context) -> str:
     return context.peer() or "" if near else network_of(context)
 
 
+async def _parsed(message: bytes) -> pb.FromWorker:
+    """Raises BadFrame."""
+    if len(message) <= COUNTED_FROM:
+        return read(pb.FromWorker, message)
+    return await asyncio.to_thread(read, pb.FromWorker, message)
+
+
 class WorkService(rpc.WorkServicer):
     """Sessions of enrolled workers."""
 
@@ -130,9 +138,9 @@ class WorkService(rpc.WorkServicer):
         self._refusals = Budget(REFUSALS, REFUSALS_PER_S)
 
     async def Session(  # noqa: N802
-        self, request_iterator: AsyncIterator[pb.FromWorker], context: Context
+        self, request_iterator: AsyncIterator[bytes], context: Context
     ) -> None:
-        """A worker's stream, from its introduction until either side ends it."""
+        """A worker's stream, from its introduction until either side ends it; its messages come unparsed."""
         try:
             worker = worker_of(context, self._insecure)
             with self._calls.one_of(worker), self._sessions.one_of(_place(context)):
@@ -156,7 +164,7 @@ class WorkService(rpc.WorkServicer):
         self,
         worker: str,
         introduction: ev.Introduction,
-        requests: AsyncIterator[pb.FromWorker],
+        requests: AsyncIterator[bytes],
         context: Context,
     ) -> None:
         shell = self._shell
@@ -199,16 +207,15 @@ class WorkService(rpc.WorkServicer):
         if outbox.overdue:
             await refuse(context, ConnectionFailed(outbox.reason))
 
-    async def _admit(
-        self, worker: str, requests: AsyncIterator[pb.FromWorker], context: Context
-    ) -> ev.Introduction:
+    async def _admit(self, worker: str, requests: AsyncIterator[bytes], context: Context) -> ev.Introduction:
         barred = self._register.refusal(worker)
         if barred is not None:
             raise AccessDenied(barred)
         try:
-            first = await asyncio.wait_for(anext(aiter(requests)), INTRODUCTION_WITHIN_S)
+            unread = await asyncio.wait_for(anext(aiter(requests)), INTRODUCTION_WITHIN_S)
         except (StopAsyncIteration, TimeoutError):
             raise BadFrame("the session ended before its introduction") from None
+        first = await _parsed(unread)
         if first.WhichOneof("body") != "introduction":
             raise BadFrame(f"the first message is {first.WhichOneof('body')}, not an introduction")
         theirs = first.introduction.protocol
@@ -237,11 +244,12 @@ class WorkService(rpc.WorkServicer):
             fields["left_out_before"] = left_out
         shell.say(Event.SESSION_REFUSED.value, "warning", "", "coordinator", fields, shell.clock())
 
-    async def _read(self, requests: AsyncIterator[pb.FromWorker], outbox: Outbox) -> None:
+    async def _read(self, requests: AsyncIterator[bytes], outbox: Outbox) -> None:
         worker, session, shell = outbox.worker, outbox.session, self._shell
         try:
-            async for request in requests:
+            async for unread in requests:
                 try:
+                    request = await _parsed(unread)
                     message = message_from(request)
                     if message is None:
                         self._note(worker, request)

@@ -9,6 +9,7 @@ import grpc.aio
 
 from atoll.errors import ConnectionFailed
 from protos.credentials import COORDINATOR, channel_credentials, name_options
+from protos.message_sizes import Careful
 from protos.proxies import proxy_option
 
 if TYPE_CHECKING:
@@ -27,8 +28,10 @@ def open_channel(
     *,
     use_proxy: bool,
 ) -> grpc.Channel:
-    """A channel that connects at its first call; ``ca_pem`` None: no TLS."""
-    return cast("grpc.Channel", _open(grpc, address, ca_pem, identity, max_message_bytes, use_proxy))
+    """A channel that connects at its first call; ``ca_pem`` None: no TLS. Replies that cost more than they
+    may are not parsed."""
+    channel = _open(grpc, address, ca_pem, identity, max_message_bytes, use_proxy)
+    return cast("grpc.Channel", Careful(channel))
 
 
 def open_async_channel(

@@ -17,10 +17,11 @@ import grpc
 import grpc.aio
 import structlog
 
-from atoll.errors import AtollError, ConnectionFailed
+from atoll.errors import AtollError, BadFrame, ConnectionFailed
 from protos import atoll_apps_pb2 as apps_pb
 from protos import atoll_control_pb2 as pb
 from protos.grpc_errors import to_atoll_error
+from protos.message_sizes import COUNTED_FROM, read
 from worker.transport.loop import SHARED
 
 if TYPE_CHECKING:
@@ -120,7 +121,10 @@ class Stream:
         writing = asyncio.create_task(self._write(call))
         try:
             while isinstance(message := await call.read(), bytes):
-                self._received(self._method.answer.FromString(message))
+                self._received(await self._parsed(message))
+        except BadFrame as error:
+            log.error("message.refused", reason=str(error))
+            return ConnectionFailed(f"the session with {self._address} ended: {error}")
         except grpc.aio.AioRpcError as error:
             # gRPC's asyncio API has this instead of the reason where the end came during a write: a refusal
             # then comes again at the next attempt.
@@ -135,6 +139,11 @@ class Stream:
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
         return None
+
+    async def _parsed(self, message: bytes) -> Any:
+        if len(message) <= COUNTED_FROM:
+            return read(self._method.answer, message)
+        return await asyncio.to_thread(read, self._method.answer, message)  # peers need the loop meanwhile
 
     async def _write(self, call: Any) -> None:
         """Send what is queued, and half-close after the last. What breaks the call is told by ``read``."""

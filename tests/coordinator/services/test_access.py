@@ -409,7 +409,7 @@ def test_bytes_that_are_no_message_are_refused_in_words(stack: ExitStack, tmp_pa
     metadata = JoinToken.decode(running.started.join_token or "").metadata
     error = refused(lambda: raw(b"\xff" * 1000, metadata=metadata, timeout=HUNG_S))
     assert isinstance(error, BadFrame)
-    assert "1000 bytes is none of this call" in str(error)
+    assert "1000 bytes are no EnrollRequest" in str(error)
 
 
 def test_a_connection_without_tls_is_closed(stack: ExitStack, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from coordinator.messages import instructions as do
 from coordinator.server import Running, Server
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
+from protos import message_sizes
 from protos.credentials import COORDINATOR, channel_credentials, name_options
 from tests.coordinator.apps.test_service import Line
 from tests.coordinator.serving import Owner, fleet, start
@@ -117,6 +118,52 @@ def test_a_worker_that_reads_nothing_cannot_keep_a_replaced_stream(
     with pytest.raises(grpc.RpcError, match="copy of the same state folder"):
         list(call)  # once it reads again, it is told
     eventually(lambda: served(running) == (1, 1))
+
+
+@pytest.mark.parametrize("body", ["heartbeat", "loaded", "introduction"])
+def test_24_mib_of_empty_parts_from_a_worker_cost_the_coordinator_no_more_than_they_weigh(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    running = start(stack, tmp_path)
+    (other,) = fleet(stack, running, 1)
+    worker = FakeWorker(f"127.0.0.1:{running.started.entry_port}", running.started.join_token)
+    worker.enroll()
+    assert worker.identity is not None
+    channel = grpc.secure_channel(
+        f"127.0.0.1:{running.started.work_port}",
+        channel_credentials(worker.identity.ca_pem, worker.identity),
+        options=[("grpc.max_send_message_length", -1), *name_options(COORDINATOR)],
+    )
+    stack.callback(channel.close)
+    parsed: list[int] = []
+    real = message_sizes.read
+    monkeypatch.setattr(
+        "coordinator.services.work.read", lambda kind, data: (real(kind, data), parsed.append(len(data)))[0]
+    )
+    number = pb.FromWorker.DESCRIPTOR.fields_by_name[body].number
+    inner = b"\x0a\x00" * (24 << 19)
+    hostile = _varint(number << 3 | 2) + _varint(len(inner)) + inner
+    said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    said.put(pb.FromWorker(introduction=worker.introduction()).SerializeToString())
+    said.put(hostile)
+    call = channel.stream_stream("/atoll.v1.Work/Session")(iter(said.get, None))
+    stack.callback(call.cancel)
+    refused = lambda: next(  # noqa: E731
+        (w for w in Owner(running).call("Status", pb.StatusRequest()).workers if w.worker == worker.worker),
+        pb.WorkerStatus(),
+    )
+    eventually(lambda: "malformed" in refused().reason)
+    assert f"of {len(inner)}" in refused().reason or f"of {len(hostile)}" in refused().reason
+    assert max(parsed) < 64 << 10
+    assert not other.ended.is_set()
+
+
+def _varint(value: int) -> bytes:
+    out = b""
+    while value > 127:
+        out += bytes([value & 127 | 128])
+        value >>= 7
+    return out + bytes([value])
 
 
 def test_a_work_line_cut_without_a_word_is_given_up(stack: ExitStack, tmp_path: Path) -> None:

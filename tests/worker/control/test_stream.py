@@ -134,6 +134,20 @@ def test_closing_waits_until_what_was_said_has_left(session: Callable[..., Sessi
     assert one.end() is None
 
 
+def test_a_message_that_costs_more_than_it_may_ends_the_stream_unparsed(
+    session: Callable[..., Session],
+) -> None:
+    def hostile(requests: Iterator[pb.FromWorker], _: grpc.ServicerContext) -> Iterator[pb.ToWorker]:
+        copies = pb.KeepCopies(copies=[pb.StageCopy()] * (1 << 19))
+        yield pb.ToWorker(keep_copies=copies)
+
+    one = session(hostile)
+    end = one.end()
+    assert isinstance(end, ConnectionFailed)
+    assert "parts in its first" in str(end)
+    assert one.received.empty()
+
+
 def test_a_stream_that_is_abandoned_ends_at_once_as_if_it_had_broken(session: Callable[..., Session]) -> None:
     one = session(echo)
     assert one.received.get(timeout=HUNG_S).commit.step == 0
