@@ -33,6 +33,9 @@ EXCLUDE = (
     ".*/", "__pycache__/", "*_test.py", "test_*.py", "/build/", "/dist/", "/eggs/", "/lib/", "/lib64/",
     "/parts/", "*.egg", "*.egg-info/", "/env/", "venv/", "/ENV/", "/env.bak/", "venv.bak/",
 )  # fmt: skip
+SUFFIXES = frozenset({".py", ".toml", ".md", ".yaml", ".yml", ".json", ".jsonl"})  # of INCLUDE
+COMPILED = frozenset({".so", ".pyd", ".dll", ".dylib", ".pyc", ".pyo", ".pth", ".o", ".a", ".exe"})
+"""Suffixes of what nobody can read before accepting it, or what Python runs of itself."""
 IGNORED = ".atollignore"
 RESULTS = frozenset({".json", ".jsonl", ".md", ".yaml", ".yml"})
 """Suffixes of what a run may leave; code that appears during a run is an edit."""
@@ -290,6 +293,11 @@ def _files(folder: Path, app: Mapping[str, Any]) -> dict[str, Path]:
             chosen = relative == PROJECT or (chosen and not drop.match_file(relative))
             if chosen and path.is_file() and not path.is_symlink():
                 found[relative] = path
+            elif path.suffix.lower() in COMPILED and not drop.match_file(relative):
+                raise UsageError(
+                    f"{folder}: {relative} is compiled or a .pth file, which no worker takes: an app is what "
+                    "a machine's owner can read. Leave it out (fab-exclude), or have it installed on workers"
+                )
     for pattern in narrow:
         if not any(spec([pattern]).match_file(name) for name in found):
             raise UsageError(
@@ -376,6 +384,11 @@ def _checked(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
         )
         if odd or not plain or name.lower() in seen:
             raise BadFrame(f"app bundle holds {name[:80]!r}, which is no plain file inside the app")
+        if path.suffix not in SUFFIXES and name != "LICENSE":
+            raise BadFrame(
+                f"app bundle holds {name[:80]!r}; an app holds text alone ({', '.join(sorted(SUFFIXES))}), "
+                "nothing compiled and no .pth file"
+            )
         seen.add(name.lower())
     if sum(entry.file_size for entry in entries) > MAX_BUNDLE_BYTES:
         raise BadFrame(f"an app's files take more than {MAX_BUNDLE_BYTES} bytes")

@@ -233,6 +233,23 @@ def test_names_that_lead_outside_are_refused_and_nothing_is_written(tmp_path: Pa
     assert "no plain file" in refused(zipped((name, b"x")), tmp_path) or name == ""
 
 
+@pytest.mark.parametrize(
+    "name", ["native.so", "mine/client.pyc", "evil.pth", "x.PYD", "mine/data.bin", "run.sh"]
+)
+def test_what_nobody_can_read_before_accepting_it_is_refused(tmp_path: Path, name: str) -> None:
+    assert "an app holds text alone" in refused(zipped((name, b"x")), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mine/native.so", "client.pyc", "mine/evil.pth"])
+def test_an_apps_owner_hears_at_once_that_compiled_files_are_not_taken(tmp_path: Path, name: str) -> None:
+    app = app_in(tmp_path / "app")
+    (app / name).write_bytes(b"x")
+    with pytest.raises(UsageError, match=r"is compiled or a \.pth file, which no worker takes"):
+        make_bundle(app)
+    (app / ".gitignore").write_text(f"{name}\n")
+    assert name not in names(make_bundle(app).data)
+
+
 def test_links_doubles_and_compressed_files_are_refused(tmp_path: Path) -> None:
     assert "no plain file" in refused(zipped(("a.py", b"/etc/passwd"), mode=stat.S_IFLNK | 0o777), tmp_path)
     assert "no plain file" in refused(zipped(("a.py", b""), ("A.py", b"")), tmp_path)

@@ -1,4 +1,4 @@
-"""An app's files on this machine: written once, read-only, and looked at before every start.
+"""An accepted app's files on this machine: written once, read-only, and looked at before every start.
 
 What the owner accepted is the hash of a bundle. Each run holds the digests of that bundle's files in
 memory, so whatever happens on the disk after the files were unpacked, nothing else is ever run.
@@ -127,6 +127,18 @@ def _protect(folder: Path) -> None:
         for name in names:
             (Path(root) / name).chmod(0o400)
         Path(root).chmod(0o500)
+
+
+def remove(folder: Path) -> None:
+    """Remove an app's unpacked files, where there are any. Raises StorageError."""
+    try:
+        with _unpacking:
+            if folder.is_symlink():
+                folder.unlink()
+            elif folder.exists():
+                _remove(folder)
+    except OSError as error:
+        raise StorageError(f"cannot remove {folder}: {error.strerror}; remove it yourself") from None
 
 
 def _remove(folder: Path) -> None:

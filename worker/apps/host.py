@@ -195,7 +195,7 @@ class AppHost:
     def _accepts(self, app: pb.AppIdentity) -> bool:
         given = self._config.accept_apps
         here = ANY_APP in given or app.hash in given or signer(app) in given
-        return here or self._store.accepts(app)
+        return (here and not self._store.is_refused(app.hash)) or self._store.accepts(app)
 
     def _all(self) -> list[HostedRun]:
         with self._lock:

@@ -213,16 +213,26 @@ class HostedRun:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _prepare(self) -> None:
-        """Fetch and unpack the app, ask for consent, load it; report which of these failed."""
+        """Fetch the app, ask for consent, unpack and load it; report which of these failed.
+
+        What nobody accepted is never unpacked; what was refused is not even fetched.
+        """
         if self._ended.is_set:
             return
+        store = self._context.store
         try:
-            self._fetch_code()
+            if store.is_refused(self._app.hash):
+                self._refuse(pb.APP_REFUSAL_NOT_ACCEPTED, "its owner refused this app")
+                return
+            data = self._fetched()
+            if not self._context.accepts(self._app):
+                store.offers.keep(self._app.hash, data)
+                self._parts.cache.path(self._app.hash).unlink(missing_ok=True)
+                self._refuse(pb.APP_REFUSAL_NOT_ACCEPTED, self._how_to_accept())
+                return
+            self._unpack(data)
         except (AtollError, OSError) as error:
             self._refuse(pb.APP_REFUSAL_OTHER, str(error))
-            return
-        if not self._context.accepts(self._app):
-            self._refuse(pb.APP_REFUSAL_NOT_ACCEPTED, self._how_to_accept())
             return
         if importlib.util.find_spec("flwr") is None:
             self._refuse(pb.APP_REFUSAL_OTHER, "flwr is not installed there; `pip install 'atoll[flower]'`")
@@ -238,31 +248,41 @@ class HostedRun:
             pb.FromNode(ready=pb.AppReady(run=self.run, took_s=took_s, nodes=self._context.config.app_nodes))
         )
 
-    def _fetch_code(self) -> None:
+    def _fetched(self) -> bytes:
+        """The app's bundle, looked at and remembered as asked for."""
         app, store = self._app, self._context.store
         most = app_bundle.MAX_BUNDLE_BYTES + app_bundle.MAX_FILES * 2 * app_bundle.MAX_PATH_CHARS
         if app.size > most:
             raise BadFrame(f"an app bundle of {app.size} bytes; at most {most} are accepted")
-        self._parts.fetch(self.run, {app.hash: app.size}, self._ended)
-        folder = store.code_dir(app.hash)
-        try:
-            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._outbox.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"cannot create {folder}: {error.strerror}") from None
-        self._code = unpack(self._parts.cache.path(app.hash).read_bytes(), app.hash, folder)
-        spec = self._code.spec
+        data = store.offers.read(app.hash)
+        if data is None:
+            self._parts.fetch(self.run, {app.hash: app.size}, self._ended)
+            data = self._parts.cache.path(app.hash).read_bytes()
+        spec, _ = app_bundle.opened(data, app.hash)
         if spec.client != app.client:
             raise BadFrame(f"the app's ClientApp is {spec.client}, announced was {app.client[:200]}")
         store.asked(
             KnownApp(app.hash, spec.name, spec.version, spec.publisher, time.time(), signer=signer(app))
         )
+        return data
+
+    def _unpack(self, data: bytes) -> None:
+        store = self._context.store
+        folder = store.code_dir(self._app.hash)
+        try:
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._outbox.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"cannot create {folder}: {error.strerror}") from None
+        self._code = unpack(data, self._app.hash, folder)
+        store.offers.drop(self._app.hash)
 
     def _how_to_accept(self) -> str:
         folder = self._context.config.state_dir
         option = "" if folder == default_state_dir() else f" --state-dir {folder}"
         return (
             "its owner has not accepted this app; read it and accept it there: "
+            f"`atoll-worker apps show {self._app.hash[:16]}{option}`, "
             f"`atoll-worker apps accept {self._app.hash[:16]}{option}`" + self._or_its_publisher(option)
         )
 
@@ -330,6 +350,7 @@ class HostedRun:
             self._prepare()
         elif not accepted and not refused:
             self._drop_process()
+            self._context.store.drop_files(self._app.hash)
             self._refuse(pb.APP_REFUSAL_NOT_ACCEPTED, self._how_to_accept())
 
     # ------------------------------------------------------------ one task

@@ -2,7 +2,8 @@
 
 Layout in the state folder: ``apps/apps.json`` (bundle hash -> facts, accepted or not),
 ``apps/publishers.json`` (publisher -> since when everything that it signs is accepted),
-``apps/code/HASH`` (unpacked, to be read before it is accepted), ``apps/parts/RUN.X`` (what came),
+``apps/offered/`` (bundles that nobody accepted yet, ``worker.apps.offers``), ``apps/code/HASH`` (unpacked, of
+accepted apps alone), ``apps/parts/RUN.X`` (what came),
 ``apps/runs/HASH/RUN-NODE`` (Context.state of an app's run, kept until the run ends: another app finds
 none, whatever number its run has).
 """
@@ -22,13 +23,16 @@ from typing import TYPE_CHECKING, Any
 from atoll.errors import UsageError
 from protos.app_signing import checked_publisher, signer
 from protos.locked_json import changing, read_object
+from worker.apps.code import remove
+from worker.apps.offers import Offers
 from worker.config import make_state_dir
 
 if TYPE_CHECKING:
     from protos import atoll_apps_pb2 as pb
 
-MAX_FILE_BYTES = 1 << 20
-MAX_APPS = 1000  # remembered; the oldest are forgotten
+MAX_FILE_BYTES = 16 << 20
+MAX_ASKED = 200  # apps that were only asked for; the oldest are forgotten, never one that was decided on
+MAX_TEXT_CHARS = 100  # of each of an app's words
 STALE_RUN_S = 7 * 86400.0  # a run's state that was not asked for so long is removed
 LEAST_PREFIX = 8
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -45,10 +49,15 @@ class KnownApp:
     asked_s: float = 0.0  # wall clock, last time
     accepted_s: float = 0.0  # 0: not accepted
     signer: str = ""  # whose signature of it holds; "" nobody's
+    refused_s: float = 0.0  # 0: not refused; whoever signed it
 
     @property
     def accepted(self) -> bool:
         return self.accepted_s > 0
+
+    @property
+    def refused(self) -> bool:
+        return self.refused_s > 0
 
 
 class AppStore:
@@ -56,6 +65,7 @@ class AppStore:
 
     def __init__(self, state_dir: Path) -> None:
         self.root = state_dir / "apps"
+        self.offers = Offers(self.root)
 
     def new_parts_dir(self, run: int) -> Path:
         """Folder of what a run sends until it ends; no other run, nor this one again, gets the same."""
@@ -87,19 +97,28 @@ class AppStore:
         app = self._read().get(name)
         return app is not None and app.accepted
 
+    def is_refused(self, name: str) -> bool:
+        """True when this machine's owner refused the app of this hash."""
+        app = self._read().get(name)
+        return app is not None and app.refused
+
     def accepts(self, app: pb.AppIdentity) -> bool:
-        """True when the owner accepted this app, by its hash or by the publisher that signed it."""
+        """True when the owner accepted this app, by its hash or by the publisher that signed it, and did not
+        refuse it."""
         if self.is_accepted(app.hash):
             return True
+        if self.is_refused(app.hash):
+            return False
         found = self.publishers()
         return bool(found) and signer(app) in found
 
     def asked(self, app: KnownApp) -> None:
         """Remember that this app was offered to this machine."""
         with self._changing() as found:
-            before = found.get(app.hash)
-            facts = asdict(app) | {"accepted_s": before.accepted_s if before else 0.0}
-            found[app.hash] = KnownApp(**facts)
+            before = found.get(app.hash) or KnownApp(app.hash)
+            words = {key: getattr(app, key)[:MAX_TEXT_CHARS] for key in ("name", "version", "publisher")}
+            decided = {"accepted_s": before.accepted_s, "refused_s": before.refused_s}
+            found[app.hash] = KnownApp(**(asdict(app) | words | decided))
 
     def accept(self, name: str) -> KnownApp:
         """Accept an app by its hash, or by the first digits of one that was asked for.
@@ -109,8 +128,17 @@ class AppStore:
         with self._changing() as found:
             full = self._full(name, found)
             before = found.get(full, KnownApp(full))
-            found[full] = KnownApp(**(asdict(before) | {"accepted_s": time.time()}))
+            found[full] = KnownApp(**(asdict(before) | {"accepted_s": time.time(), "refused_s": 0.0}))
             return found[full]
+
+    def refuse(self, name: str) -> KnownApp:
+        """Refuse an app for good, whoever signed it, and remove its files. UsageError as ``accept``."""
+        with self._changing() as found:
+            full = self._full(name, found)
+            before = found.get(full, KnownApp(full))
+            found[full] = KnownApp(**(asdict(before) | {"accepted_s": 0.0, "refused_s": time.time()}))
+        self.drop_files(full)
+        return found[full]
 
     def revoke(self, name: str) -> KnownApp:
         """Take an acceptance back. UsageError when there is none."""
@@ -120,7 +148,17 @@ class AppStore:
             if before is None or not before.accepted:
                 raise UsageError(f"app {full[:12]} is not accepted; `atoll-worker apps list` shows what is")
             found[full] = KnownApp(**(asdict(before) | {"accepted_s": 0.0}))
-            return found[full]
+        self.drop_files(full)
+        return found[full]
+
+    def full_name(self, name: str) -> str:
+        """The hash that ``name`` stands for. UsageError when that names no app, or several."""
+        return self._full(name, self._read())
+
+    def drop_files(self, name: str) -> None:
+        """Remove an app's files: nobody accepts it any more."""
+        self.offers.drop(name)
+        remove(self.code_dir(name))
 
     def publishers(self) -> dict[str, float]:
         """Publishers whose signed apps are accepted here, with the time (Unix) since when."""
@@ -139,6 +177,9 @@ class AppStore:
         with self._changing_publishers() as found:
             if found.pop(name, None) is None:
                 raise UsageError(f"{name} is not accepted; `atoll-worker apps publishers` shows who is")
+        for app in self.known():
+            if app.signer == name and not app.accepted:
+                self.drop_files(app.hash)
         return name
 
     @contextlib.contextmanager
@@ -172,14 +213,23 @@ class AppStore:
         with changing(self.root / "apps.json", MAX_FILE_BYTES) as items:
             found = _apps(items)
             yield found
-            newest = sorted(found.values(), key=lambda a: (a.accepted, a.asked_s), reverse=True)[:MAX_APPS]
+            newest = sorted(found.values(), key=lambda app: app.asked_s, reverse=True)
+            asked = [app for app in newest if not app.accepted and not app.refused][:MAX_ASKED]
+            kept = [app for app in newest if app.accepted or app.refused] + asked
             items.clear()
-            items.update({app.hash: asdict(app) for app in newest})
+            items.update({app.hash: asdict(app) for app in kept})
 
     # ------------------------------------------------------------ states of runs
 
     def sweep(self, now_s: float) -> None:
-        """Remove arrays of runs that this process does not know, and states of runs long ended."""
+        """Remove arrays of runs that this process does not know, states of runs long ended, and files of apps
+        that nobody accepts any more."""
+        self.offers.sweep()
+        publishers, known = self.publishers(), self._read()
+        for code in _folders(self.root / "code"):
+            asked = known.get(code.name, KnownApp(code.name))
+            if not asked.accepted and (asked.refused or asked.signer not in publishers):
+                remove(code)
         shutil.rmtree(self.root / "parts", ignore_errors=True)
         shutil.rmtree(self.root / "outbox", ignore_errors=True)
         for app in _folders(self.root / "runs"):
@@ -218,6 +268,7 @@ def _facts(item: Any) -> dict[str, Any]:
         "publisher": str,
         "signer": str,
         "asked_s": float,
+        "refused_s": float,
         "accepted_s": float,
     }
     return {key: kind(item[key]) for key, kind in kinds.items() if key in item}

@@ -10,8 +10,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from atoll.errors import UsageError
 from protos.app_signing import SCHEME
 from protos.command_line import AsJson, out, print_json, shown_time
+from protos.text_limits import clean
 from worker.apps.store import AppStore
 from worker.cli.options import StateDir
 from worker.cli.running import signal_consent_changed
@@ -19,6 +21,8 @@ from worker.config import default_state_dir
 
 if TYPE_CHECKING:
     from worker.apps.store import KnownApp
+
+MAX_SHOWN_CHARS = 10 << 20
 
 apps = typer.Typer(help="Apps (foreign Python code) that may run on this machine.", no_args_is_help=True)
 
@@ -38,19 +42,53 @@ def list_apps(state_dir: StateDir = None, json: AsJson = False) -> int:
     store = AppStore(state_dir or default_state_dir())
     known = store.known()
     if json:
-        found = [asdict(a) | {"accepted": a.accepted, "files": str(store.code_dir(a.hash))} for a in known]
+        found = [asdict(a) | {"accepted": a.accepted, "files": _where(store, a.hash)} for a in known]
         print_json(found)
         return 0
-    table = Table("hash", "app", "publisher", "asked for", "accepted", "its files, to read", box=None)
+    table = Table("hash", "app", "publisher", "asked for", "accepted", "to read it", box=None)
     signed = store.publishers()
     for app in known:
-        word = Text("yes", style="green") if app.accepted or app.signer in signed else "no"
-        files = store.code_dir(app.hash)
-        where = str(files) if files.is_dir() else "-"
+        given = app.accepted or (app.signer in signed and not app.refused)
+        word = Text("yes", style="green") if given else "refused" if app.refused else "no"
+        where = f"apps show {app.hash[:16]}" if store.code_dir(app.hash).is_dir() else "-"
+        where = f"apps show {app.hash[:16]}" if store.offers.read(app.hash) is not None else where
         named = f"{app.name} {app.version}".strip() or "-"
         who = " ".join(filter(None, [app.publisher, f"({app.signer[:18]}...)" if app.signer else ""]))
         table.add_row(app.hash[:16], named, who or "-", shown_time(app.asked_s), word, where)
     out.print(table if known else "no app was requested; only a worker with --allow-apps gets requests")
+    return 0
+
+
+@apps.command(epilog="Example: atoll-worker apps show 3f6c0a91d2e47b58 mine/client.py")
+def show(
+    name: Hash,
+    file: Annotated[str, typer.Argument(metavar="[FILE]", help="Print this file of it.")] = "",
+    state_dir: StateDir = None,
+) -> int:
+    """List an app's files, or print one, to be read before it is accepted; until then none is unpacked."""
+    store = AppStore(state_dir or default_state_dir())
+    full = store.full_name(name)
+    folder = store.code_dir(full)
+    if folder.is_dir() and store.offers.read(full) is None:
+        paths = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+    else:
+        files = store.offers.files(full)
+    if file and file not in files:
+        raise UsageError(f"app {full[:16]} holds no {file[:80]!r}; without a name this lists its files")
+    if file:
+        out.print(clean(files[file].decode(errors="replace"), MAX_SHOWN_CHARS, lines=True), soft_wrap=True)
+        return 0
+    for path, data in sorted(files.items()):
+        out.print(f"{len(data):10,}  {path}", soft_wrap=True)
+    return 0
+
+
+@apps.command(epilog="Example: atoll-worker apps refuse 3f6c0a91d2e47b58")
+def refuse(name: Hash, state_dir: StateDir = None) -> int:
+    """Refuse an app for good, whoever signed it: its files are removed and no longer fetched."""
+    folder = state_dir or default_state_dir()
+    _show("refused", AppStore(folder).refuse(name), folder)
     return 0
 
 
@@ -72,7 +110,7 @@ def accept(name: Hash, state_dir: StateDir = None) -> int:
 
 @apps.command(epilog="Example: atoll-worker apps revoke 3f6c0a91d2e47b58")
 def revoke(name: Hash, state_dir: StateDir = None) -> int:
-    """Forbid this app, or what this publisher signs; where it runs now, it is stopped."""
+    """Forbid this app, or what this publisher signs; where it runs, it is stopped. Its files go."""
     folder = state_dir or default_state_dir()
     store = AppStore(folder)
     if name.startswith(SCHEME):
@@ -94,6 +132,12 @@ def publishers(state_dir: StateDir = None, json: AsJson = False) -> int:
     if not found:
         out.print("no publisher is accepted; apps are, by their hash (`atoll-worker apps list`)")
     return 0
+
+
+def _where(store: AppStore, name: str) -> str:
+    """Folder of an accepted app's files, empty where they are not unpacked."""
+    folder = store.code_dir(name)
+    return str(folder) if folder.is_dir() else ""
 
 
 def _show(what: str, app: KnownApp, folder: Path) -> None:

@@ -19,11 +19,13 @@ from atoll.errors import BadFrame
 from protos import atoll_apps_pb2 as pb
 from protos.app_bundle import Bundle, make_bundle
 from protos.app_signing import make_key, sign
+from protos.command_line import run
 from worker.apps import run as app_run
 from worker.apps.host import AppHost, _check_names
 from worker.apps.run import AppContext, HostedRun
 from worker.apps.store import AppStore
 from worker.blobs import BlobCache
+from worker.cli import main as cli
 from worker.config import WorkerConfig
 
 PROJECT = """
@@ -162,9 +164,11 @@ def test_an_app_whose_files_changed_after_they_were_accepted_is_not_started(
 ) -> None:
     hosted.until(lambda m: m.HasField("refused"))
     folder = hosted.store.code_dir(hosted.bundle.hash)
+    hosted.store.accept(hosted.bundle.hash)
+    hosted.run.consent_changed()
+    started.get(timeout=HUNG_S)
     (folder / "app.py").chmod(0o600)
     (folder / "app.py").write_text("client = input\n")
-    hosted.store.accept(hosted.bundle.hash)
     # Every start looks, not only the first: the run was loaded and its process has died.
     hosted.run._standing = pb.FromNode(ready=pb.AppReady(run=5))
     hosted.run.task(pb.AppTask(run=5, message="m", left_s=30.0))
@@ -172,6 +176,41 @@ def test_an_app_whose_files_changed_after_they_were_accepted_is_not_started(
     assert (reply.message, reply.error) == ("m", app_run.APP_CRASHED)
     assert "'app.py' was changed" in reply.reason
     assert started.empty()
+
+
+def test_an_app_that_nobody_accepted_is_one_inert_file_that_can_be_read_until_it_is_refused(
+    hosted: Hosted, started: queue.SimpleQueue[pb.ChildSetup], capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosted.until(lambda m: m.HasField("refused"))
+    state, name = hosted.store.root.parent, hosted.bundle.hash
+    files = [path for path in hosted.store.root.rglob("*") if path.is_file() and path.suffix != ".json"]
+    assert [path.name for path in files if path.name != "lock"] == [f"{name}.bundle"]
+    assert files[0].stat().st_mode & 0o111 == 0
+    here = ["--state-dir", str(state)]
+    assert run(cli.app, ["apps", "show", name[:12], *here]) == 0
+    assert "app.py" in capsys.readouterr().out
+    assert run(cli.app, ["apps", "show", name[:12], "app.py", *here]) == 0
+    assert "client = print" in capsys.readouterr().out
+    assert run(cli.app, ["apps", "refuse", name[:12], *here]) == 0
+    assert not [path for path in hosted.store.root.rglob("*") if path.suffix in (".bundle", ".py")]
+    hosted.run.consent_changed()
+    hosted.run.task(pb.AppTask(run=5, message="m", left_s=30.0))
+    assert "not accepted" in hosted.until(lambda m: m.reply.message == "m").reply.reason
+    assert started.empty()
+
+
+def test_an_apps_files_are_unpacked_once_it_is_accepted_and_go_when_that_is_taken_back(
+    hosted: Hosted, started: queue.SimpleQueue[pb.ChildSetup]
+) -> None:
+    hosted.until(lambda m: m.HasField("refused"))
+    hosted.store.accept(hosted.bundle.hash)
+    hosted.run.consent_changed()
+    started.get(timeout=HUNG_S)
+    folder = hosted.store.code_dir(hosted.bundle.hash)
+    assert sorted(path.name for path in folder.iterdir()) == ["app.py", "pyproject.toml"]
+    assert hosted.store.offers.read(hosted.bundle.hash) is None
+    hosted.store.revoke(hosted.bundle.hash)
+    assert not folder.exists()
 
 
 def test_two_apps_never_share_state_whatever_number_their_runs_have(

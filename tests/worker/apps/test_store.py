@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -13,7 +14,8 @@ from atoll.errors import UsageError
 from protos import atoll_apps_pb2 as pb
 from protos.app_signing import make_key, sign
 from protos.command_line import run
-from worker.apps.store import AppStore, KnownApp
+from worker.apps.offers import KEPT_S, MAX_OFFERS, Offers
+from worker.apps.store import MAX_ASKED, AppStore, KnownApp
 from worker.cli import main as cli
 from worker.config import WorkerConfig, make_config
 
@@ -125,3 +127,53 @@ def test_states_of_runs_long_ended_go_and_those_of_other_runs_stay(tmp_path: Pat
     store.drop_state(A, 6, 9)
     assert not store.runs_dir(A).exists()
     assert (store.runs_dir(B) / "5-9" / "state").exists()
+
+
+def test_a_refusal_outweighs_a_publisher_and_is_not_forgotten_for_many_offers(tmp_path: Path) -> None:
+    who = make_key(tmp_path / "lab.key")
+    key, signature = sign(tmp_path / "lab.key", A)
+    app = pb.AppIdentity(hash=A, signer=key, signature=signature)
+    store = AppStore(tmp_path / "state")
+    store.accept_publisher(who)
+    store.asked(KnownApp(A, "mine", signer=key, asked_s=1.0))
+    store.refuse(A)
+    store.accept(B)
+    for at in range(300):
+        store.asked(KnownApp(f"{at:064x}", "\U0001f600" * 5000, asked_s=10.0 + at))
+    assert (store.accepts(app), store.is_refused(A), store.is_accepted(B)) == (False, True, True)
+    assert len(store.known()) == MAX_ASKED + 2
+    store.accept(A)
+    assert store.accepts(app)
+
+
+def test_bundles_that_wait_are_bounded_in_number_bytes_and_age(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Offers(tmp_path, clock=lambda: 1e9)
+    names = []
+    for at in range(MAX_OFFERS + 5):
+        data = b"%d" % at
+        names.append(hashlib.sha256(data).hexdigest())
+        found.keep(names[-1], data)
+        os.utime(tmp_path / "offered" / f"{names[-1]}.bundle", (1e9 + at, 1e9 + at))
+    assert [name for name in names if found.read(name)] == names[5:]
+    Offers(tmp_path, clock=lambda: 1e9 + KEPT_S + 10).sweep()
+    assert [name for name in names if found.read(name)] == names[10:], "those that nobody accepted in time go"
+    monkeypatch.setattr("worker.apps.offers.MAX_BYTES", 5)
+    found.sweep()
+    assert len([name for name in names if found.read(name)]) == 2
+    (tmp_path / "offered" / f"{names[-1]}.bundle").write_bytes(b"other")
+    assert found.read(names[-1]) is None
+
+
+def test_files_of_apps_that_nobody_accepts_any_more_are_swept(tmp_path: Path) -> None:
+    """As versions up to 0.6.0 left them, which unpacked before they asked."""
+    store = AppStore(tmp_path)
+    store.asked(KnownApp(A))
+    store.accept(B)
+    for name in (A, B):
+        (store.code_dir(name) / "mine").mkdir(parents=True)
+        (store.code_dir(name) / "mine" / "native.so").write_bytes(b"ELF")
+        store.code_dir(name).chmod(0o500)
+    store.sweep(time.time())
+    assert [path.name for path in (tmp_path / "apps" / "code").iterdir()] == [B]
