@@ -135,7 +135,7 @@ def test_a_refusal_outweighs_a_publisher_and_is_not_forgotten_for_many_offers(tm
     app = pb.AppIdentity(hash=A, signer=key, signature=signature)
     store = AppStore(tmp_path / "state")
     store.accept_publisher(who)
-    store.asked(KnownApp(A, "mine", signer=key, asked_s=1.0))
+    store.asked(KnownApp(A, "mine", signer=who, asked_s=1.0))
     store.refuse(A)
     store.accept(B)
     for at in range(300):
