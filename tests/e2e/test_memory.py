@@ -55,7 +55,7 @@ def own_bytes(options: Sequence[str]) -> int:
 @pytest.mark.slow
 def test_with_half_the_truth_the_job_ends_and_nothing_is_trained_twice() -> None:
     own, prepared = own_bytes(()), prepare(tied_llama())
-    limit = ("--memory", f"{(own + 170 * MIB) // MIB}MiB")
+    limit = ("--memory", f"{(own + 240 * MIB) // MIB}MiB")
     with HalfFleet(4, options=limit) as fleet:
         job = fleet.client.submit(prepared).job
         facts = Facts(fleet.state / "journal.sqlite")

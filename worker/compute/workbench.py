@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 OPS_BUDGET_S = 60.0
-OPS_BYTES_SHARE = 0.75  # of the memory budget, for one op: an idle worker holds nothing else
+OPS_BYTES_SHARE = 0.5  # of what a job may add, for one op: computing for the first time takes some as well
 PROBE_S = 60.0  # nothing honest takes longer
 SHOW_S = 10.0  # between two lines of log about steps that are repeated
 Task = Callable[[Cancel], None]

@@ -63,14 +63,18 @@ def _context_bytes(index: int) -> int:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
         before = used()
-        place = torch.device("cuda", index)
-        torch.mm(torch.ones(16, 16, device=place), torch.ones(16, 16, device=place))
-        torch.cuda.synchronize(index)
-        torch.cuda.empty_cache()
+        _first_product(torch.device("cuda", index))
         found = used() - before
     except pynvml.NVMLError:
         found = 0
     return found if 0 < found < MOST_CONTEXT_BYTES else CONTEXT_BYTES
+
+
+def _first_product(place: torch.device) -> None:
+    """Multiply two matrices, and keep nothing of it but what the libraries have loaded."""
+    torch.mm(torch.ones(16, 16, device=place), torch.ones(16, 16, device=place))
+    torch.cuda.synchronize(place)
+    torch.cuda.empty_cache()
 
 
 def torch_device(device: Device) -> torch.device:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pynvml
 import pytest
+import torch
 
 from atoll.errors import UsageError
 from worker.config import WorkerConfig
+from worker.machine import torch_device
+from worker.machine.device import Device
 from worker.machine.own_share import LEAST_STAGE_BYTES, held_bytes, host_bytes, memory_share
 
 MIB = 1 << 20
@@ -60,3 +66,40 @@ def test_what_this_process_holds_is_counted() -> None:
     more = bytearray(b"x") * (32 * MIB)
     assert 28 * MIB < held_bytes() - before < 64 * MIB
     assert more[0] == ord("x")
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, used_after: int, error: type[Exception] | None = None) -> Device:
+    """The GPU of a machine whose driver counts so many bytes once the context is there."""
+    counts = iter([1000 * MIB, used_after])
+
+    def info(handle: object) -> SimpleNamespace:
+        if error is not None:
+            raise error
+        return SimpleNamespace(used=next(counts))
+
+    for name, value in (
+        ("is_available", True), ("device_count", 1), ("mem_get_info", (20 << 30, 24 << 30)),
+        ("get_device_name", "GPU"), ("get_device_properties", SimpleNamespace(uuid="0")),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", info)
+    monkeypatch.setattr(torch_device, "_first_product", lambda place: None)
+    return torch_device.find_device(WorkerConfig("h", device="cuda", memory_bytes=4 << 30))
+
+
+def test_a_gpus_context_is_what_the_driver_counts_more_once_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = gpu(monkeypatch, used_after=1500 * MIB)
+    assert (device.own_bytes, device.memory_limit_bytes) == (500 * MIB, (4 << 30) - 500 * MIB)
+
+
+@pytest.mark.parametrize("error", [None, pynvml.NVMLError_Unknown])
+def test_a_context_that_cannot_be_measured_is_taken_for_a_usual_one(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None
+) -> None:
+    """Another process may free memory meanwhile."""
+    device = gpu(monkeypatch, used_after=900 * MIB, error=error)
+    assert device.own_bytes == torch_device.CONTEXT_BYTES
