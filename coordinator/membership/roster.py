@@ -395,8 +395,13 @@ class Roster:
             coordinator=self.ops.round_trip(worker),
             codec_speeds=dict(known.introduction.codec_speeds),
             device_class=known.introduction.device_class,
-            memory_scale=self.memory.factor(job, known.introduction.device_class),
+            memory_scale=self.memory_factor(job, worker),
         )
+
+    def memory_factor(self, job: str, worker: str) -> float:
+        """Return by how much more than the model says a job's stages are to count on a worker."""
+        known = self.workers[worker].introduction
+        return 1.0 if known.memory_in_figures else self.memory.factor(job, known.device_class)
 
     def codecs_timed(self, worker: str, speeds: Mapping[str, tuple[float, float]]) -> str | None:
         """Newer codec speeds of a worker, for plans to come; returns why they cannot be true."""

@@ -100,6 +100,7 @@ class Introduction:
     copies: tuple[CopyHeld, ...] = ()  # that it keeps already
     copy_bytes: int = 0  # of disk that it lends to copies
     own_memory_bytes: int = 0  # that the worker takes itself, beside the limit
+    memory_in_figures: bool = False  # the limit is in the planner's figures: nothing holds a stage to it
 
     @property
     def place(self) -> tuple[object, ...]:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from coordinator.messages.events import StageFailed
 
 MIB = float(2**20)
+TELLING_SHARE = (
+    0.5  # of the plan's largest stage: what a smaller one takes is mostly the process's own growth
+)
 
 
 def learn(roster: Roster, state: JobState) -> None:
@@ -29,8 +32,9 @@ def learn(roster: Roster, state: JobState) -> None:
         beat = known.beat if known is not None else None
         if known is None or beat is None or beat.job != state.job or beat.version < state.assigned:
             continue
-        device = known.introduction.device_class
-        roster.memory.measured(state.job, device, told.model_bytes, beat.memory_peak_bytes)
+        if not known.introduction.memory_in_figures:
+            device = known.introduction.device_class
+            roster.memory.measured(state.job, device, _telling_bytes(state, told), beat.memory_peak_bytes)
 
 
 def recall(roster: Roster, state: JobState) -> None:
@@ -60,9 +64,15 @@ def killed(roster: Roster, state: JobState, failed: FromRank[StageFailed], label
     if not told or known is None:
         return words
     device, planned = known.introduction.device_class, told[0].memory_bytes
-    factor = roster.memory.killed(state.job, device, told[0].model_bytes, n_bytes)
+    factor = roster.memory.killed(state.job, device, _telling_bytes(state, told[0]), n_bytes)
     words += f", {planned / MIB:.0f} were planned"
     return f"{words}; such devices count {factor:.2f} x the model's figure from now on"
+
+
+def _telling_bytes(state: JobState, told: StagePrediction) -> float:
+    """Return the model's bytes of a stage, 0 where it is too small to tell a factor for larger ones."""
+    largest = max(stage.model_bytes for stage in predicted_stages(state))
+    return told.model_bytes if told.model_bytes >= TELLING_SHARE * largest else 0.0
 
 
 def predicted_stages(state: JobState) -> tuple[StagePrediction, ...]:

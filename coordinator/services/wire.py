@@ -79,6 +79,7 @@ def introduction_from(m: pb.Introduction) -> ev.Introduction:
         guest=_guest(m.guest) if m.HasField("guest") else ev.UNLIMITED,
         copies=tuple(_copy_held(copy) for copy in bounds.count("copies", m.copies, MAX_COPIES)),
         copy_bytes=m.copy_bytes,
+        memory_in_figures=device.memory_in_figures,
         own_memory_bytes=bounds.within("own_memory_bytes", device.own_memory_bytes, 0, MAX_MEMORY_BYTES),
     )
 

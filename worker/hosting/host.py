@@ -184,6 +184,7 @@ class ComputeHost:
         facts.CopyFrom(self._device or facts)
         share = self.memory_under()
         facts.memory_limit_bytes, facts.own_memory_bytes = max(0, share.planned_bytes), share.own_bytes
+        facts.memory_in_figures = share.planned_bytes < share.stage_bytes
         return facts
 
     def memory_under(self, config: WorkerConfig | None = None) -> MemoryShare:

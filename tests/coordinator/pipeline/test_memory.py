@@ -185,3 +185,46 @@ def test_a_stage_that_is_killed_while_the_result_is_stored_stores_it_once_it_has
     store(world, 20, "b", "c")
     assert world.state().phase is Phase.FINISHED
     assert [fact.step for fact in commits(world)] == list(range(20))
+
+
+def test_a_small_stage_tells_no_factor_for_large_ones() -> None:
+    """What it takes is mostly what a process grows by when it first computes."""
+
+    def uneven(plan: Plan, asked: do.MakePlan) -> Plan:
+        made = predicted(plan, asked)
+        assert made.prediction is not None
+        first, *rest = made.prediction.stages
+        stages = (replace(first, memory_bytes=first.memory_bytes // 25), *rest)
+        return replace(made, prediction=replace(made.prediction, stages=stages))
+
+    world = Scripted(stages=3, fewest=3, altered=uneven)
+    world.join("a", "b", "c")
+    world.submit(what=spec(3))
+    world.load()
+    state = world.state()
+    beat = ev.Heartbeat(world.clock.now_s, JOB, state.version, 0, 1, 0, memory_peak_bytes=80 * MIB)
+    world.says("a", beat)
+    step(world)
+    world.wait(0.5)
+    assert scale(world) == 1.0
+    kill(world, "a")
+    assert scale(world) == LEAST_RAISE
+
+
+def test_a_limit_in_the_planners_figures_is_compared_with_the_models() -> None:
+    """Nothing holds a stage to it: in a laboratory a small model is cut as a large one would be."""
+
+    class Laboratory(Scripted):
+        def introduced(self, worker: str, incarnation: int) -> ev.Introduction:
+            return replace(super().introduced(worker, incarnation), memory_in_figures=True)
+
+    world = Laboratory(stages=3, fewest=3, altered=predicted)
+    world.join("a", "b", "c")
+    world.submit(what=spec(3))
+    world.load()
+    state = world.state()
+    beat = ev.Heartbeat(world.clock.now_s, JOB, state.version, 0, 1, 0, memory_peak_bytes=900 * MIB)
+    world.says("b", beat)
+    step(world)
+    world.wait(0.5)
+    assert scale(world) == world.scheduler.roster.memory_factor(JOB, "b") == 1.0
