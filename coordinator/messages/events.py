@@ -172,8 +172,7 @@ class PeerJoined:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Of a stage's part of a step, in hex: of its gradients, which every replica of the stage has in common,
-    and of the messages that it took for them. "": not told."""
+    """In hex, of a stage's gradients in a step, and of the messages that it took for them; "": not told."""
 
     gradients: str = ""
     inputs: str = ""
@@ -285,8 +284,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class HostRows:
-    """Clients in a host's sum, and why others are not; the sum's loads by term and its scalars.
-    ``stateful``: the clients' states are on this host."""
+    """Clients in a host's sum (``stateful``: their states are here), and why others are not; its loads."""
 
     rows: Mapping[str, Row]
     refused: Mapping[str, str]
