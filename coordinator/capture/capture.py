@@ -200,6 +200,11 @@ def _source(
                 f"example input {name!r} is a {type(value).__name__}, not a tensor; fix other arguments in "
                 "the module itself"
             )
+    if torch.get_default_dtype() is not torch.float32:
+        raise CaptureError(
+            f"torch's default type is {torch.get_default_dtype()} here and float32 on workers, where the "
+            "same ops would give other types; leave it, and convert the module and its inputs instead"
+        )
     if not inputs:
         raise CaptureError("there are no example inputs; give one tensor for each argument that data fills")
     canonical = _canonical_names(module)
@@ -321,5 +326,11 @@ def _check_weights(dags: Mapping[bool, OpDag], sums: bool) -> None:
 
 
 def _check_trainable(dag: OpDag) -> None:
+    for name, parameter in dag.parameters.items():
+        if parameter.requires_grad and parameter.meta.dtype.startswith("complex"):
+            raise CaptureError(
+                f"parameter {name!r} is {parameter.meta.dtype}; workers train real numbers: keep it as "
+                "nn.Parameter(torch.view_as_real(w)) and use torch.view_as_complex of it in forward"
+            )
     if not dag.ops[dag.loss].requires_grad:
         raise CaptureError("the loss depends on no trainable parameter: all are frozen, detached or unused")

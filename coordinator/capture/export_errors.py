@@ -41,7 +41,10 @@ _REMEDIES = (
         "leave max_norm out of nn.Embedding, which rewrites its weight in forward, and bound what it gives "
         "(F.normalize)",
     ),
-    (re.compile(r"ctc_loss"), "give F.ctc_loss its lengths as tuples of numbers, the same for each batch"),
+    (
+        re.compile(r"ctc_loss"),
+        "torch.export cannot follow ctc_loss, whose work depends on its lengths; take a loss of fixed shapes",
+    ),
 )
 
 

@@ -86,10 +86,7 @@ def self_check(
     state that forward changes. The module is left as it was; works on a copy, so it needs its memory twice.
     """
     _refuse_hooks(module)
-    try:
-        plain = copy.deepcopy(module)
-    except Exception as error:  # a module may hold anything
-        raise CaptureError(f"the module cannot be copied to be checked: {error}") from error
+    plain = _copy(module)
     device = device_of(module, batch)
     state = {
         name: t.clone() if name in captured.train.buffers or name in captured.evaluation.buffers else t
@@ -106,6 +103,20 @@ def self_check(
     finally:
         found.restore()
     return CheckResult(check.compared, check.worst, check.weight, check.total)
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    # Results of an earlier forward that hooks and owners keep as attributes are copied as values.
+    kept = {
+        id(value): value.detach().clone()
+        for part in module.modules()
+        for value in vars(part).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
+    try:
+        return copy.deepcopy(module, dict(kept))
+    except Exception as error:  # a module may hold anything
+        raise CaptureError(f"the module cannot be copied to be checked: {error}") from error
 
 
 def _refuse_hooks(module: nn.Module) -> None:
@@ -172,6 +183,7 @@ class _Check:
         for change in made:
             if change.put is not None:
                 change.put(Left(change.name))
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         with self.run("the module itself fails at another call", seed):
             try:
                 self.plain(self.batches[0])
@@ -180,6 +192,9 @@ class _Check:
                     f"forward reads {error}, a tensor that the call before has left there, which the graph "
                     f"would not hold; {_COUNT}"
                 ) from error
+        with torch.no_grad():
+            for buffer, before in buffers:  # the graph has not run
+                buffer.copy_(before)
 
     def training_pass(self, executor: Executor, batch: Mapping[str, Tensor], seed: int) -> None:
         dag = self.captured.train

@@ -39,6 +39,7 @@ from atoll.ops import GETITEM
 from coordinator.capture.export_errors import blame
 from coordinator.capture.outcome import Loss
 from coordinator.capture.python_state import PythonState
+from coordinator.capture.stock import densely, followable, without_out
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -128,6 +129,7 @@ def export(
     with ExitStack() as stack:
         stack.callback(PythonState(module).restore)
         stack.enter_context(as_trained(module, training, frozen))
+        stack.enter_context(followable(module))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.random.fork_rng())
         # What torch warns of here (attributes assigned in forward) the self-check decides.
@@ -261,14 +263,20 @@ class _Flattener:
             return args[0][args[1]]
         if _DROPPED.match(target):
             return None
-        return self.append(node, target, args, env, grad, autocast)
+        kwargs = {name: self.values(value, env) for name, value in node.kwargs.items()}
+        plain = without_out(target) if "out" in kwargs else None
+        if plain is None:
+            return self.append(node, target, densely(target, args), kwargs, grad, autocast)
+        written = kwargs.pop("out")
+        result = self.append(node, plain, args, kwargs, grad, autocast)
+        return self.append(node, "aten.copy_.default", (written, result), {}, grad, autocast)
 
     def inline(self, inner: Any, args: Any, grad: bool, autocast: Autocast | None) -> Any:
         holes = [node for node in inner.graph.nodes if node.op == "placeholder"]
         return self.walk(inner, dict(zip(holes, args, strict=True)), grad, autocast)
 
     def append(
-        self, node: Any, target: str, args: Any, env: dict[Any, Any], grad: bool, autocast: Autocast | None
+        self, node: Any, target: str, args: Any, kwargs: Any, grad: bool, autocast: Autocast | None
     ) -> OpRef:
         module_path, source_line = _module_path(node), _source_line(node)
         where = f"op {target} in {module_path or 'the module'} at {source_line or 'an unknown line'}"
@@ -278,7 +286,7 @@ class _Flattener:
             kind=Kind.NON_PARAMETRIC,
             target=target,
             args=tuple(_argument(arg, where) for arg in args),
-            kwargs=tuple((k, _argument(self.values(v, env), where)) for k, v in node.kwargs.items()),
+            kwargs=tuple((name, _argument(value, where)) for name, value in kwargs.items()),
             outputs=(),
             grad_enabled=grad,
             autocast=autocast,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -53,6 +54,21 @@ def spectral_norm() -> nn.Module:
     return Classifier(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), 8)
 
 
+def spectral_norm_by_hooks() -> nn.Module:
+    return Classifier(nn.utils.spectral_norm(nn.Linear(6, 8)), 8)
+
+
+def spectral_norm_of_convolutions() -> nn.Module:
+    norm = nn.utils.parametrizations.spectral_norm
+    convolutions = norm(nn.Conv2d(3, 4, 3), n_power_iterations=2), norm(nn.ConvTranspose2d(4, 2, 3))
+    return Classifier(nn.Sequential(*convolutions), 128)
+
+
+def weight_norm_by_hooks() -> nn.Module:
+    with warnings.catch_warnings(action="ignore"):  # deprecated, and widely used
+        return Classifier(nn.utils.weight_norm(nn.Linear(6, 8)), 8)
+
+
 def orthogonal() -> nn.Module:
     return Classifier(nn.utils.parametrizations.orthogonal(nn.Linear(6, 6)), 6)
 
@@ -65,6 +81,10 @@ def embedding_with_padding() -> nn.Module:
     return Classifier(nn.Embedding(12, 3, padding_idx=0), 15)
 
 
+def sparse_embedding_bag() -> nn.Module:
+    return Classifier(nn.EmbeddingBag(12, 6, mode="sum", sparse=True), 6)
+
+
 def embedding_max_norm() -> nn.Module:
     return Classifier(nn.Embedding(12, 3, max_norm=1.0), 15)
 
@@ -75,6 +95,10 @@ def embedding_bag() -> nn.Module:
 
 def cumulative_batch_norm() -> nn.Module:
     return Classifier(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None)), 8)
+
+
+def cumulative_batch_norm_of_images() -> nn.Module:
+    return Classifier(nn.Sequential(nn.BatchNorm2d(3, momentum=None, affine=False), nn.Flatten()), 192)
 
 
 def batch_norm() -> nn.Module:
@@ -151,7 +175,7 @@ def label_smoothing_and_class_weights() -> nn.Module:
 
 
 class Alignments(nn.Module):
-    """CTC over four frames of a sequence."""
+    """CTC over five frames."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,8 +183,7 @@ class Alignments(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         logits = self.head(self.embed(x)).log_softmax(-1).transpose(0, 1)
-        lengths = torch.full((x.shape[0],), 5, dtype=torch.long)
-        return F.ctc_loss(logits, (y + 1)[:, None], lengths, torch.ones_like(lengths))
+        return F.ctc_loss(logits, (y + 1)[:, None], (5,) * 4, (1,) * 4)
 
 
 class ComplexWeight(nn.Module):
@@ -187,7 +210,18 @@ class RealSpectrum(ComplexWeight):
 CASES = [
     case(weight_norm, vectors),
     case(orthogonal, vectors),
+    case(spectral_norm, vectors),
+    case(spectral_norm_by_hooks, vectors),
+    case(spectral_norm_of_convolutions, images),
+    case(weight_norm_by_hooks, vectors),
     case(embedding_with_padding, tokens),
+    case(sparse_embedding, tokens),
+    case(sparse_embedding_bag, tokens),
+    case(embedding_max_norm, tokens, refused=r"embedding_renorm_.*leave max_norm out of nn\.Embedding"),
+    case(cumulative_batch_norm, vectors, steps=4),
+    case(cumulative_batch_norm_of_images, images),
+    case(Alignments, tokens, refused=r"F\.ctc_loss.*torch\.export cannot follow ctc_loss"),
+    case(ComplexWeight, vectors, refused=r"parameter 'w' is complex64.*view_as_real"),
     case(embedding_bag, tokens),
     case(batch_norm, vectors),
     case(batch_norm_without_statistics, vectors),

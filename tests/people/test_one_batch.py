@@ -276,9 +276,10 @@ class KeepsForOthers(Net):
         super().__init__()
         self.maps: list[Tensor] = []
         self.aux: Any = None
+        self.norm = nn.BatchNorm1d(8)
 
     def hidden(self, x: Tensor) -> Tensor:
-        self.maps = [super().hidden(x)]
+        self.maps = [self.norm(super().hidden(x))]
         self.aux = self.maps[0].square().mean()
         return self.maps[0]
 
