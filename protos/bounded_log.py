@@ -19,6 +19,7 @@ from protos.private_files import private_folder
 MAX_BYTES = 4 << 20  # of one file
 FILES = 8
 MAX_LINE_CHARS = 4000
+_APPENDING = threading.Lock()  # of all logs of this process: several may be of one folder, and rotate it
 TEXT_CHARS, LIST_ITEMS = (300, 60, 12), 8  # kept of a line that is too long, by turns
 
 
@@ -27,14 +28,13 @@ class BoundedLog:
 
     def __init__(self, folder: Path, max_bytes: int = MAX_BYTES) -> None:
         self._folder, self._max_bytes = folder, max_bytes
-        self._lock = threading.Lock()
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Append a line. StorageError when the disk refuses."""
         data = _line(line).encode() + b"\n"
         path = _path(self._folder, 0)
         try:
-            with self._lock:
+            with _APPENDING:
                 private_folder(self._folder)
                 if path.exists() and path.stat().st_size + len(data) > self._max_bytes:
                     self._rotate()

@@ -160,7 +160,7 @@ class Member:
         self._bulk: Bulk
         self._copies: Copies
         self._peers: PeerBlobs
-        self._consent = Consent(config.state_dir)
+        self._consent = Consent(config.state_dir, coordinator=f"{config.host}:{config.port}")
         self._host = (AppsOnly if config.apps_only else ComputeHost)(config, self._consent)
         self.end: AtollError | None = None  # why it had to go
 

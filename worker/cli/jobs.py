@@ -43,7 +43,9 @@ def show(
     """Show each job that asks for this machine's data: what would leave, and what became of it."""
     if context.invoked_subcommand is not None:
         return
-    found = [r for r in ConsentStore(state_dir or default_state_dir()).known() if every or not r.over]
+    store = ConsentStore(state_dir or default_state_dir())
+    found = [r for r in store.known() if every or not r.over]
+    store.mark_shown(found)
     if json:
         print_json([_as_json(request) for request in found])
         return

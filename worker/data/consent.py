@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,16 @@ class Request:
     last_update: str = ""  # hash of the newest
     evaluations: int = 0  # that were ordered and not refused
     sent_bytes: int = 0  # of updates, repeated ones too
+    shown: str = ""  # which terms its owner saw last
 
     @property
     def job(self) -> str:
         return self.terms.job
+
+    @property
+    def stated(self) -> str:
+        """Terms that a word is of: what the job states, and where and on what it would train."""
+        return f"{self.terms.digest} {self.terms.place}"
 
 
 _TERMS = tuple(field.name for field in fields(Terms))
@@ -101,7 +107,7 @@ class ConsentStore:
             if known is None:
                 _make_room(database)
                 known = Request(terms, _bounded(facts), now_s)
-            elif known.terms.digest != terms.digest:
+            elif _other(known.terms, terms):
                 # What was sent stays counted: other terms begin no new account. So does a refusal.
                 refused = known.decided is Word.REFUSED
                 known = replace(
@@ -132,10 +138,23 @@ class ConsentStore:
                 found.append(after)
             return found
 
+    def mark_shown(self, requests: Sequence[Request]) -> None:
+        """Remember which terms their owner has seen. Raises StorageError."""
+        with self._file.reading() as database:
+            if database is not None:
+                rows = [(request.stated, request.job) for request in requests]
+                database.executemany("UPDATE requests SET shown = ? WHERE job = ?", rows)
+
     def decide(self, job: str, word: Word, reason: str, now_s: float) -> Request:
-        """Put down the owner's word on a job. UsageError for a job that never asked."""
+        """Put down the owner's word on a job. UsageError for a job that never asked, and for an acceptance
+        after other terms than those that it saw have come."""
 
         def change(request: Request) -> Request:
+            if word is Word.GIVEN and request.shown not in ("", request.stated):
+                raise UsageError(
+                    f"job {request.job[:80]!r} states other terms than those that were shown; look at them "
+                    "(`atoll-worker jobs`), then accept"
+                )
             return replace(request, decided=word, reason=reason[:MAX_REASON_CHARS], decided_s=now_s)
 
         with self._file.changing() as database:
@@ -242,6 +261,11 @@ class ConsentStore:
             raise StorageError(
                 f"{self._file.path} is damaged ({str(error)[:100]}); {NOTHING_LEAVES}: restore a backup"
             ) from None
+
+
+def _other(known: Terms, terms: Terms) -> bool:
+    """Return whether a word on ``known`` is none on ``terms``. Versions up to 0.6.0 noted no place."""
+    return known.digest != terms.digest or known.place not in ("", terms.place)
 
 
 def _make_room(database: sqlite3.Connection) -> None:

@@ -35,11 +35,13 @@ CREATE TABLE requests (
     data TEXT NOT NULL, owner TEXT NOT NULL, graph TEXT NOT NULL, digest TEXT NOT NULL,
     min_clients INTEGER NOT NULL, rounds INTEGER NOT NULL, unclippable TEXT NOT NULL,
     numbers INTEGER NOT NULL, few INTEGER NOT NULL, excess TEXT NOT NULL,
+    place TEXT NOT NULL,
     facts TEXT NOT NULL, asked_s REAL NOT NULL,
     decided TEXT, reason TEXT NOT NULL DEFAULT '', decided_s REAL NOT NULL DEFAULT 0,
     word TEXT NOT NULL DEFAULT 'awaited', why TEXT NOT NULL DEFAULT '', over TEXT NOT NULL DEFAULT '',
     updates INTEGER NOT NULL DEFAULT 0, last_update TEXT NOT NULL DEFAULT '',
-    evaluations INTEGER NOT NULL DEFAULT 0, sent_bytes INTEGER NOT NULL DEFAULT 0
+    evaluations INTEGER NOT NULL DEFAULT 0, sent_bytes INTEGER NOT NULL DEFAULT 0,
+    shown TEXT NOT NULL DEFAULT ''
 );
 CREATE INDEX refused ON requests (decided) WHERE decided = 'refused';
 """

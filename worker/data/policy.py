@@ -125,6 +125,7 @@ class Terms:
     numbers: int = 0  # about the data that each round returns beside the update
     few: int = 0  # of them that are allowed without the owner's word
     excess: str = ""  # words for where they are more
+    place: str = ""  # the coordinator, and the data set's contents: an acceptance is of both
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,12 @@ VERSION = 1  # of every invitation
 class Consent:
     """What one machine's owner allows; from any thread."""
 
-    def __init__(self, state_dir: Path, clock: Callable[[], float] = time.time) -> None:
-        self._state_dir, self._clock = state_dir, clock
+    def __init__(
+        self, state_dir: Path, clock: Callable[[], float] = time.time, coordinator: str = ""
+    ) -> None:
+        """``coordinator``: the address of the one that is joined; another one's jobs need a word of their
+        own, whatever they are called."""
+        self._state_dir, self._clock, self._coordinator = state_dir, clock, coordinator
         self._store = ConsentStore(state_dir)
         self._log = DepartureLog(state_dir, clock)
         self._jobs: set[str] = set()
@@ -59,8 +63,9 @@ class Consent:
         Raises BadFrame or UsageError for one that cannot be judged, StorageError.
         """
         asked = Asked(m)
-        samples = load_dataset(self._state_dir, asked.federated.data).n_samples
-        request = self._store.asked(asked.terms(samples), asked.facts(samples), self._clock())
+        found = load_dataset(self._state_dir, asked.federated.data)
+        terms = asked.terms(found.n_samples, f"{self._coordinator} {found.sha256}")
+        request = self._store.asked(terms, asked.facts(found.n_samples), self._clock())
         if len(self._jobs) >= MAX_JOBS:
             self._remember()
         self._jobs.add(m.job)

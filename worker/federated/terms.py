@@ -66,8 +66,8 @@ class Asked:
     def rule(self) -> Federated:
         return self.federated.rule
 
-    def terms(self, n_samples: int) -> Terms:
-        """What a policy judges, where ``n_samples`` are registered."""
+    def terms(self, n_samples: int, place: str = "") -> Terms:
+        """What a policy judges, where ``n_samples`` are registered; ``place``: as of ``Terms``."""
         few, excess = self._few(n_samples)
         m, graph = self._m, graph_hash(self._m)
         parts = [graph.encode(), _bytes(m.training), _bytes(m.federated), m.batch.to_bytes(8, "little")]
@@ -83,6 +83,7 @@ class Asked:
             min(self.numbers, 2**62),
             few,
             excess,
+            place,
         )
 
     def facts(self, n_samples: int) -> tuple[Fact, ...]:

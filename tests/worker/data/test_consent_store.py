@@ -13,7 +13,9 @@ import pytest
 
 from atoll.errors import BadFrame, StorageError, UsageError
 from atoll.federated import ConsentWord as Word
+from protos.command_line import run
 from protos.folder_version import VERSION_FILE
+from worker.cli import main as cli
 from worker.config import FOLDER_VERSION
 from worker.data import consent
 from worker.data.consent import MAX_FACT_CHARS, ConsentStore, Request
@@ -177,6 +179,30 @@ def test_an_update_is_judged_by_the_policy_as_it_is_now(state_dir: Path) -> None
     set_policy(state_dir, "digits", Policy(("ask",)))
     with pytest.raises(UsageError, match="may not send updates"):
         store.spend("job-1", OTHER)
+
+
+def test_an_acceptance_is_of_the_terms_that_its_owner_saw(state_dir: Path) -> None:
+    """Another invitation under the same name, between looking and accepting, is not accepted unseen."""
+    store, here = ConsentStore(state_dir), ["--state-dir", str(state_dir)]
+    store.asked(TERMS, FACTS, 1.0)
+    assert run(cli.app, ["jobs", *here]) == 0
+    store.asked(replace(TERMS, digest=OTHER, rounds=10_000), FACTS, 2.0)
+    assert run(cli.app, ["jobs", "accept", "job-1", *here]) == 2
+    assert request_of(store, "job-1").word is Word.AWAITED
+    assert run(cli.app, ["jobs", *here]) == 0
+    assert run(cli.app, ["jobs", "accept", "job-1", *here]) == 0
+    assert request_of(store, "job-1").word is Word.GIVEN
+
+
+def test_an_acceptance_is_of_one_coordinator_and_of_the_data_as_they_were(state_dir: Path) -> None:
+    store = ConsentStore(state_dir)
+    here = replace(TERMS, place="train.example.org:7700 sha-1")
+    store.asked(here, FACTS, 1.0)
+    store.decide("job-1", Word.GIVEN, "", 2.0)
+    assert store.asked(here, FACTS, 3.0).word is Word.GIVEN
+    for place in ("other.example.org:7700 sha-1", "train.example.org:7700 sha-2"):
+        store.decide("job-1", Word.GIVEN, "", 4.0)
+        assert store.asked(replace(TERMS, place=place), FACTS, 5.0).word is Word.AWAITED
 
 
 # ---------------------------------------------------------------- limits of the accepted terms

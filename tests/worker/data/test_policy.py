@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,26 @@ def test_the_line_of_an_update_is_not_rotated_away_by_messages(tmp_path: Path) -
     assert [line["bytes"] for line in kept if line.get("message") == "client_evaluated"] == [200]
     size = sum(file.stat().st_size for file in (tmp_path / "departures").rglob("*.jsonl"))
     assert size <= 3 * FILES * 2000
+
+
+def test_two_logs_of_one_folder_can_rotate_it_at_once(tmp_path: Path) -> None:
+    """As two devices of one daemon have them: what cannot be logged does not leave."""
+    failed: list[StorageError] = []
+
+    def notes() -> None:
+        log = DepartureLog(tmp_path, max_bytes=300)
+        try:
+            for line in range(200):
+                log.note("job-1", "update", line)
+        except StorageError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=notes) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
 
 
 def test_a_departure_with_long_names_is_cut_and_not_lost(tmp_path: Path) -> None:
