@@ -560,6 +560,7 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
         plan=plan.moved(version, event.workers, event.absent, event.exchange),
         lost={rank: state.lost.get(rank, event.reason) for rank in event.absent},
         seating=False,
+        unfit=state.unfit and (state.step in stores or state.step == state.checkpoint.step),
         assigned=version,
         first_step=state.step,
         moving=True,

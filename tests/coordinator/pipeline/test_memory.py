@@ -13,7 +13,8 @@ from coordinator.membership.memory_learnt import KILLED_MARGIN, LEAST_RAISE, MOS
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import PlanAdopted
-from coordinator.messages.jobs import Phase
+from coordinator.messages.jobs import Phase, Replaced
+from coordinator.pipeline import machine
 from coordinator.pipeline.memory import measured_bytes
 from tests.coordinator.pipeline.test_reconfigure import JOB, commits, moves, spec, step, store
 from tests.sim.scripted import Scripted
@@ -228,3 +229,14 @@ def test_a_limit_in_the_planners_figures_is_compared_with_the_models() -> None:
     step(world)
     world.wait(0.5)
     assert scale(world) == world.scheduler.roster.memory_factor(JOB, "b") == 1.0
+
+
+def test_where_a_part_will_not_come_the_job_trains_on_instead_of_waiting_for_it() -> None:
+    """Who stood by for a rank has stored nothing of the step that another plan was to begin with."""
+    state = running("a", "b", "c").state()
+    unfit = replace(state, unfit=True, stores={2: {}}, phase=Phase.LOADING, moving=True)
+    workers = ("a", "b", "d")  # ... and is no newcomer
+    moved, _ = machine.step(unfit, Replaced(workers, frozenset(), "c is lost"), 0.0)
+    assert (dict(moved.stores), moved.unfit, moved.store_owed) == ({}, False, True)
+    kept, _ = machine.step(unfit, Replaced(workers, frozenset({2}), "c is lost"), 0.0)
+    assert (set(kept.stores), kept.unfit) == ({2}, True)
