@@ -15,7 +15,9 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +27,9 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from atoll.collective import Collective, cut, owner_shares, owners, pairwise_sums
-from atoll.exchange import Exchange, ExchangeRound, Pattern
+from atoll.exchange import EXACT, Exchange, ExchangeRound, Pattern
 from atoll.opdag import OpDag
+from atoll.plan import Plan
 from benchmarks.harness import execute, machine, parser
 from compressors.vector import dense
 from coordinator.capture.capture import capture
@@ -34,10 +37,10 @@ from coordinator.client.fleet_file import read_fleet
 from coordinator.client.job_file import load_job
 from coordinator.planning.costs.fleet import Fleet
 from coordinator.planning.gossip_plans import hidden_steps
-from coordinator.planning.planner import PlanRequest
+from coordinator.planning.planner import GIVEN_CUT, PlanRequest, make_plan
 from coordinator.planning.problem import Problem
 from coordinator.planning.transfers import rank_rates
-from coordinator.planning.ways import Way, WayKind, compare_ways, held_in_common
+from coordinator.planning.ways import Way, WayKind, compare_ways
 from strategies.exchanges import exchange_facts, make_rule
 from strategies.exchanges.base import Contribution
 from strategies.exchanges.partners import Group, groups_at
@@ -89,8 +92,8 @@ def simulated_step_s(way: Way, request: PlanRequest) -> float:
     network = network_of(fleet)
     if way.kind is WayKind.PIPELINE:
         return way.step_s
-    if way.kind is WayKind.REPLICAS:
-        return _replicas_s(way, fleet, problem, network)
+    if way.exact and way.plan is not None:
+        return _replicas_s(way.plan, request, problem, network)
     members = [fleet.index[replica[0]] for replica in way.workers]
     size = round(problem.memory.trained(0, problem.n_ops)[0] / 4)
     compute_s = [m * float(problem.compute[at, -1]) for m, at in zip(way.micros, members, strict=True)]
@@ -108,15 +111,31 @@ def simulated_step_s(way: Way, request: PlanRequest) -> float:
     return max(hidden_s, end_s) / exchange.every
 
 
-def _replicas_s(way: Way, fleet: Fleet, problem: Problem, network: SimulatedNetwork) -> float:
-    for plan in way.plans:
-        for stage in plan.stages:
-            network.clock[fleet.index[stage.worker]] = plan.prediction.step_s if plan.prediction else 0.0
-    common = [
-        (sorted(holders), round(n_bytes / 4)) for holders, n_bytes in held_in_common(way.plans, problem)
-    ]
-    exchanges = [(by_owners(fleet, holders, size), size) for holders, size in common]
-    return carried_s(network, exchanges)
+def _replicas_s(plan: Plan, request: PlanRequest, problem: Problem, network: SimulatedNetwork) -> float:
+    """Seconds of a step of replicas: each pipeline as it is planned alone, then the gradients they share."""
+    fleet = request.fleet
+    for replica in plan.replicas:
+        start, stop = replica.micros
+        training = replace(request.training, n_micro=stop - start, blocks=1, replicas="2", exchange=EXACT)
+        cut = GIVEN_CUT + ",".join(str(stage.start) for stage in replica.stages[1:])
+        workers = [stage.worker for stage in replica.stages]
+        own = replace(request, fleet=fleet.subset(workers), training=training, partitioner=cut)
+        alone = make_plan(own).prediction
+        for worker in workers:
+            network.clock[fleet.index[worker]] = alone.step_s if alone is not None else 0.0
+    common = [(sorted(holders), round(n_bytes / 4)) for holders, n_bytes in held_in_common(plan, problem)]
+    return carried_s(network, [(by_owners(fleet, holders, size), size) for holders, size in common])
+
+
+def held_in_common(plan: Plan, problem: Problem) -> Iterator[tuple[list[int], float]]:
+    """(holders in the fleet, one a replica; trained bytes) of what lies between two cuts of any replica."""
+    index = problem.fleet.index
+    edges = sorted({edge for r in plan.replicas for stage in r.stages for edge in (stage.start, stage.stop)})
+    for start, stop in pairwise(edges):
+        n_bytes = problem.memory.trained(start, stop)[0]
+        if n_bytes > 0.0:
+            held = (next(s.worker for s in r.stages if s.start <= start < s.stop) for r in plan.replicas)
+            yield [index[worker] for worker in held], n_bytes
 
 
 def _gossip_s(

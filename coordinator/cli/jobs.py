@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import localtime, strftime
 from typing import TYPE_CHECKING, Annotated
@@ -72,7 +73,7 @@ def plan(
     ways: Sequence[Way] = ()
     request: PlanRequest | None = None
     if fleet is not None:
-        job = _cut(options.load(jobfile))
+        job = _cut(options.read(jobfile))
         found, request, ways = _local_plan(job, jobfile, fleet, options, common.json)
         names: Mapping[str, str] = {device.worker: device.label for device in request.fleet.devices}
     else:
@@ -116,7 +117,8 @@ def _local_plan(
     from coordinator.client.job_file import blaming
     from coordinator.client.prepare import capture_graphs
     from coordinator.planning.chosen import chosen_plan
-    from coordinator.planning.planner import PlanRequest
+    from coordinator.planning.planner import GIVEN_CUT, PlanRequest
+    from coordinator.planning.replicas import with_blocks
     from coordinator.planning.ways import WayKind, compare_ways
 
     described = read_fleet(fleet)
@@ -137,12 +139,14 @@ def _local_plan(
             dag_hash=graphs.blob.hash,
             eval_dag_hash=graphs.eval_blob.hash,
         )
+        asked = replace(request, training=with_blocks(job.training))
+        if options.partitioner.startswith(GIVEN_CUT):  # which is one way, whatever the options
+            return chosen_plan(asked), asked, ()
         how = job.training.exchange
         ways = compare_ways(request, inexact="" if how == EXACT else how.partition(":")[0])
-        if job.training.replicas != "1" or how != EXACT:
-            return chosen_plan(request), request, ways
-    pipeline = next(way.plans[0] for way in ways if way.kind is WayKind.PIPELINE)
-    return pipeline, request, ways
+        plain = how == EXACT and job.training.replicas == "1"
+        one = next((way.plan for way in ways if plain and way.kind is WayKind.PIPELINE), None)
+        return one or chosen_plan(asked), asked, ways
 
 
 def _live_plan(

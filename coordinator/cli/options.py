@@ -13,7 +13,6 @@ import typer
 from rich.text import Text
 
 from atoll.errors import UsageError
-from atoll.exchange import AUTO
 from coordinator.client.client import Client, connect
 from protos.command_line import AsJson, TokenFile, err, given_token
 
@@ -146,7 +145,7 @@ class JobOptions:
     ] = None
     trace: Trace = False
 
-    def load(self, path: Path, *more: str) -> Job:
+    def read(self, path: Path, *more: str) -> Job:
         """The job of a file with its overrides, ``more`` last; UsageError for local steps
         without a rule that has them, and for a compression that links cannot do."""
         from coordinator.client.job_file import load_job
@@ -163,20 +162,19 @@ class JobOptions:
         items = [f"{name}={value}" for name, value in given if value is not None]
         job = load_job(path, [*(self.sets or []), *items, *more], full_trace=self.trace)
         check_compression(job.training.compression)  # before the capture, which takes its time
-        exact = job.training.local_exchange is None
-        if exact and self.local_steps is not None:
+        if job.training.local_exchange is None and self.local_steps is not None:
             raise UsageError(
                 f"--local-steps {self.local_steps} with --exchange {job.training.exchange}, which has none; "
                 "give a rule, as --exchange diloco, or no --local-steps"
             )
-        count = job.training.replica_count
-        if count is None or (job.training.exchange == AUTO and count == 1):  # replicas are compared
-            from coordinator.planning.replicas import MOST_REPLICAS
-
-            count = min(MOST_REPLICAS, job.training.n_micro)
-        if exact and job.training.blocks == 1 < count:  # each needs one of its own
-            job = replace(job, training=replace(job.training, blocks=count))
         return job
+
+    def load(self, path: Path, *more: str) -> Job:
+        """The job that ``read`` finds, with a block of micro-batches for each replica that it may have."""
+        from coordinator.planning.replicas import with_blocks
+
+        job = self.read(path, *more)
+        return replace(job, training=with_blocks(job.training))
 
 
 @contextmanager

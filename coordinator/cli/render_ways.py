@@ -50,6 +50,7 @@ def ways_view(ways: Sequence[Way], names: Names, batch: int) -> RenderableType:
                 style=DIM,
             )
         )
+    parts += [Text(f"{way.text}: {way.options}", style=DIM) for way in possible]
     parts += [Text(f"{way.kind}: {way.why_not}", style=DIM) for way in ways if way.why_not]
     return Group(*parts)
 
@@ -71,9 +72,9 @@ def ways_values(ways: Sequence[Way], batch: int) -> list[dict[str, object]]:
         {
             "way": way.kind.value,
             "text": way.text,
+            "options": way.options,
             "samples_per_s": way.micros_per_s * batch,
             "step_s": way.step_s,
-            "exchange_s": way.exchange_s,
             "bytes_a_day": way.bytes_a_day,
             "memory_share": way.memory_share,
             "same_model": way.exact,

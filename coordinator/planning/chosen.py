@@ -13,8 +13,7 @@ from atoll.exchange import AUTO, EXACT
 from atoll.plan import written_buffers
 from coordinator.planning.local_plans import fastest, peers_plan
 from coordinator.planning.replicas import best_plan
-from coordinator.planning.ways import LOCAL_EXCHANGES
-from strategies.exchanges.catalogue import EXCHANGES
+from coordinator.planning.ways import LOCAL_STEPS, efficiency
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,12 +37,12 @@ def chosen_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
     if found is None:
         return _explained(exact, "no two machines hold the model and what local steps keep of it")
     sharing, exchange = found
-    efficiency = _efficiency(exchange)
+    counts = efficiency(exchange)
     exact_s = exact.prediction.step_s if exact.prediction is not None else float("inf")
-    worth, exact_worth = efficiency / sharing.step_s, 1.0 / exact_s
+    worth, exact_worth = counts / sharing.step_s, 1.0 / exact_s
     words = (
         f"{exchange.rule} every {exchange.every} steps among {len(sharing.parts)} machines: "
-        f"{sharing.step_s:.3g} s a step that counts {efficiency:.2f} of an exact one; {shape(exact)}: "
+        f"{sharing.step_s:.3g} s a step that counts {counts:.2f} of an exact one; {shape(exact)}: "
         f"{exact_s:.3g} s"
     )
     if worth <= exact_worth:
@@ -57,21 +56,16 @@ def _best_local(request: PlanRequest) -> tuple[Sharing, Exchange] | None:
         return None
     found = [
         (sharing, exchange)
-        for exchange in LOCAL_EXCHANGES
+        for exchange in (asked.exchange for asked in LOCAL_STEPS)
         if (sharing := fastest(request, exchange)) is not None
     ]
-    return max(found, key=lambda one: _efficiency(one[1]) / one[0].step_s, default=None)
-
-
-def _efficiency(exchange: Exchange) -> float:
-    """What a micro-batch of local steps counts of an exact one."""
-    return EXCHANGES[exchange.rule].efficiency_at(exchange.every)
+    return max(found, key=lambda one: efficiency(one[1]) / one[0].step_s, default=None)
 
 
 def exact_step_s(plan: Plan) -> float:
     """Return the predicted seconds of what an exact step teaches."""
     step_s = plan.prediction.step_s if plan.prediction is not None else float("inf")
-    return step_s / (_efficiency(plan.exchange) if plan.local and plan.exchange is not None else 1.0)
+    return step_s / efficiency(plan.exchange)
 
 
 def grown_fleet(request: PlanRequest, own: Sequence[str]) -> tuple[Plan, Plan]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from atoll.collective import Send
 from atoll.errors import NotEnoughMemory, PlanError, UsageError
-from atoll.exchange import EXACT, Exchange
+from atoll.exchange import AUTO, EXACT, Exchange
 from atoll.gradient_exchange import joining, part_labels
 from atoll.job import Recompute
 from atoll.microbatch import ScheduleName, block_ranges
@@ -35,6 +35,7 @@ from coordinator.planning.transfers import PHASES, exchange_s, rank_rates, share
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from atoll.job import TrainingSpec
     from coordinator.planning.costs.fleet import Fleet
     from coordinator.planning.op_fence import Effort
 
@@ -51,6 +52,8 @@ SHARE = "@"  # before the micro-batches of a replica of a given cut
 
 Parts = tuple[tuple[str, ...], ...]
 """Workers of each replica."""
+Known = dict[tuple[tuple[str, ...], int, int, str, Recompute], Plan]
+"""Plans of replicas alone: by workers, micro-batches, blocks, cut and what is computed again."""
 
 
 def best_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
@@ -97,6 +100,24 @@ def best_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
         f"the fleet has no room for {training.replicas} replicas of the model; give --replicas 1 or auto, or "
         "more memory"
     )
+
+
+def with_blocks(training: TrainingSpec) -> TrainingSpec:
+    """Return ``training`` with a block for each replica that it may have, where it leaves them at 1.
+
+    UsageError for more replicas than micro-batches.
+    """
+    count = training.replica_count
+    if count is None or (training.exchange == AUTO and count == 1):  # replicas are compared
+        count = min(MOST_REPLICAS, training.n_micro)
+    if training.local_exchange is not None or not training.blocks == 1 < count:
+        return training
+    if count > training.n_micro:
+        raise UsageError(
+            f"{count} replicas share out the {training.n_micro} micro-batches of a step; give --set "
+            f"n_micro={count} or more, or --replicas {training.n_micro}"
+        )
+    return replace(training, blocks=count)
 
 
 def _fastest(request: PlanRequest, effort: Effort | None) -> Plan:
@@ -165,11 +186,12 @@ def _shared_out(request: PlanRequest, parts: Parts, effort: Effort | None) -> Pl
     blocks = block_ranges(request.training.n_micro, request.training.blocks)
     shares = shares_of(len(blocks), [1.0] * len(parts))
     tried: dict[tuple[int, ...], Plan] = {}
+    known: Known = {}
     for _ in range(ROUNDS):
         if shares in tried:
             break
         ends = [blocks[stop - 1].stop for stop in accumulate(shares)]
-        tried[shares] = plan = _joined(request, parts, ends, effort)
+        tried[shares] = plan = _joined(request, parts, ends, effort, known=known)
         speeds = [len(_blocks(plan, number)) / _pipeline_s(plan, number) for number in range(len(parts))]
         shares = shares_of(len(blocks), speeds)
     return min(tried.values(), key=_step_s)
@@ -193,16 +215,23 @@ def _joined(
     ends: Sequence[int],
     effort: Effort | None,
     partitioners: Sequence[str] = (),
+    known: Known | None = None,
 ) -> Plan:
-    """Plan every replica alone, and put them together. ``ends``: of their micro-batches."""
+    """Plan every replica alone, and put them together. ``ends``: of their micro-batches. ``known``: what was
+    planned of the same request before, which is added to."""
+    known = {} if known is None else known
     cuts = partitioners or [request.partitioner] * len(parts)
     spans = list(pairwise((0, *ends)))
 
     def planned(recompute: Recompute) -> list[Plan]:
-        return [
-            make_plan(_part(request, part, span, cut, recompute), effort)
-            for part, span, cut in zip(parts, spans, cuts, strict=True)
-        ]
+        found = []
+        for part, span, cut in zip(parts, spans, cuts, strict=True):
+            own = _part(request, part, span, cut, recompute)
+            key = part, own.training.n_micro, own.training.blocks, cut, recompute
+            if key not in known:
+                known[key] = make_plan(own, effort)
+            found.append(known[key])
+        return found
 
     plans = planned(request.training.recompute)
     wanted = {plan.recompute for plan in plans}

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -187,6 +188,24 @@ def test_a_plan_shows_the_codec_of_each_link_and_why(
     words = _words(capsys)
     assert "topk:8 same" in words
     assert "asked for on every link" in words
+
+
+def test_a_way_of_the_table_is_the_plan_that_its_options_make(
+    job_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fleet.toml").write_text("[default]\nmbit = 10000\nms = 0.01\ngflops = 0.01\n" + FLEET)
+
+    def planned(*options: str) -> dict[str, Any]:
+        command = ["plan", job_file, "--fleet", str(tmp_path / "fleet.toml"), "--json", *options]
+        assert run(app, command) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    ways = [way for way in planned("--exchange", "auto")["ways"] if not way["why_not"]]
+    assert len(ways) >= 4
+    for way in ways:
+        step_s = planned(*way["options"].split())["prediction"]["step_s"]
+        assert (way["options"], step_s) == (way["options"], way["step_s"])
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,12 @@ from atoll.errors import NotEnoughMemory, UsageError
 from atoll.job import TrainingSpec
 from atoll.opdag import LeafRef, Source, StateMeta, TensorMeta
 from coordinator.client.fleet_file import parse_fleet, read_fleet
+from coordinator.planning.chosen import chosen_plan
 from coordinator.planning.costs.fleet import Fleet
 from coordinator.planning.planner import PlanRequest
-from coordinator.planning.transfers import exchange_s, owner_transfers, rank_rates, seconds
-from coordinator.planning.ways import Way, WayKind, compare_ways, shares_of
+from coordinator.planning.replicas import best_plan, with_blocks
+from coordinator.planning.transfers import exchange_s, owner_transfers, rank_rates, seconds, shares_of
+from coordinator.planning.ways import Way, WayKind, compare_ways
 from tests.coordinator.planning.dags import gpt_like
 
 DAG = gpt_like(layers=4)
@@ -42,7 +44,7 @@ def test_where_no_machine_holds_the_model_it_is_a_pipeline() -> None:
     found = ways(fleet_of(5, memory_mib=40, gflops=50, mbit=50, ms=10), "auto")
     assert next(iter(found)) is WayKind.PIPELINE
     for kind in (WayKind.DATA_PARALLEL, WayKind.LOCAL_STEPS, WayKind.GOSSIP):
-        assert "no machine can hold the whole model" in found[kind].why_not
+        assert "hold the whole model" in found[kind].why_not
 
 
 def test_on_a_fast_network_the_whole_model_is_replicated() -> None:
@@ -60,7 +62,8 @@ def test_machines_that_hold_half_of_it_become_replicas_of_short_pipelines() -> N
     assert sum(way.micros) == TRAINING.n_micro
     members = [worker for replica in way.workers for worker in replica]
     assert len(set(members)) == len(members)
-    assert [len(plan.stages) for plan in way.plans] == [len(replica) for replica in way.workers]
+    assert way.plan is not None
+    assert [len(replica.stages) for replica in way.plan.replicas] == [len(held) for held in way.workers]
 
 
 def test_behind_thin_links_local_steps_win_once_they_are_allowed() -> None:
@@ -144,7 +147,8 @@ def test_what_a_rule_keeps_counts_for_its_peers_alone_and_once() -> None:
         training = replace(TRAINING, exchange=exchange)
         return compare_ways(PlanRequest("j", 1, DAG, None, training, fleet), inexact="diloco")
 
-    assert compared("diloco") == compared("exact")
+    without = [tuple(replace(way, options="") for way in compared(how)) for how in ("diloco", "exact")]
+    assert without[0] == without[1]
     by_kind = {way.kind: way for way in compared("diloco")}
     assert by_kind[WayKind.PIPELINE].memory_share < by_kind[WayKind.LOCAL_STEPS].memory_share
 
@@ -158,3 +162,51 @@ def test_a_model_whose_training_writes_buffers_is_no_peers() -> None:
     assert [way.kind for way in found] == list(WayKind)
     assert [bool(way.why_not) for way in found] == [False, True, True, True, True]
     assert "writes 1 buffers, as mean" in found[1].why_not
+
+
+def asked(options: str) -> TrainingSpec:
+    """The job's training with a way's options, as the command reads them."""
+    words = options.split()
+    sets = dict(zip(words[::2], words[1::2], strict=True))
+    given = {name.removeprefix("--").replace("-", "_"): value for name, value in sets.items()}
+    fields = {name: int(value) if name == "local_steps" else value for name, value in given.items()}
+    return with_blocks(replace(TRAINING, **fields))  # type: ignore[arg-type]
+
+
+SIX = {"memory_mib": 120, "gflops": 20_000, "mbit": 100, "ms": 20}
+UNLIKE = {
+    "default": {"memory_mib": 90, "mbit": 1000, "ms": 1},
+    "device": [{"name": f"d{i}", "gflops": 1 + i, "memory_mib": 40 + 25 * i} for i in range(7)],
+}
+FLEETS = {
+    "six": fleet_of(6, **SIX),
+    "unlike": parse_fleet(UNLIKE),
+    "lan": fleet_of(5, memory_mib=1000, gflops=2, mbit=10_000, ms=0.1),
+    "halves": fleet_of(6, memory_mib=60, gflops=1, mbit=10_000, ms=0.1),
+    "thin": fleet_of(4, memory_mib=8000, gflops=20, mbit=10, ms=20),
+    **{name: read_fleet(f"benchmarks/fleets/{name}.toml") for name in ("tight", "sites")},
+}
+
+
+@pytest.mark.parametrize("name", FLEETS)
+def test_a_way_is_the_plan_that_its_options_make(name: str) -> None:
+    request = PlanRequest("j", 1, DAG, None, TRAINING, FLEETS[name])
+    possible = [way for way in compare_ways(request, inexact="auto") if not way.why_not]
+    assert possible
+    for way in possible:
+        made = chosen_plan(replace(request, training=asked(way.options)))
+        assert made.prediction is not None
+        assert (way.options, way.step_s) == (way.options, made.prediction.step_s)
+        assert way.plan == made
+
+
+def test_replicas_that_the_planner_refuses_are_not_offered() -> None:
+    request = PlanRequest("j", 1, DAG, None, TRAINING, FLEETS["sites"])
+    offered = {len(way.workers) for way in compare_ways(request) if not way.why_not}
+    for count in range(2, 9):
+        try:
+            best_plan(replace(request, training=asked(f"--replicas {count}")))
+        except NotEnoughMemory:
+            assert count not in offered
+    one = replace(request, fleet=fleet_of(1, memory_mib=8000))
+    assert [way.kind for way in compare_ways(one) if not way.why_not] == [WayKind.PIPELINE]
