@@ -72,7 +72,7 @@ from protos.credentials import (
 from protos.descriptors import limit_now, numbers_in_use, raise_limit, shares
 from protos.folder_lock import FolderLock, Holder
 from protos.folder_version import claim_version, raise_version
-from protos.log_stream import log_stream
+from protos.log_stream import LogBudget, log_stream
 from protos.networks import ANYWHERE
 from protos.private_files import state_folder, write_private
 from protos.relay_tickets import made_key_file
@@ -646,6 +646,7 @@ def _log_to_stderr() -> None:
     terminal = sys.stderr.isatty()
     structlog.configure(
         processors=[
+            LogBudget(),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,

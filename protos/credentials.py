@@ -239,13 +239,34 @@ class Authority:
         if certificate_path.exists():
             if not key_path.exists():
                 raise StorageError(f"{key_path} is missing beside ca.pem; restore it from a backup")
-            return cls(_read(key_path), _read(certificate_path), lifetime)
+            found = cls(_read(key_path), _read(certificate_path), lifetime)
+            found._check(directory)
+            return found
         private_folder(directory)
         made = cls._create(lifetime)
         write_private(key_path, made.key_pem)
         # Certificate last and by rename: a crash in between leaves no CA, not half of one.
         write_private(certificate_path, made.certificate_pem)
         return made
+
+    def _check(self, directory: Path) -> None:
+        """StorageError where the files are damaged, or not of one authority."""
+        damage = ""
+        for name, pem, loaded in (
+            ("ca.pem", self.certificate_pem, _certificate),
+            ("ca-key.pem", self.key_pem, _private_key),
+        ):
+            try:
+                loaded(pem)
+            except AccessDenied:
+                damage = damage or f"{directory / name} is damaged"
+        if not damage and _private_key(self.key_pem).public_key() != _public_key(self.certificate_pem):
+            damage = f"{directory / 'ca.pem'} and ca-key.pem are of two authorities"
+        if damage:
+            raise StorageError(
+                f"{damage}; restore both from a backup of the state folder. Without one, move {directory} "
+                "away: the next start makes another authority, and every worker and owner joins anew"
+            )
 
     @classmethod
     def _create(cls, lifetime: dt.timedelta | None) -> Authority:
@@ -538,6 +559,10 @@ def _certificate(pem: bytes) -> x509.Certificate:
         return x509.load_pem_x509_certificate(pem)
     except ValueError:
         raise AccessDenied("certificate is malformed; join again") from None
+
+
+def _public_key(certificate_pem: bytes) -> object:
+    return _certificate(certificate_pem).public_key()
 
 
 def _private_key(pem: bytes) -> ec.EllipticCurvePrivateKey:

@@ -40,6 +40,7 @@ from coordinator.planning.preselect import candidates
 MIN_MEMORY_BYTES = 2**20
 MAX_MEMORY_BYTES = 2**50
 MAX_QUOTA_PERIOD_S = 1.0  # the kernel has no longer one
+MOST_CODECS = 200  # whose speeds one worker may state, in all its messages
 ROUNDING_S = 1e-6  # a deadline and the member's own comparison are rounded differently
 
 
@@ -258,6 +259,8 @@ class Roster:
                 holders.add(worker)
             else:
                 holders.discard(worker)
+            if not holders:  # names are the workers' to choose
+                del self._idle_holders[data.name]
 
     def silent(self, now_s: float) -> list[str]:
         """Return the workers, in join order, that a Tick may change: all others are as they were."""
@@ -405,13 +408,14 @@ class Roster:
 
     def codecs_timed(self, worker: str, speeds: Mapping[str, tuple[float, float]]) -> str | None:
         """Newer codec speeds of a worker, for plans to come; returns why they cannot be true."""
-        wrong = judge_speeds(speeds)
-        if wrong is None:
-            known = self.workers[worker]
-            known.introduction = replace(
-                known.introduction, codec_speeds={**known.introduction.codec_speeds, **speeds}
-            )
-        return wrong
+        if (wrong := judge_speeds(speeds)) is not None:
+            return wrong
+        known = self.workers[worker]
+        merged = {**known.introduction.codec_speeds, **speeds}
+        if len(merged) > MOST_CODECS:
+            return f"speeds of {len(merged)} codecs; at most {MOST_CODECS} are possible"
+        known.introduction = replace(known.introduction, codec_speeds=merged)
+        return None
 
     def computed(self, job: str, worker: str, predicted_s: float, measured_s: float) -> None:
         """A committed step's compute time refines the worker's scale."""

@@ -191,6 +191,7 @@ def role_of(scheduler: Scheduler, graphs: GraphStore, worker: str) -> Role | Non
 class _Put:
     size: int
     own: bool  # no other than a worker had put a byte of it
+    whole: bool = False  # this worker has sent every byte
 
 
 @dataclass(slots=True)
@@ -203,6 +204,15 @@ class Accounts:
         """Whether this blob is among what the worker may go on to put."""
         put = self.puts.get(worker, {}).get(name)
         return put is not None and size <= put.size
+
+    def has_put(self, worker: str, name: str) -> None:
+        """The worker has sent all of this blob."""
+        if (put := self.puts.get(worker, {}).get(name)) is not None:
+            put.whole = True
+
+    def whole(self, worker: str) -> frozenset[str]:
+        """What the worker has sent all of, of what it may go on to put."""
+        return frozenset(name for name, put in self.puts.get(worker, {}).items() if put.whole)
 
     def admit(
         self,

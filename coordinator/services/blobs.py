@@ -48,6 +48,13 @@ class Rights:
         """Whoever calls."""
         return ""
 
+    async def known(self, context: Context) -> Collection[str] | None:
+        """The blobs of which the caller may learn that they are here; None: of all."""
+        return None
+
+    def has_put(self, name: str, asker: str) -> None:
+        """The caller has sent all of this blob."""
+
     def asked_about(self, name: str, asker: str) -> None:
         """The caller learns that this blob is here, and will count on it."""
 
@@ -104,6 +111,17 @@ class WorkerRights(Rights):
         """The worker."""
         return worker_of(context, self._insecure)
 
+    async def known(self, context: Context) -> Collection[str]:
+        """What its job named to it, and what it has sent itself: who else has a blob is nobody's business."""
+        worker = self.asker(context)
+        role = role_of(self._shell.scheduler, self._shell.graphs, worker)
+        named = await _guarded(role.named, context) if role is not None else frozenset[str]()
+        return named | self._accounts.whole(worker)
+
+    def has_put(self, name: str, asker: str) -> None:
+        """It may learn from now on that this blob is here."""
+        self._accounts.has_put(asker, name)
+
     def asked_about(self, name: str, asker: str) -> None:
         """What it does not send again stays until it reports it."""
         _promise(self._shell, name, asker)
@@ -126,42 +144,52 @@ class BlobService(rpc.BlobsServicer):
     async def Missing(self, request: pb.BlobList, context: Context) -> pb.BlobList:  # noqa: N802
         """Of the given blobs, those that are not whole here, with the bytes that are."""
         await _bounded(request, context)
+        asker, known = self._rights.asker(context), await self._rights.known(context)
 
-        asker = self._rights.asker(context)
+        def may_know(name: str) -> bool:
+            return known is None or name in known
+
+        def here(name: str) -> bool:
+            return may_know(name) and self._store.has(name)
 
         def find() -> pb.BlobList:
             for b in request.blobs:
-                if self._store.has(b.hash):
+                if here(b.hash):
                     self._rights.asked_about(b.hash, asker)
             # Looked at again: it may have gone before that was noted.
-            absent = (b.hash for b in request.blobs if not self._store.has(b.hash))
-            refs = [pb.BlobRef(hash=h, offset=self._store.resumes(h, asker)) for h in absent]
+            absent = (b.hash for b in request.blobs if not here(b.hash))
+            resumes = self._store.resumes
+            refs = [pb.BlobRef(hash=h, offset=resumes(h, asker, known=may_know(h))) for h in absent]
             return pb.BlobList(blobs=refs)
 
         return await _guarded(find, context)
 
     async def Held(self, request: pb.BlobList, context: Context) -> pb.BlobList:  # noqa: N802
-        """How many bytes of each blob are here, of one that is not whole from the caller."""
+        """How many bytes of each blob are here, as far as the caller may know, or came from the caller."""
         await _bounded(request, context)
-        asker = self._rights.asker(context)
+        asker, known = self._rights.asker(context), await self._rights.known(context)
+
+        def held(name: str) -> int:
+            may_know = known is None or name in known
+            return self._store.held(name, asker) if may_know else self._store.arrived(name, asker)
 
         def find() -> pb.BlobList:
-            return pb.BlobList(
-                blobs=[pb.BlobRef(hash=b.hash, offset=self._store.held(b.hash, asker)) for b in request.blobs]
-            )
+            return pb.BlobList(blobs=[pb.BlobRef(hash=b.hash, offset=held(b.hash)) for b in request.blobs])
 
         return await _guarded(find, context)
 
     async def Put(self, request_iterator: AsyncIterator[pb.BlobChunk], context: Context) -> pb.BlobList:  # noqa: N802
         """Take chunks of any blobs; answers with those that became whole."""
         whole: dict[str, int] = {}
-        asker = self._rights.asker(context)
+        asker, known = self._rights.asker(context), await self._rights.known(context)
         async for chunk in request_iterator:
             await self._rights.put(chunk.hash, chunk.size, context)
-            done = await _guarded(
-                partial(self._store.write, chunk.hash, chunk.size, chunk.offset, chunk.data, asker), context
-            )
-            if done:
+            write = partial(
+                self._store.write, chunk.hash, chunk.size, chunk.offset, chunk.data, asker,
+                known=known is None or chunk.hash in known or chunk.hash in whole,
+            )  # fmt: skip
+            if await _guarded(write, context):
+                self._rights.has_put(chunk.hash, asker)
                 whole[chunk.hash] = chunk.size
         return pb.BlobList(blobs=[pb.BlobRef(hash=h, size=size) for h, size in whole.items()])
 

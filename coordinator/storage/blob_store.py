@@ -93,20 +93,27 @@ class BlobStore:
         whole = self._whole(name)
         if whole.exists():
             return whole.stat().st_size
+        return self.arrived(name, by)
+
+    def arrived(self, name: str, by: str) -> int:
+        """Return how many bytes of a blob have arrived from ``by`` and make no whole one yet."""
         partial = self._partial(name, by)
         return partial.stat().st_size if partial.exists() else 0
 
-    def resumes(self, name: str, by: str = "") -> int:
-        """Return the offset at which a sender resumes an incomplete blob: at the last byte that is here, not
+    def resumes(self, name: str, by: str = "", *, known: bool = True) -> int:
+        """Return the offset at which ``by`` resumes an incomplete blob: at the last byte that is here, not
         behind it.
 
         A coordinator that was killed between a blob's last byte and its name has all of it, and would wait
         for what nobody has left to send.
         """
-        return max(0, self.held(name, by) - 1)
+        return max(0, (self.held(name, by) if known else self.arrived(name, by)) - 1)
 
-    def write(self, name: str, size: int, offset: int, data: bytes, by: str = "") -> bool:
-        """Take in the next bytes of a blob that ``by`` sends; True once it is whole and verified.
+    def write(
+        self, name: str, size: int, offset: int, data: bytes, by: str = "", *, known: bool = True
+    ) -> bool:
+        """Take in the next bytes of a blob that ``by`` sends; True once it is whole and verified. One that is
+        here already is, unless ``by`` is not to know that (``known``): it then shows that it has every byte.
 
         Bytes already here are skipped, a gap is refused. UsageError for impossible figures or
         bytes that do not hash to the name (the partial blob is dropped), StorageError when the
@@ -118,15 +125,15 @@ class BlobStore:
                 f"a blob has at most {self.max_blob_bytes}"
             )
         with self._lock:
-            whole = self._take(name, size, offset, data, by)
+            whole = self._take(name, size, offset, data, by, known=known)
         if whole:
             self._kept(name)
         return whole
 
-    def _take(self, name: str, size: int, offset: int, data: bytes, by: str) -> bool:
-        if self.has(name) or self._whole(name).exists():
+    def _take(self, name: str, size: int, offset: int, data: bytes, by: str, *, known: bool) -> bool:
+        if known and (self.has(name) or self._whole(name).exists()):
             return True
-        here = self.held(name, by)
+        here = self.held(name, by) if known else self.arrived(name, by)
         if here > size:  # they are not this blob's, and no upload would ever end
             self._drop(self._partial(name, by))
             here = 0
@@ -322,7 +329,10 @@ class BlobStore:
             if self.durable:
                 with partial.open("rb") as file:
                     os.fsync(file.fileno())
-            self._name(partial, self._whole(name))
+            whole = self._whole(name)
+            if whole.exists():  # the same bytes, of somebody who was not to know that they are here
+                self._used -= whole.stat().st_size
+            self._name(partial, whole)
             for other in self.partial.glob(f"{name}*"):  # of who sends the same, and need not go on
                 self._drop(other)
         except OSError as error:

@@ -68,6 +68,26 @@ def test_half_an_authority_is_refused_instead_of_replaced(tmp_path: Path) -> Non
         Authority.open(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["ca.pem", "ca-key.pem"])
+@pytest.mark.parametrize("left", [0, 100])
+def test_a_damaged_authority_is_to_be_restored_and_nobody_told_to_join_again(
+    tmp_path: Path, name: str, left: int
+) -> None:
+    Authority.open(tmp_path)
+    damaged = tmp_path / name
+    damaged.write_bytes(damaged.read_bytes()[:left])
+    with pytest.raises(StorageError, match=f"{name} is damaged; restore both from a backup"):
+        Authority.open(tmp_path)
+
+
+def test_an_authority_with_the_certificate_of_another_is_refused(tmp_path: Path) -> None:
+    for folder in ("one", "other"):
+        Authority.open(tmp_path / folder)
+    (tmp_path / "other" / "ca.pem").replace(tmp_path / "one" / "ca.pem")
+    with pytest.raises(StorageError, match="of two authorities; restore both"):
+        Authority.open(tmp_path / "one")
+
+
 def test_an_identity_survives_a_round_trip_through_private_files(
     authority: Authority, tmp_path: Path
 ) -> None:

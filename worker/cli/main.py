@@ -14,7 +14,7 @@ import atoll
 from atoll.errors import AtollError
 from protos import PROTOCOL_VERSION
 from protos.command_line import AsJson, enter, err, out, print_json, with_groups
-from protos.log_stream import log_stream
+from protos.log_stream import LogBudget, log_stream
 from protos.units import shown_size
 from worker.cli import apps as cli_apps
 from worker.cli import data as cli_data
@@ -208,6 +208,7 @@ def _start_log(as_json: bool) -> None:
     )
     structlog.configure(
         processors=[
+            LogBudget(),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
             structlog.processors.format_exc_info,  # the renderer's own shows the values of local variables

@@ -57,6 +57,7 @@ at most 1.22 * MSS / (RTT * sqrt(loss)) (papers/peers.md 7.4), and gRPC does not
 MAX_STREAMS = 32
 """Open connections of one peer, with those that broke unnoticed."""
 CLOSE_S = 5.0
+MAX_EXPECTED = 16_384  # peers that the coordinator has named
 REFUSALS, REFUSALS_PER_S = 100, 0.1  # kept in the log: a caller that knocks for ever must not fill it
 
 
@@ -102,7 +103,7 @@ class PeerNetwork:
         self._courtesy = Courtesy(self._urgent_over)
         self._changed = threading.Condition(threading.RLock())
         self._peers: dict[str, Peer] = {}
-        self._expected: set[str] = set()
+        self._expected: dict[str, None] = {}  # the one named longest ago first
         self._receivers: dict[str, Receiver] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._ends: LocalEnds | None = None
@@ -164,12 +165,17 @@ class PeerNetwork:
             )
 
     def admit(self, peer: str) -> None:
-        """Accept connections of this peer from now on."""
-        self._expected.add(peer)
+        """Accept connections of this peer from now on; of too many those go that were named longest ago and
+        are not connected."""
+        self._expected.pop(peer, None)
+        self._expected[peer] = None
+        if len(self._expected) > MAX_EXPECTED:
+            gone = next((name for name in list(self._expected) if name not in self._peers), None)
+            self._expected.pop(gone or "", None)
 
     def bar(self, peer: str, reason: str) -> None:
         """End this peer's connections and accept none, until it is admitted again."""
-        self._expected.discard(peer)
+        self._expected.pop(peer, None)
         if (known := self._peers.get(peer)) is not None:
             self._loop.call_soon_threadsafe(self._lose, known, reason)
 

@@ -29,6 +29,7 @@ from protos import atoll_job_pb2 as job_pb
 from protos import blob_transfer
 from protos.blob_calls import BlobsOverGrpc
 from protos.blob_transfer import LocalBlob
+from protos.grpc_errors import to_atoll_error
 from protos.retries import retrying
 from tests.coordinator.federated.test_driver import Fleet, spec
 from tests.coordinator.serving import Hold, Owner, fleet, refused, start
@@ -299,6 +300,47 @@ def test_a_worker_that_knows_a_blobs_name_cannot_keep_another_from_storing_it(
     assert running.call(lambda server: server.blobs.read(name_of(data))) == data
 
 
+def test_no_worker_learns_whether_a_blob_is_here_that_is_not_its_own(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    running = start(stack, tmp_path)
+    (worker, idle), owner = (
+        fleet(stack, running, 2, ready=Hold(stack, 1), memory_bytes=1 << 30),
+        Owner(running),
+    )
+    job = owner.submit(n_ops=2, steps=1000)
+    owner.watch(job, lambda u: u.state == "training")
+    if running.call(lambda server: server.shell.scheduler.spec_of(job, worker.worker)) is None:
+        worker, idle = idle, worker
+    secret = b"another owner's data"
+    running.call(lambda server: server.blobs.put(secret))
+    here, nowhere = name_of(secret), name_of(b"nobody has this")
+
+    def learned(who: FakeWorker, name: str) -> list[Any]:
+        found: list[Any] = []
+        ref = pb.BlobList(blobs=[pb.BlobRef(hash=name)])
+        for call in (who.blobs().Missing, who.blobs().Held):
+            found += [(b.offset, b.size) for b in call(ref, timeout=HUNG_S).blobs]
+        for chunk in (
+            pb.BlobChunk(hash=name, size=20, data=b""),
+            pb.BlobChunk(hash=name, size=20, data=b"a"),
+            pb.BlobChunk(hash=name, size=1, data=b"a"),
+        ):
+            try:
+                found.append(len(who.blobs().Put(iter([chunk]), timeout=HUNG_S).blobs))
+            except grpc.RpcError as error:
+                found.append(str(to_atoll_error(error, "test")).replace(name[:12], "NAME"))
+        return found
+
+    assert learned(worker, here) == learned(worker, nowhere)
+    assert learned(idle, here) == learned(idle, nowhere)
+    chunk = pb.BlobChunk(hash=here, size=len(secret), data=secret)
+    assert worker.blobs().Put(iter([chunk]), timeout=HUNG_S).blobs, "who has it may know"
+    store = running.call(lambda server: server.blobs)
+    assert store.read(here) == secret
+    assert store.used_bytes == sum(path.stat().st_size for path in store.root.rglob("*") if path.is_file())
+
+
 def test_the_owner_fetches_what_jobs_rest_on_and_no_clients_update(stack: ExitStack, tmp_path: Path) -> None:
     running = start(stack, tmp_path)
     owner = Owner(running)
@@ -336,8 +378,8 @@ def test_a_sweep_at_the_start_takes_what_nothing_needs_and_no_blob_of_a_fact(
 def test_of_a_replaced_checkpoint_stays_what_another_is_being_stored_with(
     stack: ExitStack, tmp_path: Path
 ) -> None:
-    """The same job twice stores the same bytes: the second worker sends nothing, and counts on what it was
-    told is here."""
+    """A job that goes on from a restored checkpoint stores bytes that are here: whoever sends them counts on
+    what it was told."""
     running = start(stack, tmp_path)
     (worker,), owner = fleet(stack, running, 1, ready=Hold(stack, 1), memory_bytes=1 << 30), Owner(running)
     owner.watch(owner.submit(n_ops=2, steps=1000), lambda u: u.state == "training")
@@ -355,6 +397,9 @@ def test_of_a_replaced_checkpoint_stays_what_another_is_being_stored_with(
         return set(filter(store.has, (asked, reported, other)))
 
     request = pb.BlobList(blobs=[pb.BlobRef(hash=asked)])
+    assert worker.blobs().Missing(request, metadata=worker.metadata, timeout=HUNG_S).blobs == request.blobs
+    chunk = pb.BlobChunk(hash=asked, size=len(b"asked about"), data=b"asked about")
+    assert worker.blobs().Put(iter([chunk]), metadata=worker.metadata, timeout=HUNG_S).blobs
     assert not worker.blobs().Missing(request, metadata=worker.metadata, timeout=HUNG_S).blobs
     running.call(lambda server: server.shell.reported.update([reported]))
     assert left() == {asked, reported}

@@ -91,6 +91,18 @@ def test_strangers_who_hold_connections_keep_no_peer_out(host: Make) -> None:
         assert other.delivered.get(timeout=HUNG_S)[3] == b"payload"
 
 
+def test_of_the_peers_that_a_coordinator_names_the_newest_are_remembered(
+    host: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.transport.network.MAX_EXPECTED", 10)
+    one, other = host("w-1"), host("w-2")
+    other.network.admit("w-1")
+    one.network.dial("w-2", [("127.0.0.1", other.network.port)], HUNG_S)
+    for number in range(100):
+        one.network.admit(f"w-{number + 3}")
+    assert list(one.network._expected) == ["w-2", *(f"w-{number}" for number in range(94, 103))]
+
+
 def _ended(connection: socket.socket) -> bool:
     connection.setblocking(False)
     try:
