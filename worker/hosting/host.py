@@ -42,7 +42,7 @@ from worker.hosting.send_log import SendLog
 from worker.hosting.setup import setup_of
 from worker.hosting.watch import OpWatch
 from worker.machine.lent import gpus_here
-from worker.machine.own_share import RESERVE_BYTES, MemoryShare, held_bytes, host_bytes, memory_share
+from worker.machine.own_share import RESERVE_BYTES, MemoryShare, held_bytes, main_share, memory_share
 from worker.machine.speed_file import MAX_BYTES as MAX_SPEEDS_BYTES
 from worker.machine.speed_file import SpeedFile
 from worker.session import events, instructions, wire
@@ -636,14 +636,15 @@ class ComputeHost:
         if first:
             self._own_bytes = own if device.kind == "cpu" else device.own_memory_bytes
         found, self._device = self._device, device  # its memory may be another than that of the one before
-        try:
-            share = self.memory_under()
-            share = share.checked() if first else share
-        except UsageError:
-            self._device = found
-            raise
+        share = self.memory_under()
+        main = share if device.kind == "cpu" else main_share(self._config, share, own)
+        if first:
+            self._device = found  # until it is known to do
+            share.checked()
+            main.checked()
+            self._device = device
+        launched.limit_added(max(0, main.stage_bytes))
         most = max(0, share.stage_bytes)
-        launched.limit_added(most if device.kind == "cpu" else host_bytes(self._config, most, own))
         now.child.send(pb.ToCompute(memory_limit=most))
 
     def _heard_event(self, now: Now, m: pb.Posted) -> None:

@@ -62,13 +62,13 @@ def memory_share(config: WorkerConfig, kind: str, found_bytes: int, own_bytes: i
     return MemoryShare(own_bytes, stage, planned, limited=whole > 0)
 
 
-def host_bytes(config: WorkerConfig, device_bytes: int, own_bytes: int) -> int:
-    """Return the most of main memory that a job may add on a GPU, of which it may take ``device_bytes``.
-    UsageError where ``own_bytes``, which the worker takes itself, leave nothing."""
+def main_share(config: WorkerConfig, device: MemoryShare, own_bytes: int) -> MemoryShare:
+    """Return how main memory is shared beside a GPU's: by a limit of its own, else a job may add as much of
+    it as of the GPU's. ``own_bytes``: of main memory that the worker takes itself."""
     if not (config.memory_bytes and config.gpu_memory_bytes):
-        return device_bytes
-    main = replace(config, gpu_memory_bytes=0)
-    return memory_share(main, "cpu", device_bytes, own_bytes).checked().stage_bytes
+        return MemoryShare(own_bytes, device.stage_bytes, device.stage_bytes)
+    main = replace(config, gpu_memory_bytes=0, stage_bytes=0)
+    return memory_share(main, "cpu", device.stage_bytes, own_bytes)
 
 
 def held_bytes() -> int:

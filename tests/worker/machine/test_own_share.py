@@ -12,7 +12,13 @@ from atoll.errors import UsageError
 from worker.config import WorkerConfig
 from worker.machine import torch_device
 from worker.machine.device import Device
-from worker.machine.own_share import LEAST_STAGE_BYTES, held_bytes, host_bytes, memory_share
+from worker.machine.own_share import (
+    LEAST_STAGE_BYTES,
+    MemoryShare,
+    held_bytes,
+    main_share,
+    memory_share,
+)
 
 MIB = 1 << 20
 
@@ -55,10 +61,14 @@ def test_on_a_gpu_its_context_is_the_workers_own_part() -> None:
 
 
 def test_main_memory_of_a_gpus_worker_is_bounded_beside_it() -> None:
-    assert host_bytes(config(4096), 3000 * MIB, 200 * MIB) == 3000 * MIB
-    assert host_bytes(config(1000, gpu=6000), 5500 * MIB, 200 * MIB) == 800 * MIB
+
+    def beside(config: WorkerConfig) -> MemoryShare:
+        return main_share(config, memory_share(config, "cuda", 0, 500 * MIB), 200 * MIB)
+
+    assert beside(config(4096)).checked().stage_bytes == (4096 - 500) * MIB
+    assert beside(config(1000, gpu=6000)).checked().stage_bytes == 800 * MIB
     with pytest.raises(UsageError, match="at least 216"):
-        host_bytes(config(100, gpu=6000), 5500 * MIB, 200 * MIB)
+        beside(config(100, gpu=6000)).checked()
 
 
 def test_what_this_process_holds_is_counted() -> None:
