@@ -47,10 +47,21 @@ class FusedOptimizer:
             key = (chosen[name].lr_scale, spec.weight_decay if decay is None else decay)
             groups.setdefault(key, _Group(*key, [])).names.append(name)
         self._groups = tuple(groups.values())
+        self._reserved: list[Tensor] = []
+
+    @torch.no_grad()
+    def reserve(self) -> None:
+        """Hold the memory of the states to come from now on: the first step then takes as much as any later
+        one, and where there is too little that shows before a step is committed."""
+        adamw = self._spec.name is OptimizerName.ADAMW
+        states = 2 if adamw else int(self._spec.momentum > 0.0)
+        coming = [parameter for name, parameter in self._parameters.items() if name not in self.state]
+        self._reserved = [torch.ones_like(parameter) for parameter in coming * states]  # pages are written
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
         """Take a step with the base learning rate ``rate``."""
+        self._reserved.clear()
         for group in self._groups:
             names = [name for name in group.names if self._parameters[name].grad is not None]
             if not names:

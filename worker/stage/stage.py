@@ -325,6 +325,7 @@ class Stage:
             return None
         for name in self.trainable:
             self._restore(optimizer, name, tensors[name])
+        optimizer.reserve()
         return optimizer
 
     def _restore(self, optimizer: FusedOptimizer, name: str, stored: Mapping[str, Tensor]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from atoll.job import Optimizer, OptimizerName, ParamGroup
+from worker.machine.own_share import held_bytes
 from worker.stage.optimizers import make_optimizer
 
 RATE = 0.05
@@ -74,3 +75,29 @@ def test_an_optimizer_imports_no_compiler() -> None:
         "assert 'torch._dynamo' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "states"),
+    [
+        (Optimizer(), 2),
+        (Optimizer(name=OptimizerName.SGD, momentum=0.9), 1),
+        (Optimizer(name=OptimizerName.SGD), 0),
+    ],
+    ids=["adamw", "momentum", "sgd"],
+)
+def test_memory_of_states_to_come_is_held_until_the_first_step(spec: Optimizer, states: int) -> None:
+    """So a stage that does not fit is killed before a step of it is committed."""
+    size = 4 << 20
+    parameter = torch.nn.Parameter(torch.zeros(size))
+    optimizer = make_optimizer({"p": parameter}, spec)
+    assert optimizer is not None
+    before = held_bytes()
+    optimizer.reserve()
+    reserved = held_bytes() - before
+    assert abs(reserved - states * 4 * size) < 4 << 20
+    parameter.grad = torch.ones(size)
+    optimizer.step(0.1)
+    assert held_bytes() - before - 4 * size < states * 4 * size + (4 << 20), "held once"
+    optimizer.reserve()
+    assert held_bytes() - before - 4 * size < states * 4 * size + (4 << 20), "there is a state"
