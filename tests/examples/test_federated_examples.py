@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from atoll.errors import UsageError
+from atoll.federated import Floors
 from coordinator.capture.capture import capture
 from coordinator.client.job_file import load_job
 from coordinator.client.prepare import prepare
@@ -40,7 +41,9 @@ def one_round(job: Any, clients: dict[str, Any]) -> LocalFederation:
     assert job.federated is not None
     found = capture(job.module, job.example_inputs, job.training, job.metrics)
     model = local_model(found.train, found.evaluation, found.state, job.training)
-    federation = LocalFederation(model, job.federated, clients, inputs=job.data.inputs)
+    # FedImpro sends statistics of classes, which its data owners have to allow.
+    allowed = Floors(statistics=5130 if job.federated.strategy == "fedimpro" else 0)
+    federation = LocalFederation(model, job.federated, clients, inputs=job.data.inputs, floors=allowed)
     before = dict(federation.weights)
     federation.run_round()
     assert any(not np.array_equal(before[name], array) for name, array in federation.weights.items())

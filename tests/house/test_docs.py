@@ -225,3 +225,19 @@ def test_the_architecture_has_a_row_for_every_wing() -> None:
 def test_decisions_are_numbered_without_a_gap() -> None:
     numbers = sorted(int(path.name[:3]) for path in (DOCS / "decisions").glob("*.md"))
     assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_rows_of_tables_have_as_many_cells_as_their_heads() -> None:
+    """A row with one cell more shifts what stands in it under another head."""
+    wrong = []
+    for path in (*ROOT.glob("*.md"), *DOCS.rglob("*.md")):
+        cells = 0
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if not line.startswith("|"):
+                cells = 0
+                continue
+            found = re.sub(r"`[^`]*`", "", line).replace(r"\|", "").count("|")
+            cells = cells or found
+            if found != cells:
+                wrong.append(f"{path.relative_to(ROOT)}:{number}: {found - 1} cells, not {cells - 1}")
+    assert wrong == []

@@ -710,7 +710,8 @@ def test_a_class_may_not_be_one_sample_several_times() -> None:
     federated = Federated("fedimpro", local_epochs=2, evaluate_every=0, held_out=0.0)
     few = {n: t.numpy() for n, t in batch(size=11).items()}
     enough = {n: t.numpy() for n, t in batch(size=12).items()}
-    federation = LocalFederation(model, federated, {"few": few, "enough": enough})
+    clients = {"few": few, "enough": enough}
+    federation = LocalFederation(model, federated, clients, floors=Floors(statistics=115))
     broadcast = federation.strategy.configure(federation.state)
     federation.trainer.train(federation.clients["enough"], broadcast, federation.client_states["enough"])
     with pytest.raises(UsageError, match="11 samples repeat within a micro-batch of 12"):

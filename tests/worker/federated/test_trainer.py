@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atoll.errors import BadUpdate, JobFailed, UsageError
-from atoll.federated import MAX_RESIDUAL_ROUNDS, NO_FLOORS, Federated
+from atoll.federated import MAX_RESIDUAL_ROUNDS, NO_FLOORS, Federated, Floors
 from atoll.job import Optimizer, OptimizerName, ParamGroup, Schedule, ScheduleKind, TrainingSpec
 from atoll.sampling import epoch_batches, held_out_batches, local_steps, split
 from coordinator.capture.capture import capture
@@ -182,9 +182,11 @@ def federation_of(rule: str = "fedavg", clients: int = 3, **options: Any) -> Loc
     made = {"local_epochs": 1, **options}
     dropout, optimizer = made.pop("dropout", 0.0), made.pop("optimizer", SGD)
     width = made.pop("width", 4)
+    floors = Floors(statistics=2 * width)  # its running statistics: samples have 65 values
     data = {f"c{at}": arrays(40 + 9 * at, at) for at in range(clients)}
     training = spec(optimizer)
-    return LocalFederation(model_of(Small(dropout, width), training), Federated(rule, **made), data)
+    model = model_of(Small(dropout, width), training)
+    return LocalFederation(model, Federated(rule, **made), data, floors=floors)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +321,9 @@ def test_wrapped_nets_train_through_the_trainer(name: str) -> None:
     training = TrainingSpec(steps=5, n_micro=1, optimizer=SGD)
     data = {f"c{at}": {n: t.numpy() for n, t in batch(at, 12).items()} for at in range(2)}
     model = model_of(modules[name], training, batch())
-    federation = LocalFederation(model, Federated(name, local_epochs=2, held_out=0.0, evaluate_every=0), data)
+    federated = Federated(name, local_epochs=2, held_out=0.0, evaluate_every=0)
+    # FedImpro's statistics of classes are numbers about the data, which its owner allows or not.
+    federation = LocalFederation(model, federated, data, floors=Floors(statistics=115))
     first = dict(federation.state.weights)
     for _ in range(2):
         federation.run_round()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from atoll.errors import UsageError
-from atoll.federated import Federated
+from atoll.federated import Federated, Floors
 from coordinator.federated.makespan import Rate, Task, assign
 from tests.worker.federated.test_trainer import Small, arrays, model_of, spec
 from worker.federated.local_model import LocalModel
@@ -19,6 +19,7 @@ from worker.inprocess.federation import LocalFederation
 from worker.inprocess.population import LocalPopulation, PopulationRound
 
 CLIENTS, DRAWN, ROUNDS = 20, 8, 3
+ALLOWED = Floors(statistics=96)  # running statistics of the net below
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def model() -> LocalModel:
 def federation(model: LocalModel, rule: str, **options: Any) -> LocalFederation:
     data = {f"c{at:02d}": arrays(20 + 7 * (at % 5), at) for at in range(CLIENTS)}
     federated = Federated(rule, clients=DRAWN, held_out=0.0, evaluate_every=0, **options)
-    return LocalFederation(model, federated, data)
+    return LocalFederation(model, federated, data, floors=ALLOWED)
 
 
 def by_time(
