@@ -42,6 +42,7 @@ from coordinator.storage.run_log import Logs, Point, RunLogs
 from protos import atoll_control_pb2 as pb
 from protos import telemetry
 from protos.telemetry import Event as Name
+from protos.worker_names import is_id, with_names
 
 BATCH = 256
 RETRY_STORAGE_S = 1.0
@@ -358,6 +359,7 @@ class Shell:
         self, event: str, level: str, job: str, source: str, fields: Mapping[str, Any], now_s: float
     ) -> None:
         """One log line, to the process's log and to `atoll logs`."""
+        fields = self._with_names(fields)
         shown = {"by": source, **({"job": job} if job else {}), **fields}
         shown["what"] = shown.pop("event", None)
         write = getattr(log, level if level in ("debug", "info", "warning", "error") else "info")
@@ -366,6 +368,19 @@ class Shell:
             self.logs.add(now_s, level, event, source, job, fields)
             self.logged.set()
             self.logged = asyncio.Event()
+
+    def _with_names(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of a log line in whose words workers are named; beside a worker's id stands its name."""
+        roster = self.scheduler.roster.workers
+        if not any(isinstance(value, str) and "w-" in value for value in fields.values()):
+            return dict(fields)
+        names = {worker: known.introduction.name for worker, known in roster.items()}
+        found = {
+            key: with_names(value, names) if isinstance(value, str) and not is_id(value) else value
+            for key, value in fields.items()
+        }
+        name = names.get(str(fields.get("worker")))
+        return {"name": name, **found} if name else found
 
     # ------------------------------------------------------------ beside the queue
 

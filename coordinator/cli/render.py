@@ -12,6 +12,7 @@ from atoll.plan import LinkSpec, Plan, Prediction
 from coordinator.cli.format import DIM, add_row, in_bits, in_bytes, in_seconds, share_bar, sparkline
 from coordinator.cli.render_federated import federated_parts, federated_words
 from protos import atoll_control_pb2 as pb
+from protos.worker_names import distinct
 
 Names = Mapping[str, str]  # worker id -> name for people
 SHOWN_WAIT_S = 2.0  # shorter waits are part of every step
@@ -126,8 +127,8 @@ def status_view(status: pb.StatusReply) -> RenderableType:
 
 
 def worker_names(workers: Iterable[pb.WorkerStatus]) -> dict[str, str]:
-    """Worker id -> the name its owner gave it."""
-    return {status.worker: status.name or status.worker for status in workers}
+    """Worker id -> the name its owner gave it, with the beginning of the id where two have one name."""
+    return distinct({status.worker: status.name for status in workers})
 
 
 def _workers_table(workers: Sequence[pb.WorkerStatus], names: Names) -> RenderableType:

@@ -22,6 +22,7 @@ from coordinator.messages.jobs import ENDED
 from coordinator.planning.planner import known_partitioner
 from coordinator.planning.ratios import check_compression
 from coordinator.services.checkpoints import chosen, described
+from coordinator.services.in_names import in_names, names_of
 from coordinator.services.owners import Owner, Owners, Role
 from coordinator.services.views import job_update, link_statuses, worker_status
 from coordinator.shell import Shell
@@ -114,11 +115,12 @@ class OwnerService(rpc.OwnerServicer):
             await refuse(context, error)
         now_s = shell.clock()
         names = shell.scheduler.roster.workers
-        return pb.PlanReply(
+        reply = pb.PlanReply(
             plan=to_proto(plan),
             fleet=[worker_status(shell.scheduler, name, now_s) for name in names],
             links=link_statuses(shell.scheduler),
         )
+        return in_names(reply, names_of(shell.scheduler.roster))
 
     async def _planned(self, spec: JobSpec) -> Plan:
         shell = self._shell
@@ -142,8 +144,11 @@ class OwnerService(rpc.OwnerServicer):
         version = atoll.__version__ + (
             "" if self._authority is not None else " (insecure: no TLS, no tokens)"
         )
+        held = names_of(scheduler.roster)
         return pb.StatusReply(
-            workers=[worker_status(scheduler, name, now_s) for name in scheduler.roster.workers],
+            workers=[
+                in_names(worker_status(scheduler, name, now_s), held) for name in scheduler.roster.workers
+            ],
             jobs=[self._update(job, with_plan=False) for job in scheduler.jobs],
             links=link_statuses(scheduler),
             version=version,
@@ -319,7 +324,7 @@ class OwnerService(rpc.OwnerServicer):
         self, job: str, *, points: Any = (), with_plan: bool = True, with_costs: bool = True
     ) -> pb.JobUpdate:
         shell = self._shell
-        return job_update(
+        update = job_update(
             shell.scheduler,
             job,
             shell.clock(),
@@ -328,6 +333,7 @@ class OwnerService(rpc.OwnerServicer):
             with_plan=with_plan,
             with_costs=with_costs,
         )
+        return in_names(update, names_of(shell.scheduler.roster))
 
     # ------------------------------------------------------------ tokens and members
 

@@ -13,8 +13,10 @@ from coordinator.membership import member
 from coordinator.messages import jobs as job_state
 from coordinator.messages.jobs import RUNNING
 from coordinator.relay.book import CAUSES, Book, RelayLimits
+from coordinator.services.in_names import names_of
 from coordinator.services.views import carried
 from protos import telemetry
+from protos.worker_names import distinct
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -80,8 +82,9 @@ class Exporter:
         rates = GaugeMetricFamily(
             telemetry.LINK_RATE.name, telemetry.LINK_RATE.help, labels=["source", "target"]
         )
-        for (source, target), link in list(scheduler.roster.links.table.estimates.items()):
-            rates.add_metric([source, target], link.bandwidth_bps)
+        names = distinct(names_of(scheduler.roster))
+        for pair, link in list(scheduler.roster.links.table.estimates.items()):
+            rates.add_metric([names.get(worker, worker) for worker in pair], link.bandwidth_bps)
         yield rates
         yield self._ratios()
         yield from relay_metrics(self._relay)
@@ -95,12 +98,14 @@ class Exporter:
             telemetry.LINK_RATIO.name, telemetry.LINK_RATIO.help, labels=list(telemetry.LINK_RATIO.labels)
         )
         scheduler = self._shell.scheduler
+        names = distinct(names_of(scheduler.roster))
         for job in list(scheduler.jobs.values()):
             if job.phase in RUNNING:
                 for link in carried(scheduler, job):
                     if link.dense_bytes_per_step:
                         ratio = link.dense_bytes_per_step / link.bytes_per_step
-                        found.add_metric([link.source, link.target, link.codec], ratio)
+                        ends = [names.get(worker, worker) for worker in (link.source, link.target)]
+                        found.add_metric([*ends, link.codec], ratio)
         return found
 
     def close(self) -> None:

@@ -150,7 +150,11 @@ def test_the_same_job_under_other_terms_asks_again_and_a_refusal_says_who_and_wh
     (why,) = [c.reason for c in refused.federated.clients if c.state == "refused"]
     assert why == "its data owner refused: no agreement with this group"
     worker = next(c.worker for c in refused.federated.clients if c.state == "refused")
-    assert f"refused by {worker}: {why}" in fleet.wait_for(name, lambda u: "refused by" in u.reason).reason
+    names = {w.worker: w.name for w in fleet.client.status().workers}
+    assert (
+        f"refused by {names[worker]}: {why}"
+        in fleet.wait_for(name, lambda u: "refused by" in u.reason).reason
+    )
     lines = [line for line in fleet.client.logs(name) if line.event == "consent.refused"]
     assert [json.loads(line.fields_json)["reason"] for line in lines] == [why]
     assert not [line for line in fleet.left("worker1", name) if line["kind"] == UPDATE]
