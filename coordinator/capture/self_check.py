@@ -95,13 +95,23 @@ def self_check(
     batches = [{k: v.to(device) for k, v in given.items()} for given in (batch, second or batch)]
     check = _Check(captured, plain, batches, state, device)
     found = PythonState(plain)  # globals are the process's own
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     try:
         with torch.random.fork_rng(), as_trained(plain, True, captured.frozen):
             check.passes(check.training_pass, check.executor(captured.train), seed)
         with torch.random.fork_rng(), as_trained(plain, False, captured.frozen):
             check.passes(check.evaluation_pass, check.executor(captured.evaluation), seed)
+    except SelfCheckError as error:
+        if any(parameter.grad is not before for parameter, before in gradients):
+            raise SelfCheckError(
+                "forward reaches the job's own module, not the one that it is called on (by a closure or a "
+                "global), so that it cannot be checked on a copy; give it self"
+            ) from error
+        raise
     finally:
         found.restore()
+        for parameter, before in gradients:
+            parameter.grad = before
     return CheckResult(check.compared, check.worst, check.weight, check.total)
 
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 ROOT = "module"  # the wrapper's only child; stripped from every name
 _DROPPED = re.compile(r"aten\.(_assert_|_functional_assert_|sym_constrain_range|_functional_sym_constrain)")
+MAX_NAMED = 5  # sub-modules in one message
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH_FILES = re.compile(r"[/\\]torch[/\\]|[/\\]coordinator[/\\]exported\.py$")
 
@@ -80,6 +81,22 @@ def left_in_evaluation(modes: Collection[tuple[nn.Module, bool]]) -> list[nn.Mod
     if not any(training for _, training in modes):
         return []
     return [child for child, training in modes if not training]
+
+
+def modes_in_words(module: nn.Module) -> list[str]:
+    """Say in which modes the module is trained, where that is not training mode as it was given."""
+    if not any(part.training for part in module.modules()):
+        return [
+            "the module is in evaluation mode as a whole; it is trained in training mode, as after train()"
+        ]
+    left = [name for name, part in module.named_modules() if not part.training]
+    tops = [name for name in left if not any(name.startswith(f"{above}.") for above in left)]
+    if not tops:
+        return []
+    named = ", ".join(tops[:MAX_NAMED]) + (
+        f" and {len(tops) - MAX_NAMED} more" if len(tops) > MAX_NAMED else ""
+    )
+    return [f"left in evaluation mode, and trained in it: {named or 'the module itself'}"]
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from atoll.opdag import FLOATING, OpDag, TensorMeta
 from atoll.program import stage_programs
 from coordinator.capture.capture import Captured, capture
 from coordinator.capture.self_check import CheckResult, self_check
-from coordinator.capture.torch_export import meta_of
+from coordinator.capture.torch_export import meta_of, modes_in_words
 from coordinator.client.transfer import PIECE_BYTES
 from coordinator.federated.checks import check_federated, check_inputs, check_spec, check_wrapped
 from coordinator.planning.ratios import check_compression
@@ -95,6 +95,8 @@ def prepare(
     tell("materialising the data")
     data, held_out = materialised(job)
     tell("capturing the model as an op-DAG")
+    for words in modes_in_words(job.module):
+        tell(words)
     captured = captured_of(job)
     notice = check_graphs(federated.rule, captured) if federated is not None else ""
     tell(f"checking {len(captured.train.ops)} ops against the module")

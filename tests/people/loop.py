@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 from atoll.data import Rows, sample_indices, take
 from atoll.errors import AtollError
+from atoll.execute import Executor
 from atoll.job import Job, Optimizer, OptimizerName, TrainingSpec
+from atoll.opdag import OpDag
 from atoll.program import stage_programs
 from coordinator.client.prepare import Prepared, prepare
 from worker.inprocess.pipeline import LocalPipeline
@@ -214,11 +216,17 @@ def _pipeline(job: Job, prepared: Prepared, starts: tuple[int, ...]) -> Trained:
     losses = [pipeline.step(at, batches_of(job, at)).loss for at in range(job.training.steps)]
     state = {name: kept["value"] for name, kept in {**tensors, **pipeline.snapshot()}.items()}
     state |= {name: state[first] for name, first in dag.aliases.items()}
-    whole = LocalPipeline(
-        stage_programs(dag, (0,)),
-        job.training,
-        {name: {"value": tensor} for name, tensor in state.items()},
-        eval_programs=stage_programs(evaluation, (0,)),
-        states=states,
-    )
-    return Trained(losses, state, whole.evaluate(batches_of(job, 0)))
+    return Trained(losses, state, _evaluated(job, evaluation, state))
+
+
+def _evaluated(job: Job, dag: OpDag, state: Mapping[str, Tensor]) -> float:
+    """The loss of the first step's micro-batches in evaluation mode, over its weight where it is a sum."""
+    (program,) = stage_programs(dag, (0,))
+    executor = Executor(program, precision=job.training.precision, differentiate=False)
+    executor.load(state)
+    loss, weight = 0.0, 0.0
+    for micro, batch in enumerate(batches_of(job, 0)):
+        found = executor.forward(0, micro, batch, {})
+        loss += float(found[dag.loss])
+        weight += 1.0 if dag.weight is None else float(found[dag.weight])
+    return loss / weight

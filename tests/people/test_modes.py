@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from coordinator.client.prepare import prepare
 from tests.people.loop import Case, case, compare, job_of, run
 
 
@@ -98,3 +99,20 @@ def test_the_owners_modes_are_kept(kind: Case, one_thread: None) -> None:
 def test_the_module_comes_back_in_the_modes_it_had(make: Callable[[], nn.Module], one_thread: None) -> None:
     job = compare(lambda: job_of(make(), rows()))
     assert [part.training for part in job.module.modules()] == [part.training for part in make().modules()]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (frozen_batch_norm, "left in evaluation mode, and trained in it: encoder.1"),
+        (frozen_encoder_with_dropout, "left in evaluation mode, and trained in it: encoder"),
+        (evaluation_as_a_whole, "trained in training mode, as after train()"),
+    ],
+)
+def test_submit_says_in_which_modes_parts_are_trained(make: Callable[[], nn.Module], said: str) -> None:
+    words: list[str] = []
+    prepare(job_of(make(), rows()), tell=words.append)
+    assert any(said in word for word in words)
+    words.clear()
+    prepare(job_of(Net(), rows()), tell=words.append)
+    assert not any("evaluation mode" in word for word in words)
