@@ -183,6 +183,7 @@ class ComputeStep(_message.Message):
     EVALUATE_CODED_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     RELINK_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     step: _builtins.int
@@ -190,6 +191,7 @@ class ComputeStep(_message.Message):
     store: _builtins.bool
     evaluate_coded: _builtins.bool
     reason: _builtins.str
+    keep: _builtins.bool
     @_builtins.property
     def relink(self) -> _atoll_control_pb2.Relink: ...
     def __init__(
@@ -203,10 +205,11 @@ class ComputeStep(_message.Message):
         evaluate_coded: _builtins.bool = ...,
         reason: _builtins.str = ...,
         relink: _atoll_control_pb2.Relink | None = ...,
+        keep: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["relink", b"relink"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluate_coded", b"evaluate_coded", "gradient_scale", b"gradient_scale", "job", b"job", "plan_version", b"plan_version", "reason", b"reason", "relink", b"relink", "step", b"step", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluate_coded", b"evaluate_coded", "gradient_scale", b"gradient_scale", "job", b"job", "keep", b"keep", "plan_version", b"plan_version", "reason", b"reason", "relink", b"relink", "step", b"step", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -794,8 +797,10 @@ class StoreFiles(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
     NEW_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     new: _builtins.bool
+    keep: _builtins.bool
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreFile]: ...
     def __init__(
@@ -804,10 +809,11 @@ class StoreFiles(_message.Message):
         request: _builtins.int = ...,
         files: _abc.Iterable[Global___StoreFile] | None = ...,
         new: _builtins.bool = ...,
+        keep: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "new", b"new", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "keep", b"keep", "new", b"new", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -489,6 +489,8 @@ class StageCopy(_message.Message):
     """Copies of stages' parts of checkpoints that this worker keeps on its disk while it is idle: these and no
     others from now on, in the background, the first first. ``name`` is the coordinator's; blobs: with the most bytes that each may have.
     Each is answered by a CopyHeld: bytes and seconds of what had to be fetched, or why it is not kept.
+    working: kept also while a stage is computed: a part of a snapshot that the ranks of a plan keep for each other,
+    which the holders have.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -496,20 +498,27 @@ class StageCopy(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     BLOBS_FIELD_NUMBER: _builtins.int
+    WORKING_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     name: _builtins.str
+    working: _builtins.bool
     @_builtins.property
     def blobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlobRef]: ...
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExpectPeer]: ...
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         name: _builtins.str = ...,
         blobs: _abc.Iterable[Global___BlobRef] | None = ...,
+        working: _builtins.bool = ...,
+        holders: _abc.Iterable[Global___ExpectPeer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blobs", b"blobs", "job", b"job", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blobs", b"blobs", "holders", b"holders", "job", b"job", "name", b"name", "working", b"working"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -534,6 +543,59 @@ class KeepCopies(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KeepCopies: _TypeAlias = KeepCopies  # noqa: Y015
+
+@_typing.final
+class StoreCopy(_message.Message):
+    """Put these blobs, which were kept as a copy, into the store. Answered by a CopyStored."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    BLOBS_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    name: _builtins.str
+    @_builtins.property
+    def blobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        name: _builtins.str = ...,
+        blobs: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blobs", b"blobs", "job", b"job", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreCopy: _TypeAlias = StoreCopy  # noqa: Y015
+
+@_typing.final
+class CopyStored(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    name: _builtins.str
+    error: _builtins.str
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        name: _builtins.str = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "job", b"job", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CopyStored: _TypeAlias = CopyStored  # noqa: Y015
 
 @_typing.final
 class CopyHeld(_message.Message):
@@ -1220,10 +1282,13 @@ class StateStored(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     step: _builtins.int
     error: _builtins.str
+    kept: _builtins.bool
+    """on the worker's own disk, not in the store"""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_atoll_job_pb2.TensorBlob]: ...
     def __init__(
@@ -1234,10 +1299,11 @@ class StateStored(_message.Message):
         step: _builtins.int = ...,
         tensors: _abc.Iterable[_atoll_job_pb2.TensorBlob] | None = ...,
         error: _builtins.str = ...,
+        kept: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "job", b"job", "plan_version", b"plan_version", "step", b"step", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "job", b"job", "kept", b"kept", "plan_version", b"plan_version", "step", b"step", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1832,6 +1898,7 @@ class FromWorker(_message.Message):
     PEER_JOINED_FIELD_NUMBER: _builtins.int
     CONSENT_FIELD_NUMBER: _builtins.int
     COPY_HELD_FIELD_NUMBER: _builtins.int
+    COPY_STORED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def introduction(self) -> Global___Introduction: ...
     @_builtins.property
@@ -1870,6 +1937,8 @@ class FromWorker(_message.Message):
     def consent(self) -> Global___Consent: ...
     @_builtins.property
     def copy_held(self) -> Global___CopyHeld: ...
+    @_builtins.property
+    def copy_stored(self) -> Global___CopyStored: ...
     def __init__(
         self,
         *,
@@ -1892,12 +1961,13 @@ class FromWorker(_message.Message):
         peer_joined: Global___PeerJoined | None = ...,
         consent: Global___Consent | None = ...,
         copy_held: Global___CopyHeld | None = ...,
+        copy_stored: Global___CopyStored | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "consent", b"consent", "copy_held", b"copy_held", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "peer_joined", b"peer_joined", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "consent", b"consent", "copy_held", b"copy_held", "copy_stored", b"copy_stored", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "peer_joined", b"peer_joined", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "consent", b"consent", "copy_held", b"copy_held", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "peer_joined", b"peer_joined", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "consent", b"consent", "copy_held", b"copy_held", "copy_stored", b"copy_stored", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "peer_joined", b"peer_joined", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["introduction", "heartbeat", "ops_probed", "link_probed", "loaded", "failed", "ready", "eval_ready", "stored", "spans", "log", "leaving", "update_ready", "client_evaluated", "client_failed", "codec_speeds", "peer_joined", "consent", "copy_held"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["introduction", "heartbeat", "ops_probed", "link_probed", "loaded", "failed", "ready", "eval_ready", "stored", "spans", "log", "leaving", "update_ready", "client_evaluated", "client_failed", "codec_speeds", "peer_joined", "consent", "copy_held", "copy_stored"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -2430,6 +2500,7 @@ class StepCommit(_message.Message):
     LAST_FIELD_NUMBER: _builtins.int
     RELINK_FIELD_NUMBER: _builtins.int
     EVALUATE_CODED_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
     REPLAY_FROM_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
@@ -2444,6 +2515,8 @@ class StepCommit(_message.Message):
     """do not begin another step"""
     evaluate_coded: _builtins.bool
     """with evaluate: once more through the codecs"""
+    keep: _builtins.bool
+    """snapshot after applying, keep it on this disk, answer StateStored with kept"""
     replay_from: _builtins.int
     """messages of earlier steps may leave the send logs: no replay begins before it"""
     @_builtins.property
@@ -2462,11 +2535,12 @@ class StepCommit(_message.Message):
         last: _builtins.bool = ...,
         relink: Global___Relink | None = ...,
         evaluate_coded: _builtins.bool = ...,
+        keep: _builtins.bool = ...,
         replay_from: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["relink", b"relink"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluate", b"evaluate", "evaluate_coded", b"evaluate_coded", "gradient_scale", b"gradient_scale", "job", b"job", "last", b"last", "plan_version", b"plan_version", "relink", b"relink", "replay_from", b"replay_from", "step", b"step", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluate", b"evaluate", "evaluate_coded", b"evaluate_coded", "gradient_scale", b"gradient_scale", "job", b"job", "keep", b"keep", "last", b"last", "plan_version", b"plan_version", "relink", b"relink", "replay_from", b"replay_from", "step", b"step", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2851,6 +2925,7 @@ class ToWorker(_message.Message):
     RECONFIGURE_FIELD_NUMBER: _builtins.int
     REVOKED_FIELD_NUMBER: _builtins.int
     KEEP_COPIES_FIELD_NUMBER: _builtins.int
+    STORE_COPY_FIELD_NUMBER: _builtins.int
     STANDBYS_FIELD_NUMBER: _builtins.int
     AUTHORITIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
@@ -2888,6 +2963,8 @@ class ToWorker(_message.Message):
     @_builtins.property
     def keep_copies(self) -> Global___KeepCopies: ...
     @_builtins.property
+    def store_copy(self) -> Global___StoreCopy: ...
+    @_builtins.property
     def standbys(self) -> Global___Standbys: ...
     @_builtins.property
     def authorities(self) -> Global___Authorities:
@@ -2913,14 +2990,15 @@ class ToWorker(_message.Message):
         reconfigure: Global___Reconfigure | None = ...,
         revoked: Global___Revoked | None = ...,
         keep_copies: Global___KeepCopies | None = ...,
+        store_copy: Global___StoreCopy | None = ...,
         standbys: Global___Standbys | None = ...,
         authorities: Global___Authorities | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "authorities", b"authorities", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "keep_copies", b"keep_copies", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "standbys", b"standbys", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "authorities", b"authorities", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "keep_copies", b"keep_copies", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "standbys", b"standbys", "start", b"start", "store_copy", b"store_copy", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "authorities", b"authorities", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "keep_copies", b"keep_copies", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "standbys", b"standbys", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "authorities", b"authorities", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "keep_copies", b"keep_copies", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "standbys", b"standbys", "start", b"start", "store_copy", b"store_copy", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "probe_ops", "probe_link", "assign", "start", "commit", "discard", "release", "dismiss", "expect_peer", "participate", "train_round", "evaluate_round", "round_taken", "reconfigure", "revoked", "keep_copies", "standbys", "authorities"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "probe_ops", "probe_link", "assign", "start", "commit", "discard", "release", "dismiss", "expect_peer", "participate", "train_round", "evaluate_round", "round_taken", "reconfigure", "revoked", "keep_copies", "store_copy", "standbys", "authorities"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

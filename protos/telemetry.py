@@ -69,6 +69,8 @@ class Event(StrEnum):
     CHECKPOINT_TORN = "checkpoint.torn"
     COPY_KEPT = "copy.kept"
     COPY_NOT_KEPT = "copy.not_kept"
+    SNAPSHOT_KEPT = "snapshot.kept"
+    SNAPSHOT_NOT_KEPT = "snapshot.not_kept"
     BLOBS_DELETED = "blobs.deleted"
     APP_OPENED = "app.opened"
     APP_BEGUN = "app.begun"

@@ -221,6 +221,10 @@ class BlobStore(Protocol):
         the store cannot have any of them, so that question's round trip is saved. StorageError (a full
         store), ConnectionFailed, Cancelled."""
 
+    def keep(self, files: Sequence[BlobFile], cancel: Cancel) -> None:
+        """Have files in this machine's own folder, as if they had been fetched. BadFrame for one that is not
+        what its hash says, StorageError, Cancelled."""
+
 
 class NearBlobs(Protocol):
     """A peer that may have blobs as well."""
@@ -254,8 +258,13 @@ class BlobFiles:
         return self._cache.path(name)
 
     def fetch(
-        self, wanted: Mapping[str, int], cancel: Cancel, progress: Callable[[int], None] = lambda _: None
+        self,
+        wanted: Mapping[str, int],
+        cancel: Cancel,
+        progress: Callable[[int], None] = lambda _: None,
+        near: Sequence[NearBlobs] | None = None,
     ) -> None:
+        """As ``BlobStore``; ``near``: whom to ask first, None: those that are preferred."""
         cache = self._cache
         with cache.changed:
             while not cache.busy.isdisjoint(wanted):
@@ -263,16 +272,22 @@ class BlobFiles:
                 cache.changed.wait(POLL_S)
             cache.busy.update(wanted)
         try:
-            self._fetch(wanted, cancel, progress)
+            self._fetch(wanted, cancel, progress, self._near if near is None else near)
         finally:
             with cache.changed:
                 cache.busy.difference_update(wanted)
                 cache.changed.notify_all()
 
-    def _fetch(self, wanted: Mapping[str, int], cancel: Cancel, progress: Callable[[int], None]) -> None:
+    def _fetch(
+        self,
+        wanted: Mapping[str, int],
+        cancel: Cancel,
+        progress: Callable[[int], None],
+        near: Sequence[NearBlobs],
+    ) -> None:
         self._cache.trim(wanted)
-        for near in self._near:
-            self._fetch_near(near, wanted, cancel, progress)
+        for one in near:
+            self._fetch_near(one, wanted, cancel, progress)
         for chunk in fetch(self._port.get, partial(self._cache.lacking, wanted), self._attempts(cancel)):
             self._take(chunk, wanted, cancel, progress)
             cancel.wait(self._traffic.received(len(chunk.data)))
@@ -327,6 +342,20 @@ class BlobFiles:
             before=before,
             new=new,
         )
+
+    def keep(self, files: Sequence[BlobFile], cancel: Cancel) -> None:
+        cache = self._cache
+        for file in files:
+            if cache.held(file.hash) is None:
+                continue
+            cache.discard((file.hash,))  # what has come of it otherwise is the longer way
+            offset = 0
+            for piece in _pieces(file.path, 0):
+                cancel.check()
+                cache.write(Chunk(file.hash, file.size, offset, piece))
+                offset += len(piece)
+            if cache.held(file.hash) is not None:
+                raise BadFrame(f"{file.path.name} has {offset} bytes, {file.size} were named")
 
     def _attempts(self, cancel: Cancel) -> Retrying:
         return attempts(cancel, self._away)

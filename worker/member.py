@@ -57,6 +57,7 @@ from worker.session.wire import (
     AuthoritiesNamed,
     Beside,
     CopiesAsked,
+    CopyWanted,
     PeerExpected,
     PeerRevoked,
     StandbysExpected,
@@ -214,7 +215,13 @@ class Member:
             lambda: not self._state.connected,
         )
         copies = self._copies = Copies(
-            blobs, shared.cache, config.blob_dir, config.copy_bytes, self._send, owner=config.number
+            blobs,
+            shared.cache,
+            config.blob_dir,
+            config.copy_bytes,
+            self._send,
+            lambda holder: self._peers.near(holder),
+            owner=config.number,
         )
         peers = self._peers = PeerBlobs(network, shared.cache.path, lambda: copies.offered)
         self._ports = HostPorts(
@@ -225,6 +232,7 @@ class Member:
             self._send,
             lambda holders: blobs.prefer(list(map(peers.near, holders))),
             beside_computing(),
+            copies.take,
         )
         self._apps = AppHost(config, self._host.make_room) if config.allow_apps else None
 
@@ -296,6 +304,10 @@ class Member:
             if isinstance(event, CopiesAsked):
                 if not self._state.outdated:
                     self._copies.keep(event.copies)
+                continue
+            if isinstance(event, CopyWanted):
+                if not self._state.outdated:
+                    self._copies.store(event)
                 continue
             if isinstance(event, AuthoritiesNamed):
                 self._shared.trust_authorities(event.ca_pem, event.left_s)

@@ -16,6 +16,7 @@ from coordinator.membership.guests import slower, within_limits
 from coordinator.membership.link_guesses import guesses
 from coordinator.membership.link_probing import LinkProbing
 from coordinator.membership.link_table import MIN_GOODPUT_BYTES, judge_step, measured_fleet
+from coordinator.membership.loss_rate import Losses
 from coordinator.membership.member import Member, Phase
 from coordinator.membership.memory_learnt import LearntMemory
 from coordinator.membership.op_probing import OpProbing
@@ -150,6 +151,7 @@ class Roster:
     joined: Joined = field(init=False)
     ops: OpProbing = field(init=False)
     memory: LearntMemory = field(default_factory=LearntMemory)
+    losses: Losses = field(default_factory=Losses)
     _idle: list[tuple[int, str]] = field(default_factory=list)  # with their numbers, in join order
     _idle_holders: dict[str, set[str]] = field(default_factory=dict)  # by data set
     _apps_only: set[str] = field(default_factory=set)  # free, and for Flower apps only
@@ -165,6 +167,8 @@ class Roster:
     def open(self, worker: str, session: int, introduction: Introduction, now_s: float) -> Member | None:
         """A session begins; returns the member as it was, None of a newcomer."""
         known = self.workers.get(worker)
+        if known is None or known.member.gone or introduction.incarnation != known.member.incarnation:
+            self.losses.came(worker, now_s)
         if known is None:
             member = members.joined(worker, introduction.incarnation, now_s)
             number, guest = len(self.workers), introduction.guest
@@ -190,6 +194,8 @@ class Roster:
         before = known.member
         after, refused = members.step(before, event, now_s, self.liveness)
         known.member = after
+        if after.gone and not before.gone:
+            self.losses.went(worker, now_s)
         still = (before.phase, before.job, before.lost_s) == (after.phase, after.job, after.lost_s)
         if not still or worker not in self._watched:
             self._changed(worker)

@@ -71,6 +71,15 @@ class CopyHeld:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyStored:
+    """A copy's blobs are in the store; ``error``: why they are not."""
+
+    job: str
+    name: str
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Introduction:
     """Facts that a worker states about itself."""
 
@@ -249,8 +258,9 @@ class EvalReady:
 
 @dataclass(frozen=True, slots=True)
 class StateStored:
-    """A stage's state is in the store. ``error``: why the worker could not store it; ``forged``: what the
-    coordinator found wrong with what the worker says it stored, ``n_bytes`` how many bytes it has."""
+    """A stage's state is in the store, or ``kept`` on the worker's own disk. ``error``: why the worker could
+    not store it; ``forged``: what the coordinator found wrong with what the worker says it stored,
+    ``n_bytes`` how many bytes it has."""
 
     job: str
     version: int
@@ -259,6 +269,7 @@ class StateStored:
     error: str = ""
     forged: str = ""
     n_bytes: int = 0
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,6 +394,7 @@ PeerMessage = (
     | StateStored
     | StageFailed
     | CopyHeld
+    | CopyStored
     | UpdateReady
     | ClientEvaluated
     | ClientFailed
@@ -392,7 +404,7 @@ PeerMessage = (
 )
 ClientMessage = UpdateReady | ClientEvaluated | ClientFailed | ConsentSaid
 StageMessage = Loaded | StepReady | EvalReady | StateStored | StageFailed
-JobMessage = StageMessage | ClientMessage | CopyHeld
+JobMessage = StageMessage | ClientMessage | CopyHeld | CopyStored
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,13 +128,25 @@ class StageCopy:
     plan: Plan
     rank: int  # of who holds the stage
     tensors: Mapping[str, str] = field(repr=False)
+    holder: str = ""  # of a snapshot that ranks keep for each other: who has it by itself
 
 
 @dataclass(frozen=True, slots=True)
 class KeepCopies:
-    """Keep these copies on disk, and no others, while there is nothing to compute."""
+    """Keep these copies on disk, and no others, while there is nothing to compute; those of snapshots always.
+    ``holders``: the ways to who has these."""
 
     copies: tuple[StageCopy, ...]
+    holders: Mapping[str, ExpectPeer] = field(default_factory=dict)  # by worker
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCopy:
+    """Put the blobs of a copy into the store; answered by ``CopyStored``."""
+
+    job: str
+    name: str
+    blobs: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +203,7 @@ class StepCommit:
     relink: Relink | None = None
     evaluate_coded: bool = False  # with evaluate: once more through the links' codecs
     replay_from: int = 0  # step of the newest checkpoint: older messages are not wanted any more
+    keep: bool = False  # a snapshot on the workers' own disks
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +296,7 @@ Message = (
     | ExpectPeer
     | Revoked
     | KeepCopies
+    | StoreCopy
     | TrustAuthorities
     | Assign
     | Reconfigure

@@ -174,6 +174,20 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
+class RingChanged:
+    """What the ranks keep for each other, or are to, is this from now on."""
+
+    ring: Ring
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A snapshot that the workers kept is whole in the store, and newer than the checkpoint."""
+
+    checkpoint: Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
 class Torn:
     """The newest checkpoint cannot be loaded; ``before`` is the one to go on from."""
 
@@ -215,6 +229,8 @@ Event = (
     | LogsWanted
     | Rejected
     | Resumed
+    | RingChanged
+    | Recovered
     | Torn
     | Cancelled
     | Broken
@@ -349,6 +365,38 @@ class Standby:
     nearest: tuple[int, int] | None = None  # since it repeats steps: the fewest behind, and after which step
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state after ``step`` committed steps on workers' own disks: each rank's part on its worker's and on
+    another's. ``keepers``: both, by rank; ``parts``: of those ranks that have reported theirs."""
+
+    step: int
+    asked_s: float
+    plan: Plan
+    keepers: tuple[tuple[str, str], ...]
+    parts: Mapping[int, Mapping[str, str]] = field(default_factory=dict)  # rank -> tensor -> blob
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank has its part on disk."""
+        return len(self.parts) == len(self.keepers)
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Snapshots that the ranks of a plan keep for each other (``pipeline.ring``). ``due``: who is to keep
+    what the next commit asks for; ``taking``: one that is not with all of these yet; ``held``: the newest
+    that is. ``took_s``: from its commit until then. ``failed``: why the last one was given up."""
+
+    due: tuple[tuple[str, str], ...] = ()
+    taking: Snapshot | None = None
+    held: Snapshot | None = None
+    took_s: float = 0.0
+    part_bytes: int = 0  # of the largest part
+    asked_s: float = 0.0  # when the last one was
+    failed: str = ""
+
+
 Todo = (
     Record
     | ToRanks
@@ -415,8 +463,16 @@ class JobState:
     lineage: tuple[tuple[int, int], ...] = ()  # (version, its first step) on the stages of this plan
     standbys: Mapping[int, Standby] = field(default_factory=dict)  # by rank
     lost: Mapping[int, str] = field(default_factory=dict)  # why, by absent rank
+    ring: Ring = Ring()
     seating: bool = False  # a peer is to join after the checkpoint that is asked for, with or before a commit
     unfit: bool = False  # the plan does not fit: no step begins, the one in flight is stored and planned anew
+
+    @property
+    def back_to(self) -> int:
+        """Return the step from which the job goes on when nobody can take over: that of the newest
+        checkpoint, or of the newest snapshot that the workers keep for each other."""
+        held = self.ring.held
+        return max(self.checkpoint.step, held.step if held is not None else 0)
 
     @property
     def n_ranks(self) -> int:

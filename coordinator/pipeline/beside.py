@@ -1,5 +1,5 @@
 """What idle workers do beside the plans of running jobs: stand by, keep copies, compare, join, and what they
-would be worth in another plan. Pure.
+would be worth in another plan; and what those who train keep of each other. Pure.
 
 None of it holds a job up: whoever does it makes way once another job wants the pool.
 """
@@ -15,6 +15,7 @@ from coordinator.messages.jobs import ENDED, GATHERS, PREPARING, RUNNING, Event,
 from coordinator.pipeline.copies import Copies
 from coordinator.pipeline.joining import Joining
 from coordinator.pipeline.replanning import Replanning
+from coordinator.pipeline.ring import Rings
 from coordinator.pipeline.spot_checks import SpotChecks
 from coordinator.pipeline.standbys import Standbys
 
@@ -40,6 +41,7 @@ class Beside:
     suspicion: Suspicion
     timed: Callable[[str, JobSpec, list[str]], bool]
     copies: Copies = field(init=False)
+    rings: Rings = field(init=False)
     standbys: Standbys = field(init=False)
     joining: Joining = field(init=False)
     checks: SpotChecks = field(init=False)
@@ -47,6 +49,7 @@ class Beside:
 
     def __post_init__(self) -> None:
         self.copies = Copies(self.effects)
+        self.rings = Rings(self.effects, self.step)
         self.standbys = Standbys(self.effects, self.put, self.step)
         self.checks = SpotChecks(self.effects, self.suspicion, self.step, self._workers_wanted)
         self.joining = Joining(self.effects, self.standbys, self.timed, self.checks.make_way)
@@ -61,13 +64,24 @@ class Beside:
                 self.standbys.tick(self.jobs[job], others_wait=others_wait, newcomers=newcomers)
                 self.replanning.tick(self.jobs[job], others_wait=others_wait)
         self.checks.tick(self.jobs)
+        self.rings.tick({job: state for job, state in self.jobs.items() if job not in returning})
         self.copies.tick(self.jobs)
 
     def over(self, state: JobState) -> None:
         """A job's plan is over."""
         self.standbys.over(state)
+        self.rings.over(state)
         self.joining.over(state.job)
         self.replanning.over(state.job)
+
+    def heard(self, worker: str, message: ev.CopyHeld | ev.CopyStored) -> None:
+        """Take in what a worker says of a copy."""
+        state = self.jobs[message.job]
+        if isinstance(message, ev.CopyStored):
+            self.rings.stored(state, worker, message)
+            return
+        self.copies.heard(worker, message)
+        self.rings.kept(state, worker, message)
 
     def judged(self, event: Judged) -> None:
         """Take in what a swap, or a larger fleet, would be worth."""
@@ -85,7 +99,7 @@ class Beside:
         """Return the checkpoints that somebody beside a plan loads, or will: newer ones may be stored."""
         standbys = (s for state in self.jobs.values() for s in state.standbys.values())
         loading = [s.source for s in standbys if s.source is not None and not s.loaded]
-        return loading + self.checks.sources()
+        return loading + self.checks.sources() + self.rings.sources()
 
     def make_way(self) -> None:
         """Give back the workers that another job wants."""

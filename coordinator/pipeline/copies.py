@@ -1,7 +1,8 @@
 """Copies of stages on idle workers' disks: who keeps which, and who is served from them. Pure.
 
 An idle worker that could take over a stage keeps the newest checkpoint's part of it, as far as its owner
-lends disk for that: what it then loads is there already. Nothing of this is journalled. A worker says what it
+lends disk for that: what it then loads is there already. Workers that train keep the snapshots of each other
+(``ring``). Nothing of this is journalled. A worker says what it
 keeps whenever it comes back, and a stage's tensors are named by their hashes: a copy that is out of date or
 rotten costs the time to fetch it, nothing else.
 """
@@ -12,13 +13,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import RUNNING, JobState
 from coordinator.pipeline.assigning import tensors_of
-from coordinator.pipeline.fetching import Fetching, copy_name
+from coordinator.pipeline.fetching import Fetching, stored_name
 from coordinator.pipeline.reconfigure import begun
+from coordinator.pipeline.ring import copies_of
 from coordinator.pipeline.successors import Successor, Successors
 from protos.telemetry import Event as Name
 
@@ -40,7 +42,7 @@ class Copies:
     effects: Effects
     _ordered: dict[str, tuple[int | None, tuple[do.StageCopy, ...]]] = field(default_factory=dict)
     _keepers: dict[tuple[str, int], str] = field(default_factory=dict)  # of a job's rank
-    _jobs: tuple[tuple[str, int, int], ...] = ()
+    _jobs: tuple[object, ...] = ()
     _fleet: Fingerprint = frozenset()
     _looked_s: float = -inf
 
@@ -51,21 +53,21 @@ class Copies:
     def heard(self, worker: str, held: CopyHeld) -> None:
         """Take in that a worker keeps a copy, or why it does not."""
         known = self.effects.roster.workers[worker]
-        if all(copy.name != held.name for copy in self.of(worker)):
+        copy = next((copy for copy in self.of(worker) if copy.name == held.name), None)
+        if copy is None:
             self.effects.drop("CopyHeld", f"of {worker}: {held.name}, which it was not asked for", held.job)
             return
-        fields = {"job": held.job, "worker": worker, "name": held.name}
+        fields: dict[str, Any] = {"job": held.job, "worker": worker, "name": held.name}
         if held.error:
             known.copies.pop(held.name, None)
             self.effects.log(Name.COPY_NOT_KEPT, **fields, reason=held.error)
             return
         known.copies[held.name] = held
-        if held.fetched_bytes >= TELLING_BYTES and held.took_s > 0:
+        if not copy.holder and held.fetched_bytes >= TELLING_BYTES and held.took_s > 0:
             known.store_bps = 8 * held.fetched_bytes / held.took_s
         took_s = round(held.took_s, 3)
-        self.effects.log(
-            Name.COPY_KEPT, **fields, bytes=held.n_bytes, fetched_bytes=held.fetched_bytes, took_s=took_s
-        )
+        fields |= {"bytes": held.n_bytes, "fetched_bytes": held.fetched_bytes, "took_s": took_s}
+        self.effects.log(Name.COPY_KEPT, "debug" if copy.holder else "info", **fields)
 
     def tick(self, jobs: Mapping[str, JobState]) -> None:
         """Order what idle workers are to keep, where a checkpoint, a plan or the fleet has changed."""
@@ -75,17 +77,25 @@ class Copies:
             for state in sorted(jobs.values(), key=lambda state: (state.created_s, state.job))
             if state.phase in RUNNING and begun(state)
         ]
-        seen, fleet = tuple((s.job, s.assigned, s.checkpoint.step) for s in states), roster.fingerprint()
+        snapshots = self._snapshots(jobs.values())
+        seen = (*((s.job, s.assigned, s.checkpoint.step) for s in states), *(name for name, _ in snapshots))
+        fleet = roster.fingerprint()
         if seen == self._jobs and (fleet == self._fleet or now_s < self._looked_s + FLEET_EVERY_S):
             return
         self._jobs, self._fleet, self._looked_s = seen, fleet, now_s
         wanted = self._wanted(states)
-        for worker in roster.in_order({*wanted, *self._ordered}):
+        kept = Orders()
+        for _, orders in snapshots:
+            for worker, copy in orders:
+                kept.setdefault(worker, []).append(copy)
+        for worker in roster.in_order({*wanted, *kept, *self._ordered}):
             known = roster.workers[worker]
             if known.member.gone:
                 self._ordered.pop(worker, None)
             elif known.idle:
-                self._order(worker, tuple(wanted.get(worker, ())))
+                self._order(worker, (*kept.get(worker, ()), *wanted.get(worker, ())))
+            elif worker in kept:
+                self._order(worker, tuple(kept[worker]))
 
     def _order(self, worker: str, copies: tuple[do.StageCopy, ...]) -> None:
         """Have a worker keep these and no others, unless it has heard so."""
@@ -96,7 +106,21 @@ class Copies:
             return
         self._ordered[worker] = known.session, copies
         known.copies = {name: held for name, held in known.copies.items() if name in names}
-        self.effects.send(worker, do.KeepCopies(copies))
+        from_ = {copy.holder for copy in copies if copy.holder not in ("", worker)}
+        self.effects.send(
+            worker, do.KeepCopies(copies, {holder: self._way(holder, worker) for holder in from_})
+        )
+
+    @staticmethod
+    def _snapshots(states: Iterable[JobState]) -> list[tuple[object, list[tuple[str, do.StageCopy]]]]:
+        """Return what workers keep for each other of snapshots, each with what tells it from others."""
+        found: list[tuple[object, list[tuple[str, do.StageCopy]]]] = []
+        for state in states:
+            for snapshot in (state.ring.held, state.ring.taking):
+                if snapshot is not None and snapshot.whole:
+                    orders = list(copies_of(snapshot, state.job))
+                    found.append(((state.job, snapshot.step, snapshot.keepers), orders))
+        return found
 
     def _wanted(self, states: Iterable[JobState]) -> Orders:
         """Return by worker which copies it is to keep: each stage's is on one worker, few on any."""
@@ -117,7 +141,7 @@ class Copies:
                 self._keepers[state.job, rank] = worker
                 lent[worker] += n_bytes
                 tensors = tensors_of(state.plan, rank, state.checkpoint)
-                copy = do.StageCopy(state.job, copy_name(state, rank), state.plan, rank, tensors)
+                copy = do.StageCopy(state.job, stored_name(state, rank), state.plan, rank, tensors)
                 found.setdefault(worker, []).append(copy)
         return found
 
@@ -126,13 +150,15 @@ class Copies:
 
     def holders(self, state: JobState, rank: int, worker: str) -> tuple[do.ExpectPeer, ...]:
         """Return from whom a worker fetches its stage's tensors before it asks the store; they expect it."""
+        holders = Fetching(state, self.effects.roster).by(rank, worker).holders
+        return tuple(self._way(holder, worker) for holder in holders)
+
+    def _way(self, holder: str, worker: str) -> do.ExpectPeer:
+        """Return a worker's way to who holds a copy, who expects it."""
         roster = self.effects.roster
-        use, found = roster.relay_use, []
-        for holder in Fetching(state, roster).by(rank, worker).holders:
-            theirs, ours = roster.addresses(holder, worker), roster.addresses(worker, holder)
-            self.effects.send(holder, do.ExpectPeer(worker, ours, not theirs, use(holder, worker)))
-            found.append(do.ExpectPeer(holder, theirs, bool(theirs), use(worker, holder)))
-        return tuple(found)
+        theirs, ours = roster.addresses(holder, worker), roster.addresses(worker, holder)
+        self.effects.send(holder, do.ExpectPeer(worker, ours, not theirs, roster.relay_use(holder, worker)))
+        return do.ExpectPeer(holder, theirs, bool(theirs), roster.relay_use(worker, holder))
 
 
 def _best(fit: Iterable[Successor], found: Orders, kept_by: str | None) -> Successor:

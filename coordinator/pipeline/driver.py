@@ -446,8 +446,8 @@ class PipelineDriver:
     def heard(self, worker: str, message: ev.JobMessage) -> None:
         """Handle a message of a worker about one of these jobs."""
         state = self.jobs[message.job]
-        if isinstance(message, ev.CopyHeld):
-            self.beside.copies.heard(worker, message)
+        if isinstance(message, ev.CopyHeld | ev.CopyStored):
+            self.beside.heard(worker, message)
             return
         if not isinstance(message, ev.StageMessage):
             self.effects.drop(type(message).__name__, f"of {worker}: {message.job} has stages", message.job)
@@ -569,7 +569,7 @@ class PipelineDriver:
                 prefix = f"{state.reason}; " if state.phase is Phase.PAUSED else ""
                 self._step(state.job, Waits(prefix + reason))
             return False
-        return self.profiling.may_plan(state.job)
+        return self.profiling.may_plan(state.job) and not self.beside.rings.gathers(state.job)
 
     @property
     def _training(self) -> bool:

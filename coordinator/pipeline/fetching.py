@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from coordinator.membership.op_probing import NOMINAL
 
 if TYPE_CHECKING:
+    from atoll.plan import Plan
     from coordinator.membership.roster import Roster
     from coordinator.messages.jobs import JobState
 
@@ -24,15 +25,20 @@ class Fetch:
     holders: tuple[str, ...] = ()
 
 
-def copy_name(state: JobState, rank: int) -> str:
-    """Name a rank's part of the newest checkpoint: it is the same whoever holds the stage; peers with local
-    steps each have a state of its own."""
-    assert state.plan is not None  # noqa: S101 - it has ranks
-    place = state.plan.places[rank]
-    cut = state.plan.replicas[place.replica].stages[place.stage]
+def copy_name(job: str, plan: Plan, rank: int, step: int) -> str:
+    """Name a rank's part of the state after ``step`` committed steps: it is the same whoever holds the stage;
+    peers with local steps each have a state of its own."""
+    place = plan.places[rank]
+    cut = plan.replicas[place.replica].stages[place.stage]
     ops = f"{cut.start}-{cut.stop}.{cut.eval_start}-{cut.eval_stop}"
-    own = f".{rank}" if state.plan.local else ""
-    return f"{state.job}.{state.checkpoint.step}.{ops}{own}"
+    own = f".{rank}" if plan.local else ""
+    return f"{job}.{step}.{ops}{own}"
+
+
+def stored_name(state: JobState, rank: int) -> str:
+    """Name a rank's part of the newest checkpoint."""
+    assert state.plan is not None  # noqa: S101 - it has ranks
+    return copy_name(state.job, state.plan, rank, state.checkpoint.step)
 
 
 def store_bps(roster: Roster, worker: str) -> float:
@@ -54,7 +60,7 @@ class Fetching:
     def holders(self, rank: int) -> tuple[str, ...]:
         """Return who keeps a copy of a rank's part and is here."""
         if rank not in self._holders:
-            name = copy_name(self.state, rank)
+            name = stored_name(self.state, rank)
             self._holders[rank] = tuple(
                 worker
                 for worker, known in self.roster.workers.items()
@@ -64,7 +70,7 @@ class Fetching:
 
     def part_bytes(self, rank: int) -> int:
         """Return the bytes of a rank's part, 0 where neither its worker nor who keeps a copy has said so."""
-        name = copy_name(self.state, rank)
+        name = stored_name(self.state, rank)
         said = (self.roster.workers[worker].copies[name].n_bytes for worker in self.holders(rank))
         return self.state.part_bytes.get(rank, 0) or max(said, default=0)
 

@@ -198,7 +198,13 @@ class Losses:
         once more, "" where it keeps it."""
         done = event.message.step + 1
         parts = state.stores.get(done)
-        if not event.message.error or parts is None or event.rank in parts or state.plan is None:
+        if (
+            event.message.kept
+            or not event.message.error
+            or parts is None
+            or event.rank in parts
+            or state.plan is None
+        ):
             return ""
         if machine.staleness(state, event):
             return ""

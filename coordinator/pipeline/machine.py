@@ -21,12 +21,11 @@ from coordinator.messages.facts import (
     CheckpointStored,
     Evaluated,
     JobEnded,
-    LinksChanged,
     PlanAdopted,
     Reconfigured,
     began,
 )
-from coordinator.messages.instructions import Relink, StepCommit, StepDiscard, StepStart
+from coordinator.messages.instructions import StepCommit, StepDiscard, StepStart
 from coordinator.messages.jobs import (
     ENDED,
     PREPARING,
@@ -41,7 +40,6 @@ from coordinator.messages.jobs import (
     Exclude,
     FromRank,
     JobState,
-    LinksDue,
     LogsShort,
     LogsWanted,
     Phase,
@@ -58,6 +56,7 @@ from coordinator.messages.jobs import (
     Replaced,
     Replan,
     Resumed,
+    Ring,
     Seating,
     StageLost,
     Todo,
@@ -65,7 +64,7 @@ from coordinator.messages.jobs import (
     Torn,
     Waits,
 )
-from coordinator.pipeline import commits, disputes, joined, periods, relink
+from coordinator.pipeline import commits, disputes, joined, periods, relink, snapshots
 from coordinator.pipeline.doubt import diverged, doubted, words
 from coordinator.pipeline.whole_replicas import renumbered
 
@@ -80,6 +79,7 @@ NOBODY: Mapping[str, int] = {}
 Outcome = tuple[JobState, list[Todo]]
 _ALIVE = frozenset(Phase) - ENDED
 TRANSITIONS: Transitions[JobState, [float], Outcome] = Transitions(Phase, Event)
+TRANSITIONS.include(snapshots.TRANSITIONS)
 
 
 def step(state: JobState, event: Event, now_s: float) -> Outcome:
@@ -178,6 +178,7 @@ def _adopt(state: JobState, event: Planned, now_s: float) -> Outcome:
         unfit=False,
         lost={},
         part_bytes={},
+        ring=Ring(),
     )
     return adopted, [Record(PlanAdopted(state.job, plan)), AssignAll()]
 
@@ -286,6 +287,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     over = 1.0 if state.local else found.weight  # peers divide their own
     scale = commits.clip_scale(norms, training.optimizer.clip_norm, over)
     loss = commits.shown(found, state.loss)
+    ring = snapshots.begun(state, done, now_s, last=last, store=store)
     change = relink.due(state)
     coded = evaluate and relink.lossy(state.plan)
     commit = StepCommit(
@@ -299,6 +301,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         change,
         coded,
         state.replay_from,
+        keep=ring is not state.ring,
     )
     took_s = (now_s - state.begun_s) / (done - state.step) if state.begun_s is not None else None
     committed = replace(
@@ -322,11 +325,12 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         step_times_s=state.step_times_s if took_s is None else (*state.step_times_s, took_s)[-RECENT:],
         wanted=state.wanted if change is None else None,
         relink=state.relink or change,
+        ring=ring,
     )
     committed = relink.begun(committed)
     todo: list[Todo] = [
         Record(commits.fact_of(commit, loss, now_s, () if state.local else reports)),
-        *_change_links(state, change),
+        *relink.changed(state, change),
         ToRanks(commit),
         *commits.losses(state, ready, found),
         Point(done, "learning_rate", training.learning_rate(state.due)),
@@ -339,14 +343,6 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         todo.append(Point(done, "gradient_norm", math.sqrt(sum(norms)) / found.weight))
     settled, more = _settle(committed)
     return settled, todo + more
-
-
-def _change_links(state: JobState, change: Relink | None) -> list[Todo]:
-    if change is None or state.wanted is None or state.plan is None:
-        return []
-    reason = state.wanted.reason
-    fact = LinksChanged(state.job, change.version, change.first_step, change.links, reason)
-    return [Record(fact), LinksDue(state.plan.links, change, reason)]
 
 
 @TRANSITIONS.on(*STEPPING)
@@ -391,6 +387,8 @@ def _evaluated(state: JobState, event: FromRank[EvalReady], now_s: float) -> Out
 def _stored(state: JobState, event: FromRank[StateStored], now_s: float) -> Outcome:
     """A checkpoint is one only when every stage's tensors are in the store: manifest last."""
     report = event.message
+    if report.kept:
+        return snapshots.kept(state, event)
     done = report.step + 1
     parts = state.stores.get(done)
     if parts is None or event.rank in parts:
@@ -579,6 +577,7 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
         wanted=None,
         relink=None,
         lineage=began(state.lineage, version, state.step),
+        ring=snapshots.reconfigured(state.ring),
     )
     stay = {worker for rank, worker in enumerate(event.workers) if rank not in event.absent}
     left = tuple(worker for worker in held if worker not in stay)
@@ -639,7 +638,8 @@ def _keep_logs(state: JobState, event: LogsWanted, now_s: float) -> Outcome:
 @TRANSITIONS.on(*RUNNING)
 def _reject(state: JobState, event: Rejected, now_s: float) -> Outcome:
     """Wrong steps are no result, however far the job has come."""
-    return _interrupt(replace(state, checkpoint=event.before), event.reason, blamed=False)
+    before = replace(state, checkpoint=event.before, ring=Ring())
+    return _interrupt(before, event.reason, blamed=False)
 
 
 def _place(state: JobState, rank: int) -> str:
@@ -658,7 +658,8 @@ def _interrupt(state: JobState, reason: str, blamed: bool) -> Outcome:
     paused = replace(
         state,
         phase=Phase.PAUSED,
-        reason=f"{reason}; goes on from step {state.checkpoint.step} when the fleet suffices",
+        reason=f"{reason}; goes on from step {state.back_to} when the fleet suffices"
+        + snapshots.again_words(state),
         failures=failures,
         broken=broken,
         ready={},
@@ -667,6 +668,7 @@ def _interrupt(state: JobState, reason: str, blamed: bool) -> Outcome:
         begun_s=None,
         moving=False,
         source=None,
+        ring=snapshots.reconfigured(state.ring),
     )
     paused = relink.dropped(paused)
     return paused, [ReleaseAll(reason)] if state.phase in RUNNING else []
@@ -674,7 +676,7 @@ def _interrupt(state: JobState, reason: str, blamed: bool) -> Outcome:
 
 def _end(state: JobState, phase: Phase, reason: str) -> Outcome:
     ended = relink.dropped(
-        replace(state, phase=phase, reason=reason, ready={}, stores={}, awaiting_eval=None)
+        replace(state, phase=phase, reason=reason, ready={}, stores={}, awaiting_eval=None, ring=Ring())
     )
     return ended, [Record(JobEnded(state.job, phase.value, reason)), ReleaseAll(reason)]
 

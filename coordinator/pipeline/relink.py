@@ -14,9 +14,9 @@ from atoll.compression import ADATOPK, AUTO, LOSSLESS, Compression
 from atoll.job import TrainingSpec
 from atoll.plan import LinkSpec, Plan
 from compressors.catalogue import CODECS
-from coordinator.messages.facts import LINEAGE
+from coordinator.messages.facts import LINEAGE, LinksChanged
 from coordinator.messages.instructions import Relink
-from coordinator.messages.jobs import JobState, Relinked
+from coordinator.messages.jobs import JobState, LinksDue, Record, Relinked, Todo
 from coordinator.planning.ratios import assumed_ratio
 
 AHEAD = 2  # steps from the commit that says it to the first step under it
@@ -163,3 +163,12 @@ def version_at(lineage: Sequence[Stages], step: int, version: int) -> int:
         if first_step <= step:
             return known
     return lineage[0][0] if lineage else version
+
+
+def changed(state: JobState, change: Relink | None) -> list[Todo]:
+    """Return what follows from new links that a commit announces."""
+    if change is None or state.wanted is None or state.plan is None:
+        return []
+    reason = state.wanted.reason
+    fact = LinksChanged(state.job, change.version, change.first_step, change.links, reason)
+    return [Record(fact), LinksDue(state.plan.links, change, reason)]

@@ -116,9 +116,11 @@ def most_bytes(meta: TensorMeta, *, local: bool = False) -> int:
 
 @dataclass(frozen=True)
 class KeeperRole:
-    """An idle worker that keeps copies of stages; it puts nothing."""
+    """An idle worker that keeps copies of stages; it puts those that are a snapshot's which the job goes back
+    to."""
 
     copies: tuple[StageCopy, ...]
+    puts: tuple[StageCopy, ...]
     graphs: GraphStore
 
     def named(self) -> frozenset[str]:
@@ -127,11 +129,18 @@ class KeeperRole:
             copy.tensors[name]
             for copy in self.copies
             for name in leaves_of(self.graphs, copy.plan, copy.rank)
+            if name in copy.tensors
         )
 
     def allowance(self) -> Allowance:
-        """Nothing."""
-        return Allowance(0, 0)
+        """The parts that it was asked for."""
+        metas = [
+            state.meta
+            for copy in self.puts
+            for name, state in leaves_of(self.graphs, copy.plan, copy.rank).items()
+            if name in copy.tensors
+        ]
+        return Allowance(sum(map(most_bytes, metas)), len(metas))
 
 
 @dataclass(frozen=True)
@@ -163,13 +172,10 @@ def role_of(scheduler: Scheduler, graphs: GraphStore, worker: str) -> Role | Non
     job = known.member.job if known is not None else ""
     driver = scheduler.driver_of(job)
     if known is not None and known.idle:
-        kept = [
-            driver.beside.copies.of(worker)
-            for driver in scheduler.drivers
-            if isinstance(driver, PipelineDriver)
-        ]
-        copies = tuple(copy for some in kept for copy in some)
-        return KeeperRole(copies, graphs) if copies else None
+        beside = [driver.beside for driver in scheduler.drivers if isinstance(driver, PipelineDriver)]
+        copies = tuple(copy for one in beside for copy in one.copies.of(worker))
+        puts = put_by(scheduler, worker)
+        return KeeperRole(copies, puts, graphs) if copies or puts else None
     if driver is None or scheduler.jobs[job].phase in ENDED or not driver.uses(job, worker):
         return None
     match driver:
@@ -185,6 +191,12 @@ def role_of(scheduler: Scheduler, graphs: GraphStore, worker: str) -> Role | Non
                 return None
             return StageRole(state, rank, graphs)
     raise LookupError(f"{job}: no rights are known for what {type(driver).__name__} drives")
+
+
+def put_by(scheduler: Scheduler, worker: str) -> tuple[StageCopy, ...]:
+    """Return the copies that a worker was asked to put into the store."""
+    drivers = [driver for driver in scheduler.drivers if isinstance(driver, PipelineDriver)]
+    return tuple(copy for driver in drivers for copy in driver.beside.rings.stores(worker))
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -82,6 +82,11 @@ def introduction_from(m: pb.Introduction) -> ev.Introduction:
         memory_in_figures=device.memory_in_figures,
         own_memory_bytes=bounds.within("own_memory_bytes", device.own_memory_bytes, 0, MAX_MEMORY_BYTES),
     )
+
+
+def _copy_stored(m: pb.CopyStored) -> ev.CopyStored:
+    name = clean(m.name, MAX_COPY_NAME_CHARS)
+    return ev.CopyStored(bounds.name("job", m.job, LIMITS), name, clean(m.error, MAX_REASON_CHARS))
 
 
 def _copy_held(m: pb.CopyHeld) -> ev.CopyHeld:
@@ -240,7 +245,7 @@ def _eval_ready(m: pb.EvalReady) -> ev.EvalReady:
 
 def _stored(m: pb.StateStored) -> ev.StateStored:
     error = clean(m.error, MAX_REASON_CHARS)
-    return ev.StateStored(m.job, m.plan_version, m.step, tensors_from(m.tensors), error)
+    return ev.StateStored(m.job, m.plan_version, m.step, tensors_from(m.tensors), error, kept=m.kept)
 
 
 def _failed(m: pb.StageFailed) -> ev.StageFailed:
@@ -349,6 +354,7 @@ _READERS: dict[str, Callable[[Any], ev.PeerMessage]] = {
     "client_failed": _client_failed,
     "consent": _consent,
     "copy_held": _copy_held,
+    "copy_stored": _copy_stored,
     "leaving": lambda m: ev.Leaving(clean(m.reason, MAX_REASON_CHARS)),
 }
 
@@ -423,8 +429,10 @@ def to_worker(message: do.Message, graphs: GraphStore, way: Way = no_way) -> pb.
         case do.ExpectPeer():
             expected = _peer(message.peer, message, way)
             return pb.ToWorker(expect_peer=pb.ExpectPeer(peer=expected, dial=message.dial))
+        case do.StoreCopy(job, name, blobs):
+            return pb.ToWorker(store_copy=pb.StoreCopy(job=job, name=name, blobs=blobs))
         case do.KeepCopies(copies):
-            kept = [_copy(copy, graphs) for copy in copies]
+            kept = [_copy(copy, graphs, message.holders, way) for copy in copies]
             return pb.ToWorker(keep_copies=pb.KeepCopies(copies=kept))
         case do.Assign():
             return pb.ToWorker(assign=_assign(message, graphs, way))
@@ -465,6 +473,7 @@ def _commit(message: do.StepCommit) -> pb.StepCommit:
         last=message.last,
         evaluate_coded=message.evaluate_coded,
         replay_from=message.replay_from,
+        keep=message.keep,
     )
     if message.relink is not None:
         commit.relink.CopyFrom(
@@ -506,14 +515,26 @@ def _assign(message: do.Assign, graphs: GraphStore, way: Way) -> pb.Assign:
     return assign
 
 
-def _copy(copy: do.StageCopy, graphs: GraphStore) -> pb.StageCopy:
-    """The blobs of a stage's tensors, each once, with the most bytes that it may have."""
+def _copy(
+    copy: do.StageCopy, graphs: GraphStore, holders: Mapping[str, do.ExpectPeer], way: Way
+) -> pb.StageCopy:
+    """The blobs of a stage's tensors, each once, with the most bytes that it may have; of a snapshot those
+    that its rank stores."""
     most: dict[str, int] = {}
     for name, state in leaves_of(graphs, copy.plan, copy.rank).items():
+        if copy.holder and name not in copy.tensors:
+            continue
         blob = copy.tensors[name]
         most[blob] = max(most.get(blob, 0), most_bytes(state.meta, local=copy.plan.local))
     blobs = [pb.BlobRef(hash=blob, size=size) for blob, size in most.items()]
-    return pb.StageCopy(job=copy.job, name=copy.name, blobs=blobs)
+    found = [holders[copy.holder]] if copy.holder in holders else []
+    return pb.StageCopy(
+        job=copy.job,
+        name=copy.name,
+        blobs=blobs,
+        working=bool(copy.holder),
+        holders=[pb.ExpectPeer(peer=_peer(h.peer, h, way), dial=h.dial) for h in found],
+    )
 
 
 def _replay(replay: do.Replay) -> pb.Replay:

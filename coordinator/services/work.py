@@ -29,7 +29,7 @@ from coordinator.membership.addresses import passed_on
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.pipeline.relink import current
-from coordinator.services.blob_rights import StageRole, role_of
+from coordinator.services.blob_rights import StageRole, leaves_of, put_by, role_of
 from coordinator.services.resolving import resolved
 from coordinator.services.wire import (
     introduction_from,
@@ -256,6 +256,8 @@ class WorkService(rpc.WorkServicer):
                         continue
                 except AtollError as error:
                     message = ev.Malformed(f"{worker} sent a malformed message: {error}")
+                if isinstance(message, ev.CopyStored):
+                    message = await self._with_copy_checked(worker, message)
                 if isinstance(message, ev.StateStored):
                     await self._stored(worker, session, message)
                 else:
@@ -298,7 +300,8 @@ class WorkService(rpc.WorkServicer):
 
         def look() -> tuple[str, str]:
             nonlocal n_bytes, shared
-            absent = [name for name, blob in message.tensors.items() if not shell.blobs.has(blob)]
+            named = {} if message.kept else message.tensors
+            absent = [name for name, blob in named.items() if not shell.blobs.has(blob)]
             if absent:
                 return f"{len(absent)} of its blobs are not in the store, first {absent[0]!r}", ""
             if message.error:
@@ -307,6 +310,9 @@ class WorkService(rpc.WorkServicer):
             lacking = own.keys() - message.tensors.keys()
             if lacking:
                 return "", f"{len(lacking)} tensors of its stage are not in it, first {min(lacking)!r}"
+            if message.kept:  # on its own disk: what these are is looked at when they come
+                beyond = message.tensors.keys() - own.keys() - shared
+                return "", f"{min(beyond)!r} is no tensor that its stage stores" if beyond else ""
             n_bytes = sum(map(shell.blobs.held, set(message.tensors.values())))
             forged = shell.graphs.forged(message.tensors, own)
             if forged and not all(map(shell.blobs.has, message.tensors.values())):
@@ -320,7 +326,27 @@ class WorkService(rpc.WorkServicer):
         if not error and not forged:
             tensors = {name: blob for name, blob in message.tensors.items() if name not in shared}
             return replace(message, tensors=tensors, n_bytes=n_bytes)
-        return ev.StateStored(message.job, message.version, message.step, {}, error, forged)
+        return replace(message, tensors={}, error=error, forged=forged)
+
+    async def _with_copy_checked(self, worker: str, message: ev.CopyStored) -> ev.CopyStored:
+        """A part of a snapshot counts as one of a checkpoint does: when its blobs are whole in the store, and
+        are what the stage stores."""
+        shell = self._shell
+        copies = put_by(shell.scheduler, worker)
+        copy = next((copy for copy in copies if copy.name == message.name), None)
+        if copy is None or message.error:
+            return message
+        found = copy
+
+        def look() -> str:
+            try:
+                if not all(map(shell.blobs.has, found.tensors.values())):
+                    return "its blobs are not in the store"
+                return shell.graphs.forged(found.tensors, leaves_of(shell.graphs, found.plan, found.rank))
+            except AtollError as failed:
+                return str(failed)
+
+        return replace(message, error=await asyncio.to_thread(look))
 
     async def _converted(self, worker: str, message: do.Message) -> pb.ToWorker | None:
         """The message as pb2; what needs a DAG is built in a thread."""

@@ -27,6 +27,7 @@ STEP_S = 0.4
 LOAD_S = 0.6
 WARM_S = 0.1  # the same where every tensor is on this machine's disk
 FETCH_S = 0.3  # a copy, in the background
+KEEP_S = 0.2  # a snapshot, on this machine's disk
 TENSOR_BYTES = 100_000
 APPLY_S = 0.03
 STORE_S = 0.5
@@ -77,7 +78,8 @@ class Bench:
     has: Callable[[do.Assign, str], bool]  # whether the store has a blob
     applied: Callable[[str, int, int], None]  # job, version, step: for the checks
     reaches: Callable[[str], bool]  # whether a peer is there
-    tell: Callable[[ev.CopyHeld], None] = lambda held: None  # the coordinator, of copies
+    tell: Callable[[ev.CopyHeld | ev.CopyStored], None] = lambda held: None  # the coordinator, of copies
+    holds: Callable[[str, str], bool] = lambda peer, blob: False  # whether a peer can send a blob
     held: Held | None = None
     repeats: Held | None = None  # a stage on its way to the step in flight
     standby: bool = False  # ... that repeats every later step as well
@@ -117,9 +119,9 @@ class Bench:
                 self.running, self._due = (job, version, step), False
                 self._asked_s, self._computed_s = self.process.clock.now_s, 0.0
                 self._later(STEP_S / 2, self._begin)
-            case todo.ApplyStep(job, version, step, scale, store, replay_from):
+            case todo.ApplyStep(job, version, step, scale, store, replay_from, keep):
                 self.log.trim(replay_from, step)
-                self._later(APPLY_S, lambda: self._apply(job, version, step, scale, store))
+                self._later(APPLY_S, lambda: self._apply(job, version, step, scale, store, keep))
             case todo.Reconfigure(repeating=True) | todo.RepeatStep():
                 if isinstance(instruction, todo.RepeatStep):
                     self.log.trim(instruction.replay_from, instruction.step)
@@ -242,7 +244,8 @@ class Bench:
     def _keep_next(self, copies: tuple[do.StageCopy, ...], order: int) -> None:
         if order != self._order or not copies:
             return
-        if self.held is not None or self.repeats is not None or self._loading:
+        busy = self.held is not None or self.repeats is not None or self._loading
+        if busy and not copies[0].holder:
             self.process.after(FETCH_S, lambda: self._keep_next(copies, order))
             return
         self.process.after(FETCH_S, lambda: self._kept(copies, order))
@@ -254,7 +257,12 @@ class Bench:
         place = copy.plan.places[copy.rank]
         cut = copy.plan.replicas[place.replica].stages[place.stage]
         blobs = [copy.tensors[name] for name in sorted(copy.tensors)[cut.start : cut.stop]]
+        blobs = list(copy.tensors.values()) if copy.holder else blobs
         new = [blob for blob in blobs if blob not in self.process.disk]
+        if copy.holder and not all(self.holds(copy.holder, blob) for blob in new):
+            self.tell(ev.CopyHeld(copy.job, copy.name, error=f"{copy.holder} does not send it"))
+            self._keep_next(tuple(rest), order)
+            return
         self.process.disk.update(blobs)
         n_bytes, came = len(blobs) * TENSOR_BYTES, len(new) * TENSOR_BYTES
         held = ev.CopyHeld(copy.job, copy.name, n_bytes, came, FETCH_S if new else 0.0)
@@ -600,7 +608,7 @@ class Bench:
         self.running = None
         self.post(e.StepDone(job, version, last, message))
 
-    def _apply(self, job: str, version: int, step: int, scale: float, store: bool) -> None:
+    def _apply(self, job: str, version: int, step: int, scale: float, store: bool, keep: bool) -> None:
         held = self.held
         assert held is not None, f"{self.process.name} applies step {step} and holds nothing"
         if held.plan.local:
@@ -613,13 +621,30 @@ class Bench:
         held.step, held.ran = step + 1, version
         self.applied(job, version, step)
         self._forget(lambda key: key[0] == job and key[2] <= step)
-        if store:
-            self._snapshot(held, version, step)
+        if store or keep:
+            self._snapshot(held, version, step, keep=keep)
         self.post(e.StepApplied(job, version, step))
 
-    def _snapshot(self, held: Held, version: int, step: int) -> None:
-        snapshot = dict(held.tensors)
-        self.process.after(STORE_S, lambda: self._store(held, version, step, snapshot))
+    def _snapshot(self, held: Held, version: int, step: int, *, keep: bool = False) -> None:
+        snapshot, work = dict(held.tensors), self._keep if keep else self._store
+        self.process.after(KEEP_S if keep else STORE_S, lambda: work(held, version, step, snapshot))
+
+    def _keep(self, held: Held, version: int, step: int, tensors: dict[str, str]) -> None:
+        if held is not self.held and held is not self.repeats:
+            return
+        self.process.disk.update(tensors.values())
+        job = held.work.job
+        self.post(e.Kept(job, version, step, ev.StateStored(job, version, step, tensors, kept=True)))
+
+    def store_copy(self, order: do.StoreCopy) -> None:
+        """Put what is on this disk of a copy into the store."""
+        self.process.after(STORE_S, lambda: self._copy_stored(order))
+
+    def _copy_stored(self, order: do.StoreCopy) -> None:
+        gone = self.process.disk.isdisjoint(order.blobs)
+        for blob in () if gone else order.blobs:
+            self.store(blob)
+        self.tell(ev.CopyStored(order.job, order.name, "they are not here any more" if gone else ""))
 
     def _store(self, held: Held, version: int, step: int, tensors: dict[str, str]) -> None:
         if held is not self.held and held is not self.repeats:

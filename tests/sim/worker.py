@@ -47,8 +47,11 @@ def event_of(message: do.Message) -> e.Event | None:
             return e.Reconfigure(job, plan.version, base, step, names, message, standby)
         case do.StepStart(job, version, step):
             return e.StepStart(job, version, step)
-        case do.StepCommit(job, version, step, scale, store, evaluate, last, replay_from=replay_from):
-            return e.StepCommit(job, version, step, scale, store, evaluate, last, replay_from=replay_from)
+        case do.StepCommit(job, version, step, scale, store, evaluate, last, keep=keep):
+            kept_from = message.replay_from
+            return e.StepCommit(
+                job, version, step, scale, store, evaluate, last, replay_from=kept_from, keep=keep
+            )
         case do.StepDiscard(job, version, step, reason):
             return e.StepDiscard(job, version, step, reason)
         case do.Release(job, version, reason):
@@ -123,6 +126,7 @@ class Worker(Machine):
             self._applied,
             self._reaches,
             self._tell,
+            self._holds,
         )
         self.bench.log.most = self.log_steps
         self._connect()
@@ -230,6 +234,9 @@ class Worker(Machine):
             if not self.session.outdated:
                 self.bench.keep(message.copies)
             return
+        if isinstance(message, do.StoreCopy):
+            self.bench.store_copy(message)
+            return
         event = event_of(message)
         if event is None:
             return
@@ -254,7 +261,11 @@ class Worker(Machine):
             copy_bytes=self.copy_bytes,
         )
 
-    def _tell(self, held: ev.CopyHeld) -> None:
+    def _holds(self, peer: str, blob: str) -> bool:
+        other = self.peers(peer)
+        return other is not None and other.alive and blob in other.disk
+
+    def _tell(self, held: ev.CopyHeld | ev.CopyStored) -> None:
         if self.stream is not None:
             self.stream.send(1, held)
 

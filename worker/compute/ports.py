@@ -179,6 +179,14 @@ class DaemonBlobs:
 
         return self._requests.ask(make, cancel, progress)
 
+    def keep(self, files: Sequence[BlobFile], cancel: Cancel) -> None:
+        found = [pb.StoreFile(hash=file.hash, size=file.size, path=str(file.path)) for file in files]
+
+        def make(number: int) -> pb.FromCompute:
+            return pb.FromCompute(store=pb.StoreFiles(request=number, files=found, keep=True))
+
+        self._requests.ask(make, cancel)
+
 
 def daemon_batches(requests: Requests, job: str, micros: range | None) -> Fetch:
     """A job's micro-batches from the data provider; ``micros``: which of a step, None: all."""

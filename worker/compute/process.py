@@ -165,7 +165,10 @@ class ComputeProcess:
             case "run_step":
                 do(instructions.RunStep(m.job, m.plan_version, m.step))
             case "apply_step":
-                do(instructions.ApplyStep(m.job, m.plan_version, m.step, m.gradient_scale, m.store))
+                apply = instructions.ApplyStep(
+                    m.job, m.plan_version, m.step, m.gradient_scale, m.store, keep=m.keep
+                )
+                do(apply)
             case "repeat_step":
                 do(instructions.RepeatStep(m.job, m.plan_version, m.step, m.gradient_scale))
             case "evaluate":

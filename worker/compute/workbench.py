@@ -123,8 +123,9 @@ class Workbench:
                 self._submit(self._guarded(job, version, step, lambda c: self._repeat(step, scale, c)))
             case instructions.RunStep(job, version, step):
                 self._submit(self._guarded(job, version, step, lambda c: self._step(step, c)))
-            case instructions.ApplyStep(job, version, step, scale, store):
-                self._submit(self._guarded(job, version, step, lambda c: self._apply(step, scale, store)))
+            case instructions.ApplyStep(job, version, step, scale, store, _, keep):
+                apply = partial(self._apply, step, scale, store, keep)
+                self._submit(self._guarded(job, version, step, lambda c: apply()))
             case instructions.Evaluate(job, version, step, coded):
                 self._submit(self._guarded(job, version, step, lambda c: self._evaluate(step, coded, c)))
             case instructions.ChangeLinks(job, version, step, relink):
@@ -353,26 +354,27 @@ class Workbench:
         message = messages.step_ready(job, version, report, norms, used)
         self._post(events.StepDone(job, version, step, message))
 
-    def _apply(self, step: int, gradient_scale: float, store: bool) -> None:
+    def _apply(self, step: int, gradient_scale: float, store: bool, keep: bool) -> None:
         run = self._loaded
         assignment = run.at(step)
         run.apply(step, gradient_scale)
-        if store:
-            self._snapshot(run, step)
+        if store or keep:
+            self._snapshot(run, step, keep=not store)
         self._post(events.StepApplied(assignment.job, assignment.version, step))
         spans = run.spans.take()
         for message in messages.spans(assignment.job, run.assignment.version, assignment.stage, spans):
             self._send(message)
 
-    def _snapshot(self, run: StageRun, step: int) -> None:
-        """Have the state after ``step`` written to this disk, then stored, while training goes on."""
+    def _snapshot(self, run: StageRun, step: int, *, keep: bool = False) -> None:
+        """Have the state after ``step`` written to this disk, then stored, while training goes on; ``keep``:
+        it stays on this disk."""
         assignment = run.at(step)
         tensors, read = run.lend()
 
         def write(cancel: Cancel) -> None:
             nonlocal tensors
             try:
-                self._write(assignment, step, tensors, cancel)
+                self._write(assignment, step, tensors, cancel, keep=keep)
             finally:
                 tensors = {}
                 read()
@@ -380,12 +382,18 @@ class Workbench:
         self._submit(write, self._writes)
 
     def _write(
-        self, assignment: Assignment, step: int, tensors: dict[str, dict[str, Tensor]], cancel: Cancel
+        self,
+        assignment: Assignment,
+        step: int,
+        tensors: dict[str, dict[str, Tensor]],
+        cancel: Cancel,
+        *,
+        keep: bool,
     ) -> None:
-        with self._storing(assignment, step):
+        with self._storing(assignment, step, keep=keep):
             files = tensor_blobs.write_tensors(tensors, self._context.scratch, cancel)
             # By another thread: the next state is written though a slow line still carries this one.
-            self._submit(lambda c: self._store(assignment, step, files, c), self._stores)
+            self._submit(lambda c: self._store(assignment, step, files, c, keep=keep), self._stores)
 
     def _evaluate(self, step: int, coded: bool, cancel: Cancel) -> None:
         run = self._loaded
@@ -481,14 +489,20 @@ class Workbench:
         return self._run
 
     def _store(
-        self, assignment: Assignment, step: int, files: Mapping[str, BlobFile], cancel: Cancel
+        self,
+        assignment: Assignment,
+        step: int,
+        files: Mapping[str, BlobFile],
+        cancel: Cancel,
+        *,
+        keep: bool,
     ) -> None:
-        with self._storing(assignment, step):
-            tensors = tensor_blobs.store_files(self._context.blobs, files, cancel)
-            self._post_stored(assignment, step, tensors)
+        with self._storing(assignment, step, keep=keep):
+            tensors = tensor_blobs.store_files(self._context.blobs, files, cancel, keep=keep)
+            self._post_stored(assignment, step, tensors, keep=keep)
 
     @contextmanager
-    def _storing(self, assignment: Assignment, step: int) -> Iterator[None]:
+    def _storing(self, assignment: Assignment, step: int, *, keep: bool) -> Iterator[None]:
         """A failure is reported as that of storing this state."""
         job = assignment.job
         try:
@@ -497,18 +511,19 @@ class Workbench:
             raise
         except AtollError as error:
             log.warning("state.not_stored", job=job, step=step, reason=str(error))
-            self._post_stored(assignment, step, {}, str(error))
+            self._post_stored(assignment, step, {}, str(error), keep=keep)
         except Exception as error:  # whatever happens, the thread has the next state to store
             reason = self._explained(error)
             log.error("state.not_stored", job=job, step=step, reason=reason, exc_info=True)
-            self._post_stored(assignment, step, {}, reason)
+            self._post_stored(assignment, step, {}, reason, keep=keep)
 
     def _post_stored(
-        self, assignment: Assignment, step: int, tensors: Mapping[str, str], reason: str = ""
+        self, assignment: Assignment, step: int, tensors: Mapping[str, str], reason: str = "", *, keep: bool
     ) -> None:
         job, version = assignment.job, assignment.version
-        message = messages.state_stored(job, version, step, dict(tensors), reason)
-        self._post(events.Stored(job, version, step, message))
+        message = messages.state_stored(job, version, step, dict(tensors), reason, kept=keep)
+        event = events.Kept if keep else events.Stored
+        self._post(event(job, version, step, message))
 
     # ---------------------------------------------------------------- probes
 

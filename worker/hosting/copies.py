@@ -1,4 +1,5 @@
-"""Keeps copies of stages' parts of checkpoints on this machine's disk, as the coordinator asks, while idle.
+"""Keeps copies of stages' parts of checkpoints on this machine's disk, as the coordinator asks, while idle;
+and of the snapshots that the ranks of a plan keep for each other while they train (decision 058).
 
 They lie in the cache of blobs, which does not delete what is kept as a copy, and take no more than the owner
 lends and a quarter of the free disk. A thread fetches them, for half of the time at most.
@@ -17,16 +18,19 @@ import structlog
 
 from atoll.errors import AtollError, StorageError
 from protos import atoll_control_pb2 as pb
+from worker.blobs import BlobFile
 from worker.cancel import Cancel, Cancelled
 
 if TYPE_CHECKING:
-    from worker.blobs import BlobCache, BlobStore
-    from worker.session.wire import CopyAsked
+    from worker.blobs import BlobCache, BlobFiles, NearBlobs
+    from worker.session.wire import CopyAsked, CopyWanted
+    from worker.stage.assignment import PeerLink
 
 log = structlog.get_logger()
 
 FREE_SHARE = 0.25  # of what the disk has free, the most that copies take
 MOST_REST_S = 1.0  # after a piece: a line that stood still is no reason to
+MAX_STORING = 8  # copies on their way to the store
 
 
 class Copies:
@@ -34,23 +38,28 @@ class Copies:
 
     def __init__(
         self,
-        blobs: BlobStore,
+        blobs: BlobFiles,
         cache: BlobCache,
         folder: Path,
         lent_bytes: int,
         send: Callable[[pb.FromWorker], None],
+        near: Callable[[PeerLink], NearBlobs],
         owner: int = 0,
     ) -> None:
-        """``folder``: on the disk of the cache. ``owner``: number of the device, where several share it."""
-        self._owner = owner
+        """``folder``: on the disk of the cache. ``near(holder)``: what a peer keeps. ``owner``: number of the
+        device, where several share it."""
+        self._owner, self._near = owner, near
         self._blobs, self._cache, self._folder, self._send = blobs, cache, folder, send
         self.lent_bytes = lent_bytes
         self._changed = threading.Condition()
         self._idle = self._closed = False
         self._wanted: tuple[CopyAsked, ...] = ()
         self._todo: list[CopyAsked] = []
+        self._fetching: CopyAsked | None = None
         self._held: dict[str, pb.CopyHeld] = {}
         self._before: frozenset[str] = frozenset()  # blobs of the copies that were kept before these
+        self._own: frozenset[str] = frozenset()  # of the newest snapshot of the stage that is computed here
+        self._storing = 0
         self._cancel = Cancel()
         self._thread = threading.Thread(target=self._work, name="atoll-copies", daemon=True)
         self._thread.start()
@@ -66,8 +75,55 @@ class Copies:
             self._held = {}
             self._cancel.set("other copies are wanted")
             if self._idle:
+                self._take(frozenset())
+            if self._idle or any(copy.working for copy in copies):
                 self._cache.release(stale, self._owner)
             self._changed.notify()
+
+    def take(self, files: Sequence[BlobFile], cancel: Cancel) -> None:
+        """Keep the parts of a snapshot of the stage that is computed here, in place of the one before; those
+        that are asked for as copies stay. Raises StorageError, BadFrame, Cancelled."""
+        names = frozenset(file.hash for file in files)
+        with self._changed:
+            others = sum(map(self._cache.size, (_blobs_of(self._wanted) | self._own) - names))
+            if sum(file.size for file in files) > self._room() - others:
+                raise StorageError(
+                    f"no room for a snapshot beside {others} bytes of copies: this worker lends "
+                    f"{self.lent_bytes}; raise --copy-bytes or free space"
+                )
+            self._take(self._own | names)  # both until it is whole
+        self._blobs.keep(files, cancel)
+        with self._changed:
+            self._take(names)
+
+    def _take(self, names: frozenset[str]) -> None:
+        self._own = names
+        self._cache.keep(names, ~self._owner)  # an owner of its own beside those of copies
+
+    def store(self, wanted: CopyWanted) -> None:
+        """Put blobs that were kept as a copy into the store, and answer."""
+        with self._changed:
+            if self._storing >= MAX_STORING:
+                return
+            self._storing += 1
+        threading.Thread(target=self._store, args=(wanted,), name="atoll-copies-up", daemon=True).start()
+
+    def _store(self, wanted: CopyWanted) -> None:
+        error = ""
+        try:
+            lacking = self._cache.lacking(wanted.blobs)
+            if lacking:
+                raise StorageError(f"{len(lacking)} of {len(wanted.blobs)} blobs are not here any more")
+            files = [BlobFile(self._cache.path(b), b, self._cache.size(b)) for b in wanted.blobs]
+            self._blobs.store(files, Cancel())
+        except AtollError as failed:
+            error = str(failed)[:500]
+        except Exception as failed:  # the coordinator waits for an answer
+            log.exception("copy.not_stored", job=wanted.job, name=wanted.name)
+            error = f"{type(failed).__name__} in this worker"
+        with self._changed:
+            self._storing -= 1
+        self._send(pb.FromWorker(copy_stored=pb.CopyStored(job=wanted.job, name=wanted.name, error=error)))
 
     def may_work(self, idle: bool) -> None:
         """Fetch while there is nothing to compute."""
@@ -77,14 +133,14 @@ class Copies:
             self._idle = idle
             if idle:
                 self._changed.notify()
-            else:
+            elif self._fetching is None or not self._fetching.working:
                 self._cancel.set("there is work")
 
     @property
     def offered(self) -> frozenset[str]:
         """Blobs of the copies that are whole here."""
         with self._changed:
-            return _blobs_of([copy for copy in self._wanted if copy.name in self._held])
+            return self._own | _blobs_of([copy for copy in self._wanted if copy.name in self._held])
 
     @property
     def held(self) -> list[pb.CopyHeld]:
@@ -104,11 +160,11 @@ class Copies:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or (self._idle and self._todo))
-                if self._closed:
+                self._changed.wait_for(lambda: self._closed or self._next() is not None)
+                copy, cancel = self._next(), Cancel()
+                if self._closed or copy is None:
                     return
-                copy, cancel = self._todo[0], Cancel()
-                self._cancel = cancel
+                self._cancel, self._fetching = cancel, copy
             try:
                 answer = self._fetched(copy, cancel)
             except Cancelled:
@@ -118,12 +174,15 @@ class Copies:
                 cause = f"{type(error).__name__} in this worker"
                 answer = pb.CopyHeld(job=copy.job, name=copy.name, error=cause)
             with self._changed:
-                if not self._todo or self._todo[0] is not copy:
+                if all(other is not copy for other in self._todo):
                     continue
-                del self._todo[0]
+                self._todo = [other for other in self._todo if other is not copy]
                 if not answer.error:
                     self._held[copy.name] = answer
             self._send(pb.FromWorker(copy_held=answer))
+
+    def _next(self) -> CopyAsked | None:
+        return next((copy for copy in self._todo if self._idle or copy.working), None)
 
     def _fetched(self, copy: CopyAsked, cancel: Cancel) -> pb.CopyHeld:
         """Have a copy whole on disk; returns the answer to the coordinator. Raises Cancelled."""
@@ -143,7 +202,8 @@ class Copies:
         try:
             if room < 0:
                 raise StorageError(f"no room for copies beside {others} bytes of others")
-            self._blobs.fetch(copy.blobs, cancel, progress)
+            near = [self._near(holder) for holder in copy.holders] if copy.working else None
+            self._blobs.fetch(copy.blobs, cancel, progress, near)
         except AtollError as error:
             log.info("copy.not_kept", job=copy.job, name=copy.name, reason=str(error))
             if isinstance(error, StorageError):

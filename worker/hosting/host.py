@@ -237,11 +237,11 @@ class ComputeHost:
                 if self._now is not None and self._now.gate is not None:
                     self._now.gate.trim_log(replay_from)
                 self._tell(pb.ToCompute(repeat_step=_step(job, version, step, gradient_scale=scale)))
-            case instructions.ApplyStep(job, version, step, scale, store, replay_from):
+            case instructions.ApplyStep(job, version, step, scale, store, replay_from, keep):
                 self._at(version, step)
                 if self._now is not None and self._now.gate is not None:
                     self._now.gate.trim_log(replay_from)
-                message = _step(job, version, step, gradient_scale=scale, store=store)
+                message = _step(job, version, step, gradient_scale=scale, store=store, keep=keep)
                 self._tell(pb.ToCompute(apply_step=message))
             case instructions.Evaluate(job, version, step, coded):
                 self._at(version, step)
@@ -444,7 +444,8 @@ class ComputeHost:
     def _settle_in(self, now: Now) -> None:
         """Tell a process who it computes for."""
         departing = partial(self._consent.departing, now.joined) if now.joined else unlogged
-        now.served = Served(now.child, self._ports.blobs, self._ports.batches, departing)
+        ports, keep = self._ports, None if now.joined else self._ports.keep
+        now.served = Served(now.child, ports.blobs, ports.batches, departing, keep)
         scratch, speeds = now.child.scratch, self._speeds.read()
         setup = setup_of(self._config, self._worker, scratch, self._share, speeds)
         now.child.send(pb.ToCompute(setup=setup))

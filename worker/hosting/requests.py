@@ -42,6 +42,7 @@ Batches = Callable[[control.BatchRequest], Iterable[control.Batch]]
 """The data provider's answer to a request."""
 Work = Callable[[Cancel, Callable[[int], None]], int]
 """Does what was asked, reports bytes so far, returns the answer's figure."""
+Keep = Callable[[Sequence[BlobFile], Cancel], None]
 Departing = Callable[[Sequence[BlobFile], Callable[[], int]], AbstractContextManager[None]]
 """Decides whether files may leave, and logs how many bytes did; raises AtollError where they may not."""
 
@@ -57,6 +58,7 @@ class HostPorts:
     send: Callable[[control.FromWorker], None]
     fetch_from: Callable[[Sequence[PeerLink]], None] = lambda holders: None  # before the store is asked
     beside_s: Callable[[], float] = lambda: 0.0  # that computing lost to this process since the last call
+    keep: Keep | None = None  # parts of a stage's snapshots, on this machine's disk
 
 
 def unlogged(files: Sequence[BlobFile], left: Callable[[], int]) -> AbstractContextManager[None]:
@@ -74,11 +76,16 @@ class Served:
     """Requests of one compute process that are under way."""
 
     def __init__(
-        self, child: Child, blobs: BlobStore, batches: Batches, departing: Departing = unlogged
+        self,
+        child: Child,
+        blobs: BlobStore,
+        batches: Batches,
+        departing: Departing = unlogged,
+        keep: Keep | None = None,
     ) -> None:
-        """``departing`` is entered around every upload."""
+        """``departing`` is entered around every upload; ``keep``: as in ``HostPorts``, None: nothing is."""
         self._child, self._blobs, self._batches = child, blobs, batches
-        self._departing = departing
+        self._departing, self._keep = departing, keep
         self._lock = threading.Lock()
         self._open: dict[int, Cancel] = {}
 
@@ -109,6 +116,10 @@ class Served:
             for file in bounds.count("files", list(m.files), DEFAULT_LIMITS.items)
         ]
 
+        keep = self._keep
+        if m.keep and keep is None:
+            raise BadFrame("a snapshot to be kept, by a process that computes no stage")
+
         def work(cancel: Cancel, report: Callable[[int], None]) -> int:
             left = 0
 
@@ -117,6 +128,9 @@ class Served:
                 left += nbytes
                 report(left)
 
+            if m.keep and keep is not None:
+                keep(files, cancel)
+                return 0
             with self._departing(files, lambda: left):
                 return self._blobs.store(files, cancel, progress, new=m.new)
 

@@ -76,6 +76,7 @@ class StepCommit:
     evaluate_coded: bool = False
     relink: Relink | None = None
     replay_from: int = 0  # messages of earlier steps may leave the send log
+    keep: bool = False  # a snapshot on this disk, for the others of the plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +214,16 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """A snapshot lies on this machine's disk; or why it does not."""
+
+    job: str
+    version: int
+    step: int
+    message: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Joined:
     """A federated job is loaded."""
 
@@ -287,7 +298,7 @@ class Drained:
 
 Event = (
     Welcome | Assign | StepStart | StepCommit | StepDiscard | Release | Dismiss | ProbeOps | ProbeLink
-    | Disconnected | StageLoaded | StageBroke | StepDone | StepApplied | EvalDone | Stored | Probed
+    | Disconnected | StageLoaded | StageBroke | StepDone | StepApplied | EvalDone | Stored | Kept | Probed
     | PeerLost | LeaveAsked | PauseAsked | ResumeAsked | Drained | Participate | TrainRound | EvaluateRound
     | RoundTaken | Joined | UpdateStored | RoundEvaluated | TurnBroke | Reconfigure
 )  # fmt: skip

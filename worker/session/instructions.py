@@ -44,6 +44,7 @@ class ApplyStep:
     gradient_scale: float
     store: bool  # snapshot and upload in the background once applied
     replay_from: int = 0  # messages of earlier steps may leave the send log
+    keep: bool = False  # the same, but on this machine's disk alone
 
 
 @dataclass(frozen=True, slots=True)

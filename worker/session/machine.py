@@ -249,7 +249,13 @@ def _committed(state: Session, event: ev.StepCommit) -> Step:
         return ignore(state)
     state = acknowledged(replace(state, phase=Phase.APPLYING, commit=event), Kind.READY)
     apply = do.ApplyStep(
-        state.job, state.version, event.step, event.gradient_scale, event.store, event.replay_from
+        state.job,
+        state.version,
+        event.step,
+        event.gradient_scale,
+        event.store,
+        event.replay_from,
+        event.keep,
     )
     return _relinked(state, event, apply)
 
@@ -408,6 +414,12 @@ def _reconfigure(state: Session, event: ev.Reconfigure) -> Step:
 @TRANSITIONS.on(*HOLDING)
 def _stored(state: Session, event: ev.Stored) -> Step:
     return send(state, Kind.STORED, event.message)
+
+
+@TRANSITIONS.on(*HOLDING)
+def _kept(state: Session, event: ev.Kept) -> Step:
+    """Say it once: the next snapshot makes up for one that nobody heard of."""
+    return state, (do.Send(event.message),)
 
 
 @TRANSITIONS.on(

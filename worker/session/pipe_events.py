@@ -18,6 +18,7 @@ _MESSAGES: dict[type, tuple[str, ...]] = {
     ev.StepApplied: (),
     ev.EvalDone: ("eval_ready",),
     ev.Stored: ("stored",),
+    ev.Kept: ("stored",),
     ev.Joined: ("loaded",),
     ev.UpdateStored: ("update_ready",),
     ev.RoundEvaluated: ("client_evaluated",),

@@ -97,11 +97,14 @@ class PeerRevoked:
 
 @dataclass(frozen=True, slots=True)
 class CopyAsked:
-    """A stage's part of a checkpoint to be kept on disk; ``blobs``: with the most bytes that each has."""
+    """A stage's part of a checkpoint to be kept on disk; ``blobs``: with the most bytes that each has.
+    ``working``: also while a stage is computed, from the ``holders``."""
 
     job: str
     name: str
     blobs: Mapping[str, int]
+    working: bool = False
+    holders: tuple[PeerLink, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,15 @@ class CopiesAsked:
     """All copies that this worker is to keep; not an event of the session."""
 
     copies: tuple[CopyAsked, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyWanted:
+    """Blobs of a copy that are to go into the store; not an event of the session."""
+
+    job: str
+    name: str
+    blobs: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +141,7 @@ class AuthoritiesNamed:
     left_s: float
 
 
-Beside = PeerExpected | PeerRevoked | CopiesAsked | StandbysExpected | AuthoritiesNamed
+Beside = PeerExpected | PeerRevoked | CopiesAsked | CopyWanted | StandbysExpected | AuthoritiesNamed
 """What the coordinator says that no session has to do with."""
 
 
@@ -205,9 +217,22 @@ def _keep_copies(m: pb.KeepCopies) -> CopiesAsked:
                     )
                     for b in bounds.count("blobs of a copy", list(copy.blobs), DEFAULT_LIMITS.items)
                 },
+                copy.working,
+                tuple(PeerLink(*_peer(h)) for h in bounds.count("holders", list(copy.holders), MAX_HOLDERS)),
             )
             for copy in bounds.count("copies", list(m.copies), MAX_COPIES)
         )
+    )
+
+
+def _store_copy(m: pb.StoreCopy) -> CopyWanted:
+    return CopyWanted(
+        bounds.name("job", m.job, DEFAULT_LIMITS),
+        bounds.name("copy", m.name, DEFAULT_LIMITS),
+        tuple(
+            bounds.blob_hash("blob", blob)
+            for blob in bounds.count("blobs of a copy", list(m.blobs), DEFAULT_LIMITS.items)
+        ),
     )
 
 
@@ -282,6 +307,7 @@ def _commit(m: pb.StepCommit) -> events.StepCommit:
         m.evaluate_coded,
         relink,
         bounds.within("first step of a replay", m.replay_from, 0, m.step + 1),
+        m.keep,
     )
 
 
@@ -348,6 +374,7 @@ _READERS: Mapping[str, Any] = {
     "dismiss": lambda m: events.Dismiss(clean(m.reason, MAX_REASON_CHARS), m.for_good),
     "expect_peer": _expect_peer,
     "keep_copies": _keep_copies,
+    "store_copy": _store_copy,
     "revoked": lambda m: PeerRevoked(
         bounds.name("worker", m.worker, DEFAULT_LIMITS), clean(m.reason, MAX_REASON_CHARS)
     ),
@@ -526,9 +553,9 @@ def loaded(
 
 
 def state_stored(
-    job: str, version: int, step: int, tensors: Mapping[str, str], error: str = ""
+    job: str, version: int, step: int, tensors: Mapping[str, str], error: str = "", *, kept: bool = False
 ) -> pb.FromWorker:
-    """Report of a stored snapshot: where its tensors are, or why they are not."""
+    """Report of a stored snapshot: where its tensors are, or why they are not; ``kept``: on this disk."""
     return pb.FromWorker(
         stored=pb.StateStored(
             job=job,
@@ -536,6 +563,7 @@ def state_stored(
             step=step,
             tensors=[job_pb.TensorBlob(name=name, blob=blob) for name, blob in sorted(tensors.items())],
             error=error[:MAX_REASON_CHARS],
+            kept=kept,
         )
     )
 

@@ -156,14 +156,19 @@ def remove(files: Mapping[str, BlobFile]) -> None:
         file.path.unlink(missing_ok=True)
 
 
-def store_files(store: BlobStore, files: Mapping[str, BlobFile], cancel: Cancel) -> dict[str, str]:
+def store_files(
+    store: BlobStore, files: Mapping[str, BlobFile], cancel: Cancel, *, keep: bool = False
+) -> dict[str, str]:
     """Store what ``write_tensors`` wrote, which is gone afterwards; returns tensor name -> blob hash. Only
-    what is missing travels.
+    what is missing travels. ``keep``: on this machine's disk, and not into the store.
 
     Raises StorageError (a full store), ConnectionFailed, Cancelled.
     """
     try:
-        store.store(list(files.values()), cancel)
+        if keep:
+            store.keep(list(files.values()), cancel)
+        else:
+            store.store(list(files.values()), cancel)
     finally:
         remove(files)
     return {name: file.hash for name, file in files.items()}

@@ -35,7 +35,12 @@ class Kept:
         self.said: queue.SimpleQueue[pb.CopyHeld] = queue.SimpleQueue()
         self.files = BlobFiles(self.store, self.cache)
         self.copies = Copies(
-            self.files, self.cache, folder, lent_bytes, lambda message: self.said.put(message.copy_held)
+            self.files,
+            self.cache,
+            folder,
+            lent_bytes,
+            lambda message: self.said.put(message.copy_held),
+            lambda holder: self.store,
         )
 
     def asked(self, name: str, *seeds: str) -> CopyAsked:
@@ -82,7 +87,9 @@ def test_nothing_is_fetched_while_there_is_work(kept: Kept) -> None:
 def test_work_ends_a_fetch_that_goes_on_where_it_was(kept: Kept) -> None:
     began, stopped, honest = threading.Event(), threading.Event(), kept.files.fetch
 
-    def fetch(wanted: Mapping[str, int], cancel: Cancel, progress: Callable[[int], None]) -> None:
+    def fetch(
+        wanted: Mapping[str, int], cancel: Cancel, progress: Callable[[int], None], near: object
+    ) -> None:
         def held(nbytes: int) -> None:
             began.set()
             assert stopped.wait(HUNG_S)
@@ -140,7 +147,9 @@ def test_the_first_error_of_a_copy_does_not_end_the_others(kept: Kept) -> None:
 def test_an_error_that_nobody_thought_of_does_not_end_the_thread(kept: Kept) -> None:
     honest = kept.files.fetch
 
-    def fetch(wanted: Mapping[str, int], cancel: Cancel, progress: Callable[[int], None]) -> None:
+    def fetch(
+        wanted: Mapping[str, int], cancel: Cancel, progress: Callable[[int], None], near: object
+    ) -> None:
         kept.files.fetch = honest  # type: ignore[method-assign]
         raise FileNotFoundError(2, "a secret path")
 

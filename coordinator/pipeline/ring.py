@@ -1,0 +1,295 @@
+"""Snapshots that the ranks of a plan keep for each other, each on its own disk and on another rank's. Pure.
+
+They are for plans of which a stage is lost with its worker, as nobody idle could take it over (decision 058).
+A commit says which step is kept; each rank writes its part to its disk, and the rank that is a number of
+places further on, in another household where there is one, fetches it behind everything else that the links
+carry. A snapshot counts when every part lies on both disks. When a rank is lost, those that are left put the
+newest one into the store: it is a checkpoint then, and the job goes back to it instead of to an older one.
+
+How often: Young's interval sqrt(2 C / losses a second), where C is what one costs training, within bounds.
+Source: TRANSOM's checkpoint engine (papers/decentralized.md 7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf, sqrt
+from typing import TYPE_CHECKING
+
+from atoll.job import CHECKPOINT_EVERY_S
+from coordinator.messages import instructions as do
+from coordinator.messages.facts import Checkpoint
+from coordinator.messages.jobs import (
+    RUNNING,
+    STEPPING,
+    WAITING,
+    Event,
+    JobState,
+    Recovered,
+    Ring,
+    RingChanged,
+    Snapshot,
+    Waits,
+)
+from coordinator.pipeline.fetching import copy_name
+from coordinator.pipeline.reconfigure import Refused, choose
+from protos.telemetry import Event as Name
+
+if TYPE_CHECKING:
+    from coordinator.membership.effects import Effects
+    from coordinator.membership.roster import Roster
+    from coordinator.messages.events import CopyHeld, CopyStored
+    from coordinator.messages.facts import JobRecord
+
+FIRST_S = 10.0  # of training, until the first one
+EVERY_S = 20.0  # at least so often while that costs less than ...
+CHEAP = 0.01  # ... this share of the time
+SLOWED = 0.05  # of the time that one is under way, what training loses by it (benchmarks/ring.py)
+DISK_BYTES_PER_S = 8e6  # that snapshots write to a worker's disk: 0.7 TB a day
+STALE_S = 600.0  # under way for so long: a message was lost
+LOOK_EVERY_S = 2.0  # whether one is needed depends on who is idle
+RETURN_S = 20.0  # for who is just away with the only copy of a part
+
+
+def every_s(took_s: float, part_bytes: int, losses_per_s: float) -> float:
+    """Return the seconds between two snapshots of a plan of which ``losses_per_s`` ranks are lost a second;
+    ``took_s``: until the last one was whole, ``part_bytes``: of the largest part."""
+    cost_s = SLOWED * took_s
+    least_s = max(2.0 * took_s, 2.0 * part_bytes / DISK_BYTES_PER_S)  # a worker writes two parts
+    most_s = max(EVERY_S, cost_s / CHEAP)
+    return max(least_s, min(sqrt(2.0 * cost_s / losses_per_s), most_s))
+
+
+def keepers_of(state: JobState, roster: Roster) -> tuple[tuple[str, str], ...]:
+    """Return by rank its worker and who keeps its part for it, nothing where that cannot be. All are the same
+    number of places further on, so each keeps one part; in another household for as many as possible."""
+    plan = state.plan
+    if plan is None or plan.local or len(plan.replicas) > 1:
+        return ()
+    workers = [place.worker for place in plan.places]
+    here = [roster.workers.get(worker) for worker in workers]
+    if any(known is None or not known.introduction.copy_bytes for known in here):
+        return ()
+    intros = {w: known.introduction for w, known in zip(workers, here, strict=True) if known is not None}
+    home = {worker: told.site or told.seen or worker for worker, told in intros.items()}
+    best: tuple[tuple[str, str], ...] = ()
+    apart = -1
+    for shift in range(1, len(workers)):
+        pairs = tuple((w, workers[(at + shift) % len(workers)]) for at, w in enumerate(workers))
+        others = sum(home[one] != home[other] for one, other in pairs)
+        if others > apart and all(roster.connectable(other, one) for one, other in pairs):
+            best, apart = pairs, others
+    return best
+
+
+def needed(state: JobState, record: JobRecord, roster: Roster) -> bool:
+    """Whether the loss of some rank would send the job back."""
+    ranks = range(state.n_ranks)
+    return any(isinstance(choose(state, record, roster, {rank}), Refused) for rank in ranks)
+
+
+def copies_of(snapshot: Snapshot, job: str) -> Iterable[tuple[str, do.StageCopy]]:
+    """Yield every copy that a snapshot is made of, with who is to keep it."""
+    for rank, keepers in enumerate(snapshot.keepers):
+        name = copy_name(job, snapshot.plan, rank, snapshot.step)
+        for worker in keepers:
+            yield worker, do.StageCopy(job, name, snapshot.plan, rank, snapshot.parts[rank], keepers[0])
+
+
+@dataclass(slots=True)
+class _Gathering:
+    """A snapshot on its way into the store; ``asked``: by rank whom, ``failed``: who could not."""
+
+    snapshot: Snapshot
+    until_s: float
+    asked: dict[int, tuple[str, int | None]] = field(default_factory=dict)  # worker, its session
+    failed: set[tuple[int, str]] = field(default_factory=set)
+    stored: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A job that trains, with the version that it was assigned under."""
+
+    assigned: int
+    since_s: float
+    looked_s: float = -inf
+
+
+@dataclass(slots=True)
+class Rings:
+    """Of all running jobs; ``step``: step a job's machine."""
+
+    effects: Effects
+    step: Callable[[str, Event], None]
+    _gathering: dict[str, _Gathering] = field(default_factory=dict)
+    _watched: dict[str, _Watched] = field(default_factory=dict)
+
+    # ------------------------------------------------------------ while a job trains
+
+    def tick(self, jobs: Mapping[str, JobState]) -> None:
+        """Let time pass."""
+        for job in list(self._gathering):
+            if job in jobs:
+                self._gather_on(jobs[job])
+            else:
+                del self._gathering[job]
+        for state in list(jobs.values()):
+            if state.phase in STEPPING:
+                self._look(state)
+
+    def _look(self, state: JobState) -> None:
+        now_s, ring = self.effects.now_s, state.ring
+        if ring.taking is not None:
+            self._end(state, ring.taking)
+            return
+        watched = self._watched.get(state.job)
+        if watched is None or watched.assigned != state.assigned:
+            watched = self._watched[state.job] = _Watched(state.assigned, now_s)
+        if ring.due or now_s < max(self._due_s(state, watched), watched.looked_s + LOOK_EVERY_S):
+            return
+        watched.looked_s = now_s
+        roster, record = self.effects.roster, self.effects.ledger.jobs[state.job]
+        keepers = keepers_of(state, roster)
+        if keepers and needed(state, record, roster):
+            self.step(state.job, RingChanged(replace(ring, due=keepers, failed="")))
+
+    def _due_s(self, state: JobState, watched: _Watched) -> float:
+        ring = state.ring
+        if ring.failed:
+            return ring.asked_s + CHECKPOINT_EVERY_S
+        if ring.held is None:
+            return watched.since_s + FIRST_S
+        return ring.asked_s + interval_s(state, self.effects.roster, self.effects.now_s)
+
+    def _end(self, state: JobState, taking: Snapshot) -> None:
+        """See whether a snapshot under way is whole, or never will be."""
+        now_s, ring, roster = self.effects.now_s, state.ring, self.effects.roster
+        took_s = now_s - taking.asked_s
+        if taking.whole:
+            kept = [roster.workers[w].copies.get(copy.name) for w, copy in copies_of(taking, state.job)]
+            if all(kept):
+                n_bytes = max(held.n_bytes for held in kept if held is not None)
+                whole = replace(ring, taking=None, held=taking, took_s=took_s, part_bytes=n_bytes)
+                self.step(state.job, RingChanged(whole))
+                fields = {"step": taking.step, "took_s": round(took_s, 3), "bytes": n_bytes}
+                self.effects.log(Name.SNAPSHOT_KEPT, "debug", state.job, **fields)
+                return
+        if took_s > STALE_S:
+            self._give_up(state, f"a snapshot was not whole after {took_s:.0f} s")
+
+    def _give_up(self, state: JobState, why: str) -> None:
+        self.effects.log(Name.SNAPSHOT_NOT_KEPT, "warning", job=state.job, reason=why)
+        self.step(state.job, RingChanged(replace(state.ring, taking=None, failed=why)))
+
+    def kept(self, state: JobState, worker: str, held: CopyHeld) -> None:
+        """Take in that a worker has a copy, or why it has not."""
+        taking = state.ring.taking
+        if taking is None or not taking.whole:
+            return
+        ours = any(w == worker and copy.name == held.name for w, copy in copies_of(taking, state.job))
+        if ours and held.error:
+            self._give_up(state, f"{self.effects.label(worker)} does not keep a part: {held.error}")
+        elif ours:
+            self._end(state, taking)
+
+    # ------------------------------------------------------------ after a loss
+
+    def gathers(self, job: str) -> bool:
+        """Whether a job's newest snapshot is on its way into the store."""
+        return job in self._gathering
+
+    def over(self, state: JobState) -> None:
+        """A plan is over: what is left of the newest snapshot becomes a checkpoint, where that is newer."""
+        self._watched.pop(state.job, None)
+        held = state.ring.held
+        if state.phase in WAITING and held is not None and held.step > state.checkpoint.step:
+            self._gathering[state.job] = _Gathering(held, self.effects.now_s + RETURN_S)
+            self._gather_on(state)
+
+    def stores(self, worker: str) -> list[do.StageCopy]:
+        """Return the copies that a worker is putting into the store."""
+        return [
+            copy
+            for job, gathering in self._gathering.items()
+            for keeper, copy in copies_of(gathering.snapshot, job)
+            if keeper == worker and gathering.asked.get(copy.rank, ("",))[0] == worker
+        ]
+
+    def sources(self) -> list[Checkpoint]:
+        """Return the snapshots whose blobs are on their way."""
+        found = (gathering.snapshot for gathering in self._gathering.values())
+        return [Checkpoint(s.step, tensors) for s in found for tensors in s.parts.values()]
+
+    def _gather_on(self, state: JobState) -> None:
+        """Ask for each part that nobody is putting into the store; give up where nobody can."""
+        gathering = self._gathering[state.job]
+        if state.phase in RUNNING or state.ring.held is not gathering.snapshot:
+            del self._gathering[state.job]  # cancelled, or the steps were rejected
+            return
+        roster, missing = self.effects.roster, set[int]()
+        for rank, (worker, session) in list(gathering.asked.items()):
+            if rank not in gathering.stored and roster.workers[worker].session != session:
+                del gathering.asked[rank]
+        for worker, copy in copies_of(gathering.snapshot, state.job):
+            rank = copy.rank
+            if rank in gathering.asked:
+                continue
+            known = roster.workers.get(worker)
+            missing.add(rank)
+            if known is not None and known.session is not None and (rank, worker) not in gathering.failed:
+                missing.discard(rank)
+                gathering.asked[rank] = worker, known.session
+                blobs = tuple(sorted(set(copy.tensors.values())))
+                self.effects.send(worker, do.StoreCopy(state.job, copy.name, blobs))
+        missing -= gathering.asked.keys()
+        keepers = gathering.snapshot.keepers
+        hopeless = any(all((rank, w) in gathering.failed for w in keepers[rank]) for rank in missing)
+        if missing and (hopeless or self.effects.now_s >= gathering.until_s):
+            self._not_gathered(state, min(missing))
+
+    def _not_gathered(self, state: JobState, rank: int) -> None:
+        gathering = self._gathering.pop(state.job)
+        step = gathering.snapshot.step
+        names = " and ".join(map(self.effects.label, gathering.snapshot.keepers[rank]))
+        why = f"the snapshot of step {step} is lost with {names}; goes on from step {state.checkpoint.step}"
+        self.step(state.job, RingChanged(Ring(failed=why)))
+        self.step(state.job, Waits(why))
+        self.effects.advance = True
+
+    def stored(self, state: JobState, worker: str, message: CopyStored) -> None:
+        """Take in that a part is in the store, or why it is not."""
+        gathering = self._gathering.get(state.job)
+        if gathering is None:
+            return
+        for keeper, copy in copies_of(gathering.snapshot, state.job):
+            if (
+                keeper == worker
+                and copy.name == message.name
+                and gathering.asked.get(copy.rank, ("",))[0] == worker
+            ):
+                if message.error:
+                    self.effects.log(
+                        Name.SNAPSHOT_NOT_KEPT, "warning", job=state.job, worker=worker, reason=message.error
+                    )
+                    gathering.failed.add((copy.rank, worker))
+                    del gathering.asked[copy.rank]
+                else:
+                    gathering.stored.add(copy.rank)
+        if len(gathering.stored) < len(gathering.snapshot.keepers):
+            self._gather_on(state)
+            return
+        del self._gathering[state.job]
+        tensors = dict(state.checkpoint.tensors)
+        for _, part in sorted(gathering.snapshot.parts.items()):
+            tensors.update(part)
+        checkpoint = Checkpoint(gathering.snapshot.step, tensors, self.effects.now_s)
+        self.step(state.job, Recovered(checkpoint))
+        self.effects.advance = True
+
+
+def interval_s(state: JobState, roster: Roster, now_s: float) -> float:
+    """Return the seconds between two snapshots of a job."""
+    ring = state.ring
+    return every_s(ring.took_s, ring.part_bytes, state.n_ranks * roster.losses.per_s(now_s))
