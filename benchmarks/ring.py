@@ -1,6 +1,6 @@
 """How much is done again when a worker of a plan that uses all of them is lost.
 
-Three workers on loopback train the demo's model, cut in three, with checkpoints at their default. At a random
+Three workers on loopback train the demo's model, cut evenly, with checkpoints at their default. At a random
 moment after the first minute of training one of them is killed (kill -9); the other two go on with a plan of
 two stages. Counted, from the job's metrics: the steps that are done again, and the seconds that they had
 taken.
@@ -22,7 +22,6 @@ from typing import Any
 
 from benchmarks.harness import CommandFailed, conclude, execute, machine, parser
 from benchmarks.real_workers import LoopbackFleet
-from benchmarks.recovery import cut_of
 from coordinator.client.job_file import load_job
 from coordinator.client.prepare import prepare
 
@@ -72,11 +71,11 @@ def done_again(rows: Sequence[dict[str, str]]) -> dict[str, float]:
     return {"steps": 0, "seconds": 0.0, "stood_s": 0.0}
 
 
-def lose(fleet: Fleet, job: str, partitioner: str, seed: int) -> dict[str, Any]:
+def lose(fleet: Fleet, job: str, seed: int) -> dict[str, Any]:
     """Train until a random moment after the first minute, kill a worker, and go on until that is made up."""
     random_ = random.Random(seed)
     victim, after_s = random_.randrange(WORKERS), MINUTE_S + WITHIN_S * random_.random()
-    prepared = prepare(load_job(Path(job), [*SETTINGS, f"seed={seed}"]), partitioner=partitioner)
+    prepared = prepare(load_job(Path(job), [*SETTINGS, f"seed={seed}"]), partitioner="even")
     name = fleet.client.submit(prepared).job
     begun_s = killed_s = 0.0
     at_step, reason = 0, ""
@@ -103,11 +102,11 @@ def main() -> int:
     made = parser(__doc__, job="examples/gpt.py")
     made.add_argument("--seeds", type=int, default=5, help="losses")
     options = made.parse_args()
-    partitioner = cut_of(options.job, ())
     rows: list[dict[str, Any]] = []
-    with Fleet(WORKERS) as fleet:
+    fleet = Fleet(WORKERS)
+    with fleet:
         for at in range(options.seeds):
-            rows.append(lose(fleet, options.job, partitioner, options.seed + at))
+            rows.append(lose(fleet, options.job, options.seed + at))
             print(rows[-1], flush=True)
             if at + 1 < options.seeds:
                 fleet.add(f"again{at}")

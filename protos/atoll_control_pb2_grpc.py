@@ -425,6 +425,11 @@ class OwnerStub:
                 request_serializer=protos_dot_atoll__control__pb2.JobRequest.SerializeToString,
                 response_deserializer=protos_dot_atoll__control__pb2.TraceChunk.FromString,
                 _registered_method=True)
+        self.Metrics = channel.unary_stream(
+                '/atoll.v1.Owner/Metrics',
+                request_serializer=protos_dot_atoll__control__pb2.JobRequest.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.FileChunk.FromString,
+                _registered_method=True)
         self.Checkpoints = channel.unary_unary(
                 '/atoll.v1.Owner/Checkpoints',
                 request_serializer=protos_dot_atoll__control__pb2.CheckpointsRequest.SerializeToString,
@@ -547,6 +552,13 @@ class OwnerServicer:
 
     def Trace(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Metrics(self, request, context):
+        """metrics.csv as it is
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -676,6 +688,11 @@ def add_OwnerServicer_to_server(servicer, server):
                     servicer.Trace,
                     request_deserializer=protos_dot_atoll__control__pb2.JobRequest.FromString,
                     response_serializer=protos_dot_atoll__control__pb2.TraceChunk.SerializeToString,
+            ),
+            'Metrics': grpc.unary_stream_rpc_method_handler(
+                    servicer.Metrics,
+                    request_deserializer=protos_dot_atoll__control__pb2.JobRequest.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.FileChunk.SerializeToString,
             ),
             'Checkpoints': grpc.unary_unary_rpc_method_handler(
                     servicer.Checkpoints,
@@ -988,6 +1005,33 @@ class Owner:
             '/atoll.v1.Owner/Trace',
             protos_dot_atoll__control__pb2.JobRequest.SerializeToString,
             protos_dot_atoll__control__pb2.TraceChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Metrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/atoll.v1.Owner/Metrics',
+            protos_dot_atoll__control__pb2.JobRequest.SerializeToString,
+            protos_dot_atoll__control__pb2.FileChunk.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,8 +1,10 @@
-"""Commands of `atoll` about planned and submitted jobs: plan, watch, logs, cancel, export, trace."""
+"""Commands of `atoll` about planned and submitted jobs: plan, watch, logs, cancel, export, metrics, trace."""
 
 from __future__ import annotations
 
+import contextlib
 import json as jsonlib
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -48,6 +50,7 @@ def register(app: typer.Typer) -> None:
     app.command(epilog="Example: atoll forget j-1 j-2")(forget)
     app.command(epilog="Example: atoll export j-1 -o model.safetensors")(export)
     app.command(epilog="Example: atoll trace j-1 -o trace.json   (open it in Perfetto)")(trace)
+    app.command(epilog="Example: atoll metrics j-1 --out metrics.csv")(metrics)
 
 
 @with_groups
@@ -296,6 +299,35 @@ def export(
     else:
         size = in_bytes(found.bytes)
         out.print(f"{found.path}: {found.tensors} tensors, {size}, after step {found.step}", soft_wrap=True)
+
+
+@with_groups
+def metrics(
+    job: JobName,
+    output: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Where to write; default: standard output."),
+    ] = None,
+    *,
+    common: Common,
+) -> None:
+    """Print a job's metrics as CSV: every loss, step time and evaluation, and which were rolled back."""
+    from coordinator.client.metrics_csv import marked
+
+    with common.client() as client:
+        lines = marked(client.metrics(job))
+        try:
+            with contextlib.ExitStack() as stack:
+                target = stack.enter_context(output.expanduser().open("w")) if output else sys.stdout
+                rows = sum(target.write(f"{line}\n") > 0 for line in lines)
+        except OSError as error:
+            raise StorageError(f"cannot write {output or 'the metrics'}: {error.strerror}") from None
+    if not rows:
+        raise UsageError(f"{job} has no metrics yet; try again once it trains")
+    if output is not None and common.json:
+        print_json({"path": str(output), "rows": rows - 1})
+    elif output is not None:
+        out.print(f"{output}: {rows - 1} rows", soft_wrap=True)
 
 
 @with_groups

@@ -114,6 +114,7 @@ def status_view(status: pb.StatusReply) -> RenderableType:
         Text(f"coordinator atoll {status.version}, up {in_seconds(status.uptime_s)}"),
         _workers_table(status.workers, names),
         jobs_table(status.jobs),
+        *(Text(f"{job.job}: {job.loss_now}", style=DIM) for job in status.jobs if job.loss_now),
         *(cost for job in status.jobs for cost in _costs(job.stages, f"{job.job}: ")),
     ]
     for job in status.jobs:
@@ -216,6 +217,8 @@ def watch_view(update: pb.JobUpdate, losses: Sequence[float], names: Names) -> R
     parts: list[RenderableType] = [head]
     if update.stages:
         parts.append(_busy_table(update.stages, names))
+        if update.loss_now:
+            parts.append(Text(update.loss_now))
         parts += _costs(update.stages)
         parts += _standbys(update.stages, names)
     if update.spot_checks:
@@ -243,6 +246,7 @@ def watch_line(update: pb.JobUpdate, told: str = "") -> str:
         coded = [codec_label(link) for link in update.links]
         if any(label != "none" for label in coded):
             words.append("codecs " + " ".join(coded))
+    words.append(update.loss_now)
     if update.reason != told:
         words.append(update.reason)
     return ", ".join(word for word in words if word)

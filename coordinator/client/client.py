@@ -243,6 +243,15 @@ class Client:
                 found.extend(_spans(chunk))
         return found
 
+    def metrics(self, job: str) -> Iterator[str]:
+        """Yield the lines of a job's metrics.csv as the coordinator has it, the header first."""
+        rest = b""
+        with calling(self.endpoint.address):
+            chunks = self._owner.Metrics(pb.JobRequest(job=job), metadata=self._metadata, timeout=600.0)
+            for chunk in chunks:
+                *lines, rest = (rest + chunk.data).split(b"\n")
+                yield from (line.decode(errors="replace") for line in lines)
+
     # ------------------------------------------------------------ runs of Flower apps
 
     def app_runs(self) -> list[apps.AppRunFacts]:

@@ -11,6 +11,8 @@ from atoll.federated import ConsentWord, DatasetFacts
 from atoll.job import JobSpec
 from atoll.opdag import TensorMeta
 from atoll.plan import LinkSpec, Plan
+from coordinator.messages.copies import CopyHeld as CopyHeld
+from coordinator.messages.copies import CopyStored as CopyStored
 from coordinator.messages.facts import Checkpoint
 
 
@@ -53,30 +55,6 @@ class Guest:
 
 
 UNLIMITED = Guest()
-
-
-@dataclass(frozen=True, slots=True)
-class CopyHeld:
-    """A copy of a stage that a worker keeps whole on its disk, or the error for which it does not.
-
-    ``name``: of ``instructions.StageCopy``; ``took_s``: to fetch ``fetched_bytes`` of it.
-    """
-
-    job: str
-    name: str
-    n_bytes: int = 0
-    fetched_bytes: int = 0
-    took_s: float = 0.0
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class CopyStored:
-    """A copy's blobs are in the store; ``error``: why they are not."""
-
-    job: str
-    name: str
-    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from coordinator.messages.jobs import STEPPING
 from coordinator.pipeline.assigning import neighbours
 from coordinator.pipeline.fetching import Fetching
 from coordinator.pipeline.reconfigure import Choice, begun, choose
 from coordinator.pipeline.successors import computed_s, devices_of, slower
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from atoll.plan import Plan
     from coordinator.membership.roster import Roster
@@ -34,6 +35,7 @@ class LossCost:
     seconds: float
     why: str
     copy: str = ""
+    again: int = 0  # steps that all do again
 
 
 def loss_costs(state: JobState, record: JobRecord, roster: Roster) -> list[LossCost]:
@@ -48,7 +50,7 @@ def loss_costs(state: JobState, record: JobRecord, roster: Roster) -> list[LossC
 
 def _cost(state: JobState, record: JobRecord, roster: Roster, rank: int) -> LossCost:
     notice_s = roster.liveness.dead_after_s
-    steps = state.step - state.checkpoint.step
+    steps, back = state.step - state.checkpoint.step, 0
     chosen, standby = choose(state, record, roster, {rank}), state.standbys.get(rank)
     if isinstance(chosen, Choice) and rank not in chosen.newcomers and standby is not None:
         behind = max(0, state.step - standby.step)
@@ -71,12 +73,27 @@ def _cost(state: JobState, record: JobRecord, roster: Roster, rank: int) -> Loss
         places, each_s = enumerate(state.plan.places), _step_s(state)
         stored_s = max(_loaded_s(state, roster, other, place.worker)[0] for other, place in places)
         load_s = PLANNED_WITHIN_S + stored_s
+        steps = back = state.step - state.back_to
         how = (
-            f"back to step {state.checkpoint.step} ({chosen.reason}): {notice_s:.1f} s to notice, "
+            f"back to step {state.back_to} ({chosen.reason}): {notice_s:.1f} s to notice, "
             f"about {PLANNED_WITHIN_S:.0f} s to plan anew, {stored_s:.1f} s to load"
         )
         again = f", {steps} steps of {each_s:.2g} s by all" if steps else ""
-    return LossCost(notice_s + load_s + steps * each_s, how + again, copy)
+    return LossCost(notice_s + load_s + steps * each_s, how + again, copy, back)
+
+
+def loss_words(state: JobState, costs: Sequence[LossCost] = ()) -> str:
+    """Say what the loss of a worker would cost now at most, "" where that is not known; ``costs``: by rank,
+    none where nobody has looked: then it is known of plans whose ranks keep snapshots for each other."""
+    if state.phase not in STEPPING or not (costs or state.ring.held):
+        return ""
+    steps = max((cost.again for cost in costs), default=state.step - state.back_to)
+    words = "nothing is done again"
+    if steps:
+        took_s = steps * _step_s(state)
+        words = f"{took_s:.0f} s ({steps} step{'s'[: steps != 1]}) are done again, from step {state.back_to}"
+    stands = f"; the job stands still for about {max(c.seconds for c in costs):.0f} s" if costs else ""
+    return f"if a worker is lost now: {words}{stands}"
 
 
 def _longer(state: JobState, left: Plan) -> str:

@@ -73,6 +73,7 @@ STORING_SHARE = 20.0  # storing takes at most a twentieth of the time: a slow up
 SHORT_SHARE = 5.0  # ... and a fifth where send logs are short: one that holds less than that takes always is
 MAX_FAILURES = 3  # of stages, without a committed step in between, ...
 MOST_LOSSES = 12  # ... and of these and losses together
+ROLLED_BACK = "rolled_back"  # metric: steps after its own, up to its value, are done again
 TWICE = 2  # a worker has not stored its part: the next time is not waited for
 NOBODY: Mapping[str, int] = {}
 
@@ -180,7 +181,10 @@ def _adopt(state: JobState, event: Planned, now_s: float) -> Outcome:
         part_bytes={},
         ring=Ring(),
     )
-    return adopted, [Record(PlanAdopted(state.job, plan)), AssignAll()]
+    todo: list[Todo] = [Record(PlanAdopted(state.job, plan)), AssignAll()]
+    if state.step > first:  # figures of these steps do not count any more
+        todo.append(Point(first, ROLLED_BACK, float(state.step)))
+    return adopted, todo
 
 
 @TRANSITIONS.on(*WAITING, *PREPARING)

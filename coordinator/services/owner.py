@@ -280,6 +280,15 @@ class OwnerService(rpc.OwnerServicer):
         while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
             yield chunk
 
+    async def Metrics(self, request: pb.JobRequest, context: Context) -> AsyncIterator[pb.FileChunk]:  # noqa: N802
+        """The job's metrics.csv, as it is now."""
+        await self._known(request.job, context)
+        run = self._shell.runs.of(request.job)
+        run.flush()
+        chunks = run.metrics()
+        while (data := await asyncio.to_thread(next, chunks, None)) is not None:
+            yield pb.FileChunk(data=data)
+
     async def Checkpoints(self, request: pb.CheckpointsRequest, context: Context) -> pb.CheckpointList:  # noqa: N802
         """The states of a job that can be gone back to, oldest first, and what is wrong with each."""
         await self._known(request.job, context)

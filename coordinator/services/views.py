@@ -13,7 +13,7 @@ from coordinator.membership.roster import Roster, Worker, flops_of
 from coordinator.messages.events import UNLIMITED, Guest
 from coordinator.messages.jobs import ENDED, JobState
 from coordinator.pipeline.driver import PipelineDriver
-from coordinator.pipeline.loss_cost import loss_costs
+from coordinator.pipeline.loss_cost import loss_costs, loss_words
 from coordinator.pipeline.memory import measured_bytes, predicted_stages
 from coordinator.pipeline.periods import exchange_words
 from coordinator.pipeline.standby import standby_words
@@ -75,6 +75,7 @@ def job_update(
             update.spot_checks = driver.beside.checks.words(state)
             update.exchange = exchange_words(state, scheduler.ledger.jobs[job].met, driver.effects.label)
         costs = loss_costs(state, scheduler.ledger.jobs[job], scheduler.roster) if with_costs else []
+        update.loss_now = loss_words(state, costs)
         for stage, cost in zip(update.stages, costs, strict=False):
             stage.replace_s, stage.replace_why, stage.copy = cost.seconds, cost.why, cost.copy
         for rank, standby in sorted(state.standbys.items()):

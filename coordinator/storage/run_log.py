@@ -5,7 +5,9 @@ All of it is bounded, none of it decides anything: a full disk here stops no job
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import struct
 from collections import deque
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from protos import atoll_control_pb2 as pb
 
 MAX_POINTS = 200_000  # of one job, kept in memory for watchers
 MAX_FIELDS_CHARS = 8192
+CSV_PIECE_BYTES = 256 << 10
 _LENGTH = struct.Struct("<I")
 
 log = structlog.get_logger()
@@ -131,6 +134,15 @@ class RunLog:
                         yield pb.TraceChunk.FromString(body)
                     except DecodeError:
                         return  # the end was torn off by a crash
+
+    def metrics(self) -> Iterator[bytes]:
+        """Yield metrics.csv in pieces, as long as it is when that begins; nothing where there is none."""
+        path = self.folder / "metrics.csv"
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            left = os.fstat(file.fileno()).st_size
+            while left > 0 and (data := file.read(min(left, CSV_PIECE_BYTES))):
+                left -= len(data)
+                yield data
 
     def flush(self) -> None:
         """Hand everything to the system."""
