@@ -88,7 +88,7 @@ def test_an_optimizer_imports_no_compiler() -> None:
 )
 def test_memory_of_states_to_come_is_held_until_the_first_step(spec: Optimizer, states: int) -> None:
     """So a stage that does not fit is killed before a step of it is committed."""
-    size = 4 << 20
+    size = 10 << 20  # of 40 MiB each: blocks that the heap never keeps
     parameter = torch.nn.Parameter(torch.zeros(size))
     optimizer = make_optimizer({"p": parameter}, spec)
     assert optimizer is not None
