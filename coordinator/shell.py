@@ -359,7 +359,7 @@ class Shell:
         self, event: str, level: str, job: str, source: str, fields: Mapping[str, Any], now_s: float
     ) -> None:
         """One log line, to the process's log and to `atoll logs`."""
-        fields = self._with_names(fields)
+        fields = self._with_names(fields, source)
         shown = {"by": source, **({"job": job} if job else {}), **fields}
         shown["what"] = shown.pop("event", None)
         write = getattr(log, level if level in ("debug", "info", "warning", "error") else "info")
@@ -369,17 +369,17 @@ class Shell:
             self.logged.set()
             self.logged = asyncio.Event()
 
-    def _with_names(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def _with_names(self, fields: Mapping[str, Any], source: str) -> dict[str, Any]:
         """Fields of a log line in whose words workers are named; beside a worker's id stands its name."""
         roster = self.scheduler.roster.workers
-        if not any(isinstance(value, str) and "w-" in value for value in fields.values()):
+        if not any(isinstance(value, str) and "w-" in value for value in (source, *fields.values())):
             return dict(fields)
         names = {worker: known.introduction.name for worker, known in roster.items()}
         found = {
             key: with_names(value, names) if isinstance(value, str) and not is_id(value) else value
             for key, value in fields.items()
         }
-        name = names.get(str(fields.get("worker")))
+        name = names.get(str(fields.get("worker", source)))
         return {"name": name, **found} if name else found
 
     # ------------------------------------------------------------ beside the queue

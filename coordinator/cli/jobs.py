@@ -25,6 +25,7 @@ from coordinator.cli.render_ways import ways_values, ways_view
 from coordinator.client.client import Client, check_ended
 from protos.command_line import byte_progress, out, print_json, with_groups
 from protos.convert import to_proto
+from protos.worker_names import with_names
 
 if TYPE_CHECKING:
     from atoll.job import Job
@@ -229,11 +230,12 @@ def logs(
 ) -> None:
     """Print the log of a job, the coordinator's lines and its workers'."""
     with common.client() as client:
+        names = {} if common.json else {w.worker: w.name for w in client.status().workers}
         for line in client.logs(job, follow=follow):
             if common.json:
                 print_json(plain(line))
             else:
-                out.print(_log_line(line), soft_wrap=True)
+                out.print(with_names(_log_line(line), names), soft_wrap=True)
 
 
 def _log_line(line: pb.LogLine) -> str:

@@ -21,6 +21,13 @@ def test_two_of_one_name_are_told_apart_by_their_ids() -> None:
     assert with_names(f"pc ({ATTIC}) waits for {CELLAR}", both) == "pc (w-7f3a) waits for pc (w-0000)"
 
 
+def test_devices_of_one_machine_are_told_apart() -> None:
+    both = {ATTIC: "attic", f"{ATTIC}/1": "attic"}
+    assert distinct(both) == {ATTIC: "attic (w-7f3a)", f"{ATTIC}/1": "attic (w-7f3a/1)"}
+    named = {ATTIC: "attic", f"{ATTIC}/1": "attic gpu 1"}
+    assert with_names(f"{ATTIC}/1 waits for {ATTIC}", named) == "attic gpu 1 waits for attic"
+
+
 def test_a_message_names_workers_in_its_words_and_keeps_ids_that_are_addresses() -> None:
     update = pb.JobUpdate(job="j-1", reason=f"lost {ATTIC}")
     update.stages.add(worker=ATTIC, replace_why=f"a copy is at {CELLAR}")

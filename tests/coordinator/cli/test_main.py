@@ -356,8 +356,13 @@ def test_logs_read_as_lines(
         pb.LogLine(level="info", event="plan.made", source="coordinator", fields_json='{"stages": 3}')
     ]
     script.lines.append(pb.LogLine(level="info", event="odd", fields_json="{"))
+    worker = "w-7f3a2c9e05b1d846"
+    script.lines.append(pb.LogLine(event="stage.waits", source=worker, fields_json=f'{{"for": "{worker}"}}'))
+    script.status.workers.add(worker=worker, name="attic")
     assert run(app, ["logs", *server.options]) == 0
-    assert "plan.made stages=3" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "plan.made stages=3" in said
+    assert "attic stage.waits for=attic" in " ".join(said.split())
 
 
 def test_the_trace_is_written_for_perfetto(script: Script, server: FakeOwnerServer, tmp_path: Path) -> None:
