@@ -16,9 +16,9 @@ from protos.units import shown_size
 if TYPE_CHECKING:
     from worker.config import WorkerConfig
 
-RESERVE_BYTES = 64 << 20
-"""Beside what is held at rest: page tables, stacks and heap edges of the process that computes, and what the
-daemon's queues and a send log's unwritten end take more while a job runs."""
+RESERVE_BYTES = 96 << 20
+"""Beside what is held before it joins: 32 MiB for page tables, stacks and heap edges of the process that
+computes, the rest for what the daemon grows by as it joins and its queues fill (45 MiB were seen)."""
 LEAST_STAGE_BYTES = 16 << 20  # less holds no stage
 
 
