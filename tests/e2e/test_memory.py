@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import pytest
@@ -59,10 +58,12 @@ def test_with_half_the_truth_the_job_ends_and_nothing_is_trained_twice() -> None
     with HalfFleet(4, options=limit) as fleet:
         job = fleet.client.submit(prepared).job
         facts = Facts(fleet.state / "journal.sqlite")
-        *_, last = fleet.client.watch(job)
+        shown = list(fleet.client.watch(job))
+        last, stages = shown[-1], [stage for update in shown for stage in update.stages]
         facts.look()
         log = (fleet.state.parent / "coordinator.log").read_text()
         assert last.state == "finished", f"{last.reason}\n{log[-3000:]}"
-        assert re.search(r"killed for memory on \S+", log)
+        assert any(stage.measured_bytes > stage.planned_bytes > 0 for stage in stages)
+        # Whichever stages did not fit: they were killed before a step was committed, or repeated it.
         assert commits(facts.of(job)) == list(range(STEPS))
         assert not any("quarantined" in worker.reason for worker in fleet.client.status().workers)
