@@ -84,7 +84,7 @@ class Rows:
 
     def materialise(self, batch: int) -> tuple[Materialised, Materialised | None]:
         train = _rows(self.arrays, batch, self.seed)
-        held_out = _rows(self.held_out, batch, None) if self.held_out is not None else None
+        held_out = _rows(self.held_out, batch, None, least=1) if self.held_out is not None else None
         return train, held_out
 
 
@@ -169,6 +169,12 @@ def sample_indices(spec: DataSpec, n_micro: int, step: int, micro: int) -> NDArr
     return found
 
 
+def held_out_indices(spec: DataSpec, micro: int) -> NDArray[np.int64]:
+    """Sample numbers of a micro-batch of held-out data; the last may have fewer than ``batch``."""
+    rows = max(0, min(spec.batch, spec.n_samples - micro * spec.batch))
+    return sample_indices(spec, 1, micro, 0)[:rows]
+
+
 def take(array: Array, source: DataField, samples: NDArray[np.int64]) -> Array:
     """Stack the given samples of a field: [batch, ...]."""
     if source.layout is Layout.ROWS:
@@ -183,9 +189,9 @@ def _permutation(seed: int, epoch: int, n: int) -> NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(n)
 
 
-def _rows(arrays: Mapping[str, Any], batch: int, seed: int | None) -> Materialised:
+def _rows(arrays: Mapping[str, Any], batch: int, seed: int | None, least: int = 0) -> Materialised:
     n_samples = len(next(iter(arrays.values())))
-    if n_samples < batch:
+    if n_samples < (least or batch):
         raise UsageError(f"{n_samples} samples are fewer than a micro-batch of {batch}; give more data")
     fields = tuple(DataField(name, name, Layout.ROWS) for name in arrays)
     return Materialised(DataSpec(fields, n_samples, batch, seed), arrays)

@@ -146,7 +146,8 @@ class OpDag:
     used here. ``constant_ops`` depend on no input, no parameter and no mutated buffer, and are
     recomputed in each stage that uses them. ``metrics``: positions of further scalar outputs, in
     evaluation only. ``weight``: of the count that the loss is a sum over, behind the loss and in one stage
-    with it; None where the loss is a mean.
+    with it; None where the loss is a mean. ``tail``: of an evaluation, the same graph with another number of
+    rows (``atoll.rows``).
     """
 
     ops: tuple[OpNode, ...]
@@ -161,6 +162,7 @@ class OpDag:
     training: bool = True
     metrics: dict[str, int] = field(default_factory=dict)
     weight: int | None = None
+    tail: OpDag | None = None
 
     def cuttable(self) -> tuple[int, ...]:
         """Positions 0 < p < len(ops) where a stage may begin, ascending."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from atoll.opdag import LeafRef, OpDag, OpNode, Source, TensorMeta, leaf_refs, op_refs
+from atoll.rows import rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,10 +77,18 @@ class StageProgram:
     loss: int | None  # position of the loss when this stage computes it
     metrics: tuple[tuple[str, int], ...] = ()  # name, position: those that this stage computes
     weight: int | None = None  # position of the loss's count, where the loss is a sum over one
+    rows: int = 0  # of a micro-batch; 0: the inputs have no common first dimension
+    tail: StageProgram | None = None  # of an evaluation, with another number of rows: see ``atoll.rows``
+
+    @property
+    def last(self) -> StageProgram | None:
+        """The tail where the last held-out micro-batch goes through it: one of fewer rows than the others."""
+        return self.tail if self.tail is not None and self.tail.rows < self.rows else None
 
 
 def stage_programs(dag: OpDag, starts: Sequence[int]) -> tuple[StageProgram, ...]:
     """Cut ``dag`` at ``starts`` (ascending, first 0) and derive every stage's program."""
+    tails = (None,) * len(starts) if dag.tail is None else stage_programs(dag.tail, starts)
     bounds = [*starts, len(dag.ops)]
     n_stages = len(starts)
     owner = [0] * len(dag.ops)
@@ -123,6 +132,8 @@ def stage_programs(dag: OpDag, starts: Sequence[int]) -> tuple[StageProgram, ...
                 (name, dag.metrics[name]) for name in sorted(dag.metrics) if owner[dag.metrics[name]] == i
             ),
             weight=dag.weight if owner[dag.loss] == i else None,
+            rows=rows_of(dag.inputs),
+            tail=tails[i],
         )
         for i in range(n_stages)
     )

@@ -6,7 +6,7 @@
                     cut into floor(n / batch) full micro-batches; what is left over waits for another epoch
     n < batch     = one micro-batch that repeats the permutation until it is full
 
-Shapes are static, so there are full micro-batches only. Whoever trains a client by these rules, here
+Shapes are static, so training has full micro-batches only. Whoever trains a client by these rules, here
 or under another framework, sees the same samples in the same order.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -84,10 +85,18 @@ def epoch_batches(
     yield from _cut(draw.permutation(samples), batch)
 
 
-def held_out_batches(samples: Indices, batch: int) -> Iterator[Indices]:
-    """The same micro-batches at every evaluation: floor(n / batch) full ones in stored order, or one
-    that repeats fewer samples."""
-    yield from _cut(samples, batch)
+def held_out_batches(samples: Indices, batch: int, least: int = 1) -> list[Indices]:
+    """The same micro-batches at every evaluation, each sample once: full ones in stored order, and one of the
+    rest. A rest of fewer than ``least`` samples shares with the full one before it, or is left out where
+    halves would have fewer as well."""
+    full, rest = divmod(len(samples), batch)
+    whole, end = full * batch, len(samples)
+    cuts = [*range(0, whole, batch), whole]
+    if rest >= least:
+        cuts.append(end)
+    elif rest and full and (batch + rest) // 2 >= least:
+        cuts[-1:] = [(whole - batch + end + 1) // 2, end]
+    return [samples[a:b] for a, b in pairwise(cuts)]
 
 
 def _cut(order: Indices, batch: int) -> Iterator[Indices]:

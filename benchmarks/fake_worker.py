@@ -260,12 +260,10 @@ class FakeWorker:
         self.commits.append(commit)
         if commit.evaluate and self.assigned is not None:
             program = self.assigned.eval_program
-            loss = {"loss": 1.5} if program.HasField("loss") else {}
-            self.say(
-                eval_ready=pb.EvalReady(
-                    job=commit.job, plan_version=commit.plan_version, step=commit.step, **loss
-                )
-            )
+            ready = pb.EvalReady(job=commit.job, plan_version=commit.plan_version, step=commit.step)
+            if program.HasField("loss"):
+                ready.loss = 1.5
+            self.say(eval_ready=ready)
         if commit.store:
             self._stores.submit(self._store, commit)
         if not commit.last:

@@ -1235,20 +1235,45 @@ Global___OwnedTotal: _TypeAlias = OwnedTotal  # noqa: Y015
 
 @_typing.final
 class EvalReady(_message.Message):
-    """coded_loss: the same batches with the boundary tensors through the links' codecs."""
+    """coded_loss: the same batches with the boundary tensors through the links' codecs.
+    metrics: the job's own, means over the same rows.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     JOB_FIELD_NUMBER: _builtins.int
     PLAN_VERSION_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     CODED_LOSS_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     step: _builtins.int
     loss: _builtins.float
     coded_loss: _builtins.float
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     def __init__(
         self,
         *,
@@ -1257,10 +1282,11 @@ class EvalReady(_message.Message):
         step: _builtins.int = ...,
         loss: _builtins.float | None = ...,
         coded_loss: _builtins.float | None = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_coded_loss", b"_coded_loss", "_loss", b"_loss", "coded_loss", b"coded_loss", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_coded_loss", b"_coded_loss", "_loss", b"_loss", "coded_loss", b"coded_loss", "job", b"job", "loss", b"loss", "plan_version", b"plan_version", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_coded_loss", b"_coded_loss", "_loss", b"_loss", "coded_loss", b"coded_loss", "job", b"job", "loss", b"loss", "metrics", b"metrics", "plan_version", b"plan_version", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__coded_loss: _TypeAlias = _typing.Literal["coded_loss"]  # noqa: Y015
     _WhichOneofArgType__coded_loss: _TypeAlias = _typing.Literal["_coded_loss", b"_coded_loss"]  # noqa: Y015
@@ -3445,6 +3471,9 @@ class JobUpdate(_message.Message):
     SPOT_CHECKS_FIELD_NUMBER: _builtins.int
     LOSS_NOW_FIELD_NUMBER: _builtins.int
     EXCHANGE_FIELD_NUMBER: _builtins.int
+    EVAL_METRICS_FIELD_NUMBER: _builtins.int
+    EVAL_ROWS_FIELD_NUMBER: _builtins.int
+    HELD_OUT_ROWS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     name: _builtins.str
     state: _builtins.str
@@ -3469,6 +3498,10 @@ class JobUpdate(_message.Message):
     """what the loss of a worker would cost now, in words; empty: not known"""
     exchange: _builtins.str
     """who exchanges with whom, and what of; empty: nobody"""
+    eval_rows: _builtins.int
+    """that it is a mean over, ..."""
+    held_out_rows: _builtins.int
+    """... of so many"""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageStatus]: ...
     @_builtins.property
@@ -3482,6 +3515,10 @@ class JobUpdate(_message.Message):
     @_builtins.property
     def federated(self) -> Global___FederatedStatus:
         """set: steps are rounds"""
+
+    @_builtins.property
+    def eval_metrics(self) -> _containers.RepeatedCompositeFieldContainer[Global___Figure]:
+        """the job's own, of the newest evaluation"""
 
     def __init__(
         self,
@@ -3509,10 +3546,13 @@ class JobUpdate(_message.Message):
         spot_checks: _builtins.str = ...,
         loss_now: _builtins.str = ...,
         exchange: _builtins.str = ...,
+        eval_metrics: _abc.Iterable[Global___Figure] | None = ...,
+        eval_rows: _builtins.int = ...,
+        held_out_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "federated", b"federated", "loss", b"loss", "plan", b"plan", "samples_per_s", b"samples_per_s", "step_s", b"step_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "checkpoint_step", b"checkpoint_step", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "exchange", b"exchange", "federated", b"federated", "job", b"job", "links", b"links", "loss", b"loss", "loss_now", b"loss_now", "metrics", b"metrics", "name", b"name", "plan", b"plan", "plan_version", b"plan_version", "reason", b"reason", "samples_per_s", b"samples_per_s", "spot_checks", b"spot_checks", "stages", b"stages", "state", b"state", "step", b"step", "step_s", b"step_s", "steps", b"steps", "time_s", b"time_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "checkpoint_step", b"checkpoint_step", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "eval_metrics", b"eval_metrics", "eval_rows", b"eval_rows", "exchange", b"exchange", "federated", b"federated", "held_out_rows", b"held_out_rows", "job", b"job", "links", b"links", "loss", b"loss", "loss_now", b"loss_now", "metrics", b"metrics", "name", b"name", "plan", b"plan", "plan_version", b"plan_version", "reason", b"reason", "samples_per_s", b"samples_per_s", "spot_checks", b"spot_checks", "stages", b"stages", "state", b"state", "step", b"step", "step_s", b"step_s", "steps", b"steps", "time_s", b"time_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__commit_s: _TypeAlias = _typing.Literal["commit_s"]  # noqa: Y015
     _WhichOneofArgType__commit_s: _TypeAlias = _typing.Literal["_commit_s", b"_commit_s"]  # noqa: Y015

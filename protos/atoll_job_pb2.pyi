@@ -363,6 +363,7 @@ class OpDag(_message.Message):
     TRAINING_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
+    TAIL_FIELD_NUMBER: _builtins.int
     loss: _builtins.int
     training: _builtins.bool
     weight: _builtins.int
@@ -387,6 +388,10 @@ class OpDag(_message.Message):
     def metrics(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedOp]:
         """scalar outputs beside the loss, evaluation only"""
 
+    @_builtins.property
+    def tail(self) -> Global___OpDag:
+        """of an evaluation: the same graph with another number of rows"""
+
     def __init__(
         self,
         *,
@@ -402,10 +407,11 @@ class OpDag(_message.Message):
         training: _builtins.bool = ...,
         metrics: _abc.Iterable[Global___NamedOp] | None = ...,
         weight: _builtins.int | None = ...,
+        tail: Global___OpDag | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "weight", b"weight"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "tail", b"tail", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "aliases", b"aliases", "buffers", b"buffers", "constant_ops", b"constant_ops", "constants", b"constants", "inputs", b"inputs", "loss", b"loss", "metrics", b"metrics", "ops", b"ops", "parameters", b"parameters", "training", b"training", "unsplittable", b"unsplittable", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "aliases", b"aliases", "buffers", b"buffers", "constant_ops", b"constant_ops", "constants", b"constants", "inputs", b"inputs", "loss", b"loss", "metrics", b"metrics", "ops", b"ops", "parameters", b"parameters", "tail", b"tail", "training", b"training", "unsplittable", b"unsplittable", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
     _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
@@ -1475,11 +1481,15 @@ class StageProgram(_message.Message):
     LOSS_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    TAIL_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     n_stages: _builtins.int
     loss: _builtins.int
     weight: _builtins.int
     """of the stage with the loss, where that is a sum over a count"""
+    rows: _builtins.int
+    """of a micro-batch; 0: the inputs have no common first dimension"""
     @_builtins.property
     def ops(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedOp]: ...
     @_builtins.property
@@ -1502,6 +1512,10 @@ class StageProgram(_message.Message):
     def metrics(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedOp]:
         """of the stage that computes them"""
 
+    @_builtins.property
+    def tail(self) -> Global___StageProgram:
+        """of an evaluation: the same stage with another number of rows"""
+
     def __init__(
         self,
         *,
@@ -1519,10 +1533,12 @@ class StageProgram(_message.Message):
         loss: _builtins.int | None = ...,
         metrics: _abc.Iterable[Global___NamedOp] | None = ...,
         weight: _builtins.int | None = ...,
+        rows: _builtins.int = ...,
+        tail: Global___StageProgram | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "_weight", b"_weight", "loss", b"loss", "weight", b"weight"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "_weight", b"_weight", "loss", b"loss", "tail", b"tail", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "_weight", b"_weight", "buffers", b"buffers", "constant_ops", b"constant_ops", "constants", b"constants", "inputs", b"inputs", "loss", b"loss", "metrics", b"metrics", "n_stages", b"n_stages", "ops", b"ops", "parameters", b"parameters", "produced", b"produced", "received", b"received", "stage", b"stage", "tied", b"tied", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "_weight", b"_weight", "buffers", b"buffers", "constant_ops", b"constant_ops", "constants", b"constants", "inputs", b"inputs", "loss", b"loss", "metrics", b"metrics", "n_stages", b"n_stages", "ops", b"ops", "parameters", b"parameters", "produced", b"produced", "received", b"received", "rows", b"rows", "stage", b"stage", "tail", b"tail", "tied", b"tied", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015

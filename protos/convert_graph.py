@@ -23,6 +23,7 @@ from atoll.opdag import (
     leaf_refs,
     op_refs,
 )
+from atoll.rows import same_form
 from protos import atoll_job_pb2 as pb
 from protos import bounds
 from protos.bounds import Limits
@@ -203,7 +204,7 @@ def metas_from_proto(messages: Iterable[pb.NamedMeta], limits: Limits) -> dict[s
 
 def dag_to_proto(dag: OpDag) -> pb.OpDag:
     """The whole DAG; equal DAGs give equal messages, whatever the order of their maps."""
-    return pb.OpDag(
+    message = pb.OpDag(
         ops=[node_to_proto(node) for node in dag.ops],
         inputs=metas_to_proto(dag.inputs),
         parameters=state_to_proto(dag.parameters),
@@ -217,6 +218,9 @@ def dag_to_proto(dag: OpDag) -> pb.OpDag:
         metrics=[pb.NamedOp(name=name, op=dag.metrics[name]) for name in sorted(dag.metrics)],
         weight=dag.weight,
     )
+    if dag.tail is not None:
+        message.tail.CopyFrom(dag_to_proto(dag.tail))
+    return message
 
 
 def metrics_from_proto(messages: Iterable[pb.NamedOp], n_ops: int, limits: Limits) -> dict[str, int]:
@@ -234,7 +238,13 @@ def metrics_from_proto(messages: Iterable[pb.NamedOp], n_ops: int, limits: Limit
 
 
 def dag_from_proto(message: pb.OpDag, limits: Limits) -> OpDag:
-    """The whole DAG; every position and name it mentions exists, references point backwards."""
+    """The whole DAG; every position and name it mentions exists, references point backwards, and its tail is
+    the same graph with other shapes."""
+    tail = None
+    if message.HasField("tail"):
+        if message.training or message.tail.HasField("tail"):
+            raise BadFrame("an op-DAG with a tail that only an evaluation has, once")
+        tail = dag_from_proto(message.tail, limits)
     ops = tuple(node_from_proto(node, limits) for node in bounds.count("ops", message.ops, limits.ops))
     if not ops:
         raise BadFrame("an op-DAG without ops")
@@ -263,8 +273,11 @@ def dag_from_proto(message: pb.OpDag, limits: Limits) -> OpDag:
         weight=bounds.within("position of the weight", message.weight, 0, n_ops - 1)
         if message.HasField("weight")
         else None,
+        tail=tail,
     )
     _check_references(dag)
+    if tail is not None and not same_form(dag, tail):
+        raise BadFrame("an op-DAG's tail is another graph")
     return dag
 
 

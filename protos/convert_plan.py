@@ -22,6 +22,7 @@ from atoll.plan import (
     one_replica,
 )
 from atoll.program import Produced, Received, StageProgram, TiedParameter
+from atoll.rows import same_programs
 from protos import atoll_job_pb2 as pb
 from protos import bounds
 from protos.bounds import Limits
@@ -353,7 +354,10 @@ def program_to_proto(program: StageProgram) -> pb.StageProgram:
         tied=[pb.Tied(name=t.name, holders=t.holders, index=t.index) for t in program.tied],
         metrics=[pb.NamedOp(name=name, op=op) for name, op in program.metrics],
         weight=program.weight,
+        rows=program.rows,
     )
+    if program.tail is not None:
+        message.tail.CopyFrom(program_to_proto(program.tail))
     if program.loss is not None:
         message.loss = program.loss
     return message
@@ -388,6 +392,8 @@ def program_from_proto(message: pb.StageProgram, limits: Limits) -> StageProgram
         loss=message.loss if message.HasField("loss") else None,
         metrics=tuple(sorted(metrics_from_proto(message.metrics, _U32 + 1, limits).items())),
         weight=message.weight if message.HasField("weight") else None,
+        rows=bounds.within("rows of a micro-batch", message.rows, 0, limits.tensor_bytes),
+        tail=_tail_from_proto(message, limits),
     )
     _check_program(program)
     return program
@@ -440,7 +446,18 @@ def _tied_from_proto(message: pb.Tied, stage: int, n_stages: int, limits: Limits
     return TiedParameter(bounds.name("tied parameter", message.name, limits), holders, index)
 
 
+def _tail_from_proto(message: pb.StageProgram, limits: Limits) -> StageProgram | None:
+    if not message.HasField("tail"):
+        return None
+    if message.tail.HasField("tail"):
+        raise BadFrame("a program's tail has a tail")
+    return program_from_proto(message.tail, limits)
+
+
 def _check_program(program: StageProgram) -> None:
+    tail = program.tail
+    if tail is not None and not (0 < tail.rows != program.rows > 0 and same_programs(program, tail)):
+        raise BadFrame(f"the tail of stage {program.stage} is not the same program with other rows")
     positions = [op for op, _ in program.ops]
     if positions != sorted(set(positions)):
         raise BadFrame(f"op positions of stage {program.stage} do not ascend")

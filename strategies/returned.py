@@ -52,9 +52,24 @@ def check_returned(
     if own:
         rule.check_statistics(walked, floors.batch)
     for at, each in enumerate(walked):
-        for write in each.writes:
-            _check_write(each, write, own if at == 0 else ())
-        _check_outputs(each)
+        _check(each, own if at == 0 else ())
+
+
+def check_rows(
+    evaluation: StageProgram,
+    inputs: Mapping[str, TensorMeta],
+    metas: Mapping[str, TensorMeta],
+    floors: Floors,
+) -> None:
+    """The same of an evaluation alone, with another number of rows than the job's micro-batch."""
+    (walked,) = walk([evaluation], inputs, metas, floors.batch)
+    _check(walked, ())
+
+
+def _check(walked: Walked, own: Collection[str]) -> None:
+    for write in walked.writes:
+        _check_write(walked, write, own)
+    _check_outputs(walked)
 
 
 def _check_write(walked: Walked, write: Write, own: Collection[str]) -> None:

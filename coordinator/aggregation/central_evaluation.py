@@ -1,29 +1,30 @@
-"""The global model on the owner's held-out data: mean loss and metrics over micro-batches. Needs torch."""
+"""The global model on the owner's held-out data: mean loss and metrics over its rows. Needs torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import fsum
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from atoll.arrays import tensor_of
-from atoll.data import sample_indices, take
+from atoll.data import held_out_indices, take
 from atoll.errors import UsageError
 from atoll.execute import Executor
+from atoll.held_out import HeldOutMeans
 from atoll.program import stage_programs
+from atoll.rows import at_rows
 from coordinator.storage.data_provider import map_value
 
 if TYPE_CHECKING:
     from atoll.job import JobSpec
     from atoll.opdag import OpDag
+    from atoll.program import StageProgram
     from coordinator.storage.blob_store import BlobStore
     from strategies.layout import Array
 
-LOSS = "loss"
 ALIGNMENT = 64
 
 
@@ -49,33 +50,33 @@ class CentralEvaluation:
         self._program = program
         self._initial = {n: map_value(blobs.path(spec.tensors[n]), private=True) for n in names}
         self._arrays = {f.blob: map_value(blobs.path(f.blob)) for f in self._data.fields}
-        self._wanted = {**dag.metrics, LOSS: dag.loss}
 
     def run(self, weights: Mapping[str, Array], tick: Callable[[], None] = lambda: None) -> Measured:
         """The model with ``weights``; every other tensor as the job gave it. ``tick``: a batch begins."""
-        executor = self._loaded(weights)
-        found: dict[str, list[float]] = {name: [] for name in self._wanted}
-        batches = self._spec.training.eval_batches
-        for micro in range(batches):
+        means, n_samples = HeldOutMeans(self._program), 0
+        executor = self._loaded(self._program, weights)
+        for micro in range(self._spec.training.eval_batches):
             tick()
-            out = executor.forward(0, micro, self._batch(micro), {})
-            for name, op in self._wanted.items():
-                found[name].append(float(out[op]))
+            samples = held_out_indices(self._data, micro)
+            if len(samples) < self._data.batch:  # the last
+                executor = self._loaded(at_rows(self._program, len(samples)), weights)
+            means.add(executor.forward(0, micro, self._batch(samples), {}), len(samples))
+            n_samples += len(samples)
         del executor  # and with it the views of the weights
-        means = {name: fsum(values) / batches for name, values in found.items()}
-        return Measured(means.pop(LOSS), means, batches * self._data.batch)
+        found = means.take()
+        assert found is not None  # noqa: S101 - there is a micro-batch
+        return Measured(found.loss, found.metrics, n_samples)
 
-    def _loaded(self, weights: Mapping[str, Array]) -> Executor:
+    def _loaded(self, program: StageProgram, weights: Mapping[str, Array]) -> Executor:
         """On the arrays themselves; what the ops write is a copy."""
         training = self._spec.training
-        executor = Executor(self._program, "cpu", training.precision, training.seed, differentiate=False)
+        executor = Executor(program, "cpu", training.precision, training.seed, differentiate=False)
         values = {name: _tensor(weights.get(name, mapped)) for name, mapped in self._initial.items()}
         executor.load(values | {name: values[name].clone() for name in executor.mutated_buffers})
         executor.refresh()
         return executor
 
-    def _batch(self, micro: int) -> dict[str, torch.Tensor]:
-        samples = sample_indices(self._data, self._spec.training.eval_batches, 0, micro)
+    def _batch(self, samples: Array) -> dict[str, torch.Tensor]:
         return {
             f.input: tensor_of(take(self._arrays[f.blob], f, samples)).to(
                 getattr(torch, self._dag.inputs[f.input].dtype)

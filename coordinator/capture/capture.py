@@ -20,11 +20,12 @@ from atoll.federated import MAX_METRICS, checked_name
 from atoll.job import Precision, TrainingSpec
 from atoll.opdag import Kind, LeafRef, OpDag, OpNode, Source, StateMeta, TensorMeta, leaf_refs
 from atoll.ops import ALLOWED
+from atoll.rows import inputs_at, rows_of, same_form
 from atoll.schemas import is_random
 from coordinator.capture.cut_rules import Region, settle, written_buffers
 from coordinator.capture.export_errors import remedies
 from coordinator.capture.op_costs import measured
-from coordinator.capture.outcome import sums_items
+from coordinator.capture.outcome import resized, sums_items
 from coordinator.capture.python_state import PythonState
 from coordinator.capture.torch_export import Constants, Exported, device_of, export, meta_of
 
@@ -103,11 +104,13 @@ def capture(
     metrics: tuple[str, ...] = (),
     *,
     sums: bool = True,
+    tail: bool = True,
 ) -> Captured:
     """Capture ``module(**example_inputs)`` in training and evaluation mode, there with ``metrics``.
 
     Where the loss is a sum over a count (``outcome``), the graphs say so. Without ``sums`` it has to be a
-    mean: of clients, whose steps are of one micro-batch each.
+    mean: of clients, whose steps are of one micro-batch each. ``tail``: the evaluation is captured once more,
+    with one row more (``atoll.rows``); it is left out where the module does not run so, or has another graph.
     The module is left as it was. CaptureError names the op, module path and source line of what
     cannot be captured; UnsupportedOp lists every op outside the allow-list.
     """
@@ -134,7 +137,10 @@ def capture(
         dags[mode] = measured(dag, source.inputs, state, source.precision, device)
     _check_trainable(dags[True])
     _check_weights(dags, sums)
-    return Captured(dags[True], dags[False], state, source.precision, source.frozen, source.items)
+    found = dags[False]
+    if tail:
+        found = replace(found, tail=_tail(source, found, mutated, metas))
+    return Captured(dags[True], found, state, source.precision, source.frozen, source.items)
 
 
 def op_uses(module: nn.Module, example_inputs: Mapping[str, Tensor]) -> tuple[OpUse, ...]:
@@ -308,6 +314,25 @@ def _kinded(node: OpNode, is_loss: bool) -> OpNode:
     parametric = any(leaf.source is Source.PARAMETER for leaf in leaf_refs(node))
     kind = Kind.LOSS if is_loss else Kind.PARAMETRIC if parametric else Kind.NON_PARAMETRIC
     return replace(node, kind=kind, random=is_random(node))
+
+
+def _tail(source: _Source, evaluation: OpDag, mutated: frozenset[str], metas: _Metas) -> OpDag | None:
+    # One row is no number to compare with: some models have another graph for it.
+    rows = rows_of(metas.inputs) + 1
+    inputs = resized(source.inputs, rows)
+    if not inputs or rows < 3:
+        return None
+    constants = set(source.constants.tensors)
+    try:
+        graph = replace(source, inputs=inputs).export(False)
+        if set(source.constants.tensors) != constants:
+            return None  # one that depends on the number of rows
+        metas = replace(metas, inputs=inputs_at(metas.inputs, rows))
+        region = settle(graph.nodes, graph.loss, mutated, metas.of, False, graph.metrics, graph.weight)
+    except CaptureError:
+        return None
+    dag = _dag(source, region, metas, training=False)
+    return dag if same_form(evaluation, dag) else None
 
 
 def _check_weights(dags: Mapping[bool, OpDag], sums: bool) -> None:

@@ -163,6 +163,15 @@ def sums_items(module: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
     return weight == 0.0 or abs(float(mean) * weight - total) <= TRIED * abs(total)
 
 
+def resized(inputs: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+    """The inputs with so many rows, their own again and again; empty where they have no rows in common."""
+    first = {value.shape[0] if value.ndim else 0 for value in inputs.values()}
+    if len(first) != 1 or rows < 1 or not (count := first.pop()):
+        return {}
+    taken = torch.arange(rows) % count
+    return {name: value[taken.to(value.device)] for name, value in inputs.items()}
+
+
 def _says_so(module: nn.Module) -> bool:
     """As transformers' own Trainer asks: by an attribute, else by the arguments of forward."""
     own = _unwrapped(module)

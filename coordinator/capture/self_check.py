@@ -22,9 +22,10 @@ from atoll.errors import CaptureError, SelfCheckError
 from atoll.execute import Executor
 from atoll.job import Precision
 from atoll.opdag import OpDag
-from atoll.program import stage_programs
+from atoll.program import StageProgram, stage_programs
+from atoll.rows import rows_of
 from coordinator.capture.capture import Captured
-from coordinator.capture.outcome import Outcome, outcome
+from coordinator.capture.outcome import Outcome, outcome, resized
 from coordinator.capture.python_state import Change, Left, PythonState, ReadLeft
 from coordinator.capture.torch_export import as_trained, device_of
 from coordinator.capture.unseen import watching
@@ -101,6 +102,9 @@ def self_check(
             check.passes(check.training_pass, check.executor(captured.train), seed)
         with torch.random.fork_rng(), as_trained(plain, False, captured.frozen):
             check.passes(check.evaluation_pass, check.executor(captured.evaluation), seed)
+            if (tail := captured.evaluation.tail) is not None:
+                rows = resized(batches[0], rows_of(tail.inputs))
+                check.evaluation_pass(check.executor(tail), rows, seed)
     except SelfCheckError as error:
         if any(parameter.grad is not before for parameter, before in gradients):
             raise SelfCheckError(
@@ -224,8 +228,8 @@ class _Check:
             (float(g.abs().max()) for g, _ in gradients.values() if g is not None and g.numel()), default=0
         )
         differences = [
-            *self.compare("the training loss differs", expected.loss.detach(), found, 0.0),
-            *self.weights(dag, expected, out),
+            *self.losses("the training loss differs", expected.loss, found),
+            *self.weights(executor.program, expected, out, training=True),
             *(
                 difference
                 for name, (ours, theirs) in gradients.items()
@@ -239,17 +243,17 @@ class _Check:
         self.conclude(differences)
 
     def evaluation_pass(self, executor: Executor, batch: Mapping[str, Tensor], seed: int) -> None:
+        program, metrics = executor.program, dict(executor.program.metrics)
+        assert program.loss is not None  # noqa: S101 - it is the whole graph
         with torch.no_grad():
-            metrics = self.captured.evaluation.metrics
             with self.run("the module itself fails in evaluation", seed):
                 expected = self.plain(batch, metrics)
             with self.run("the captured graph fails in evaluation", seed):
                 out = executor.forward(0, 0, _copied(batch), {})
-                found = out[self.captured.evaluation.loss]
         self.conclude(
             [
-                *self.compare("the evaluation loss differs", expected.loss, found, 0.0),
-                *self.weights(self.captured.evaluation, expected, out),
+                *self.losses("the evaluation loss differs", expected.loss, out[program.loss]),
+                *self.weights(program, expected, out),
                 *(
                     difference
                     for name, op in metrics.items()
@@ -261,16 +265,24 @@ class _Check:
             ]
         )
 
+    def losses(self, what: str, expected: Tensor, found: Tensor) -> list[Difference]:
+        """A batch without targets has no mean, here and there; its gradients are compared all the same."""
+        if expected.isnan() and found.isnan():
+            return []
+        return self.compare(what, expected.detach(), found, 0.0)
+
     def plain(self, batch: Mapping[str, Tensor], metrics: Iterable[str] = ()) -> Outcome:
         with self.autocast(), watching():
             return outcome(self.module, _copied(batch), metrics, items=self.captured.items)
 
-    def weights(self, dag: OpDag, expected: Outcome, out: Mapping[int, Tensor]) -> list[Difference]:
-        if dag.weight is None or expected.weight is None:
+    def weights(
+        self, program: StageProgram, expected: Outcome, out: Mapping[int, Tensor], *, training: bool = False
+    ) -> list[Difference]:
+        if program.weight is None or expected.weight is None:
             return []
-        found = out[dag.weight]
-        if self.first and not dag.training:
-            self.weight, self.total = float(found), float(out[dag.loss])
+        found = out[program.weight]
+        if self.first and not training and program.loss is not None:
+            self.weight, self.total = float(found), float(out[program.loss])
         if not float(found) >= 0.0:
             raise CaptureError(
                 f"the module returned a weight of {float(found)}; return how much its loss sums over, from 0"

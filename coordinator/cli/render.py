@@ -182,7 +182,7 @@ def jobs_table(jobs: Sequence[pb.JobUpdate]) -> RenderableType:
             job.state,
             f"{job.step}/{job.steps}",
             _optional(job, "loss", "{:.4f}"),
-            _optional(job, "eval_loss", "{:.4f}"),
+            held_out_words(job).removeprefix("held-out "),
             in_seconds(job.step_s) if job.HasField("step_s") else "",
             in_seconds(job.eta_s) if job.HasField("eta_s") else "",
             job.reason,
@@ -213,7 +213,7 @@ def watch_view(update: pb.JobUpdate, losses: Sequence[float], names: Names) -> R
     if federated:
         return Group(head, *federated_parts(update, losses, names))
     loss = _optional(update, "loss", "{:.4f}")
-    add_row(head, "loss", loss, sparkline(losses), _optional(update, "eval_loss", "held-out {:.4f}"))
+    add_row(head, "loss", loss, sparkline(losses), held_out_words(update))
     parts: list[RenderableType] = [head]
     if update.stages:
         parts.append(_busy_table(update.stages, names))
@@ -230,11 +230,21 @@ def watch_view(update: pb.JobUpdate, losses: Sequence[float], names: Names) -> R
     return Group(*parts)
 
 
+def held_out_words(update: pb.JobUpdate) -> str:
+    """Held-out loss and metrics, and of how many rows where those are not all."""
+    if not update.HasField("eval_loss"):
+        return ""
+    words = [f"held-out {update.eval_loss:.4f}", *(f"{f.name} {f.value:.4g}" for f in update.eval_metrics)]
+    if update.eval_rows < update.held_out_rows:
+        words.append(f"({update.eval_rows} of {update.held_out_rows} rows)")
+    return " ".join(words)
+
+
 def watch_line(update: pb.JobUpdate, told: str = "") -> str:
     """A running job in one line, for logs and pipes; a reason already ``told`` is not repeated."""
     what = "round" if update.HasField("federated") else "step"
     words = [f"{update.job} {update.state}", f"{what} {update.step}/{update.steps}"]
-    words += [_optional(update, "loss", "loss {:.4f}"), _optional(update, "eval_loss", "held-out {:.4f}")]
+    words += [_optional(update, "loss", "loss {:.4f}"), held_out_words(update)]
     words += [_pace(update)]
     if update.HasField("federated"):
         words += federated_words(update)

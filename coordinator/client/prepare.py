@@ -23,6 +23,7 @@ from atoll.fields import described
 from atoll.job import Job, JobSpec, TrainingSpec
 from atoll.opdag import FLOATING, OpDag, TensorMeta
 from atoll.program import stage_programs
+from atoll.rows import dag_at_rows
 from coordinator.capture.capture import Captured, capture
 from coordinator.capture.self_check import CheckResult, self_check
 from coordinator.capture.torch_export import meta_of, modes_in_words
@@ -97,7 +98,9 @@ def prepare(
     tell("capturing the model as an op-DAG")
     for words in modes_in_words(job.module):
         tell(words)
-    captured = captured_of(job)
+    captured, training = captured_with(job, held_out)
+    if training != job.training:
+        tell(held_out_words(job.training, training, held_out))
     notice = check_graphs(federated.rule, captured) if federated is not None else ""
     tell(f"checking {len(captured.train.ops)} ops against the module")
     inputs = captured.train.inputs
@@ -113,7 +116,7 @@ def prepare(
     eval_spec = _store(held_out, blobs) if held_out is not None else None
     spec = JobSpec(
         name=job.name,
-        training=job.training,
+        training=training,
         dag_hash=graphs.blob.hash,
         eval_dag_hash=graphs.eval_blob.hash,
         tensors={name: blob.hash for name, blob in sorted(tensors.items())},
@@ -132,12 +135,51 @@ def prepare(
 
 def capture_graphs(job: Job) -> Graphs:
     """The op-DAGs of ``job``'s model, for planning; raises CaptureError."""
-    return Graphs.of(captured_of(job))
+    return Graphs.of(captured_of(job, tail=False))
 
 
-def captured_of(job: Job) -> Captured:
-    """The capture of ``job``'s model; raises CaptureError."""
-    return capture(job.module, job.example_inputs, job.training, job.metrics, sums=job.federated is None)
+def captured_of(job: Job, *, tail: bool) -> Captured:
+    """The capture of ``job``'s model; raises CaptureError. ``tail``: as of ``capture``."""
+    sums = job.federated is None
+    return capture(job.module, job.example_inputs, job.training, job.metrics, sums=sums, tail=tail)
+
+
+def captured_with(job: Job, held_out: Materialised | None) -> tuple[Captured, TrainingSpec]:
+    """The capture, and the training with as many ``eval_batches`` as there are: the last of them may have
+    fewer rows, where the model can be evaluated with those. Clients have numbers of rows of their own."""
+    batch, training = batch_size(job.example_inputs), job.training
+    n_samples = held_out.spec.n_samples if held_out is not None else 0
+    wanted = min(training.eval_batches, -(-n_samples // batch))
+    rest = max(0, wanted * batch - n_samples) and n_samples % batch
+    captured = captured_of(job, tail=bool(rest) or job.federated is not None)
+    last = _at_rows(captured.evaluation, rest) if rest else None
+    if rest and last is None:
+        wanted -= 1
+    if job.federated is None:
+        captured = replace(captured, evaluation=replace(captured.evaluation, tail=last))
+    if training.eval_batches and not wanted:
+        raise UsageError(
+            f"{n_samples} held-out samples are fewer than a micro-batch of {batch}, and the model cannot be "
+            f"evaluated with {n_samples}; give at least {batch}, or set eval_batches=0"
+        )
+    return captured, replace(training, eval_batches=wanted)
+
+
+def _at_rows(dag: OpDag, rows: int) -> OpDag | None:
+    try:
+        return dag_at_rows(dag, rows)
+    except UsageError:
+        return None
+
+
+def held_out_words(asked: TrainingSpec, found: TrainingSpec, held_out: Materialised | None) -> str:
+    """Say how much is evaluated where that is less than was asked for."""
+    spec = held_out.spec if held_out is not None else DataSpec((), 0, 1)
+    rows = min(spec.n_samples, found.eval_batches * spec.batch)
+    return (
+        f"held-out figures are of {rows} of {spec.n_samples} rows, in {found.eval_batches} micro-batches "
+        f"(eval_batches = {asked.eval_batches})"
+    )
 
 
 def loss_words(captured: Captured, checked: CheckResult, data: Materialised) -> list[str]:
@@ -225,7 +267,6 @@ def materialised(job: Job) -> tuple[Materialised, Materialised | None]:
         )
     if held_out is not None:
         check_data(held_out, inputs, "held-out data")
-        _check_held_out(held_out.spec, job.training)
     return data, held_out
 
 
@@ -298,15 +339,6 @@ def micro_batch(data: Materialised, inputs: Mapping[str, TensorMeta], micro: int
         )
         for field in data.spec.fields
     }
-
-
-def _check_held_out(spec: DataSpec, training: TrainingSpec) -> None:
-    if training.eval_batches * spec.batch > spec.n_samples:
-        raise UsageError(
-            f"eval_batches = {training.eval_batches} micro-batches of {spec.batch} need "
-            f"{training.eval_batches * spec.batch} held-out samples, there are {spec.n_samples}; "
-            f"set eval_batches to at most {spec.n_samples // spec.batch}"
-        )
 
 
 def _store(data: Materialised, blobs: list[LocalBlob]) -> DataSpec:

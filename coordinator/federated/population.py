@@ -216,14 +216,16 @@ def books(state: FederationState) -> Cohort:
 
 
 def assess(state: FederationState, wanted: Collection[str] | None = None) -> dict[str, tuple[str, ...]]:
-    """Hosts that evaluate, and which clients of a population each; ``wanted`` None: all clients.
+    """Hosts that evaluate, and which clients of a population each; ``wanted`` None: all clients but those
+    whose last update was refused: what they say of the model is not counted either.
 
     Each client is evaluated where its state is, and by turns where it has none.
     """
+    ready = [name for name in state.ready if wanted is not None or not state.clients[name].strikes]
     if not is_population(state):
-        return {name: () for name in state.ready if wanted is None or name in wanted}
+        return {name: () for name in ready if wanted is None or name in wanted}
     groups: dict[str, list[str]] = {}
-    for name in state.ready:
+    for name in ready:
         groups.setdefault(state.clients[name].population or name, []).append(name)
     found: dict[str, list[str]] = {}
     for hosts in groups.values():

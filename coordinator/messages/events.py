@@ -232,6 +232,7 @@ class EvalReady:
     step: int
     loss: float | None
     coded_loss: float | None = None  # the same batches through the links' codecs
+    metrics: Mapping[str, float] = field(default_factory=dict)  # the job's own, of the same rows
 
 
 @dataclass(frozen=True, slots=True)

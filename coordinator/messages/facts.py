@@ -169,6 +169,7 @@ class Evaluated:
     job: str
     step: int
     loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +330,7 @@ class JobRecord:
     steps: int = 0  # committed
     loss: float | None = None
     eval_loss: float | None = None
+    eval_metrics: Mapping[str, float] = field(default_factory=dict)
     cap: float | None = None  # largest ratio that the guard allows
     # Of the plan adopted last: (version, first step) since, its newest commit, and what that asked for.
     lineage: tuple[tuple[int, int], ...] = ()
@@ -471,7 +473,7 @@ class Ledger:
             case WorkRejected(_, step):
                 self._reject(job, step)
             case Evaluated():
-                job.eval_loss = fact.loss
+                job.eval_loss, job.eval_metrics = fact.loss, fact.metrics
                 if fact.step == job.awaiting_eval:
                     job.awaiting_eval = None
             case CheckpointStored(_, step, tensors, at_s):

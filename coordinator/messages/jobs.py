@@ -445,6 +445,7 @@ class JobState:
     loss: float | None = None
     odd: str = ""  # words about the newest step whose loss was not all finite
     eval_loss: float | None = None
+    eval_metrics: Mapping[str, float] = field(default_factory=dict)  # the job's own, of the same rows
     coded_loss: float | None = None  # the same, through the links' codecs
     failures: int = 0  # since the last committed step, ...
     broken: int = 0  # ... and of these, stages that failed by themselves

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from atoll.job import scale_of
 from atoll.step_loss import StepLoss
-from coordinator.messages.events import StepReady
+from coordinator.messages.events import EvalReady, StepReady
 from coordinator.messages.facts import StepCommitted
 from coordinator.messages.instructions import StepCommit
 from coordinator.messages.jobs import JobState, OddLoss, Point, Todo
@@ -64,6 +65,19 @@ def losses(state: JobState, ready: Mapping[int, StepReady], found: StepLoss) -> 
         if each.words:
             todo.append(OddLoss(at, each))
     return todo
+
+
+def evaluated(state: JobState, report: EvalReady) -> JobState:
+    """Take in what an evaluation gave."""
+    figures = {"eval_loss": report.loss, "coded_loss": report.coded_loss, "eval_metrics": report.metrics}
+    return replace(state, awaiting_eval=None, **figures)  # type: ignore[arg-type]
+
+
+def evaluation_points(done: int, report: EvalReady) -> list[Todo]:
+    """Show what an evaluation gave."""
+    found: dict[str, float | None] = {f"eval_{name}": value for name, value in report.metrics.items()}
+    found |= {"eval_loss": report.loss, "eval_loss_coded": report.coded_loss}
+    return [Point(done, name, value) for name, value in found.items() if value is not None]
 
 
 def reached(state: JobState, done: int, every: int) -> bool:

@@ -144,6 +144,7 @@ class PipelineDriver:
             plan=record.plan,
             loss=record.loss,
             eval_loss=record.eval_loss,
+            eval_metrics=record.eval_metrics,
         )
         if record.outcome:
             state = replace(state, phase=Phase(record.outcome), reason=record.reason, step=record.steps)

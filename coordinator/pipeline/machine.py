@@ -379,12 +379,9 @@ def _evaluated(state: JobState, event: FromRank[EvalReady], now_s: float) -> Out
         return state, []
     if done != state.awaiting_eval:
         return state, [Dropped(f"evaluation of step {done}, awaited is {state.awaiting_eval}")]
-    heard = replace(state, awaiting_eval=None, eval_loss=report.loss, coded_loss=report.coded_loss)
-    settled, todo = _settle(heard)
-    points: list[Todo] = [Point(done, "eval_loss", report.loss)]
-    if report.coded_loss is not None:
-        points.append(Point(done, "eval_loss_coded", report.coded_loss))
-    return settled, [Record(Evaluated(state.job, done, report.loss)), *points, *todo]
+    settled, todo = _settle(commits.evaluated(state, report))
+    fact = Evaluated(state.job, done, report.loss, dict(report.metrics))
+    return settled, [Record(fact), *commits.evaluation_points(done, report), *todo]
 
 
 @TRANSITIONS.on(Phase.LOADING, *STEPPING, Phase.STORING)

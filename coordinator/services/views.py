@@ -66,6 +66,11 @@ def job_update(
     if isinstance(driver, FederatedDriver):
         update.ClearField("samples_per_s")
         update.federated.CopyFrom(federated_status(driver, job))
+    held_out, training = state.spec.eval_data, state.spec.training
+    if held_out is not None and isinstance(driver, PipelineDriver):
+        update.held_out_rows = held_out.n_samples
+        update.eval_rows = min(held_out.n_samples, training.eval_batches * held_out.batch)
+        update.eval_metrics.extend(pb.Figure(name=n, value=v) for n, v in sorted(state.eval_metrics.items()))
     if state.plan is not None:
         if with_plan:
             update.plan.CopyFrom(to_proto(state.plan))

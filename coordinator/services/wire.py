@@ -240,7 +240,7 @@ def _digest(m: pb.StepDigest) -> ev.Digest:
 def _eval_ready(m: pb.EvalReady) -> ev.EvalReady:
     loss = m.loss if m.HasField("loss") else None
     coded = m.coded_loss if m.HasField("coded_loss") else None
-    return ev.EvalReady(m.job, m.plan_version, m.step, loss, coded)
+    return ev.EvalReady(m.job, m.plan_version, m.step, loss, coded, figures("metrics", m.metrics, LIMITS))
 
 
 def _stored(m: pb.StateStored) -> ev.StateStored:

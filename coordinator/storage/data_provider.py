@@ -2,7 +2,8 @@
 from content-addressed blobs, memory-mapped.
 
 Training data of step s, micro m is ``sample_indices(spec, n_micro, s, m)``; evaluation always
-uses the first ``eval_batches`` micro-batches of the held-out data, so its losses compare.
+uses the first ``eval_batches`` micro-batches of the held-out data, so its losses compare; the last may have
+fewer rows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.arrays import BFLOAT16
-from atoll.data import sample_indices, take
+from atoll.data import held_out_indices, sample_indices, take
 from atoll.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
@@ -83,7 +84,10 @@ class DataProvider:
         mapped = {name: map_value(self._store.path(by_name[name].blob)) for name in set(inputs)}
         for step in range(first_step, first_step + count):
             for micro in wanted:
-                samples = sample_indices(data, n_micro, 0 if evaluation else step, micro)
+                if evaluation:
+                    samples = held_out_indices(data, micro)
+                else:
+                    samples = sample_indices(data, n_micro, step, micro)
                 for name in inputs:
                     yield MicroBatch(step, micro, name, take(mapped[name], by_name[name], samples))
 

@@ -104,12 +104,11 @@ def _rehearse(assignment: Assignment, device: Device) -> list[Mapping[int, OpCos
     """Refuse a program that does not make what it declares, before anything is allocated; what each costs."""
     limits = RehearsalLimits(output_bytes=min(MAX_OUTPUT_BYTES, device.memory_limit_bytes))
     costs: list[Mapping[int, OpCost]] = []
-    for program in (assignment.program, assignment.eval_program):
-        if program is not None:
-            names = (*program.parameters, *program.buffers, *program.constants)
-            leaves = {name: assignment.states[name].meta for name in names}
-            inputs, precision = assignment.inputs(program), assignment.training.precision
-            costs.append(rehearse(program, leaves, inputs, precision, torch_device(device), limits))
+    for program in assignment.programs:
+        names = (*program.parameters, *program.buffers, *program.constants)
+        leaves = {name: assignment.states[name].meta for name in names}
+        inputs, precision = assignment.inputs(program), assignment.training.precision
+        costs.append(rehearse(program, leaves, inputs, precision, torch_device(device), limits))
     return costs
 
 
@@ -157,13 +156,17 @@ def feed_of(assignment: Assignment, context: ComputeContext) -> feed.Feed:
 def _held_out(
     assignment: Assignment, context: ComputeContext
 ) -> Callable[[Cancel], Iterator[Mapping[str, Tensor]]]:
-    program = assignment.eval_program
-    fetch = context.fetch_of(assignment.job, None)
-    rules = (
-        {} if program is None else feed.input_rules(program, assignment.inputs(program), assignment.states)
-    )
+    fetch, count = context.fetch_of(assignment.job, None), assignment.training.eval_batches
+
+    def rules_of(micro: int) -> dict[str, feed.InputRule]:
+        program = assignment.evaluates(micro)
+        if program is None:
+            return {}
+        return feed.input_rules(program, assignment.inputs(program), assignment.states)
+
+    full, last = rules_of(0), rules_of(count - 1)
 
     def batches(cancel: Cancel) -> Iterator[Mapping[str, Tensor]]:
-        return feed.held_out(fetch, rules, assignment.training.eval_batches, cancel)
+        return feed.held_out(fetch, [*[full] * (count - 1), last], cancel)
 
     return batches

@@ -397,10 +397,10 @@ class Workbench:
 
     def _evaluate(self, step: int, coded: bool, cancel: Cancel) -> None:
         run = self._loaded
-        loss = run.evaluate(step, cancel)
-        coded_loss = run.evaluate(step, cancel, coded=True) if coded else None
+        found = run.evaluate(step, cancel)
+        through_codecs = run.evaluate(step, cancel, coded=True) if coded else None
         job, version = run.assignment.job, run.at(step).version
-        message = messages.eval_ready(job, version, step, loss, coded_loss)
+        message = messages.eval_ready(job, version, step, found, through_codecs)
         self._post(events.EvalDone(job, version, step, message))
 
     def _relink(self, relink: events.Relink) -> None:

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from atoll.execute import Executor
     from compressors.container import Stored
     from strategies.values import ClientUpdate
     from worker.cancel import Cancel
@@ -116,11 +117,12 @@ class Participation:
             floors=floors,
             noised=clipping.noise > 0.0,
             tick=context.progress.tick,
+            made=lambda executor, costs: _watched(executor, context, costs),
         )
         self.members.check(self._trainer)
         executors = self._trainer.executors
         for executor, cost in zip(executors, costs, strict=True):
-            executor.watch = OpMarks(context.status, executor.program, cost, context.duty)
+            _watched(executor, context, cost)
         if spec.evaluate_every and not self.members.hash:
             self._trainer.check_evaluation(self.members.owner)
         layout = self._trainer.layout
@@ -270,6 +272,10 @@ class Participation:
     def _noise_seed(self, seed: int) -> int:
         """Not to be guessed by whoever knows the order: noise that can be subtracted hides nothing."""
         return packet_seed(int.from_bytes(self._noise_key[:8], "little") ^ seed, self.joining.job)
+
+
+def _watched(executor: Executor, context: ComputeContext, costs: Mapping[int, OpCost]) -> None:
+    executor.watch = OpMarks(context.status, executor.program, costs, context.duty)
 
 
 def check(joining: Joining) -> None:

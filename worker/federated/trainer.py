@@ -21,17 +21,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atoll.errors import JobFailed, UsageError
+from atoll.errors import AtollError, JobFailed, UsageError
 from atoll.execute import Executor
 from atoll.federated import Floors
+from atoll.held_out import HeldOutMeans
 from atoll.job import OptimizerName
 from atoll.ops import check_node
+from atoll.rehearse import rehearse
+from atoll.rows import at_rows, inputs_at
 from atoll.sampling import epoch_batches, held_out_batches, local_steps, op_seed_of
 from compressors.container import drop_pages
 from strategies.checking import check_broadcast, check_optimizer, check_update
 from strategies.counted import check_measured, check_numbers, returned_numbers, values_of
 from strategies.layout import SHARED, Role, own_parts
-from strategies.returned import check_returned
+from strategies.returned import check_returned, check_rows
 from strategies.values import Done
 from worker.cancel import Cancel
 from worker.federated.floors import check_held_out, check_job, check_update_floors
@@ -43,6 +46,7 @@ from worker.stage.stage import MAX_OUTPUT_BYTES
 if TYPE_CHECKING:
     from atoll.federated import Federated
     from atoll.program import StageProgram
+    from atoll.rehearse import OpCost
     from strategies.base import Strategy
     from strategies.layout import Array, Arrays
     from strategies.values import Broadcast, ClientState, ClientUpdate, Correction, Phase
@@ -82,7 +86,9 @@ class LocalTrainer:
         noised: bool = False,
         max_output_bytes: int = MAX_OUTPUT_BYTES,
         tick: Callable[[], None] = lambda: None,
+        made: Callable[[Executor, Mapping[int, OpCost]], None] = lambda executor, costs: None,
     ) -> None:
+        """``made``: called with what evaluates micro-batches of other numbers of rows, and its costs."""
         check_optimizer(rule, model.training.optimizer)
         programs = [p for p in (model.program, model.eval_program) if p is not None]
         for program in programs:
@@ -104,7 +110,7 @@ class LocalTrainer:
         # Noise lies on every number of an update, so then they need not be few.
         self._numbers = 0 if noised else returned_numbers(self.layout, buffers, rule)
         check_numbers(self._numbers, self.floors, self._sample_values, None, self.training.steps)
-        self._tick = tick
+        self._tick, self._made = tick, made
         self._sent = frozenset(self.layout.names(*SHARED, Role.TOLD))
         names = {n for p in programs for n in (*p.parameters, *p.buffers, *p.constants)}
         self._scratch: list[Array] = []
@@ -116,6 +122,7 @@ class LocalTrainer:
         self._evaluator = (
             None if model.eval_program is None else self._executor(model.eval_program, differentiate=False)
         )
+        self._at_rows: dict[int, Executor | None] = {}  # evaluators of other numbers of rows, None: cannot be
         self._trained = tuple(n for n in model.program.parameters if n in self._trainer.uses)
         self._parameters = {n: torch.nn.Parameter(self._values[n]) for n in self._trained}
         self._written = {*self._trained, *self._trainer.mutated_buffers}
@@ -170,9 +177,9 @@ class LocalTrainer:
         self.check_evaluation(client)
         self._begin(self.rule.evaluate_with(broadcast, state))
         loaded()
-        batches = list(held_out_batches(samples, client.data.batch))
+        batches = self._held_out(samples, client.data.batch)
         loss, metrics = self._measure(client, batches, cancel or Cancel())
-        return Evaluated(min(len(samples), len(batches) * client.data.batch), loss, metrics)
+        return Evaluated(sum(map(len, batches)), loss, metrics)
 
     @property
     def executors(self) -> tuple[Executor, ...]:
@@ -345,19 +352,55 @@ class LocalTrainer:
         """Mean loss and metrics of the evaluation program over ``batches``; buffers stay as they are."""
         if self._evaluator is None or self._evaluator.program.loss is None:
             raise UsageError("the job has no evaluation program; submit it again with this version")
-        wanted = {**dict(self._evaluator.program.metrics), LOSS: self._evaluator.program.loss}
-        found: dict[str, list[float]] = {name: [] for name in wanted}
+        means = HeldOutMeans(self._evaluator.program)
         before = {n: self._values[n].clone() for n in self._evaluator.mutated_buffers}
         for micro, samples in enumerate(batches):
             cancel.check()
-            out = self._evaluator.forward(0, micro, client.data.take(samples, self.device), {})
-            for name, op in wanted.items():
-                found[name].append(float(out[op]))
+            evaluator = self._evaluator_of(len(samples)) or self._evaluator
+            out = evaluator.forward(0, micro, client.data.take(samples, self.device), {})
+            means.add(out, len(samples))
             self._tick()
         for name, value in before.items():
             self._values[name].copy_(value)
-        means = {name: math.fsum(values) / len(values) for name, values in found.items()}
-        return means.pop(LOSS), means
+        found = means.take()
+        if found is None:
+            raise UsageError("nothing to evaluate on")
+        return found.loss, dict(found.metrics)
+
+    def _held_out(self, samples: Array, batch: int) -> list[Array]:
+        """Micro-batches of all held-out samples; full ones alone where the model runs with no other number of
+        rows. UsageError where these are none."""
+        batches = held_out_batches(samples, batch, self.floors.batch)
+        if not all(self._evaluator_of(len(each)) for each in batches):
+            batches = [each for each in held_out_batches(samples, batch, batch) if len(each) == batch]
+        if not batches:
+            raise UsageError(
+                f"{len(samples)} held-out samples are fewer than a micro-batch of {batch}, and the model "
+                "cannot be evaluated with them; raise the job's held_out, or make its micro-batch smaller"
+            )
+        return batches
+
+    def _evaluator_of(self, rows: int) -> Executor | None:
+        """What evaluates so many rows; None where that cannot be, or would take data home."""
+        if self._evaluator is None or rows == self._evaluator.program.rows:
+            return self._evaluator
+        if rows not in self._at_rows:
+            try:
+                self._at_rows[rows] = self._made_for(self._evaluator.program, rows)
+            except AtollError:
+                self._at_rows[rows] = None
+        return self._at_rows[rows]
+
+    def _made_for(self, evaluation: StageProgram, rows: int) -> Executor:
+        program, inputs = at_rows(evaluation, rows), inputs_at(self.model.inputs, rows)
+        metas, precision = self.model.metas(), self.training.precision
+        for _, node in program.ops:
+            check_node(node, MAX_OUTPUT_BYTES)
+        check_rows(program, inputs, metas, self.floors)
+        costs = rehearse(program, metas, inputs, precision, self.device)
+        executor = self._executor(program, differentiate=False)
+        self._made(executor, costs)
+        return executor
 
     # ---------------------------------------------------------------- tensors
 
@@ -413,7 +456,8 @@ class LocalTrainer:
             if name in self._values:  # a rule may also set what no op reads (MOON: the copies' heads)
                 self._values[name].copy_(self._tensor(array))
                 self._set.add(name)
-        for executor in only or [e for e in (self._trainer, self._evaluator) if e is not None]:
+        every = (self._trainer, self._evaluator, *self._at_rows.values())
+        for executor in only or [e for e in every if e is not None]:
             executor.refresh()
 
     def _tensor(self, array: Array) -> Tensor:

@@ -178,11 +178,11 @@ class LocalPeers:
             set_values(stage.trained, self.average())
         for micro, batch in enumerate(batches):
             stage.evaluate_micro(micro, batch, {})
-        loss = stage.evaluation_loss()
+        found = stage.held_out_figures()
         set_values(stage.trained, own)
-        if loss is None:
+        if found is None:
             raise UsageError("nothing to evaluate on")
-        return loss
+        return found.loss
 
     def average(self) -> Tensor:
         """Mean of the ranks' parameters, [n]."""

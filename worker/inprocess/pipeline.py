@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from atoll.held_out import Figures
     from atoll.job import TrainingSpec
     from atoll.opdag import StateMeta, TensorMeta
     from atoll.plan import LinkSpec
@@ -167,19 +168,23 @@ class LocalPipeline:
             stage.discard()
 
     def evaluate(self, batches: Sequence[Inputs], *, coded: bool = False) -> float:
-        """Mean held-out loss over micro-batches; ``coded``: with the values that cross a cut
-        through the links' codecs, as they do in training."""
+        """Mean held-out loss over the rows of micro-batches; see ``figures``."""
+        return self.figures(batches, coded=coded).loss
+
+    def figures(self, batches: Sequence[Inputs], *, coded: bool = False) -> Figures:
+        """Means over the rows of held-out micro-batches, of which the last may be the programs' ``last``.
+        ``coded``: with the values that cross a cut through the links' codecs, as they do in training."""
         for micro, batch in enumerate(batches):
             values: dict[tuple[int, int], Tensor] = {}  # (target stage, op)
             for stage, program in enumerate(self.eval_programs):
                 inputs = {name: batch[name] for name in program.inputs}
                 received = {r.op: values.pop((stage, r.op)) for r in program.received}
-                produced = self.stages[stage].evaluate_micro(micro, inputs, received)
+                tail = program.last is not None and _rows(batch) == program.last.rows
+                produced = self.stages[stage].evaluate_micro(micro, inputs, received, tail=tail)
                 for p in program.produced:
                     for target in p.targets:
                         values[target, p.op] = self._evaluated(micro, stage, target, p.op, produced, coded)
-        losses = [stage.evaluation_loss() for stage in self.stages]
-        return next(loss for loss in losses if loss is not None)
+        return next(found for stage in self.stages if (found := stage.held_out_figures()) is not None)
 
     def _evaluated(
         self, micro: int, source: int, target: int, op: int, produced: Mapping[int, Tensor], coded: bool
@@ -288,6 +293,10 @@ def _gradients_awaited(program: StageProgram) -> tuple[int, ...]:
     """Ops whose gradient must arrive before this stage's backward."""
     own = [p.op for p in program.produced if p.requires_grad]
     return (*own, *(r.op for r in program.received if r.requires_grad and r.grad_from is not None))
+
+
+def _rows(batch: Inputs) -> int:
+    return int(next(iter(batch.values())).shape[0])
 
 
 def carried(value: Tensor) -> Tensor:

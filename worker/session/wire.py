@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from atoll.exchange import Receipt
+    from atoll.held_out import Figures
     from worker.machine.op_probe import OpTiming
     from worker.manners.limits import Limits
     from worker.spans import Span
@@ -524,10 +525,15 @@ def add_measured(ready: pb.StepReady, measured: Iterable[Goodput], beside_s: flo
 
 
 def eval_ready(
-    job: str, version: int, step: int, loss: float | None, coded_loss: float | None = None
+    job: str, version: int, step: int, found: Figures | None, coded: Figures | None = None
 ) -> pb.FromWorker:
-    """The evaluation after ``step`` is done; only the stage with the loss knows it."""
-    ready = pb.EvalReady(job=job, plan_version=version, step=step, loss=loss, coded_loss=coded_loss)
+    """The evaluation after ``step`` is done; only the stage with the loss knows what came of it."""
+    ready = pb.EvalReady(job=job, plan_version=version, step=step)
+    if found is not None:
+        ready.loss = found.loss
+        ready.metrics.update(found.metrics)
+    if coded is not None:
+        ready.coded_loss = coded.loss
     return pb.FromWorker(eval_ready=ready)
 
 

@@ -14,6 +14,7 @@ from atoll.microbatch import own_blocks
 from atoll.opdag import StateMeta, TensorMeta
 from atoll.plan import LinkSpec, Plan, Replica, check_figures_by_rank, check_shares
 from atoll.program import StageProgram
+from atoll.rows import inputs_at
 from strategies.exchanges.catalogue import exchange_facts
 from worker.transport.contract import Paths
 
@@ -174,7 +175,22 @@ class Assignment:
         return tuple(before) if self.standby else (*before, (self.first_step, self))
 
     def inputs(self, program: StageProgram) -> dict[str, TensorMeta]:
-        return {name: self.states[name].meta for name in program.inputs}
+        metas = {name: self.states[name].meta for name in program.inputs}
+        return inputs_at(metas, program.rows) if program.rows else metas
+
+    def evaluates(self, micro: int) -> StageProgram | None:
+        """Return the program that a held-out micro-batch goes through: the last may have fewer rows."""
+        program = self.eval_program
+        if program is None or micro < self.training.eval_batches - 1:
+            return program
+        return program.last or program
+
+    @property
+    def programs(self) -> tuple[StageProgram, ...]:
+        """The training program, and those of the evaluation."""
+        evaluation = self.eval_program
+        tail = evaluation.last if evaluation is not None else None
+        return tuple(p for p in (self.program, evaluation, tail) if p is not None)
 
 
 def _cut(replica: Replica) -> list[object]:

@@ -88,6 +88,7 @@ def evaluation_arrivals(
         return MessageKey(assignment.job, assignment.version, step, micro, op, direction)
 
     for micro in range(assignment.training.eval_batches):
+        program = assignment.evaluates(micro) or program
         for r in program.received:
             yield Arrival(key(micro, r.op), assignment.worker_of(r.source), r.meta)
         for p in program.produced:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -158,28 +158,29 @@ class Feed:
 
 
 def held_out(
-    fetch: Fetch, rules: Mapping[str, InputRule], n_batches: int, cancel: Cancel
+    fetch: Fetch, rules: Sequence[Mapping[str, InputRule]], cancel: Cancel
 ) -> Iterator[dict[str, Tensor]]:
-    """The held-out micro-batches in order, one in memory at a time; tried again when cut off."""
-    if not rules:
-        for _ in range(n_batches):
+    """The held-out micro-batches in order, one in memory at a time; tried again when cut off. ``rules``: of
+    each, for the same inputs."""
+    if not rules or not rules[0]:
+        for _ in rules:
             yield {}
         return
     done = 0
     for attempt in retrying(sleep=cancel.wait):
         with attempt:
             current: dict[str, Tensor] = {}
-            for arrived in fetch(True, tuple(rules), 0, 1):
+            for arrived in fetch(True, tuple(rules[0]), 0, 1):
                 cancel.check()
-                if arrived.micro < done:
+                if arrived.micro < done or done == len(rules):
                     continue
-                current[arrived.input] = _checked(arrived, rules)
-                if len(current) == len(rules):
+                current[arrived.input] = _checked(arrived, rules[done])
+                if len(current) == len(rules[done]):
                     yield current
                     done, current = done + 1, {}
                     progressed(attempt)
-            if done < n_batches:
-                raise BadFrame(f"held-out data has {done} micro-batches, {n_batches} are declared")
+            if done < len(rules):
+                raise BadFrame(f"held-out data has {done} micro-batches, {len(rules)} are declared")
 
 
 def _checked(arrived: Arrived, rules: Mapping[str, InputRule]) -> Tensor:
@@ -211,6 +212,6 @@ def input_rules(
     program: StageProgram, inputs: Mapping[str, TensorMeta], states: Mapping[str, StateMeta]
 ) -> dict[str, InputRule]:
     """Return the rules of the program's inputs: metas, and bounds of those that ops index by."""
-    leaves = {name: state.meta for name, state in states.items()}
+    leaves = {name: state.meta for name, state in states.items()} | dict(inputs)
     ranges = index_ranges(program, Shapes(program, leaves, inputs)).inputs
     return {name: InputRule(inputs[name], ranges.get(name)) for name in program.inputs}

@@ -44,6 +44,7 @@ from worker.transport.frames import Direction, MessageKey
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from atoll.held_out import Figures
     from atoll.microbatch import Action
     from atoll.plan import LinkSpec
     from atoll.program import StageProgram
@@ -314,8 +315,7 @@ class StageRun:
         )
 
     def _exchange_round(self, local: LocalSteps, last: int, cancel: Cancel) -> bool:
-        """Begin the round of a period when it is time to, or take what has come of it; False where this peer
-        has nothing that it may bring."""
+        """Begin the round of a period when it is time, or take what came of it; False: nothing to bring."""
         cancel.check()
         send = partial(self._send_exchanged, last)
         if not local.contributes:
@@ -333,8 +333,7 @@ class StageRun:
     def _within(
         self, step: int, cancel: Cancel, begun_s: float, which: Which, peer: str, patience: float
     ) -> Tensor:
-        """Wait for a message of a round, whose deadline counts from ``begun_s``. Raises PeerLost where it has
-        not come by then."""
+        """Wait for a message of a round. Raises PeerLost past the deadline, counted from ``begun_s``."""
         exchange, until_s = self.assignment.plan.exchange, None
         if exchange is not None and exchange.deadline_s:
             until_s = begun_s + exchange.deadline_s * patience
@@ -381,11 +380,9 @@ class StageRun:
         """Leave no trace of the step under way."""
         self._stage.discard()
 
-    def evaluate(self, step: int, cancel: Cancel, *, coded: bool = False) -> float | None:
-        """Mean held-out loss where this stage computes it; the other stages return None.
-
-        ``coded``: through the links' codecs; None everywhere when none of them loses anything.
-        """
+    def evaluate(self, step: int, cancel: Cancel, *, coded: bool = False) -> Figures | None:
+        """Means over the held-out rows, None where another stage computes them. ``coded``: through the links'
+        codecs; then None everywhere when none of them loses anything."""
         self._cpu.forget()  # what this takes is not the next step's
         program = self.assignment.eval_program
         if program is None or (coded and not lossy(self.at(step).pipeline.links)):
@@ -401,7 +398,7 @@ class StageRun:
             with self.spans.timed("eval", step, micro):
                 self._evaluate_micro(program, direction, step, micro, inputs, cancel)
             self._progress.tick()
-        return self._stage.evaluation_loss()
+        return self._stage.held_out_figures()
 
     def snapshot(self) -> dict[str, dict[str, Tensor]]:
         """CPU copies of what this stage holds, with optimizer state."""
@@ -481,8 +478,9 @@ class StageRun:
         for r in program.received:
             key = self._key(direction, step, micro, r.op)
             received[r.op] = self._receive_value(key, self.assignment.worker_of(r.source), cancel)
+        tail = self.assignment.evaluates(micro) is not program
         with self._blaming_sources(program):
-            produced = self._stage.evaluate_micro(micro, inputs, received)
+            produced = self._stage.evaluate_micro(micro, inputs, received, tail=tail)
         for r in program.received:
             if r.grad_from is None:  # the last to receive it acknowledges
                 self._send(r.source, self._key(direction, step, micro, r.op), None)

@@ -16,10 +16,12 @@ from atoll.block_sums import BlockSums, fold
 from atoll.calls import Shapes
 from atoll.errors import BadFrame, JobFailed, PlanError, UsageError
 from atoll.execute import DTYPES, Executor
+from atoll.held_out import Figures, HeldOutMeans
 from atoll.indices import IndexRanges, index_ranges
 from atoll.job import OptimizerName, Recompute, stepwise_groups
 from atoll.microbatch import Work, own_blocks
 from atoll.ops import check_node
+from atoll.rows import inputs_at
 from atoll.value_guards import out_of_range, sound_bools
 from worker.stage.digests import norms_and_digest
 from worker.stage.optimizers import FusedOptimizer, make_optimizer
@@ -73,8 +75,10 @@ class Stage:
         recompute: Recompute = Recompute.OFF,
         actions: Sequence[Action] = (),
     ) -> None:
-        for _, node in (*program.ops, *(eval_program.ops if eval_program else ())):
-            check_node(node, MAX_OUTPUT_BYTES)
+        tail = eval_program.last if eval_program else None
+        for each in (program, eval_program, tail):
+            for _, node in each.ops if each else ():
+                check_node(node, MAX_OUTPUT_BYTES)
         self.program = program
         self.training = training
         self.device = torch.device(device)
@@ -106,18 +110,19 @@ class Stage:
         self._followed = {t.name for t in program.tied if t.holders[0] != program.stage}
         self._optimizer = self._make_optimizer(tensors)
         self._evaluator = self._make_evaluator(eval_program) if eval_program else None
+        self._tail = self._make_evaluator(tail) if tail else None
         self._step = 0
         self._losses: dict[int, Tensor] = {}
         self._weights: dict[int, Tensor] = {}  # of the same micro-batches, where losses are sums over counts
-        self._eval_losses: list[Tensor] = []
+        self._held_out = HeldOutMeans(eval_program) if eval_program else None
         self._totals: dict[str, Tensor | None] = {}
         self._rollback: dict[str, Tensor] = {}
         self._eval_rollback: dict[str, Tensor] = {}
 
     @property
     def executors(self) -> tuple[Executor, ...]:
-        """What computes: of the training program, and of the evaluation program where there is one."""
-        return (self._executor, *(() if self._evaluator is None else (self._evaluator,)))
+        """What computes: of the training program, and of the evaluation programs where there are some."""
+        return tuple(e for e in (self._executor, self._evaluator, self._tail) if e is not None)
 
     @property
     def written_buffers(self) -> dict[str, Tensor]:
@@ -252,37 +257,39 @@ class Stage:
         self._forget()
 
     def evaluate_micro(
-        self, micro: int, inputs: Mapping[str, Tensor], received: Mapping[int, Tensor]
+        self,
+        micro: int,
+        inputs: Mapping[str, Tensor],
+        received: Mapping[int, Tensor],
+        *,
+        tail: bool = False,
     ) -> dict[int, Tensor]:
-        """Forward of one held-out micro-batch through the evaluation program."""
-        if self._evaluator is None:
+        """Forward of one held-out micro-batch through the evaluation program; ``tail``: the last, with fewer
+        rows."""
+        evaluator, means = self._tail if tail else self._evaluator, self._held_out
+        if evaluator is None or means is None:
             raise UsageError("this job has no evaluation program; give it held-out data at submit")
         if not self._eval_rollback:
-            buffers = self._evaluator.buffers
-            self._eval_rollback = {n: buffers[n].clone() for n in self._evaluator.mutated_buffers}
-        ranges = self._index_ranges(self._evaluator.program)
-        out = self._evaluator.forward(
-            self._step, micro, self._on_device(inputs), self._taken(received, ranges)
-        )
-        loss = self._evaluator.program.loss
-        if loss is not None:
-            self._eval_losses.append(out[loss])
-        return _produced_only(out, self._evaluator.program)
+            self._eval_rollback = {n: evaluator.buffers[n].clone() for n in evaluator.mutated_buffers}
+        ranges = self._index_ranges(evaluator.program)
+        out = evaluator.forward(self._step, micro, self._on_device(inputs), self._taken(received, ranges))
+        if evaluator.program.loss is not None:
+            means.add(out, evaluator.program.rows)
+        return _produced_only(out, evaluator.program)
 
-    def evaluation_loss(self) -> float | None:
-        """Mean loss of the micro-batches evaluated since the last call; None without any."""
-        losses = list(self._eval_losses)
+    def held_out_figures(self) -> Figures | None:
+        """Means over the rows evaluated since the last call; None without any, and where others have them."""
+        found = None if self._held_out is None else self._held_out.take()
         self._undo_evaluation()
-        if not losses:
-            return None
-        return math.fsum(float(loss) for loss in losses) / len(losses)
+        return found
 
     def _undo_evaluation(self) -> None:
-        """Buffers as they were before it, no losses."""
+        """Buffers as they were before it, no figures."""
         for name, value in self._eval_rollback.items():
             self._evaluator.buffers[name].copy_(value)  # type: ignore[union-attr]
         self._eval_rollback = {}
-        self._eval_losses = []
+        if self._held_out is not None:
+            self._held_out.take()
 
     def snapshot(self) -> dict[str, dict[str, Tensor]]:
         """CPU copies of parameters, their optimizer state and buffers, as safetensors takes them."""
@@ -374,6 +381,8 @@ class Stage:
         if any(name not in self._states for name in names):
             return IndexRanges({}, {}, {})
         metas = {name: self._states[name].meta for name in names}
+        if program.rows:
+            metas |= inputs_at({name: metas[name] for name in program.inputs}, program.rows)
         return index_ranges(program, Shapes(program, metas, {}))
 
     def _taken(self, received: Mapping[int, Tensor], ranges: IndexRanges) -> dict[int, Tensor]:

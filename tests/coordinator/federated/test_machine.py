@@ -202,6 +202,17 @@ def test_an_update_that_the_aggregator_refuses_drops_its_client() -> None:
     assert world.state.clients["b"].dropped == "1 non-finite elements"
 
 
+def test_a_client_whose_update_was_refused_is_not_in_the_mean_over_clients() -> None:
+    world = LoneMachine(spec(rounds=2), bad={"b"})
+    world.begin("a", "b")
+    world.updates("a", "b")
+    assert world.state.asked == {"a"}
+    world.bad.clear()
+    world.evaluates("a", loss=2.0)
+    world.updates("a", "b")
+    assert world.state.asked == {"a", "b"}, "an update that counts is forgiveness"
+
+
 def test_a_client_that_sends_nonsense_again_and_again_is_set_aside() -> None:
     world = LoneMachine(spec(rounds=5, evaluate_every=0), bad={"b"})
     world.begin("a", "b")

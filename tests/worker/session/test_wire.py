@@ -6,6 +6,7 @@ import pytest
 
 from atoll.errors import BadFrame
 from atoll.exchange import Receipt
+from atoll.held_out import Figures
 from atoll.plan import LinkSpec, Mask
 from protos import atoll_control_pb2 as pb
 from protos.convert_plan import link_to_proto
@@ -107,8 +108,8 @@ def test_the_receipt_of_a_round_travels_with_the_digest_of_each_owners_total() -
 
 
 def test_an_evaluation_without_a_coded_loss_says_none() -> None:
-    assert not messages.eval_ready("j", 1, 3, 2.0).eval_ready.HasField("coded_loss")
-    assert messages.eval_ready("j", 1, 3, 2.0, 2.5).eval_ready.coded_loss == 2.5
+    assert not messages.eval_ready("j", 1, 3, Figures(2.0)).eval_ready.HasField("coded_loss")
+    assert messages.eval_ready("j", 1, 3, Figures(2.0), Figures(2.5)).eval_ready.coded_loss == 2.5
 
 
 @pytest.mark.parametrize(

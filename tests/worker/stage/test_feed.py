@@ -189,14 +189,14 @@ def test_held_out_data_goes_on_where_it_was_cut_off() -> None:
                 raise ConnectionFailed("reset")
             yield arrived(0, micro, np.full((2, 3), micro, np.uint8))
 
-    found = [int(batch["x"][0, 0]) for batch in held_out(cut_off, RULES, 4, Cancel())]
+    found = [int(batch["x"][0, 0]) for batch in held_out(cut_off, [RULES] * 4, Cancel())]
     assert found == [0, 1, 2, 3]
     assert len(calls) == 2
 
 
 def test_fewer_held_out_batches_than_declared_are_an_error() -> None:
     with pytest.raises(BadFrame, match="4 are declared"):
-        list(held_out(lambda *_: [arrived(0, 0)], RULES, 4, Cancel()))
+        list(held_out(lambda *_: [arrived(0, 0)], [RULES] * 4, Cancel()))
 
 
 def test_inputs_used_as_indices_are_bounded_by_their_tables() -> None:

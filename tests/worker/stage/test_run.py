@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 from collections.abc import Callable, Mapping
@@ -12,11 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from atoll.held_out import Figures
 from atoll.indices import IndexRanges, Range
 from atoll.job import TrainingSpec
 from atoll.microbatch import ScheduleName
+from atoll.rows import dag_at_rows
 from tests.patience import HUNG_S
-from tests.worker.stage.crew import TRAINING, Case, Crew, assign, case, cut_evenly, scale_of
+from tests.worker.stage.crew import TRAINING, Batches, Case, Crew, assign, case, cut_evenly, scale_of
 from worker.cancel import Cancel, Cancelled
 from worker.inprocess.pipeline import LocalPipeline
 from worker.machine.cpu import CpuMeter
@@ -61,7 +64,7 @@ def test_three_stages_over_links_end_in_the_bits_of_one(name: str, schedule: Sch
         assert len(reports) == 3
         assert [r.stage.step_loss.mean for r in reports if r.stage.losses] == [losses[step]]
         crew.all("apply", step, scale_of(reports))
-        found = [loss for loss in crew.all("evaluate", step, Cancel()) if loss is not None]
+        found = [one.loss for one in crew.all("evaluate", step, Cancel()) if isinstance(one, Figures)]
         assert found == [held_out[step]]
     assert_same(crew.snapshot(), reference.snapshot())
 
@@ -265,3 +268,33 @@ def test_deferred_weight_gradients_are_taken_while_a_stage_waits() -> None:
     at_last = kinds.index(("F", TRAINING.n_micro - 1))
     assert {micro for kind, micro in kinds[:at_last] if kind == "W"} == set(range(TRAINING.n_micro - 1))
     assert {micro for kind, micro in kinds[at_last:] if kind == "W"} == {TRAINING.n_micro - 1}
+
+
+class Ragged(Batches):
+    """The last held-out micro-batch has one row."""
+
+    def held_out(self) -> list[dict[str, Tensor]]:
+        *full, last = super().held_out()
+        return [*full, {name: value[:1] for name, value in last.items()}]
+
+
+def test_a_last_held_out_micro_batch_with_fewer_rows_goes_through_the_stages_too() -> None:
+    made = case("gpt2")
+    example = made.batches.example
+    evaluation = replace(made.evaluation, tail=dag_at_rows(made.evaluation, 1))
+    made = replace(made, evaluation=evaluation, batches=Ragged("gpt2"))
+    starts = cut_evenly(made.dag, 2)
+    programs, evaluations = made.programs(starts)
+    whole = LocalPipeline(programs, TRAINING, made.tensors, eval_programs=evaluations, states=made.states)
+    expected = whole.figures(made.batches.held_out())
+    crew = Crew(made, assign(made, starts, TRAINING, ScheduleName.GPIPE))
+    found = [one for one in crew.all("evaluate", 0, Cancel()) if isinstance(one, Figures)]
+    assert found == [expected]
+    means, weights = [], []
+    net = copy.deepcopy(example.module).eval()
+    for batch in made.batches.held_out():
+        with torch.no_grad():
+            means.append(float(net(**batch).loss))
+        weights.append(int((batch["labels"][:, 1:] != -100).sum()))
+    exact = sum(m * w for m, w in zip(means, weights, strict=True)) / sum(weights)
+    assert expected.loss == pytest.approx(exact, rel=1e-5)

@@ -228,7 +228,7 @@ def test_evaluation_averages_and_changes_nothing():
     expected = sum(float(((b["x"] @ w1).tanh() @ w2 @ w1).mean()) for b in batches(9, 3)) / 3
     assert loss == pytest.approx(expected, abs=1e-6)
     assert same(ours.snapshot(), before)
-    assert ours.stages[0].evaluation_loss() is None
+    assert ours.stages[0].held_out_figures() is None
 
 
 def test_an_evaluation_that_did_not_end_is_no_part_of_the_next():
