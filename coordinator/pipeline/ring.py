@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import inf, sqrt
+from math import inf
 from typing import TYPE_CHECKING
 
 from atoll.job import CHECKPOINT_EVERY_S
@@ -34,6 +34,7 @@ from coordinator.messages.jobs import (
 )
 from coordinator.pipeline.fetching import copy_name
 from coordinator.pipeline.reconfigure import Refused, choose
+from coordinator.planning.costs.snapshots import every_s
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
@@ -43,22 +44,9 @@ if TYPE_CHECKING:
     from coordinator.messages.facts import JobRecord
 
 FIRST_S = 10.0  # of training, until the first one
-EVERY_S = 20.0  # at least so often while that costs less than ...
-CHEAP = 0.01  # ... this share of the time
-SLOWED = 0.05  # of the time that one is under way, what training loses by it (benchmarks/ring.py)
-DISK_BYTES_PER_S = 8e6  # that snapshots write to a worker's disk: 0.7 TB a day
 STALE_S = 600.0  # under way for so long: a message was lost
 LOOK_EVERY_S = 2.0  # whether one is needed depends on who is idle
 RETURN_S = 20.0  # for who is just away with the only copy of a part
-
-
-def every_s(took_s: float, part_bytes: int, losses_per_s: float) -> float:
-    """Return the seconds between two snapshots of a plan of which ``losses_per_s`` ranks are lost a second;
-    ``took_s``: until the last one was whole, ``part_bytes``: of the largest part."""
-    cost_s = SLOWED * took_s
-    least_s = max(2.0 * took_s, 2.0 * part_bytes / DISK_BYTES_PER_S)  # a worker writes two parts
-    most_s = max(EVERY_S, cost_s / CHEAP)
-    return max(least_s, min(sqrt(2.0 * cost_s / losses_per_s), most_s))
 
 
 def keepers_of(state: JobState, roster: Roster) -> tuple[tuple[str, str], ...]:

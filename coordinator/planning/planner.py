@@ -36,6 +36,7 @@ from coordinator.planning.auto_codecs import WORTH, relabelled, settled, without
 from coordinator.planning.baselines import even, proportional
 from coordinator.planning.check_cost import check_cost
 from coordinator.planning.costs.lower_bound import lower_bound
+from coordinator.planning.costs.snapshots import done_again
 from coordinator.planning.costs.timeline import expected_step_s, step_bytes, step_seconds
 from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.costs.workload import Wire
@@ -106,6 +107,11 @@ def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
     checks = check_cost(request.training, prediction)
     if checks is not None:
         prediction = replace(prediction, notes=(*prediction.notes, checks.words))
+    if not reasons and not request.beyond:
+        intervals = best.candidate.bounds(problem.n_ops)
+        again = done_again(request.dag, request.training.optimizer, intervals, prediction, problem.fleet)
+        if again is not None:
+            prediction = replace(prediction, notes=(*prediction.notes, again.words))
     plan = replace(plan, left_out=reasons, prediction=prediction)
     validate(plan, request.dag, request.training)
     return plan
