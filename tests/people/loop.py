@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from atoll.arrays import tensor_of
 from atoll.data import Rows, sample_indices, take
 from atoll.errors import AtollError
 from atoll.execute import Executor
@@ -134,6 +134,8 @@ def _gap(one: Tensor, other: Tensor) -> float:
     wide = torch.complex128 if one.is_complex() else torch.float64
     if torch.equal(one, other) or not one.numel():
         return 0.0
+    if torch.equal(one.isnan(), other.isnan()):
+        one, other = one.nan_to_num(), other.nan_to_num()
     scale = max(1.0, float(other.abs().max()))
     return float((one.to(wide) - other.to(wide)).abs().max()) / scale
 
@@ -146,7 +148,7 @@ def batches_of(job: Job, step: int) -> Batches:
     for micro in range(job.training.n_micro):
         samples = sample_indices(data.spec, job.training.n_micro, step, micro)
         arrays = {f.input: take(data.arrays[f.blob], f, samples) for f in data.spec.fields}
-        found.append({n: torch.from_numpy(np.array(a)).to(inputs[n].dtype) for n, a in arrays.items()})
+        found.append({n: tensor_of(a).to(inputs[n].dtype) for n, a in arrays.items()})
     return found
 
 

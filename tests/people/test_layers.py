@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atoll.job import Optimizer, OptimizerName
-from tests.people.loop import Case, case, run
+from tests.people.loop import Case, case, job_of, refusal, run
 
 G = torch.Generator
 
@@ -245,3 +245,13 @@ CASES = [
 @pytest.mark.parametrize("kind", CASES)
 def test_a_stock_layer_trains_as_in_a_plain_loop(kind: Case, one_thread: None) -> None:
     run(kind)
+
+
+def test_another_default_type_of_torch_is_refused() -> None:
+    """On a worker the same ops would make tensors of other types."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        words = refusal(lambda: job_of(batch_norm().float(), vectors()))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert "torch's default type is torch.float64" in words
