@@ -88,25 +88,6 @@ def _rows(page: str, heading: str) -> list[list[str]]:
     return [[cell.strip("| ") for cell in row] for row in rows[1:]]
 
 
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_row_of_a_table_has_as_many_cells_as_its_head(page: Path) -> None:
-    """A page shows a longer row without its last cells."""
-    odd, wanted, listing = [], 0, False
-    for number, line in enumerate(page.read_text().splitlines(), 1):
-        listing ^= line.startswith("```")
-        if listing or not line.strip().startswith("|"):
-            wanted = 0
-            continue
-        cells = len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", line)))
-        wanted = wanted or cells
-        if cells != wanted:
-            odd.append((number, cells, wanted))
-    assert odd == []
-
-
 def _quoted(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
