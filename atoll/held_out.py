@@ -54,7 +54,8 @@ class HeldOutMeans:
         whole = math.fsum(counts)
         if not whole > 0.0:
             return Figures(math.nan, dict.fromkeys(self._metrics, math.nan))
-        parts = [(count, out) for count, (_, out) in zip(counts, found, strict=True)]
+        # Where nothing was counted a metric may be 0 / 0.
+        parts = [(count, out) for count, (_, out) in zip(counts, found, strict=True) if count > 0.0]
         metrics = {
             name: math.fsum(count * float(out[op]) for count, out in parts) / whole
             for name, op in self._metrics.items()
