@@ -86,6 +86,7 @@ class StagePrediction:
     handling_s: float = 0.0  # per step: messages, wakings; beside both
     gradient_bytes: int = 0  # of the parameters that one op uses; of those that several use, once for each:
     tied_gradient_bytes: int = 0  # what sums of blocks, and other replicas, take more memory for
+    memory_terms: tuple[tuple[str, int], ...] = ()  # (name, bytes) of the model, before ``memory_scale``
     memory_scale: float = 1.0  # of the model's bytes, as learnt of the job: ``memory_bytes`` counts with it
     figures_of: str = ""  # whose seconds these are, where another has the place since; neither sent nor kept
 

@@ -1039,6 +1039,28 @@ class LinkPrediction(_message.Message):
 Global___LinkPrediction: _TypeAlias = LinkPrediction  # noqa: Y015
 
 @_typing.final
+class MemoryTerm(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemoryTerm: _TypeAlias = MemoryTerm  # noqa: Y015
+
+@_typing.final
 class StagePrediction(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1052,6 +1074,7 @@ class StagePrediction(_message.Message):
     GRADIENT_BYTES_FIELD_NUMBER: _builtins.int
     TIED_GRADIENT_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_SCALE_FIELD_NUMBER: _builtins.int
+    MEMORY_TERMS_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     compute_s: _builtins.float
     busy_share: _builtins.float
@@ -1064,6 +1087,10 @@ class StagePrediction(_message.Message):
     tied_gradient_bytes: _builtins.int
     memory_scale: _builtins.float
     """of the model's bytes, as learnt of the job; 0: none"""
+    @_builtins.property
+    def memory_terms(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemoryTerm]:
+        """of the model's bytes, before that"""
+
     def __init__(
         self,
         *,
@@ -1077,10 +1104,11 @@ class StagePrediction(_message.Message):
         gradient_bytes: _builtins.int = ...,
         tied_gradient_bytes: _builtins.int = ...,
         memory_scale: _builtins.float = ...,
+        memory_terms: _abc.Iterable[Global___MemoryTerm] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_share", b"busy_share", "codec_s", b"codec_s", "compute_s", b"compute_s", "gradient_bytes", b"gradient_bytes", "handling_s", b"handling_s", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "memory_scale", b"memory_scale", "tied_gradient_bytes", b"tied_gradient_bytes", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_share", b"busy_share", "codec_s", b"codec_s", "compute_s", b"compute_s", "gradient_bytes", b"gradient_bytes", "handling_s", b"handling_s", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "memory_scale", b"memory_scale", "memory_terms", b"memory_terms", "tied_gradient_bytes", b"tied_gradient_bytes", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

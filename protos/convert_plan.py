@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _U32 = 2**32 - 1
 _MAX_PERIOD = 10**6  # steps
+_MAX_TERMS = 32
 _MAX_BUCKET = 1 << 30  # bytes
 _MAX_SCALE = 1e3  # of a stage's memory
 
@@ -62,6 +63,7 @@ def prediction_to_proto(prediction: Prediction) -> pb.Prediction:
                 gradient_bytes=s.gradient_bytes,
                 tied_gradient_bytes=s.tied_gradient_bytes,
                 memory_scale=s.memory_scale,
+                memory_terms=[pb.MemoryTerm(name=name, bytes=size) for name, size in s.memory_terms],
             )
             for s in prediction.stages
         ],
@@ -108,6 +110,10 @@ def prediction_from_proto(message: pb.Prediction, limits: Limits) -> Prediction:
                 gradient_bytes=s.gradient_bytes,
                 tied_gradient_bytes=s.tied_gradient_bytes,
                 memory_scale=bounds.number("memory scale", s.memory_scale, 0.0, _MAX_SCALE) or 1.0,
+                memory_terms=tuple(
+                    (words("memory term", term.name), term.bytes)
+                    for term in bounds.count("memory terms", s.memory_terms, _MAX_TERMS)
+                ),
             )
             for s in bounds.count("predicted stages", message.stages, limits.stages)
         ),

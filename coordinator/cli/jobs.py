@@ -20,7 +20,7 @@ from atoll.exchange import EXACT
 from coordinator.cli.format import in_bytes, plain
 from coordinator.cli.options import Common, JobOptions, telling
 from coordinator.cli.pool import need_workers
-from coordinator.cli.render import plan_view, watch_line, watch_view, worker_names
+from coordinator.cli.render import memory_view, plan_view, watch_line, watch_view, worker_names
 from coordinator.cli.render_ways import ways_values, ways_view
 from coordinator.client.client import Client, check_ended
 from protos.command_line import byte_progress, out, print_json, with_groups
@@ -65,6 +65,9 @@ def plan(
         ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Also draw the plan.")] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Also show each device's memory by what takes it.")
+    ] = False,
     *,
     options: JobOptions,
     common: Common,
@@ -94,6 +97,8 @@ def plan(
         print_json({**plain(to_proto(found)), "names": dict(names), **values})
     else:
         out.print(plan_view(found, names))
+        if memory:
+            out.print(memory_view(found, names))
         if len(ways) > 1:
             out.print(ways_view(ways, names, batch_of(job)))
         if plot is not None:

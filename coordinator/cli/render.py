@@ -40,6 +40,21 @@ def plan_view(plan: Plan, names: Names) -> RenderableType:
     return Group(*parts)
 
 
+def memory_view(plan: Plan, names: Names) -> RenderableType:
+    """Memory of each stage by what takes it, and the sum, which its device's limit is compared with."""
+    stages = plan.prediction.stages if plan.prediction is not None else ()
+    terms = list(dict.fromkeys(name for stage in stages for name, _ in stage.memory_terms))
+    scaled = any(stage.memory_scale != 1.0 for stage in stages)
+    table = _table("stage", "device", *terms, *(("as measured",) if scaled else ()), "in all", "limit")
+    for place, stage in zip(plan.places, stages, strict=False):
+        sizes = dict(stage.memory_terms)
+        row = [str(place.stage), _name(names, place.worker)]
+        row += [in_bytes(sizes[name]) if sizes.get(name) else "-" for name in terms]
+        row += [f"x {stage.memory_scale:.2f}"] if scaled else []
+        add_row(table, *row, in_bytes(stage.memory_bytes), in_bytes(stage.memory_limit_bytes))
+    return table
+
+
 def _links_by_workers(plan: Plan) -> dict[tuple[str, str], LinkSpec]:
     return {
         (replica.stages[spec.source].worker, replica.stages[spec.target].worker): spec

@@ -402,20 +402,21 @@ def _stage_predictions(
         device = problem.fleet.devices[stage.device]
         once, tied = problem.memory.gradients(a, b)
         in_flight = min(depth.in_flight, problem.n_micro)
-        model_bytes = problem.memory.bytes(a, b, in_flight, defer=depth.held > 0)
+        terms = (*problem.memory.terms(a, b, in_flight, defer=depth.held > 0).items(), *device.beside)
         found.append(
             StagePrediction(
                 worker=device.worker,
                 # Without its codecs' seconds: compared with what the stage's ops are measured to take.
                 compute_s=timeline.compute_s[i] - problem.n_micro * stage.codec_s,
                 busy_share=timeline.busy_share(i),
-                memory_bytes=round(device.memory_scale * model_bytes),
+                memory_bytes=round(device.memory_scale * sum(n_bytes for _, n_bytes in terms)),
                 memory_limit_bytes=device.memory_limit_bytes,
                 codec_s=problem.n_micro * stage.codec_s,
                 handling_s=2 * problem.n_micro * (stage.action_s + stage.bytes_s) - stage.bytes_s,
                 gradient_bytes=round(once),
                 tied_gradient_bytes=round(tied),
                 memory_scale=device.memory_scale,
+                memory_terms=tuple((name, round(n_bytes)) for name, n_bytes in terms),
             )
         )
     return tuple(found)
@@ -462,7 +463,7 @@ def _single_machine_note(problem: Problem, scored: Scored, single_s: float, sing
         return ()
     ratio = scored.step_s / single_s
     device = problem.fleet.devices[problem.fleet.index[single]]
-    need = device.memory_scale * problem.memory.bytes(0, problem.n_ops, 1)
+    need = device.memory_scale * (problem.memory.bytes(0, problem.n_ops, 1) + device.beside_bytes)
     return (
         f"this model would train {ratio:.1f}x faster on {device.label} alone if it had the memory: "
         f"{need / 2**20:.0f} MiB are needed, its limit is {device.memory_limit_bytes / 2**20:.0f}",

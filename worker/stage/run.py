@@ -410,9 +410,8 @@ class StageRun:
         return self._held(), self._lent.lend()
 
     def _held(self) -> dict[str, dict[str, Tensor]]:
-        if self._local is None:
-            return self._stage.state()
-        return self._local.with_own(self._stage.state())
+        found = self._stage.state()
+        return found if self._local is None else self._local.with_own(found)
 
     def close(self) -> None:
         self._feed.close()

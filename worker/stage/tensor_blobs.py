@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from atoll.errors import BadFrame, StorageError
 from atoll.execute import DTYPES
+from atoll.stage_memory import STORING_BYTES
 from worker.blobs import STATE_KEYS, BlobFile, BlobStore
 from worker.cancel import Cancel
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from atoll.opdag import StateMeta
 
 PIECE_BYTES = 4 << 20  # of a tensor, hashed and written at one time
-UNWRITTEN_BYTES = 16 << 20
+UNWRITTEN_BYTES = STORING_BYTES - PIECE_BYTES
 """Bytes of files that wait for the disk; each wait for it takes some milliseconds."""
 _NAMES = {
     torch.float64: "F64",

@@ -56,6 +56,7 @@ class Device:
     codec_speeds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     device_class: DeviceClass | None = None  # None: not known, of a fleet described in a file
     memory_scale: float = 1.0  # bytes that the job's stages take over the model's, as measured
+    beside: tuple[tuple[str, int], ...] = ()  # bytes that any stage takes beside its model's, by name
 
     @property
     def label(self) -> str:
@@ -64,7 +65,11 @@ class Device:
     @property
     def model_limit_bytes(self) -> float:
         """The most bytes of a stage by the memory model: what was learnt of the job is counted here alone."""
-        return self.memory_limit_bytes / self.memory_scale
+        return max(0.0, self.memory_limit_bytes / self.memory_scale - self.beside_bytes)
+
+    @property
+    def beside_bytes(self) -> int:
+        return sum(n_bytes for _, n_bytes in self.beside)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,11 +1,17 @@
 """Bytes a stage holds, for any interval of ops.
 
-bytes(a, b, q) = state(a, b) + q * activations(a, b) + 2 * boundary(a, b), with q micro-batches
-in flight. A micro-batch whose weight gradients are still to come keeps what these need instead of all
-activations, which may be more. state counts weights, gradients and optimizer state once a parameter, sums of
-earlier blocks of micro-batches where there are several, what is exchanged where there are replicas, plus
-buffers and constants. This is the planner's figure, compared with a worker's budget; it leaves
-out what the process itself (interpreter, libraries) takes.
+bytes(a, b, q) = state(a, b) + max(flow, update)
+flow = q * activations(a, b) + 2 * boundary(a, b) + largest op(a, b) + messages(a, b)
+
+with q micro-batches in flight. A micro-batch whose weight gradients are still to come keeps what these need
+instead of all activations, which may be more. The largest op is the one whose backward makes the most at one
+time: of an embedding or a head the gradient of the whole table, for each micro-batch, before it is added.
+Messages are the sums of parameters that are trained inside and outside. An update makes temporaries when the
+flow is gone. state counts weights, gradients and optimizer state once a parameter, sums of earlier blocks of
+micro-batches where there are several, what is exchanged where there are replicas, plus buffers and constants.
+
+What any stage takes on a worker, whatever its model, is in ``Device.beside``; both together are everything
+that a job adds to an idle worker, which is compared with its budget, and measured (``benchmarks.memory``).
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from atoll.job import Optimizer, OptimizerName, Precision, Recompute, TrainingSpec
-from atoll.opdag import LeafRef, OpDag, Source, leaf_refs, op_refs
+from atoll.opdag import Kind, LeafRef, OpDag, Source, leaf_refs, op_refs
 from atoll.ops import DEEPEST, cheap_again
 from coordinator.planning.costs.op_seconds import is_trained, leaf_meta, weights_share
 from strategies.exchanges.catalogue import exchange_facts
@@ -31,6 +37,8 @@ if TYPE_CHECKING:
 FigureT = TypeVar("FigureT", int, float)
 
 
+UPDATE_PIECE_BYTES = 16 << 20
+"""Of a gradient in float64, whose norm is taken in pieces: ``worker.stage.digests.PIECE`` elements."""
 JOINING = 2
 """Gradients beside a stage's own where there are other replicas: those that travel, and the totals."""
 
@@ -49,7 +57,9 @@ class MemoryModel:
         self.full = recompute is Recompute.FULL
         self.autocast = training.precision is not Precision.FP32
         state, trainable, tensors = np.zeros(n), np.zeros(n), np.zeros(n)
-        tied = np.zeros(n)
+        tied, update = np.zeros(n), np.zeros(n)
+        clips = training.optimizer.clip_norm is not None
+        shared: dict[LeafRef, list[int]] = {}
         last_use: dict[LeafRef, int] = {}
         repeats: list[tuple[int, int, float, float]] = []
         uses = Counter(leaf for node in dag.ops for leaf in leaf_refs(node))
@@ -63,6 +73,10 @@ class MemoryModel:
                 trainable[op] += bytes_trained
                 tied[op] += again
                 tensors[op] += bytes_trained > 0
+                # A scaled copy of a tied total, beside the total itself.
+                update[op] = max(update[op], min(2 * bytes_trained, UPDATE_PIECE_BYTES), clips * again)
+                if again:
+                    shared.setdefault(leaf, []).append(op)
                 if leaf in last_use and bytes_held:
                     # Each use keeps its own gradient accumulator, everything else is held once.
                     repeats.append((last_use[leaf], op, bytes_held - bytes_trained, bytes_trained))
@@ -74,6 +88,13 @@ class MemoryModel:
         self._state, self._saved = prefix(state), prefix(saved)
         self._owed = prefix(_owed_bytes(dag, training.optimizer, DEEPEST if selective else 0))
         self._trainable, self._tensors, self._tied = prefix(trainable), prefix(tensors), prefix(tied)
+        self._moments, self._blocks = _moments(training.optimizer), training.blocks
+        self._alone, self._own_copies = training.replicas == "1", own_copies
+        self._largest, self._update = _largest_bytes(dag, training), update
+        self._shared = [
+            (ops[0], ops[-1], np.array(ops), float(leaf_meta(dag, leaf).nbytes))
+            for leaf, ops in shared.items()
+        ]
         self._repeats = np.array(repeats, dtype=np.float64).reshape(-1, 4)
         self.live = traffic.live_bytes.astype(np.float64)  # [n + 1], 0 at both ends
 
@@ -101,18 +122,55 @@ class MemoryModel:
         return kept + owed if self.autocast else max(kept, owed)
 
     def fixed_bytes(self, a: int, b: int) -> float:
-        """Everything that does not grow with the micro-batches in flight."""
-        # A value being sent and one being received, or their gradients, on each side.
-        boundary = 2.0 * float(self.live[a] + self.live[b])
+        """Everything that does not grow with the micro-batches in flight, update aside."""
         again = float(self._saved[b] - self._saved[a]) if self.full else self.again
-        return self.state_bytes(a, b) + boundary + again
+        passing = self._boundary(a, b) + self._messages(a, b) + self._most(self._largest, a, b)
+        return self.state_bytes(a, b) + passing + again
+
+    def _boundary(self, a: int, b: int) -> float:
+        """A value being sent and one being received, or their gradients, on each side."""
+        return 2.0 * float(self.live[a] + self.live[b])
+
+    def _messages(self, a: int, b: int) -> float:
+        """Return the bytes of a parameter's sum for each that is trained inside and outside."""
+        return sum(
+            n_bytes
+            for first, last, ops, n_bytes in self._shared
+            if (first < a or last >= b) and np.searchsorted(ops, a) < np.searchsorted(ops, b)
+        )
+
+    @staticmethod
+    def _most(of_ops: Floats, a: int, b: int) -> float:
+        return float(of_ops[a:b].max()) if b > a else 0.0
 
     def bytes(self, a: int, b: int, in_flight: int, *, defer: bool = False) -> float:
         """Bytes of a stage that runs ops [a, b) with ``in_flight`` micro-batches."""
-        return self.fixed_bytes(a, b) + in_flight * self.per_micro_bytes(a, b, defer=defer)
+        flowing = self.fixed_bytes(a, b) + in_flight * self.per_micro_bytes(a, b, defer=defer)
+        return max(flowing, self.state_bytes(a, b) + self._most(self._update, a, b))
+
+    def terms(self, a: int, b: int, in_flight: int, *, defer: bool = False) -> dict[str, float]:
+        """Return the same by name; the terms add up to it."""
+        state, (once, tied) = self.state_bytes(a, b), self.gradients(a, b)
+        optimizer = self._moments * self.trained(a, b)[0]
+        gradients = once + tied + gradient_copies(once, tied, self._blocks, alone=self._alone)
+        gradients += self._own_copies * (once + tied)
+        again = float(self._saved[b] - self._saved[a]) if self.full else self.again
+        found = {
+            "weights": state - gradients - optimizer,
+            "gradients": gradients,
+            "optimizer": optimizer,
+            "activations": again + in_flight * self.per_micro_bytes(a, b, defer=defer),
+            "boundary": self._boundary(a, b),
+            "largest op": self._most(self._largest, a, b),
+            "messages": self._messages(a, b),
+        }
+        more = self.bytes(a, b, in_flight, defer=defer) - sum(found.values())
+        return found | {"optimizer temporaries": max(0.0, more)}
 
     def in_flight_cap(self, a: int, b: int, limit_bytes: float, *, defer: bool = False) -> int:
         """Most micro-batches in flight under ``limit_bytes``; 0 when not even one fits."""
+        if self.state_bytes(a, b) + self._most(self._update, a, b) > limit_bytes:
+            return 0
         room = limit_bytes - self.fixed_bytes(a, b)
         each = self.per_micro_bytes(a, b, defer=defer)
         if room < each:
@@ -127,7 +185,9 @@ class MemoryModel:
         From the safe side: a leaf used twice counts twice, and a wide cut on the way ends it.
         """
         p, q = positions, 1 if self.full else in_flight
-        limit_bytes -= self.again
+        passing = np.maximum.reduceat(self._largest, p[:-1]) if len(p) > 1 else np.zeros(0)
+        step_limit = limit_bytes - self.again - sum(n_bytes for *_, n_bytes in self._shared)
+        limit_bytes = step_limit - max(float(self._largest.max()), float(self._update.max()))
         grown = self._state[p] + q * self._saved[p]
         needed = np.maximum.accumulate(grown + 2.0 * self.live[p])
         room = limit_bytes + grown - (2 + in_flight) * self.live[p]
@@ -135,19 +195,33 @@ class MemoryModel:
         here = np.arange(len(p))
         far = np.maximum(far, here)
         step = np.diff(grown) + (2 + in_flight) * self.live[p[:-1]] + 2.0 * self.live[p[1:]]
-        far[:-1] = np.maximum(far[:-1], here[:-1] + (step <= limit_bytes))
+        far[:-1] = np.maximum(far[:-1], here[:-1] + (step + passing <= step_limit))
         return far
 
     def matrix(self, positions: NDArray[np.intp], in_flight: int) -> Floats:
         """[l, i] bytes of the stage from positions[l] to positions[i]; meaningless for i <= l."""
         p = positions
         kept = self._saved[p][None, :] - self._saved[p][:, None]
+        flow = (1 if self.full else in_flight) * kept + self.again + self._most_matrix(self._largest, p)
+        flow += ((2 + in_flight) * self.live[p])[:, None] + (2 * self.live[p])[None, :]
+        for first, last, ops, n_bytes in self._shared:
+            later = np.append(ops, len(self._largest))[np.searchsorted(ops, p)]  # the first use from p on
+            split = (p[:, None] > first) | (p[None, :] <= last)
+            flow += n_bytes * (split & (later[:, None] < p[None, :]))
         total = self._state[p][None, :] - self._state[p][:, None]
-        total = total + (1 if self.full else in_flight) * kept + self.again
-        total += ((2 + in_flight) * self.live[p])[:, None] + (2 * self.live[p])[None, :]
         if len(self._repeats):
-            total -= self._repeat_matrix(p)
-        return total
+            total = total - self._repeat_matrix(p)
+        result: Floats = total + np.maximum(flow, self._most_matrix(self._update, p))
+        return result
+
+    @staticmethod
+    def _most_matrix(of_ops: Floats, p: NDArray[np.intp]) -> Floats:
+        """[l, i] the largest of ops from p[l] to p[i]; 0 for i <= l."""
+        found = np.zeros((len(p), len(p)))
+        if len(p) > 1:
+            found[:, 1:] = np.maximum.reduceat(of_ops, p[:-1])
+            found = np.maximum.accumulate(np.triu(found, 1), axis=1)
+        return found
 
     def _repeat_matrix(self, p: NDArray[np.intp]) -> Floats:
         """[l, i] bytes counted twice: pairs of uses with p[l] <= first and second < p[i]."""
@@ -166,6 +240,24 @@ class MemoryModel:
             return 0.0
         inside = (pairs[:, 0] >= a) & (pairs[:, 1] < b)
         return float(pairs[inside, column].sum())
+
+
+def _largest_bytes(dag: OpDag, training: TrainingSpec) -> Floats:
+    """[ops] what each op's backward makes at one time: gradients of its result, of its arguments and of its
+    weights, which are added to those of earlier micro-batches; under autocast in both precisions."""
+    found = np.zeros(len(dag.ops))
+    for op, node in enumerate(dag.ops):
+        if not node.requires_grad:
+            continue
+        trained = sum(leaf_bytes(dag, leaf, training.optimizer)[1] for leaf in leaf_refs(node))
+        weights = trained if training.precision is Precision.FP32 else 1.5 * trained
+        arguments = sum(
+            m.nbytes for ref in op_refs(node) if dag.ops[ref].requires_grad for m in dag.ops[ref].outputs
+        )
+        # A loss is several ops to torch, each with a gradient of the size of the logits.
+        twice = arguments if node.kind is Kind.LOSS or "cross_entropy" in node.target else 0
+        found[op] = weights + arguments + twice + sum(meta.nbytes for meta in node.outputs)
+    return found
 
 
 def _owed_bytes(dag: OpDag, optimizer: Optimizer, deepest: int) -> Floats:

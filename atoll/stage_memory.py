@@ -1,0 +1,9 @@
+"""Memory that a stage takes beside its model's, on any worker; measured by ``benchmarks.memory``."""
+
+STORING_BYTES = 20 << 20
+"""Of a state that is being stored: what is hashed and written at one time, and what waits for the disk."""
+PROCESS_BYTES = 48 << 20
+"""By which the process itself grows when it first computes: modules that the first backward imports (sympy
+alone 30 MiB), kernels that are compiled, scratch memory of convolutions, small blocks of the heap."""
+BESIDE = (("snapshot", STORING_BYTES), ("process", PROCESS_BYTES))
+BESIDE_BYTES = STORING_BYTES + PROCESS_BYTES

@@ -1,0 +1,128 @@
+"""Terms of a stage's memory, and the planner's queries over all intervals, which agree with them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from atoll.job import Optimizer, OptimizerName, Precision, TrainingSpec
+from atoll.opdag import OpDag, leaf_refs
+from atoll.stage_memory import BESIDE, BESIDE_BYTES
+from coordinator.planning.costs.fleet import Device
+from coordinator.planning.costs.memory import MemoryModel
+from coordinator.planning.costs.traffic import Traffic
+from tests.coordinator.planning.dags import chain_dag, gpt_like
+
+NAMES = (
+    "weights", "gradients", "optimizer", "activations", "boundary", "largest op", "messages",
+    "optimizer temporaries",
+)  # fmt: skip
+
+
+def model(dag: OpDag, optimizer: Optimizer | None = None, **training: object) -> MemoryModel:
+    spec = TrainingSpec(10, 4, optimizer=optimizer or Optimizer(), **training)  # type: ignore[arg-type]
+    return MemoryModel(dag, spec, Traffic(dag, spec.optimizer))
+
+
+def intervals(dag: OpDag, seed: int, count: int = 60) -> list[tuple[int, int]]:
+    draw, positions = random.Random(seed), [0, *dag.cuttable(), len(dag.ops)]
+    pairs = (sorted(draw.sample(positions, 2)) for _ in range(count))
+    return [(a, b) for a, b in pairs]
+
+
+@pytest.mark.parametrize("training", [{}, {"blocks": 3}, {"blocks": 2, "replicas": "2"}])
+@pytest.mark.parametrize(
+    "optimizer",
+    [Optimizer(), Optimizer(OptimizerName.SGD, momentum=0.9), Optimizer(OptimizerName.SGD, clip_norm=1.0)],
+)
+def test_the_terms_add_up_to_what_the_planner_counts(
+    optimizer: Optimizer, training: dict[str, object]
+) -> None:
+    for dag in (gpt_like(2), chain_dag(3, 30, skips=0.3)):
+        memory = model(dag, optimizer, **training)
+        for a, b in intervals(dag, seed=1):
+            terms = memory.terms(a, b, 2)
+            assert tuple(terms) == NAMES
+            assert min(terms.values()) >= 0.0
+            assert sum(terms.values()) == pytest.approx(memory.bytes(a, b, 2))
+
+
+def test_the_terms_of_the_state_are_those_of_its_parameters() -> None:
+    dag = gpt_like(2)
+    memory = model(dag)
+    weights = sum(meta.meta.nbytes for meta in dag.parameters.values())
+    tied = dag.parameters["wte"].meta.nbytes
+    terms = memory.terms(0, len(dag.ops), 1)
+    assert terms["optimizer"] == 2 * weights
+    assert terms["gradients"] == weights + tied  # one for each use
+    assert terms["weights"] == weights
+
+
+def test_the_largest_op_makes_a_gradient_of_its_whole_table() -> None:
+    dag = gpt_like(2)
+    table = dag.parameters["wte"].meta.nbytes
+    embedding = next(op for op, node in enumerate(dag.ops) if any(r.name == "wte" for r in leaf_refs(node)))
+    precisions = (Precision.FP32, Precision.BF16)
+    found = [model(dag, precision=p).terms(embedding, embedding + 1, 1)["largest op"] for p in precisions]
+    assert found[0] == table + dag.ops[embedding].outputs[0].nbytes
+    assert found[1] - found[0] == table / 2
+
+
+def test_a_sum_travels_of_a_parameter_that_is_trained_inside_and_outside_alone() -> None:
+    dag = gpt_like(2)
+    memory, end = model(dag), len(dag.ops)
+    table = dag.parameters["wte"].meta.nbytes
+    middle = dag.cuttable()[len(dag.cuttable()) // 2]
+    assert [memory.terms(a, b, 1)["messages"] for a, b in ((0, middle), (middle, end), (0, end))] == [
+        table, table, 0.0,
+    ]  # fmt: skip
+    first = dag.cuttable()[1]
+    assert memory.terms(first, middle, 1)["messages"] == 0.0  # neither use is there
+
+
+def test_a_stage_holds_no_less_for_more_ops_boundaries_and_sums_that_travel_aside() -> None:
+    dag = gpt_like(3)
+    memory = model(dag)
+    positions = [0, *dag.cuttable(), len(dag.ops)]
+
+    def bare(a: int, b: int) -> float:
+        terms = memory.terms(a, b, 1)
+        return sum(terms[name] for name in ("weights", "gradients", "optimizer", "largest op"))
+
+    for a in positions[:-1:5]:
+        sizes = [bare(a, b) for b in positions if b > a]
+        assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_all_queries_of_intervals_agree(clip_norm: float | None) -> None:
+    """The table is exact; how far a stage may reach errs on the safe side; the cap is the most that fits."""
+    for dag in (gpt_like(2), chain_dag(7, 40, skips=0.3)):
+        memory = model(dag, Optimizer(clip_norm=clip_norm))
+        positions = np.array([0, *dag.cuttable(), len(dag.ops)])
+        table = memory.matrix(positions, 2)
+        draw = random.Random(5)
+        whole = memory.bytes(0, len(dag.ops), 2)
+        for share in (0.2, 0.4, 0.7, 1.5):
+            far = memory.farthest(positions, share * whole, 2)
+            for at in range(len(positions) - 1):
+                for stop in range(at + 1, int(far[at]) + 1):
+                    assert table[at, stop] <= share * whole
+        for _ in range(200):
+            a, b = sorted(draw.sample(range(len(positions)), 2))
+            start, stop = int(positions[a]), int(positions[b])
+            assert table[a, b] == pytest.approx(memory.bytes(start, stop, 2))
+            limit = draw.uniform(0.5, 2.0) * memory.bytes(start, stop, 1)
+            cap = memory.in_flight_cap(start, stop, limit)
+            assert cap == 0 or memory.bytes(start, stop, cap) <= limit * (1 + 1e-12)
+            assert cap == memory.n_micro or memory.bytes(start, stop, cap + 1) > limit
+
+
+def test_what_a_worker_takes_beside_a_model_is_not_the_models_to_use() -> None:
+    described = Device("w", 100 << 20)
+    real = replace(described, beside=BESIDE, memory_scale=1.25)
+    assert described.model_limit_bytes == 100 << 20
+    assert real.model_limit_bytes == (100 << 20) / 1.25 - BESIDE_BYTES
