@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
 KEEP_BYTES = 64 << 20
-TENSOR_BYTES = 1 << 20
+TENSOR_BYTES = 512 << 10
 """In a compute process every block of this size is its own mapping."""
 KEPT_BYTES = 4 << 20
 LARGE_BYTES = 32 << 20

@@ -405,8 +405,7 @@ class StageRun:
         return cpu_copies(self._held())
 
     def lend(self) -> tuple[dict[str, dict[str, Tensor]], Callable[[], None]]:
-        """Return what ``snapshot`` does, but the stage's own tensors, for another thread to read; no update
-        is made before it has called what is returned with them."""
+        """Return ``snapshot``'s originals, and what their reader calls at the end; no update before that."""
         return self._held(), self._lent.lend()
 
     def _held(self) -> dict[str, dict[str, Tensor]]:

@@ -55,13 +55,13 @@ def two_islands(memory_mib: float = 40.0) -> Fleet:
 
 
 def eight_hosts(slow: tuple[float, ...] = (5.0, 5.0, 5.0, 5.0)) -> Fleet:
-    """Four devices of 10 GFLOP/s and four slower ones on parts of a core, joined alternately, 27 MiB each;
+    """Four devices of 10 GFLOP/s and four slower ones on parts of a core, joined alternately, 29 MiB each;
     8 Mbit/s between the islands."""
     names = tuple(f"{side}{i}" for i in range(4) for side in "ab")
     devices = tuple(
         Device(
             name,
-            27 * MIB,
+            29 * MIB,
             gflops={"": 10.0 if name[0] == "a" else slow[int(name[1])]},
             cores=0.25 if name[0] == "a" else 0.125,
             coordinator=LinkEstimate(8e6, 0.001 if name[0] == "a" else 0.04),
