@@ -62,7 +62,7 @@ def check_against_exhaustive(seeds):
     worst, checked = 1.0, 0
     for seed in seeds:
         tight = seed % 2 == 1
-        fleet = random_fleet(seed, 4, memory_mib=(2, 5) if tight else (50, 200))
+        fleet = random_fleet(seed, 4, memory_mib=(3, 7) if tight else (50, 200))
         dag = chain_dag(
             seed, 9, skips=0.25, tied=seed % 3 == 0, max_elements=100_000, parameter_elements=150_000
         )
