@@ -25,7 +25,7 @@ from atoll.schemas import is_random
 from coordinator.capture.cut_rules import Region, settle, written_buffers
 from coordinator.capture.export_errors import remedies
 from coordinator.capture.op_costs import measured
-from coordinator.capture.outcome import resized, sums_items
+from coordinator.capture.outcome import Loss, resized, sums_items
 from coordinator.capture.python_state import PythonState
 from coordinator.capture.torch_export import Constants, Exported, device_of, export, meta_of
 
@@ -84,16 +84,15 @@ class _Source:
     items: bool = False  # the module is asked for sums of its loss: ``outcome.sums_items``
 
     def export(self, training: bool) -> Exported:
+        metrics = () if training else self.metrics
         return export(
-            self.module,
+            Loss(self.module, tuple(self.inputs), metrics, items=self.items, differentiated=training),
             self.inputs,
             training=training,
             precision=self.precision,
             frozen=self.frozen,
             canonical=self.canonical,
             constants=self.constants,
-            metrics=() if training else self.metrics,
-            items=self.items,
         )
 
 

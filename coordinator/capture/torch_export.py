@@ -129,7 +129,7 @@ def as_trained(module: nn.Module, training: bool, frozen: Collection[str]) -> It
 
 
 def export(
-    module: nn.Module,
+    wrapped: Loss,
     inputs: Mapping[str, Tensor],
     *,
     training: bool,
@@ -137,11 +137,9 @@ def export(
     frozen: Collection[str],
     canonical: Mapping[str, str],
     constants: Constants,
-    metrics: tuple[str, ...] = (),
-    items: bool = False,
 ) -> Exported:
-    """Capture one graph; CaptureError where torch cannot follow the module. ``metrics``: names of scalar
-    outputs beside the loss; ``items``: as of ``outcome``."""
+    """Capture one graph; CaptureError where torch cannot follow the module."""
+    module = wrapped.module
     device = device_of(module, inputs)
     with ExitStack() as stack:
         stack.callback(PythonState(module).restore)
@@ -155,13 +153,12 @@ def export(
         if precision is Precision.BF16:
             stack.enter_context(torch.autocast(device.type, torch.bfloat16, cache_enabled=False))
         try:
-            wrapped = Loss(module, tuple(inputs), metrics, items=items, differentiated=training)
             program = torch.export.export(wrapped, tuple(inputs.values()), strict=False)
         except CaptureError:
             raise
         except Exception as error:  # torch.export raises whatever the module raised
             raise blame(error, module) from error
-    return _Flattener(program, tuple(inputs), device, canonical, constants).flatten(metrics)
+    return _Flattener(program, tuple(inputs), device, canonical, constants).flatten(wrapped.metrics)
 
 
 @contextmanager

@@ -84,7 +84,6 @@ class LocalTrainer:
         *,
         floors: Floors | None = None,
         noised: bool = False,
-        max_output_bytes: int = MAX_OUTPUT_BYTES,
         tick: Callable[[], None] = lambda: None,
         made: Callable[[Executor, Mapping[int, OpCost]], None] = lambda executor, costs: None,
     ) -> None:
@@ -97,7 +96,7 @@ class LocalTrainer:
                     f"stage {program.stage} of {program.n_stages}; a client runs the whole model"
                 )
             for _, node in program.ops:
-                check_node(node, max_output_bytes)
+                check_node(node, MAX_OUTPUT_BYTES)
         self.floors = floors or Floors()
         check_job(federated, self.floors)
         check_returned(programs, model.inputs, model.metas(), rule, self.floors)
