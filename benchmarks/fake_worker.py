@@ -133,6 +133,7 @@ class FakeWorker:
                 threads=1,
                 memory_bytes=self.memory_bytes,
                 memory_limit_bytes=self.memory_bytes,
+                memory_in_figures=True,  # no process takes anything beside
                 atoll_version=atoll.__version__,
             ),
             peer_addresses=[pb.Address(host="127.0.0.1", port=9)],
