@@ -175,7 +175,7 @@ def seconds_of(
     seconds = 0.0
     if prediction is not None:
         stage = prediction.stages[rank]
-        if stage.model_bytes > fleet[worker].model_limit_bytes:
+        if stage.model_bytes > fleet[worker].stage_limit_bytes:
             return inf
         usual = [_unit_s(fleet[w]) for w in (stage.figures_of or before, *workers) if w in fleet]
         reference = next(filter(None, usual), 0.0)

@@ -264,8 +264,9 @@ def test_a_loss_that_becomes_nan_stops_the_job_with_its_checkpoint(stack: ExitSt
     def ready(worker: FakeWorker, step: int) -> pb.StepReady:
         has_loss = worker.assigned is not None and worker.assigned.program.HasField("loss")
         report = hold(worker, step)
-        if step == 12 and has_loss:
-            report.loss = float("nan")
+        if step == 12:  # what is not finite flows from the loss to all gradients
+            report.finite = False
+            report.losses[:] = [float("nan")] * has_loss
         return report
 
     running = start(stack, tmp_path)

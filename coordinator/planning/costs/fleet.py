@@ -63,9 +63,15 @@ class Device:
         return self.name or self.worker
 
     @property
+    def stage_limit_bytes(self) -> float:
+        """The most bytes of a stage, with what it takes beside its model: what was learnt of the job is counted
+        here alone."""
+        return self.memory_limit_bytes / self.memory_scale
+
+    @property
     def model_limit_bytes(self) -> float:
-        """The most bytes of a stage by the memory model: what was learnt of the job is counted here alone."""
-        return max(0.0, self.memory_limit_bytes / self.memory_scale - self.beside_bytes)
+        """The most bytes of a stage by the memory model."""
+        return max(0.0, self.stage_limit_bytes - self.beside_bytes)
 
     @property
     def beside_bytes(self) -> int:

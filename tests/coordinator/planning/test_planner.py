@@ -131,7 +131,7 @@ def test_the_bottleneck_names_what_would_help_most():
     def bottleneck(fleet, training=TRAINING):
         return plan_for(gpt_like(4, tied=False), fleet, "even", training=training).prediction.bottleneck
 
-    starved, roomy = two_islands(memory_mib=30), two_islands(memory_mib=400)
+    starved, roomy = two_islands(memory_mib=31), two_islands(memory_mib=400)
     assert bottleneck(starved, TrainingSpec(10, 16)) == "memory"
     assert bottleneck(roomy).startswith("uplink ")
     n = len(roomy.devices)
@@ -144,9 +144,8 @@ def test_the_bottleneck_names_what_would_help_most():
 @pytest.mark.parametrize("recompute", [Recompute.OFF, Recompute.FULL])
 def test_what_is_recomputed_already_is_not_advised(recompute: Recompute) -> None:
     training = TrainingSpec(10, 16, recompute=recompute)
-    mib = 27 if recompute is Recompute.FULL else 30
     dag = gpt_like(4, tied=False)
-    found = plan_for(dag, two_islands(memory_mib=mib), "even", training=training).prediction
+    found = plan_for(dag, two_islands(memory_mib=31), "even", training=training).prediction
     assert found.bottleneck == "memory"
     assert ("set recompute=full" in found.reason) is (recompute is Recompute.OFF)
     with pytest.raises(NotEnoughMemory) as refused:

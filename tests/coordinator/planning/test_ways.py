@@ -56,7 +56,7 @@ def test_on_a_fast_network_the_whole_model_is_replicated() -> None:
 
 
 def test_machines_that_hold_half_of_it_become_replicas_of_short_pipelines() -> None:
-    fleet = fleet_of(6, memory_mib=60, gflops=1, mbit=10_000, ms=0.1)
+    fleet = fleet_of(6, memory_mib=80, gflops=1, mbit=10_000, ms=0.1)
     way = best(fleet)
     assert way.kind is WayKind.REPLICAS
     assert sum(way.micros) == TRAINING.n_micro
