@@ -227,7 +227,7 @@ def test_a_snapshot_that_finds_no_memory_is_reported_and_the_next_is_stored(
     monkeypatch.setattr(workbench, "used_memory_bytes", lambda device: 1 << 30)
     assignment: Any = SimpleNamespace(job="j", version=1)
     for step in (4, 5):
-        bench._submit(partial(bench._write, assignment, step, {}), bench._writes)
+        bench._submit(partial(bench._write, assignment, step, {}, keep=False), bench._writes)
     failed, done = (posted.get(timeout=HUNG_S) for _ in range(2))
     assert (failed.step, done.step) == (4, 5)
     assert "out of memory on a CPU: 1.0 GiB held" in failed.message.stored.error
