@@ -64,8 +64,10 @@ class Device:
 
     @property
     def stage_limit_bytes(self) -> float:
-        """The most bytes of a stage, with what it takes beside its model: what was learnt of the job is counted
-        here alone."""
+        """The most bytes of a stage, with what it takes beside its model.
+
+        What was learnt of the job is counted here alone.
+        """
         return self.memory_limit_bytes / self.memory_scale
 
     @property

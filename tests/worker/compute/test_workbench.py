@@ -217,7 +217,7 @@ def test_a_snapshot_that_finds_no_memory_is_reported_and_the_next_is_stored(
     bench, posted, _ = bench_with(Gauge())
     failures = [MemoryError()]
 
-    def stored(*_: object) -> dict[str, str]:
+    def stored(*_: object, keep: bool) -> dict[str, str]:
         if failures:
             raise failures.pop()
         return {"w": "ab" * 32}

@@ -138,7 +138,7 @@ def test_lossy_links_train_and_repeat_bit_for_bit(name: str, mask: Mask):
     starts = (0, positions[len(positions) // 3], positions[2 * len(positions) // 3])
     runs = [run_local(case, starts, links=both_ways("largest", 2.0, mask, 3)) for _ in range(2)]
     assert difference(*runs) == 0.0
-    # Norms are of gradients of a loss that may be a sum over many targets: losses and state alone are bounded.
+    # Norms are of gradients of a loss that may be a sum over many targets: losses and state are bounded.
     assert 0.0 < difference(runs[0], run_local(case, (0,)), 1) < 1.0
 
 
