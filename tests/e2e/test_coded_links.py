@@ -52,10 +52,10 @@ def test_new_links_take_over_at_their_step_over_real_connections(
         if step == 3:
             pipeline.relink(after)
         batches = [made.batches.of(step, micro) for micro in range(TRAINING.n_micro)]
-        expected = pipeline.step(step, batches).loss
+        expected = pipeline.step(step, batches)
         reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
-        assert [r.stage.loss for r in reports if r.stage.loss is not None] == [expected]
-        crew.all("apply", step, 1.0)
+        assert [r.stage.step_loss.mean for r in reports if r.stage.losses] == [expected.loss]
+        crew.all("apply", step, expected.gradient_scale)
         if step == 1:
             crew.all("relink", 2, 3, after)
     assert not any(links.refused for links in crew.links)

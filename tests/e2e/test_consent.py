@@ -38,10 +38,10 @@ class Received:
         write: Callable[..., bool] = BlobStore.write
         read = work.message_from
 
-        def counted_write(*of: Any) -> bool:
+        def counted_write(*of: Any, **known: bool) -> bool:
             *_, data, _ = of
             self.blobs += len(data)
-            return write(*of)
+            return write(*of, **known)
 
         def counted_read(message: pb.FromWorker) -> Any:
             kind = message.WhichOneof("body")

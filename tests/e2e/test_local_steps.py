@@ -72,6 +72,14 @@ def in_one_process(case: Case, exchange: Exchange) -> Run:
     return Run(tuple(losses), {name: {"value": held["value"]} for name, held in state.items()})
 
 
+def same(found: Run, expected: Run) -> None:
+    """Fail unless the models have the same bits; the mean of the losses, by what each peer has counted, may
+    differ in its last one."""
+    assert difference(found, expected, 0) == 0.0
+    for one, other in zip(found.figures, expected.figures, strict=True):
+        assert one[0] == pytest.approx(other[0], rel=1e-12)
+
+
 def test_peers_end_in_the_bits_of_the_rule_in_one_process(fleet: LoopbackFleet) -> None:
     case = built_in("gpt2", TRAINING, 0.1)
     found = fleet.train(prepare(as_job(case), partitioner=CUT))
@@ -81,7 +89,7 @@ def test_peers_end_in_the_bits_of_the_rule_in_one_process(fleet: LoopbackFleet) 
         facts = [from_record(record) for record in journal.replay()]
     assert [fact.step for fact in facts if isinstance(fact, StepCommitted)] == [2, 5]
     assert [len(fact.included) for fact in facts if isinstance(fact, RoundMet)] == [3, 3]
-    assert difference(found, in_one_process(case, Exchange("diloco", every=3)), 1) == 0.0
+    same(found, in_one_process(case, Exchange("diloco", every=3)))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +110,7 @@ def test_gossip_ends_in_the_bits_of_its_rule_in_one_process(fleet: LoopbackFleet
         groups_at(fleet.plan.exchange, (0, 1, 2), 3, TRAINING.seed, number) for number in (0, 1)
     ] + [()]
     assert any("next, round" in words for words in shown)
-    assert difference(found, in_one_process(case, fleet.plan.exchange), 1) == 0.0
+    same(found, in_one_process(case, fleet.plan.exchange))
 
 
 @pytest.mark.slow
