@@ -1,8 +1,7 @@
 """Runs the owner's job file and applies ``--set`` overrides to the Job it returns.
 
 A job file is plain Python with a function ``job()`` that returns an ``atoll.Job``. It runs on the
-owner's machine only. What goes wrong inside it, then or while its model is captured, is told with the
-file's own line.
+owner's machine only. An error inside it, then or while its model is captured, names the file's own line.
 """
 
 from __future__ import annotations

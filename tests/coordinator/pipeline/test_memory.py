@@ -4,7 +4,6 @@ on what it took."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from coordinator.messages.facts import PlanAdopted
 from coordinator.messages.jobs import Phase, Replaced
 from coordinator.pipeline import machine
 from coordinator.pipeline.memory import measured_bytes
-from tests.coordinator.pipeline.test_reconfigure import JOB, commits, moves, spec, step, store
+from tests.coordinator.pipeline.test_reconfigure import JOB, commits, moves, running, spec, step, store
 from tests.sim.scripted import Scripted
 from tests.sim.worker import MEMORY
 
@@ -38,17 +37,6 @@ def predicted(plan: Plan, asked: do.MakePlan) -> Plan:
     return replace(plan, prediction=Prediction(1.0, 1.0, "latency", "", stages))
 
 
-def running(*workers: str, stages: int = 3, steps: int = 2, **changes: Any) -> Scripted:
-    world = Scripted(stages=stages, fewest=stages, altered=predicted)
-    world.join(*workers)
-    world.submit(what=spec(stages, **changes))
-    world.load()
-    for _ in range(steps):
-        step(world)
-    world.done.clear()
-    return world
-
-
 def kill(world: Scripted, worker: str, at_bytes: int = 200 * MIB) -> None:
     state = world.state()
     failed = ev.StageFailed(JOB, state.version, state.step, "killed", memory_bytes=at_bytes)
@@ -65,7 +53,7 @@ def plans(world: Scripted) -> list[PlanAdopted]:
 
 
 def test_with_room_elsewhere_another_worker_repeats_the_steps_and_nobody_is_blamed() -> None:
-    world = running("a", "b", "c", "d")
+    world = running("a", "b", "c", "d", altered=predicted)
     kill(world, "b")
     (fact,) = moves(world)
     assert (fact.workers, fact.newcomers, fact.step) == (("a", "d", "c"), (1,), 2)
@@ -78,7 +66,7 @@ def test_with_room_elsewhere_another_worker_repeats_the_steps_and_nobody_is_blam
 
 
 def test_nobody_takes_over_who_has_less_than_was_learnt() -> None:
-    world = running("a", "b", "c", "d")
+    world = running("a", "b", "c", "d", altered=predicted)
     world.guests["d"] = ev.Guest(memory_limit_bytes=150 * MIB)  # enough for the model's figure alone
     world.wait(1.0)
     kill(world, "b")
@@ -87,7 +75,7 @@ def test_nobody_takes_over_who_has_less_than_was_learnt() -> None:
 
 
 def test_with_nobody_idle_its_own_worker_repeats_the_steps_and_the_job_is_planned_from_there() -> None:
-    world = running("a", "b", "c")
+    world = running("a", "b", "c", altered=predicted)
     kill(world, "b")
     (fact,) = moves(world)
     assert (fact.workers, fact.newcomers, fact.step) == (("a", "b", "c"), (1,), 2)
@@ -111,7 +99,7 @@ def test_with_nobody_idle_its_own_worker_repeats_the_steps_and_the_job_is_planne
 
 
 def test_one_that_is_killed_again_while_it_repeats_goes_back_to_the_checkpoint_and_is_planned_anew() -> None:
-    world = running("a", "b", "c")
+    world = running("a", "b", "c", altered=predicted)
     kill(world, "b")
     once = scale(world)
     kill(world, "b")
@@ -139,7 +127,7 @@ def test_a_stage_that_is_killed_while_it_loads_is_planned_anew_however_often() -
 
 
 def test_what_heartbeats_measure_raises_the_next_plans_figures_and_nothing_lowers_them() -> None:
-    world = running("a", "b", "c")
+    world = running("a", "b", "c", altered=predicted)
     state = world.state()
 
     def beats(peak_bytes: int, job: str = JOB) -> None:
@@ -156,7 +144,7 @@ def test_what_heartbeats_measure_raises_the_next_plans_figures_and_nothing_lower
 
 
 def test_what_was_learnt_is_in_the_plan_and_so_survives_the_coordinator() -> None:
-    world = running("a", "b", "c")
+    world = running("a", "b", "c", altered=predicted)
     kill(world, "b")
     world.load()
     store(world, 2)
@@ -173,7 +161,7 @@ def test_what_was_learnt_is_in_the_plan_and_so_survives_the_coordinator() -> Non
 
 def test_a_stage_that_is_killed_while_the_result_is_stored_stores_it_once_it_has_repeated_the_steps() -> None:
     """Its neighbours' parts are kept: only who was killed does anything again."""
-    world = running("a", "b", "c", steps=20)
+    world = running("a", "b", "c", steps=20, altered=predicted)
     assert world.state().phase is Phase.STORING
     store(world, 20, "a")
     world.done.clear()
@@ -233,7 +221,7 @@ def test_a_limit_in_the_planners_figures_is_compared_with_the_models() -> None:
 
 def test_where_a_part_will_not_come_the_job_trains_on_instead_of_waiting_for_it() -> None:
     """Who stood by for a rank has stored nothing of the step that another plan was to begin with."""
-    state = running("a", "b", "c").state()
+    state = running("a", "b", "c", altered=predicted).state()
     unfit = replace(state, unfit=True, stores={2: {}}, phase=Phase.LOADING, moving=True)
     workers = ("a", "b", "d")  # ... and is no newcomer
     moved, _ = machine.step(unfit, Replaced(workers, frozenset(), "c is lost"), 0.0)

@@ -31,9 +31,12 @@ def spec(stages: int, **changes: Any) -> JobSpec:
     return JobSpec("job", training, HASH, "", names, DataSpec((), 8, 1), None)
 
 
-def running(*workers: str, stages: int = 3, steps: int = 2, **changes: Any) -> Scripted:
-    """A job of so many stages on the first workers, the others in the pool, after so many steps."""
-    world = Scripted(stages=stages, fewest=stages)
+def running(
+    *workers: str, stages: int = 3, steps: int = 2, altered: Any = lambda plan, _: plan, **changes: Any
+) -> Scripted:
+    """A job of so many stages on the first workers, the others in the pool, after so many steps;
+    ``altered``: the plan that is made."""
+    world = Scripted(stages=stages, fewest=stages, altered=altered)
     world.join(*workers)
     world.submit(what=spec(stages, **changes))
     world.load()
