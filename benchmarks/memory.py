@@ -68,6 +68,12 @@ class Group:
                 return int((self.folder / name).read_text()) / MIB
         raise AtollError(f"{self.folder} shows no high-water mark; Linux 5.19 does")
 
+    def forget(self) -> None:
+        """Begin the high-water mark anew, where the kernel can."""
+        for name in ("memory.max_usage_in_bytes", "memory.peak"):
+            with contextlib.suppress(OSError):
+                (self.folder / name).write_text("0")
+
     def now(self) -> dict[str, float]:
         text = (self.folder / "memory.stat").read_text()
         found = {m[1]: int(m[2]) / MIB for m in re.finditer(r"^(\w+) (\d+)$", text, re.MULTILINE)}
@@ -99,6 +105,12 @@ class Looks(threading.Thread):
                     now = group.now() | {"step": self.step}
                     self.largest[at] = max(self.largest[at], now, key=lambda look: look["usage"])
 
+    def begin(self) -> None:
+        """Forget what came before: ops of the job that were timed for its plan."""
+        for group in self._groups:
+            group.forget()
+        self.largest = [{"usage": 0.0} for _ in self._groups]
+
     def over(self) -> None:
         self._over.set()
         self.join()
@@ -107,9 +119,12 @@ class Looks(threading.Thread):
 def _trained(fleet: LoopbackFleet, prepared: Prepared, looks: Looks | None = None) -> str:
     """Train and return how it ended; ``fleet.plan`` is its plan."""
     reply = fleet.client.submit(prepared)
-    fleet.plan = None
+    fleet.plan, trains = None, False
     for update in fleet.client.watch(reply.job):
         if update.HasField("plan"):
+            if not trains and update.state == "training" and looks is not None:
+                looks.begin()
+            trains = trains or update.state == "training"
             fleet.plan = fleet.plan or from_proto(update.plan)
         if looks is not None:
             looks.step = update.step

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 
 from atoll.plan import LinkPrediction
-from atoll.stage_memory import BESIDE
+from atoll.stage_memory import BESIDE, HEAP_SHARE
 from coordinator.config import Liveness, Probing, Relaying
 from coordinator.membership import member as members
 from coordinator.membership.deadlines import Deadlines
@@ -406,6 +406,7 @@ class Roster:
             codec_speeds=dict(known.introduction.codec_speeds),
             device_class=known.introduction.device_class,
             memory_scale=self.memory_factor(job, worker),
+            heap_share=0.0 if known.introduction.memory_in_figures else HEAP_SHARE,
             beside=() if known.introduction.memory_in_figures else BESIDE,
         )
 

@@ -402,7 +402,9 @@ def _stage_predictions(
         device = problem.fleet.devices[stage.device]
         once, tied = problem.memory.gradients(a, b)
         in_flight = min(depth.in_flight, problem.n_micro)
-        terms = (*problem.memory.terms(a, b, in_flight, defer=depth.held > 0).items(), *device.beside)
+        of_model = problem.memory.terms(a, b, in_flight, defer=depth.held > 0)
+        heap = device.heap_share * sum(of_model.values())
+        terms = (*of_model.items(), ("heap", heap), *device.beside)
         found.append(
             StagePrediction(
                 worker=device.worker,
@@ -463,7 +465,9 @@ def _single_machine_note(problem: Problem, scored: Scored, single_s: float, sing
         return ()
     ratio = scored.step_s / single_s
     device = problem.fleet.devices[problem.fleet.index[single]]
-    need = device.memory_scale * (problem.memory.bytes(0, problem.n_ops, 1) + device.beside_bytes)
+    need = device.memory_scale * (
+        (1.0 + device.heap_share) * problem.memory.bytes(0, problem.n_ops, 1) + device.beside_bytes
+    )
     return (
         f"this model would train {ratio:.1f}x faster on {device.label} alone if it had the memory: "
         f"{need / 2**20:.0f} MiB are needed, its limit is {device.memory_limit_bytes / 2**20:.0f}",

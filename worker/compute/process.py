@@ -163,6 +163,7 @@ class ComputeProcess:
             case "transferred":
                 self._requests.transferred(m.request, m.bytes)
             case "run_step":
+                self._network.tidy()  # sums of tied parameters went through the arena at the last step's end
                 do(instructions.RunStep(m.job, m.plan_version, m.step))
             case "apply_step":
                 apply = instructions.ApplyStep(

@@ -555,6 +555,7 @@ class Workbench:
         except (RuntimeError, AtollError) as failed:
             error = self._explained(failed)
         finally:
+            give_back()  # the stage that comes next counts from here
             self._context.status.end()
         self._post(events.Probed(messages.ops_probed(request, timings, error)))
 

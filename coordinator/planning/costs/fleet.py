@@ -56,6 +56,7 @@ class Device:
     codec_speeds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     device_class: DeviceClass | None = None  # None: not known, of a fleet described in a file
     memory_scale: float = 1.0  # bytes that the job's stages take over the model's, as measured
+    heap_share: float = 0.0  # bytes of the heap that a stage takes over its model's, of these
     beside: tuple[tuple[str, int], ...] = ()  # bytes that any stage takes beside its model's, by name
 
     @property
@@ -73,7 +74,7 @@ class Device:
     @property
     def model_limit_bytes(self) -> float:
         """The most bytes of a stage by the memory model."""
-        return max(0.0, self.stage_limit_bytes - self.beside_bytes)
+        return max(0.0, self.stage_limit_bytes - self.beside_bytes) / (1.0 + self.heap_share)
 
     @property
     def beside_bytes(self) -> int:

@@ -122,7 +122,8 @@ def test_all_queries_of_intervals_agree(clip_norm: float | None) -> None:
 
 
 def test_what_a_worker_takes_beside_a_model_is_not_the_models_to_use() -> None:
-    described = Device("w", 100 << 20)
-    real = replace(described, beside=BESIDE, memory_scale=1.25)
-    assert described.model_limit_bytes == 100 << 20
-    assert real.model_limit_bytes == (100 << 20) / 1.25 - BESIDE_BYTES
+    described = Device("w", 400 << 20)
+    real = replace(described, beside=BESIDE, heap_share=0.25, memory_scale=1.25)
+    assert described.model_limit_bytes == 400 << 20
+    assert real.model_limit_bytes == ((400 << 20) / 1.25 - BESIDE_BYTES) / 1.25
+    assert replace(real, memory_limit_bytes=1 << 20).model_limit_bytes == 0.0
