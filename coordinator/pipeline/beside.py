@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING
 
 from coordinator.messages import events as ev
 from coordinator.messages.jobs import ENDED, GATHERS, PREPARING, RUNNING, Event, JobState, Phase
+from coordinator.pipeline.changes.joining import Joining
+from coordinator.pipeline.changes.replanning import Replanning
+from coordinator.pipeline.changes.standbys import Standbys
+from coordinator.pipeline.changes.successors import alike
 from coordinator.pipeline.copies import Copies
-from coordinator.pipeline.joining import Joining
-from coordinator.pipeline.replanning import Replanning
+from coordinator.pipeline.health.spot_checks import SpotChecks
 from coordinator.pipeline.ring import Rings
-from coordinator.pipeline.spot_checks import SpotChecks
-from coordinator.pipeline.standbys import Standbys
 
 if TYPE_CHECKING:
     from atoll.job import JobSpec
     from coordinator.membership.effects import Effects
     from coordinator.messages.facts import Checkpoint
-    from coordinator.pipeline.suspicion import Suspicion
+    from coordinator.pipeline.health.suspicion import Suspicion
 
 Judged = ev.SwapsJudged | ev.SwapsFailed | ev.FleetJudged | ev.FleetFailed
 
@@ -51,7 +52,7 @@ class Beside:
         self.copies = Copies(self.effects)
         self.rings = Rings(self.effects, self.step)
         self.standbys = Standbys(self.effects, self.put, self.step)
-        self.checks = SpotChecks(self.effects, self.suspicion, self.step, self._workers_wanted)
+        self.checks = SpotChecks(self.effects, self.suspicion, self.step, self._workers_wanted, alike)
         self.joining = Joining(self.effects, self.standbys, self.timed, self.checks.make_way)
         self.replanning = Replanning(self.effects, self.timed)
 

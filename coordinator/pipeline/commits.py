@@ -12,7 +12,8 @@ from coordinator.messages.events import EvalReady, StepReady
 from coordinator.messages.facts import StepCommitted
 from coordinator.messages.instructions import StepCommit
 from coordinator.messages.jobs import JobState, OddLoss, Point, Todo
-from coordinator.pipeline import link_policy, periods, relink
+from coordinator.pipeline import periods
+from coordinator.pipeline.tuning import link_policy, relink
 
 
 def clip_scale(square_norms: list[float], clip_norm: float | None, weight: float = 1.0) -> float:

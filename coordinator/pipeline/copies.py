@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import RUNNING, JobState
 from coordinator.pipeline.assigning import tensors_of
-from coordinator.pipeline.fetching import Fetching, stored_name
-from coordinator.pipeline.reconfigure import begun
+from coordinator.pipeline.changes.fetching import Fetching, stored_name
+from coordinator.pipeline.changes.successors import Successor, Successors
+from coordinator.pipeline.history import begun
 from coordinator.pipeline.ring import copies_of
-from coordinator.pipeline.successors import Successor, Successors
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:

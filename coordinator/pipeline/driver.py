@@ -49,21 +49,23 @@ from coordinator.messages.jobs import (
     Torn,
     Waits,
 )
-from coordinator.pipeline import machine, memory, periods, reconfigure, restart
+from coordinator.pipeline import history, machine, periods, restart
 from coordinator.pipeline.assigning import assignment, of_neighbours, reconfiguration, said_to
 from coordinator.pipeline.beside import Beside
-from coordinator.pipeline.calibration import learn
-from coordinator.pipeline.doubt import as_failure, left_out
-from coordinator.pipeline.link_adaptation import Adapting, capped
-from coordinator.pipeline.losses import Losses
-from coordinator.pipeline.pair_tables import PairTables
-from coordinator.pipeline.profiling import Hold, Profiling
-from coordinator.pipeline.relink import current
+from coordinator.pipeline.changes import reconfigure
+from coordinator.pipeline.changes.losses import Losses
+from coordinator.pipeline.changes.seats import Seats
+from coordinator.pipeline.health.doubt import as_failure, left_out
+from coordinator.pipeline.health.stuck import Stuck
+from coordinator.pipeline.health.suspicion import Suspicion
+from coordinator.pipeline.history import current
 from coordinator.pipeline.restart import Returning, kept_out
-from coordinator.pipeline.round_codecs import RoundCodecs
-from coordinator.pipeline.seats import Seats
-from coordinator.pipeline.stuck import Stuck
-from coordinator.pipeline.suspicion import Suspicion
+from coordinator.pipeline.tuning import memory
+from coordinator.pipeline.tuning.calibration import learn
+from coordinator.pipeline.tuning.link_adaptation import Adapting, capped
+from coordinator.pipeline.tuning.pair_tables import PairTables
+from coordinator.pipeline.tuning.profiling import Hold, Profiling
+from coordinator.pipeline.tuning.round_codecs import RoundCodecs
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
@@ -309,7 +311,7 @@ class PipelineDriver:
 
     def _missed(self, state: JobState, back: Returning, worker: str, why: str) -> None:
         """Who is awaited after our restart is lost: it is replaced when the others are back."""
-        if not reconfigure.begun(state):
+        if not history.begun(state):
             self._step(state.job, StageLost(f"{self.effects.label(worker)} {why}"))
             return
         back.missing.discard(worker)
@@ -385,13 +387,13 @@ class PipelineDriver:
         worker, since = state.plan.places[rank].worker, record.given(rank)
         if since == state.assigned:
             source = state.source or state.checkpoint
-            replay = reconfigure.replay(state, record, rank, source) if state.moving else None
+            replay = history.replay(state, record, rank, source) if state.moving else None
             holders = self.beside.copies.holders(state, rank, worker)
             self.effects.send(worker, assignment(state, rank, roster, source, replay, holders))
             return
         if state.last_commit is not None:
             self.effects.send(worker, said_to(state, rank, state.last_commit))
-        store = reconfigure.stores_anew(state, record, rank)
+        store = history.stores_anew(state, record, rank)
         self.effects.send(worker, reconfiguration(state, rank, roster, since, store=store))
 
     # ------------------------------------------------------------ losses
@@ -428,7 +430,7 @@ class PipelineDriver:
     def _failed(self, state: JobState, failed: FromRank[ev.StageFailed]) -> None:
         """A stage broke: whoever comes back with it after our restart is as good as lost."""
         back, message = self.returning.get(state.job), failed.message
-        if back is not None and not message.lost_peer and reconfigure.begun(state) and state.plan is not None:
+        if back is not None and not message.lost_peer and history.begun(state) and state.plan is not None:
             self._missed(state, back, state.plan.places[failed.rank].worker, f"failed: {message.reason}")
         else:
             self.losses.failed(state, failed, back.until_s if back is not None else 0.0)
@@ -512,7 +514,7 @@ class PipelineDriver:
         for job in list(self.returning):
             self._all_back(job)
         for state in list(self.jobs.values()):
-            if reconfigure.logs_short(state, self.effects.roster):
+            if history.logs_short(state, self.effects.roster):
                 self._step(state.job, LogsShort())
         # Who has not come back after our restart has a deadline of its own.
         here = {job: state for job, state in self.jobs.items() if job not in self.returning}
@@ -542,7 +544,7 @@ class PipelineDriver:
         ones are stored; those of stored ones the ledger knows."""
         running = [state for state in self.jobs.values() if state.phase in RUNNING]
         stored = [tensors for s in running for parts in s.stores.values() for tensors in parts.values()]
-        loaded = [source for s in running for source in reconfigure.sources(s)] + self.beside.sources()
+        loaded = [source for s in running for source in history.sources(s)] + self.beside.sources()
         return {blob for tensors in (*stored, *(c.tensors for c in loaded)) for blob in tensors.values()}
 
     # ------------------------------------------------------------ what runs next

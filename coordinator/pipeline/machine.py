@@ -15,7 +15,7 @@ from dataclasses import replace
 from atoll.job import CHECKPOINT_EVERY_S
 from atoll.transitions import Transitions
 from coordinator.messages import peer_tensors
-from coordinator.messages.events import EvalReady, Loaded, StageFailed, StageMessage, StateStored, StepReady
+from coordinator.messages.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
 from coordinator.messages.facts import (
     Checkpoint,
     CheckpointStored,
@@ -64,9 +64,12 @@ from coordinator.messages.jobs import (
     Torn,
     Waits,
 )
-from coordinator.pipeline import commits, disputes, joined, periods, relink, snapshots
-from coordinator.pipeline.doubt import diverged, doubted, words
-from coordinator.pipeline.whole_replicas import renumbered
+from coordinator.pipeline import commits, joined, periods, snapshots
+from coordinator.pipeline.changes.whole_replicas import renumbered
+from coordinator.pipeline.health import disputes
+from coordinator.pipeline.health.doubt import diverged, doubted, words
+from coordinator.pipeline.history import staleness
+from coordinator.pipeline.tuning import relink
 
 RECENT = 21  # step times kept for medians
 STORING_SHARE = 20.0  # storing takes at most a twentieth of the time: a slow uplink stores rarely
@@ -100,25 +103,6 @@ def step(state: JobState, event: Event, now_s: float) -> Outcome:
     if transition is None:
         raise LookupError(f"{state.job}: {kind.__name__} while {state.phase.value} ({state.reason})")
     return transition(state, event, now_s)
-
-
-def staleness(state: JobState, event: FromRank[StageMessage]) -> str | None:
-    """Return why a stage's message is not of the plan as it is now, None when it is."""
-    message = event.message
-    version = (
-        (state.assigned or state.version) if isinstance(message, Loaded) else _version_at(state, message.step)
-    )
-    if message.version != version:
-        return f"{type(message).__name__} of plan {message.version}, now {version}"
-    if not 0 <= event.rank < state.n_ranks:
-        return f"{type(message).__name__} of rank {event.rank} of {state.n_ranks}"
-    return None
-
-
-def _version_at(state: JobState, step: int) -> int:
-    # A given-up plan's late words are of no version that counts.
-    alive = state.phase in RUNNING
-    return relink.version_at(state.lineage, step, state.version) if alive else state.version
 
 
 # ---------------------------------------------------------------- preparing

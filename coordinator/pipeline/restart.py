@@ -19,7 +19,7 @@ from coordinator.messages.events import Held
 from coordinator.messages.facts import JobRecord
 from coordinator.messages.instructions import Relink, StepCommit
 from coordinator.messages.jobs import JobState, Phase
-from coordinator.pipeline.relink import AHEAD
+from coordinator.pipeline.tuning.relink import AHEAD
 
 if TYPE_CHECKING:
     from coordinator.membership.roster import Worker

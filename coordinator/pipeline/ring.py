@@ -32,8 +32,8 @@ from coordinator.messages.jobs import (
     Snapshot,
     Waits,
 )
-from coordinator.pipeline.fetching import copy_name
-from coordinator.pipeline.reconfigure import Refused, choose
+from coordinator.pipeline.changes.fetching import copy_name
+from coordinator.pipeline.changes.reconfigure import Refused, choose
 from coordinator.planning.costs.snapshots import every_s
 from protos.telemetry import Event as Name
 

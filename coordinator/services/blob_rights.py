@@ -20,7 +20,7 @@ from coordinator.federated.driver import FederatedDriver
 from coordinator.messages.jobs import ENDED
 from coordinator.pipeline.assigning import tensors_of
 from coordinator.pipeline.driver import PipelineDriver
-from coordinator.pipeline.reconfigure import sources
+from coordinator.pipeline.history import sources
 from coordinator.storage.graph_store import leaf_metas
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from coordinator.membership.member import Member
 from coordinator.membership.roster import Roster, Worker, flops_of
 from coordinator.messages.events import UNLIMITED, Guest
 from coordinator.messages.jobs import ENDED, JobState
+from coordinator.pipeline.changes.loss_cost import loss_costs, loss_words
+from coordinator.pipeline.changes.standby import standby_words
 from coordinator.pipeline.driver import PipelineDriver
-from coordinator.pipeline.loss_cost import loss_costs, loss_words
-from coordinator.pipeline.memory import measured_bytes, predicted_stages
 from coordinator.pipeline.periods import exchange_words
-from coordinator.pipeline.standby import standby_words
+from coordinator.pipeline.tuning.memory import measured_bytes, predicted_stages
 from coordinator.services.views_federated import federated_status
 from protos import atoll_control_pb2 as pb
 from protos.convert import to_proto

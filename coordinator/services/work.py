@@ -28,7 +28,7 @@ from atoll.errors import (
 from coordinator.membership.addresses import passed_on
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
-from coordinator.pipeline.relink import current
+from coordinator.pipeline.history import current
 from coordinator.services.blob_rights import StageRole, leaves_of, put_by, role_of
 from coordinator.services.resolving import resolved
 from coordinator.services.wire import (

@@ -23,7 +23,7 @@ from coordinator.messages.facts import (
 )
 from coordinator.messages.jobs import ENDED, RUNNING, Phase
 from coordinator.pipeline.driver import PipelineDriver
-from coordinator.pipeline.relink import version_at
+from coordinator.pipeline.history import version_at
 from strategies.exchanges.partners import groups_of, joins
 from tests.sim import local_steps
 from tests.sim.values import exact_step, reference

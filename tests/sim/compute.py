@@ -12,7 +12,7 @@ from typing import Any
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import BESIDE
-from coordinator.pipeline.relink import version_at
+from coordinator.pipeline.history import version_at
 from strategies.exchanges.partners import group_of, groups_of, joins
 from tests.sim import local_steps
 from tests.sim.clock import Process, digest

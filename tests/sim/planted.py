@@ -14,9 +14,10 @@ from coordinator.messages import batch as batches
 from coordinator.messages.events import StateStored, StepReady, UpdateReady
 from coordinator.messages.facts import Checkpoint, CheckpointStored
 from coordinator.messages.jobs import STEPPING, FromRank, JobState, Phase, Record
-from coordinator.pipeline import losses, machine, reconfigure
-from coordinator.pipeline.standbys import Standbys
-from coordinator.pipeline.stuck import Stuck
+from coordinator.pipeline import history, machine
+from coordinator.pipeline.changes import losses, reconfigure
+from coordinator.pipeline.changes.standbys import Standbys
+from coordinator.pipeline.health.stuck import Stuck
 from tests.sim.compute import Bench
 from tests.sim.coordinator import Coordinator, Folder
 from tests.sim.faults import Crash, Fault, Hang, KilledForMemory, Poison, Repeats, TakeOver
@@ -124,13 +125,13 @@ def message_skipped_in_replay(patch: pytest.MonkeyPatch) -> None:
 
 def scale_forgotten_in_replay(patch: pytest.MonkeyPatch) -> None:
     """A newcomer applies what it repeats as if nothing had been clipped."""
-    honest = reconfigure.replay
+    honest = history.replay
 
     def bug(*arguments: Any) -> Any:
         found = honest(*arguments)
         return found and replace(found, scales=(1.0,) * len(found.scales))
 
-    patch.setattr(reconfigure, "replay", bug)
+    patch.setattr(history, "replay", bug)
 
 
 def scale_forgotten_by_a_standby(patch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coordinator.messages.facts import PlanAdopted, StepCommitted, from_record
-from coordinator.pipeline import replanning
+from coordinator.pipeline.changes import replanning
 from tests.sim.faults import Crash, Fault, Freeze, KillCoordinator, Leave
 from tests.sim.world import Scenario, World, told
 

@@ -16,7 +16,7 @@ from coordinator.messages.facts import (
     from_record,
 )
 from coordinator.messages.jobs import JobState, Phase
-from coordinator.pipeline import whole_replicas
+from coordinator.pipeline.changes import whole_replicas
 from tests.sim.compute import Bench
 from tests.sim.faults import Crash, CutOff, Fault, Freeze, Hang, KillCoordinator, Leave, Partition
 from tests.sim.shrink import shrunk

@@ -12,7 +12,7 @@ from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.events import UNLIMITED, Guest
 from coordinator.messages.jobs import Phase
-from coordinator.pipeline.deadlines import deadlines
+from coordinator.pipeline.health.deadlines import deadlines
 from coordinator.planning.costs.fleet import Device, Fleet
 from tests.sim.scripted import Scripted
 

@@ -18,7 +18,7 @@ from coordinator.messages.facts import (
     StepCommitted,
     WorkRejected,
 )
-from coordinator.pipeline.spot_checks import trusted
+from coordinator.pipeline.health.spot_checks import trusted
 
 HASH = "ab" * 32
 

@@ -13,8 +13,8 @@ from coordinator.pipeline.copies import FLEET_EVERY_S
 from coordinator.pipeline.driver import PipelineDriver
 from coordinator.planning.costs.network import LinkEstimate
 from coordinator.services.blob_rights import KeeperRole, role_of
-from tests.coordinator.pipeline.test_loss_cost import costs
-from tests.coordinator.pipeline.test_reconfigure import JOB, leave, predicted, spec, step, store
+from tests.coordinator.pipeline.changes.test_loss_cost import costs
+from tests.coordinator.pipeline.changes.test_reconfigure import JOB, leave, predicted, spec, step, store
 from tests.sim.scripted import Scripted
 
 MB = 10**6

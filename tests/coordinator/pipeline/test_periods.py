@@ -31,8 +31,8 @@ from coordinator.messages.jobs import (
 )
 from coordinator.pipeline import machine
 from coordinator.pipeline.assigning import tensors_of
-from coordinator.pipeline.deadlines import deadlines
-from coordinator.pipeline.doubt import left_out
+from coordinator.pipeline.health.deadlines import deadlines
+from coordinator.pipeline.health.doubt import left_out
 from coordinator.pipeline.periods import exchange_words, odd_ones, round_groups
 from strategies.exchanges.partners import group_of
 

@@ -14,7 +14,7 @@ from coordinator.messages.events import Held
 from coordinator.messages.facts import CheckpointStored, Evaluated, LinksChanged, StepCommitted
 from coordinator.messages.jobs import JobState, Phase
 from coordinator.pipeline.restart import Returning, running
-from tests.coordinator.pipeline.test_relink import COARSE
+from tests.coordinator.pipeline.tuning.test_relink import COARSE
 from tests.sim.scripted import HASH, Scripted, spec
 
 

@@ -8,9 +8,9 @@ from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.events import Held
 from coordinator.messages.jobs import LogsShort, Phase
+from coordinator.pipeline.changes.replanning import _Wish
 from coordinator.pipeline.driver import PipelineDriver
-from coordinator.pipeline.replanning import _Wish
-from tests.coordinator.pipeline.test_reconfigure import JOB, leave, moves, spec, step, store
+from tests.coordinator.pipeline.changes.test_reconfigure import JOB, leave, moves, spec, step, store
 from tests.coordinator.pipeline.test_restart import back
 from tests.sim.scripted import Scripted
 

@@ -21,7 +21,7 @@ from benchmarks.commit import WIDTH, chain, submission, upload
 from benchmarks.fake_worker import FakeWorker
 from coordinator.cli.main import app
 from coordinator.config import CoordinatorConfig
-from coordinator.pipeline import profiling
+from coordinator.pipeline.tuning import profiling
 from coordinator.server import Running, serve
 from coordinator.storage import mirrored_blobs
 from protos import atoll_control_pb2 as pb

@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.messages import events as ev
 from coordinator.services.views import job_update
-from tests.coordinator.pipeline.test_reconfigure import JOB, spec
+from tests.coordinator.pipeline.changes.test_reconfigure import JOB, spec
 from tests.sim.scripted import Scripted
 
 

@@ -1,0 +1,275 @@
+"""Losses of running jobs: from a worker that is gone, or a stage that broke, to who takes over. Pure.
+
+A stage that says it lost a peer is not believed at once: the peer is gone, which shows within the time in
+which the dead are noticed, or the two have lost each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from coordinator.messages.jobs import RUNNING, Event, FromRank, JobState, Replaced, StageLost
+from coordinator.pipeline import history
+from coordinator.pipeline.changes.reconfigure import Choice, Refused, choose, once_more
+from coordinator.pipeline.health.doubt import left_out
+from coordinator.pipeline.history import begun
+from coordinator.pipeline.tuning import memory
+from coordinator.pipeline.tuning.profiling import Hold, Profiling
+from protos.telemetry import Event as Name
+
+if TYPE_CHECKING:
+    from atoll.plan import Plan
+    from coordinator.membership.effects import Effects
+    from coordinator.messages.events import StageFailed, StateStored
+
+
+@dataclass(frozen=True, slots=True)
+class _Accused:
+    """A stage failed as it lost a peer; what becomes of that shows by ``until_s``."""
+
+    failed: FromRank[StageFailed]
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Diverged:
+    """Peers that have diverged in the period that begins with ``step``."""
+
+    step: int
+    workers: frozenset[str]
+
+
+@dataclass(slots=True)
+class Losses:
+    """``step``: step a job's machine; ``make_way``: let those go who are busy beside plans."""
+
+    effects: Effects
+    profiling: Profiling
+    dead_after_s: float
+    step: Callable[[str, Event], None]
+    make_way: Callable[[], None] = lambda: None
+    _accused: dict[str, _Accused] = field(default_factory=dict)  # by job
+    _named: dict[str, dict[str, str]] = field(default_factory=dict)  # by job: peer -> whom it named last
+    _diverged: dict[str, _Diverged] = field(default_factory=dict)  # by job
+
+    def replace(
+        self, state: JobState, rank: int, reason: str, failed: FromRank[StageFailed] | None = None
+    ) -> None:
+        """Have another worker take over a rank, or go back to the checkpoint; ``failed``: its stage broke."""
+        assert state.plan is not None  # noqa: S101 - it has ranks
+        worker = state.plan.places[rank].worker
+        chosen = self.choose(state, {rank}, (worker,) if failed is not None else ())
+        if isinstance(chosen, Choice):
+            self.replaced(state, chosen, {rank}, reason, blamed=failed is not None)
+        elif failed is not None:
+            self.step(state.job, failed)
+        else:
+            self.step(state.job, StageLost(f"{reason}; {chosen.reason}" if begun(state) else reason))
+
+    def choose(
+        self, state: JobState, ranks: Collection[int], again: Collection[str] = ()
+    ) -> Choice | Refused:
+        """Return who takes over these ranks; see ``reconfigure.choose``."""
+        if self.effects.storage:
+            return Refused(self.effects.storage)
+        self.make_way()
+        return choose(state, self.effects.ledger.jobs[state.job], self.effects.roster, ranks, again)
+
+    def replaced(
+        self, state: JobState, chosen: Choice, ranks: Collection[int], reason: str, blamed: bool = False
+    ) -> None:
+        """Carry out a choice: who takes over what, and repeats how much, is the job's reason."""
+        without = ", ".join(
+            self.effects.label(chosen.workers[rank]) for rank in sorted(ranks) if rank in chosen.absent
+        )
+        if chosen.plan is not None:
+            words = f"{reason}; {self._going_on(state, chosen, chosen.plan)}"
+            self.step(state.job, Replaced(chosen.workers, chosen.newcomers, words, blamed, plan=chosen.plan))
+            return
+        steps = state.step - state.checkpoint.step
+        repeating = f", repeating {steps} steps from step {state.checkpoint.step}" if steps else ""
+        taken = ", ".join(
+            f"{self.effects.label(chosen.workers[rank])} takes over rank {rank}{repeating}"
+            if rank in chosen.newcomers
+            else f"{self.effects.label(chosen.workers[rank])} takes rank {rank}, for which it stood by"
+            for rank in sorted(ranks)
+            if rank not in chosen.absent
+        )
+        words = f"{reason}; {taken}" if ranks else f"{reason}; all connect anew"
+        if without:
+            words = f"{reason}; the others go on without {without}"
+        self.step(state.job, Replaced(chosen.workers, chosen.newcomers, words, blamed, absent=chosen.absent))
+
+    def _going_on(self, state: JobState, chosen: Choice, plan: Plan) -> str:
+        """Say which replicas go on, and without which, and why."""
+        assert state.plan is not None  # noqa: S101 - it has ranks
+        freed = [place.worker for place in state.plan.places if place.worker not in chosen.workers]
+        count, before = len(plan.replicas), len(state.plan.replicas)
+        who = f"{count} of {before} replicas go on" if count > 1 else f"one of {before} replicas goes on"
+        return f"{chosen.why}: {who}, without {', '.join(map(self.effects.label, freed))}"
+
+    def doubted(self, state: JobState, reason: str) -> None:
+        """Do a step that is not finite again, without those whom its doubt leaves out; from the checkpoint
+        where nobody can take over."""
+        for some in left_out(state):
+            ranks = {rank for rank in map(state.rank_of, some) if rank is not None}
+            chosen = self.choose(state, ranks) if ranks or not some else None
+            if isinstance(chosen, Choice):
+                self.replaced(state, chosen, ranks, reason)
+                return
+        self.step(state.job, StageLost(reason))
+
+    def exclude(self, state: JobState, ranks: Collection[int], reason: str) -> None:
+        """Have the others go on without ranks whose reports cannot be used; from the checkpoint where there
+        are none."""
+        chosen = self.choose(state, ranks)
+        if isinstance(chosen, Choice):
+            self.replaced(state, chosen, ranks, reason, blamed=True)
+        else:
+            self.step(state.job, StageLost(f"{reason}; {chosen.reason}", blamed=True))
+
+    def failed(self, state: JobState, failed: FromRank[StageFailed], not_before_s: float = 0.0) -> None:
+        """A stage broke, or lost a peer: nobody is judged for that before ``not_before_s``."""
+        message = failed.message
+        until_s = self.effects.now_s + self.dead_after_s
+        if state.phase not in RUNNING or history.staleness(state, failed) is not None:
+            self.step(state.job, failed)
+        elif message.memory_bytes and not message.lost_peer:
+            self._killed(state, failed)
+        elif not begun(state):
+            if message.lost_peer:
+                self.profiling.holds[state.job] = Hold(until_s, unless_gone=message.lost_peer)
+            else:
+                self.profiling.read_again(state.job)
+            self.step(state.job, failed)
+        elif message.lost_peer and state.rank_of(message.lost_peer) is not None:
+            self._accused.setdefault(state.job, _Accused(failed, max(until_s, not_before_s)))
+        else:
+            assert state.plan is not None  # noqa: S101 - it has ranks
+            label = self.effects.label(state.plan.places[failed.rank].worker)
+            self.replace(state, failed.rank, f"{label} failed: {message.reason}", failed)
+
+    def _killed(self, state: JobState, failed: FromRank[StageFailed]) -> None:
+        """Go on after a stage was killed for memory: nobody is blamed, and nothing that is trained is lost as
+        long as somebody can repeat it."""
+        assert state.plan is not None  # noqa: S101 - it has ranks
+        roster, rank, record = self.effects.roster, failed.rank, self.effects.ledger.jobs[state.job]
+        words = memory.killed(roster, state, failed, self.effects.label(state.plan.places[rank].worker))
+        self.effects.log(Name.STAGE_KILLED, "warning", job=state.job, step=state.step, reason=words)
+        chosen = self.choose(state, {rank}) if begun(state) else Refused("")
+        if isinstance(chosen, Choice):
+            self.replaced(state, chosen, {rank}, words)
+            return
+        again = once_more(state, record, roster, rank)
+        if state.unfit and record.given(rank) == state.assigned:
+            again = Refused("it was killed before, while it repeated steps")
+        if isinstance(again, Choice) and not self.effects.storage:
+            steps = state.step - state.checkpoint.step
+            words += f"; it repeats {steps} steps, then the job is planned anew from step {state.step}"
+            self.step(state.job, Replaced(again.workers, again.newcomers, words, unfit=True))
+        else:
+            why = again.reason or chosen.reason if isinstance(again, Refused) else self.effects.storage
+            words += f"; {why}" if why else ""
+            self.step(state.job, StageLost(f"{words}; planned anew", unfit=True))
+
+    def diverged(self, state: JobState, failed: FromRank[StageFailed]) -> bool:
+        """Go back to the checkpoint where half of the peers have diverged in a period, as the last round's
+        fault; whether that is so. Until then each goes alone."""
+        if state.phase not in RUNNING or not begun(state) or state.plan is None:
+            return False
+        if history.staleness(state, failed) is not None:
+            return False
+        places = state.plan.places
+        worker, known = places[failed.rank].worker, self._diverged.get(state.job)
+        before = known.workers if known is not None and known.step == state.step else frozenset[str]()
+        found = before | {worker}
+        self._diverged[state.job] = _Diverged(state.step, found)
+        others = frozenset(places[rank].worker for rank in state.present) - found
+        if len(found) < max(2, len(others)):
+            return False  # of two peers, who says so of itself goes
+        reported = frozenset(places[rank].worker for rank in state.ready)
+        words = f"{self.effects.label(worker)} failed: {failed.message.reason}"
+        words += f"; so have {len(found)} of {len(found | others)} peers"
+        self.step(state.job, StageLost(words, blamed=True, suspects=others & reported or others))
+        return True
+
+    def unstored(self, state: JobState, event: FromRank[StateStored]) -> str:
+        """Return why a worker is to have no rank any more that could not store its part, of the result or
+        once more, "" where it keeps it."""
+        done = event.message.step + 1
+        parts = state.stores.get(done)
+        if (
+            event.message.kept
+            or not event.message.error
+            or parts is None
+            or event.rank in parts
+            or state.plan is None
+        ):
+            return ""
+        if history.staleness(state, event):
+            return ""
+        worker = state.plan.places[event.rank].worker
+        if done < state.steps and set(state.unstored) != {worker}:
+            return ""  # the store's own fault where others failed
+        return f"could not store its state: {event.message.error}"
+
+    def moved(self, state: JobState, rank: int, why: str) -> bool:
+        """Have another worker take over a rank whose worker is here, and is to have it no more; whether one
+        can."""
+        assert state.plan is not None  # noqa: S101 - it has ranks
+        chosen = self.choose(state, {rank})
+        if isinstance(chosen, Refused):
+            return False
+        label = self.effects.label(state.plan.places[rank].worker)
+        self.replaced(state, chosen, {rank}, f"{label} {why}", blamed=True)
+        return True
+
+    def forget(self, job: str) -> None:
+        """A job has other workers, or none: what its stages said of each other is over."""
+        self._accused.pop(job, None)
+
+    def over(self, job: str) -> None:
+        """The job's plan is over."""
+        self.forget(job)
+        self._named.pop(job, None)
+        self._diverged.pop(job, None)
+
+    def judge(self, jobs: Mapping[str, JobState], returning: Collection[str]) -> None:
+        """Let time pass; jobs that are ``returning`` wait for their workers first."""
+        for job, accused in list(self._accused.items()):
+            if self.effects.now_s >= accused.until_s and job not in returning:
+                del self._accused[job]
+                if jobs[job].phase in RUNNING:
+                    self._not_gone(jobs[job], accused.failed)
+
+    def _not_gone(self, state: JobState, failed: FromRank[StageFailed]) -> None:
+        """Two that are here have lost each other: all connect anew, and where that does not help the one that
+        was named gives up its place, or where nobody could go on without it the one that named it."""
+        peer = state.rank_of(failed.message.lost_peer)
+        if peer is None or history.staleness(state, failed) is not None:
+            return
+        # Peers with local steps hold nobody up: who did not deliver joins again later.
+        ranks = {peer} if state.failures else set()
+        if state.local:
+            ranks = {failed.rank if self._names_many(state, failed) else peer}
+        chosen = self.choose(state, ranks)
+        if isinstance(chosen, Refused) and state.plan is not None:
+            ranks = {failed.rank}
+            chosen = self.choose(state, ranks, (state.plan.places[failed.rank].worker,))
+        if isinstance(chosen, Choice):
+            words = f"rank {failed.rank} and rank {peer} lost each other: {failed.message.reason}"
+            self.replaced(state, chosen, ranks, words)
+        else:
+            self.step(state.job, failed)
+
+    def _names_many(self, state: JobState, failed: FromRank[StageFailed]) -> bool:
+        """Whether a peer names another than the last time: its line is slow, or it puts out whom it likes."""
+        assert state.plan is not None  # noqa: S101 - it has ranks
+        named, who = self._named.setdefault(state.job, {}), state.plan.places[failed.rank].worker
+        before = named.pop(who, failed.message.lost_peer)
+        if before != failed.message.lost_peer:
+            return True
+        named[who] = before
+        return False

@@ -1,0 +1,139 @@
+"""A replica more for a job that has lost some: idle workers take the place of a broken one. Pure.
+
+The next commit stores the state, and the step after waits until that is stored. Then the newcomers begin with
+it as a copy of a replica that is there, cut alike, and all share out the step's blocks anew. That is worth a
+pause where the steps that are left save more than it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import inf
+from typing import TYPE_CHECKING
+
+from atoll.exchange import Exchange
+from coordinator.membership.link_table import MIN_BANDWIDTH_BPS
+from coordinator.membership.member import NO_RANK
+from coordinator.pipeline.changes.reconfigure import Choice, at_hand
+from coordinator.pipeline.changes.successors import devices_of, seconds_of, slower
+from coordinator.pipeline.changes.whole_replicas import pipeline_s, share_of, shared, stage_s
+from coordinator.pipeline.joined import ranks_of
+from coordinator.planning.costs.fleet import UNKNOWN
+
+if TYPE_CHECKING:
+    from atoll.plan import Plan, Replica
+    from coordinator.membership.roster import Roster
+    from coordinator.messages.jobs import JobState
+
+WORTH = 1.5  # seconds saved over seconds that the job stands still
+PAUSES = 2.0  # times what a stage took to load: storing it takes about as long
+
+
+def choose(state: JobState, roster: Roster) -> Choice | None:
+    """Return the plan with a replica more, and who the newcomers are; None where nobody fits, it is not worth
+    it, or the owner has not asked for as many."""
+    plan = state.plan
+    wanted = min(state.spec.training.replica_count or 0, plan.blocks if plan is not None else 0)
+    if plan is None or plan.local or len(plan.replicas) >= wanted:
+        return None
+    number = min(range(len(plan.replicas)), key=lambda at: len(plan.replicas[at].stages))
+    workers = _workers(state, roster, plan, number)
+    if workers is None:
+        return None
+    replicas = [*plan.replicas, _on(plan.replicas[number], iter(workers))]
+    seconds = [pipeline_s(state, plan, at) for at in range(len(plan.replicas))]
+    seconds.append(_copy_s(state, roster, plan, number, workers))
+    if not all(seconds):  # of speeds nothing is known: as long for each micro-batch
+        seconds = [float(share_of(replica)) for replica in replicas]
+    grown = _grown(roster, plan, number, replicas, seconds)
+    if grown is None or not _worth(state, replicas, seconds, grown):
+        return None
+    names = tuple(place.worker for place in grown.places)
+    newcomers = frozenset(rank for rank, name in enumerate(names) if name in workers)
+    return Choice(names, newcomers, plan=grown)
+
+
+def _workers(state: JobState, roster: Roster, plan: Plan, number: int) -> list[str] | None:
+    """Return workers for the stages of a copy of a replica, None where too few are idle or stand by."""
+    precision = state.spec.training.precision.value
+    idle = [*roster.plannable(roster.idle(), precision), *_beside(state, roster)]
+    held = [place.worker for place in plan.places]
+    fleet, chosen = devices_of(roster, (*idle, *held), precision, state.job), list[str]()
+    for rank in ranks_of(plan, number):
+        was = fleet.get(held[rank])
+        fit = [
+            (fleet[worker].device_class != (was.device_class if was else None), step_s, worker)
+            for worker in idle
+            if worker not in chosen and _reaches(roster, worker, (*held, *chosen))
+            for step_s in [seconds_of(state, roster, rank, fleet, worker, {})]
+            if step_s < inf
+        ]
+        if not fit:
+            return None
+        chosen.append(min(fit)[2])
+    return chosen
+
+
+def _beside(state: JobState, roster: Roster) -> list[str]:
+    """Return who stands by for a loss, or repeats steps to compare: with one check after the other nobody
+    would ever be idle."""
+    swapping = {standby.worker for standby in state.standbys.values() if standby.swap}
+    return [
+        worker
+        for worker, known in roster.workers.items()
+        if known.member.rank == NO_RANK and worker not in swapping and at_hand(roster, worker, state.job)
+    ]
+
+
+def _reaches(roster: Roster, worker: str, others: Sequence[str]) -> bool:
+    """Whether a worker has a way to each of these, over links that are not known to be broken."""
+    if not all(other in roster.workers and roster.connectable(worker, other) for other in others):
+        return False
+    links = (
+        roster.links.table.get(*pair) or UNKNOWN
+        for other in others
+        for pair in ((worker, other), (other, worker))
+    )
+    return all(link.bandwidth_bps > MIN_BANDWIDTH_BPS for link in links)
+
+
+def _copy_s(state: JobState, roster: Roster, plan: Plan, number: int, workers: Sequence[str]) -> float:
+    """Return the seconds in which a copy of a replica on these workers would compute the replica's share."""
+    ranks, held = ranks_of(plan, number), [place.worker for place in plan.places]
+    fleet = devices_of(roster, (*workers, *held), state.spec.training.precision.value)
+    return max(
+        stage_s(state, plan, rank) * slower(roster, fleet, worker, held[rank])
+        for rank, worker in zip(ranks, workers, strict=True)
+    )
+
+
+def _grown(
+    roster: Roster, plan: Plan, number: int, replicas: Sequence[Replica], seconds: Sequence[float]
+) -> Plan | None:
+    """Return the plan with the last of ``replicas``, a copy of one of it, None where a stage has no room for
+    that; ``seconds``: of each for the share that it has here."""
+    prediction = plan.prediction
+    if prediction is not None:
+        told = (prediction.stages[rank] for rank in ranks_of(plan, number))
+        more = tuple(one.at(stage.worker) for one, stage in zip(told, replicas[-1].stages, strict=True))
+        prediction = replace(prediction, stages=prediction.stages + more)
+    # Rates and sites of who comes are not known: equal shares are as exact.
+    exchange = replace(plan.exchange or Exchange(), rates=(), sites=(), inner=None)
+    found = shared(roster, replace(plan, prediction=prediction), replicas, seconds, exchange)
+    return None if isinstance(found, str) else found
+
+
+def _on(replica: Replica, workers: Iterator[str]) -> Replica:
+    return replace(replica, stages=tuple(replace(s, worker=next(workers)) for s in replica.stages))
+
+
+def _worth(state: JobState, replicas: Sequence[Replica], seconds: Sequence[float], grown: Plan) -> bool:
+    """Whether the steps that are left save more than standing still for the newcomers takes; ``seconds``: of
+    each of the ``replicas``, the last of which is new, for the share that it has there."""
+    usual_s, left = state.median_step_s or 0.0, state.steps - state.step
+    shares = zip(grown.replicas, replicas, seconds, strict=True)
+    before_s = max(seconds[:-1])
+    after_s = max(took_s * share_of(new) / share_of(old) for new, old, took_s in shares)
+    pause_s = PAUSES * max(state.load_s.values(), default=0.0)
+    return usual_s * (1.0 - after_s / before_s) * left > WORTH * pause_s

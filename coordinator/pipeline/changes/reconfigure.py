@@ -1,0 +1,218 @@
+"""Who takes over the place of a worker that is lost, and what it repeats: all others keep their stage. Pure.
+
+A stage is a function of its state and its messages. The newest checkpoint has the state; the neighbours' send
+logs have the messages since; the journal has the scale of each step and the codecs of each version. So
+whoever comes repeats those steps, up to the one that was in flight. Neighbours that are lost at once repeat
+them together, each from what the other one sends anew. Who has stood by for a lost rank is there already: it
+takes the place as those do who stay. Where no stage is left that holds newer state, or no worker fits, those
+replicas that are whole go on without the others (``whole_replicas``); without one the job goes back to its
+checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from atoll.plan import Plan
+from coordinator.membership.member import Phase as Membership
+from coordinator.messages.jobs import JobState
+from coordinator.pipeline.assigning import neighbours
+from coordinator.pipeline.changes import whole_replicas
+from coordinator.pipeline.changes.successors import Successors, computed_s
+from coordinator.pipeline.history import begun, logged_from, not_repeatable
+
+if TYPE_CHECKING:
+    from coordinator.membership.roster import Roster
+    from coordinator.messages.facts import JobRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Workers by rank from now on; those of ``newcomers`` are given their stage, others hold theirs.
+    ``absent``: ranks of peers with local steps that the others go on without. ``plan``: of whole replicas
+    that go on without others, whose ranks these are then, and ``why`` nobody takes those over."""
+
+    workers: tuple[str, ...]
+    newcomers: frozenset[int]
+    absent: frozenset[int] = frozenset()
+    plan: Plan | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Why nobody takes over; ``for_now``: a worker that joins might."""
+
+    reason: str
+    for_now: bool = False
+
+
+def choose(
+    state: JobState,
+    record: JobRecord,
+    roster: Roster,
+    lost: Collection[int],
+    again: Collection[str] = (),
+) -> Choice | Refused:
+    """Return who takes over the ``lost`` ranks, which replicas go on without them, or why nobody can;
+    ``again``: workers of lost ranks that may have theirs once more where no other fits.
+
+    Ranks that were loading already begin anew, and so do those whose standby was still taking them: it holds
+    no whole state in between.
+    """
+    plan = state.plan
+    if plan is None or not begun(state):
+        return Refused("not all stages were loaded")
+    loading = {r for r in plan.present if state.moving and record.given(r) == state.assigned}
+    loading |= state.promoted.keys() if state.moving else set()
+    if plan.local:
+        return _without(state, lost, loading)
+    ready = standing_by_for(state, roster, lost)
+    newcomers = frozenset(lost).difference(ready) | (loading - state.loaded)
+    missing = frozenset(lost).difference(ready)
+    several = len(plan.replicas) > 1
+    if several and state.failures and missing & loading:
+        left = whole_replicas.without(state, roster, newcomers.union(lost))
+        if isinstance(left, Plan):
+            return _only(left, "a newcomer's stage does not load")
+    chosen = _taken_over(state, record, roster, missing, newcomers, ready, again)
+    if isinstance(chosen, Choice) or not several:
+        return chosen
+    left = whole_replicas.without(state, roster, newcomers.union(lost))
+    if isinstance(left, str):
+        return Refused(f"{chosen.reason}, and {left}", chosen.for_now)
+    return _only(left, chosen.reason)
+
+
+def once_more(state: JobState, record: JobRecord, roster: Roster, rank: int) -> Choice | Refused:
+    """Have a rank's own worker load its stage again and repeat the steps since the checkpoint, though the
+    plan may not fit it; or return why it cannot."""
+    plan = state.plan
+    if plan is None or plan.local or not begun(state) or state.step == state.checkpoint.step:
+        return Refused("")  # nothing is to be repeated
+    loading = {r for r in plan.present if state.moving and record.given(r) == state.assigned}
+    newcomers = frozenset({rank} | (loading - state.loaded))
+    wrong = not_repeatable(state, record) or _unlogged(state, roster, newcomers, {})
+    if wrong or not at_hand(roster, plan.places[rank].worker, state.job):
+        return Refused(wrong or f"stage {plan.places[rank].stage}'s worker is not at hand")
+    return Choice(tuple(place.worker for place in plan.places), newcomers)
+
+
+def _only(left: Plan, why: str) -> Choice:
+    """Have the replicas that are whole go on without the others."""
+    return Choice(tuple(place.worker for place in left.places), frozenset(), plan=left, why=why)
+
+
+def _taken_over(
+    state: JobState,
+    record: JobRecord,
+    roster: Roster,
+    missing: frozenset[int],
+    newcomers: frozenset[int],
+    ready: Mapping[int, str],
+    again: Collection[str],
+) -> Choice | Refused:
+    """Have other workers take over the ``missing`` ranks; ``newcomers``: those and who was loading already,
+    ``ready``: by rank who takes one as it is."""
+    plan = state.plan
+    assert plan is not None  # noqa: S101 - it has ranks
+    wrong = (newcomers and not_repeatable(state, record)) or _unlogged(state, roster, newcomers, ready)
+    if wrong:
+        return Refused(wrong)
+    spare = [s.worker for s in state.standbys.values() if at_hand(roster, s.worker)]
+    chosen = Successors(state, roster, missing, again, ready, spare).chosen()
+    if isinstance(chosen, tuple):
+        stages = [plan.places[rank].stage for rank in chosen]
+        if len(stages) == 1:
+            return Refused(f"no idle worker can take over stage {stages[0]}", for_now=True)
+        words = f"{', '.join(map(str, stages[:-1]))} and {stages[-1]}"
+        return Refused(f"too few idle workers can take over stages {words}", for_now=True)
+    taken = {**ready, **chosen}
+    workers = tuple(taken.get(rank, place.worker) for rank, place in enumerate(plan.places))
+    return Choice(workers, newcomers)
+
+
+def _without(state: JobState, lost: Collection[int], loading: Collection[int]) -> Choice | Refused:
+    """Have the other peers go on: they keep the local steps that they have taken."""
+    assert state.plan is not None  # noqa: S101 - it has ranks
+    absent = state.plan.absent | frozenset(lost)
+    newcomers = frozenset(loading) - state.loaded - absent
+    stay = frozenset(state.present) - absent - newcomers
+    if not stay:
+        return Refused("no peer is left that holds its state")
+    return Choice(tuple(place.worker for place in state.plan.places), newcomers, absent)
+
+
+def seats(state: JobState, roster: Roster) -> Choice | None:
+    """Return which idle workers take the ranks of lost peers, None where no one fits any. Who was lost takes
+    its own rank alone, where nobody else fits it. Nobody takes one whose share would last so long with it
+    that fewer micro-batches a second are computed than without."""
+    plan = state.plan
+    if plan is None or not plan.absent:
+        return None
+    chosen: dict[int, str] = {}
+    again = [w for rank in plan.absent if roster.is_idle(w := plan.places[rank].worker)]
+    micros = [stop - start for start, stop in (replica.micros for replica in plan.replicas)]  # by rank
+    slowest = max(plan.present, key=lambda rank: computed_s(state, rank))
+    step_s = each_s = computed_s(state, slowest)
+    done = sum(micros[rank] for rank in plan.present)
+    for rank in sorted(plan.absent):
+        successors = Successors(state, roster, plan.absent - chosen.keys(), again)
+        for successor in successors.of(rank, chosen):
+            times = successors.slower(successor.worker, plan.places[slowest].worker)
+            took_s = each_s * times * micros[rank] / micros[slowest]
+            if not each_s or took_s * done < step_s * (done + micros[rank]):
+                chosen[rank], step_s = successor.worker, max(step_s, took_s)
+                done += micros[rank]
+                break
+    if not chosen:
+        return None
+    workers = tuple(chosen.get(rank, place.worker) for rank, place in enumerate(plan.places))
+    return Choice(workers, frozenset(chosen), plan.absent - chosen.keys())
+
+
+def standing_by_for(state: JobState, roster: Roster, lost: Collection[int]) -> dict[int, str]:
+    """Return by rank who has stood by for one that is ``lost``, or is to be left, and can take it as it is.
+
+    Not where the model is to be stored after the last step: a standby has stored nothing.
+    """
+    found: dict[int, str] = {}
+    if state.plan is None or state.step >= state.steps:
+        return found
+    for rank in lost:
+        standby = state.standbys.get(rank)
+        if standby is None or not at_hand(roster, standby.worker):
+            continue
+        others = neighbours(state.plan, rank)
+        behind = standby.step < state.step
+        if behind and others.intersection(lost):
+            continue  # what it has not heard is lost
+        if not any(logged_from(state, roster, other) > standby.step for other in others.difference(lost)):
+            found[rank] = standby.worker
+    return found
+
+
+def at_hand(roster: Roster, worker: str, job: str = "") -> bool:
+    """Whether a worker that has a part, of ``job`` where that is given, is connected, and may be used."""
+    known = roster.workers.get(worker)
+    if known is None or known.quarantined or known.guest.paused or known.session is None:
+        return False
+    return known.member.phase is Membership.ASSIGNED and job in ("", known.member.job)
+
+
+def _unlogged(state: JobState, roster: Roster, newcomers: frozenset[int], ready: Mapping[int, str]) -> str:
+    """Return whose messages since the checkpoint nobody has any more, "" where all are there; ``ready``: who
+    takes a rank as it is."""
+    if state.plan is None or state.step == state.checkpoint.step:
+        return ""
+    places = state.plan.places
+    if len(newcomers) == len(places) > 1:
+        return "all stages are lost at once"
+    for rank in sorted(newcomers):
+        for other in sorted(neighbours(state.plan, rank) - newcomers):
+            logged = logged_from(state, roster, other, ready.get(other))
+            if logged > state.checkpoint.step:
+                return f"stage {places[other].stage} has its messages from step {logged} on only"
+    return ""

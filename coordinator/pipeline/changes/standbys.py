@@ -1,0 +1,325 @@
+"""Hot standbys of running jobs: idle workers that repeat a rank's steps until they take its place. Pure.
+
+A standby costs the job nothing: one that fails, lags or dies is given up, and another may be chosen.
+Nothing of it is journalled; after a restart of the coordinator standbys are chosen anew. One may be to
+replace a rank's worker although nobody is lost (``joining``): it does so after the commit of a step, when
+only a few are left to repeat. Where it comes no nearer, as on lines that training keeps busy, it takes the
+place all the same. Training waits until it has repeated the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from coordinator.membership import member as members
+from coordinator.messages import events as ev
+from coordinator.messages import instructions as do
+from coordinator.messages.jobs import RUNNING, Event, JobState, Phase, Replaced, Standby
+from coordinator.pipeline import history
+from coordinator.pipeline.assigning import assignment, beside, neighbours, rank_peer, reconfiguration
+from coordinator.pipeline.changes import reconfigure
+from coordinator.pipeline.changes.loss_cost import WORTH, repeated_s
+from coordinator.pipeline.changes.standby import Chosen, choose, wanted
+from protos.telemetry import Event as Name
+
+if TYPE_CHECKING:
+    from coordinator.membership.effects import Effects
+
+LOOK_S = 1.0  # between two looks for standbys
+STALLED_S = 60.0  # behind, and no sign of progress for so long: it is given up
+LOADING_S = 1800.0  # the same where it has not caught up in so long
+MOST_BEHIND = 64  # steps, of one that had caught up: the neighbours' logs grow by as many
+REST_S = 120.0  # before a worker that failed as a standby is asked again, ...
+SHORT_REST_S = 3.0  # ... or lost a neighbour that it waited for
+CLOSE_STEPS = 2  # behind: it has caught up
+CLOSE_S = 15.0  # training may wait so long while it repeats the rest
+MOVES_S = 5.0  # or three steps: in which somebody that computes shows progress
+
+
+@dataclass(slots=True)
+class Standbys:
+    """Standbys of all jobs; ``put``: keep a job's state, ``step``: step its machine."""
+
+    effects: Effects
+    put: Callable[[JobState], None]
+    step: Callable[[str, Event], None]
+    _resting: dict[str, float] = field(default_factory=dict)  # worker -> until when
+    _looked_s: dict[str, float] = field(default_factory=dict)  # by job
+    _said: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)  # (job, worker) -> standbys
+
+    # ------------------------------------------------------------ come and go
+
+    def tick(self, state: JobState, *, others_wait: bool, newcomers: frozenset[str] = frozenset()) -> None:
+        """Let time pass; ``others_wait``: the pool is wanted for something else; ``newcomers`` are not asked
+        yet, as they may take a place."""
+        if state.standbys and (others_wait or state.spec.standbys == 0):
+            self.give_up(state, "the pool is wanted for another job")
+            return
+        state = self._measured(state)
+        now_s = self.effects.now_s
+        for standby in list(state.standbys.values()):
+            behind = state.step - standby.step
+            stalled = behind > 0 and now_s - standby.moved_s > STALLED_S
+            stalled |= not standby.loaded and now_s - standby.since_s > LOADING_S
+            lags = standby.nearest is None or self._stays_behind(state, standby)
+            lags &= standby.loaded and behind > self._most_behind(state)
+            if stalled or lags:
+                state = self.drop(state, standby, f"it is {behind} steps behind")
+        if others_wait or now_s - self._looked_s.get(state.job, -LOOK_S) < LOOK_S:
+            return
+        if not self.effects.roster.idle_count or self.effects.storage or len(state.standbys) >= wanted(state):
+            return
+        self._looked_s[state.job] = now_s
+        record = self.effects.ledger.jobs[state.job]
+        found = choose(state, record, self.effects.roster, self.resting() | newcomers)
+        if found is not None:
+            self.begin(state, found)
+
+    def resting(self) -> frozenset[str]:
+        """Return the workers that are not to be asked now."""
+        now_s = self.effects.now_s
+        self._resting = {worker: until_s for worker, until_s in self._resting.items() if until_s > now_s}
+        return frozenset(self._resting)
+
+    def _most_behind(self, state: JobState) -> float:
+        """Of steps that are over in no time, those since its last heartbeat count for nothing."""
+        beats_s = 4 * self.effects.roster.liveness.heartbeat_s
+        return MOST_BEHIND + beats_s / max(1e-3, state.median_step_s or 1e-3)
+
+    def begin(self, state: JobState, chosen: Chosen, swap: str = "", saved_s: float = 0.0) -> JobState:
+        """Have an idle worker stand by for a rank; ``swap``: why it is to take its place, which saves
+        ``saved_s`` a step."""
+        assert state.plan is not None  # noqa: S101 - it has ranks
+        now_s, roster = self.effects.now_s, self.effects.roster
+        source, record = state.checkpoint, self.effects.ledger.jobs[state.job]
+        standby = Standby(
+            chosen.worker,
+            chosen.rank,
+            now_s,
+            source.step,
+            now_s,
+            why=chosen.why,
+            swap=swap,
+            saved_s=saved_s,
+            source=source,
+        )
+        state = replace(state, standbys={**state.standbys, chosen.rank: standby})
+        self.put(state)
+        self.effects.move(
+            chosen.worker, members.AssignedTo(state.job, members.NO_RANK, f"stands by in {state.job}")
+        )
+        self._notify(state)
+        replay = history.standing_by(state, record, source)
+        seen = self._as_it_sees(state, standby)
+        self.effects.send(chosen.worker, assignment(seen, chosen.rank, roster, source, replay))
+        self.effects.log(
+            Name.STANDBY_CHOSEN,
+            job=state.job,
+            worker=chosen.worker,
+            rank=chosen.rank,
+            reason=swap or chosen.why,
+        )
+        self.effects.emit(do.Notify(state.job))
+        return state
+
+    @staticmethod
+    def _as_it_sees(state: JobState, standby: Standby) -> JobState:
+        """The job as if the standby had its rank."""
+        assert state.plan is not None  # noqa: S101 - it has ranks
+        return replace(state, plan=beside(state.plan, standby.rank, standby.worker, state.assigned))
+
+    def drop(self, state: JobState, standby: Standby, reason: str, rest_s: float = REST_S) -> JobState:
+        """Give a standby up: it goes back to the pool."""
+        state = replace(state, standbys={r: s for r, s in state.standbys.items() if s is not standby})
+        self.put(state)
+        self._resting[standby.worker] = self.effects.now_s + rest_s
+        known = self.effects.roster.workers.get(standby.worker)
+        if known is not None and known.member.job == state.job and not known.member.gone:
+            version = max(state.version, state.assigned)
+            self.effects.send(standby.worker, do.Release(state.job, version, reason))
+            self.effects.move(standby.worker, members.Released(f"stood by in {state.job}: {reason}"))
+        self.effects.log(
+            Name.STANDBY_DROPPED, job=state.job, worker=standby.worker, rank=standby.rank, reason=reason
+        )
+        self._notify(state)
+        self.effects.emit(do.SweepBlobs())
+        self.effects.emit(do.Notify(state.job))
+        return state
+
+    def give_up(self, state: JobState, reason: str) -> None:
+        """Give all standbys of a job up, for no fault of theirs."""
+        for standby in list(state.standbys.values()):
+            state = self.drop(state, standby, reason, rest_s=0.0)
+
+    def over(self, state: JobState) -> None:
+        """A job's plan is over."""
+        self.give_up(state, f"{state.job} is {state.phase.value}")
+        self._said = {key: said for key, said in self._said.items() if key[0] != state.job}
+        self._looked_s.pop(state.job, None)
+
+    def lost(self, state: JobState, worker: str, reason: str) -> bool:
+        """Note that a worker is gone; False where it is no standby."""
+        standby = state.standby_of(worker)
+        if standby is not None:
+            self.drop(state, standby, reason)
+        return standby is not None
+
+    # ------------------------------------------------------------ what they say
+
+    def heard(self, state: JobState, standby: Standby, message: ev.StageMessage) -> None:
+        """Handle a message of a standby."""
+        match message:
+            case ev.Loaded():
+                loaded = replace(standby, loaded=True, heard=True, moved_s=self.effects.now_s)
+                self.put(replace(state, standbys={**state.standbys, standby.rank: loaded}))
+                self.effects.emit(do.SweepBlobs())  # it has what it began with
+                self.effects.emit(do.Notify(state.job))
+            case ev.StageFailed(reason=reason, lost_peer=lost_peer):
+                self.drop(state, standby, reason, SHORT_REST_S if lost_peer else REST_S)
+            case _:
+                self.effects.drop(type(message).__name__, f"of {standby.worker}, which stands by", state.job)
+
+    def _measured(self, state: JobState) -> JobState:
+        """Take in how far they are, as their heartbeats say."""
+        found = dict(state.standbys)
+        for rank, standby in state.standbys.items():
+            known = self.effects.roster.workers.get(standby.worker)
+            beat = known.beat if known is not None else None
+            if beat is None or beat.job != state.job:
+                continue
+            # One that was just asked has repeated nothing; its last words may be about another rank.
+            heard = standby.heard or beat.step == 0
+            step = max(standby.step, min(beat.step, state.step)) if heard else standby.step
+            if (step, beat.progress, heard) != (standby.step, standby.progress, standby.heard):
+                now_s = self.effects.now_s
+                moved = replace(standby, step=step, progress=beat.progress, heard=heard, moved_s=now_s)
+                found[rank] = replace(moved, nearest=_nearest(state, moved))
+        if found != state.standbys:
+            state = replace(state, standbys=found)
+            self.put(state)
+        return state
+
+    def reconnected(self, state: JobState, worker: str) -> None:
+        """Say the last commit again to a standby that may have missed it; one that misses more is given up.
+        A rank's worker hears again of the standbys beside it."""
+        self._said.pop((state.job, worker), None)
+        standby = state.standby_of(worker)
+        if standby is None:
+            self._notify(state)
+            return
+        held = self.effects.roster.workers[worker].introduction.held
+        if held is None or held.job != state.job or state.step - held.step > 1:
+            self.drop(state, standby, "it was away", rest_s=0.0)
+        elif held.step < state.step and state.last_commit is not None:
+            self.effects.send(worker, self._said_to(state.last_commit))
+
+    # ------------------------------------------------------------ steps and other workers
+
+    def committed(self, state: JobState, commit: do.StepCommit) -> None:
+        """Have the standbys repeat a step."""
+        for standby in state.standbys.values():
+            self.effects.send(standby.worker, self._said_to(commit))
+
+    @staticmethod
+    def _said_to(commit: do.StepCommit) -> do.StepCommit:
+        return replace(commit, store=False, evaluate=False, evaluate_coded=False)
+
+    def swap(self, state: JobState) -> None:
+        """Right after a commit: have a standby take its rank's place that is to, where that still pays."""
+        plan = state.plan
+        if state.phase is not Phase.TRAINING or plan is None or state.ready:
+            return
+        for standby in list(state.standbys.values()):
+            if not standby.swap or not self._takes_it(state, standby):
+                continue
+            if standby.saved_s * (state.steps - state.step) <= WORTH * self._left_s(state, standby):
+                state = self.drop(state, standby, f"too few steps are left: {standby.swap}")
+                continue
+            workers = [place.worker for place in plan.places]
+            workers[standby.rank] = standby.worker
+            if all(self.effects.roster.workers[w].session is not None for w in workers):
+                self.step(state.job, Replaced(tuple(workers), frozenset(), standby.swap, chosen=True))
+                return
+
+    def _takes_it(self, state: JobState, standby: Standby) -> bool:
+        """Whether one that is to take a place holds a state, moves on, and is close or comes no nearer."""
+        if not (standby.loaded or standby.nearest):
+            return False
+        moves_s = max(MOVES_S, 3.0 * (state.median_step_s or 0.0))
+        if self.effects.now_s - standby.moved_s > moves_s:
+            return False  # it may be frozen, or hang
+        close = state.step - standby.step <= CLOSE_STEPS + self._unseen(state)
+        close |= self._left_s(state, standby) <= CLOSE_S
+        ready = reconfigure.standing_by_for(state, self.effects.roster, {standby.rank})
+        return bool(ready) and (close or self._stays_behind(state, standby))
+
+    def _left_s(self, state: JobState, standby: Standby) -> float:
+        """Return the seconds for which training would wait while a standby repeats the rest."""
+        behind = max(0, state.step - standby.step)
+        return behind * repeated_s(state, self.effects.roster, standby.rank, standby.worker)
+
+    def _stays_behind(self, state: JobState, standby: Standby) -> bool:
+        """Whether one that holds a state has come no nearer for some steps."""
+        _, since = standby.nearest or (0, state.step)
+        return state.step - since >= CLOSE_STEPS + self._unseen(state)
+
+    def _unseen(self, state: JobState) -> float:
+        """Return the steps that may be over since a heartbeat."""
+        return 2 * self.effects.roster.liveness.heartbeat_s / max(1e-3, state.median_step_s or 1e-3)
+
+    def reassigned(self, state: JobState, replaced: set[int]) -> JobState:
+        """Drop those that have a rank now from the standbys of a plan that was reconfigured, and give up
+        those that were repeating steps beside a neighbour that is replaced: what it sent of them goes with
+        it, and they would wait for that. ``replaced``: ranks that others had before."""
+        plan = state.plan
+        assert plan is not None  # noqa: S101 - it has ranks
+        placed = {place.worker for place in plan.places}
+        for worker in placed:
+            self._said.pop((state.job, worker), None)
+        if any(standby.worker in placed for standby in state.standbys.values()):
+            left = {rank: s for rank, s in state.standbys.items() if s.worker not in placed}
+            state = replace(state, standbys=left)
+            self.put(state)
+        for standby in list(state.standbys.values()):
+            behind = standby.step < state.step
+            if behind and replaced.intersection(neighbours(plan, standby.rank)):
+                state = self.drop(state, standby, "its neighbour is replaced", rest_s=0.0)
+        return state
+
+    def follow(self, state: JobState) -> None:
+        """Have the standbys of a plan that was reconfigured go on with it."""
+        for standby in list(state.standbys.values()):
+            seen = self._as_it_sees(state, standby)
+            message = reconfiguration(seen, standby.rank, self.effects.roster, 0)
+            self.effects.send(standby.worker, replace(message, standby=True))
+        self._notify(state, always=True)
+
+    def _notify(self, state: JobState, *, always: bool = False) -> None:
+        """Say to the ranks whose neighbours have other standbys than they were told."""
+        if state.plan is None or state.phase not in RUNNING:
+            return
+        roster = self.effects.roster
+        for rank, place in enumerate(state.plan.places):
+            near = [s for r, s in sorted(state.standbys.items()) if r in neighbours(state.plan, rank)]
+            names = tuple(standby.worker for standby in near)
+            if self._said.get((state.job, place.worker), ()) == names and not (always and names):
+                continue
+            if place.worker not in roster.workers:
+                continue
+            self._said[state.job, place.worker] = names
+            peers = tuple(rank_peer(roster, place.worker, s.rank, s.worker, rank) for s in near)
+            self.effects.send(place.worker, do.StandbysHere(state.job, state.assigned, peers))
+
+    def uses(self, state: JobState, worker: str) -> bool:
+        """Whether a worker stands by in a job."""
+        return state.phase in RUNNING and state.standby_of(worker) is not None
+
+
+def _nearest(state: JobState, standby: Standby) -> tuple[int, int] | None:
+    """Return how near a standby has come since it holds a state that it repeats steps on, and when."""
+    if standby.source is None or standby.step <= standby.source.step:
+        return None
+    behind = state.step - standby.step
+    return standby.nearest if standby.nearest and standby.nearest[0] <= behind else (behind, state.step)

@@ -1,0 +1,156 @@
+"""Suspicion of workers: named with its reason, and acted upon when it persists or is confirmed.
+
+What is suspicious, ``anomalies`` and ``doubt`` decide; `atoll status` shows it. A slow worker is better than
+none, so one whose figures are odd is replaced only where another is idle that could hold its stage, and where
+that gains time. Whoever goes is quarantined with the back-off of ``stuck``. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from coordinator.messages import events as ev
+from coordinator.messages.jobs import ENDED, STEPPING, Doubt, JobState
+from coordinator.pipeline.health import anomalies
+from coordinator.pipeline.health.anomalies import Alarm, Watched
+from coordinator.pipeline.health.doubt import cleared
+from coordinator.pipeline.health.stuck import Culprit, Stuck
+from coordinator.pipeline.history import current
+from protos.telemetry import Event as Name
+
+if TYPE_CHECKING:
+    from coordinator.membership.effects import Effects
+
+
+@dataclass(slots=True)
+class Suspicion:
+    """All jobs of stages; ``stuck`` remembers how often a worker was quarantined."""
+
+    effects: Effects
+    stuck: Stuck
+    _watched: dict[str, Watched] = field(default_factory=dict)
+    _named: dict[str, Mapping[str, str]] = field(default_factory=dict)  # job -> worker -> why
+    _disputed: dict[str, Mapping[str, str]] = field(default_factory=dict)  # the same, of steps repeated
+
+    # ------------------------------------------------------------ what jobs do
+
+    def committed(self, state: JobState) -> None:
+        """Score what the ranks reported of a committed step."""
+        if state.phase not in STEPPING:
+            return
+        assigned = state.lineage[0][0] if state.lineage else state.version
+        watched = self._watched.get(state.job)
+        if watched is None or watched.assigned != assigned:
+            watched = self._watched[state.job] = Watched(assigned)
+        if watched.committed(state):
+            self._name(state)
+
+    def stepped(self, before: JobState, state: JobState) -> None:
+        """Follow a job from one state to the next."""
+        if state.phase not in STEPPING and self._watched.pop(state.job, None) is not None:
+            self._name(state)
+        if before.doubt == state.doubt:
+            return
+        self._name(state)
+        if before.doubt is not None and state.doubt is None and state.phase not in ENDED:
+            self._settle(before.doubt, state)
+
+    def dispute(self, state: JobState, why: Mapping[str, str]) -> None:
+        """Show who is suspected as workers do not agree on a step; nobody any more where ``why`` is empty."""
+        if self._disputed.pop(state.job, {}) == why == {}:
+            return
+        if why:
+            self._disputed[state.job] = why
+        self._name(state)
+
+    def untrue(self, state: JobState, rank: int, worker: str, message: ev.StageMessage) -> str | None:
+        """Return why what a rank says cannot be true, None where it can; learn from the figures of a step."""
+        match message:
+            case ev.StepReady() if _awaited(state, rank, message):
+                elapsed_s = self.effects.now_s - state.begun_s if state.begun_s is not None else None
+                return self.effects.roster.judge(worker, message, elapsed_s)
+            case ev.StateStored(forged=forged) if forged and current(state, message.version):
+                return f"{worker} stored what is no checkpoint: {forged}"
+            case ev.StateStored(tensors=tensors) if not tensors.keys() <= state.spec.tensors.keys():
+                odd = sorted(tensors.keys() - state.spec.tensors.keys())[0]
+                return f"{worker} stored {odd!r}, which {state.job} does not have"
+        return None
+
+    def tick(self, jobs: Mapping[str, JobState]) -> None:
+        """Replace whoever's figures have been odd for long enough."""
+        for job, watched in list(self._watched.items()):
+            state, alarm = jobs.get(job), anomalies.culprit(watched.alarms)
+            if state is None or alarm is None or state.phase not in STEPPING:
+                continue
+            worker = anomalies.blamed(alarm, watched.alarms)
+            if self._spare(state, worker) and watched.worth(alarm, state):
+                other = next(iter(alarm.key.ends - {worker}), "")
+                self._quarantine(
+                    Culprit(worker, f"{self.effects.label(worker)}: {self._words(alarm)}", other)
+                )
+
+    # ------------------------------------------------------------ what follows
+
+    def _settle(self, doubt: Doubt, state: JobState) -> None:
+        """A step that was not finite is, done again: whoever had no part in that goes."""
+        guilty = cleared(doubt, state.plan) if state.plan is not None else ()
+        names = " or ".join(map(self.effects.label, guilty))
+        without = "it" if len(guilty) == 1 else "them"
+        for worker in guilty:
+            self._quarantine(Culprit(worker, f"{names}: {doubt.said}, finite without {without}"))
+        if not guilty:
+            reason = f"{doubt.said}, and was finite when the same workers did it again"
+            self._log(state.job, doubt.suspects[0], reason)
+
+    def _spare(self, state: JobState, worker: str) -> bool:
+        """Whether a worker is idle, or stands by, that has the memory for this one's stage."""
+        rank, roster = state.rank_of(worker), self.effects.roster
+        prediction = state.plan.prediction if state.plan is not None else None
+        told = prediction.stages if prediction is not None and len(prediction.stages) == state.n_ranks else ()
+        needed = told[rank].memory_bytes if told and rank is not None else 0
+        spare = [*roster.idle(), *(standby.worker for standby in state.standbys.values())]
+        return any(roster.workers[worker].memory_limit_bytes >= needed for worker in spare)
+
+    def _quarantine(self, blamed: Culprit) -> None:
+        seconds = self.stuck.blame(blamed, self.effects.now_s)
+        self.effects.quarantine(blamed.worker, f"{blamed.reason}; for {seconds:.0f} s", seconds)
+
+    # ------------------------------------------------------------ names
+
+    def _name(self, state: JobState) -> None:
+        """Show who is suspected now, and log what is new."""
+        before, now = self._named.get(state.job, {}), self._suspected(state)
+        self._named.pop(state.job, None)
+        if now:
+            self._named[state.job] = now
+        for worker in sorted({*before, *now}):
+            if before.get(worker, "") != now.get(worker, "") and worker in self.effects.roster.workers:
+                self.effects.roster.workers[worker].suspected = now.get(worker, "")
+                if worker in now:
+                    self._log(state.job, worker, now[worker])
+
+    def _suspected(self, state: JobState) -> dict[str, str]:
+        if state.phase in ENDED:
+            return {}
+        watched = self._watched.get(state.job)
+        alarms = watched.alarms if watched is not None else ()
+        found = dict(self._disputed.get(state.job, {}))
+        for alarm in alarms:
+            worker = anomalies.blamed(alarm, alarms)
+            found[worker] = "; ".join(filter(None, (found.get(worker, ""), self._words(alarm))))
+        if state.doubt is not None:
+            found[state.doubt.suspects[0]] = f"suspected: {state.doubt.said}; the step is done again"
+        return found
+
+    def _words(self, alarm: Alarm) -> str:
+        return alarm.words(self.effects.label)
+
+    def _log(self, job: str, worker: str, reason: str) -> None:
+        self.effects.log(Name.WORKER_SUSPECTED, job=job, worker=worker, reason=reason)
+
+
+def _awaited(state: JobState, rank: int, report: ev.StepReady) -> bool:
+    """Whether a report is of the step in flight: one that is repeated took its time in an earlier one."""
+    return report.step == state.due and rank not in state.ready and current(state, report.version)

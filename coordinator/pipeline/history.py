@@ -1,0 +1,139 @@
+"""A running plan's history: which version a message is of, which steps can be repeated, whose logs have them.
+
+A stage is a function of its state and its messages. The newest checkpoint has the state; the neighbours' send
+logs have the messages since; the journal has the scale of each step and the codecs of each version. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from coordinator.messages import instructions as do
+from coordinator.messages.events import Loaded, StageMessage
+from coordinator.messages.facts import Checkpoint, Era
+from coordinator.messages.jobs import RUNNING, STEPPING, FromRank, JobState, Phase
+
+if TYPE_CHECKING:
+    from coordinator.membership.roster import Roster
+    from coordinator.messages.facts import JobRecord
+
+
+def begun(state: JobState) -> bool:
+    """Whether all ranks of the plan have held their stages, so that those who are left go on with them."""
+    return state.moving or state.phase in STEPPING or state.phase is Phase.STORING
+
+
+def staleness(state: JobState, event: FromRank[StageMessage]) -> str | None:
+    """Return why a stage's message is not of the plan as it is now, None when it is."""
+    message = event.message
+    version = (
+        (state.assigned or state.version) if isinstance(message, Loaded) else _version_at(state, message.step)
+    )
+    if message.version != version:
+        return f"{type(message).__name__} of plan {message.version}, now {version}"
+    if not 0 <= event.rank < state.n_ranks:
+        return f"{type(message).__name__} of rank {event.rank} of {state.n_ranks}"
+    return None
+
+
+def _version_at(state: JobState, step: int) -> int:
+    # A given-up plan's late words are of no version that counts.
+    alive = state.phase in RUNNING
+    return version_at(state.lineage, step, state.version) if alive else state.version
+
+
+def version_at(lineage: Sequence[tuple[int, int]], step: int, version: int) -> int:
+    """The version that messages of ``step`` carry; ``version`` where nothing is known."""
+    for known, first_step in reversed(lineage):
+        if first_step <= step:
+            return known
+    return lineage[0][0] if lineage else version
+
+
+def current(state: JobState, version: int) -> bool:
+    """Whether ``version`` is one of those that the adopted plan has had."""
+    return version == state.version or any(version == known for known, _ in state.lineage)
+
+
+def sources(state: JobState, rank: int | None = None) -> list[Checkpoint]:
+    """Return the checkpoints that those who have taken over load, or one rank of them: newer ones may be
+    stored."""
+    found = [state.source]
+    if state.moving:
+        found += [source for of, source in state.promoted.items() if rank in (None, of)]
+    return [source for source in found if source is not None]
+
+
+def replay(state: JobState, record: JobRecord, rank: int, source: Checkpoint) -> do.Replay | None:
+    """Return what a newcomer repeats after ``source``; None where that is as new as the step in flight."""
+    steps = state.step - source.step
+    if steps <= 0:
+        return None
+    eras = [era for era in record.eras if era.first_step < state.step]
+    over = [era for era in eras if era.first_step <= source.step][:-1]
+    stores = tuple(
+        sorted(
+            done
+            for done, parts in state.stores.items()
+            if source.step < done and rank in state.store_ranks - parts.keys()
+        )
+    )
+    kept = tuple(era for era in eras if era not in over)
+    return do.Replay(source.step, kept, tuple(record.scales[-steps:]), stores)
+
+
+def standing_by(state: JobState, record: JobRecord, source: Checkpoint) -> do.Replay:
+    """Return what who stands by from now on repeats after ``source``: every step, under whatever version."""
+    scales = tuple(record.scales[-(state.step - source.step) :]) if state.step > source.step else ()
+    over = [era for era in record.eras if era.first_step <= source.step][:-1]
+    eras = tuple(era for era in record.eras if era not in over)
+    if state.relink is not None:
+        eras += (Era(state.relink.version, state.relink.first_step, state.relink.links),)
+    return do.Replay(source.step, eras, scales, standby=True)
+
+
+def not_repeatable(state: JobState, record: JobRecord) -> str:
+    """Return why the journal does not say enough for a replay, "" when it does."""
+    steps = state.step - state.checkpoint.step
+    if steps > len(record.scales):
+        return f"{steps} steps since the checkpoint are more than the {len(record.scales)} known"
+    if steps and not ran_alike(record, state.checkpoint.step):
+        return f"codecs or shares of step {state.checkpoint.step} are not known any more"
+    return ""
+
+
+def ran_alike(record: JobRecord, step: int) -> bool:
+    """Whether steps from ``step`` on ran under plans that are known, in which every rank had its share."""
+    return any(era.first_step <= step for era in record.eras)
+
+
+def stores_anew(state: JobState, record: JobRecord, rank: int) -> bool:
+    """Whether a rank that keeps its stage is to store it as it is: after replicas were lost nobody can repeat
+    the steps before, and who was to store may be among them; or another plan is to begin with it."""
+    parts = state.stores.get(state.step)
+    due = parts is not None and rank in state.store_ranks - parts.keys()
+    return due and state.moving and (state.unfit or not ran_alike(record, state.step - 1))
+
+
+def logged_from(state: JobState, roster: Roster, rank: int, worker: str | None = None) -> int:
+    """Return the step from which on a rank's send log is whole, 0 before it has said so; ``worker``: who has
+    the rank, None: whom the plan says."""
+    if state.plan is None:
+        return 0
+    known = roster.workers.get(worker or state.plan.places[rank].worker)
+    beat = known.beat if known is not None else None
+    return beat.logged_from if beat is not None and beat.job == state.job else 0
+
+
+def logs_short(state: JobState, roster: Roster) -> bool:
+    """Whether a send log does not reach back to the newest checkpoint, and no newer one is coming.
+
+    A worker that logs nothing is no reason: its log reaches back to no checkpoint, however many are stored.
+    """
+    if state.plan is not None and len(state.plan.replicas) > 1:
+        return False  # logs of gradients may never reach so far: then it goes back
+    if state.phase not in STEPPING or state.stores or state.store_owed:
+        return False
+    logged = [logged_from(state, roster, rank) for rank in range(state.n_ranks)]
+    return any(state.checkpoint.step < first <= state.step for first in logged)

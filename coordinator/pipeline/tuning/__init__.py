@@ -1,0 +1,1 @@
+"""What training measures, and codecs, rates, figures of memory and speed that follow it. Pure."""
