@@ -25,6 +25,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY atoll atoll
 COPY coordinator coordinator
 COPY worker worker
+COPY hostos hostos
 COPY protos protos
 COPY strategies strategies
 COPY compressors compressors

@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from benchmarks.harness import execute
 
 ROOT = Path(__file__).resolve().parents[1]
-PRODUCT = ("atoll", "coordinator", "worker", "protos", "strategies", "compressors")
+PRODUCT = ("atoll", "coordinator", "worker", "hostos", "protos", "strategies", "compressors")
 BESIDE = ("lab", "benchmarks", "examples", "tests")
 GENERATED = ("_pb2.py", "_pb2_grpc.py")
 DEMO = ("coordinator/cli/demo/", "coordinator/demo/")

@@ -1,7 +1,7 @@
 """What compressed links cost in loss: dense, AdaTopK and uniform top-k, paired by seed.
 
 The job is cut as op_fence cuts it for a scenario, and all stages run in this process, exchanging
-their tensors through the links' codecs (worker/inprocess/pipeline.py): the same arithmetic as over workers,
+their tensors through the links' codecs (tests/inprocess/pipeline.py): the same arithmetic as over workers,
 without waiting for the lab's lines. AdaTopK keeps fast links dense; uniform top-k sends the
 same bytes over the slowest line, and compresses every link. Judged is the exported model: the
 plain module with the trained weights, no codec anywhere, on held-out text. The loss through the
@@ -48,7 +48,7 @@ from coordinator.planning.problem import Candidate, Problem
 from coordinator.planning.ratios import uniform
 from lab.fleet import fleet_of
 from lab.reader import read_scenario
-from worker.inprocess.pipeline import LocalPipeline
+from tests.inprocess.pipeline import LocalPipeline
 
 if TYPE_CHECKING:
     from atoll.job import Job

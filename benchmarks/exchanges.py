@@ -33,8 +33,8 @@ from benchmarks.gossip import LAYERS, LR, Digits, digits
 from benchmarks.harness import execute, parser
 from strategies.exchanges import EXCHANGES, make_rule
 from strategies.exchanges.base import ExchangeRule, Flat
+from tests.inprocess.exchange import Faults, run_round
 from worker.exchange.round import Message
-from worker.inprocess.exchange import Faults, run_round
 
 WORKERS, STEPS, SEEDS = 8, 400, 3
 SHAPES = tuple(shape for fan_in, fan_out in LAYERS for shape in ((fan_in, fan_out), (fan_out,)))

@@ -61,7 +61,7 @@ from lab.reader import read_scenario
 from strategies import partition_data
 from strategies.files import update_metas
 from strategies.wrapped import owners
-from worker.inprocess.federation import LocalFederation, local_model
+from tests.inprocess.federation import LocalFederation, local_model
 
 if TYPE_CHECKING:
     from strategies.layout import Arrays

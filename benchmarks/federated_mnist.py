@@ -44,7 +44,7 @@ from strategies.fedimpro_module import FedImpro
 from strategies.vhl_module import Vhl, VhlLoss
 from strategies.virtual_data import VirtualSpec
 from strategies.wrapped import owners
-from worker.inprocess.federation import LocalFederation, RoundMetrics, local_model
+from tests.inprocess.federation import LocalFederation, RoundMetrics, local_model
 
 MEAN, STD = 0.1307, 0.3081  # of MNIST's training pixels
 CLASSES = 10

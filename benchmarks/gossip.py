@@ -35,9 +35,9 @@ from atoll.exchange import Exchange, ExchangeRound
 from benchmarks.harness import execute, parser
 from strategies.exchanges import make_rule
 from strategies.exchanges.base import Flat
-from worker.inprocess.exchange import run_round
-from worker.inprocess.peers import default_groups
-from worker.inprocess.skew import (
+from tests.inprocess.exchange import run_round
+from tests.inprocess.peers import default_groups
+from tests.inprocess.skew import (
     GradientRounds,
     ModelRounds,
     Outcome,

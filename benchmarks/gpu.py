@@ -27,8 +27,8 @@ from atoll.program import stage_programs
 from benchmarks.harness import conclude, execute, follow, machine, parser, skip, steady
 from benchmarks.oracle import Case, from_job, without_dropout
 from coordinator.client.job_file import load_job
+from tests.inprocess.pipeline import LocalPipeline
 from worker.config import WorkerConfig
-from worker.inprocess.pipeline import LocalPipeline
 from worker.machine.torch_device import find_device, prepare
 from worker.stage.optimizers import make_optimizer
 

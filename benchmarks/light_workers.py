@@ -19,10 +19,10 @@ import grpc
 
 from benchmarks.fake_worker import FakeWorker
 from benchmarks.waits import HUNG_S
+from hostos.descriptors import raise_limit
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos.credentials import COORDINATOR, channel_credentials, name_options
-from protos.descriptors import raise_limit
 
 EOF: Any = getattr(grpc.aio, "EOF")  # noqa: B009 - the type stubs leave it out
 

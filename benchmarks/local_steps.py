@@ -37,8 +37,8 @@ from benchmarks.harness import conclude, execute, machine, parser
 from coordinator.capture.capture import capture
 from examples.gpt import GPT
 from strategies.exchanges import EXCHANGES
-from worker.inprocess.network import uniform_network
-from worker.inprocess.peers import LocalPeers, WholeModel
+from tests.inprocess.network import uniform_network
+from tests.inprocess.peers import LocalPeers, WholeModel
 
 RANKS = 4
 WIDTH, LAYERS, HEADS, LENGTH = 32, 2, 4, 32

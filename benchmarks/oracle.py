@@ -48,8 +48,8 @@ from benchmarks.harness import execute
 from compressors import codec
 from coordinator.capture.capture import Captured, capture
 from coordinator.client.job_file import load_job
-from worker.inprocess.pipeline import LocalPipeline, usual_actions
-from worker.inprocess.replicas import LocalReplicas
+from tests.inprocess.pipeline import LocalPipeline, usual_actions
+from tests.inprocess.replicas import LocalReplicas
 
 State = Mapping[str, Mapping[str, Tensor]]
 Batches = Callable[[int], list[dict[str, Tensor]]]  # step -> its micro-batches

@@ -35,7 +35,7 @@ from benchmarks.harness import execute, machine, need_mnist, parser
 from coordinator.capture.capture import capture
 from strategies import partition_data
 from strategies.fairness import fairness
-from worker.inprocess.federation import LocalFederation, local_model
+from tests.inprocess.federation import LocalFederation, local_model
 
 CLIENTS, LABELS, BATCH, HELD_OUT, LR, MOMENTUM = 20, 2, 16, 0.2, 0.02, 0.9
 HEAD = ("head.*",)

@@ -40,8 +40,8 @@ from coordinator.capture.capture import capture
 from coordinator.federated.makespan import Rate, Task, assign
 from strategies import partition_data
 from strategies.wrapped import owners
-from worker.inprocess.federation import LocalFederation, local_model
-from worker.inprocess.population import LocalPopulation
+from tests.inprocess.federation import LocalFederation, local_model
+from tests.inprocess.population import LocalPopulation
 
 CLIENTS, DRAWN, ROUNDS, FEW = 1000, 100, 10, 10
 LABELS, BATCH, STEPS = 2, 10, 6

@@ -36,9 +36,9 @@ from benchmarks.harness import conclude, execute, machine, parser
 from benchmarks.light_workers import Joined, Left, Orders
 from benchmarks.waits import HUNG_S, LOOK_EVERY_S
 from coordinator.client.endpoint import find_endpoint
+from hostos.descriptors import raise_limit
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
-from protos.descriptors import raise_limit
 
 HOLDERS = 4  # of the job
 STEP_S = 0.05

@@ -44,8 +44,8 @@ from coordinator.planning.ways import Way, WayKind, compare_ways
 from strategies.exchanges import exchange_facts, make_rule
 from strategies.exchanges.base import Contribution
 from strategies.exchanges.partners import Group, groups_at
+from tests.inprocess.network import SimulatedNetwork
 from worker.exchange.round import CollectiveRun
-from worker.inprocess.network import SimulatedNetwork
 
 FLEETS = ("tight", "sites", "thin")
 HERE = Path(__file__).resolve().parent / "fleets"

@@ -57,6 +57,12 @@ from coordinator.storage.graph_store import GraphStore
 from coordinator.storage.journal import Fenced, Journal
 from coordinator.storage.mirrored_blobs import blob_store
 from coordinator.storage.run_log import Logs, RunLogs
+from hostos.descriptors import limit_now, numbers_in_use, raise_limit, shares
+from hostos.folder_lock import FolderLock, Holder
+from hostos.folder_version import claim_version, raise_version
+from hostos.log_stream import LogBudget, log_stream
+from hostos.networks import ANYWHERE
+from hostos.private_files import state_folder, write_private
 from protos import atoll_apps_pb2_grpc as apps_rpc
 from protos import atoll_control_pb2_grpc as rpc
 from protos.connections import ConnectionBound, Known, PortBound
@@ -69,12 +75,6 @@ from protos.credentials import (
     secret_hash,
     server_credentials,
 )
-from protos.descriptors import limit_now, numbers_in_use, raise_limit, shares
-from protos.folder_lock import FolderLock, Holder
-from protos.folder_version import claim_version, raise_version
-from protos.log_stream import LogBudget, log_stream
-from protos.networks import ANYWHERE
-from protos.private_files import state_folder, write_private
 from protos.relay_tickets import made_key_file
 from protos.telemetry import Event
 

@@ -21,6 +21,7 @@ import structlog
 from atoll.errors import AtollError, PlanError, StorageError
 from atoll.job import JobSpec
 from atoll.plan import Plan
+from atoll.worker_names import is_id, with_names
 from coordinator.aggregation.supervisor import Aggregators
 from coordinator.config import CoordinatorConfig
 from coordinator.federated.driver import FederatedDriver
@@ -42,7 +43,6 @@ from coordinator.storage.run_log import Logs, Point, RunLogs
 from protos import atoll_control_pb2 as pb
 from protos import telemetry
 from protos.telemetry import Event as Name
-from protos.worker_names import is_id, with_names
 
 BATCH = 256
 RETRY_STORAGE_S = 1.0

@@ -39,7 +39,7 @@ COMPILED = frozenset({".so", ".pyd", ".dll", ".dylib", ".pyc", ".pyo", ".pth", "
 IGNORED = ".atollignore"
 RESULTS = frozenset({".json", ".jsonl", ".md", ".yaml", ".yml"})
 """Suffixes of what a run may leave; code that appears during a run is an edit."""
-OURS = frozenset({"atoll", "coordinator", "worker", "protos", "strategies", "compressors"})
+OURS = frozenset({"atoll", "coordinator", "worker", "hostos", "protos", "strategies", "compressors"})
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _DATE = (1980, 1, 1, 0, 0, 0)
 _PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

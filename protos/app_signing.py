@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from atoll.errors import UsageError
-from protos.private_files import write_private
+from hostos.private_files import write_private
 
 if TYPE_CHECKING:
     from pathlib import Path

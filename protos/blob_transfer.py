@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from atoll.errors import ConnectionFailed, UsageError
-from protos.retries import progressed
+from hostos.retries import progressed
 
 if TYPE_CHECKING:
     from tenacity import AttemptManager, Retrying

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from protos.descriptors import numbers_in_use
-from protos.networks import customer, unmapped
+from hostos.budget import Budget
+from hostos.descriptors import numbers_in_use
+from hostos.networks import customer, unmapped
 from protos.telemetry import Event
-from protos.text_limits import Budget
 
 LOOK_EVERY_S, LOOK_SOON_S = 1.0, 0.05  # soon: while connections have to be ended
 PAUSE, SHORT_PAUSE = 50.0, 3.0  # times what a look takes, at the least

@@ -29,8 +29,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from atoll.errors import AccessDenied, StorageError
+from hostos.private_files import private_folder, write_private
 from protos.certificate_words import issued_by, own_refusal
-from protos.private_files import private_folder, write_private
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Protocol
 import structlog
 
 from atoll.errors import AtollError, BadFrame, StorageError
+from hostos.retries import retrying, stop_after_pauses
 from protos.blob_transfer import BlobPort, Chunk, LocalBlob, fetch, upload
-from protos.retries import retrying, stop_after_pauses
 from worker.cancel import Cancel
 from worker.manners.traffic import Traffic
 

@@ -18,12 +18,12 @@ from typing import Any
 
 from atoll.errors import UsageError
 from atoll.federated import Floors
+from hostos.folder_version import claim_version
+from hostos.private_files import state_folder
+from hostos.units import parse_size
 from protos.app_bundle import ConfigValue
 from protos.app_signing import SCHEME, checked_publisher
-from protos.folder_version import claim_version
-from protos.private_files import state_folder
 from protos.text_limits import plain
-from protos.units import parse_size
 from worker.manners.settings_file import OLDER_FILE, SETTINGS_FILE, read_settings, write_settings
 
 DEFAULT_PORT = 7700

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from atoll.errors import ConnectionFailed
-from protos.descriptors import raise_limit
-from protos.signals import heeded
+from hostos.descriptors import raise_limit
+from hostos.signals import heeded
 from worker.blobs import BlobCache
 from worker.config import WorkerConfig, make_config, remember
 from worker.control.address_watch import watch_address

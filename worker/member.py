@@ -23,11 +23,11 @@ import structlog
 from atoll.errors import AccessDenied, AtollError, ProtocolMismatch
 from atoll.federated import ConsentWord as Word
 from compressors import CODECS
+from hostos.networks import ANYWHERE
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos.convert_federated import dataset_to_proto
 from protos.devices import device_name
-from protos.networks import ANYWHERE
 from worker.apps.host import AppHost
 from worker.blobs import BlobCache, BlobFiles
 from worker.control.bulk import Bulk

@@ -15,9 +15,10 @@ from coordinator.apps.parts import PartStore
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.services.blobs import MAX_BLOBS_A_REQUEST
+from hostos.budget import Budget
 from protos import atoll_apps_pb2 as pb
 from protos import bounds
-from protos.text_limits import Budget, clean
+from protos.text_limits import clean
 
 if TYPE_CHECKING:
     from coordinator.shell import Shell

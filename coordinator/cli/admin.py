@@ -20,9 +20,9 @@ from coordinator.cli.options import (
 from coordinator.cli.relay import RelayOptions, metrics_address
 from coordinator.cli.render import status_view
 from coordinator.client.endpoint import Endpoint, default_state_dir, parse_address, remember
-from protos.command_line import AsJson, out, print_json, with_groups
-from protos.networks import ANYWHERE
-from protos.units import parse_size
+from hostos.command_line import AsJson, out, print_json, with_groups
+from hostos.networks import ANYWHERE
+from hostos.units import parse_size
 
 if TYPE_CHECKING:
     from pathlib import Path

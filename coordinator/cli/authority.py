@@ -13,7 +13,7 @@ from atoll.errors import UsageError
 from coordinator.cli.admin import parse_duration
 from coordinator.cli.format import in_seconds, plain
 from coordinator.cli.options import Common
-from protos.command_line import out, print_json, with_groups
+from hostos.command_line import out, print_json, with_groups
 
 if TYPE_CHECKING:
     from protos import atoll_control_pb2 as pb

@@ -10,7 +10,7 @@ import typer
 
 from coordinator.cli.options import StateDir
 from coordinator.client.endpoint import default_state_dir
-from protos.command_line import AsJson, err, out, print_json
+from hostos.command_line import AsJson, err, out, print_json
 
 
 def register(app: typer.Typer) -> None:

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from atoll.errors import StorageError
 from coordinator.cli.format import in_bytes
 from coordinator.cli.options import Common
-from protos.command_line import err, out, print_json, shown_time, with_groups
+from hostos.command_line import err, out, print_json, shown_time, with_groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,7 +17,7 @@ from atoll.errors import UsageError
 from compressors.catalogue import CODECS, FLOATS, Codec, Use, codec
 from coordinator.cli.format import in_bits
 from coordinator.planning.ratios import DEFAULT_RATIO
-from protos.command_line import AsJson, err, out, print_json
+from hostos.command_line import AsJson, err, out, print_json
 
 ELEMENTS = 1 << 20
 MAX_ELEMENTS = 1 << 28

@@ -11,7 +11,7 @@ from rich.table import Table
 from atoll.errors import UsageError
 from coordinator.cli.options import telling
 from coordinator.datasets import download
-from protos.command_line import AsJson, byte_progress, err, out, print_json
+from hostos.command_line import AsJson, byte_progress, err, out, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -15,9 +15,9 @@ from coordinator.cli.flower_follow import local_nodes, run_app
 from coordinator.cli.flower_runs import Detach
 from coordinator.cli.options import Common, StateDir
 from coordinator.flower.launcher import Wish
+from hostos.command_line import AsJson, err, out, with_groups
 from protos import app_signing
 from protos.app_bundle import make_bundle, parse_pairs, with_overrides
-from protos.command_line import AsJson, err, out, with_groups
 
 MAX_WAIT_S = 30 * 86400.0
 SIMULATED = 10  # nodes, as Flower's default simulation has

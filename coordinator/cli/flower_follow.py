@@ -13,8 +13,8 @@ from atoll.errors import AtollError
 from coordinator.cli.local_fleet import LocalFleet
 from coordinator.flower.launcher import AppCommand, Wish
 from coordinator.flower.progress import Shown
+from hostos.command_line import err, print_json
 from protos.app_bundle import IGNORED, Bundle, ignore_results
-from protos.command_line import err, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -19,9 +19,9 @@ from coordinator.cli.flower_runs import outcome
 from coordinator.client.endpoint import Endpoint
 from coordinator.flower.detached import Keeper, RunFolder
 from coordinator.flower.launcher import Wish
-from protos import leaving
+from hostos import leaving
+from hostos.command_line import err
 from protos.app_bundle import make_bundle
-from protos.command_line import err
 from protos.credentials import JoinToken
 
 

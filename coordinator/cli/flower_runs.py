@@ -18,7 +18,7 @@ from coordinator.client.endpoint import default_state_dir
 from coordinator.flower import detached
 from coordinator.flower.detached import OVER, Detached, Stage
 from coordinator.flower.launcher import new_run
-from protos.command_line import INTERRUPTED, err, out, print_json, with_groups
+from hostos.command_line import INTERRUPTED, err, out, print_json, with_groups
 from protos.text_limits import clean
 
 if TYPE_CHECKING:

@@ -17,15 +17,15 @@ from rich.live import Live
 
 from atoll.errors import StorageError, UsageError
 from atoll.exchange import EXACT
+from atoll.worker_names import with_names
 from coordinator.cli.format import in_bytes, plain
 from coordinator.cli.options import Common, JobOptions, telling
 from coordinator.cli.pool import need_workers
 from coordinator.cli.render import memory_view, plan_view, watch_line, watch_view, worker_names
 from coordinator.cli.render_ways import ways_values, ways_view
 from coordinator.client.client import Client, check_ended
-from protos.command_line import byte_progress, out, print_json, with_groups
+from hostos.command_line import byte_progress, out, print_json, with_groups
 from protos.convert import to_proto
-from protos.worker_names import with_names
 
 if TYPE_CHECKING:
     from atoll.job import Job

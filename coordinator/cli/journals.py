@@ -14,7 +14,7 @@ import typer
 from atoll.errors import StorageError, UsageError
 from coordinator.cli.options import StateDir
 from coordinator.client.endpoint import default_state_dir
-from protos.command_line import AsJson, out, print_json
+from hostos.command_line import AsJson, out, print_json
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -31,8 +31,8 @@ from coordinator.cli import jobs as cli_jobs
 from coordinator.cli.chaos import command as cli_chaos
 from coordinator.cli.demo import command as cli_demo
 from coordinator.cli.options import EXIT_CODES, Trace, UseProxy
+from hostos.command_line import AsJson, enter, err, out, print_json
 from protos import PROTOCOL_VERSION
-from protos.command_line import AsJson, enter, err, out, print_json
 
 app = typer.Typer(
     name="atoll",

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from atoll.errors import UsageError
 from coordinator.client.client import Client, connect
-from protos.command_line import AsJson, TokenFile, err, given_token
+from hostos.command_line import AsJson, TokenFile, err, given_token
 
 if TYPE_CHECKING:
     from atoll.job import Job

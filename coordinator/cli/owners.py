@@ -10,8 +10,8 @@ from rich.table import Table
 from coordinator.cli.format import plain
 from coordinator.cli.options import Common, StateDir
 from coordinator.client.endpoint import default_state_dir
-from protos.bounded_log import read_log
-from protos.command_line import AsJson, out, print_json, shown_time, with_groups
+from hostos.bounded_log import read_log
+from hostos.command_line import AsJson, out, print_json, shown_time, with_groups
 
 AUDIT = "audit"
 SHOWN = ("at_s", "owner", "role", "call", "peer")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from atoll.errors import NoWorkers
-from protos.command_line import err
+from hostos.command_line import err
 
 if TYPE_CHECKING:
     from coordinator.client.client import Client

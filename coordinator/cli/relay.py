@@ -17,9 +17,9 @@ from coordinator.client.endpoint import address_text, parse_address
 from coordinator.config import GIB, Relaying
 from coordinator.relay.book import RelayLimits
 from coordinator.relay.server import Relay
-from protos.command_line import AsJson, out, print_json
-from protos.descriptors import raise_limit
-from protos.networks import ANYWHERE
+from hostos.command_line import AsJson, out, print_json
+from hostos.descriptors import raise_limit
+from hostos.networks import ANYWHERE
 from protos.relay_tickets import KEY_BYTES, key_file
 
 RELAY_PORT = 7702

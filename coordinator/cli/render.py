@@ -9,10 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll.plan import LinkSpec, Plan, Prediction
+from atoll.worker_names import distinct
 from coordinator.cli.format import DIM, add_row, in_bits, in_bytes, in_seconds, share_bar, sparkline
 from coordinator.cli.render_federated import federated_parts, federated_words
 from protos import atoll_control_pb2 as pb
-from protos.worker_names import distinct
 
 Names = Mapping[str, str]  # worker id -> name for people
 SHOWN_WAIT_S = 2.0  # shorter waits are part of every step

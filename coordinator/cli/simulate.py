@@ -24,7 +24,7 @@ from coordinator.cli.data import OWNED, owned_data
 from coordinator.cli.format import DIM, in_bytes, in_seconds
 from coordinator.cli.jobs import JobFile, follow
 from coordinator.cli.options import JobOptions, telling
-from protos.command_line import AsJson, out, print_json, with_groups
+from hostos.command_line import AsJson, out, print_json, with_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -18,7 +18,7 @@ from coordinator.cli.options import Common, JobOptions, telling
 from coordinator.cli.pool import ANSWER_S, note_empty
 from coordinator.cli.render import plan_view, worker_names
 from coordinator.client.client import Client, LivePlan
-from protos.command_line import byte_progress, err, out, print_json, with_groups
+from hostos.command_line import byte_progress, err, out, print_json, with_groups
 
 if TYPE_CHECKING:
     from coordinator.client.prepare import Prepared

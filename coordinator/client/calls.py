@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from hostos.retries import retrying, stop_after_pauses
 from protos.credentials import JoinToken
 from protos.grpc_errors import to_atoll_error
-from protos.retries import retrying, stop_after_pauses
 
 if TYPE_CHECKING:
     from tenacity import Retrying

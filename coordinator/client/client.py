@@ -27,6 +27,7 @@ from coordinator.client.calls import calling, patiently
 from coordinator.client.chrome_trace import TraceSpan
 from coordinator.client.endpoint import Endpoint, find_endpoint
 from coordinator.client.transfer import Progress, download, silent
+from hostos.retries import progressed
 from protos import PROTOCOL_VERSION
 from protos import atoll_apps_pb2 as apps
 from protos import atoll_apps_pb2_grpc as apps_rpc
@@ -35,7 +36,6 @@ from protos import atoll_control_pb2_grpc as rpc
 from protos.blob_calls import BlobsOverGrpc
 from protos.blob_transfer import upload
 from protos.convert import from_proto, to_proto
-from protos.retries import progressed
 from protos.text_limits import clean
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from pathlib import Path
 import grpc
 
 from atoll.errors import StorageError, UsageError
+from hostos.proxies import proxy_option
 from protos.credentials import COORDINATOR, JoinToken, channel_credentials, name_options
-from protos.proxies import proxy_option
 
 DEFAULT_PORT = 7700
 ADDRESS_FILE = "address.json"

@@ -19,7 +19,7 @@ from atoll.errors import AtollError, UsageError
 from atoll.fields import described
 from atoll.job import Job
 from coordinator.client.overrides import TRUE, override_job
-from protos.installation import check_beside
+from hostos.installation import check_beside
 
 _serial = itertools.count(1)  # every load is a module of its own, even of the same file
 MAX_SHOWN = 400  # characters of what the file raised

@@ -27,9 +27,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from atoll.errors import StorageError, UsageError
-from protos.folder_lock import FolderLock, Holder, holder_of
-from protos.locked_json import read_object
-from protos.private_files import private_folder, write_private
+from hostos.folder_lock import FolderLock, Holder, holder_of
+from hostos.locked_json import read_object
+from hostos.private_files import private_folder, write_private
 
 FOLDER, RECORD, OUTPUT, LOCK = "flower-runs", "run.json", "output.log", "lock"
 OLDER = "output.1.log"

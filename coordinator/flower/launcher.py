@@ -22,10 +22,10 @@ import atoll
 from atoll import errors
 from atoll.errors import AtollError, JobFailed
 from coordinator.client.endpoint import Endpoint
+from hostos.app_guard import Guarded
 from protos import atoll_apps_pb2 as pb
 from protos import atoll_apps_pb2_grpc as rpc
 from protos.app_bundle import Bundle, ConfigValue
-from protos.app_guard import Guarded
 
 LEAVE_WITHIN_S = 1.4  # from Ctrl+C to the end of the ServerApp's process
 MAX_LINE_CHARS = 16 << 20  # ten thousand nodes are named in one

@@ -27,12 +27,13 @@ from coordinator.flower.grid import CoordinatorGrid
 from coordinator.flower.readiness import Verdict, judge
 from coordinator.flower.replies import metrics_shown
 from coordinator.flower.stream import AppLink
+from hostos.budget import Budget
 from protos import atoll_apps_pb2 as pb
 from protos import flower_content as content
 from protos import flower_internals as flower
 from protos.app_bundle import make_bundle
 from protos.credentials import JoinToken
-from protos.text_limits import Budget, clean
+from protos.text_limits import clean
 
 MAX_TRACE_CHARS = 4000
 MAX_REASON_CHARS = 8000

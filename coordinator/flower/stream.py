@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from atoll.errors import AtollError, BadFrame, ConnectionFailed, JobFailed
 from coordinator.client.calls import PAUSE_MOST_S, RETRY_FOR_S, calling
 from coordinator.client.endpoint import Endpoint
+from hostos.retries import progressed, retrying, stop_after_pauses
 from protos import atoll_apps_pb2 as pb
 from protos import atoll_apps_pb2_grpc as rpc
-from protos.retries import progressed, retrying, stop_after_pauses
 
 if TYPE_CHECKING:
     from tenacity import AttemptManager

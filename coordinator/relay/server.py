@@ -22,7 +22,9 @@ import structlog
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, UsageError
 from coordinator.relay.book import Book, RelayLimits
-from protos.networks import customer, open_listener
+from hostos.budget import Budget
+from hostos.networks import customer, open_listener
+from hostos.splice import Idle, accept, received, splice, tuned
 from protos.relay_tickets import (
     ANSWER_BYTES,
     CONFIRMED,
@@ -33,8 +35,6 @@ from protos.relay_tickets import (
     greeting,
     refusal,
 )
-from protos.splice import Idle, accept, received, splice, tuned
-from protos.text_limits import Budget
 
 log = structlog.get_logger()
 BACKLOG = 128

@@ -21,12 +21,12 @@ import structlog
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed
 from coordinator.services.owners import needed_role
 from coordinator.services.work import network_of, worker_of
+from hostos.budget import Budget
 from protos.connections import Known
 from protos.credentials import presented_in
 from protos.grpc_errors import refuse
 from protos.message_sizes import COUNTED_FROM, reader
 from protos.telemetry import Event
-from protos.text_limits import Budget
 
 if TYPE_CHECKING:
     from coordinator.services.owners import Owners

@@ -20,8 +20,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atoll.errors import StorageError, UsageError
+from hostos.private_files import private_folder, write_private
 from protos.credentials import Authority, Identity
-from protos.private_files import private_folder, write_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable

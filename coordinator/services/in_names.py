@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from protos.worker_names import is_id, with_names
+from atoll.worker_names import is_id, with_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from atoll.errors import UsageError
+from atoll.worker_names import distinct
 from coordinator.membership import member
 from coordinator.messages import jobs as job_state
 from coordinator.messages.jobs import RUNNING
@@ -16,7 +17,6 @@ from coordinator.relay.book import CAUSES, Book, RelayLimits
 from coordinator.services.in_names import names_of
 from coordinator.services.views import carried
 from protos import telemetry
-from protos.worker_names import distinct
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

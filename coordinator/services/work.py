@@ -39,6 +39,8 @@ from coordinator.services.wire import (
     to_worker,
 )
 from coordinator.shell import Outbox, Shell
+from hostos.budget import Budget
+from hostos.networks import customer
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
@@ -47,9 +49,8 @@ from protos.credentials import peer_name
 from protos.devices import machine_of, named_in
 from protos.grpc_errors import refuse
 from protos.message_sizes import COUNTED_FROM, read
-from protos.networks import customer
 from protos.telemetry import Event
-from protos.text_limits import Budget, clean
+from protos.text_limits import clean
 
 if TYPE_CHECKING:
     from coordinator.services.access import Calls

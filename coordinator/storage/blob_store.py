@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.errors import StorageError, UsageError
-from protos.private_files import private_folder, sync_folder
+from hostos.private_files import private_folder, sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping

@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 UNKNOWN = "?"
-OWN = ("atoll", "coordinator", "worker", "protos", "strategies", "compressors", "tests")
+OWN = ("atoll", "coordinator", "worker", "hostos", "protos", "strategies", "compressors", "tests")
 
 Phases = frozenset[Any]
 Value = Phases | tuple["Value", ...]

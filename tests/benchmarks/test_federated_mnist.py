@@ -15,7 +15,7 @@ from benchmarks import federated_mnist as bench
 from benchmarks import federated_report as reporting
 from coordinator.datasets import download
 from coordinator.datasets.corpora import Mnist
-from worker.inprocess.federation import RoundMetrics
+from tests.inprocess.federation import RoundMetrics
 
 DRAW = np.random.default_rng(0)
 PATTERNS = DRAW.integers(0, 256, (10, 28, 28))

@@ -20,7 +20,7 @@ from coordinator.client.client import connect
 from coordinator.client.endpoint import find_endpoint
 from coordinator.config import CoordinatorConfig
 from coordinator.server import serve
-from protos.descriptors import FEWEST_CONNECTIONS, FEWEST_FILES, START, shares
+from hostos.descriptors import FEWEST_CONNECTIONS, FEWEST_FILES, START, shares
 from tests.coordinator.serving import MEMORY
 from tests.interrupts import own_session
 from tests.patience import eventually

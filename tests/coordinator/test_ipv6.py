@@ -12,8 +12,8 @@ import pytest
 from coordinator.client.client import connect
 from coordinator.config import Relaying
 from coordinator.server import Running
+from hostos.networks import customer, open_listener, unmapped
 from protos.credentials import Authority
-from protos.networks import customer, open_listener, unmapped
 from protos.relay_tickets import GREETING_BYTES, nonce_of
 from tests.coordinator.serving import start
 from tests.patience import HUNG_S

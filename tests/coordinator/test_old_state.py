@@ -17,8 +17,8 @@ from coordinator.messages.facts import Ledger, from_record
 from coordinator.server import FOLDER_VERSION, serve
 from coordinator.services.register import Register
 from coordinator.storage.journal import Journal
+from hostos.folder_version import VERSION_FILE
 from protos.credentials import Authority, identity_from, new_key, signing_request
-from protos.folder_version import VERSION_FILE
 from tests.fixtures.make import DATA, FEDERATED, KINDS, PIPELINE, SAMPLES, WORKERS
 from worker.config import make_config
 from worker.data.policy import OPEN, UNSTATED

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from atoll import Federated, Job, Optimizer, OptimizerName, Registered, TrainingSpec
 from coordinator.client.prepare import prepare
 from tests.coordinator.flower.flower_apps import PROJECT
-from worker.inprocess.federation import LocalFederation, local_model
+from tests.inprocess.federation import LocalFederation, local_model
 
 CLIENTS = ("worker0", "worker1")
 BATCH, EPOCHS, ROUNDS, SEED = 16, 2, 3, 3

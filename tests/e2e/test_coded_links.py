@@ -9,10 +9,10 @@ import pytest
 from atoll.microbatch import ScheduleName
 from benchmarks.oracle import every_link
 from compressors import catalogue
+from tests.inprocess.pipeline import LocalPipeline
 from tests.patience import HUNG_S
 from tests.worker.stage.crew import TRAINING, Crew, assign, case, cut_evenly
 from worker.cancel import Cancel
-from worker.inprocess.pipeline import LocalPipeline
 from worker.stage.reports import StepReport
 from worker.transport.contract import TransportConfig
 from worker.transport.network import PeerNetwork

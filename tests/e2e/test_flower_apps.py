@@ -20,7 +20,7 @@ pytest.importorskip("flwr")
 from atoll.errors import AtollError, JobFailed, NoWorkers, UsageError
 from benchmarks.real_workers import LoopbackFleet
 from coordinator.flower.launcher import AppCommand
-from protos import command_line
+from hostos import command_line
 from tests.coordinator.flower.flower_apps import accept, command, restart_coordinator, run, write_app
 from tests.e2e.contained import assert_no_torch
 from worker.apps.store import AppStore

@@ -20,9 +20,9 @@ from coordinator.storage.journal import StoredJournal
 from strategies.exchanges import exchange_facts, make_rule
 from strategies.exchanges.partners import groups_at
 from tests.e2e.test_reconfigured import disturb
+from tests.inprocess.exchange import run_round
+from tests.inprocess.peers import LocalPeers, WholeModel
 from worker.exchange.schedule import Groups
-from worker.inprocess.exchange import run_round
-from worker.inprocess.peers import LocalPeers, WholeModel
 from worker.stage.flat import flat_values, set_values
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -16,7 +16,7 @@ from benchmarks.oracle import built_in, run_local
 from benchmarks.real_workers import LoopbackFleet, as_job, cut_at
 from coordinator.cli.main import app
 from coordinator.client.prepare import prepare
-from protos.command_line import run
+from hostos.command_line import run
 from tests.patience import HUNG_S
 
 TRAINING = TrainingSpec(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from benchmarks.real_workers import LoopbackFleet
 from coordinator.cli.main import app
-from protos.command_line import run
+from hostos.command_line import run
 
 STEPS = 6
 JOB = """

@@ -18,7 +18,7 @@ from benchmarks.waits import came_about
 from coordinator.cli.main import app
 from coordinator.client.client import connect
 from coordinator.client.prepare import prepare
-from protos.command_line import run
+from hostos.command_line import run
 from protos.credentials import Identity, JoinToken, authorities_in
 from tests.patience import HUNG_S
 

@@ -16,8 +16,8 @@ from coordinator.client.prepare import prepare
 from coordinator.datasets import download
 from coordinator.datasets import split as splitting
 from coordinator.datasets.corpora import Document, Mnist
+from tests.inprocess.federation import LocalFederation, local_model
 from worker.data.registry import add_dataset, open_dataset
-from worker.inprocess.federation import LocalFederation, local_model
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DRAW = np.random.default_rng(0)

@@ -18,8 +18,8 @@ from benchmarks import vs_flower_job
 from coordinator.client.prepare import prepare
 from examples.flower_digits.flower_digits import client_app, server_app, task
 from strategies import STRATEGIES
+from tests.inprocess.federation import LocalFederation, local_model
 from tests.strategies.flower_grid import LocalGrid
-from worker.inprocess.federation import LocalFederation, local_model
 
 APP = Path(__file__).resolve().parents[2] / "examples" / "flower_digits"
 DEFAULTS: dict[str, Any] = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"][

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LEVELS = {"atoll": 0, "protos": 1, "strategies": 2, "compressors": 2, "coordinator": 3, "worker": 3}
+LEVELS = {
+    "atoll": 0, "hostos": 1, "protos": 2, "strategies": 3, "compressors": 3, "coordinator": 4, "worker": 4,
+}  # fmt: skip
 BESIDE = ("lab", "benchmarks", "examples", "docs", "tests")
 PURE = [
     "atoll/job.py",

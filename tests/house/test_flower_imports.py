@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (
-    "atoll", "coordinator", "worker", "protos", "strategies", "compressors",
+    "atoll", "coordinator", "worker", "hostos", "protos", "strategies", "compressors",
     "lab", "benchmarks", "examples", "tests",
 )  # fmt: skip
 INSIDER = "protos/flower_internals.py"

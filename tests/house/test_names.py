@@ -14,6 +14,7 @@ PACKAGES = (
     "atoll",
     "coordinator",
     "worker",
+    "hostos",
     "protos",
     "strategies",
     "compressors",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("atoll", "protos", "strategies", "compressors", "coordinator", "worker")
+PACKAGES = ("atoll", "hostos", "protos", "strategies", "compressors", "coordinator", "worker")
 MAX_PARAMETERS = 8
 ALLOWED: set[str] = set()  # "path:function", for as long as one is being mended
 

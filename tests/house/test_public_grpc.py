@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = ("atoll", "compressors", "coordinator", "protos", "strategies", "worker")
+PRODUCT = ("atoll", "compressors", "coordinator", "hostos", "protos", "strategies", "worker")
 GENERATED = "_pb2_grpc.py"  # gRPC's own generator writes a check of its version there
 PRIVATE = re.compile(r"grpc(?:\.\w+)*\._\w|cygrpc|from grpc(?:\.\w+)* import _|GRPC_EXPERIMENTS")
 

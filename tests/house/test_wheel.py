@@ -1,4 +1,4 @@
-"""The wheel holds exactly the six packages, with their schema and types."""
+"""The wheel holds exactly the seven packages, with their schema and types."""
 
 import os
 import subprocess
@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SIX = {"atoll", "coordinator", "worker", "protos", "strategies", "compressors"}
+SEVEN = {"atoll", "coordinator", "worker", "hostos", "protos", "strategies", "compressors"}
 
 
-def test_the_project_file_names_the_six_packages_and_both_commands() -> None:
+def test_the_project_file_names_the_seven_packages_and_both_commands() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     found = project["tool"]["setuptools"]["packages"]["find"]["include"]
-    assert {name.removesuffix("*") for name in found} == SIX
+    assert {name.removesuffix("*") for name in found} == SEVEN
     assert project["project"]["scripts"] == {
         "atoll": "coordinator.cli.main:main",
         "atoll-worker": "worker.cli.main:main",
@@ -27,7 +27,7 @@ def test_the_project_file_names_the_six_packages_and_both_commands() -> None:
 def test_every_package_has_its_types_and_ships_the_marker() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "py.typed" in project["tool"]["setuptools"]["package-data"]["*"]
-    assert [top for top in sorted(SIX) if not (ROOT / top / "py.typed").is_file()] == []
+    assert [top for top in sorted(SEVEN) if not (ROOT / top / "py.typed").is_file()] == []
 
 
 def test_every_dependency_has_a_lower_bound_and_a_tested_version() -> None:
@@ -60,14 +60,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_exactly_the_six_packages(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_holds_exactly_the_seven_packages(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     tops = {name.partition("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == SIX
+    assert {top for top in tops if not top.endswith(".dist-info")} == SEVEN
     assert {"protos/atoll_job.proto", "protos/atoll_control.proto"} <= set(names)
-    assert {f"{top}/py.typed" for top in SIX} <= set(names)
+    assert {f"{top}/py.typed" for top in SEVEN} <= set(names)
     assert not [name for name in names if "test" in name.lower().split("/")]
-    sources = {str(p.relative_to(ROOT)) for top in SIX for p in (ROOT / top).rglob("*.py")}
+    sources = {str(p.relative_to(ROOT)) for top in SEVEN for p in (ROOT / top).rglob("*.py")}
     assert sources <= set(names)
 
 

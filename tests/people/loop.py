@@ -26,7 +26,7 @@ from atoll.job import Job, Optimizer, OptimizerName, TrainingSpec
 from atoll.opdag import OpDag
 from atoll.program import stage_programs
 from coordinator.client.prepare import Prepared, prepare
-from worker.inprocess.pipeline import LocalPipeline
+from tests.inprocess.pipeline import LocalPipeline
 
 MICRO = 4
 TOLERANCE = 1e-6  # of the larger of 1 and the value

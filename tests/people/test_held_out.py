@@ -27,9 +27,9 @@ from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.evaluation_cut import evaluation_intervals
 from coordinator.storage.blob_store import BlobStore
 from protos.convert import dag_bytes, dag_from_bytes, from_proto, to_proto
+from tests.inprocess.federation import LocalFederation, local_model
+from tests.inprocess.pipeline import LocalPipeline
 from tests.people.loop import SGD
-from worker.inprocess.federation import LocalFederation, local_model
-from worker.inprocess.pipeline import LocalPipeline
 
 BATCH = 16
 

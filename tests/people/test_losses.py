@@ -21,9 +21,9 @@ from atoll.opdag import OpDag
 from atoll.plan import Plan, Replica, StageSpec
 from atoll.program import stage_programs
 from coordinator.client.prepare import prepare
+from tests.inprocess.pipeline import LocalPipeline, StepResult
+from tests.inprocess.replicas import LocalReplicas
 from tests.people.loop import SGD, batches_of, job_of, refusal
-from worker.inprocess.pipeline import LocalPipeline, StepResult
-from worker.inprocess.replicas import LocalReplicas
 
 ADAMW = Optimizer(lr=1e-2, weight_decay=0.1, clip_norm=0.5)
 IGNORED = -100

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 from atoll import Federated, Optimizer, OptimizerName, ParamGroup, Precision, Rows, TrainingSpec
 from atoll.arrays import array_of, dtype_name, tensor_of
 from coordinator.cli.main import app
-from protos.command_line import run
+from hostos.command_line import run
 from tests.coordinator.client.fake_owner import FakeOwnerServer
 from tests.people.wrong_inputs import PAGE, SECTIONS, TEMPLATE, Case, answer, coordinator, row
 

@@ -21,8 +21,8 @@ from unittest import mock
 from rich.console import Console
 
 from coordinator.cli.main import app
+from hostos import command_line
 from protos import atoll_control_pb2 as pb
-from protos import command_line
 from tests.coordinator.client.fake_owner import FakeOwnerServer, Script
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "wrong-inputs.md"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.text_limits import Budget, clean, plain
+from hostos.budget import Budget
+from protos.text_limits import clean, plain
 
 
 @given(st.text(max_size=300), st.integers(0, 200), st.booleans())

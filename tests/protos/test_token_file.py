@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import UsageError
-from protos.command_line import MAX_TOKEN_FILE_BYTES, given_token
+from hostos.command_line import MAX_TOKEN_FILE_BYTES, given_token
 
 
 def test_a_token_is_read_from_a_file_or_standard_input(

@@ -21,12 +21,12 @@ from strategies import counted, make_strategy
 from strategies.clipping import Clipping
 from strategies.counted import check_measured, returned_numbers
 from strategies.layout import Layout
+from tests.inprocess.federation import LocalFederation, local_model
 from tests.strategies.test_modules import batch, fedimpro
 from tests.worker.federated.test_participation import KEY, Server, context
 from worker.cancel import Cancel
 from worker.federated.participation import Participation
 from worker.federated.trainer import LocalTrainer
-from worker.inprocess.federation import LocalFederation, local_model
 
 B, D = 8, 6
 SPEC = TrainingSpec(steps=4, n_micro=1, optimizer=Optimizer(OptimizerName.SGD, lr=0.1))

@@ -30,10 +30,10 @@ from strategies.returned import check_returned
 from strategies.supcon_module import supcon
 from strategies.vhl_module import Vhl, VhlLoss
 from tests import models
+from tests.inprocess.federation import LocalFederation, local_model
 from tests.strategies.test_modules import SPEC, C, Net, batch, fedimpro
 from tests.worker.federated.test_participation import Server, joined
 from tests.worker.federated.test_trainer import SGD, Small, arrays
-from worker.inprocess.federation import LocalFederation, local_model
 
 B, D = 8, 6
 ROWS = {"x": torch.randn(B, D), "y": torch.arange(B) % 3}

@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from atoll.errors import BadFrame, ConnectionFailed, StorageError
-from protos import retries
+from hostos import retries
 from protos.blob_transfer import Chunk
 from worker import blobs
 from worker.blobs import BlobCache, BlobFile, BlobFiles

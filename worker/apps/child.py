@@ -2,7 +2,7 @@
 
 It imports the app once, keeps its Context, and answers one task after another over a pipe to the
 worker's daemon. Arrays come and go as files named by their hash; Context.state is on the disk
-before the reply is sent. It has no connection of its own and dies with the daemon (protos/app_guard.py).
+before the reply is sent. It has no connection of its own and dies with the daemon (hostos/app_guard.py).
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from atoll.errors import StorageError, UsageError
+from hostos.private_files import private_folder, write_private
 from protos.app_bundle import opened
-from protos.private_files import private_folder, write_private
 
 FOLDER, SUFFIX = "offered", ".bundle"
 MAX_OFFERS = 16

@@ -9,8 +9,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
+from hostos.app_guard import Guarded
 from protos import atoll_apps_pb2 as pb
-from protos.app_guard import Guarded
 from protos.child_pipe import Pipe
 from worker.hosting.environment import shown_environment
 from worker.hosting.output import Output

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, StorageError
+from hostos.budget import Budget
 from protos import app_bundle
 from protos import atoll_apps_pb2 as pb
 from protos.app_signing import signer
 from protos.child_pipe import Gone
-from protos.text_limits import Budget, clean
+from protos.text_limits import clean
 from worker.apps.code import AppCode, unpack
 from worker.apps.parts import Parts
 from worker.apps.process import AppProcess

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atoll.errors import UsageError
+from hostos.locked_json import changing, read_object
 from protos.app_signing import checked_publisher, signer
-from protos.locked_json import changing, read_object
 from worker.apps.code import remove
 from worker.apps.offers import Offers
 from worker.config import make_state_dir

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll.errors import UsageError
+from hostos.command_line import AsJson, out, print_json, shown_time
 from protos.app_signing import SCHEME
-from protos.command_line import AsJson, out, print_json, shown_time
 from protos.text_limits import clean
 from worker.apps.store import AppStore
 from worker.cli.options import StateDir

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from atoll.errors import UsageError
-from protos.command_line import AsJson, byte_progress, err, out, print_json
+from hostos.command_line import AsJson, byte_progress, err, out, print_json
 from worker.cli.options import StateDir
 from worker.config import default_state_dir
 

@@ -19,14 +19,14 @@ import grpc
 
 import atoll
 from atoll.errors import AccessDenied, AtollError, ConnectionFailed
+from hostos.networks import open_listener
+from hostos.units import shown_size
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos.certificate_words import shown_certificate
 from protos.credentials import Identity, JoinToken, fingerprint
 from protos.grpc_errors import to_atoll_error
-from protos.networks import open_listener
 from protos.text_limits import clean
-from protos.units import shown_size
 from worker.cli.ways import greeted, relay_name, relays_of
 from worker.control.calls import open_channel
 from worker.control.enroll import greet

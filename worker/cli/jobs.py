@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from atoll.federated import ConsentWord as Word
-from protos.command_line import AsJson, out, print_json, shown_time
+from hostos.command_line import AsJson, out, print_json, shown_time
 from worker.cli.options import StateDir
 from worker.cli.running import signal_consent_changed
 from worker.config import default_state_dir

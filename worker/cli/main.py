@@ -12,10 +12,10 @@ import typer
 
 import atoll
 from atoll.errors import AtollError
+from hostos.command_line import AsJson, enter, err, out, print_json, with_groups
+from hostos.log_stream import LogBudget, log_stream
+from hostos.units import shown_size
 from protos import PROTOCOL_VERSION
-from protos.command_line import AsJson, enter, err, out, print_json, with_groups
-from protos.log_stream import LogBudget, log_stream
-from protos.units import shown_size
 from worker.cli import apps as cli_apps
 from worker.cli import data as cli_data
 from worker.cli import forget as cli_forget

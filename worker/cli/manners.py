@@ -11,8 +11,8 @@ import typer
 from rich.table import Table
 
 from atoll.errors import UsageError
-from protos.command_line import AsJson, err, out, print_json
-from protos.units import parse_size, shown_size
+from hostos.command_line import AsJson, err, out, print_json
+from hostos.units import parse_size, shown_size
 from worker.cli.options import StateDir
 from worker.cli.running import running_process
 from worker.config import WorkerConfig, change_settings, default_state_dir

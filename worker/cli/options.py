@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from hostos.command_line import TokenFile, given_token
+from hostos.units import parse_size
 from protos.app_bundle import parse_pairs
-from protos.command_line import TokenFile, given_token
-from protos.units import parse_size
 from worker.config import parse_address
 
 StateDir = Annotated[

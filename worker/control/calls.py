@@ -8,9 +8,9 @@ import grpc
 import grpc.aio
 
 from atoll.errors import ConnectionFailed
+from hostos.proxies import proxy_option
 from protos.credentials import COORDINATOR, channel_credentials, name_options
 from protos.message_sizes import Careful
-from protos.proxies import proxy_option
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import StorageError
-from protos.folder_version import raise_version
-from protos.private_files import private_file, private_folder, sync_folder
+from hostos.folder_version import raise_version
+from hostos.private_files import private_file, private_folder, sync_folder
 from worker.config import FOLDER_VERSION, make_state_dir
 
 FOLDER, FILE, OLDER_FILE = "consent", "requests.sqlite", "requests.json"

@@ -19,7 +19,7 @@ import numpy as np
 
 from atoll.errors import StorageError, UsageError
 from atoll.federated import checked_name
-from protos.private_files import write_private
+from hostos.private_files import write_private
 from strategies.partition_data import MAX_CLIENTS, parts_of
 from worker.data.registry import dataset_folder, load_dataset, open_dataset
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from atoll.errors import AtollError, StorageError, UsageError
 from atoll.federated import DatasetFacts, FieldFacts, checked_name
-from protos.private_files import private_folder, write_private
+from hostos.private_files import private_folder, write_private
 from worker.config import make_state_dir
 from worker.data.policy import UNSTATED, Policy, policy_from_json
 from worker.data.schema import FieldSchema, parse_schema, sources_of

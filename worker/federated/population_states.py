@@ -27,7 +27,7 @@ import structlog
 from atoll.errors import BadFrame, StorageError
 from atoll.federated import residual_counts
 from compressors.container import dense_metas, read_dense, write_dense
-from protos.private_files import write_private
+from hostos.private_files import write_private
 from strategies.files import client_state_of, slot_arrays
 from strategies.values import ClientState
 

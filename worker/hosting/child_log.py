@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from atoll.errors import BadFrame
-from protos.text_limits import Budget, clean
+from hostos.budget import Budget
+from protos.text_limits import clean
 
 if TYPE_CHECKING:
     from protos import atoll_compute_pb2 as pb

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from protos.text_limits import Budget
+from hostos.budget import Budget
 from worker.hosting.watch import OpWatch
 
 if TYPE_CHECKING:

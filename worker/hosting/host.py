@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from atoll.errors import AtollError, BadFrame, StorageError, UsageError
+from hostos.private_files import private_folder
 from protos import atoll_compute_pb2 as pb
 from protos import atoll_control_pb2 as control
 from protos.convert_plan import link_to_proto
-from protos.private_files import private_folder
 from protos.text_limits import clean
 from worker.config import make_state_dir
 from worker.data.registry import dataset_folder

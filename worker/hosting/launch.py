@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from protos.app_guard import Guarded, kill_all
+from hostos.app_guard import Guarded, kill_all
 from worker.hosting.limits import OOM_SCORE, MemoryBound, descendants
 from worker.hosting.output import Output, ignore
 from worker.hosting.sandbox import Sandbox, View, probe
@@ -41,7 +41,7 @@ class Ending:
 class Launched:
     """A process, and all that it starts: they end together, and when this process does.
 
-    A guard stands above it (protos/app_guard.py) and, where bubblewrap works, a PID namespace around it.
+    A guard stands above it (hostos/app_guard.py) and, where bubblewrap works, a PID namespace around it.
     Methods may be called from any thread.
     """
 

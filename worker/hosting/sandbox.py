@@ -26,7 +26,7 @@ from protos.text_limits import clean
 from worker.hosting.environment import PACKAGES_ROOT, compute_environment, foreign_torch
 
 BUBBLEWRAP = "bwrap"
-PACKAGES = ("atoll", "compressors", "protos", "strategies", "worker")
+PACKAGES = ("atoll", "compressors", "hostos", "protos", "strategies", "worker")
 TEMPORARY_BYTES = 1 << 30  # of /tmp, and of /dev/shm
 PROBE_TIMEOUT_S = 20.0
 # Of the system; what is not there is left out. Libraries of drivers lie in /usr, or where a container's

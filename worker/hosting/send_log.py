@@ -22,7 +22,7 @@ from typing import NamedTuple
 import structlog
 
 from atoll.errors import StorageError
-from protos.private_files import private_folder
+from hostos.private_files import private_folder
 from worker.transport.frames import Buffer, Direction, MessageKey
 
 log = structlog.get_logger()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from atoll.errors import UsageError
-from protos.units import shown_size
+from hostos.units import shown_size
 
 if TYPE_CHECKING:
     from worker.config import WorkerConfig

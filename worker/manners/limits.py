@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from atoll.errors import UsageError
-from protos.units import parse_size
+from hostos.units import parse_size
 
 LEAST_CPU_PERCENT = 1.0
 LEAST_MBIT = 1.0

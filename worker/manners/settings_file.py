@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import StorageError, UsageError
-from protos.private_files import write_private
+from hostos.private_files import write_private
 
 SETTINGS_FILE = "settings.toml"
 OLDER_FILE = "worker.json"  # of 0.4.0 and before

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
 
-from protos.units import shown_size
+from hostos.units import shown_size
 from worker.manners.limits import Limits
 
 COOLER_CELSIUS = 5.0  # below the limit before a guest that grew too hot goes on

@@ -22,7 +22,7 @@ from atoll.execute import DTYPES
 from atoll.indices import Range, index_ranges
 from atoll.opdag import DTYPE_BYTES, FLOATING
 from atoll.value_guards import out_of_range, sound_bools
-from protos.retries import progressed, retrying
+from hostos.retries import progressed, retrying
 from worker.cancel import Cancel
 from worker.stage.batches import Arrived, Fetch
 

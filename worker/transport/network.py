@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import structlog
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch
+from hostos.budget import Budget
 from protos import PROTOCOL_VERSION
 from protos.credentials import CurrentIdentity
 from protos.devices import machine_of
-from protos.text_limits import Budget
 from worker.transport.connection import Connection
 from worker.transport.contract import (
     Goodput,

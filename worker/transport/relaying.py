@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 
 from atoll.errors import BadFrame, ConnectionFailed, UsageError
-from protos.proxies import MAX_HEAD_BYTES, Proxy, connected, proxy_for
+from hostos.proxies import MAX_HEAD_BYTES, Proxy, connected, proxy_for
+from hostos.splice import received, tuned
 from protos.relay_tickets import (
     CONFIRMED,
     GREETING_BYTES,
@@ -18,7 +19,6 @@ from protos.relay_tickets import (
     answer,
     nonce_of,
 )
-from protos.splice import received, tuned
 from protos.text_limits import clean
 from worker.transport.contract import RelayOffer
 

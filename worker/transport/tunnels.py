@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from atoll.errors import ConnectionFailed
-from protos.splice import accept, splice
+from hostos.splice import accept, splice
 
 ACCEPT_WITHIN_S = 10.0  # from a stream to gRPC's connection over it
 

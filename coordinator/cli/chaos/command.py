@@ -13,7 +13,7 @@ import typer
 from atoll.errors import StorageError, UsageError
 from coordinator.cli.chaos.kinds import COORDINATOR, OF_PROCESSES, STARTED_BY_NOBODY, Draw, Kind
 from coordinator.cli.options import Common, JobOptions, telling
-from protos.command_line import out, print_json, with_groups
+from hostos.command_line import out, print_json, with_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from atoll.errors import StorageError
-from protos.command_line import AsJson, err, out, print_json
+from hostos.command_line import AsJson, err, out, print_json
 
 EXAMPLES = (
     "Examples: atoll demo; atoll demo --keep shown   (then read shown/job.py, a job file to start from)"

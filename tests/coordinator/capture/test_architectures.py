@@ -28,7 +28,7 @@ from benchmarks.oracle import (
 from coordinator.capture.capture import capture
 from coordinator.capture.self_check import self_check
 from coordinator.cli.main import app
-from protos.command_line import run
+from hostos.command_line import run
 from tests.coordinator.capture.architectures import ARCHITECTURES, mixtral, qwen
 from tests.coordinator.capture.captured import Honest, honest
 from tests.coordinator.capture.test_capture import check_invariants

@@ -16,7 +16,7 @@ from atoll.program import stage_programs
 from coordinator.capture.capture import Captured, capture
 from coordinator.capture.self_check import self_check
 from tests.coordinator.capture.test_capture import Model, X
-from worker.inprocess.pipeline import LocalPipeline
+from tests.inprocess.pipeline import LocalPipeline
 
 STEPS = 3
 CUTS = 8

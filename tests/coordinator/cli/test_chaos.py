@@ -25,10 +25,10 @@ from coordinator.cli.chaos.report import held
 from coordinator.cli.chaos.run import Network, Watching, possible
 from coordinator.cli.main import app
 from coordinator.messages.facts import Fact, PlanAdopted, StepCommitted
+from hostos.command_line import run
+from hostos.folder_lock import FolderLock
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
-from protos.command_line import run
-from protos.folder_lock import FolderLock
 from tests.patience import HUNG_S, eventually
 
 MEMBERS = (COORDINATOR, "a", "b", "c")

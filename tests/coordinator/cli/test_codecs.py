@@ -10,7 +10,7 @@ import torch
 
 from compressors import CODECS
 from coordinator.cli.main import app
-from protos.command_line import run
+from hostos.command_line import run
 
 SMALL = ["--elements", "65536", "--seed", "4711"]
 

@@ -23,7 +23,7 @@ from coordinator.cli import main as cli
 from coordinator.datasets import corpora, download
 from coordinator.datasets import split as splitting
 from coordinator.datasets.corpora import Document, Mnist
-from protos.command_line import run
+from hostos.command_line import run
 from strategies import partition_data
 from worker.data.registry import add_dataset, open_dataset
 

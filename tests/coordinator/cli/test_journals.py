@@ -13,7 +13,7 @@ from coordinator.cli.main import app
 from coordinator.messages.facts import JobSubmitted, StepCommitted, to_record
 from coordinator.services.recovery import recover
 from coordinator.storage.journal import Journal
-from protos.command_line import run
+from hostos.command_line import run
 from tests.sim.scripted import spec
 
 

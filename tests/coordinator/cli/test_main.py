@@ -18,8 +18,8 @@ from coordinator.cli.format import in_bytes, in_seconds, plain, share_bar, spark
 from coordinator.cli.main import app
 from coordinator.client.endpoint import parse_address
 from coordinator.config import CoordinatorConfig
+from hostos.command_line import run
 from protos import atoll_control_pb2 as pb
-from protos.command_line import run
 from protos.convert import to_proto
 from protos.credentials import JoinToken
 from tests.coordinator.client.fake_owner import FakeOwnerServer, Script

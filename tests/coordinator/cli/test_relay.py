@@ -20,8 +20,8 @@ from coordinator.cli.relay import RelayOptions
 from coordinator.config import CoordinatorConfig, Relaying
 from coordinator.messages import instructions as do
 from coordinator.server import serve
+from hostos.command_line import run
 from protos import relay_tickets as tickets
-from protos.command_line import run
 from tests.patience import HUNG_S
 from worker.cli.ways import greeted
 

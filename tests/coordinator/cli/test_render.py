@@ -150,7 +150,9 @@ def test_every_text_of_a_plan_stands_as_it_is() -> None:
 
 def consoles() -> Iterator[tuple[str, ast.Call]]:
     for path in [
-        p for package in ("coordinator", "worker", "protos") for p in ROOT.glob(f"{package}/**/*.py")
+        p
+        for package in ("coordinator", "worker", "hostos", "protos")
+        for p in ROOT.glob(f"{package}/**/*.py")
     ]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Console":

@@ -11,8 +11,8 @@ import pytest
 from coordinator.cli.main import app
 from coordinator.cli.submit import wait_for_workers
 from coordinator.client.client import Client
+from hostos.command_line import run
 from protos import atoll_control_pb2 as pb
-from protos.command_line import run
 from protos.convert import to_proto
 from tests.coordinator.cli.test_main import JOB, _plan
 from tests.coordinator.client.fake_owner import FakeOwnerServer, Script

@@ -21,10 +21,10 @@ from atoll.errors import (
 )
 from coordinator.client.client import Client, connect
 from coordinator.client.endpoint import Endpoint, find_endpoint, parse_address, remember
+from hostos.retries import retrying, stop_after_pauses
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos.credentials import Authority, new_token
-from protos.retries import retrying, stop_after_pauses
 from tests.coordinator.client.fake_owner import FakeOwnerServer, Script
 
 

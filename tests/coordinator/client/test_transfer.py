@@ -11,9 +11,9 @@ import pytest
 
 from atoll.errors import ConnectionFailed, StorageError
 from coordinator.client.transfer import PIECE_BYTES, download
+from hostos.retries import retrying, stop_after_pauses
 from protos.blob_calls import BlobsOverGrpc
 from protos.blob_transfer import Chunk, LocalBlob, fetch, upload
-from protos.retries import retrying, stop_after_pauses
 from tests.coordinator.client.fake_owner import FakeOwnerServer, Script
 
 if TYPE_CHECKING:

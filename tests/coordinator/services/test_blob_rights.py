@@ -24,13 +24,13 @@ from coordinator.server import Running
 from coordinator.services.blob_rights import CHECKPOINTS, Accounts, Allowance, ClientRole, StageRole, role_of
 from coordinator.services.sweep import sweep
 from coordinator.shell import Shell
+from hostos.retries import retrying
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos import blob_transfer
 from protos.blob_calls import BlobsOverGrpc
 from protos.blob_transfer import LocalBlob
 from protos.grpc_errors import to_atoll_error
-from protos.retries import retrying
 from tests.coordinator.federated.test_driver import Fleet, spec
 from tests.coordinator.serving import Hold, Owner, fleet, refused, start
 from tests.patience import HUNG_S, eventually

@@ -24,9 +24,9 @@ from coordinator.config import CoordinatorConfig
 from coordinator.pipeline.tuning import profiling
 from coordinator.server import Running, serve
 from coordinator.storage import mirrored_blobs
+from hostos.command_line import run
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
-from protos.command_line import run
 from protos.convert import content_hash, dag_bytes, to_proto
 from tests.coordinator.serving import FAST, Hold, Owner, fleet, start
 from tests.coordinator.storage.objects_in_memory import MemoryObjects

@@ -13,8 +13,8 @@ from atoll.errors import AccessDenied, StorageError, UsageError
 from coordinator.client.client import Client, connect
 from coordinator.server import Running
 from coordinator.services.owners import Owner, Owners, Role, needed_role
+from hostos.bounded_log import read_log
 from protos import atoll_control_pb2 as pb
-from protos.bounded_log import read_log
 from protos.convert import from_proto, to_proto
 from protos.credentials import secret_hash
 from tests.coordinator.serving import Owner as FirstOwner

@@ -14,8 +14,8 @@ from tenacity import stop_after_attempt
 
 from atoll.errors import StorageError, UsageError
 from coordinator.storage.blob_store import BlobStore, Gone, storage_error
+from hostos.retries import retrying
 from protos.blob_transfer import Chunk, LocalBlob, upload
-from protos.retries import retrying
 
 
 def name_of(data: bytes) -> str:

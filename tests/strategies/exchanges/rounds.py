@@ -12,8 +12,8 @@ from torch import Tensor
 from atoll.exchange import ExchangeRound
 from compressors.vector import SPARSE
 from strategies.exchanges.base import ExchangeRule, Flat
+from tests.inprocess.exchange import Answer, Faults, run_round
 from worker.exchange.round import Message
-from worker.inprocess.exchange import Answer, Faults, run_round
 
 
 def gradients(ranks: int, size: int, seed: int = 0) -> dict[int, Tensor]:

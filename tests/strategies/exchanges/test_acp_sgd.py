@@ -18,7 +18,7 @@ from compressors.contrib.ranks import acp_rank, powersgd_rank
 from strategies.exchanges import make_rule
 from strategies.exchanges.acp_sgd import AcpState
 from strategies.exchanges.base import ExchangeRule, Flat
-from worker.inprocess.exchange import Answer, Faults, run_round
+from tests.inprocess.exchange import Answer, Faults, run_round
 
 RATIO = 8.0
 SHAPES = ((40, 30), (30,), (24, 5, 4), (3,))

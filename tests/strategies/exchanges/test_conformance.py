@@ -10,7 +10,7 @@ from atoll.errors import UsageError
 from atoll.exchange import Exchange, ExchangeRound, Partners, Pattern
 from strategies.exchanges import EXCHANGES, make_rule
 from strategies.exchanges.base import Flat
-from worker.inprocess.exchange import Faults, run_round
+from tests.inprocess.exchange import Faults, run_round
 
 SHAPES = ((64, 48), (48,), (16, 64), (7,))
 FLAT = Flat(SHAPES)

@@ -17,8 +17,8 @@ from benchmarks.oracle import Case, built_in
 from strategies.exchanges import diloco, make_rule
 from strategies.exchanges.base import ExchangeRule, Flat
 from strategies.exchanges.diloco import DiLoCo, OuterState
-from worker.inprocess.exchange import Answer, Faults, run_round
-from worker.inprocess.peers import LocalPeers, WholeModel
+from tests.inprocess.exchange import Answer, Faults, run_round
+from tests.inprocess.peers import LocalPeers, WholeModel
 from worker.stage.flat import flat_values
 
 FLAT = Flat(((30, 20), (40,)))

@@ -9,7 +9,7 @@ import torch
 
 from atoll.exchange import Exchange, ExchangeRound
 from strategies.exchanges import make_rule
-from worker.inprocess.exchange import Faults, run_round
+from tests.inprocess.exchange import Faults, run_round
 
 SIZE = 1000
 RULE = make_rule(Exchange("eager", quorum=0.5))

@@ -18,7 +18,7 @@ from compressors.contrib.ranks import powersgd_rank
 from strategies.exchanges import make_rule
 from strategies.exchanges.base import Flat
 from strategies.exchanges.powersgd import PowerState
-from worker.inprocess.exchange import Answer, Faults, run_round
+from tests.inprocess.exchange import Answer, Faults, run_round
 
 RATIO = 8.0
 SHAPES = ((40, 30), (30,), (24, 5, 4), (3,))

@@ -14,8 +14,8 @@ from hypothesis import strategies as draw
 from atoll.exchange import Content, ExchangeRound
 from strategies.exchanges import EXCHANGES, make_rule
 from strategies.exchanges.base import Contribution, ExchangeRule
+from tests.inprocess.exchange import Answer, Faults, run_round
 from tests.strategies.exchanges.test_conformance import FLAT, RANKS, SETTINGS, groups_of, start
-from worker.inprocess.exchange import Answer, Faults, run_round
 
 SEEDS = draw.integers(0, 2**32)
 WEIGHTS = draw.one_of(

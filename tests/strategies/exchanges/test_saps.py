@@ -10,8 +10,8 @@ import torch
 from atoll.exchange import Exchange, ExchangeRound
 from strategies.exchanges import make_rule
 from strategies.exchanges.saps import SapsPsgd
+from tests.inprocess.exchange import Faults, damaged, later, run_round
 from worker.exchange.round import Message
-from worker.inprocess.exchange import Faults, damaged, later, run_round
 
 SIZE, RATIO = 5000, 20.0
 RULE = make_rule(Exchange("saps", ratio=RATIO))

@@ -15,8 +15,8 @@ from strategies.exchanges import make_rule
 from strategies.exchanges.base import Flat
 from strategies.exchanges.diloco import OuterState
 from strategies.exchanges.streaming_diloco import StreamingDiLoCo
+from tests.inprocess.exchange import Answer, later, run_round
 from tests.strategies.exchanges.test_diloco import peers
-from worker.inprocess.exchange import Answer, later, run_round
 
 FLAT = Flat(((50, 20), (40,)))
 SIZE = FLAT.size

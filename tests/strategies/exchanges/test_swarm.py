@@ -15,7 +15,7 @@ from compressors.vector import unpack
 from strategies.exchanges import make_rule
 from strategies.exchanges.base import Flat
 from strategies.exchanges.swarm import TAIL, Published, copy_of, lattice
-from worker.inprocess.exchange import Faults, later, run_round
+from tests.inprocess.exchange import Faults, later, run_round
 
 SIZE = 3000
 RULE = make_rule(Exchange("swarm"))

@@ -8,8 +8,8 @@ import torch
 from atoll.collective import butterfly_groups, group_size
 from atoll.exchange import Exchange, ExchangeRound
 from strategies.exchanges import make_rule
-from worker.inprocess.exchange import Faults, later, run_round
-from worker.inprocess.peers import default_groups
+from tests.inprocess.exchange import Faults, later, run_round
+from tests.inprocess.peers import default_groups
 
 SIZE = 1000
 RULE = make_rule(Exchange("wagma"))

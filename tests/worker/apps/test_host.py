@@ -16,10 +16,10 @@ from tests.patience import HUNG_S
 pytest.importorskip("flwr")
 
 from atoll.errors import BadFrame
+from hostos.command_line import run
 from protos import atoll_apps_pb2 as pb
 from protos.app_bundle import Bundle, make_bundle
 from protos.app_signing import make_key, sign
-from protos.command_line import run
 from worker.apps import run as app_run
 from worker.apps.host import AppHost, _check_names
 from worker.apps.run import AppContext, HostedRun

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from hostos.app_guard import Guarded
 from protos import atoll_apps_pb2 as pb
-from protos.app_guard import Guarded
 from tests.patience import HUNG_S, eventually
 from worker.apps import run as app_run
 from worker.apps.process import AppProcess, _environment

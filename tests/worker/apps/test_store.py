@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import UsageError
+from hostos.command_line import run
 from protos import atoll_apps_pb2 as pb
 from protos.app_signing import make_key, sign
-from protos.command_line import run
 from worker.apps.offers import KEPT_S, MAX_OFFERS, Offers
 from worker.apps.store import MAX_ASKED, AppStore, KnownApp
 from worker.cli import main as cli

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from hostos.command_line import run
 from protos import atoll_control_pb2 as pb
-from protos.command_line import run
 from protos.credentials import Authority, fingerprint, new_token
 from protos.relay_tickets import NONCE_BYTES, greeting
 from tests.worker.cli.test_main import Entry, config_for

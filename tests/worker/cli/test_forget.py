@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import UsageError
-from protos.command_line import run
+from hostos.command_line import run
 from worker.apps.store import AppStore
 from worker.cli import main as cli
 from worker.cli.forget import WHAT, forget

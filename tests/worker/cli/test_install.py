@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from protos.command_line import run
+from hostos.command_line import run
 from worker.cli import install
 from worker.cli import main as cli
 from worker.config import make_config, remember

@@ -20,12 +20,12 @@ import pytest
 import atoll
 from atoll.errors import AccessDenied, ConnectionFailed, ProtocolMismatch, UsageError
 from atoll.federated import Floors
+from hostos.command_line import run
+from hostos.units import parse_size
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
-from protos.command_line import run
 from protos.credentials import Authority, Identity, JoinToken, new_token, presented_in, server_credentials
-from protos.units import parse_size
 from tests.interrupts import interrupted, own_session
 from tests.patience import HUNG_S
 from worker.cli import main as cli
@@ -410,7 +410,7 @@ def test_commands_that_do_not_join_work_without_torch(tmp_path: Path) -> None:
     away = ["doctor", "127.0.0.1:1", "--token", "", "--device", "cpu"]
     code = (
         "import json, sys\n"
-        "from protos.command_line import run\n"
+        "from hostos.command_line import run\n"
         "from worker.cli import main\n"
         "codes = [run(main.app, arguments) for arguments in json.loads(sys.argv[1])]\n"
         "loaded = [name for name in sys.modules if name.partition('.')[0] == 'torch']\n"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from protos.command_line import run
+from hostos.command_line import run
 from worker.cli import main as cli
 from worker.config import make_config
 from worker.manners.limits import Limits, limits_from

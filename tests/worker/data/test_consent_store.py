@@ -13,8 +13,8 @@ import pytest
 
 from atoll.errors import BadFrame, StorageError, UsageError
 from atoll.federated import ConsentWord as Word
-from protos.command_line import run
-from protos.folder_version import VERSION_FILE
+from hostos.command_line import run
+from hostos.folder_version import VERSION_FILE
 from worker.cli import main as cli
 from worker.config import FOLDER_VERSION
 from worker.data import consent

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from atoll.errors import StorageError, UsageError
-from protos.command_line import run
+from hostos.command_line import run
 from worker.cli import main as cli
 from worker.data import registry
 from worker.data.registry import add_dataset, known_facts, list_datasets, load_dataset, open_dataset

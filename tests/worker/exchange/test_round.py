@@ -15,9 +15,9 @@ from compressors.vector import UNCOMPRESSED, chosen, dense, pack
 from strategies.exchanges import make_rule
 from strategies.exchanges.base import Contribution, Flat
 from strategies.exchanges.swarm import TAIL
+from tests.inprocess.exchange import Faults, carry, damaged, run_round
 from worker.exchange.round import CollectiveRun, Message, digest_of
 from worker.exchange.schedule import collective_of
-from worker.inprocess.exchange import Faults, carry, damaged, run_round
 
 SIZE = 1000
 EVERYONE = (0, 1, 2, 3)

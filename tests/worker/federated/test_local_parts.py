@@ -12,9 +12,9 @@ from atoll.federated import NO_FLOORS, Federated
 from coordinator.federated.checks import WRAPPERS, check_federated
 from strategies import STRATEGIES
 from strategies.files import broadcast_metas, update_arrays, update_metas
+from tests.inprocess.federation import LocalFederation
 from tests.worker.federated.test_trainer import Small, arrays, model_of, spec
 from worker.federated.local_model import LocalModel
-from worker.inprocess.federation import LocalFederation
 
 HEAD = ("head.weight", "head.bias")
 ANY = sorted(STRATEGIES.keys() - WRAPPERS.keys() - {"ditto", "fedbn"})

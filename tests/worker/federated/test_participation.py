@@ -22,6 +22,7 @@ from compressors.model_file import Coding, read_update, write_delta, write_model
 from coordinator.capture.capture import capture
 from strategies import make_strategy
 from strategies.files import broadcast_arrays, lossy_names, parted, update_metas
+from tests.inprocess.federation import LocalFederation, local_model
 from tests.worker.federated.test_trainer import BATCH, SGD, Small, arrays
 from tests.worker.test_blobs import Store
 from worker.blobs import BlobCache, BlobFiles
@@ -31,7 +32,6 @@ from worker.federated.client_state import ClientStore
 from worker.federated.folders import MAX_BYTES, MAX_JOBS, make_job_folder
 from worker.federated.orders import EvaluateOrder, Joining, ModelRef, TrainOrder, Update
 from worker.federated.participation import Participation
-from worker.inprocess.federation import LocalFederation, local_model
 from worker.machine.cpu import CpuMeter
 from worker.machine.device import Device
 from worker.pipe.arena import HEAD_BYTES
@@ -403,7 +403,7 @@ def test_a_store_that_stays_away_is_an_error_and_not_for_ever(
 ) -> None:
     server = Server(tmp_path / "server")
     client = joined(server, tmp_path / "w")
-    monkeypatch.setattr("protos.retries.PAUSE_FIRST_S", 0.0)
+    monkeypatch.setattr("hostos.retries.PAUSE_FIRST_S", 0.0)
 
     def away(chunks: object) -> None:
         raise ConnectionFailed("reset")

@@ -24,10 +24,10 @@ from strategies import STRATEGIES
 from strategies.moon_module import Moon
 from strategies.values import ClientState
 from strategies.vhl_module import Vhl
+from tests.inprocess.federation import LocalFederation, local_model
 from tests.strategies.test_modules import SPEC, Net, batch, fedimpro
 from worker.cancel import Cancel, Cancelled
 from worker.federated.local_model import Client, LocalData, LocalModel
-from worker.inprocess.federation import LocalFederation, local_model
 
 BATCH = 8
 SGD = Optimizer(OptimizerName.SGD, lr=0.05)

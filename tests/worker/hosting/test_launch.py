@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from protos.app_guard import Guarded
+from hostos.app_guard import Guarded
 from tests.patience import HUNG_S
 from tests.worker.hosting.launching import WAYS, ended, launched, life, read_line, sandbox_for
 from worker.hosting.environment import compute_environment

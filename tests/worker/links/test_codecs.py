@@ -19,10 +19,10 @@ from atoll.plan import LinkSpec, Mask
 from compressors import catalogue
 from compressors.base import Packet
 from compressors.catalogue import Use
+from tests.inprocess.pipeline import LocalPipeline
 from tests.worker.links import plain_codec
 from tests.worker.stage.crew import TRAINING, Case, Crew, assign, case, cut_evenly, scale_of
 from worker.cancel import Cancel
-from worker.inprocess.pipeline import LocalPipeline
 from worker.links.codecs import StageCodecs, packet_seed
 from worker.links.links import Links
 from worker.stage.expected import Arrival, evaluation_arrivals, step_arrivals

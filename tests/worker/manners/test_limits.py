@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from atoll.errors import UsageError
-from protos.units import shown_size
+from hostos.units import shown_size
 from worker.manners.limits import Limits, limits_from
 
 

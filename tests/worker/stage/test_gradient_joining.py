@@ -17,10 +17,10 @@ from atoll.microbatch import ScheduleName
 from atoll.plan import Plan, Replica, StageSpec
 from atoll.program import stage_programs
 from atoll.step_loss import step_loss
+from tests.inprocess.pipeline import LocalPipeline
 from tests.worker.stage.crew import TRAINING, Case, Crew, case, cut_evenly
 from worker.cancel import Cancel
 from worker.exchange.bucket import Outgoing
-from worker.inprocess.pipeline import LocalPipeline
 from worker.stage.assignment import Assignment, PeerLink
 from worker.stage.expected import step_arrivals
 from worker.stage.joining import GradientExchange

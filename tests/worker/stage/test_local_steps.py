@@ -20,6 +20,7 @@ from atoll.plan import Plan, Replica, StageSpec
 from atoll.program import stage_programs
 from strategies.exchanges import exchange_facts, make_rule
 from strategies.exchanges.partners import groups_at
+from tests.inprocess.peers import LocalPeers, WholeModel
 from tests.patience import HUNG_S
 from tests.worker.stage.crew import TRAINING, Case, Crew, case
 from worker.cancel import Cancel, Cancelled
@@ -27,7 +28,6 @@ from worker.exchange import carrier
 from worker.exchange.carrier import packed
 from worker.exchange.round import Message, digest_of
 from worker.exchange.schedule import Groups
-from worker.inprocess.peers import LocalPeers, WholeModel
 from worker.stage import local_steps
 from worker.stage.assignment import Assignment, PeerLink, check
 from worker.stage.joining import Send

@@ -18,10 +18,10 @@ from atoll.indices import IndexRanges, Range
 from atoll.job import TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.rows import dag_at_rows
+from tests.inprocess.pipeline import LocalPipeline
 from tests.patience import HUNG_S
 from tests.worker.stage.crew import TRAINING, Batches, Case, Crew, assign, case, cut_evenly, scale_of
 from worker.cancel import Cancel, Cancelled
-from worker.inprocess.pipeline import LocalPipeline
 from worker.machine.cpu import CpuMeter
 from worker.session import wire as messages
 from worker.stage import run as compute

@@ -21,7 +21,7 @@ from atoll.job import (
 )
 from atoll.opdag import Arg, Kind, LeafRef, OpDag, OpNode, OpRef, Source, StateMeta, TensorMeta
 from atoll.program import stage_programs
-from worker.inprocess.pipeline import LocalPipeline
+from tests.inprocess.pipeline import LocalPipeline
 from worker.stage.reports import StageReport
 from worker.stage.stage import Stage
 

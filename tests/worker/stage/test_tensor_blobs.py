@@ -12,7 +12,7 @@ from torch import Tensor
 
 from atoll.errors import BadFrame, StorageError
 from atoll.opdag import StateMeta, TensorMeta
-from protos import retries
+from hostos import retries
 from tests.worker.test_blobs import VALUE, Store
 from worker import blobs
 from worker.blobs import BlobCache, BlobFiles

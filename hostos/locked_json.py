@@ -1,0 +1,44 @@
+"""A JSON object in a file that a command and a daemon change in turns; nobody but their user reads it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from atoll.errors import StorageError
+from hostos.private_files import private_folder, write_private
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
+    """Return the object in a file; one that is missing, damaged or larger than ``max_bytes`` is empty."""
+    try:
+        if path.stat().st_size > max_bytes:
+            return {}
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@contextmanager
+def changing(path: Path, max_bytes: int) -> Iterator[dict[str, Any]]:
+    """Yield the object to change, and write it back unless the block raises; whoever else changes it waits.
+
+    Raises StorageError when the disk refuses.
+    """
+    private_folder(path.parent)
+    try:
+        lock = (path.parent / "lock").open("w")
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}; free space there") from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = read_object(path, max_bytes)
+        yield found
+        write_private(path, json.dumps(found, indent=1).encode() + b"\n")
