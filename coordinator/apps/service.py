@@ -20,7 +20,6 @@ from coordinator.services.work import worker_of
 from protos import atoll_apps_pb2 as pb
 from protos import atoll_apps_pb2_grpc as rpc
 from protos import bounds
-from protos.grpc_errors import refuse
 from protos.text_limits import clean
 
 if TYPE_CHECKING:
@@ -42,15 +41,12 @@ class OwnerApps(rpc.AppsServicer):
     ) -> AsyncIterator[pb.ToApp]:
         """One run's messages both ways, until the owner ends it."""
         desk = self._desk
-        try:
-            first = await _first(request_iterator)
-            if not first.HasField("open"):
-                raise BadFrame("the first message of a run opens it")
-            owner = self._owners.calling(context.invocation_metadata())
-            self._owners.did(owner, "flower run", clean(context.peer() or "", 100), run=f"{first.open.run:x}")
-            box = desk.owner_comes(first.open, owner.name)
-        except AtollError as error:
-            await refuse(context, error)
+        first = await _first(request_iterator)
+        if not first.HasField("open"):
+            raise BadFrame("the first message of a run opens it")
+        owner = self._owners.calling(context.invocation_metadata())
+        self._owners.did(owner, "flower run", clean(context.peer() or "", 100), run=f"{first.open.run:x}")
+        box = desk.owner_comes(first.open, owner.name)
         run = first.open.run
 
         async def read() -> None:
@@ -60,7 +56,7 @@ class OwnerApps(rpc.AppsServicer):
             desk.owner_goes(run, box)
 
         try:
-            async for message in _served(read, box, context):
+            async for message in _served(read, box):
                 yield message
         finally:
             desk.owner_goes(run, box)
@@ -68,17 +64,12 @@ class OwnerApps(rpc.AppsServicer):
     async def EndRun(self, request: pb.AppClose, context: Context) -> pb.PartList:  # noqa: N802
         """End a run whose ServerApp died, or that is stopped from elsewhere; another owner's needs the right
         to administer."""
-        try:
-            owner = self._owners.calling(context.invocation_metadata())
-            run = self._desk.runs.runs.get(request.run)
-            if run is not None:
-                if run.owner != owner.name and not owner.may(Role.ADMINISTER):
-                    raise AccessDenied(f"run {run.run:x} is {run.owner}'s; who administers may end it")
-                self._owners.did(
-                    owner, "flower stop", clean(context.peer() or "", 100), run=f"{request.run:x}"
-                )
-        except AtollError as error:
-            await refuse(context, error)
+        owner = self._owners.calling(context.invocation_metadata())
+        run = self._desk.runs.runs.get(request.run)
+        if run is not None:
+            if run.owner != owner.name and not owner.may(Role.ADMINISTER):
+                raise AccessDenied(f"run {run.run:x} is {run.owner}'s; who administers may end it")
+            self._owners.did(owner, "flower stop", clean(context.peer() or "", 100), run=f"{request.run:x}")
         self._desk.end(request.run, request.reason or f"ended by {owner.name}")
         return pb.PartList()
 
@@ -88,11 +79,11 @@ class OwnerApps(rpc.AppsServicer):
 
     async def PutParts(self, request_iterator: AsyncIterator[pb.PartChunk], context: Context) -> pb.PartList:  # noqa: N802
         """Take chunks of any parts of an open run."""
-        return await _take(self._desk, OWNER, request_iterator, context, lambda run: self._desk.runs.of(run))
+        return await _take(self._desk, OWNER, request_iterator, lambda run: self._desk.runs.of(run))
 
     async def GetParts(self, request: pb.PartList, context: Context) -> AsyncIterator[pb.PartChunk]:  # noqa: N802
         """The given parts in turn."""
-        async for chunk in _give(self._desk, request, context, lambda run: self._desk.runs.of(run)):
+        async for chunk in _give(self._desk, request, lambda run: self._desk.runs.of(run)):
             yield chunk
 
 
@@ -108,14 +99,11 @@ class NodeApps(rpc.AppWorkServicer):
     ) -> AsyncIterator[pb.ToNode]:
         """A worker that runs apps: offers and tasks to it, replies from it."""
         desk = self._desk
-        try:
-            worker = worker_of(context, self._insecure)
-            first = await _first(request_iterator)
-            if not first.HasField("hello"):
-                raise BadFrame("the first message of an app host says hello")
-            box = desk.node_comes(worker, first.hello)
-        except AtollError as error:
-            await refuse(context, error)
+        worker = worker_of(context, self._insecure)
+        first = await _first(request_iterator)
+        if not first.HasField("hello"):
+            raise BadFrame("the first message of an app host says hello")
+        box = desk.node_comes(worker, first.hello)
 
         async def read() -> None:
             async for message in request_iterator:
@@ -124,7 +112,7 @@ class NodeApps(rpc.AppWorkServicer):
             box.close()
 
         try:
-            async for message in _served(read, box, context):
+            async for message in _served(read, box):
                 yield message
         finally:
             desk.node_goes(worker, box)
@@ -133,20 +121,17 @@ class NodeApps(rpc.AppWorkServicer):
         self, request_iterator: AsyncIterator[pb.PartChunk], context: Context
     ) -> pb.PartList:
         """Take chunks of parts of a run that the worker takes part in."""
-        try:
-            worker = worker_of(context, self._insecure)
-        except AtollError as error:
-            await refuse(context, error)
+        worker = worker_of(context, self._insecure)
 
         def allowed(run: int) -> None:
             self._desk.may(worker, run)
             self._desk.takes_from(worker)
 
-        return await _take(self._desk, worker, request_iterator, context, allowed)
+        return await _take(self._desk, worker, request_iterator, allowed)
 
     async def GetNodeParts(self, request: pb.PartList, context: Context) -> AsyncIterator[pb.PartChunk]:  # noqa: N802
         """The given parts in turn."""
-        async for chunk in _give(self._desk, request, context, self._right(context)):
+        async for chunk in _give(self._desk, request, self._right(context)):
             yield chunk
 
     def _right(self, context: Context) -> Callable[[int], object]:
@@ -160,7 +145,7 @@ async def _first(requests: AsyncIterator[Any]) -> Any:
         raise BadFrame("the stream ended before its first message") from None
 
 
-async def _served(read: Callable[[], Any], box: Mailbox, context: Context) -> AsyncIterator[Any]:
+async def _served(read: Callable[[], Any], box: Mailbox) -> AsyncIterator[Any]:
     """What is in the box, while ``read`` runs beside it; what ``read`` raises ends the call."""
 
     async def guarded() -> None:
@@ -179,7 +164,7 @@ async def _served(read: Callable[[], Any], box: Mailbox, context: Context) -> As
         while (message := await box.get()) is not None:
             yield message
         if box.error is not None:
-            await refuse(context, box.error)
+            raise box.error
     finally:
         reader.cancel()
         with suppress(asyncio.CancelledError):
@@ -190,37 +175,30 @@ async def _take(
     desk: AppDesk,
     holder: str,
     chunks: AsyncIterator[pb.PartChunk],
-    context: Context,
     allowed: Callable[[int], object],
 ) -> pb.PartList:
     whole: dict[str, int] = {}
-    try:
-        async for chunk in chunks:
-            allowed(chunk.run)
-            bounds.blob_hash("part", chunk.hash)
-            where = chunk.run, holder, chunk.hash, chunk.size, chunk.offset
-            if await asyncio.to_thread(desk.parts.write, *where, chunk.data):
-                whole[chunk.hash] = chunk.size
-    except AtollError as error:
-        await refuse(context, error)
+    async for chunk in chunks:
+        allowed(chunk.run)
+        bounds.blob_hash("part", chunk.hash)
+        where = chunk.run, holder, chunk.hash, chunk.size, chunk.offset
+        if await asyncio.to_thread(desk.parts.write, *where, chunk.data):
+            whole[chunk.hash] = chunk.size
     return pb.PartList(parts=[pb.Part(hash=name, size=size) for name, size in whole.items()])
 
 
 async def _give(
-    desk: AppDesk, request: pb.PartList, context: Context, allowed: Callable[[int], object]
+    desk: AppDesk, request: pb.PartList, allowed: Callable[[int], object]
 ) -> AsyncIterator[pb.PartChunk]:
-    try:
-        allowed(request.run)
-        for part in bounds.count("parts", request.parts, MAX_BLOBS_A_REQUEST):
-            size = desk.parts.size(request.run, bounds.blob_hash("part", part.hash))
-            offset = part.offset
-            if offset > size:
-                raise UsageError(f"part {part.hash[:12]} has {size} bytes; asked from {offset}")
-            pieces = desk.parts.chunks(part.hash, offset)
-            while piece := await asyncio.to_thread(next, pieces, b""):
-                yield pb.PartChunk(hash=part.hash, size=size, offset=offset, data=piece)
-                offset += len(piece)
-            if offset == part.offset:
-                yield pb.PartChunk(hash=part.hash, size=size, offset=offset)
-    except AtollError as error:
-        await refuse(context, error)
+    allowed(request.run)
+    for part in bounds.count("parts", request.parts, MAX_BLOBS_A_REQUEST):
+        size = desk.parts.size(request.run, bounds.blob_hash("part", part.hash))
+        offset = part.offset
+        if offset > size:
+            raise UsageError(f"part {part.hash[:12]} has {size} bytes; asked from {offset}")
+        pieces = desk.parts.chunks(part.hash, offset)
+        while piece := await asyncio.to_thread(next, pieces, b""):
+            yield pb.PartChunk(hash=part.hash, size=size, offset=offset, data=piece)
+            offset += len(piece)
+        if offset == part.offset:
+            yield pb.PartChunk(hash=part.hash, size=size, offset=offset)

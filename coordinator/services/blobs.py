@@ -1,23 +1,22 @@
 """The Blobs and Data services: bytes in and out of the store, micro-batches to the stages.
 
 Disk work runs in threads, so a large upload never delays a step's commit. Every request is
-bounded; what is refused ends the call with INVALID_ARGUMENT and says why. Who may fetch and put what,
-``Rights`` say (``coordinator.services.blob_rights``).
+bounded; what is refused raises an error of ours, with which ``access`` ends the call. ``Rights`` decide who
+may fetch and put what (``coordinator.services.blob_rights``).
 """
 
 from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from atoll.arrays import dtype_name
-from atoll.errors import AccessDenied, AtollError, ConnectionFailed, UsageError
+from atoll.errors import AccessDenied, ConnectionFailed, UsageError
 from coordinator.services.blob_rights import Accounts, Role, role_of
 from coordinator.services.work import worker_of
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
-from protos.grpc_errors import refuse
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Iterator
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_BLOBS_A_REQUEST = 100_000
-T = TypeVar("T")
 
 
 class Rights:
@@ -68,7 +66,7 @@ class OwnerRights(Rights):
     async def fetch(self, names: Collection[str], context: Context) -> None:
         """Only what a job refers to."""
         known = self._shell.scheduler.ledger.referenced_blobs()
-        await _all_of(names, known, "of no job", context)
+        _all_of(names, known, "of no job")
 
     def asked_about(self, name: str, asker: str) -> None:
         """What waits here for its job waits longer."""
@@ -86,9 +84,9 @@ class WorkerRights(Rights):
 
     async def fetch(self, names: Collection[str], context: Context) -> None:
         """Only what the messages of its job named."""
-        role = await self._role(context)
-        known = await _guarded(role.named, context)
-        await _all_of(names, known, "that your job did not name to you", context)
+        role = self._role(context)
+        known = await asyncio.to_thread(role.named)
+        _all_of(names, known, "that your job did not name to you")
 
     async def put(self, name: str, size: int, context: Context) -> None:
         """As much as its job asks for; what it put before and nothing needs gives way."""
@@ -96,14 +94,11 @@ class WorkerRights(Rights):
         self._shell.uploading(worker)
         if self._accounts.counted(worker, name, size):
             return
-        shell, role = self._shell, await self._role(context)
-        most = await _guarded(role.allowance, context)
+        shell, role = self._shell, self._role(context)
+        most = await asyncio.to_thread(role.allowance)
         async with self._giving_way:
             settled, reported = shell.scheduler.blobs_in_flight(), shell.reported
-            try:
-                away = self._accounts.admit(worker, name, size, most, shell.blobs.held, settled, reported)
-            except AtollError as error:
-                await refuse(context, error)
+            away = self._accounts.admit(worker, name, size, most, shell.blobs.held, settled, reported)
             if away:
                 await asyncio.to_thread(shell.blobs.give_way, away, worker)
 
@@ -115,7 +110,7 @@ class WorkerRights(Rights):
         """What its job named to it, and what it has sent itself: who else has a blob is nobody's business."""
         worker = self.asker(context)
         role = role_of(self._shell.scheduler, self._shell.graphs, worker)
-        named = await _guarded(role.named, context) if role is not None else frozenset[str]()
+        named = await asyncio.to_thread(role.named) if role is not None else frozenset[str]()
         return named | self._accounts.whole(worker)
 
     def has_put(self, name: str, asker: str) -> None:
@@ -126,11 +121,11 @@ class WorkerRights(Rights):
         """What it does not send again stays until it reports it."""
         _promise(self._shell, name, asker)
 
-    async def _role(self, context: Context) -> Role:
+    def _role(self, context: Context) -> Role:
         role = role_of(self._shell.scheduler, self._shell.graphs, worker_of(context, self._insecure))
         if role is None:
             # A moment later it may have one again: after our restart, or once its connection is back.
-            await refuse(context, ConnectionFailed("no job uses this worker now; try again"))
+            raise ConnectionFailed("no job uses this worker now; try again")
         return role
 
 
@@ -143,7 +138,7 @@ class BlobService(rpc.BlobsServicer):
 
     async def Missing(self, request: pb.BlobList, context: Context) -> pb.BlobList:  # noqa: N802
         """Of the given blobs, those that are not whole here, with the bytes that are."""
-        await _bounded(request, context)
+        _bounded(request)
         asker, known = self._rights.asker(context), await self._rights.known(context)
 
         def may_know(name: str) -> bool:
@@ -162,11 +157,11 @@ class BlobService(rpc.BlobsServicer):
             refs = [pb.BlobRef(hash=h, offset=resumes(h, asker, known=may_know(h))) for h in absent]
             return pb.BlobList(blobs=refs)
 
-        return await _guarded(find, context)
+        return await asyncio.to_thread(find)
 
     async def Held(self, request: pb.BlobList, context: Context) -> pb.BlobList:  # noqa: N802
         """How many bytes of each blob are here, as far as the caller may know, or came from the caller."""
-        await _bounded(request, context)
+        _bounded(request)
         asker, known = self._rights.asker(context), await self._rights.known(context)
 
         def held(name: str) -> int:
@@ -176,7 +171,7 @@ class BlobService(rpc.BlobsServicer):
         def find() -> pb.BlobList:
             return pb.BlobList(blobs=[pb.BlobRef(hash=b.hash, offset=held(b.hash)) for b in request.blobs])
 
-        return await _guarded(find, context)
+        return await asyncio.to_thread(find)
 
     async def Put(self, request_iterator: AsyncIterator[pb.BlobChunk], context: Context) -> pb.BlobList:  # noqa: N802
         """Take chunks of any blobs; answers with those that became whole."""
@@ -188,20 +183,20 @@ class BlobService(rpc.BlobsServicer):
                 self._store.write, chunk.hash, chunk.size, chunk.offset, chunk.data, asker,
                 known=known is None or chunk.hash in known or chunk.hash in whole,
             )  # fmt: skip
-            if await _guarded(write, context):
+            if await asyncio.to_thread(write):
                 self._rights.has_put(chunk.hash, asker)
                 whole[chunk.hash] = chunk.size
         return pb.BlobList(blobs=[pb.BlobRef(hash=h, size=size) for h, size in whole.items()])
 
     async def Get(self, request: pb.BlobList, context: Context) -> AsyncIterator[pb.BlobChunk]:  # noqa: N802
         """The given blobs in turn, each from its offset; an empty rest is one empty chunk."""
-        await _bounded(request, context)
+        _bounded(request)
         await self._rights.fetch({blob.hash for blob in request.blobs}, context)
         for blob in request.blobs:
-            size = await _guarded(partial(self._store.size, blob.hash), context)
+            size = await asyncio.to_thread(self._store.size, blob.hash)
             offset = blob.offset
             pieces = self._store.chunks(blob.hash, offset)
-            while piece := await _guarded(partial(next, pieces, b""), context):
+            while piece := await asyncio.to_thread(next, pieces, b""):
                 yield pb.BlobChunk(hash=blob.hash, size=size, offset=offset, data=piece)
                 offset += len(piece)
             if offset == blob.offset:
@@ -219,7 +214,7 @@ class DataService(rpc.DataServicer):
         """Send the named inputs of some steps, in (step, micro, input) order."""
         spec = self._spec_of(request.job)
         if spec is None:
-            await refuse(context, UsageError(f"no job {request.job[:80]!r} is running"))
+            raise UsageError(f"no job {request.job[:80]!r} is running")
         first, count = request.first_micro, request.micros
         micros = range(first, first + count) if count else None
         served: Iterator[pb.Batch] = (
@@ -231,7 +226,7 @@ class DataService(rpc.DataServicer):
                 spec, request.evaluation, list(request.inputs), request.first_step, request.count, micros
             )
         )  # fmt: skip
-        while (batch := await _guarded(lambda: next(served, None), context)) is not None:
+        while (batch := await asyncio.to_thread(next, served, None)) is not None:
             yield batch
 
 
@@ -241,23 +236,15 @@ def _promise(shell: Shell, name: str, asker: str) -> None:
     shell.blobs.touch(name)
 
 
-async def _bounded(request: pb.BlobList, context: Context) -> None:
+def _bounded(request: pb.BlobList) -> None:
     if len(request.blobs) > MAX_BLOBS_A_REQUEST:
         words = f"{len(request.blobs)} blobs in one request; ask for at most {MAX_BLOBS_A_REQUEST}"
-        await refuse(context, UsageError(words))
+        raise UsageError(words)
 
 
-async def _all_of(names: Collection[str], known: Collection[str], what: str, context: Context) -> None:
+def _all_of(names: Collection[str], known: Collection[str], what: str) -> None:
     """End the call with AccessDenied unless all ``names`` are ``known``; the message does not reveal whether
     the others are stored here."""
     odd = sorted(set(names).difference(known))
     if odd:
-        await refuse(context, AccessDenied(f"{len(odd)} blobs {what}, first {odd[0][:12]}"))
-
-
-async def _guarded(work: Callable[[], T], context: Context) -> T:
-    """Run disk work in a thread; our own errors end the call."""
-    try:
-        return await asyncio.to_thread(work)
-    except AtollError as error:
-        await refuse(context, error)
+        raise AccessDenied(f"{len(odd)} blobs {what}, first {odd[0][:12]}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import atoll
 from atoll.dataset_spec import DataSpec
-from atoll.errors import AccessDenied, AtollError, JobFailed, NoWorkers, StorageError, UsageError
+from atoll.errors import AccessDenied, JobFailed, NoWorkers, StorageError, UsageError
 from atoll.job import JobSpec, TrainingSpec
 from coordinator.federated.checks import check_spec, exported_prefix
 from coordinator.messages import events as ev
@@ -33,7 +33,6 @@ from protos import bounds
 from protos.convert import from_proto, to_proto
 from protos.credentials import JoinToken, fingerprint, new_token, token_id
 from protos.devices import machine_of
-from protos.grpc_errors import refuse
 from protos.telemetry import Event
 from protos.text_limits import clean
 
@@ -54,7 +53,7 @@ POINTS_AN_UPDATE = 5000
 
 
 class OwnerService(rpc.OwnerServicer):
-    """What the owner may ask; the caller's right was checked before."""
+    """What the owner may ask; ``access`` has checked the caller's right, and refuses with what is raised."""
 
     def __init__(
         self,
@@ -77,14 +76,11 @@ class OwnerService(rpc.OwnerServicer):
 
     async def Submit(self, request: pb.SubmitRequest, context: Context) -> pb.SubmitReply:  # noqa: N802
         """Queue a job whose blobs are all here; the same ``submission`` again is the same job."""
-        try:
-            spec = replace(from_proto(request.spec), owner=self._caller(context).name)
-            self._did(context, "submit", name=clean(spec.name, 100), dag=spec.dag_hash)
-            # One at a time, so that a repeated call cannot race its first.
-            async with self._submitting:
-                job = await self._submit(spec, clean(request.submission, 100))
-        except AtollError as error:
-            await refuse(context, error)
+        spec = replace(from_proto(request.spec), owner=self._caller(context).name)
+        self._did(context, "submit", name=clean(spec.name, 100), dag=spec.dag_hash)
+        # One at a time, so that a repeated call cannot race its first.
+        async with self._submitting:
+            job = await self._submit(spec, clean(request.submission, 100))
         return pb.SubmitReply(job=job, update=self._update(job))
 
     async def _submit(self, spec: JobSpec, submission: str, start: Checkpoint | None = None) -> str:
@@ -106,13 +102,11 @@ class OwnerService(rpc.OwnerServicer):
     async def MakePlan(self, request: pb.PlanRequest, context: Context) -> pb.PlanReply:  # noqa: N802
         """What would happen with this model on this fleet now; nothing is started."""
         shell = self._shell
+        spec = _inquiry_spec(request, from_proto(request.training))
         try:
-            spec = _inquiry_spec(request, from_proto(request.training))
             plan = await self._planned(spec)
         except TimeoutError:
-            await refuse(context, UsageError(f"no plan within {PLAN_WITHIN_S:.0f} s; try again"))
-        except AtollError as error:
-            await refuse(context, error)
+            raise UsageError(f"no plan within {PLAN_WITHIN_S:.0f} s; try again") from None
         now_s = shell.clock()
         names = shell.scheduler.roster.workers
         reply = pb.PlanReply(
@@ -160,7 +154,7 @@ class OwnerService(rpc.OwnerServicer):
         shell = self._shell
         cursor, version, costs_at_s = 0, -1, -COSTS_EVERY_S
         while True:
-            await self._known(request.job, context)
+            self._known(request.job)
             change = shell.change_of(request.job)
             total, points = shell.runs.of(request.job).since(cursor)
             state = shell.scheduler.jobs[request.job]
@@ -186,7 +180,7 @@ class OwnerService(rpc.OwnerServicer):
         """Kept lines of a job ("" for everything), then new ones when asked to follow."""
         shell = self._shell
         if request.job:
-            await self._known(request.job, context)
+            self._known(request.job)
         cursor = 0
         while True:
             more = shell.logged
@@ -199,13 +193,10 @@ class OwnerService(rpc.OwnerServicer):
 
     async def Cancel(self, request: pb.JobRequest, context: Context) -> pb.JobUpdate:  # noqa: N802
         """Stop a job; its last checkpoint stays."""
-        await self._known(request.job, context)
-        try:
-            self._may_end(request.job, "cancel", context)
-            self._did(context, "cancel", job=request.job)
-            await self._shell.ask(ev.CancelAsked(request.job))
-        except AtollError as error:
-            await refuse(context, error)
+        self._known(request.job)
+        self._may_end(request.job, "cancel", context)
+        self._did(context, "cancel", job=request.job)
+        await self._shell.ask(ev.CancelAsked(request.job))
         return self._update(request.job)
 
     async def ForgetJobs(self, request: pb.ForgetJobsRequest, context: Context) -> pb.Empty:  # noqa: N802
@@ -213,19 +204,16 @@ class OwnerService(rpc.OwnerServicer):
         shell, jobs = self._shell, list(dict.fromkeys(request.jobs))
         async with self._submitting:  # or what goes on from one of them would lose its beginning
             for job in jobs:
-                await self._known(job, context)
-            try:
-                for job in jobs:
-                    self._may_end(job, "forget", context)
-                    if shell.scheduler.jobs[job].phase not in ENDED:
-                        raise UsageError(f"{job} has not ended; stop it first: `atoll cancel {job}`")
-                for job in jobs:
-                    self._did(context, "forget job", job=job)
-                    # Its files first: when we are killed in between, it is still there to be forgotten again.
-                    await shell.drop_files(job)
-                    await shell.ask(ev.ForgetAsked(job))
-            except AtollError as error:
-                await refuse(context, error)
+                self._known(job)
+            for job in jobs:
+                self._may_end(job, "forget", context)
+                if shell.scheduler.jobs[job].phase not in ENDED:
+                    raise UsageError(f"{job} has not ended; stop it first: `atoll cancel {job}`")
+            for job in jobs:
+                self._did(context, "forget job", job=job)
+                # Its files first: when we are killed in between, it is still there to be forgotten again.
+                await shell.drop_files(job)
+                await shell.ask(ev.ForgetAsked(job))
         return pb.Empty()
 
     def _may_end(self, job: str, what: str, context: Context) -> None:
@@ -239,22 +227,17 @@ class OwnerService(rpc.OwnerServicer):
 
     async def Result(self, request: pb.JobRequest, context: Context) -> pb.ResultReply:  # noqa: N802
         """Names and blobs of the job's newest complete state."""
-        await self._known(request.job, context)
+        self._known(request.job)
         shell = self._shell
         state = shell.scheduler.jobs[request.job]
-        try:
-            self._did(context, "result", job=request.job)
-            if not shell.scheduler.ledger.jobs[request.job].has_result:
-                raise JobFailed(
-                    f"{request.job} has stored no checkpoint yet (step {state.step} of {state.steps}, "
-                    f"{state.phase.value}); wait, or submit with --set checkpoint_every=N"
-                )
-            graphs = await asyncio.to_thread(
-                shell.graphs.graphs, state.spec.dag_hash, state.spec.eval_dag_hash
+        self._did(context, "result", job=request.job)
+        if not shell.scheduler.ledger.jobs[request.job].has_result:
+            raise JobFailed(
+                f"{request.job} has stored no checkpoint yet (step {state.step} of {state.steps}, "
+                f"{state.phase.value}); wait, or submit with --set checkpoint_every=N"
             )
-        except AtollError as error:
-            await refuse(context, error)
-        await self._known(request.job, context)  # it may have been forgotten meanwhile
+        graphs = await asyncio.to_thread(shell.graphs.graphs, state.spec.dag_hash, state.spec.eval_dag_hash)
+        self._known(request.job)  # it may have been forgotten meanwhile
         checkpoint, hidden = shell.scheduler.ledger.jobs[request.job].last_checkpoint, set(state.spec.hidden)
         # A federated job's newest model is one file over the tensors that it began with; the server's
         # state holds it too, uncoded.
@@ -275,14 +258,14 @@ class OwnerService(rpc.OwnerServicer):
 
     async def Trace(self, request: pb.JobRequest, context: Context) -> AsyncIterator[pb.TraceChunk]:  # noqa: N802
         """Every kept span of the job."""
-        await self._known(request.job, context)
+        self._known(request.job)
         chunks = self._shell.runs.of(request.job).chunks()
         while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
             yield chunk
 
     async def Metrics(self, request: pb.JobRequest, context: Context) -> AsyncIterator[pb.FileChunk]:  # noqa: N802
         """The job's metrics.csv, as it is now."""
-        await self._known(request.job, context)
+        self._known(request.job)
         run = self._shell.runs.of(request.job)
         run.flush()
         chunks = run.metrics()
@@ -291,43 +274,35 @@ class OwnerService(rpc.OwnerServicer):
 
     async def Checkpoints(self, request: pb.CheckpointsRequest, context: Context) -> pb.CheckpointList:  # noqa: N802
         """The states of a job that can be gone back to, oldest first, and what is wrong with each."""
-        await self._known(request.job, context)
-        try:
-            step = request.step if request.HasField("step") else None
-            found = chosen(self._shell.scheduler.ledger.jobs[request.job], step)
-            listed = await asyncio.to_thread(
-                described, self._shell, request.job, found, hashes=request.verify
-            )
-        except AtollError as error:
-            await refuse(context, error)
+        self._known(request.job)
+        step = request.step if request.HasField("step") else None
+        found = chosen(self._shell.scheduler.ledger.jobs[request.job], step)
+        listed = await asyncio.to_thread(described, self._shell, request.job, found, hashes=request.verify)
         return pb.CheckpointList(checkpoints=listed)
 
     async def Restore(self, request: pb.RestoreRequest, context: Context) -> pb.SubmitReply:  # noqa: N802
         """Queue a job that goes on from a kept checkpoint of another; nothing is uploaded."""
-        await self._known(request.job, context)
-        try:
-            old = self._shell.scheduler.ledger.jobs[request.job]
-            spec = old.submitted.spec
-            steps = request.steps if request.HasField("steps") else spec.training.steps
-            training = replace(spec.training, steps=steps)
-            owner = self._caller(context).name
-            spec = replace(spec, resume_of=request.job, training=training, owner=owner)
-            self._did(context, "restore", job=request.job, step=request.step)
-            (start,) = chosen(old, request.step)
-            wrong = await asyncio.to_thread(self._shell.graphs.torn, spec, start.tensors)
-            if wrong:
-                raise StorageError(f"{wrong}; `atoll checkpoints {request.job}` shows the others")
-            async with self._submitting:
-                job = await self._submit(spec, clean(request.submission, 100), start)
-        except AtollError as error:
-            await refuse(context, error)
+        self._known(request.job)
+        old = self._shell.scheduler.ledger.jobs[request.job]
+        spec = old.submitted.spec
+        steps = request.steps if request.HasField("steps") else spec.training.steps
+        training = replace(spec.training, steps=steps)
+        owner = self._caller(context).name
+        spec = replace(spec, resume_of=request.job, training=training, owner=owner)
+        self._did(context, "restore", job=request.job, step=request.step)
+        (start,) = chosen(old, request.step)
+        wrong = await asyncio.to_thread(self._shell.graphs.torn, spec, start.tensors)
+        if wrong:
+            raise StorageError(f"{wrong}; `atoll checkpoints {request.job}` shows the others")
+        async with self._submitting:
+            job = await self._submit(spec, clean(request.submission, 100), start)
         return pb.SubmitReply(job=job, update=self._update(job))
 
-    async def _known(self, job: str, context: Context) -> None:
+    def _known(self, job: str) -> None:
         jobs = self._shell.scheduler.jobs
         if job not in jobs:
             known = ", ".join(list(jobs)[-5:]) or "none"
-            await refuse(context, UsageError(f"no job {job[:80]!r}; the newest are: {known}"))
+            raise UsageError(f"no job {job[:80]!r}; the newest are: {known}")
 
     def _update(
         self, job: str, *, points: Any = (), with_plan: bool = True, with_costs: bool = True
@@ -348,14 +323,11 @@ class OwnerService(rpc.OwnerServicer):
 
     async def CreateToken(self, request: pb.CreateTokenRequest, context: Context) -> pb.TokenReply:  # noqa: N802
         """A token with which workers join."""
-        try:
-            if self._authority is None:
-                raise UsageError("this coordinator runs with --insecure: workers join without a token")
-            token = new_token(self._authority, self._work_port)
-            self._did(context, "create token", token=token_id(token.presented))
-            info = self.create_token(token, clean(request.name, 100), request.lifetime_s, request.max_uses)
-        except AtollError as error:
-            await refuse(context, error)
+        if self._authority is None:
+            raise UsageError("this coordinator runs with --insecure: workers join without a token")
+        token = new_token(self._authority, self._work_port)
+        self._did(context, "create token", token=token_id(token.presented))
+        info = self.create_token(token, clean(request.name, 100), request.lifetime_s, request.max_uses)
         return pb.TokenReply(info=_token_info(info), token=token.encode())
 
     def create_token(self, token: JoinToken, name: str, lifetime_s: float, max_uses: int) -> Token:
@@ -372,59 +344,47 @@ class OwnerService(rpc.OwnerServicer):
 
     async def RevokeToken(self, request: pb.TokenRequest, context: Context) -> pb.Empty:  # noqa: N802
         """Nobody joins with it any more; who has joined stays."""
-        try:
-            if request.id not in self._register.tokens:
-                raise UsageError(f"no token {request.id[:80]!r}; `atoll token list` shows them")
-            self._did(context, "revoke token", token=request.id)
-            self._write(Record(Event.TOKEN_REVOKED, self._shell.clock(), {"id": request.id}))
-            self._say(Event.TOKEN_REVOKED, token=request.id)
-        except AtollError as error:
-            await refuse(context, error)
+        if request.id not in self._register.tokens:
+            raise UsageError(f"no token {request.id[:80]!r}; `atoll token list` shows them")
+        self._did(context, "revoke token", token=request.id)
+        self._write(Record(Event.TOKEN_REVOKED, self._shell.clock(), {"id": request.id}))
+        self._say(Event.TOKEN_REVOKED, token=request.id)
         return pb.Empty()
 
     async def Kick(self, request: pb.KickRequest, context: Context) -> pb.Empty:  # noqa: N802
         """Make a worker leave; for good: its certificate opens nothing any more."""
         reason = clean(request.reason, 500)
-        try:
-            if machine_of(request.worker) not in self._register.workers:
-                raise UsageError(f"no worker {request.worker[:80]!r}; `atoll status` lists them")
-            self._did(context, "kick", worker=request.worker, for_good=request.for_good, reason=reason)
-            payload = {"worker": request.worker, "reason": reason, "for_good": request.for_good}
-            self._write(Record(Event.WORKER_KICKED, self._shell.clock(), payload))
-            await self._shell.ask(ev.KickAsked(request.worker, reason, request.for_good))
-        except AtollError as error:
-            await refuse(context, error)
+        if machine_of(request.worker) not in self._register.workers:
+            raise UsageError(f"no worker {request.worker[:80]!r}; `atoll status` lists them")
+        self._did(context, "kick", worker=request.worker, for_good=request.for_good, reason=reason)
+        payload = {"worker": request.worker, "reason": reason, "for_good": request.for_good}
+        self._write(Record(Event.WORKER_KICKED, self._shell.clock(), payload))
+        await self._shell.ask(ev.KickAsked(request.worker, reason, request.for_good))
         return pb.Empty()
 
     async def Forget(self, request: pb.ForgetRequest, context: Context) -> pb.Empty:  # noqa: N802
         """Strike a worker that is not here from the register: its certificate opens nothing any more."""
-        try:
-            worker = self._register.named(request.worker)
-            if any(machine_of(connected) == worker for connected in self._shell.outboxes):
-                raise UsageError(f"{worker} is connected; `atoll kick {worker}` makes it leave first")
-            self._did(context, "forget", worker=worker)
-            payload = {"worker": worker, "reason": "forgotten", "for_good": True, "forgotten": True}
-            self._write(Record(Event.WORKER_KICKED, self._shell.clock(), payload))
-            self._say(Event.WORKER_FORGOTTEN, worker=worker)
-            # Peers may hold its certificate for good until they hear of it.
-            await self._shell.ask(ev.KickAsked(worker, "forgotten by the owner", True))
-        except AtollError as error:
-            await refuse(context, error)
+        worker = self._register.named(request.worker)
+        if any(machine_of(connected) == worker for connected in self._shell.outboxes):
+            raise UsageError(f"{worker} is connected; `atoll kick {worker}` makes it leave first")
+        self._did(context, "forget", worker=worker)
+        payload = {"worker": worker, "reason": "forgotten", "for_good": True, "forgotten": True}
+        self._write(Record(Event.WORKER_KICKED, self._shell.clock(), payload))
+        self._say(Event.WORKER_FORGOTTEN, worker=worker)
+        # Peers may hold its certificate for good until they hear of it.
+        await self._shell.ask(ev.KickAsked(worker, "forgotten by the owner", True))
         return pb.Empty()
 
     # ------------------------------------------------------------ owners
 
     async def CreateOwner(self, request: pb.OwnerRequest, context: Context) -> pb.OwnerReply:  # noqa: N802
         """A token of its own for another owner."""
-        try:
-            if self._authority is None:
-                raise UsageError("this coordinator runs with --insecure: there are no tokens, nor owners")
-            role = bounds.one_of("role", request.role, Role)
-            token = new_token(self._authority, self._work_port)
-            self._did(context, "create owner", name=clean(request.name, 60), role=role)
-            made = self._owners.create(clean(request.name, 60), role, token.presented)
-        except AtollError as error:
-            await refuse(context, error)
+        if self._authority is None:
+            raise UsageError("this coordinator runs with --insecure: there are no tokens, nor owners")
+        role = bounds.one_of("role", request.role, Role)
+        token = new_token(self._authority, self._work_port)
+        self._did(context, "create owner", name=clean(request.name, 60), role=role)
+        made = self._owners.create(clean(request.name, 60), role, token.presented)
         return pb.OwnerReply(info=_owner_info(made), token=token.encode())
 
     async def ListOwners(self, request: pb.Empty, context: Context) -> pb.OwnerList:  # noqa: N802
@@ -433,49 +393,37 @@ class OwnerService(rpc.OwnerServicer):
 
     async def RevokeOwner(self, request: pb.OwnerRequest, context: Context) -> pb.Empty:  # noqa: N802
         """An owner's token opens nothing any more; its jobs stay."""
-        try:
-            self._did(context, "revoke owner", name=clean(request.name, 60))
-            self._owners.revoke(request.name)
-        except AtollError as error:
-            await refuse(context, error)
+        self._did(context, "revoke owner", name=clean(request.name, 60))
+        self._owners.revoke(request.name)
         return pb.Empty()
 
     # ------------------------------------------------------------ the authority
 
     async def ListAuthorities(self, request: pb.Empty, context: Context) -> pb.AuthorityList:  # noqa: N802
         """Authorities that are trusted now, and who has no certificate of the newest one."""
-        try:
-            return self._authorities(self._authority_here())
-        except AtollError as error:
-            await refuse(context, error)
+        return self._authorities(self._authority_here())
 
     async def RotateAuthority(  # noqa: N802
         self, request: pb.RotateAuthorityRequest, context: Context
     ) -> pb.AuthorityList:
         """Begin to exchange the authority for a new one; both are trusted meanwhile."""
-        try:
-            authority = self._authority_here()
-            self._did(context, "rotate authority", overlap_s=request.overlap_s)
-            authority.rotate(request.overlap_s, self._shell.clock())
-            return self._authorities(authority)
-        except AtollError as error:
-            await refuse(context, error)
+        authority = self._authority_here()
+        self._did(context, "rotate authority", overlap_s=request.overlap_s)
+        authority.rotate(request.overlap_s, self._shell.clock())
+        return self._authorities(authority)
 
     async def DropAuthority(self, request: pb.DropAuthorityRequest, context: Context) -> pb.AuthorityList:  # noqa: N802
         """End an exchange now: the older authority is trusted no more."""
-        try:
-            authority = self._authority_here()
-            behind = self._behind(authority)
-            if behind and authority.exchanging and not request.anyway:
-                raise UsageError(
-                    f"{len(behind)} workers hold no certificate of the new authority yet, first {behind[0]}: "
-                    "they would have to join again with a token; wait for them, or give --anyway"
-                )
-            self._did(context, "drop authority", behind=len(behind))
-            authority.drop()
-            return self._authorities(authority)
-        except AtollError as error:
-            await refuse(context, error)
+        authority = self._authority_here()
+        behind = self._behind(authority)
+        if behind and authority.exchanging and not request.anyway:
+            raise UsageError(
+                f"{len(behind)} workers hold no certificate of the new authority yet, first {behind[0]}: "
+                "they would have to join again with a token; wait for them, or give --anyway"
+            )
+        self._did(context, "drop authority", behind=len(behind))
+        authority.drop()
+        return self._authorities(authority)
 
     def _authority_here(self) -> Authorities:
         if self._authority is None:

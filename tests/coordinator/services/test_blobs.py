@@ -3,13 +3,16 @@
 import asyncio
 import hashlib
 import os
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import grpc
 import pytest
 
+from coordinator.services.access import EntryAccess, EntryThrottle
 from coordinator.services.blobs import BlobService
+from coordinator.services.register import Register
 from coordinator.storage.blob_store import BlobStore
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
@@ -17,7 +20,8 @@ from protos import atoll_control_pb2_grpc as rpc
 
 def with_server(store: BlobStore, talk: Callable[[rpc.BlobsStub], Awaitable[None]]) -> None:
     async def run() -> None:
-        server = grpc.aio.server()
+        access = EntryAccess(None, Register(), EntryThrottle(), time.time)
+        server = grpc.aio.server(interceptors=[access])
         rpc.add_BlobsServicer_to_server(BlobService(store), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
