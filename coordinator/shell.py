@@ -1,7 +1,7 @@
 """The shell around the scheduler: one queue of events, instructions carried out in order.
 
 Events that wait together are handled together and share one journal transaction; nothing is said
-to a worker before the facts it rests on are on the disk. Planning and disk work run in threads.
+to a worker before the facts it rests on are on the disk. Planning runs in threads (``planner_pool``).
 """
 
 from __future__ import annotations
@@ -11,16 +11,13 @@ import shutil
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
 import structlog
 
-from atoll.errors import AtollError, PlanError, StorageError
-from atoll.job import JobSpec
-from atoll.plan import Plan
+from atoll.errors import StorageError
 from atoll.worker_names import is_id, with_names
 from coordinator.aggregation.supervisor import Aggregators
 from coordinator.config import CoordinatorConfig
@@ -31,12 +28,10 @@ from coordinator.messages import instructions as do
 from coordinator.messages.facts import Fact, JobEnded, Ledger, to_record
 from coordinator.messages.jobs import ENDED
 from coordinator.pipeline.driver import PipelineDriver
-from coordinator.planning.chosen import chosen_plan, exact_step_s, grown_fleet, shape
-from coordinator.planning.new_codecs import respec, step_with
-from coordinator.planning.planner import PlanRequest
+from coordinator.planner_pool import PlannerPool
 from coordinator.scheduler import Scheduler
-from coordinator.storage.blob_store import BlobStore, Gone
-from coordinator.storage.graph_store import Graphs, GraphStore
+from coordinator.storage.blob_store import BlobStore
+from coordinator.storage.graph_store import GraphStore
 from coordinator.storage.journal import Fenced, Journal
 from coordinator.storage.promises import Promises
 from coordinator.storage.run_log import Logs, Point, RunLogs
@@ -120,20 +115,20 @@ class Shell:
     commit_s: dict[str, deque[float]] = field(default_factory=dict)
     reported: Counter[str] = field(default_factory=Counter)  # blobs of messages that are not handled yet
     promises: Promises = field(default_factory=Promises)
-    inquiries: dict[str, tuple[JobSpec, asyncio.Future[Plan]]] = field(default_factory=dict)
     observe: Callable[[do.Instruction], None] = lambda instruction: None
     moved: Callable[[do.MemberMoved], None] = lambda moved: None
     relays: Relays | None = None
     aggregators: Aggregators = field(init=False)
+    planner: PlannerPool = field(init=False)
     _events: asyncio.Queue[_Posted] = field(default_factory=asyncio.Queue)
     _unwritten: list[Fact] = field(default_factory=list)
     _retry_s: float = 0.0
     _sweeping: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "atoll-plan"))
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.aggregators = Aggregators(self.blobs, self.post)
+        self.planner = PlannerPool(self.graphs, self.post)
 
     # ------------------------------------------------------------ events
 
@@ -186,7 +181,7 @@ class Shell:
         """End what runs beside the queue."""
         for task in self._tasks:
             task.cancel()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.planner.stop()
         self.runs.close()
 
     def _handle(self, batch: list[_Posted]) -> None:
@@ -308,15 +303,11 @@ class Shell:
             case do.MemberMoved():
                 self.moved(instruction)
             case do.MakePlan():
-                self._spawn(self._make_plan(instruction))
-            case do.ChooseLinks():
-                self._spawn(self._choose_links(instruction))
-            case do.JudgeSwaps():
-                self._spawn(self._judge_swaps(instruction))
-            case do.JudgeFleet():
-                self._spawn(self._judge_fleet(instruction))
-            case do.ReadJob(job, spec, hashes):
-                self._spawn(self._read_job(job, spec, hashes))
+                self._spawn(self.planner.make_plan(instruction))
+            case do.ChooseLinks() | do.JudgeSwaps() | do.JudgeFleet():
+                self._spawn(self.planner.judge(instruction))
+            case do.ReadJob(job):
+                self._spawn(self.planner.read_job(instruction, self.scheduler.ledger.jobs[job]))
             case do.SweepBlobs():
                 self._spawn(self.sweep_superseded())
             case do.OpenAggregator() | do.AggregateRound() | do.EvaluateModel():
@@ -388,131 +379,6 @@ class Shell:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _in_pool(self, work: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
-    def _plan_request(self, asked: do.MakePlan | do.JudgeFleet, beyond: int = 0) -> PlanRequest:
-        spec = asked.spec
-        graphs = self.graphs.graphs(spec.dag_hash, spec.eval_dag_hash)
-        return PlanRequest(
-            asked.job,
-            asked.version,
-            graphs.train,
-            graphs.evaluation,
-            spec.training,
-            asked.fleet,
-            spec.partitioner,
-            spec.schedule,
-            dag_hash=spec.dag_hash,
-            eval_dag_hash=spec.eval_dag_hash,
-            beyond=beyond,
-        )
-
-    async def _make_plan(self, request: do.MakePlan) -> None:
-        def work() -> Plan:
-            plan = chosen_plan(self._plan_request(request, request.beyond))
-            if request.job not in self.inquiries:
-                self.graphs.programs(plan)
-            return plan
-
-        asked = self.inquiries.pop(request.job, None)
-        try:
-            plan = await self._in_pool(work)
-        except Exception as error:
-            if not isinstance(error, AtollError):
-                log.exception("planner.crashed", job=request.job)
-            if asked is not None:
-                asked[1].set_exception(error)
-                return
-            hopeless = not isinstance(error, PlanError | StorageError)
-            self.post(ev.PlanFailed(request.job, request.attempt, str(error), hopeless))
-            return
-        if asked is not None:
-            asked[1].set_result(plan)
-        else:
-            self.post(ev.PlanMade(request.job, request.attempt, plan))
-
-    async def _choose_links(self, request: do.ChooseLinks) -> None:
-        plan = request.plan
-
-        def work() -> ev.LinksChosen:
-            graphs = self.graphs.graphs(plan.dag_hash, plan.eval_dag_hash)
-            links = respec(plan, graphs.train, request.training, request.fleet)
-            return ev.LinksChosen(request.job, request.attempt, links)
-
-        await self._judge(request, work, ev.LinksFailed)
-
-    async def _judge_swaps(self, request: do.JudgeSwaps) -> None:
-        plan = request.plan
-
-        def work() -> ev.SwapsJudged:
-            dag = self.graphs.graphs(plan.dag_hash, plan.eval_dag_hash).train
-            workers = [place.worker for place in plan.places]
-
-            def step_s(these: list[str]) -> float:
-                moved = plan.moved(plan.version, these)
-                return step_with(moved, dag, request.training, request.fleet, moved.links)
-
-            swapped_s = {
-                (rank, worker): step_s([*workers[:rank], worker, *workers[rank + 1 :]])
-                for rank, worker in request.swaps
-                if worker not in workers
-            }
-            return ev.SwapsJudged(request.job, request.attempt, step_s(workers), swapped_s)
-
-        await self._judge(request, work, ev.SwapsFailed)
-
-    async def _judge_fleet(self, request: do.JudgeFleet) -> None:
-        job, attempt = request.job, request.attempt
-
-        def work() -> ev.FleetJudged:
-            own, grown = grown_fleet(self._plan_request(request), request.own)
-            workers = tuple(place.worker for place in grown.places)
-            return ev.FleetJudged(job, attempt, exact_step_s(own), exact_step_s(grown), workers, shape(grown))
-
-        await self._judge(request, work, ev.FleetFailed)
-
-    async def _judge(
-        self,
-        request: do.ChooseLinks | do.JudgeSwaps | do.JudgeFleet,
-        work: Callable[[], ev.Event],
-        failed: type[ev.LinksFailed | ev.SwapsFailed | ev.FleetFailed],
-    ) -> None:
-        """Think about a running job in a thread, and post what came of it."""
-        try:
-            found = await self._in_pool(work)
-        except Exception as error:
-            if not isinstance(error, AtollError):
-                log.exception("planner.crashed", job=request.job)
-            found = failed(request.job, request.attempt, str(error))
-        self.post(found)
-
-    async def _read_job(self, job: str, spec: JobSpec, hashes: bool) -> None:
-        record = self.scheduler.ledger.jobs[job]
-        start = record.start
-
-        def read() -> tuple[Graphs, list[tuple[int, str]]]:
-            graphs, found = self.graphs.check(spec), []
-            for checkpoint in (*reversed(record.checkpoints), start):
-                wrong = self.graphs.torn(spec, checkpoint.tensors, hashes=hashes)
-                if not wrong:
-                    break
-                if checkpoint is start:
-                    raise Gone(f"{wrong}, and {job} has no other checkpoint; submit it again")
-                found.append((checkpoint.step, wrong))
-            return graphs, found
-
-        try:
-            graphs, found = await self._in_pool(read)
-        except (AtollError, OSError) as error:
-            # A store that does not answer, or has no room for what it fetches, may do so later.
-            hopeless = isinstance(error, Gone) or not isinstance(error, StorageError | OSError)
-            self.post(ev.JobUnreadable(job, str(error), hopeless))
-        else:
-            for step, wrong in found:
-                self.post(ev.TornFound(job, step, wrong))
-            self.post(ev.JobRead(job, graphs.flops))
 
     async def sweep_superseded(self) -> None:
         """Checkpoints that were replaced may go; what was uploaded and awaits its job may not, nor may what

@@ -39,7 +39,6 @@ from protos.text_limits import clean
 if TYPE_CHECKING:
     import grpc
 
-    from atoll.plan import Plan
     from coordinator.services.authorities import Authorities
     from coordinator.services.register import Register, Token
 
@@ -69,7 +68,6 @@ class OwnerService(rpc.OwnerServicer):
         self._work_port = work_port
         self._owners = owners
         self._started_s = time.monotonic()
-        self._inquiry = itertools.count(1)
         self._submitting = asyncio.Lock()
 
     # ------------------------------------------------------------ jobs
@@ -103,8 +101,10 @@ class OwnerService(rpc.OwnerServicer):
         """What would happen with this model on this fleet now; nothing is started."""
         shell = self._shell
         spec = _inquiry_spec(request, from_proto(request.training))
+        if not any(not w.member.gone and not w.quarantined for w in shell.scheduler.roster.workers.values()):
+            raise NoWorkers("no worker is in the pool; start some with `atoll-worker join`")
         try:
-            plan = await self._planned(spec)
+            plan = await shell.planner.inquire(spec, PLAN_WITHIN_S)
         except TimeoutError:
             raise UsageError(f"no plan within {PLAN_WITHIN_S:.0f} s; try again") from None
         now_s = shell.clock()
@@ -115,21 +115,6 @@ class OwnerService(rpc.OwnerServicer):
             links=link_statuses(shell.scheduler),
         )
         return in_names(reply, names_of(shell.scheduler.roster))
-
-    async def _planned(self, spec: JobSpec) -> Plan:
-        shell = self._shell
-        if not any(not w.member.gone and not w.quarantined for w in shell.scheduler.roster.workers.values()):
-            raise NoWorkers("no worker is in the pool; start some with `atoll-worker join`")
-        dags = spec.dag_hash, spec.eval_dag_hash
-        graphs = await asyncio.to_thread(shell.graphs.graphs, *dags)
-        name = f"inquiry-{next(self._inquiry)}"
-        answer: asyncio.Future[Plan] = asyncio.get_running_loop().create_future()
-        shell.inquiries[name] = (spec, answer)
-        try:
-            shell.post(ev.PlanAsked(name, spec, graphs.flops))
-            return await asyncio.wait_for(answer, PLAN_WITHIN_S)
-        finally:
-            shell.inquiries.pop(name, None)
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:  # noqa: N802
         """Workers, jobs and links now."""

@@ -355,9 +355,7 @@ class WorkService(rpc.WorkServicer):
         if isinstance(message, do.ProbeOps):
             if not message.signatures:
                 return probe_ops_message(message, {})
-            spec = shell.scheduler.spec_of(message.job)
-            if spec is None and message.job in shell.inquiries:
-                spec = shell.inquiries[message.job][0]
+            spec = shell.scheduler.spec_of(message.job) or shell.planner.inquired(message.job)
             if spec is None:
                 return None
             dags = spec.dag_hash, spec.eval_dag_hash
