@@ -73,9 +73,7 @@ class Effects:
 
     def label(self, worker: str) -> str:
         """Return a worker's name and id for people."""
-        known = self.roster.workers.get(worker)
-        name = known.introduction.name if known is not None else ""
-        return f"{name} ({worker})" if name and name != worker else worker
+        return self.roster.label(worker)
 
     def move(self, worker: str, event: members.Event) -> None:
         """Apply a membership event; a job that loses its worker by it hears so."""

@@ -160,6 +160,12 @@ class Roster:
     _watched: Deadlines = field(default_factory=Deadlines)
     _readmissions: Deadlines = field(default_factory=Deadlines)  # when quarantines end
 
+    def label(self, worker: str) -> str:
+        """Return a worker's name and id for people."""
+        known = self.workers.get(worker)
+        name = known.introduction.name if known is not None else ""
+        return f"{name} ({worker})" if name and name != worker else worker
+
     def __post_init__(self) -> None:
         self.links = LinkProbing(self.probing)
         self.joined = Joined(self.relaying)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
@@ -96,41 +96,42 @@ class FromRank(Generic[MessageT]):
     message: MessageT
 
 
-@dataclass(frozen=True, slots=True)
-class StageLost:
-    """The worker of a stage is gone; or the whole run must stop where it is. ``blamed``: for what it did,
-    or one of the ``suspects`` may have done. ``unfit``: the plan is at fault, and the next one is another."""
+class Cause(StrEnum):
+    """Why a running job goes on with another plan."""
 
+    LOST = "lost"  # a worker is gone, or the whole run must stop where it is
+    BROKEN = "broken"  # a stage failed by itself, or somebody may have had it fail
+    WRONG = "wrong"  # steps were computed wrong
+    UNFIT = "unfit"  # the plan needs more memory than its workers have
+    CHOSEN = "chosen"  # nobody is lost
+
+    @property
+    def counts(self) -> bool:
+        """Whether such changes without a step in between end a job at last."""
+        return self not in (Cause.UNFIT, Cause.CHOSEN)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanChange:
+    """From a job's plan to the next; what follows for each worker is the difference of the two.
+
+    ``plan``: under the version that it has then; None: what the planner makes of the fleet as it is then.
+    ``sources``: what ranks load and repeat steps from; all others hold their stages, as standbys perhaps. Of
+    a plan that is to be made every rank's. ``suspects``: of what the change is for, beside those who go.
+    ``instead``: why nobody takes over what is lost, where whole replicas go on without it.
+    """
+
+    plan: Plan | None
+    sources: Mapping[int, Checkpoint]
+    cause: Cause
     reason: str
-    blamed: bool = False
     suspects: frozenset[str] = frozenset()
-    unfit: bool = False
+    instead: str = ""
 
-
-@dataclass(frozen=True, slots=True)
-class Replaced:
-    """Other workers have ranks from now on; ``workers`` by rank. Those of ``newcomers`` are given their
-    stage, the others hold theirs, as standbys perhaps. ``blamed``: a stage broke by itself; ``chosen``:
-    nobody is lost. ``absent``: ranks of lost peers, which the others go on without. ``exchange``: of the plan
-    from now on, None: as it was. ``plan``: of the replicas that are whole, where they go on without others,
-    or with one more; ranks are its own. ``unfit``: the plan does not fit its workers: once all have loaded,
-    they store the step as it is, and the job is planned anew from there."""
-
-    workers: tuple[str, ...]
-    newcomers: frozenset[int]
-    reason: str
-    blamed: bool = False
-    chosen: bool = False
-    absent: frozenset[int] = frozenset()
-    exchange: Exchange | None = None
-    plan: Plan | None = None
-    unfit: bool = False
-
-
-def exchanging(plan: Plan, exchange: Exchange, reason: str) -> Replaced:
-    """Return that everybody stays and exchanges otherwise from now on."""
-    workers = tuple(place.worker for place in plan.places)
-    return Replaced(workers, frozenset(), reason, chosen=True, absent=plan.absent, exchange=exchange)
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Workers by rank from then on, none where that is not known."""
+        return tuple(place.worker for place in self.plan.places) if self.plan is not None else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +140,6 @@ class Seating:
     begin with, and the one after waits for that. ``wanted`` False: nothing of that any more."""
 
     wanted: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Replan:
-    """The fleet has grown, and another plan is worth it; the state that it begins with is stored."""
-
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +152,6 @@ class LogsWanted:
     """Send logs are to reach back to ``first_step`` until further notice; None: to the newest checkpoint."""
 
     first_step: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """Steps since ``before`` are wrong, and so are newer checkpoints: they are done anew."""
-
-    before: Checkpoint
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,13 +207,10 @@ Event = (
     | Profiled
     | Planned
     | FromRank[StageMessage]
-    | StageLost
-    | Replaced
+    | PlanChange
     | Seating
-    | Replan
     | LogsShort
     | LogsWanted
-    | Rejected
     | Resumed
     | RingChanged
     | Recovered
@@ -256,24 +239,11 @@ class ToRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class AssignAll:
-    """Give every rank of the plan what it is to run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reassign:
-    """Take the plan's place from those who ``left`` it, give the newcomers theirs, and say to the others who
-    their neighbours are now."""
+class Placed:
+    """Every worker has the part of the plan that it has now: newcomers are given theirs, the others hear who
+    their neighbours are, those who ``left`` it have none any more. Of a plan that is over all have."""
 
     left: tuple[str, ...]
-    newcomers: frozenset[int]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReleaseAll:
-    """The workers hold no stage of this job any more."""
-
     reason: str
 
 
@@ -397,19 +367,7 @@ class Ring:
     failed: str = ""
 
 
-Todo = (
-    Record
-    | ToRanks
-    | AssignAll
-    | Exclude
-    | Reassign
-    | Redo
-    | ReleaseAll
-    | Point
-    | OddLoss
-    | Dropped
-    | LinksDue
-)
+Todo = Record | ToRanks | Exclude | Placed | Redo | Point | OddLoss | Dropped | LinksDue
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,6 +434,11 @@ class JobState:
         return max(self.checkpoint.step, held.step if held is not None else 0)
 
     @property
+    def next_version(self) -> int:
+        """Version of the next plan: above every one that was said."""
+        return max(self.version, self.relink.version if self.relink is not None else 0) + 1
+
+    @property
     def n_ranks(self) -> int:
         return len(self.plan.places) if self.plan else 0
 
@@ -532,3 +495,35 @@ class JobState:
     def median_step_s(self) -> float | None:
         """Median of the last steps' times, None before the second commit."""
         return sorted(self.step_times_s)[len(self.step_times_s) // 2] if self.step_times_s else None
+
+
+def moved(
+    state: JobState,
+    workers: Sequence[str],
+    newcomers: Iterable[int],
+    cause: Cause,
+    reason: str,
+    *,
+    absent: frozenset[int] | None = None,
+    exchange: Exchange | None = None,
+) -> PlanChange:
+    """Return that these workers have the ranks from now on, of which ``newcomers`` begin with the checkpoint.
+    ``absent``: ranks of lost peers, which the others go on without. ``exchange``: in place of the one there
+    is."""
+    assert state.plan is not None  # noqa: S101 - it has ranks
+    absent = state.plan.absent if absent is None else absent
+    plan = state.plan.moved(state.next_version, workers, absent, exchange)
+    return PlanChange(plan, dict.fromkeys(sorted(newcomers), state.checkpoint), cause, reason)
+
+
+def anew(
+    state: JobState,
+    reason: str,
+    cause: Cause = Cause.LOST,
+    before: Checkpoint | None = None,
+    suspects: frozenset[str] = frozenset(),
+) -> PlanChange:
+    """Return that the job is planned anew, on the fleet as it is then, and goes on from the checkpoint;
+    ``before``: from that one."""
+    sources = dict.fromkeys(range(state.n_ranks), before or state.checkpoint)
+    return PlanChange(None, sources, cause, reason, suspects)

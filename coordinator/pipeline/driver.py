@@ -22,7 +22,6 @@ from coordinator.messages.jobs import (
     STEPPING,
     UNFIT,
     WAITING,
-    AssignAll,
     Broken,
     Cancelled,
     Dropped,
@@ -35,19 +34,19 @@ from coordinator.messages.jobs import (
     OddLoss,
     Phase,
     Picked,
+    Placed,
+    PlanChange,
     Planned,
     Point,
     Profiled,
-    Reassign,
     Record,
     Redo,
-    ReleaseAll,
     Resumed,
-    StageLost,
     Todo,
     ToRanks,
     Torn,
     Waits,
+    anew,
 )
 from coordinator.pipeline import history, machine, periods, restart
 from coordinator.pipeline.assigning import assignment, of_neighbours, reconfiguration, said_to
@@ -312,7 +311,7 @@ class PipelineDriver:
     def _missed(self, state: JobState, back: Returning, worker: str, why: str) -> None:
         """Who is awaited after our restart is lost: it is replaced when the others are back."""
         if not history.begun(state):
-            self._step(state.job, StageLost(f"{self.effects.label(worker)} {why}"))
+            self._step(state.job, anew(state, f"{self.effects.label(worker)} {why}"))
             return
         back.missing.discard(worker)
         back.lost[worker] = why
@@ -346,11 +345,11 @@ class PipelineDriver:
         roster = self.effects.roster
         here = tuple(w for w in lost if roster.is_idle(w) or reconfigure.at_hand(roster, w, job))
         chosen = self.losses.choose(state, ranks, here)
-        if isinstance(chosen, reconfigure.Choice):
+        if isinstance(chosen, PlanChange):
             del self.returning[job]
-            self.losses.replaced(state, chosen, ranks, words)
+            self.losses.act(state, chosen, words)
         elif self.effects.now_s >= back.until_s or not (back.missing or chosen.for_now):
-            self._step(job, StageLost(f"{words}; {chosen.reason}"))
+            self._step(job, anew(state, f"{words}; {chosen.reason}"))
 
     def _resume(self, job: str) -> None:
         """Every worker of the plan is back: who has not loaded its stage is given it again."""
@@ -410,17 +409,23 @@ class PipelineDriver:
         else:
             self.losses.replace(state, rank, reason)
 
-    def _reassign(self, state: JobState, todo: Reassign) -> None:
-        self.adapting.adopted(state, self.effects.ledger.jobs[state.job].cap)
-        self.losses.forget(state.job)
-        members_now = {rank: self.effects.roster.workers[worker].member for rank, worker in _present(state)}
-        replaced = {rank for rank, m in members_now.items() if (m.job, m.rank) != (state.job, rank)}
-        if state.standbys and state.plan is not None and len(state.plan.replicas) > 1:
-            self.beside.standbys.give_up(state, "the plan has a replica more")
-            state = self.jobs[state.job]
-        state = self.beside.standbys.reassigned(state, replaced)
+    def _place(self, state: JobState, todo: Placed) -> None:
+        """Have every worker hold the part of the plan that it has now."""
+        roster, goes_on = self.effects.roster, state.phase in RUNNING
+        (self.losses.forget if goes_on else self.losses.over)(state.job)
+        replaced = set[int]()
+        if goes_on:
+            self.adapting.adopted(state, self.effects.ledger.jobs[state.job].cap)
+            now = {rank: roster.workers[worker].member for rank, worker in _present(state)}
+            replaced = {rank for rank, m in now.items() if (m.job, m.rank) != (state.job, rank)}
+            if state.standbys and state.plan is not None and len(state.plan.replicas) > 1:
+                self.beside.standbys.give_up(state, "the plan has a replica more")
+                state = self.jobs[state.job]
+            state = self.beside.standbys.reassigned(state, replaced)
         for worker in todo.left:
             self._let_go(state, worker, todo.reason)
+        if not goes_on:
+            return
         for rank, worker in _present(state):
             if rank in replaced:
                 self.effects.move(worker, members.AssignedTo(state.job, rank))
@@ -531,7 +536,7 @@ class PipelineDriver:
         """Stop every job where it is: nothing can be made durable."""
         for state in list(self.jobs.values()):
             if state.phase in RUNNING:
-                self._step(state.job, StageLost(reason))
+                self._step(state.job, anew(state, reason))
             elif state.phase not in ENDED:
                 self._step(state.job, Waits(reason))
 
@@ -661,33 +666,18 @@ class PipelineDriver:
                     self.beside.standbys.committed(state, message)
             case LinksDue():
                 self.adapting.due(state, todo)
-            case AssignAll():
-                self.adapting.adopted(state, self.effects.ledger.jobs[state.job].cap)
-                self._assign(state)
             case Redo(reason):
                 self.losses.doubted(self.jobs[state.job], reason)
             case Exclude(ranks, reason):
                 self.losses.exclude(self.jobs[state.job], ranks, reason)
-            case Reassign():
-                self._reassign(state, todo)
-            case ReleaseAll(reason):
-                self._release(state, reason)
+            case Placed():
+                self._place(state, todo)
             case Point(step, name, value):
                 self.effects.emit(do.Measured(state.job, step, name, value))
             case OddLoss():
                 self.effects.log(Name.LOSS_ODD, "warning", job=state.job, **todo.fields)
             case Dropped(why):
                 self.effects.drop("stage message", why, state.job)
-
-    def _assign(self, state: JobState) -> None:
-        for rank, worker in _present(state):
-            self.effects.move(worker, members.AssignedTo(state.job, rank))
-            self._give(state, rank)
-
-    def _release(self, state: JobState, reason: str) -> None:
-        self.losses.over(state.job)
-        for _, worker in _present(state):
-            self._let_go(state, worker, reason)
 
     def _let_go(self, state: JobState, worker: str, reason: str) -> None:
         known = self.effects.roster.workers.get(worker)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from atoll.job import CHECKPOINT_EVERY_S
+from atoll.plan import Plan
 from atoll.transitions import Transitions
 from coordinator.messages import peer_tensors
 from coordinator.messages.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
@@ -32,9 +33,9 @@ from coordinator.messages.jobs import (
     RUNNING,
     STEPPING,
     WAITING,
-    AssignAll,
     Broken,
     Cancelled,
+    Cause,
     Dropped,
     Event,
     Exclude,
@@ -44,28 +45,24 @@ from coordinator.messages.jobs import (
     LogsWanted,
     Phase,
     Picked,
+    Placed,
+    PlanChange,
     Planned,
     Point,
     Profiled,
-    Reassign,
     Record,
     Redo,
-    Rejected,
-    ReleaseAll,
     Relinked,
-    Replaced,
-    Replan,
     Resumed,
     Ring,
     Seating,
-    StageLost,
     Todo,
     ToRanks,
     Torn,
     Waits,
 )
 from coordinator.pipeline import commits, joined, periods, snapshots
-from coordinator.pipeline.changes.whole_replicas import renumbered
+from coordinator.pipeline.changes.whole_replicas import renumbered, reshares
 from coordinator.pipeline.health import disputes
 from coordinator.pipeline.health.doubt import diverged, doubted, words
 from coordinator.pipeline.history import staleness
@@ -165,7 +162,7 @@ def _adopt(state: JobState, event: Planned, now_s: float) -> Outcome:
         part_bytes={},
         ring=Ring(),
     )
-    todo: list[Todo] = [Record(PlanAdopted(state.job, plan)), AssignAll()]
+    todo: list[Todo] = [Record(PlanAdopted(state.job, plan)), Placed((), "")]
     if state.step > first:  # figures of these steps do not count any more
         todo.append(Point(first, ROLLED_BACK, float(state.step)))
     return adopted, todo
@@ -246,7 +243,7 @@ def _ready(state: JobState, event: FromRank[StepReady], now_s: float) -> Outcome
         state, odd = disputes.judged(state, wrong)
         if odd:
             return state, [Exclude(odd, wrong.words)]
-        return _interrupt(state, wrong.words, blamed=True)
+        return _interrupt(state, wrong.words, Cause.BROKEN)
     return _commit(state, ready, now_s)
 
 
@@ -403,7 +400,7 @@ def _not_stored(state: JobState, rank: int, done: int, error: str, now_s: float)
     if done >= state.steps and times > MAX_FAILURES:
         return _end(state, Phase.FAILED, f"{reason}; it was tried {times} times")
     if done >= state.steps or (alone and times == TWICE) or state.unfit:
-        return _interrupt(replace(state, failed=(*state.failed, worker)), reason, blamed=True)
+        return _interrupt(replace(state, failed=(*state.failed, worker)), reason, Cause.BROKEN)
     goes_on = replace(
         state,
         reason=f"{reason}; goes on without a checkpoint of step {done}",
@@ -464,7 +461,7 @@ def _settle(state: JobState) -> Outcome:
         if state.checkpoint.step < state.step:
             reason = f"storing what is trained after {state.step} steps, for another plan"
             return replace(state, phase=Phase.STORING, reason=reason), []
-        return _unfit(state, "the plan does not fit its workers' memory")
+        return _interrupt(state, "the plan does not fit its workers' memory", Cause.UNFIT)
     evaluating = state.awaiting_eval is not None
     if evaluating:
         reason = f"evaluating after step {state.awaiting_eval}"
@@ -495,56 +492,46 @@ def _fail_stage(state: JobState, event: FromRank[StageFailed], now_s: float) -> 
     reason = f"{_place(state, event.rank)} failed: {report.reason}{lost}"
     if not report.lost_peer and state.plan is not None:
         state = replace(state, failed=(*state.failed, state.plan.places[event.rank].worker))
-    return _interrupt(state, reason, blamed=not report.lost_peer)
+    return _interrupt(state, reason, Cause.LOST if report.lost_peer else Cause.BROKEN)
 
 
 @TRANSITIONS.on(*RUNNING)
-def _lose(state: JobState, event: StageLost, now_s: float) -> Outcome:
-    if event.unfit:
-        return _unfit(state, event.reason)
-    return _interrupt(disputes.suspected(state, event.suspects), event.reason, event.blamed)
-
-
-def _unfit(state: JobState, reason: str) -> Outcome:
-    """Stop for another plan. Each one counts on more than the one before, so these come to an end: no failure
-    of the job's."""
-    paused, todo = _interrupt(replace(state, failures=0), reason, blamed=False)
-    return replace(paused, failures=state.failures), todo
-
-
-@TRANSITIONS.on(*RUNNING)
-def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
-    """Everybody keeps what is committed, and the step in flight begins anew: with the newcomers, or with the
-    replicas that are whole."""
-    over = state.checkpoint.step >= state.steps
+def _change(state: JobState, event: PlanChange, now_s: float) -> Outcome:
+    """Everybody keeps what is committed, and the step in flight begins anew under the next plan; or the job
+    is planned anew, from the checkpoint."""
+    state = disputes.suspected(state, event.suspects)
+    if event.cause is Cause.WRONG:  # wrong steps are no result, however far the job has come
+        state = replace(state, checkpoint=event.sources[0], ring=Ring())
+    before, plan = state.plan, event.plan
+    if before is None or plan is None or state.checkpoint.step >= state.steps:
+        return _interrupt(state, event.reason, event.cause)
     # One peer fewer is no failure of the job's: there are so many, and they join again at a commit alone.
-    fewer = state.plan is not None and state.local and event.absent > state.plan.absent
-    counts = not event.chosen and not fewer and (state.unfit or not event.unfit)
-    if state.plan is None or over or (counts and _too_often(state, event.blamed)):
-        return _interrupt(state, event.reason, event.blamed)
-    plan, held = event.plan or state.plan, [state.plan.places[rank].worker for rank in state.present]
-    if event.plan is not None:
-        state = renumbered(state, state.plan, event.plan)
-    elif event.unfit and state.step > state.checkpoint.step:
+    counts = not (before.local and plan.absent > before.absent)
+    counts &= event.cause.counts or (event.cause is Cause.UNFIT and state.unfit)
+    if counts and _too_often(state, event.cause):
+        return _interrupt(state, event.reason, event.cause)
+    held, reshared = [before.places[rank].worker for rank in before.present], reshares(before, plan)
+    if reshared:
+        state = renumbered(state, before, plan)
+    elif event.cause is Cause.UNFIT and state.step > state.checkpoint.step:
         state = replace(state, stores={state.step: {}, **state.stores}, unfit=True)
     # Of steps before, who has stood by stores nothing: a checkpoint that lacks its part will not be whole.
     promoted = {
         rank: state.standbys[rank].source if rank in state.standbys else None
-        for rank, place in enumerate(plan.places)
-        if place.worker != event.workers[rank] and rank not in event.newcomers
+        for rank, (was, is_now) in enumerate(zip(before.places, plan.places, strict=False))
+        if not reshared and was.worker != is_now.worker and rank not in event.sources
     }
     stores = {done: parts for done, parts in state.stores.items() if promoted.keys() <= parts.keys()}
-    version = max(state.version, state.relink.version if state.relink is not None else 0) + 1
     moved = replace(
         state,
         phase=Phase.LOADING,
         reason=event.reason,
-        version=version,
-        plan=plan.moved(version, event.workers, event.absent, event.exchange),
-        lost={rank: state.lost.get(rank, event.reason) for rank in event.absent},
+        version=plan.version,
+        plan=plan,
+        lost={rank: state.lost.get(rank, event.reason) for rank in plan.absent},
         seating=False,
         unfit=state.unfit and (state.step in stores or state.step == state.checkpoint.step),
-        assigned=version,
+        assigned=plan.version,
         first_step=state.step,
         moving=True,
         source=state.checkpoint,
@@ -557,28 +544,16 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
         stores=stores,
         store_owed=state.store_owed or len(stores) < len(state.stores),
         failures=state.failures + counts,
-        broken=state.broken + (counts and event.blamed),
+        broken=state.broken + (counts and event.cause is Cause.BROKEN),
         begun_s=None,
         wanted=None,
         relink=None,
-        lineage=began(state.lineage, version, state.step),
+        lineage=began(state.lineage, plan.version, state.step),
         ring=snapshots.reconfigured(state.ring),
     )
-    stay = {worker for rank, worker in enumerate(event.workers) if rank not in event.absent}
+    stay = {plan.places[rank].worker for rank in plan.present}
     left = tuple(worker for worker in held if worker not in stay)
-    fact = Reconfigured(
-        state.job,
-        version,
-        state.step,
-        state.assigned,
-        event.workers,
-        tuple(sorted(event.newcomers)),
-        event.reason,
-        tuple(sorted(event.absent)),
-        event.exchange,
-        event.plan,
-    )
-    todo: list[Todo] = [Record(fact), Reassign(left, event.newcomers, event.reason)]
+    todo: list[Todo] = [Record(_fact_of(state, before, plan, event)), Placed(left, event.reason)]
     for done, parts in sorted(moved.stores.items()):
         if moved.local and done in moved.stores and moved.store_ranks <= parts.keys():
             moved, more = _whole(moved, done, parts, now_s)  # who is lost was the last that had not stored
@@ -586,8 +561,26 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
     return moved, todo
 
 
-def _too_often(state: JobState, blamed: bool) -> bool:
+def _fact_of(state: JobState, before: Plan, plan: Plan, event: PlanChange) -> Reconfigured:
+    """Return what the journal keeps of a change: how the next plan differs."""
+    reshared = reshares(before, plan)
+    return Reconfigured(
+        state.job,
+        plan.version,
+        state.step,
+        state.assigned,
+        event.workers,
+        tuple(sorted(event.sources)),
+        event.reason,
+        tuple(sorted(plan.absent)),
+        plan.exchange if plan.exchange != before.exchange and not reshared else None,
+        replace(plan, version=before.version) if reshared else None,
+    )
+
+
+def _too_often(state: JobState, cause: Cause) -> bool:
     """Whether replacing stages has not helped: the checkpoint is what is left before giving up."""
+    blamed = cause is Cause.BROKEN
     return state.failures >= MOST_LOSSES - 1 or (blamed and state.broken >= MAX_FAILURES - 1)
 
 
@@ -596,16 +589,6 @@ def _seat(state: JobState, event: Seating, now_s: float) -> Outcome:
     """Store what a peer is to begin with; a period that has waited for nobody in the end is committed."""
     seating = replace(state, seating=event.wanted, store_owed=state.store_owed or event.wanted)
     return (seating, []) if event.wanted else _waited(seating, now_s)
-
-
-@TRANSITIONS.on(*STEPPING)
-def _replan(state: JobState, event: Replan, now_s: float) -> Outcome:
-    """Begin anew with another plan, at a commit whose state is stored and evaluated: nothing is done again
-    for it."""
-    if state.checkpoint.step != state.step or state.awaiting_eval is not None:
-        return state, []
-    paused, todo = _interrupt(state, event.reason, blamed=False)
-    return replace(paused, failures=state.failures), todo
 
 
 @TRANSITIONS.on(*STEPPING)
@@ -620,25 +603,19 @@ def _keep_logs(state: JobState, event: LogsWanted, now_s: float) -> Outcome:
     return replace(state, logs_from=event.first_step), []
 
 
-@TRANSITIONS.on(*RUNNING)
-def _reject(state: JobState, event: Rejected, now_s: float) -> Outcome:
-    """Wrong steps are no result, however far the job has come."""
-    before = replace(state, checkpoint=event.before, ring=Ring())
-    return _interrupt(before, event.reason, blamed=False)
-
-
 def _place(state: JobState, rank: int) -> str:
     """Name a rank's stage and worker for people."""
     assert state.plan is not None  # noqa: S101 - ranks are a plan's
     return words(state.plan.places[rank])
 
 
-def _interrupt(state: JobState, reason: str, blamed: bool) -> Outcome:
-    """Stop where we are; the next plan version goes on from the last checkpoint."""
+def _interrupt(state: JobState, reason: str, cause: Cause) -> Outcome:
+    """Stop where we are; the next plan version goes on from the last checkpoint. Where the plan is at fault
+    it counts on more than before, so such stops come to an end by themselves."""
     if state.checkpoint.step >= state.steps:  # the result is stored: no evaluation is worth another plan
         return _end(state, Phase.FINISHED, f"{state.steps} steps done; not evaluated at the end: {reason}")
-    failures, broken = state.failures + 1, state.broken + blamed
-    if failures > MOST_LOSSES or broken > MAX_FAILURES:
+    failures, broken = state.failures + cause.counts, state.broken + (cause is Cause.BROKEN)
+    if cause.counts and (failures > MOST_LOSSES or broken > MAX_FAILURES):
         return _end(state, Phase.FAILED, f"{reason}; gave up after {failures} interruptions without a step")
     paused = replace(
         state,
@@ -656,14 +633,20 @@ def _interrupt(state: JobState, reason: str, blamed: bool) -> Outcome:
         ring=snapshots.reconfigured(state.ring),
     )
     paused = relink.dropped(paused)
-    return paused, [ReleaseAll(reason)] if state.phase in RUNNING else []
+    return paused, [_released(state, reason)] if state.phase in RUNNING else []
+
+
+def _released(state: JobState, reason: str) -> Placed:
+    return Placed(
+        tuple(state.plan.places[rank].worker for rank in state.present) if state.plan else (), reason
+    )
 
 
 def _end(state: JobState, phase: Phase, reason: str) -> Outcome:
     ended = relink.dropped(
         replace(state, phase=phase, reason=reason, ready={}, stores={}, awaiting_eval=None, ring=Ring())
     )
-    return ended, [Record(JobEnded(state.job, phase.value, reason)), ReleaseAll(reason)]
+    return ended, [Record(JobEnded(state.job, phase.value, reason)), _released(state, reason)]
 
 
 @TRANSITIONS.on(*_ALIVE)

@@ -167,7 +167,7 @@ def test_every_phase_of_a_machines_table_is_drawn_unless_nothing_leads_there(nam
         ("member", "draining", "Released", {"left"}),
         ("job", "queued", "Picked", {"profiling"}),
         ("job", "planning", "Planned", {"loading"}),
-        ("job", "training", "StageLost", {"paused", "failed", "finished"}),
+        ("job", "training", "PlanChange", {"loading", "paused", "failed", "finished"}),
         ("federated-job", "queued", "Begin", {"gathering"}),
         ("federated-job", "training", "Interrupted", {"paused"}),
         ("session", "connecting", "Welcome", {"idle"}),

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from coordinator.messages.jobs import STEPPING
+from coordinator.messages.jobs import STEPPING, PlanChange
 from coordinator.pipeline.assigning import neighbours
 from coordinator.pipeline.changes.fetching import Fetching
-from coordinator.pipeline.changes.reconfigure import Choice, choose
+from coordinator.pipeline.changes.reconfigure import choose
 from coordinator.pipeline.changes.successors import computed_s, devices_of, slower
 from coordinator.pipeline.history import begun
 
@@ -53,17 +53,17 @@ def _cost(state: JobState, record: JobRecord, roster: Roster, rank: int) -> Loss
     notice_s = roster.liveness.dead_after_s
     steps, back = state.step - state.checkpoint.step, 0
     chosen, standby = choose(state, record, roster, {rank}), state.standbys.get(rank)
-    if isinstance(chosen, Choice) and rank not in chosen.newcomers and standby is not None:
+    if isinstance(chosen, PlanChange) and rank not in chosen.sources and standby is not None:
         behind = max(0, state.step - standby.step)
         seconds = notice_s + behind * repeated_s(state, roster, rank, standby.worker)
         return LossCost(
             seconds, f"{standby.worker} stands by, {behind} steps behind: {notice_s:.1f} s to notice"
         )
-    if isinstance(chosen, Choice) and chosen.plan is not None:
+    if isinstance(chosen, PlanChange) and chosen.plan is not None and chosen.instead:
         why = f"the other replicas go on without it: {notice_s:.1f} s to notice{_longer(state, chosen.plan)}"
-        return LossCost(notice_s, f"{why}; {chosen.why}")
+        return LossCost(notice_s, f"{why}; {chosen.instead}")
     copy = ""
-    if isinstance(chosen, Choice):
+    if isinstance(chosen, PlanChange):
         worker = chosen.workers[rank]
         each_s = repeated_s(state, roster, rank, worker)
         load_s, copy = _loaded_s(state, roster, rank, worker)

@@ -7,12 +7,12 @@ which the dead are noticed, or the two have lost each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from coordinator.messages.jobs import RUNNING, Event, FromRank, JobState, Replaced, StageLost
+from coordinator.messages.jobs import RUNNING, Cause, Event, FromRank, JobState, PlanChange, anew
 from coordinator.pipeline import history
-from coordinator.pipeline.changes.reconfigure import Choice, Refused, choose, once_more
+from coordinator.pipeline.changes.reconfigure import Refused, choose, once_more
 from coordinator.pipeline.health.doubt import left_out
 from coordinator.pipeline.history import begun
 from coordinator.pipeline.tuning import memory
@@ -20,7 +20,6 @@ from coordinator.pipeline.tuning.profiling import Hold, Profiling
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
-    from atoll.plan import Plan
     from coordinator.membership.effects import Effects
     from coordinator.messages.events import StageFailed, StateStored
 
@@ -59,56 +58,26 @@ class Losses:
     ) -> None:
         """Have another worker take over a rank, or go back to the checkpoint; ``failed``: its stage broke."""
         assert state.plan is not None  # noqa: S101 - it has ranks
-        worker = state.plan.places[rank].worker
-        chosen = self.choose(state, {rank}, (worker,) if failed is not None else ())
-        if isinstance(chosen, Choice):
-            self.replaced(state, chosen, {rank}, reason, blamed=failed is not None)
-        elif failed is not None:
-            self.step(state.job, failed)
+        again = (state.plan.places[rank].worker,) if failed is not None else ()
+        chosen = self.choose(state, {rank}, again)
+        if isinstance(chosen, PlanChange):
+            self.act(state, chosen, reason, Cause.LOST if failed is None else Cause.BROKEN)
         else:
-            self.step(state.job, StageLost(f"{reason}; {chosen.reason}" if begun(state) else reason))
+            why = f"{reason}; {chosen.reason}" if begun(state) else reason
+            self.step(state.job, failed or anew(state, why))
 
     def choose(
         self, state: JobState, ranks: Collection[int], again: Collection[str] = ()
-    ) -> Choice | Refused:
+    ) -> PlanChange | Refused:
         """Return who takes over these ranks; see ``reconfigure.choose``."""
         if self.effects.storage:
             return Refused(self.effects.storage)
         self.make_way()
         return choose(state, self.effects.ledger.jobs[state.job], self.effects.roster, ranks, again)
 
-    def replaced(
-        self, state: JobState, chosen: Choice, ranks: Collection[int], reason: str, blamed: bool = False
-    ) -> None:
-        """Carry out a choice: who takes over what, and repeats how much, is the job's reason."""
-        without = ", ".join(
-            self.effects.label(chosen.workers[rank]) for rank in sorted(ranks) if rank in chosen.absent
-        )
-        if chosen.plan is not None:
-            words = f"{reason}; {self._going_on(state, chosen, chosen.plan)}"
-            self.step(state.job, Replaced(chosen.workers, chosen.newcomers, words, blamed, plan=chosen.plan))
-            return
-        steps = state.step - state.checkpoint.step
-        repeating = f", repeating {steps} steps from step {state.checkpoint.step}" if steps else ""
-        taken = ", ".join(
-            f"{self.effects.label(chosen.workers[rank])} takes over rank {rank}{repeating}"
-            if rank in chosen.newcomers
-            else f"{self.effects.label(chosen.workers[rank])} takes rank {rank}, for which it stood by"
-            for rank in sorted(ranks)
-            if rank not in chosen.absent
-        )
-        words = f"{reason}; {taken}" if ranks else f"{reason}; all connect anew"
-        if without:
-            words = f"{reason}; the others go on without {without}"
-        self.step(state.job, Replaced(chosen.workers, chosen.newcomers, words, blamed, absent=chosen.absent))
-
-    def _going_on(self, state: JobState, chosen: Choice, plan: Plan) -> str:
-        """Say which replicas go on, and without which, and why."""
-        assert state.plan is not None  # noqa: S101 - it has ranks
-        freed = [place.worker for place in state.plan.places if place.worker not in chosen.workers]
-        count, before = len(plan.replicas), len(state.plan.replicas)
-        who = f"{count} of {before} replicas go on" if count > 1 else f"one of {before} replicas goes on"
-        return f"{chosen.why}: {who}, without {', '.join(map(self.effects.label, freed))}"
+    def act(self, state: JobState, chosen: PlanChange, reason: str, cause: Cause = Cause.LOST) -> None:
+        """Carry out a change; ``reason``: what it is for."""
+        self.step(state.job, replace(chosen, cause=cause, reason=f"{reason}; {chosen.reason}"))
 
     def doubted(self, state: JobState, reason: str) -> None:
         """Do a step that is not finite again, without those whom its doubt leaves out; from the checkpoint
@@ -116,19 +85,19 @@ class Losses:
         for some in left_out(state):
             ranks = {rank for rank in map(state.rank_of, some) if rank is not None}
             chosen = self.choose(state, ranks) if ranks or not some else None
-            if isinstance(chosen, Choice):
-                self.replaced(state, chosen, ranks, reason)
+            if isinstance(chosen, PlanChange):
+                self.act(state, chosen, reason)
                 return
-        self.step(state.job, StageLost(reason))
+        self.step(state.job, anew(state, reason))
 
     def exclude(self, state: JobState, ranks: Collection[int], reason: str) -> None:
         """Have the others go on without ranks whose reports cannot be used; from the checkpoint where there
         are none."""
         chosen = self.choose(state, ranks)
-        if isinstance(chosen, Choice):
-            self.replaced(state, chosen, ranks, reason, blamed=True)
+        if isinstance(chosen, PlanChange):
+            self.act(state, chosen, reason, Cause.BROKEN)
         else:
-            self.step(state.job, StageLost(f"{reason}; {chosen.reason}", blamed=True))
+            self.step(state.job, anew(state, f"{reason}; {chosen.reason}", Cause.BROKEN))
 
     def failed(self, state: JobState, failed: FromRank[StageFailed], not_before_s: float = 0.0) -> None:
         """A stage broke, or lost a peer: nobody is judged for that before ``not_before_s``."""
@@ -159,20 +128,18 @@ class Losses:
         words = memory.killed(roster, state, failed, self.effects.label(state.plan.places[rank].worker))
         self.effects.log(Name.STAGE_KILLED, "warning", job=state.job, step=state.step, reason=words)
         chosen = self.choose(state, {rank}) if begun(state) else Refused("")
-        if isinstance(chosen, Choice):
-            self.replaced(state, chosen, {rank}, words)
+        if isinstance(chosen, PlanChange):
+            self.act(state, chosen, words)
             return
         again = once_more(state, record, roster, rank)
         if state.unfit and record.given(rank) == state.assigned:
             again = Refused("it was killed before, while it repeated steps")
-        if isinstance(again, Choice) and not self.effects.storage:
-            steps = state.step - state.checkpoint.step
-            words += f"; it repeats {steps} steps, then the job is planned anew from step {state.step}"
-            self.step(state.job, Replaced(again.workers, again.newcomers, words, unfit=True))
+        if isinstance(again, PlanChange) and not self.effects.storage:
+            self.act(state, again, words, Cause.UNFIT)
         else:
             why = again.reason or chosen.reason if isinstance(again, Refused) else self.effects.storage
             words += f"; {why}" if why else ""
-            self.step(state.job, StageLost(f"{words}; planned anew", unfit=True))
+            self.step(state.job, anew(state, f"{words}; planned anew", Cause.UNFIT))
 
     def diverged(self, state: JobState, failed: FromRank[StageFailed]) -> bool:
         """Go back to the checkpoint where half of the peers have diverged in a period, as the last round's
@@ -192,7 +159,7 @@ class Losses:
         reported = frozenset(places[rank].worker for rank in state.ready)
         words = f"{self.effects.label(worker)} failed: {failed.message.reason}"
         words += f"; so have {len(found)} of {len(found | others)} peers"
-        self.step(state.job, StageLost(words, blamed=True, suspects=others & reported or others))
+        self.step(state.job, anew(state, words, Cause.BROKEN, suspects=others & reported or others))
         return True
 
     def unstored(self, state: JobState, event: FromRank[StateStored]) -> str:
@@ -223,7 +190,7 @@ class Losses:
         if isinstance(chosen, Refused):
             return False
         label = self.effects.label(state.plan.places[rank].worker)
-        self.replaced(state, chosen, {rank}, f"{label} {why}", blamed=True)
+        self.act(state, chosen, f"{label} {why}", Cause.BROKEN)
         return True
 
     def forget(self, job: str) -> None:
@@ -258,9 +225,9 @@ class Losses:
         if isinstance(chosen, Refused) and state.plan is not None:
             ranks = {failed.rank}
             chosen = self.choose(state, ranks, (state.plan.places[failed.rank].worker,))
-        if isinstance(chosen, Choice):
+        if isinstance(chosen, PlanChange):
             words = f"rank {failed.rank} and rank {peer} lost each other: {failed.message.reason}"
-            self.replaced(state, chosen, ranks, words)
+            self.act(state, chosen, words)
         else:
             self.step(state.job, failed)
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from atoll.exchange import Exchange
 from coordinator.membership.link_table import MIN_BANDWIDTH_BPS
 from coordinator.membership.member import NO_RANK
-from coordinator.pipeline.changes.reconfigure import Choice, at_hand
+from coordinator.messages.jobs import Cause, PlanChange
+from coordinator.pipeline.changes.reconfigure import at_hand
 from coordinator.pipeline.changes.successors import devices_of, seconds_of, slower
 from coordinator.pipeline.changes.whole_replicas import pipeline_s, share_of, shared, stage_s
 from coordinator.pipeline.joined import ranks_of
@@ -30,7 +31,7 @@ WORTH = 1.5  # seconds saved over seconds that the job stands still
 PAUSES = 2.0  # times what a stage took to load: storing it takes about as long
 
 
-def choose(state: JobState, roster: Roster) -> Choice | None:
+def choose(state: JobState, roster: Roster) -> PlanChange | None:
     """Return the plan with a replica more, and who the newcomers are; None where nobody fits, it is not worth
     it, or the owner has not asked for as many."""
     plan = state.plan
@@ -49,9 +50,9 @@ def choose(state: JobState, roster: Roster) -> Choice | None:
     grown = _grown(roster, plan, number, replicas, seconds)
     if grown is None or not _worth(state, replicas, seconds, grown):
         return None
-    names = tuple(place.worker for place in grown.places)
-    newcomers = frozenset(rank for rank, name in enumerate(names) if name in workers)
-    return Choice(names, newcomers, plan=grown)
+    newcomers = [rank for rank, place in enumerate(grown.places) if place.worker in workers]
+    grown = replace(grown, version=state.next_version)
+    return PlanChange(grown, dict.fromkeys(newcomers, state.checkpoint), Cause.CHOSEN, "")
 
 
 def _workers(state: JobState, roster: Roster, plan: Plan, number: int) -> list[str] | None:

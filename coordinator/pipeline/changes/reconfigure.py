@@ -11,34 +11,22 @@ checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from atoll.plan import Plan
 from coordinator.membership.member import Phase as Membership
-from coordinator.messages.jobs import JobState
+from coordinator.messages.jobs import Cause, JobState, PlanChange, moved
 from coordinator.pipeline.assigning import neighbours
 from coordinator.pipeline.changes import whole_replicas
 from coordinator.pipeline.changes.successors import Successors, computed_s
 from coordinator.pipeline.history import begun, logged_from, not_repeatable
+from coordinator.pipeline.tuning.pair_tables import newer_table
 
 if TYPE_CHECKING:
     from coordinator.membership.roster import Roster
     from coordinator.messages.facts import JobRecord
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Workers by rank from now on; those of ``newcomers`` are given their stage, others hold theirs.
-    ``absent``: ranks of peers with local steps that the others go on without. ``plan``: of whole replicas
-    that go on without others, whose ranks these are then, and ``why`` nobody takes those over."""
-
-    workers: tuple[str, ...]
-    newcomers: frozenset[int]
-    absent: frozenset[int] = frozenset()
-    plan: Plan | None = None
-    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +43,7 @@ def choose(
     roster: Roster,
     lost: Collection[int],
     again: Collection[str] = (),
-) -> Choice | Refused:
+) -> PlanChange | Refused:
     """Return who takes over the ``lost`` ranks, which replicas go on without them, or why nobody can;
     ``again``: workers of lost ranks that may have theirs once more where no other fits.
 
@@ -68,25 +56,24 @@ def choose(
     loading = {r for r in plan.present if state.moving and record.given(r) == state.assigned}
     loading |= state.promoted.keys() if state.moving else set()
     if plan.local:
-        return _without(state, lost, loading)
+        return _without(state, roster, lost, loading)
     ready = standing_by_for(state, roster, lost)
     newcomers = frozenset(lost).difference(ready) | (loading - state.loaded)
-    missing = frozenset(lost).difference(ready)
     several = len(plan.replicas) > 1
-    if several and state.failures and missing & loading:
+    if several and state.failures and loading.difference(ready).intersection(lost):
         left = whole_replicas.without(state, roster, newcomers.union(lost))
         if isinstance(left, Plan):
-            return _only(left, "a newcomer's stage does not load")
-    chosen = _taken_over(state, record, roster, missing, newcomers, ready, again)
-    if isinstance(chosen, Choice) or not several:
+            return _only(state, roster, left, "a newcomer's stage does not load")
+    chosen = _taken_over(state, record, roster, lost, newcomers, ready, again)
+    if isinstance(chosen, PlanChange) or not several:
         return chosen
     left = whole_replicas.without(state, roster, newcomers.union(lost))
     if isinstance(left, str):
         return Refused(f"{chosen.reason}, and {left}", chosen.for_now)
-    return _only(left, chosen.reason)
+    return _only(state, roster, left, chosen.reason)
 
 
-def once_more(state: JobState, record: JobRecord, roster: Roster, rank: int) -> Choice | Refused:
+def once_more(state: JobState, record: JobRecord, roster: Roster, rank: int) -> PlanChange | Refused:
     """Have a rank's own worker load its stage again and repeat the steps since the checkpoint, though the
     plan may not fit it; or return why it cannot."""
     plan = state.plan
@@ -97,31 +84,40 @@ def once_more(state: JobState, record: JobRecord, roster: Roster, rank: int) -> 
     wrong = not_repeatable(state, record) or _unlogged(state, roster, newcomers, {})
     if wrong or not at_hand(roster, plan.places[rank].worker, state.job):
         return Refused(wrong or f"stage {plan.places[rank].stage}'s worker is not at hand")
-    return Choice(tuple(place.worker for place in plan.places), newcomers)
+    steps = state.step - state.checkpoint.step
+    words = f"it repeats {steps} steps, then the job is planned anew from step {state.step}"
+    return moved(state, [place.worker for place in plan.places], newcomers, Cause.UNFIT, words)
 
 
-def _only(left: Plan, why: str) -> Choice:
+def _only(state: JobState, roster: Roster, left: Plan, why: str) -> PlanChange:
     """Have the replicas that are whole go on without the others."""
-    return Choice(tuple(place.worker for place in left.places), frozenset(), plan=left, why=why)
+    assert state.plan is not None  # noqa: S101 - it has replicas
+    stay = {place.worker for place in left.places}
+    freed = [place.worker for place in state.plan.places if place.worker not in stay]
+    count, before = len(left.replicas), len(state.plan.replicas)
+    who = f"{count} of {before} replicas go on" if count > 1 else f"one of {before} replicas goes on"
+    words = f"{why}: {who}, without {', '.join(map(roster.label, freed))}"
+    return PlanChange(replace(left, version=state.next_version), {}, Cause.LOST, words, instead=why)
 
 
 def _taken_over(
     state: JobState,
     record: JobRecord,
     roster: Roster,
-    missing: frozenset[int],
+    lost: Collection[int],
     newcomers: frozenset[int],
     ready: Mapping[int, str],
     again: Collection[str],
-) -> Choice | Refused:
-    """Have other workers take over the ``missing`` ranks; ``newcomers``: those and who was loading already,
-    ``ready``: by rank who takes one as it is."""
+) -> PlanChange | Refused:
+    """Have other workers take over the ``lost`` ranks; ``newcomers``: who is given a stage, with those who
+    were loading already, ``ready``: by rank who takes one as it is."""
     plan = state.plan
     assert plan is not None  # noqa: S101 - it has ranks
     wrong = (newcomers and not_repeatable(state, record)) or _unlogged(state, roster, newcomers, ready)
     if wrong:
         return Refused(wrong)
     spare = [s.worker for s in state.standbys.values() if at_hand(roster, s.worker)]
+    missing = frozenset(lost).difference(ready)
     chosen = Successors(state, roster, missing, again, ready, spare).chosen()
     if isinstance(chosen, tuple):
         stages = [plan.places[rank].stage for rank in chosen]
@@ -130,11 +126,32 @@ def _taken_over(
         words = f"{', '.join(map(str, stages[:-1]))} and {stages[-1]}"
         return Refused(f"too few idle workers can take over stages {words}", for_now=True)
     taken = {**ready, **chosen}
-    workers = tuple(taken.get(rank, place.worker) for rank, place in enumerate(plan.places))
-    return Choice(workers, newcomers)
+    workers = [taken.get(rank, place.worker) for rank, place in enumerate(plan.places)]
+    return moved(state, workers, newcomers, Cause.LOST, _taken_words(state, roster, workers, newcomers, lost))
 
 
-def _without(state: JobState, lost: Collection[int], loading: Collection[int]) -> Choice | Refused:
+def _taken_words(
+    state: JobState,
+    roster: Roster,
+    workers: Sequence[str],
+    newcomers: Collection[int],
+    lost: Collection[int],
+) -> str:
+    """Say who takes over which lost rank, and repeats how much."""
+    steps = state.step - state.checkpoint.step
+    repeating = f", repeating {steps} steps from step {state.checkpoint.step}" if steps else ""
+    taken = [
+        f"{roster.label(workers[rank])} takes over rank {rank}{repeating}"
+        if rank in newcomers
+        else f"{roster.label(workers[rank])} takes rank {rank}, for which it stood by"
+        for rank in sorted(lost)
+    ]
+    return ", ".join(taken) or "all connect anew"
+
+
+def _without(
+    state: JobState, roster: Roster, lost: Collection[int], loading: Collection[int]
+) -> PlanChange | Refused:
     """Have the other peers go on: they keep the local steps that they have taken."""
     assert state.plan is not None  # noqa: S101 - it has ranks
     absent = state.plan.absent | frozenset(lost)
@@ -142,10 +159,13 @@ def _without(state: JobState, lost: Collection[int], loading: Collection[int]) -
     stay = frozenset(state.present) - absent - newcomers
     if not stay:
         return Refused("no peer is left that holds its state")
-    return Choice(tuple(place.worker for place in state.plan.places), newcomers, absent)
+    workers = [place.worker for place in state.plan.places]
+    without = ", ".join(roster.label(workers[rank]) for rank in sorted(lost))
+    words = f"the others go on without {without}" if without else "all connect anew"
+    return moved(state, workers, newcomers, Cause.LOST, words, absent=absent)
 
 
-def seats(state: JobState, roster: Roster) -> Choice | None:
+def seats(state: JobState, roster: Roster) -> PlanChange | None:
     """Return which idle workers take the ranks of lost peers, None where no one fits any. Who was lost takes
     its own rank alone, where nobody else fits it. Nobody takes one whose share would last so long with it
     that fewer micro-batches a second are computed than without."""
@@ -169,8 +189,12 @@ def seats(state: JobState, roster: Roster) -> Choice | None:
                 break
     if not chosen:
         return None
-    workers = tuple(chosen.get(rank, place.worker) for rank, place in enumerate(plan.places))
-    return Choice(workers, frozenset(chosen), plan.absent - chosen.keys())
+    workers = [chosen.get(rank, place.worker) for rank, place in enumerate(plan.places)]
+    absent = plan.absent - chosen.keys()
+    there = [rank for rank in range(state.n_ranks) if rank not in absent]
+    table = newer_table(state, roster, workers, there, predicted=True)
+    exchange = replace(plan.exchange, pairs=table) if table is not None and plan.exchange else None
+    return moved(state, workers, chosen, Cause.CHOSEN, "", absent=absent, exchange=exchange)
 
 
 def standing_by_for(state: JobState, roster: Roster, lost: Collection[int]) -> dict[int, str]:

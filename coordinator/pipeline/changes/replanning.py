@@ -19,7 +19,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from coordinator.messages import instructions as do
-from coordinator.messages.jobs import STEPPING, Replan
+from coordinator.messages.jobs import STEPPING, Cause, anew
 from coordinator.pipeline.changes.loss_cost import PLANNED_WITHIN_S, WORTH
 from coordinator.pipeline.health.doubt import left_out
 from coordinator.pipeline.tuning.link_adaptation import capped
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from coordinator.membership.effects import Effects
     from coordinator.membership.roster import Fingerprint
     from coordinator.messages.events import FleetFailed, FleetJudged
-    from coordinator.messages.jobs import JobState
+    from coordinator.messages.jobs import JobState, PlanChange
 
 SETTLED_S = 30.0  # since the last worker came
 FEWEST_STEPS = 5  # committed with the plan, so that its step's time is known
@@ -123,13 +123,13 @@ class Replanning:
         del self._wishes[state.job]
         return ""
 
-    def stop(self, state: JobState) -> Replan:
+    def stop(self, state: JobState) -> PlanChange:
         """Return the event that has the job planned anew, now that its state is stored."""
         times = self._stops.get(state.job, (0, 0.0))[0]
         self._stops[state.job] = times + 1, self.effects.now_s + AGAIN_S * 2.0**times
         words = self._wishes[state.job].words
         self.over(state.job)
-        return Replan(words)
+        return anew(state, words, Cause.CHOSEN)
 
     # ------------------------------------------------------------ comparing
 

@@ -13,14 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from coordinator.messages.jobs import ENDED, STEPPING, Event, JobState, Replaced, Seating
+from coordinator.messages.jobs import ENDED, STEPPING, Event, JobState, PlanChange, Seating
 from coordinator.pipeline.changes import more_replicas
 from coordinator.pipeline.changes.reconfigure import seats
-from coordinator.pipeline.tuning.pair_tables import newer_table
 
 if TYPE_CHECKING:
     from coordinator.membership.effects import Effects
-    from coordinator.pipeline.changes.reconfigure import Choice
     from coordinator.pipeline.changes.replanning import Replanning
 
 AGAIN_S = 60.0  # after places were given, until others are; twice as long each time that they were not kept
@@ -66,7 +64,7 @@ class Seats:
             return
         self._give(state, chosen)
 
-    def _chosen(self, state: JobState) -> Choice | None:
+    def _chosen(self, state: JobState) -> PlanChange | None:
         """Return who takes which ranks, or makes the plan one of a replica more; who does not keep its place
         is not asked for ever."""
         given = self._given.get(state.job)
@@ -84,31 +82,14 @@ class Seats:
         """Whether all who were given a place have done a step there."""
         return state.step > given.step and all(state.rank_of(w) is not None for w in given.workers)
 
-    def _give(self, state: JobState, chosen: Choice) -> None:
-        label, exchange = self.effects.label, None
-        taken = ", ".join(
-            f"{label(chosen.workers[rank])} joins as rank {rank}" for rank in sorted(chosen.newcomers)
-        )
-        words = f"{taken}, with the state after {state.step} steps"
-        if chosen.plan is None and state.plan is not None and state.plan.exchange is not None:
-            there = [rank for rank in range(state.n_ranks) if rank not in chosen.absent]
-            table = newer_table(state, self.effects.roster, chosen.workers, there, predicted=True)
-            exchange = replace(state.plan.exchange, pairs=table) if table is not None else None
+    def _give(self, state: JobState, chosen: PlanChange) -> None:
+        label, newcomers = self.effects.label, sorted(chosen.sources)
+        taken = ", ".join(f"{label(chosen.workers[rank])} joins as rank {rank}" for rank in newcomers)
         before = self._given.get(state.job)
         times = before.times + 1 if before is not None else 1
-        newcomers = tuple(chosen.workers[rank] for rank in sorted(chosen.newcomers))
         self.make_way()
         until_s = self.effects.now_s + AGAIN_S * 2.0 ** (times - 1)
-        self._given[state.job] = _Given(newcomers, state.step, times, until_s)
-        self.step(
-            state.job,
-            Replaced(
-                chosen.workers,
-                chosen.newcomers,
-                words,
-                chosen=True,
-                absent=chosen.absent,
-                exchange=exchange,
-                plan=chosen.plan,
-            ),
-        )
+        names = tuple(chosen.workers[rank] for rank in newcomers)
+        self._given[state.job] = _Given(names, state.step, times, until_s)
+        words = f"{taken}, with the state after {state.step} steps"
+        self.step(state.job, replace(chosen, reason=words))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from coordinator.membership import member as members
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
-from coordinator.messages.jobs import RUNNING, Event, JobState, Phase, Replaced, Standby
+from coordinator.messages.jobs import RUNNING, Cause, Event, JobState, Phase, Standby, moved
 from coordinator.pipeline import history
 from coordinator.pipeline.assigning import assignment, beside, neighbours, rank_peer, reconfiguration
 from coordinator.pipeline.changes import reconfigure
@@ -240,7 +240,7 @@ class Standbys:
             workers = [place.worker for place in plan.places]
             workers[standby.rank] = standby.worker
             if all(self.effects.roster.workers[w].session is not None for w in workers):
-                self.step(state.job, Replaced(tuple(workers), frozenset(), standby.swap, chosen=True))
+                self.step(state.job, moved(state, workers, (), Cause.CHOSEN, standby.swap))
                 return
 
     def _takes_it(self, state: JobState, standby: Standby) -> bool:

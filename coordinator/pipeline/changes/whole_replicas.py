@@ -181,6 +181,11 @@ def _predicted(
     return replace(plan.prediction, step_s=step_s, stages=tuple(stages), links=links)
 
 
+def reshares(before: Plan, after: Plan) -> bool:
+    """Whether a plan goes on with fewer replicas, or with one more: shares and ranks are others then."""
+    return len(before.replicas) != len(after.replicas)
+
+
 def renumbered(state: JobState, before: Plan, after: Plan) -> JobState:
     """Know a job's ranks by their numbers in a plan of fewer replicas, or of one more. Nobody can repeat the
     steps before, so the state as it is gets stored, by whoever does that now, unless it is."""

@@ -21,11 +21,12 @@ from coordinator.messages.jobs import (
     ENDED,
     STEPPING,
     WAITING,
+    Cause,
     Event,
     JobState,
     LogsWanted,
     Phase,
-    Rejected,
+    anew,
 )
 from coordinator.pipeline import history
 from coordinator.pipeline.assigning import neighbours, repetition
@@ -369,7 +370,7 @@ class SpotChecks:
         before = trusted(self.effects.ledger.jobs[state.job], case.rank, case.first, difference.step)
         self.effects.record(WorkRejected(state.job, before.step, worker, reason))
         self._want_logs(state.job)
-        self.step(state.job, Rejected(before, reason))
+        self.step(state.job, anew(state, reason, Cause.WRONG, before))
         self.effects.quarantine(worker, reason)
 
     # ------------------------------------------------------------ words

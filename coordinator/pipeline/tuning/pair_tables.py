@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from coordinator.messages.jobs import STEPPING, Event, JobState, exchanging
+from coordinator.messages.jobs import STEPPING, Cause, Event, JobState, moved
 from coordinator.planning.gossip_plans import moved_share, renewed
 
 if TYPE_CHECKING:
@@ -78,7 +78,8 @@ class PairTables:
         exchange = state.plan.exchange
         if newer is None or exchange is None or exchange.pairs is None:
             return
-        moved = moved_share(exchange.pairs, newer)
-        if moved >= MOVED:
-            words = f"{moved:.0%} of the pairs are faster or slower than they were: pairs are drawn anew"
-            self.step(state.job, exchanging(state.plan, replace(exchange, pairs=newer), words))
+        share = moved_share(exchange.pairs, newer)
+        if share >= MOVED:
+            words = f"{share:.0%} of the pairs are faster or slower than they were: pairs are drawn anew"
+            newer_exchange = replace(exchange, pairs=newer)
+            self.step(state.job, moved(state, workers, (), Cause.CHOSEN, words, exchange=newer_exchange))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from coordinator.messages.jobs import STEPPING, Event, JobState, exchanging
+from coordinator.messages.jobs import STEPPING, Cause, Event, JobState, moved
 from coordinator.planning.exchange_codecs import fitting
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ class RoundCodecs:
             return
         before = state.plan.exchange.codec if state.plan.exchange is not None else ""
         words = f"rounds travel in {newer.codec}, in {before} until now: so the links carry them in time"
-        self.step(state.job, exchanging(state.plan, newer, words))
+        workers = [place.worker for place in state.plan.places]
+        self.step(state.job, moved(state, workers, (), Cause.CHOSEN, words, exchange=newer))
 
     def over(self, job: str) -> None:
         """The job has ended."""

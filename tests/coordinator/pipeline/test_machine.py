@@ -19,7 +19,7 @@ from coordinator.messages import jobs
 from coordinator.messages.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
 from coordinator.messages.facts import Checkpoint, CheckpointStored, JobEnded, StepCommitted
 from coordinator.messages.instructions import StepCommit, StepDiscard, StepStart
-from coordinator.messages.jobs import Dropped, FromRank, JobState, Phase, Record, ReleaseAll, ToRanks
+from coordinator.messages.jobs import Dropped, FromRank, JobState, Phase, Placed, Record, ToRanks
 from coordinator.pipeline import machine
 from coordinator.pipeline.commits import clip_scale
 
@@ -280,7 +280,7 @@ def test_the_job_finishes_only_after_evaluation_and_storing() -> None:
     state, todo = step(state, FromRank(2, EvalReady("j", 1, 0, 1.25)))
     assert (state.phase, state.eval_loss) == (Phase.FINISHED, 1.25)
     assert any(isinstance(t, Record) and isinstance(t.fact, JobEnded) for t in todo)
-    assert any(isinstance(t, ReleaseAll) for t in todo)
+    assert any(isinstance(t, Placed) for t in todo)
 
 
 def test_a_held_out_loss_is_taken_from_who_computes_it_alone() -> None:
@@ -303,7 +303,7 @@ def not_finite(state: JobState, **changes: Any) -> tuple[JobState, list[jobs.Tod
         state, todo = step(state, report)
     for redo in [item for item in todo if isinstance(item, jobs.Redo)]:
         assert state.phase is Phase.TRAINING
-        state, more = step(state, jobs.StageLost(redo.reason))
+        state, more = step(state, jobs.anew(state, redo.reason))
         todo = [*todo, *more]
     return state, todo
 
@@ -384,10 +384,10 @@ def test_a_lost_stage_pauses_the_job_and_the_next_plan_goes_on_from_the_checkpoi
     for stage in range(STAGES):
         state, _ = step(state, stored(stage, 1))
     state, _ = committed(state)
-    state, todo = step(state, jobs.StageLost("w1 is lost: silent for 2.1 s"))
+    state, todo = step(state, jobs.anew(state, "w1 is lost: silent for 2.1 s"))
     assert state.phase is Phase.PAUSED
     assert "goes on from step 2" in state.reason
-    assert todo == [ReleaseAll("w1 is lost: silent for 2.1 s")]
+    assert todo == [Placed(("w0", "w1", "w2"), "w1 is lost: silent for 2.1 s")]
     for event in (jobs.Picked("go"), jobs.Profiled(), jobs.Planned(plan(2, 2))):
         state, _ = step(state, event)
     assert (state.phase, state.version, state.step) == (Phase.LOADING, 2, 2)
@@ -410,7 +410,7 @@ def test_a_stage_that_always_fails_fails_the_job() -> None:
 
 
 def test_an_older_plan_version_is_our_own_mistake() -> None:
-    state, _ = step(training(), jobs.StageLost("x"))
+    state, _ = step(training(), jobs.anew(training(), "x"))
     for event in (jobs.Picked("go"), jobs.Profiled()):
         state, _ = step(state, event)
     with pytest.raises(LookupError, match="plan 1 after plan 1"):

@@ -14,20 +14,21 @@ from atoll.microbatch import ScheduleName
 from atoll.plan import Plan, Replica, StageSpec
 from coordinator.messages import jobs, peer_tensors
 from coordinator.messages.events import EvalReady, Loaded, RoundReceipt, StateStored, StepReady
-from coordinator.messages.facts import Checkpoint, CheckpointStored, RoundMet, StepCommitted
+from coordinator.messages.facts import Checkpoint, CheckpointStored, Reconfigured, RoundMet, StepCommitted
 from coordinator.messages.instructions import StepCommit, StepStart
 from coordinator.messages.jobs import (
+    Cause,
     Exclude,
     FromRank,
     JobState,
     Phase,
+    Placed,
     Point,
-    Reassign,
     Record,
-    Replaced,
     Seating,
-    StageLost,
     ToRanks,
+    anew,
+    moved,
 )
 from coordinator.pipeline import machine
 from coordinator.pipeline.assigning import tensors_of
@@ -131,17 +132,17 @@ def test_the_last_period_ends_with_the_last_step() -> None:
 
 def lose(state: JobState, rank: int) -> tuple[JobState, list[jobs.Todo]]:
     workers = tuple(place.worker for place in state.plan.places)  # type: ignore[union-attr]
-    gone = Replaced(workers, frozenset(), f"w{rank} is lost", absent=frozenset({rank}))
-    return machine.step(state, gone, 2.0)
+    words, absent = f"w{rank} is lost", frozenset({rank})
+    return machine.step(state, moved(state, workers, (), Cause.LOST, words, absent=absent), 2.0)
 
 
 def test_the_others_go_on_without_a_lost_peer_and_the_receipt_names_it() -> None:
     state = training()
     state, _ = machine.step(state, ready(state, 0), 1.5)
     state, todo = lose(state, 1)
-    (reassign,) = [t for t in todo if isinstance(t, Reassign)]
-    assert reassign.left == ("w1",)
-    assert reassign.newcomers == frozenset()
+    (placed,) = [t for t in todo if isinstance(t, Placed)]
+    assert placed.left == ("w1",)
+    assert facts(todo, Reconfigured)[0].newcomers == ()
     assert state.present == (0, 2)
     assert state.step == 0
     assert state.rank_of("w1") is None
@@ -189,7 +190,7 @@ def test_a_replica_alone_with_its_gradients_has_no_part_in_the_plan_after_the_ne
         state, (excluded,) = reported(state, 2.0)
         assert isinstance(excluded, Exclude)
         assert excluded.ranks == (1,)
-        state, _ = machine.step(state, StageLost("nobody can go on without it", blamed=True), 1.0)
+        state, _ = machine.step(state, anew(state, "nobody can go on without it", Cause.BROKEN), 1.0)
         assert state.phase is Phase.PAUSED
         assert state.failed == ("w1",) * version
         for event in (jobs.Picked("go"), jobs.Profiled(), jobs.Planned(plan(Exchange(), version + 1))):
@@ -267,7 +268,8 @@ def test_a_peer_joins_with_the_state_that_a_period_began_with() -> None:
     for rank in state.present:
         state, _ = machine.step(state, stored(state, rank, 8), 9.0)
     assert state.checkpoint.step == 8
-    state, _ = machine.step(state, Replaced(("w0", "w9", "w2"), frozenset({1}), "w9 joins", chosen=True), 9.0)
+    joins = moved(state, ("w0", "w9", "w2"), {1}, Cause.CHOSEN, "w9 joins", absent=frozenset())
+    state, _ = machine.step(state, joins, 9.0)
     assert state.present == (0, 1, 2)
     assert state.lost == {}
     state, todo = period(loaded(state))

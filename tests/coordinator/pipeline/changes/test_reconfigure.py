@@ -16,8 +16,8 @@ from coordinator.messages import instructions as do
 from coordinator.messages import jobs
 from coordinator.messages.events import Held
 from coordinator.messages.facts import MOST_REPLAYED, Reconfigured, StepCommitted
-from coordinator.messages.jobs import Phase
-from coordinator.pipeline.changes.reconfigure import Choice, Refused, choose
+from coordinator.messages.jobs import Phase, PlanChange
+from coordinator.pipeline.changes.reconfigure import Refused, choose
 from coordinator.pipeline.history import logs_short
 from tests.coordinator.pipeline.test_restart import back
 from tests.coordinator.pipeline.tuning.test_relink import COARSE, pipeline
@@ -248,7 +248,7 @@ def test_who_fits_fewer_of_the_lost_stages_is_not_taken_for_one_that_others_fit(
     state, roster = world.state(), world.scheduler.roster
     record = world.scheduler.ledger.jobs[JOB]
     chosen = choose(state, record, roster, {0, 1})
-    assert isinstance(chosen, Choice)
+    assert isinstance(chosen, PlanChange)
     assert chosen.workers == ("e", "d", "c")
     roster.quarantine("e", "for the test")
     refused = choose(state, record, roster, {0, 1})

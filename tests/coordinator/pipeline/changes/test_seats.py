@@ -15,7 +15,7 @@ from coordinator.config import Liveness, Probing
 from coordinator.membership import member as members
 from coordinator.membership.roster import Roster
 from coordinator.messages.events import StepReady
-from coordinator.messages.jobs import Event, JobState, Replaced
+from coordinator.messages.jobs import Event, JobState, PlanChange
 from coordinator.pipeline import machine
 from coordinator.pipeline.changes import more_replicas
 from coordinator.pipeline.changes.reconfigure import seats
@@ -55,7 +55,7 @@ def two_of_three(*forward_s: float) -> JobState:
 def taking(state: JobState, **times: float) -> tuple[str, ...]:
     """Who of the workers, the idle ones among them, are chosen for the places of those that are lost."""
     chosen = seats(state, roster_of(**times))
-    return () if chosen is None else tuple(chosen.workers[rank] for rank in sorted(chosen.newcomers))
+    return () if chosen is None else tuple(chosen.workers[rank] for rank in sorted(chosen.sources))
 
 
 @pytest.mark.parametrize(("slow", "who"), [(1.0, ("new",)), (1.4, ("new",)), (1.6, ()), (5.0, ())])
@@ -137,14 +137,15 @@ def test_who_joins_has_rates_though_no_round_has_shown_any(n_bytes: int) -> None
     )
     seating.look(replace(state, plan=plan))
     (event,) = found
-    assert isinstance(event, Replaced)
+    assert isinstance(event, PlanChange)
+    assert event.plan is not None
     assert event.workers == ("w0", "new", "w2")
     if n_bytes:
-        assert event.exchange is not None
-        assert event.exchange.pairs is not None
-        assert np.count_nonzero(event.exchange.pairs.rates) == 6
+        assert event.plan.exchange is not None
+        assert event.plan.exchange.pairs is not None
+        assert np.count_nonzero(event.plan.exchange.pairs.rates) == 6
     else:
-        assert event.exchange is None, "nobody knows what a round sends"
+        assert event.plan.exchange == exchange, "nobody knows what a round sends"
 
 
 def foretold(plan: Plan, n_bytes: int) -> Prediction:

@@ -12,7 +12,7 @@ from coordinator.membership.memory_learnt import KILLED_MARGIN, LEAST_RAISE, MOS
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import PlanAdopted
-from coordinator.messages.jobs import Phase, Replaced
+from coordinator.messages.jobs import Cause, Phase, moved
 from coordinator.pipeline import machine
 from coordinator.pipeline.tuning.memory import measured_bytes
 from tests.coordinator.pipeline.changes.test_reconfigure import (
@@ -232,7 +232,7 @@ def test_where_a_part_will_not_come_the_job_trains_on_instead_of_waiting_for_it(
     state = running("a", "b", "c", altered=predicted).state()
     unfit = replace(state, unfit=True, stores={2: {}}, phase=Phase.LOADING, moving=True)
     workers = ("a", "b", "d")  # ... and is no newcomer
-    moved, _ = machine.step(unfit, Replaced(workers, frozenset(), "c is lost"), 0.0)
-    assert (dict(moved.stores), moved.unfit, moved.store_owed) == ({}, False, True)
-    kept, _ = machine.step(unfit, Replaced(workers, frozenset({2}), "c is lost"), 0.0)
+    after, _ = machine.step(unfit, moved(unfit, workers, (), Cause.LOST, "c is lost"), 0.0)
+    assert (dict(after.stores), after.unfit, after.store_owed) == ({}, False, True)
+    kept, _ = machine.step(unfit, moved(unfit, workers, {2}, Cause.LOST, "c is lost"), 0.0)
     assert (set(kept.stores), kept.unfit) == ({2}, True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from coordinator.client.fleet_file import parse_fleet
 from coordinator.messages.facts import Reconfigured
-from coordinator.messages.jobs import Event, JobState, Replaced
+from coordinator.messages.jobs import Event, JobState, PlanChange
 from coordinator.pipeline import machine
 from coordinator.pipeline.tuning.pair_tables import LOOK_S, PairTables, newer_table
 from coordinator.planning.costs.fleet import Fleet
@@ -58,7 +58,8 @@ def test_pairs_are_drawn_anew_when_many_are_faster_or_slower_than_they_were() ->
     ended = replace(state, spec=replace(state.spec, training=replace(state.spec.training, steps=state.step)))
     assert looked(moved_links, ended, 0.0, LOOK_S) == [], "no round follows"
     (event,) = looked(moved_links, state, 0.0, 1.0, LOOK_S)
-    assert isinstance(event, Replaced)
+    assert isinstance(event, PlanChange)
+    assert event.plan is not None
     assert "67% of the pairs" in event.reason
     moved, todo = machine.step(state, event, 9.0)
     (fact,) = facts(todo, Reconfigured)

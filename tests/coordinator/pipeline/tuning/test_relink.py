@@ -152,7 +152,7 @@ def test_a_change_that_no_step_would_see_is_not_said() -> None:
 
 def test_a_lost_stage_ends_the_change_and_uses_its_version_up() -> None:
     state, _ = said()
-    state, _ = step(state, jobs.StageLost("w1 is lost"))
+    state, _ = step(state, jobs.anew(state, "w1 is lost"))
     assert (state.relink, state.wanted, state.version) == (None, None, 2)
     for event in (jobs.Picked("go"), jobs.Profiled(), jobs.Planned(plan(3))):
         state, _ = step(state, event)
@@ -163,7 +163,7 @@ def test_a_lost_stage_ends_the_change_and_uses_its_version_up() -> None:
 
 
 def test_a_wish_is_forgotten_with_its_plan() -> None:
-    state, _ = step(wishing(), jobs.StageLost("w1 is lost"))
+    state, _ = step(wishing(), jobs.anew(wishing(), "w1 is lost"))
     assert (state.wanted, state.version) == (None, 1)
 
 
@@ -175,9 +175,9 @@ def test_cancelling_and_a_step_that_is_not_finite_drop_a_change_of_the_links(pen
     for rank in range(state.n_ranks):
         state, todo = step(state, ready(rank, state.step, losses=(math.nan,), finite=False))
     (redo,) = [item for item in todo if isinstance(item, jobs.Redo)]
-    state, todo = step(state, jobs.StageLost(redo.reason))
+    state, todo = step(state, jobs.anew(state, redo.reason))
     assert (state.phase, state.wanted, state.relink) == (Phase.PAUSED, None, None)
-    assert any(isinstance(t, jobs.ReleaseAll) for t in todo)
+    assert any(isinstance(t, jobs.Placed) for t in todo)
 
 
 def test_a_restarted_coordinator_goes_on_above_every_version_that_was_said() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.messages.events import Goodput
 from coordinator.messages.facts import Reconfigured
-from coordinator.messages.jobs import Event, JobState, Phase, Replaced
+from coordinator.messages.jobs import Event, JobState, Phase, PlanChange
 from coordinator.pipeline import machine
 from coordinator.pipeline.tuning.round_codecs import RoundCodecs
 from tests.coordinator.pipeline.test_periods import DILOCO, facts, loaded, ready, training
@@ -45,7 +45,8 @@ def test_a_slow_round_gets_a_codec_and_a_quick_one_loses_it_again() -> None:
     assert looked(codecs, state, found) == []  # nothing was exchanged yet
     state = after(state, 30.0)
     (event,) = looked(codecs, state, found)
-    assert isinstance(event, Replaced)
+    assert isinstance(event, PlanChange)
+    assert event.plan is not None
     assert "in int4_block, in none until now" in event.reason
     assert looked(codecs, state, found) == []  # once a round
     moved, todo = machine.step(state, event, 9.0)
@@ -55,8 +56,9 @@ def test_a_slow_round_gets_a_codec_and_a_quick_one_loses_it_again() -> None:
     state = after(loaded(moved), 0.001)
     assert state.step == 8
     (event,) = looked(codecs, state, found)
-    assert isinstance(event, Replaced)
-    assert event.exchange == DILOCO
+    assert isinstance(event, PlanChange)
+    assert event.plan is not None
+    assert event.plan.exchange == DILOCO
 
 
 @pytest.mark.parametrize("asked", ["diloco", "diloco:int8_block", "sparseloco"])
