@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -50,6 +50,7 @@ from coordinator.services.prometheus import Exporter
 from coordinator.services.recovery import SNAPSHOT_EVERY, Folded, recover
 from coordinator.services.relay_ways import RelayWays
 from coordinator.services.sweep import sweep_for_ever
+from coordinator.services.tokens import Tokens
 from coordinator.services.work import WorkService
 from coordinator.shell import Shell, scheduler_for
 from coordinator.storage.data_provider import DataProvider
@@ -62,7 +63,7 @@ from hostos.folder_lock import FolderLock, Holder
 from hostos.folder_version import claim_version, raise_version
 from hostos.log_stream import LogBudget, log_stream
 from hostos.networks import ANYWHERE
-from hostos.private_files import state_folder, write_private
+from hostos.private_files import state_folder
 from protos import atoll_apps_pb2_grpc as apps_rpc
 from protos import atoll_control_pb2_grpc as rpc
 from protos.connections import ConnectionBound, Known, PortBound
@@ -70,15 +71,12 @@ from protos.credentials import (
     CurrentIdentity,
     JoinToken,
     fingerprint,
-    new_token,
-    of_one_coordinator,
     secret_hash,
     server_credentials,
 )
 from protos.relay_tickets import made_key_file
 from protos.telemetry import Event
 
-FIRST_TOKEN = "first"  # noqa: S105 - its name in the list
 LOCK_FILE = "serving"
 KEPT = ("journal.sqlite", "blobs", "ca", "address.json", LOCK_FILE)  # by which a state folder is known as one
 FOLDER_VERSION = 4  # raised as docs/decisions/023-versions-of-wire-and-disk.md says
@@ -178,8 +176,6 @@ class Server:
         self._servers: list[grpc.aio.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._exchanged = asyncio.Event()
-        if self.authority is not None:
-            self.authority.changed = self._authorities_changed
 
     async def start(self) -> Started:
         """Listen. UsageError when a port is taken, StorageError when the disk refuses."""
@@ -196,10 +192,13 @@ class Server:
         wanted = config.work_port or (config.entry_port + 1 if config.entry_port else 0)
         work_port = await self._serve_work(wanted, identity)
         relay_port = await self._serve_relays(work_port)
-        owner_token = self._owner_token(work_port)
+        tokens = Tokens(self.shell, self.register, self.authority, work_port)
+        if self.authority is not None:
+            self.authority.changed = partial(self._authorities_changed, self.authority, tokens)
+        owner_token = tokens.owner_token()
         first = secret_hash(JoinToken.decode(owner_token).presented) if owner_token else None
         owners = Owners(config.state_dir, first, self._clock)
-        owner = OwnerService(self.shell, self.register, self.authority, work_port, owners)
+        owner = OwnerService(self.shell, self.register, self.authority, tokens, owners)
         entry_port = await self._serve_entry(config.entry_port, identity, owner, owners, work_port)
         if config.metrics_port is not None:
             book = self.relay.book if self.relay is not None else None
@@ -218,7 +217,7 @@ class Server:
             )
         ]
         self._lock.note(address_text(config.host, entry_port))
-        join_token = self._join_token(owner, work_port)
+        join_token = tokens.join_token()
         log.info(
             Event.SERVER_STARTED.value,
             version=atoll.__version__,
@@ -289,15 +288,11 @@ class Server:
                 log.warning(Event.STORAGE_FAILED.value, reason=str(error))
                 await asyncio.sleep(FOLD_AGAIN_S)
 
-    def _authorities_changed(self) -> None:
+    def _authorities_changed(self, authority: Authorities, tokens: Tokens) -> None:
         """Have everybody who is here trust the authorities that count from now on, and those alone."""
-        authority = self.authority
-        if authority is None or self.identity is None:
-            return
-        self.identity.replace(authority.server_identity())
-        for path in (self.config.owner_token_path, self.config.join_token_path):
-            if path.exists():
-                self._kept_token(path, JoinToken.decode(path.read_text()))
+        if self.identity is not None:
+            self.identity.replace(authority.server_identity())
+        tokens.name_authorities(authority)
         left_s = authority.left_s(self._clock())
         self.shell.tell_all(do.TrustAuthorities(authority.trusted_pem, left_s))
         self._exchanged.set()
@@ -475,51 +470,6 @@ class Server:
             )
         await server.start()
         return bound
-
-    # ------------------------------------------------------------ tokens
-
-    def _owner_token(self, work_port: int) -> str | None:
-        """The owner's token, made at the first start and kept in the state folder, mode 0600."""
-        if self.authority is None:
-            return None
-        path = self.config.owner_token_path
-        if path.exists():
-            token = JoinToken.decode(path.read_text())
-            if of_one_coordinator(token.ca_pem, self.authority.trusted_pem):
-                return self._kept_token(path, token)
-        return self._kept_token(path, new_token(self.authority, work_port))
-
-    def _kept_token(self, path: Path, token: JoinToken) -> str:
-        """Keep a token in ``path`` and its copy, naming the authorities that are trusted now; returns it.
-        StorageError."""
-        if self.authority is not None:
-            token = replace(token, ca_pem=self.authority.trusted_pem)
-        text = token.encode()
-        copies = {
-            self.config.owner_token_path: self.config.owner_token_copy,
-            self.config.join_token_path: self.config.join_token_copy,
-        }
-        for target in (path, copies[path]):
-            if target is not None:
-                write_private(target, text.encode() + b"\n")
-        return text
-
-    def _join_token(self, owner: OwnerService, work_port: int) -> str | None:
-        """A token for the printed join command. Only its hash is journalled, so the text of the
-        first one is kept beside the owner's."""
-        if self.authority is None:
-            return None
-        path = self.config.join_token_path
-        if path.exists():
-            token = JoinToken.decode(path.read_text())
-            known = {t.secret_hash: t for t in self.register.tokens.values()}
-            kept = known.get(secret_hash(token.presented))
-            if kept is not None and kept.refusal(self._clock()) is None:
-                return self._kept_token(path, token)
-        token = new_token(self.authority, work_port)
-        config = self.config
-        owner.create_token(token, FIRST_TOKEN, config.join_token_lifetime_s, config.join_token_uses)
-        return self._kept_token(path, token)
 
     def _join_command(self, entry_port: int, token: str | None) -> str:
         host, port = self.config.host, entry_port

@@ -31,7 +31,7 @@ from protos import atoll_control_pb2_grpc as rpc
 from protos import atoll_job_pb2 as job_pb
 from protos import bounds
 from protos.convert import from_proto, to_proto
-from protos.credentials import JoinToken, fingerprint, new_token, token_id
+from protos.credentials import fingerprint, token_id
 from protos.devices import machine_of
 from protos.telemetry import Event
 from protos.text_limits import clean
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from coordinator.services.authorities import Authorities
     from coordinator.services.register import Register, Token
+    from coordinator.services.tokens import Tokens
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -59,13 +60,13 @@ class OwnerService(rpc.OwnerServicer):
         shell: Shell,
         register: Register,
         authority: Authorities | None,
-        work_port: int,
+        tokens: Tokens,
         owners: Owners,
     ) -> None:
         self._shell = shell
         self._register = register
         self._authority = authority
-        self._work_port = work_port
+        self._tokens = tokens
         self._owners = owners
         self._started_s = time.monotonic()
         self._submitting = asyncio.Lock()
@@ -308,20 +309,10 @@ class OwnerService(rpc.OwnerServicer):
 
     async def CreateToken(self, request: pb.CreateTokenRequest, context: Context) -> pb.TokenReply:  # noqa: N802
         """A token with which workers join."""
-        if self._authority is None:
-            raise UsageError("this coordinator runs with --insecure: workers join without a token")
-        token = new_token(self._authority, self._work_port)
+        token = self._tokens.new("workers join without a token")
         self._did(context, "create token", token=token_id(token.presented))
-        info = self.create_token(token, clean(request.name, 100), request.lifetime_s, request.max_uses)
+        info = self._tokens.admit(token, clean(request.name, 100), request.lifetime_s, request.max_uses)
         return pb.TokenReply(info=_token_info(info), token=token.encode())
-
-    def create_token(self, token: JoinToken, name: str, lifetime_s: float, max_uses: int) -> Token:
-        """Make a token known; raises UsageError for impossible figures, StorageError."""
-        now_s = self._shell.clock()
-        payload = self._register.created(token.presented, name, lifetime_s, max_uses, now_s)
-        self._write(Record(Event.TOKEN_CREATED, now_s, payload))
-        self._say(Event.TOKEN_CREATED, token=payload["id"], name=name)
-        return self._register.tokens[payload["id"]]
 
     async def ListTokens(self, request: pb.Empty, context: Context) -> pb.TokenList:  # noqa: N802
         """Every token, without its secret."""
@@ -364,10 +355,8 @@ class OwnerService(rpc.OwnerServicer):
 
     async def CreateOwner(self, request: pb.OwnerRequest, context: Context) -> pb.OwnerReply:  # noqa: N802
         """A token of its own for another owner."""
-        if self._authority is None:
-            raise UsageError("this coordinator runs with --insecure: there are no tokens, nor owners")
+        token = self._tokens.new("there are no tokens, nor owners")
         role = bounds.one_of("role", request.role, Role)
-        token = new_token(self._authority, self._work_port)
         self._did(context, "create owner", name=clean(request.name, 60), role=role)
         made = self._owners.create(clean(request.name, 60), role, token.presented)
         return pb.OwnerReply(info=_owner_info(made), token=token.encode())
