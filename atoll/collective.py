@@ -14,11 +14,13 @@ order of arrival: a ring, which begins each segment's sum at another rank, canno
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import log2
+from typing import Generic, TypeVar
 
 from atoll.errors import UsageError
 
@@ -99,41 +101,102 @@ class Collective:
     @cached_property
     def _held(self) -> dict[tuple[int, int, int], frozenset[int]]:
         """Labels in every slot, by (rank, segment, slot): the actions run on sets of labels."""
+        runs = {rank: ActionRun(self, rank, _union) for rank in self.actions}
         held = {
             (rank, at, label): frozenset((label,))
             for rank, labels in self.labels.items()
             for label in labels
             for at in range(len(self.segments))
         }
-        pending = {rank: list(reversed(actions)) for rank, actions in self.actions.items()}
-        moved = True
-        while moved:
-            moved = False
-            for rank, actions in pending.items():
-                while actions and _perform(held, rank, actions[-1]):
-                    actions.pop()
-                    moved = True
-        if any(pending.values()):
-            raise ValueError(f"ranks {sorted(r for r, left in pending.items() if left)} wait for each other")
-        return held
+        waiting = list(held.items())
+        while waiting:
+            (rank, segment, slot), value = waiting.pop()
+            held[rank, segment, slot] = value
+            if rank in runs:
+                runs[rank].hold(segment, slot, value)
+                sent = runs[rank].advance(segment)
+                waiting += [((send.to, segment, slot_of(send.label)), labels) for send, labels in sent]
+        if stuck := sorted(rank for rank, run in runs.items() if not run.finished):
+            raise ValueError(f"ranks {stuck} wait for each other")
+        totals = {
+            (rank, at, TOTAL): total
+            for rank, run in runs.items()
+            for at in range(len(self.segments))
+            if (total := run.held(at)) is not None
+        }
+        return {**held, **totals}
 
 
-def _perform(held: dict[tuple[int, int, int], frozenset[int]], rank: int, action: Action) -> bool:
-    """Perform ``action`` on sets of labels, unless what it needs is not there yet."""
+V = TypeVar("V")
+
+
+class ActionRun(Generic[V]):
+    """Performs one rank's actions on values of any kind: sets of labels, tensors, coded vectors.
+
+    ``add(segment, values)`` joins values in the order of their slots. An action waits for the slots that it
+    uses as far as they are ``awaited``; a slot that was given up is left out. A value is let go at its last
+    use; totals stay.
+    """
+
+    def __init__(self, collective: Collective, rank: int, add: Callable[[int, list[V]], V]) -> None:
+        self._add = add
+        self._left: dict[int, list[Action]] = {}  # by segment, reversed
+        for action in reversed(collective.actions[rank]):
+            self._left.setdefault(action.segment, []).append(action)
+        self.segments = sorted(self._left)
+        reads = ((action.segment, slot) for action in collective.actions[rank] for slot in _uses(action))
+        self.awaited = {(segment, slot) for segment, slot in reads if slot != TOTAL}
+        self._slots: dict[tuple[int, int], V] = {}
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to be done."""
+        return not any(self._left.values())
+
+    def held(self, segment: int) -> V | None:
+        """The total of a segment, as far as there is one."""
+        return self._slots.get((segment, TOTAL))
+
+    def hold(self, segment: int, slot: int, value: V) -> None:
+        """Take in what a slot was awaited for."""
+        self.awaited.discard((segment, slot))
+        self._slots[segment, slot] = value
+
+    def advance(self, segment: int) -> Iterator[tuple[Send, V]]:
+        """Perform what can be performed; yields what is sent."""
+        left = self._left.get(segment, [])
+        while left and not any((segment, slot) in self.awaited for slot in _uses(left[-1])):
+            action = left.pop()
+            later = {slot for other in left for slot in _uses(other)}
+            found = [self._taken(segment, slot, later) for slot in _uses(action)]
+            values = [value for value in found if value is not None]
+            if isinstance(action, Copy):
+                self._slots.pop((segment, TOTAL), None)  # a tree's subtotal is nobody's result
+            if values and isinstance(action, Send):
+                yield action, values[0]
+            elif values:
+                total = values[0] if isinstance(action, Copy) else self._add(segment, values)
+                self._slots[segment, TOTAL] = total
+
+    def _taken(self, segment: int, slot: int, later: AbstractSet[int]) -> V | None:
+        """The value of a slot, which stays only where it is used later, or is the total."""
+        key = segment, slot
+        return self._slots.get(key) if slot == TOTAL or slot in later else self._slots.pop(key, None)
+
+
+def _uses(action: Action) -> tuple[int, ...]:
+    """Slots that an action reads."""
     match action:
-        case Send(to, segment, slot, label):
-            needed = [(rank, segment, slot)]
-            target = (to, segment, slot_of(label))
-        case Add(segment, slots):
-            needed = [(rank, segment, slot) for slot in slots]
-            target = (rank, segment, TOTAL)
-        case Copy(segment):
-            needed = [(rank, segment, ARRIVED)]
-            target = (rank, segment, TOTAL)
-    if any(key not in held for key in needed):
-        return False
-    held[target] = frozenset[int]().union(*(held[key] for key in needed))
-    return True
+        case Send():
+            return (action.slot,)
+        case Add():
+            return action.slots
+        case Copy():
+            return (ARRIVED,)
+
+
+def _union(_: int, values: list[frozenset[int]]) -> frozenset[int]:
+    return frozenset[int]().union(*values)
 
 
 def slot_of(label: int) -> int:

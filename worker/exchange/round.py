@@ -13,13 +13,13 @@ one. Each total travels with the labels that it holds, so every rank knows whose
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import torch
 
-from atoll.collective import ARRIVED, TOTAL, Action, Add, Collective, Copy, Segment, Send, slot_of
+from atoll.collective import TOTAL, ActionRun, Collective, Segment, slot_of
 from atoll.errors import BadFrame
 from atoll.exchange import DIGEST_BYTES, ExchangeRound, Receipt
 from compressors.vector import Vector, joined, pack, unpack
@@ -62,15 +62,6 @@ class _Value:
     packet: Packet | None = None  # as it arrived, or as it was sent before
 
 
-@dataclass
-class _Progress:
-    """Of one segment: what is left to do, and what is held by slot."""
-
-    actions: list[Action]  # reversed
-    slots: dict[int, _Value] = field(default_factory=dict)
-    kept_back: list[Vector] = field(default_factory=list)
-
-
 class CollectiveRun:
     """Runs ``collective`` at ``rank``; ``contributions`` by the labels that this rank holds. ``whole``:
     nobody is given up, so that a value which lacks a contribution is its sender's fault."""
@@ -93,24 +84,22 @@ class CollectiveRun:
         self._own, self._whole = contributions, whole
         self.contribution = self._settings = min(contributions.items())[1]
         self._sources = collective.sources(rank)
-        self._senders = frozenset(self._sources.values())
         self._awaited = set(self._sources)
         self._faults: dict[int, str] = {}
         self._sent_bytes = self._received_bytes = 0
-        self._segments: dict[int, _Progress] = {}
-        for action in reversed(collective.actions[rank]):
-            self._segments.setdefault(action.segment, _Progress([])).actions.append(action)
+        self._run: ActionRun[_Value] = ActionRun(collective, rank, self._added)
+        self._kept_back: dict[int, list[Vector]] = {}  # by segment
         self._sent: dict[int, dict[int, Vector]] = {label: {} for label in contributions}
-        for number, progress in self._segments.items():
+        for number in self._run.segments:
             segment = collective.segments[number]
             for label, contribution in contributions.items():
-                progress.slots[label] = self._coded(label, number, segment, contribution)
+                self._run.hold(number, label, self._coded(label, number, segment, contribution))
 
     # ---------------------------------------------------------------- the round
 
     def start(self) -> list[Message]:
         """What can be sent before anything has arrived."""
-        return [message for number in sorted(self._segments) for message in self._advance(number)]
+        return [message for number in self._run.segments for message in self._advance(number)]
 
     def receive(self, message: Message) -> list[Message]:
         """Take a peer's message; what can be sent now. BadFrame for one of another round or phase, one that
@@ -143,8 +132,7 @@ class CollectiveRun:
             self._check_joinable(message, vector)
         self._awaited.discard(key)
         self._received_bytes += message.wire_bytes
-        progress = self._segments[message.segment]
-        progress.slots[slot] = _Value(vector, included, message.packet)
+        self._run.hold(message.segment, slot, _Value(vector, included, message.packet))
         return list(self._advance(message.segment))
 
     def give_up(self, rank: int, reason: str) -> list[Message]:
@@ -154,6 +142,7 @@ class CollectiveRun:
             return []
         self._faults.setdefault(rank, reason)
         self._awaited -= missing
+        self._run.awaited -= {(number, slot_of(label)) for number, label in missing}
         return [message for number in sorted({n for n, _ in missing}) for message in self._advance(number)]
 
     @property
@@ -173,7 +162,7 @@ class CollectiveRun:
 
     @property
     def finished(self) -> bool:
-        return not any(progress.actions for progress in self._segments.values())
+        return self._run.finished
 
     # ---------------------------------------------------------------- its outcome
 
@@ -186,8 +175,8 @@ class CollectiveRun:
         )
         kept_back = tuple(
             (self._collective.segments[number].start, vector)
-            for number, progress in sorted(self._segments.items())
-            for vector in progress.kept_back
+            for number, vectors in sorted(self._kept_back.items())
+            for vector in vectors
         )
         return Exchanged(self.rank, self._at, contribution, sent, self._pieces(), state, now, kept_back)
 
@@ -220,7 +209,7 @@ class CollectiveRun:
     def _pieces(self) -> tuple[Piece, ...]:
         found = []
         for number in self._collective.results(self.rank):
-            value = self._segments[number].slots.get(TOTAL)
+            value = self._run.held(number)
             segment = self._collective.segments[number]
             found.append(Piece(segment, value.vector, value.included) if value else Piece(segment, None))
         return tuple(found)
@@ -228,13 +217,8 @@ class CollectiveRun:
     # ---------------------------------------------------------------- one segment
 
     def _advance(self, number: int) -> Iterator[Message]:
-        progress = self._segments[number]
-        while progress.actions:
-            done = self._perform(number, progress, progress.actions[-1])
-            if done is None:
-                return
-            progress.actions.pop()
-            yield from done
+        for send, value in self._run.advance(number):
+            yield self._message(number, send.to, send.label, value)
 
     def _check_joinable(self, message: Message, vector: Vector) -> None:
         """Raise BadFrame for elements that leave none finite of those they are joined with, and for models
@@ -249,42 +233,16 @@ class CollectiveRun:
         if not (-bound <= low and high <= bound):
             raise BadFrame(f"part {message.label} of segment {message.segment} holds what is not finite")
 
-    def _perform(self, number: int, progress: _Progress, action: Action) -> Sequence[Message] | None:
-        """Messages of the action; None when it must wait."""
-        match action:
-            case Send(to, _, slot, label):
-                value = progress.slots.get(slot)
-                return [] if value is None else [self._message(number, to, label, value)]
-            case Add(_, slots):
-                if any(slot not in progress.slots and (number, slot) in self._awaited for slot in slots):
-                    return None
-                values = [progress.slots[slot] for slot in slots if slot in progress.slots]
-                if values:
-                    self._add(progress, slots, values)
-                return []
-            case Copy():
-                if (number, TOTAL) in self._awaited:
-                    return None
-                arrived = progress.slots.pop(ARRIVED, None)
-                if arrived is None:
-                    progress.slots.pop(TOTAL, None)  # a tree's subtotal is nobody's result
-                else:
-                    progress.slots[TOTAL] = arrived
-                return []
-
-    def _add(self, progress: _Progress, slots: Sequence[int], values: Sequence[_Value]) -> None:
+    def _added(self, number: int, values: list[_Value]) -> _Value:
         merged = self._rule.merge([value.vector for value in values], self._settings)
         if merged.kept_back is not None:
-            progress.kept_back.append(merged.kept_back)
+            self._kept_back.setdefault(number, []).append(merged.kept_back)
         included = frozenset[int]().union(*(value.included for value in values))
-        for slot in slots:
-            if slot not in self._own:
-                progress.slots.pop(slot, None)
         vector, packet = merged.total, None
         if not vector.sparse:  # its owner uses what the others will decode
             packet = pack(vector, self._settings.total_codec, seed=self._seed(TOTAL))
             vector = unpack(packet, vector.size, self._settings.total_codec)
-        progress.slots[TOTAL] = _Value(vector, included, packet)
+        return _Value(vector, included, packet)
 
     def _message(self, number: int, to: int, label: int, value: _Value) -> Message:
         packet = value.packet or pack(value.vector, self._settings.codec)
