@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 
+from atoll.backoff import doubled_s
 from atoll.federated import ConsentWord as Word
 from coordinator.federated import population
 from coordinator.federated.metrics import (
@@ -91,7 +92,7 @@ def not_loaded(client: Client, reason: str, now_s: float) -> Client:
     failed, out = client.failed_loads + 1, f"cannot load the job: {reason}"
     again_s = math.inf
     if failed < MAX_LOADS:
-        within_s = LOAD_AGAIN_S * 2.0 ** (failed - 1)
+        within_s = doubled_s(LOAD_AGAIN_S, failed)
         out, again_s = f"{out}; it is asked again after {within_s:g} s", now_s + within_s
     return replace(client, loaded=False, out=out, failed_loads=failed, again_s=again_s)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from atoll.backoff import Backoff
 from atoll.errors import AtollError, BadFrame
 from protos import atoll_apps_pb2 as pb
 from protos import bounds
@@ -63,7 +64,7 @@ class AppHost:
         self._channels: dict[int, grpc.Channel] = {}
         self._stopping = threading.Event()
         self._epoch = 0
-        self._failures = 0
+        self._backoff = Backoff(BACKOFF_FIRST_S, BACKOFF_MOST_S)
 
     def attend(self, member: Membership) -> None:
         """Open the stream, if none is open; the session was just welcomed."""
@@ -123,8 +124,7 @@ class AppHost:
         with self._lock:
             self._stream = None
             self._epoch += 1
-            self._failures += 1
-            pause_s = min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2.0 ** min(self._failures - 1, 16))
+            pause_s = self._backoff.next_s()
         if self._stopping.wait(pause_s):
             return
         with self._lock:
@@ -137,7 +137,7 @@ class AppHost:
             stream.send(message)
 
     def _receive(self, message: pb.ToNode) -> None:
-        self._failures = 0
+        self._backoff.reset()
         try:
             self._handle(message)
         except AtollError as error:

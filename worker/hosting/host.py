@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from atoll.backoff import Backoff
 from atoll.errors import AtollError, BadFrame, StorageError, UsageError
 from hostos.private_files import private_folder
 from protos import atoll_compute_pb2 as pb
@@ -88,7 +89,7 @@ class ComputeHost:
         self._held: Held | None = None
         self._probes: set[int] = set()  # requests to time ops that are not answered
         self._deaths: Counter[str] = Counter()
-        self._idle_deaths = 0
+        self._backoff = Backoff(AGAIN_FIRST_S, AGAIN_MOST_S)
         self._pausing = False  # before the next process is started
         self._device: control.DeviceFacts | None = None
         self._own_bytes = 0  # that the worker takes itself of the device's memory
@@ -523,9 +524,7 @@ class ComputeHost:
         if self._pausing or self._suspended:
             return
         self._pausing = True
-        self._idle_deaths += 1
-        delay_s = min(AGAIN_MOST_S, AGAIN_FIRST_S * 2.0 ** min(self._idle_deaths - 1, 16))
-        timer = threading.Timer(delay_s, self._again)
+        timer = threading.Timer(self._backoff.next_s(), self._again)
         timer.daemon = True
         timer.start()
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from atoll.backoff import doubled_s
 from atoll.transitions import Transitions
 from worker.session import events as ev
 from worker.session import federated
@@ -117,8 +118,8 @@ def _welcomed(state: Session, event: ev.Welcome) -> Step:
 @TRANSITIONS.on(*LIVE)
 def _disconnected(state: Session, event: ev.Disconnected) -> Step:
     most_s = BACKOFF_STAGED_S if state.phase in STAGED else BACKOFF_MOST_S
-    after = min(most_s, BACKOFF_FIRST_S * 2.0 ** min(state.attempts, 16))
     state = replace(state, connected=False, attempts=state.attempts + 1)
+    after = doubled_s(BACKOFF_FIRST_S, state.attempts, most_s)
     return state, (do.Reconnect(after * (0.5 + 0.5 * event.jitter), event.reason),)
 
 

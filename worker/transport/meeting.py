@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
+from atoll.backoff import Backoff
 from atoll.errors import AtollError, ConnectionFailed, ProtocolMismatch
 from worker.transport.contract import Paths, TransportConfig, Way
 from worker.transport.tunnels import Tunnel
@@ -170,7 +171,7 @@ class Meetings:
 
     async def _answer(self, peer: str, after_s: float) -> None:
         """Accept what the peer dials through the tunnel, until it is joined without."""
-        backoff_s = FIRST_BACKOFF_S
+        backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         await asyncio.sleep(after_s)
         while self._ends is not None:
             known, tunnel = self._dialler.known(peer), self._tunnels[peer]
@@ -178,11 +179,10 @@ class Meetings:
                 return
             try:
                 self._ends.accepted(await tunnel.open())
-                backoff_s = FIRST_BACKOFF_S
+                backoff.reset()
             except ConnectionFailed as error:
                 log.debug("tunnel.failed", peer=peer, reason=str(error))
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+                await asyncio.sleep(backoff.next_s())
 
     # ---------------------------------------------------------------- staying joined
 

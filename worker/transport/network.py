@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
+from atoll.backoff import Backoff
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch
 from hostos.budget import Budget
 from protos import PROTOCOL_VERSION
@@ -203,7 +204,7 @@ class PeerNetwork:
     async def first(self, peer: str, roads: Sequence[Road], timeout_s: float) -> tuple[Connection, Road]:
         """The first connection, and what it goes by; on the loop. Raises as ``dial``."""
         deadline_s = time.monotonic() + timeout_s
-        backoff_s = FIRST_BACKOFF_S
+        backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         reasons: dict[Road, AtollError] = {}
         while True:
             for road in roads:
@@ -215,12 +216,12 @@ class PeerNetwork:
                         reasons[road] = error
             if reasons and all(isinstance(why, AccessDenied | ProtocolMismatch) for why in reasons.values()):
                 raise next(iter(reasons.values()))
-            if time.monotonic() + backoff_s >= deadline_s or self._closed:
+            pause_s = backoff.next_s()
+            if time.monotonic() + pause_s >= deadline_s or self._closed:
                 tried = "; ".join(f"{_shown(road)}: {why}" for road, why in reasons.items())
                 tried = tried or "no address known"
                 raise ConnectionFailed(f"cannot reach {peer} within {timeout_s:g} s ({tried})")
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            await asyncio.sleep(pause_s)
 
     def meet(self, peer: str, paths: Paths, timeout_s: float) -> None:
         """Be connected with ``peer``, whichever end can dial the other. Raises ConnectionFailed after
@@ -365,15 +366,14 @@ class PeerNetwork:
     async def _keep(self, connection: Connection | None, peer: Peer, road: Road, stream: int) -> None:
         """Serve a dialled connection, and replace it when it breaks, until the peer is lost; one through a
         tunnel, until the peer is joined without."""
-        backoff_s = FIRST_BACKOFF_S
+        backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         while not peer.gone and not self._closed:
             if connection is not None:
                 await self._serve(connection)
                 if connection.leaving or peer.gone:
                     return
-                backoff_s = FIRST_BACKOFF_S
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+                backoff.reset()
+            await asyncio.sleep(backoff.next_s())
             connection = None
             road = self._meetings.newest(peer.name, road)
             if not isinstance(road, tuple) and peer.way not in (None, Way.RELAYED):
