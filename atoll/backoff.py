@@ -8,7 +8,7 @@ MOST_DOUBLINGS = 16
 
 
 def doubled_s(first_s: float, failures: int, most_s: float = math.inf) -> float:
-    """Seconds to wait after so many failures in a row: ``first_s`` after one, then twice as long each time."""
+    """Seconds to wait after so many failures in a row: ``first_s`` after one, then twice as long each."""
     return min(most_s, first_s * 2.0 ** min(max(0, failures - 1), MOST_DOUBLINGS))
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import struct
 import threading
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from atoll.errors import BadFrame
 from protos.message_sizes import check
@@ -26,7 +28,10 @@ class Gone(Exception):  # not an AtollError: each side knows what the other's en
 
 def framed(message: Message) -> bytes:
     """A message as it is written. Raises BadFrame when it is too large."""
-    data = message.SerializeToString()
+    return _framed(message.SerializeToString())
+
+
+def _framed(data: bytes) -> bytes:
     if len(data) > MAX_FRAME_BYTES:
         raise BadFrame(f"a message of {len(data)} bytes; at most {MAX_FRAME_BYTES} are possible")
     return _LENGTH.pack(len(data)) + data
@@ -44,11 +49,38 @@ class Pipe:
         """Write one message. Raises Gone."""
         self.write(framed(message))
 
+    def say(self, value: Mapping[str, Any], timeout_s: float | None = None) -> None:
+        """Write one JSON object. Raises Gone, and TimeoutError when nothing is read for ``timeout_s``."""
+        frame = _framed(json.dumps(value, default=str).encode())
+        self._socket.settimeout(timeout_s)
+        try:
+            self.write(frame)
+        finally:
+            self._socket.settimeout(None)
+
+    def hear(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Read one JSON object. Raises as ``receive``."""
+        data = self._next(timeout_s)
+        try:
+            found = json.loads(data)
+        except ValueError as error:
+            raise BadFrame(f"a message that is no JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise BadFrame(f"a message that is a {type(found).__name__}")
+        return found
+
+    def finish(self) -> None:
+        """Write nothing any more, which the other end notices; it may still write."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
     def write(self, frames: bytes | memoryview) -> None:
         """Write whole frames, waiting for room. Raises Gone."""
         try:
             with self._sending:
                 self._socket.sendall(frames)
+        except TimeoutError:
+            raise
         except OSError:
             raise Gone from None
 
@@ -63,7 +95,17 @@ class Pipe:
             raise Gone from None
 
     def receive(self, into: M, timeout_s: float | None = None) -> M:
-        """Read one message. Raises Gone, BadFrame, and TimeoutError after ``timeout_s`` without one."""
+        """Read one message. Raises Gone, BadFrame, and TimeoutError after ``timeout_s`` without a byte."""
+        data = self._next(timeout_s)
+        check(into.DESCRIPTOR, data)
+        try:
+            into.ParseFromString(data)
+        except Exception as error:  # noqa: BLE001 - protobuf's own error class is not public
+            raise BadFrame(f"a damaged message: {error}") from None
+        return into
+
+    def _next(self, timeout_s: float | None) -> bytes:
+        """The bytes of the next message."""
         if len(self._read) < _LENGTH.size:
             self._fill(_LENGTH.size, timeout_s)
         (length,) = _LENGTH.unpack_from(self._read)
@@ -71,16 +113,11 @@ class Pipe:
             raise BadFrame(f"a message of {length} bytes; at most {MAX_FRAME_BYTES} are accepted")
         end = _LENGTH.size + length
         if len(self._read) < end:
-            self._fill(end)
+            self._fill(end, timeout_s)
         with memoryview(self._read) as read:
             data = bytes(read[_LENGTH.size : end])
         del self._read[:end]
-        check(into.DESCRIPTOR, data)
-        try:
-            into.ParseFromString(data)
-        except Exception as error:  # noqa: BLE001 - protobuf's own error class is not public
-            raise BadFrame(f"a damaged message: {error}") from None
-        return into
+        return data
 
     def close(self) -> None:
         """Close this end; the other one notices."""

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
-import signal
-import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,17 +14,16 @@ from typing import IO, Any, Self
 
 import grpc
 
-import atoll
 from atoll import errors
-from atoll.errors import AtollError, JobFailed
+from atoll.errors import AtollError, BadFrame, JobFailed
 from coordinator.client.endpoint import Endpoint
-from hostos.app_guard import Guarded
 from protos import atoll_apps_pb2 as pb
 from protos import atoll_apps_pb2_grpc as rpc
 from protos.app_bundle import Bundle, ConfigValue
+from protos.child_pipe import Gone
+from protos.child_process import ChildProcess, with_packages
 
 LEAVE_WITHIN_S = 1.4  # from Ctrl+C to the end of the ServerApp's process
-MAX_LINE_CHARS = 16 << 20  # ten thousand nodes are named in one
 _END_TIMEOUT_S = 1.0
 
 
@@ -53,20 +48,11 @@ class AppCommand:
         """``output``: where what the app prints goes instead of to standard output."""
         self.run = wish.run or new_run()
         self._endpoint = endpoint
-        ours, theirs = socket.socketpair()
-        self._socket = ours
-        with theirs:
-            self._guarded = Guarded(
-                [sys.executable, "-P", "-m", "coordinator.flower.server_process", str(theirs.fileno())],
-                [theirs.fileno()],
-                _environment(wish.show_log),
-                stdout=output,
-            )
-            self._process = self._guarded.process
-        self._lines = ours.makefile("r", encoding="utf-8")
-        setup = json.dumps(self._setup(wish)) + "\n"
-        with contextlib.suppress(OSError):  # one that died at once is seen by its silence
-            ours.sendall(setup.encode())
+        self._child = ChildProcess(
+            ("-m", "coordinator.flower.server_process"), _environment(wish.show_log), stdout=output
+        )
+        with contextlib.suppress(Gone):  # one that died at once is seen by its silence
+            self._child.pipe.say(self._setup(wish))
 
     def _setup(self, wish: Wish) -> dict[str, Any]:
         spec, bundle, endpoint = wish.bundle.spec, wish.bundle, self._endpoint
@@ -97,19 +83,19 @@ class AppCommand:
     def events(self) -> Iterator[dict[str, Any]]:
         """What happens, until the app has ended. Raises what ended it, JobFailed when it crashed."""
         done = False
-        while line := self._lines.readline(MAX_LINE_CHARS):
-            try:
-                event: dict[str, Any] = json.loads(line)
-            except ValueError:
-                raise JobFailed(f"the ServerApp's process said {line[:80]!r}, which is no event") from None
-            if event["event"] == "failed":
-                raise failure_of(event["kind"], event["reason"])
-            done = done or event["event"] == "done"
-            yield event
-        code = self._process.wait()
+        with contextlib.suppress(Gone):
+            while True:
+                try:
+                    event = self._child.pipe.hear()
+                except BadFrame as error:
+                    raise JobFailed(f"the ServerApp's process sent {error}") from None
+                if event["event"] == "failed":
+                    raise failure_of(event["kind"], event["reason"])
+                done = done or event["event"] == "done"
+                yield event
+        ending = self._child.ending()
         if not done:
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            raise JobFailed(f"the ServerApp's process ended with {how}; what it printed says more")
+            raise JobFailed(f"the ServerApp's process ended with {ending}; what it printed says more")
 
     def __enter__(self) -> Self:
         return self
@@ -121,14 +107,12 @@ class AppCommand:
 
     def stop(self) -> None:
         """End the run and its process, at once where it does not end by itself."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
+        process = self._child.process
+        self._child.pipe.finish()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(LEAVE_WITHIN_S)
-        orderly = self._process.poll() is not None and self._process.returncode >= 0
-        self._guarded.end()  # and what it may have started
-        self._lines.close()
-        self._socket.close()
+            process.wait(LEAVE_WITHIN_S)
+        orderly = process.poll() is not None and process.returncode >= 0
+        self._child.end()  # and what it may have started
         if not orderly:
             self._end_run()
 
@@ -151,8 +135,6 @@ def failure_of(kind: str, text: str) -> AtollError:
 
 
 def _environment(show_log: bool) -> dict[str, str]:
-    root = str(Path(atoll.__file__).resolve().parent.parent)
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     quiet = {} if show_log or "FLWR_LOG_LEVEL" in os.environ else {"FLWR_LOG_LEVEL": "WARNING"}
     off = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "PYTHONUNBUFFERED": "1"}
-    return {**os.environ, **off, **quiet, "PYTHONPATH": path}
+    return with_packages({**os.environ, **off, **quiet})

@@ -7,11 +7,10 @@ run ends on the workers.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import os
 import secrets
-import socket
 import sys
 import threading
 import time
@@ -23,7 +22,7 @@ from flwr.app import Context, RecordDict
 
 from atoll.errors import AtollError, JobFailed, NoWorkers, UsageError
 from coordinator.client.endpoint import Endpoint
-from coordinator.flower.grid import CoordinatorGrid
+from coordinator.flower.grid import CoordinatorGrid, Tell
 from coordinator.flower.readiness import Verdict, judge
 from coordinator.flower.replies import metrics_shown
 from coordinator.flower.stream import AppLink
@@ -32,6 +31,7 @@ from protos import atoll_apps_pb2 as pb
 from protos import flower_content as content
 from protos import flower_internals as flower
 from protos.app_bundle import make_bundle
+from protos.child_pipe import Gone, pipe_from
 from protos.credentials import JoinToken
 from protos.text_limits import clean
 
@@ -46,37 +46,13 @@ ENDS_WITHIN_S = 2.0  # an app whose run was ended; then its process is
 INTERRUPTED = 130
 
 
-class Parent:
-    """The lines to and from the command that started us."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._out = end.makefile("w", encoding="utf-8")
-        self._in = end.makefile("r", encoding="utf-8")
-        self._lock = threading.Lock()
-
-    def setup(self) -> dict[str, Any]:
-        """The first line: what to run, and where."""
-        found: dict[str, Any] = json.loads(self._in.readline())
-        return found
-
-    def tell(self, event: str, figures: dict[str, Any]) -> None:
-        """Say what happened."""
-        with self._lock:
-            self._out.write(json.dumps({"event": event, **figures}, default=str) + "\n")
-            self._out.flush()
-
-    def wait_for_end(self) -> None:
-        """Return once the parent closed its end, or died."""
-        self._in.read()
-
-
 class Progress(logging.Handler):
     """Reads rounds and metrics off the strategy's own log lines, and passes on what the app itself logs."""
 
-    def __init__(self, parent: Parent, folder: Path, shows_lines: bool) -> None:
+    def __init__(self, tell: Tell, folder: Path, shows_lines: bool) -> None:
         """``shows_lines``: Flower's log prints every line already."""
         super().__init__(logging.INFO)
-        self._parent, self._folder, self._shows_lines = parent, str(folder.resolve()), shows_lines
+        self._tell, self._folder, self._shows_lines = tell, str(folder.resolve()), shows_lines
         self._lines = Budget(SAID_CHARS, SAID_CHARS_PER_S)
         self._history = False  # what follows is a legacy run's, its only word on distributed losses
 
@@ -87,12 +63,12 @@ class Progress(logging.Handler):
         value: Any = found[1] if found is not None else ()
         match kind:
             case "round":
-                self._parent.tell("round", {"round": value[0], "rounds": value[1]})
+                self._tell("round", {"round": value[0], "rounds": value[1]})
             case "waiting":
                 words = f"the app waits for {value[1]} nodes, {value[0]} take part"
-                self._parent.tell("waiting", {"reason": f"{words}; {FEWER}"})
+                self._tell("waiting", {"reason": f"{words}; {FEWER}"})
             case "clients" | "server" if value:
-                self._parent.tell("metrics", {"of": kind, "metrics": metrics_shown(value)})
+                self._tell("metrics", {"of": kind, "metrics": metrics_shown(value)})
             case "summary":
                 self._history = True
             case "":
@@ -104,7 +80,7 @@ class Progress(logging.Handler):
             return
         line = clean(record.getMessage(), MAX_LOG_CHARS)
         if line.strip() and self._lines.take(time.monotonic(), len(line)):
-            self._parent.tell("said", {"line": line})
+            self._tell("said", {"line": line})
 
 
 class Bounded(logging.Formatter):
@@ -122,8 +98,8 @@ class Bounded(logging.Formatter):
 class Host:
     """One run of one ServerApp."""
 
-    def __init__(self, setup: dict[str, Any], parent: Parent) -> None:
-        self._setup, self._parent = setup, parent
+    def __init__(self, setup: dict[str, Any], tell: Tell) -> None:
+        self._setup, self._tell = setup, tell
         self._run: int = setup["run"]
         self._config: dict[str, Any] = setup["run_config"]
         self._changed = threading.Condition()
@@ -136,7 +112,7 @@ class Host:
         signed = {name: bytes.fromhex(app[name]) for name in ("signer", "signature")}
         identity = pb.AppIdentity(**{**app, **signed})
         info = flower.run_of(self._run, identity.name, identity.version, identity.hash, self._config)
-        self.grid = CoordinatorGrid(self._run, info, parent.tell)
+        self.grid = CoordinatorGrid(self._run, info, tell)
         token = JoinToken.decode(setup["token"]) if setup["token"] else None
         endpoint = Endpoint(setup["host"], setup["port"], token, setup["use_proxy"])
         bundle = make_bundle(Path(setup["folder"]))
@@ -157,7 +133,7 @@ class Host:
         log = logging.getLogger(flower.LOG_NAME)
         for handler in log.handlers:
             handler.setFormatter(Bounded(handler.formatter or logging.Formatter()))
-        log.addHandler(Progress(self._parent, Path(self._setup["folder"]), self._setup["show_log"]))
+        log.addHandler(Progress(self._tell, Path(self._setup["folder"]), self._setup["show_log"]))
         flower.take_identity(self._run, flower.SERVER_NODE)
         context = Context(
             run_id=self._run,
@@ -166,7 +142,7 @@ class Host:
             state=RecordDict(),
             run_config=dict(self._config),
         )
-        self._parent.tell("started", {})
+        self._tell("started", {})
         try:
             app(self.grid, context)
         except AtollError:
@@ -202,7 +178,7 @@ class Host:
                 waits = verdict is not None and verdict.settled and not verdict.nodes
                 self._changed.wait(left_s if waits else None)
         listed = [{"name": n.name, "worker": n.worker, "partition": n.partition} for n in self._nodes.nodes]
-        self._parent.tell("nodes", {"nodes": listed})
+        self._tell("nodes", {"nodes": listed})
 
     # ------------------------------------------------------------ from the link
 
@@ -217,7 +193,7 @@ class Host:
                     self._changed.notify_all()
                 if again:
                     count = len(message.nodes.nodes)
-                    self._parent.tell("fleet", {"nodes": count, "partitions": message.nodes.partitions})
+                    self._tell("fleet", {"nodes": count, "partitions": message.nodes.partitions})
             case "reply":
                 self.grid.replied(message.reply)
 
@@ -241,10 +217,10 @@ class Host:
             self._changed.notify_all()
         # However often workers change their mind: the last word is in the error, or nodes follow.
         if not known and self._waiting.take(time.monotonic()):
-            self._parent.tell("waiting", {"reason": clean(verdict.reason, MAX_REASON_CHARS, lines=True)})
+            self._tell("waiting", {"reason": clean(verdict.reason, MAX_REASON_CHARS, lines=True)})
 
     def _reopened(self) -> None:
-        self._parent.tell("reconnected", {})
+        self._tell("reconnected", {})
         self.grid.reopened()
 
     def _lost(self, error: AtollError) -> None:
@@ -260,7 +236,7 @@ class Host:
             timer.start()
 
     def _end(self, error: AtollError) -> None:
-        self._parent.tell("failed", {"kind": type(error).__name__, "reason": str(error)})
+        self._tell("failed", {"kind": type(error).__name__, "reason": str(error)})
         os._exit(error.exit_code)
 
 
@@ -271,26 +247,30 @@ def _words(failure: BaseException) -> str:
 
 def main() -> None:
     """Entry: the socket's descriptor is the only argument."""
-    parent = Parent(socket.socket(fileno=int(sys.argv[1])))
+    parent = pipe_from(int(sys.argv[1]))
     hosts: list[Host] = []
 
+    def tell(event: str, figures: dict[str, Any]) -> None:
+        parent.say({"event": event, **figures})
+
     def stop_with_parent() -> None:
-        parent.wait_for_end()
+        with contextlib.suppress(AtollError, Gone):
+            parent.hear()  # which says nothing more
         for host in hosts:
             host.link.close("its owner interrupted it")
         os._exit(INTERRUPTED)
 
     code = 0
     try:
-        hosts.append(Host(parent.setup(), parent))
+        hosts.append(Host(parent.hear(), tell))
         threading.Thread(target=stop_with_parent, name="atoll-app-parent", daemon=True).start()
         hosts[0].execute()
         hosts[0].link.close("its ServerApp has ended")
-        parent.tell("done", {})
+        tell("done", {})
     except AtollError as error:
         for host in hosts:
             host.link.close(f"its ServerApp failed: {type(error).__name__}")
-        parent.tell("failed", {"kind": type(error).__name__, "reason": str(error)})
+        tell("failed", {"kind": type(error).__name__, "reason": str(error)})
         code = error.exit_code
     sys.stdout.flush()
     sys.stderr.flush()

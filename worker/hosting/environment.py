@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import atoll
+from protos.child_process import with_packages
 
 # No credentials of clouds, agents or proxies pass, whatever their names.
 _SHOWN = ("LANG", "LD_LIBRARY_PATH", "PATH", "TZ", "VIRTUAL_ENV")
@@ -17,8 +17,6 @@ _SHOWN_TOO = ("CUDA_", "LC_", "NVIDIA_")
 _COMPUTE = ("CUBLAS_WORKSPACE_CONFIG", "GLIBC_TUNABLES", "LD_PRELOAD")
 _COMPUTE_TOO = ("ATEN_", "HIP_", "HSA_", "KMP_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_",
                 "PYTORCH_", "ROCR_", "TORCH_")  # fmt: skip
-PACKAGES_ROOT = Path(atoll.__file__).resolve().parent.parent
-"""Folder that our packages are imported from: a checkout, or site-packages."""
 
 
 def shown_environment(threads: int, names: Sequence[str] = (), starts: Sequence[str] = ()) -> dict[str, str]:
@@ -29,7 +27,7 @@ def shown_environment(threads: int, names: Sequence[str] = (), starts: Sequence[
         for name, value in os.environ.items()
         if name in (*_SHOWN, *names) or name.startswith((*_SHOWN_TOO, *starts))
     }
-    kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGES_ROOT), kept.get("PYTHONPATH", "")]))
+    kept = with_packages(kept)
     if threads:
         kept["OMP_NUM_THREADS"] = kept["MKL_NUM_THREADS"] = str(threads)
     # Prints come at once; no folder that it may write to gets files that it did not mean to write.

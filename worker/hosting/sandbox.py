@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.errors import UsageError
+from protos.child_process import PACKAGES_ROOT
 from protos.text_limits import clean
-from worker.hosting.environment import PACKAGES_ROOT, compute_environment, foreign_torch
+from worker.hosting.environment import compute_environment, foreign_torch
 
 BUBBLEWRAP = "bwrap"
 PACKAGES = ("atoll", "compressors", "hostos", "protos", "strategies", "worker")

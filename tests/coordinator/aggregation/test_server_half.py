@@ -412,7 +412,7 @@ async def _drive(server: Server) -> None:
         assert evaluated.error == ""
         worker = aggregators.workers["job-1"]
         assert worker.process is not None
-        os.kill(worker.process.pid, signal.SIGKILL)
+        os.kill(worker.process.process.pid, signal.SIGKILL)
         aggregators.ask(asked)
         broke = await heard.get()
         assert isinstance(broke, ev.AggregatorBroke)

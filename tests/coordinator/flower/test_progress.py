@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coordinator.flower import grid as grids
 from coordinator.flower.grid import CoordinatorGrid
 from coordinator.flower.progress import Shown
-from coordinator.flower.server_process import Parent, Progress
+from coordinator.flower.server_process import Progress
 from protos import atoll_apps_pb2 as pb
 
 if TYPE_CHECKING:
@@ -20,13 +18,10 @@ if TYPE_CHECKING:
 
 def heard(folder: Path, *lines: tuple[str, str, tuple[Any, ...]], shows: bool = False) -> list[str]:
     """Lines shown of what was logged: (file, text, arguments)."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        progress = Progress(Parent(theirs), folder, shows)
-        for path, text, arguments in lines:
-            progress.handle(logging.LogRecord("flwr", logging.INFO, path, 1, text, arguments, None))
-        theirs.shutdown(socket.SHUT_WR)
-        told = [json.loads(line) for line in ours.makefile()]
+    told: list[dict[str, Any]] = []
+    progress = Progress(lambda event, figures: told.append({"event": event, **figures}), folder, shows)
+    for path, text, arguments in lines:
+        progress.handle(logging.LogRecord("flwr", logging.INFO, path, 1, text, arguments, None))
     shown = Shown()
     return [line for event in told for line in shown.take(event)]
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from protos.child_process import PACKAGES_ROOT
 from tests.worker.hosting.launching import WAYS, ended, launched, sandbox_for
 from worker.hosting import sandbox
-from worker.hosting.environment import PACKAGES_ROOT
 from worker.hosting.sandbox import Sandbox, View, probe
 
 # Each attempt prints its name and "done" or why not.
