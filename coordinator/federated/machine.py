@@ -17,33 +17,38 @@ from dataclasses import replace
 from atoll.federated import ConsentWord as Word
 from atoll.transitions import Transitions
 from coordinator.federated import population
-from coordinator.federated.cohorts import expired
+from coordinator.federated.kinds import (
+    MAX_FIGURE,
+    Outcome,
+    forgotten,
+    holding,
+    large,
+    large_metric,
+    round_of,
+    strike,
+    with_client,
+)
 from coordinator.federated.metrics import (
     CENTRAL,
     evaluation_points,
     fact_of,
-    measured,
 )
 from coordinator.federated.rounds import (
-    Outcome,
     aggregate,
     close,
-    close_if_complete,
     close_summed,
     deal,
-    drop,
     end,
     evaluate_message,
     evaluated_if_complete,
     gather,
+    go_on,
     least,
     not_loaded,
     repeat,
-    strike,
     train_message,
     verdict,
     waits_for_owner,
-    with_client,
     without_consent,
 )
 from coordinator.federated.state import (
@@ -94,7 +99,6 @@ from coordinator.messages.jobs import (
     Waits,
 )
 
-MAX_FIGURE = 1e100  # a loss or metric; times the most samples, summed over all clients, it stays finite
 MAX_FAILURES = 3  # of the aggregator, without a closed round in between
 STORAGE_RETRY_S = 5.0
 GATHER_S = 60.0  # at most, for clients that still load, once there are enough others
@@ -172,19 +176,16 @@ def _blame(state: FederationState, name: str, reason: str) -> Outcome:
     """The aggregator broke over one client's update: nobody is given that one again."""
     why = f"its update broke the aggregator: {reason}"
     blob = state.updates[name].update
-    worker = population.sender(state, name)
+    found = round_of(state)
+    worker = found.sender(state, name)
     struck, todo = strike(state, worker, why)
-    if state.cohort is None:
-        less, said = drop(struck, worker, why)
-        rest = {other: update for other, update in state.updates.items() if other != name}
-        less = replace(less, updates=rest)
-        todo += [*said, Say(worker, RoundTaken(state.job, state.round, False, why))]
-    else:
-        less = population.refused(struck, name, why)
-        todo.append(Without(state.round, worker, why))
+    less, said = found.refused(struck, name, why)
+    todo += said
+    if not found.covers_late:
+        todo.append(Say(worker, RoundTaken(state.job, state.round, False, why)))
     todo.append(Forget((blob,)))
     after = replace(less, opened=False)
-    if (left := population.arrived(after)) < least(after):
+    if (left := found.arrived(after)) < least(after):
         after, more = repeat(after, f"{left} updates can be counted")
         todo += more
     return after, todo if after.ended else [*todo, Open(after.round, after.state)]
@@ -243,14 +244,11 @@ def _loaded(state: FederationState, event: FromClient[Loaded], now_s: float) -> 
         return after, [Let(worker, wrong), *todo]
     here = with_client(state, client)
     todo = [Say(worker, verdict(here, worker))] if worker in here.verdicts else []
-    if here.phase is Phase.TRAINING and here.cohort is not None:
-        if worker in here.orders:
+    if here.phase is Phase.TRAINING:
+        if round_of(here).awaits(here, worker):
             todo.append(Say(worker, train_message(here, worker, now_s)))
-        dealt, more = deal(here, now_s)
-        return dealt, [*todo, *more]
-    if here.phase is Phase.TRAINING and worker in here.chosen:
-        if worker not in here.updates and worker not in here.dropped:
-            todo.append(Say(worker, train_message(here, worker, now_s)))
+        here, more = deal(here, now_s)
+        todo += more
     elif here.phase is Phase.EVALUATING and worker in here.asked:
         todo.append(Say(worker, evaluate_message(here, worker, now_s)))
     elif here.phase in GATHERS:
@@ -281,8 +279,7 @@ def _fail_client(state: FederationState, event: FromClient[ClientFailed], now_s:
         return state, [Dropped(f"{event.worker} failed in round {report.round}, this is {state.round}")]
     if state.phase is Phase.EVALUATING:
         return _without(state, event.worker, reason, now_s)
-    awaited = event.worker in state.chosen and event.worker not in {**state.updates, **state.dropped}
-    if not (awaited if state.cohort is None else event.worker in state.orders):
+    if not round_of(state).awaits(state, event.worker):
         return state, [Dropped(f"{event.worker} failed, but no update of it is awaited")]
     struck, let = strike(state, event.worker, reason)
     after, todo = _without(struck, event.worker, reason, now_s)
@@ -291,16 +288,8 @@ def _fail_client(state: FederationState, event: FromClient[ClientFailed], now_s:
 
 def _without(state: FederationState, worker: str, reason: str, now_s: float) -> Outcome:
     """Whatever is under way goes on without this client."""
-    if state.phase is Phase.TRAINING and state.cohort is not None:
-        said = [Without(state.round, worker, reason)] if worker in state.orders else []
-        after, more = deal(population.without(state, worker), now_s)
-        return after, [*said, *more]
-    if state.phase is Phase.TRAINING and worker in state.chosen:
-        if worker in state.updates or worker in state.dropped:
-            return state, []
-        less, todo = drop(state, worker, reason)
-        after, more = close_if_complete(less)
-        return after, [*todo, *more]
+    if state.phase is Phase.TRAINING:
+        return _went_on(state, round_of(state).without(state, worker, reason), now_s)
     if state.phase is Phase.EVALUATING and worker in state.asked:
         less = replace(state, asked=state.asked - {worker})
         after, more = evaluated_if_complete(less, now_s)
@@ -308,6 +297,15 @@ def _without(state: FederationState, worker: str, reason: str, now_s: float) -> 
     if state.phase in GATHERS:
         return gather(state, now_s)
     return state, []
+
+
+def _went_on(before: FederationState, after: Outcome, now_s: float) -> Outcome:
+    """Go on with the round where something of it has changed."""
+    state, todo = after
+    if state is before:
+        return after
+    on, more = go_on(state, now_s)
+    return on, [*todo, *more]
 
 
 # ---------------------------------------------------------------- consent
@@ -344,74 +342,19 @@ def _consent(state: FederationState, event: FromClient[ConsentSaid], now_s: floa
 @TRANSITIONS.on(Phase.TRAINING)
 def _updated(state: FederationState, event: FromClient[UpdateReady], now_s: float) -> Outcome:
     worker, update = event.worker, event.message
-    if state.cohort is not None and update.round == state.round:
-        return _host_answered(state, worker, update, now_s)
-    if worker in state.updates:
-        return state, [Dropped(f"{worker} says round {update.round} twice")]
-    if update.round != state.round or worker not in state.chosen or worker in state.dropped:
-        return _refuse(state, worker, update)
-    wrong = _impossible(state.clients[worker], update)
-    if wrong is not None:
-        struck, let = strike(state, worker, wrong)
-        less, todo = drop(struck, worker, wrong)
-        refused = Say(worker, RoundTaken(state.job, state.round, False, wrong))
-        after, more = close_if_complete(less)
-        return after, [*let, *todo, refused, Forget((update.update,)), *more]
-    assert state.model is not None  # noqa: S101 - a round is in flight
-    took_s = now_s - (now_s if state.begun_s is None else state.begun_s)
-    client = measured(state.clients[worker], update, took_s)
-    heard = with_client(state, replace(client, model=state.model.full.hash))
-    return close_if_complete(replace(heard, updates={**state.updates, worker: update}))
-
-
-def _host_answered(state: FederationState, worker: str, update: UpdateReady, now_s: float) -> Outcome:
-    """Take a host's sum. One that comes late is dropped without a verdict: that of the round covers it."""
-    order = state.orders.get(worker)
-    forget = _forgotten(state, update)
-    heard, why = population.answered(state, worker, update)
-    if why or order is None or update.host is None:
-        return state, [Dropped(f"sum of {worker}: {why}"), *forget]
-    client = state.clients[worker]
-    if update.host.rows:
-        wrong = _impossible(client, update) or population.impossible(client, update.host, MAX_FIGURE)
-        if wrong is not None:
-            struck, let = strike(state, worker, wrong)
-            less, todo = _without(struck, worker, wrong, now_s)
-            return less, [*let, *forget, *todo]
-        client = measured(client, update, now_s - order.begun_s)
-    assert state.model is not None  # noqa: S101 - a round is in flight
-    return deal(with_client(heard, replace(client, model=state.model.full.hash)), now_s)
-
-
-def _forgotten(state: FederationState, update: UpdateReady) -> list[Todo]:
-    """Forget the blob of a refused update; a replayed one may name what somebody's good one names too."""
-    kept = {"", *(other.update for other in state.updates.values())}
-    return [] if update.update in kept else [Forget((update.update,))]
-
-
-def _impossible(client: Client, update: UpdateReady) -> str | None:
-    """What shows without a look at the update; the rest the aggregator judges."""
-    if not 1 <= update.n_samples <= client.n_samples:
-        return f"trained on {update.n_samples} samples, it registered {client.n_samples}"
-    if update.steps < 1:
-        return f"{update.steps} local steps; at least one"
-    if not 0.0 <= update.square_loss <= MAX_FIGURE:
-        return f"a squared loss of {update.square_loss}"
-    large = [name for name, value in update.metrics.items() if math.isfinite(value) and _large(value)]
-    if large:
-        return f"metric {large[0][:64]!r} is {update.metrics[large[0]]:g}; at most {MAX_FIGURE:g}"
-    return None
-
-
-def _large(value: float) -> bool:
-    """Whether a figure is none that a mean over samples could still hold, or is not finite."""
-    return not abs(value) <= MAX_FIGURE
+    found = round_of(state)
+    if not found.covers_late or update.round != state.round:
+        if worker in state.updates:
+            return state, [Dropped(f"{worker} says round {update.round} twice")]
+        if update.round != state.round or not found.awaits(state, worker):
+            return _refuse(state, worker, update)
+    return _went_on(state, found.taken(state, worker, update, now_s), now_s)
 
 
 def _refuse(state: FederationState, worker: str, update: UpdateReady) -> Outcome:
     """An update that is late, of another round, or of nobody who was asked."""
-    if state.cohort is not None and update.round == state.round:  # the round's verdict covers it
-        return state, [Dropped(f"sum of {worker}: late"), *_forgotten(state, update)]
+    if round_of(state).covers_late and update.round == state.round:
+        return state, [Dropped(f"sum of {worker}: late"), *forgotten(state, update)]
     if update.round == state.round - 1 and worker in state.verdicts:
         # Said before; perhaps the verdict did not reach it.
         said = Say(worker, verdict(state, worker))
@@ -423,7 +366,7 @@ def _refuse(state: FederationState, worker: str, update: UpdateReady) -> Outcome
         Dropped(f"update of {worker}: {why}"),
         Say(worker, RoundTaken(state.job, update.round, False, why)),
     ]
-    return state, [*todo, *_forgotten(state, update)]
+    return state, [*todo, *forgotten(state, update)]
 
 
 def _unheard(state: FederationState, event: FromClient[Loaded | ClientMessage], kind: str) -> Outcome:
@@ -441,26 +384,20 @@ def _aggregated(state: FederationState, event: Aggregated, now_s: float) -> Outc
         return state, [Dropped(f"a sum of round {event.round}, attempt {event.attempt}")]
     todo: list[Todo] = []
     blobs = tuple(state.updates[w].update for w in event.dropped if w in state.updates)
+    found = round_of(state)
     for name in sorted(event.dropped):
-        worker = population.sender(state, name)
-        state, let = strike(state, worker, event.dropped[name])
-        if state.cohort is None:
-            state, said = drop(state, worker, event.dropped[name])
-        else:
-            said = [Without(state.round, worker, event.dropped[name])]
-            state = population.refused(state, name, event.dropped[name])
+        state, let = strike(state, found.sender(state, name), event.dropped[name])
+        state, said = found.refused(state, name, event.dropped[name])
         todo += [*let, *said]
-    good = {name: update for name, update in state.updates.items() if name not in event.dropped}
     if event.state is None or event.model is None:
         refused: list[Todo] = [
             Say(w, RoundTaken(state.job, state.round, False, why))
             for w, why in sorted(event.dropped.items())
             if w in state.clients
         ]
-        state = replace(state, updates=good)
-        after, more = repeat(state, f"{population.arrived(state)} updates can be counted")
+        after, more = repeat(state, f"{found.arrived(state)} updates can be counted")
         return after, [*todo, *refused, Forget(blobs), *more]
-    closed, more = close_summed(state, event, good, now_s)
+    closed, more = close_summed(state, event, blobs, now_s)
     return closed, [*todo, *more]
 
 
@@ -473,19 +410,16 @@ def _client_evaluated(state: FederationState, event: FromClient[ClientEvaluated]
     if report.round != state.round or worker not in state.asked:
         return state, [Dropped(f"evaluation of round {report.round} by {worker}, this is {state.round}")]
     client = state.clients[worker]
-    if _large(report.loss) or not 1 <= report.n_samples <= client.n_samples:
+    if large(report.loss) or not 1 <= report.n_samples <= client.n_samples:
         wrong = f"a loss of {report.loss} on {report.n_samples} of {client.n_samples} samples"
         return _without(state, worker, wrong, now_s)
     strange = report.rows.keys() - {*state.assessing.get(worker, ())}
-    if strange or any(_large(row.loss) for row in report.rows.values()):
+    if strange or any(large(row.loss) for row in report.rows.values()):
         wrong = f"rows of {sorted(strange)[:3]}, or a loss beyond {MAX_FIGURE:g}"
         return _without(state, worker, wrong, now_s)
-    large = [name for name, value in report.metrics.items() if math.isfinite(value) and _large(value)]
-    if large:
-        wrong = f"metric {large[0][:64]!r} is {report.metrics[large[0]]:g}; at most {MAX_FIGURE:g}"
-        return _without(state, worker, wrong, now_s)
-    assert state.model is not None  # noqa: S101 - it was evaluated
-    client = replace(client, loss=report.loss, metrics=report.metrics, model=state.model.full.hash)
+    if (wrong_metric := large_metric(report.metrics)) is not None:
+        return _without(state, worker, wrong_metric, now_s)
+    client = holding(replace(client, loss=report.loss, metrics=report.metrics), state)
     heard = replace(
         with_client(state, client),
         told={**state.told, worker: report},
@@ -523,21 +457,14 @@ def _tick(state: FederationState, event: Tick, now_s: float) -> Outcome:
     if state.phase in GATHERS:
         return gather(state, now_s) if state.opened else (state, [])
     if now_s < state.due_s:
-        waits = state.phase is Phase.TRAINING and state.cohort is not None and state.cohort.waiting
+        waits = state.phase is Phase.TRAINING and round_of(state).waits(state)
         return deal(state, now_s) if waits else (state, [])
-    if state.phase is Phase.TRAINING and state.cohort is not None:
-        why = f"late: not trained within {state.federated.rule.deadline_s:g} s"
-        return close(replace(state, cohort=expired(state.cohort, why), orders={}))
     if state.phase is Phase.TRAINING:
-        late = [name for name in state.chosen if name not in state.updates and name not in state.dropped]
-        todo: list[Todo] = []
-        for name in late:
-            state, said = drop(state, name, f"late: no update within {state.federated.rule.deadline_s:g} s")
-            todo += said
-        after, more = close(state)
-        return after, [*todo, *more]
+        late, said = round_of(state).expired(state)
+        after, more = close(late)
+        return after, [*said, *more]
     if state.phase is Phase.EVALUATING:
-        todo = [Without(state.round, name, "evaluation: late") for name in sorted(state.asked)]
+        todo: list[Todo] = [Without(state.round, name, "evaluation: late") for name in sorted(state.asked)]
         central = state.central and not waits_for_owner(state)
         after, more = evaluated_if_complete(replace(state, asked=frozenset(), central=central), now_s)
         return after, [*todo, *more]

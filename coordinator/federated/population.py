@@ -174,26 +174,6 @@ def refused(state: FederationState, name: str, why: str) -> FederationState:
     return replace(state, cohort=left, updates=updates)
 
 
-def sender(state: FederationState, name: str) -> str:
-    """The worker that has sent an update."""
-    return name if state.cohort is None else state.cohort.taken[name].host
-
-
-def arrived(state: FederationState) -> int:
-    """Return how many clients are in updates."""
-    if state.cohort is None:
-        return len(state.updates)
-    return sum(len(answer.sums.samples) for answer in state.cohort.taken.values())
-
-
-def size(state: FederationState) -> int:
-    """Return how many clients the job knows, here or not. Whom a host speaks for shows once it has loaded."""
-    if state.cohort is None:
-        return len(state.clients)
-    known = (client for client in state.clients.values() if client.roster or client.loaded)
-    return len({name for client in known for name in client.members})
-
-
 def steps_of(state: FederationState, names: Collection[str]) -> dict[str, int]:
     """Local steps by client, from what it registered."""
     rule, batch, drawn = state.federated.rule, state.spec.data.batch, books(state).drawn
@@ -288,7 +268,7 @@ def participants(state: FederationState, shown: Mapping[str, Mapping[str, Any]])
     steps, loss, seconds]."""
     found: dict[str, dict[str, Any]] = {}
     for name, entry in shown.items():
-        host, answer = sender(state, name), state.updates[name].host
+        host, answer = books(state).taken[name].host, state.updates[name].host
         rows = {} if answer is None else answer.rows
         clients = {
             who: [row.n_samples, row.steps, row.loss if isfinite(row.loss) else 0.0, round(row.seconds, 4)]

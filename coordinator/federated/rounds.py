@@ -8,29 +8,26 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 
 from atoll.backoff import doubled_s
 from atoll.federated import ConsentWord as Word
 from coordinator.federated import population
+from coordinator.federated.kinds import Outcome, round_of
 from coordinator.federated.metrics import (
     CLIENTS,
     client_points,
     evaluation_points,
     fact_of,
     mean_loss,
-    outcomes,
     over_clients,
     round_points,
     shown,
     spread_points,
 )
-from coordinator.federated.population import books
 from coordinator.federated.selection import chosen, coding, learnt, selector_to_json, strayed, to_ask
 from coordinator.federated.state import (
-    Aggregate,
     Client,
     Close,
     Closed,
@@ -40,11 +37,9 @@ from coordinator.federated.state import (
     Let,
     Say,
     Todo,
-    Without,
 )
 from coordinator.messages.events import (
     Aggregated,
-    UpdateReady,
 )
 from coordinator.messages.facts import JobEnded, RoundClosed
 from coordinator.messages.instructions import EvaluateRound, Model, RoundTaken, TrainRound
@@ -58,11 +53,8 @@ BESIDE_BYTES = 32 * 2**20
 """Of a model that the owner's machine evaluates while clients train: with larger ones, whose rounds are long
 anyway, it would hold the weights just when clients, perhaps on the same machine, need most."""
 NONE_COUNTED = "the round was closed without its clients"
-MAX_STRIKES = 3  # rounds in a row in which a client failed or sent what cannot be counted
 MAX_LOADS = 3  # failed ones in a row; a worker itself refuses a job that has cost it three processes
 LOAD_AGAIN_S = 5.0  # after the first of them, twice as long after each further one
-
-Outcome = tuple[FederationState, list[Todo]]
 
 
 def least(state: FederationState) -> int:
@@ -76,17 +68,6 @@ def seed_of(seed: int, client: str, at_round: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{client}/{at_round}".encode()).digest()[:8], "big")
 
 
-def strike(state: FederationState, worker: str, reason: str) -> Outcome:
-    """Count against a client that it failed or sent what cannot be counted."""
-    client = state.clients[worker]
-    strikes = client.strikes + 1
-    if strikes < MAX_STRIKES:
-        return with_client(state, replace(client, strikes=strikes)), []
-    out = f"quarantined after {strikes} rounds in a row without a usable update, the last: {reason}"
-    barred = replace(client, strikes=strikes, out=out, barred=True)
-    return with_client(state, barred), [Let(worker, out)]
-
-
 def not_loaded(client: Client, reason: str, now_s: float) -> Client:
     """The client without its job: what ended its process once need not do so again."""
     failed, out = client.failed_loads + 1, f"cannot load the job: {reason}"
@@ -95,18 +76,6 @@ def not_loaded(client: Client, reason: str, now_s: float) -> Client:
         within_s = doubled_s(LOAD_AGAIN_S, failed)
         out, again_s = f"{out}; it is asked again after {within_s:g} s", now_s + within_s
     return replace(client, loaded=False, out=out, failed_loads=failed, again_s=again_s)
-
-
-def drop(state: FederationState, worker: str, reason: str) -> Outcome:
-    """The round in flight goes on without this client."""
-    client = replace(state.clients[worker], dropped=reason)
-    less = replace(with_client(state, client), dropped={**state.dropped, worker: reason})
-    return less, [Without(state.round, worker, reason)]
-
-
-def with_client(state: FederationState, client: Client) -> FederationState:
-    """The state with this client's newer figures."""
-    return replace(state, clients={**state.clients, client.worker: client})
 
 
 def gather(state: FederationState, now_s: float) -> Outcome:
@@ -201,7 +170,7 @@ def choose(state: FederationState, now_s: float) -> Outcome:
         parted = population.opened(replace(state, selector=selector, reason=reason), names)
         due_s = now_s + state.federated.rule.deadline_s
         begun = replace(parted, phase=Phase.TRAINING, asking=False, begun_s=now_s, due_s=due_s)
-        return deal(replace(begun, asked=frozenset()), now_s)
+        return go_on(replace(begun, asked=frozenset()), now_s)
     how = coding(state, names)
     ratios = how.by_client
     clients = {
@@ -230,9 +199,14 @@ def choose(state: FederationState, now_s: float) -> Outcome:
 
 
 def deal(state: FederationState, now_s: float) -> Outcome:
-    """Give a population's waiting clients to hosts, and close the round where there is nothing left to do."""
-    dealt, hosts = population.dealt(state, now_s)
-    todo: list[Todo] = [Say(host, train_message(dealt, host, now_s)) for host in hosts]
+    """Give a population's waiting clients to hosts."""
+    dealt, hosts = round_of(state).dealt(state, now_s)
+    return dealt, [Say(host, train_message(dealt, host, now_s)) for host in hosts]
+
+
+def go_on(state: FederationState, now_s: float) -> Outcome:
+    """Deal what waits, and close the round where there is nothing left to do."""
+    dealt, todo = deal(state, now_s)
     after, more = close_if_complete(dealt)
     return after, [*todo, *more]
 
@@ -249,12 +223,7 @@ def train_message(state: FederationState, worker: str, now_s: float) -> TrainRou
         max(0.001, state.due_s - now_s),
         seed_of(state.spec.training.seed, worker, state.round),
     )
-    if state.cohort is None:
-        return message
-    order, drawn = state.orders[worker], state.cohort.drawn
-    return replace(
-        message, order=order.key, clients=order.clients, drawn=len(drawn), drawn_samples=sum(drawn.values())
-    )
+    return round_of(state).message(state, worker, message)
 
 
 def verdict(state: FederationState, worker: str) -> RoundTaken:
@@ -279,22 +248,18 @@ def model_for(state: FederationState, worker: str) -> Model:
 
 def close_if_complete(state: FederationState) -> Outcome:
     """Close the round once everybody chosen has answered or is out."""
-    if state.cohort is not None:
-        left, of = len(state.cohort.waiting) + len(state.cohort.at), len(state.cohort.drawn)
-        reason = f"round {state.round + 1} of {state.rounds}: {left} of {of} clients train"
-        return close(state) if state.cohort.complete else (replace(state, reason=reason), [])
-    if len(state.updates) + len(state.dropped) < len(state.chosen):
-        waiting = len(state.chosen) - len(state.updates) - len(state.dropped)
-        reason = f"round {state.round + 1} of {state.rounds}: {waiting} of {len(state.chosen)} clients train"
-        return replace(state, reason=reason), []
-    return close(state)
+    left, of = round_of(state).left(state), round_of(state).drawn(state)
+    if not left:
+        return close(state)
+    reason = f"round {state.round + 1} of {state.rounds}: {left} of {of} clients train"
+    return replace(state, reason=reason), []
 
 
 def close(state: FederationState) -> Outcome:
     """Sum what came, or repeat the round."""
-    if (came := population.arrived(state)) < least(state):
-        of = len(state.chosen if state.cohort is None else state.cohort.drawn)
-        return repeat(state, f"{came} of {of} updates came")
+    found = round_of(state)
+    if (came := found.arrived(state)) < least(state):
+        return repeat(state, f"{came} of {found.drawn(state)} updates came")
     reason = f"round {state.round + 1} of {state.rounds}: summing {len(state.updates)} updates"
     return aggregate(replace(state, phase=Phase.AGGREGATING, reason=reason, strayed=strayed(state)))
 
@@ -304,12 +269,8 @@ def aggregate(state: FederationState) -> Outcome:
     asked = replace(state, attempt=state.attempt + 1)
     if not state.opened:  # it is being started, and will be asked then
         return asked, []
-    n_clients = max(1, population.size(state))
-    if state.cohort is not None:
-        sums, drawn = state.cohort.sums, state.cohort.drawn
-        return asked, [Aggregate(state.round, asked.attempt, {}, {}, n_clients, least(state), sums, drawn)]
-    registered = {name: state.clients[name].n_samples for name in state.updates}
-    return asked, [Aggregate(state.round, asked.attempt, state.updates, registered, n_clients, least(state))]
+    found = round_of(state)
+    return asked, [found.summed(state, asked.attempt, max(1, found.size(state)), least(state))]
 
 
 def repeat(state: FederationState, reason: str) -> Outcome:
@@ -319,7 +280,7 @@ def repeat(state: FederationState, reason: str) -> Outcome:
     told = "; ".join(f"{name}: {reason}" for name, reason in sorted(state.dropped.items())[:4])
     todo: list[Todo] = [
         Say(name, RoundTaken(state.job, state.round, False, why))
-        for name in sorted({population.sender(state, name) for name in state.updates})
+        for name in sorted({round_of(state).sender(state, name) for name in state.updates})
     ]
     if state.updates:
         todo.append(Forget(tuple(u.update for u in state.updates.values())))
@@ -337,25 +298,21 @@ def repeat(state: FederationState, reason: str) -> Outcome:
 
 
 def close_summed(
-    state: FederationState, event: Aggregated, good: Mapping[str, UpdateReady], now_s: float
+    state: FederationState, event: Aggregated, refused: tuple[str, ...], now_s: float
 ) -> Outcome:
-    """The round is summed: journal it, tell the participants, go on."""
+    """The round is summed: journal it, tell the participants, go on. ``refused``: blobs of other updates."""
+    good = state.updates
     made, model, before = event.state, event.model, state.model
     if made is None or model is None or before is None:
         raise LookupError(f"{state.job}: a round cannot close without a state and a model")
     took_s = now_s - (now_s if state.begun_s is None else state.begun_s)
-    senders = {name: population.sender(state, name) for name in good}
+    senders = {name: round_of(state).sender(state, name) for name in good}
     told = {
         name: shown(state.clients[host], good[name], *state.ratios[host])
         for name, host in sorted(senders.items())
     }
-    dropped = dict(state.dropped)
-    if state.cohort is None:
-        selector = learnt(state, outcomes(good, state.clients))
-    else:
-        state = population.learnt(state, good)
-        selector = learnt(state, population.outcomes(state, good))
-        told, dropped = population.participants(state, told), dict(books(state).out)
+    state, seen, told, dropped = round_of(state).learnt(state, good, told)
+    selector = learnt(state, seen)
     fact = RoundClosed(
         state.job,
         state.round,
@@ -374,12 +331,11 @@ def close_summed(
         name: replace(client, strikes=0, metrics=told[name]["metrics"]) if name in told else client
         for name, client in state.clients.items()
     }
-    none = dict.fromkeys(state.chosen, NONE_COUNTED) if state.cohort is not None else {}
+    none = dict.fromkeys(state.chosen, NONE_COUNTED)
     verdicts = {**none, **dict.fromkeys(told, ""), **state.dropped}
     after = replace(
         state,
         round=state.round + 1,
-        counted={} if state.cohort is None else state.counted,
         state=made.hash,
         model=Model(model, event.delta, before.full.hash if event.delta is not None else ""),
         selector=selector,
@@ -401,7 +357,7 @@ def close_summed(
     )
     todo: list[Todo] = [Record(fact), Closed(fact)]
     todo += [Say(name, verdict(after, name)) for name in sorted(verdicts) if after.clients[name].present]
-    used = [u.update for u in state.updates.values()]
+    used = [*(update.update for update in good.values()), *refused]
     if before.delta is not None:
         used.append(before.delta.hash)  # led to the model that this round began with
     used.append(before.full.hash)  # which stays while a fact names it: that of round 0 none does

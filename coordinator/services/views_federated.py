@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from atoll.federated import ConsentWord as Word
-from coordinator.federated.population import arrived
+from coordinator.federated.kinds import round_of
 from coordinator.messages.jobs import Phase
 from protos import atoll_control_pb2 as pb
 
@@ -22,13 +22,14 @@ TRAINING, TRAINED, EVALUATING, DROPPED, UNFIT = "training", "trained", "evaluati
 def federated_status(driver: FederatedDriver, job: str) -> pb.FederatedStatus:
     """One federated job as `atoll watch` shows it."""
     state = driver.jobs[job]
+    found = round_of(state)
     times = sorted(state.round_times_s)
     status = pb.FederatedStatus(
         strategy=state.federated.rule.strategy,
         data=state.federated.data,
-        chosen=len(state.chosen if state.cohort is None else state.cohort.drawn),
-        arrived=arrived(state),
-        dropped=len(state.dropped if state.cohort is None else state.cohort.out),
+        chosen=found.drawn(state),
+        arrived=found.arrived(state),
+        dropped=found.out(state),
         clients=[_client(state, state.clients[name]) for name in sorted(state.clients)],
         bytes_up=state.bytes_up,
         bytes_down=state.bytes_down,
@@ -84,10 +85,9 @@ def standing(state: FederationState, client: Client) -> str:
         return OUT
     if not client.present:
         return GONE
-    if state.phase is Phase.TRAINING and state.cohort is not None and name in state.chosen:
-        return TRAINING if name in state.orders else TRAINED
     if state.phase is Phase.TRAINING and name in state.chosen:
-        return DROPPED if name in state.dropped else TRAINED if name in state.updates else TRAINING
+        trains = round_of(state).awaits(state, name)
+        return DROPPED if name in state.dropped else TRAINING if trains else TRAINED
     if state.phase is Phase.EVALUATING and name in state.asked:
         return EVALUATING
     return READY if client.loaded or state.ended else LOADING

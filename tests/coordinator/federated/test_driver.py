@@ -25,7 +25,8 @@ from atoll.job import JobSpec, Optimizer, OptimizerName, TrainingSpec
 from atoll.opdag import TensorMeta
 from coordinator.federated.checks import check_federated, check_inputs, check_wrapped
 from coordinator.federated.driver import misfit
-from coordinator.federated.rounds import LOAD_AGAIN_S, MAX_LOADS, MAX_STRIKES
+from coordinator.federated.kinds import MAX_STRIKES
+from coordinator.federated.rounds import LOAD_AGAIN_S, MAX_LOADS
 from coordinator.federated.selection import selector_from_json, selector_to_json
 from coordinator.membership import member
 from coordinator.messages import events as ev
