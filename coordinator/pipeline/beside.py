@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from coordinator.messages import events as ev
 from coordinator.messages.jobs import ENDED, GATHERS, PREPARING, RUNNING, Event, JobState, Phase
+from coordinator.pipeline.changes.copies import Copies
 from coordinator.pipeline.changes.joining import Joining
 from coordinator.pipeline.changes.replanning import Replanning
 from coordinator.pipeline.changes.standbys import Standbys
 from coordinator.pipeline.changes.successors import alike
-from coordinator.pipeline.copies import Copies
 from coordinator.pipeline.health.spot_checks import SpotChecks
 from coordinator.pipeline.ring import Rings
 

@@ -12,7 +12,7 @@ Source: TRANSOM's checkpoint engine (papers/decentralized.md 7).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ from coordinator.messages.jobs import (
     Snapshot,
     Waits,
 )
-from coordinator.pipeline.changes.fetching import copy_name
+from coordinator.pipeline.changes.copies import copies_of
 from coordinator.pipeline.changes.reconfigure import Refused, choose
 from coordinator.planning.costs.snapshots import every_s
 from protos.telemetry import Event as Name
@@ -75,14 +75,6 @@ def needed(state: JobState, record: JobRecord, roster: Roster) -> bool:
     """Whether the loss of some rank would send the job back."""
     ranks = range(state.n_ranks)
     return any(isinstance(choose(state, record, roster, {rank}), Refused) for rank in ranks)
-
-
-def copies_of(snapshot: Snapshot, job: str) -> Iterable[tuple[str, do.StageCopy]]:
-    """Yield every copy that a snapshot is made of, with who is to keep it."""
-    for rank, keepers in enumerate(snapshot.keepers):
-        name = copy_name(job, snapshot.plan, rank, snapshot.step)
-        for worker in keepers:
-            yield worker, do.StageCopy(job, name, snapshot.plan, rank, snapshot.parts[rank], keepers[0])
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from coordinator.membership.member import Member
 from coordinator.membership.roster import Roster, Worker, flops_of
 from coordinator.messages.events import UNLIMITED, Guest
 from coordinator.messages.jobs import ENDED, JobState
-from coordinator.pipeline.changes.loss_cost import loss_costs, loss_words
+from coordinator.pipeline.changes.price import loss_costs, loss_words
 from coordinator.pipeline.changes.standby import standby_words
 from coordinator.pipeline.driver import PipelineDriver
 from coordinator.pipeline.periods import exchange_words

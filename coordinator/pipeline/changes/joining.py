@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import JobState
-from coordinator.pipeline.changes.loss_cost import WORTH, repeated_s
+from coordinator.pipeline.changes.price import priced, repeated_s
 from coordinator.pipeline.changes.standby import Chosen, wanted
 from coordinator.pipeline.changes.successors import seconds_of
 from coordinator.pipeline.history import not_repeatable
@@ -167,20 +167,18 @@ class Joining:
         if not current or not wanted(state) or not event.swapped_s or not event.step_s > 0:
             return
         (rank, worker), new_s = min(event.swapped_s.items(), key=lambda item: (item[1], item[0]))
-        # A step takes another time than predicted by what both predictions have in common.
-        usual_s = state.median_step_s or event.step_s
-        saved_s = usual_s * (1.0 - new_s / event.step_s)
-        left, cost_s = state.steps - state.step, self._cost_s(state, rank, worker)
-        pays = saved_s >= LEAST_GAIN * usual_s and saved_s * left > WORTH * cost_s
+        price = priced(state, event.step_s, new_s, self._cost_s(state, rank, worker))
+        pays = price.pays(LEAST_GAIN)
         words = (
             f"{self.effects.label(worker)} instead of {self.effects.label(asked.workers[rank])}: a step of "
-            f"{usual_s - saved_s:.3g} s, not {usual_s:.3g} s, saves {saved_s * left:.0f} s in {left} steps; "
-            f"to fetch and repeat the stage takes {cost_s:.1f} s beside training"
+            f"{price.usual_s - price.saved_s:.3g} s, not {price.usual_s:.3g} s, saves "
+            f"{price.saved_s * price.left:.0f} s in {price.left} steps; to fetch and repeat the stage takes "
+            f"{price.pause_s:.1f} s beside training"
         )
         if pays or asked.first:
             self.effects.log(Name.FLEET_JUDGED, job=state.job, pays=pays, reason=words)
         if pays:
-            self._begin(state, rank, worker, words, saved_s)
+            self._begin(state, rank, worker, words, price.saved_s)
 
     def _cost_s(self, state: JobState, rank: int, worker: str) -> float:
         """Return the seconds that moving takes: to load, and to repeat the steps since the checkpoint."""

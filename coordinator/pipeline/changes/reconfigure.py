@@ -20,9 +20,8 @@ from coordinator.membership.member import Phase as Membership
 from coordinator.messages.jobs import Cause, JobState, PlanChange, moved
 from coordinator.pipeline.assigning import neighbours
 from coordinator.pipeline.changes import whole_replicas
-from coordinator.pipeline.changes.successors import Successors, computed_s
+from coordinator.pipeline.changes.successors import Successors
 from coordinator.pipeline.history import begun, logged_from, not_repeatable
-from coordinator.pipeline.tuning.pair_tables import newer_table
 
 if TYPE_CHECKING:
     from coordinator.membership.roster import Roster
@@ -163,38 +162,6 @@ def _without(
     without = ", ".join(roster.label(workers[rank]) for rank in sorted(lost))
     words = f"the others go on without {without}" if without else "all connect anew"
     return moved(state, workers, newcomers, Cause.LOST, words, absent=absent)
-
-
-def seats(state: JobState, roster: Roster) -> PlanChange | None:
-    """Return which idle workers take the ranks of lost peers, None where no one fits any. Who was lost takes
-    its own rank alone, where nobody else fits it. Nobody takes one whose share would last so long with it
-    that fewer micro-batches a second are computed than without."""
-    plan = state.plan
-    if plan is None or not plan.absent:
-        return None
-    chosen: dict[int, str] = {}
-    again = [w for rank in plan.absent if roster.is_idle(w := plan.places[rank].worker)]
-    micros = [stop - start for start, stop in (replica.micros for replica in plan.replicas)]  # by rank
-    slowest = max(plan.present, key=lambda rank: computed_s(state, rank))
-    step_s = each_s = computed_s(state, slowest)
-    done = sum(micros[rank] for rank in plan.present)
-    for rank in sorted(plan.absent):
-        successors = Successors(state, roster, plan.absent - chosen.keys(), again)
-        for successor in successors.of(rank, chosen):
-            times = successors.slower(successor.worker, plan.places[slowest].worker)
-            took_s = each_s * times * micros[rank] / micros[slowest]
-            if not each_s or took_s * done < step_s * (done + micros[rank]):
-                chosen[rank], step_s = successor.worker, max(step_s, took_s)
-                done += micros[rank]
-                break
-    if not chosen:
-        return None
-    workers = [chosen.get(rank, place.worker) for rank, place in enumerate(plan.places)]
-    absent = plan.absent - chosen.keys()
-    there = [rank for rank in range(state.n_ranks) if rank not in absent]
-    table = newer_table(state, roster, workers, there, predicted=True)
-    exchange = replace(plan.exchange, pairs=table) if table is not None and plan.exchange else None
-    return moved(state, workers, chosen, Cause.CHOSEN, "", absent=absent, exchange=exchange)
 
 
 def standing_by_for(state: JobState, roster: Roster, lost: Collection[int]) -> dict[int, str]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import STEPPING, Cause, anew
-from coordinator.pipeline.changes.loss_cost import PLANNED_WITHIN_S, WORTH
+from coordinator.pipeline.changes.price import PLANNED_WITHIN_S, pause_s, priced
 from coordinator.pipeline.health.doubt import left_out
 from coordinator.pipeline.tuning.link_adaptation import capped
 from protos.telemetry import Event as Name
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 SETTLED_S = 30.0  # since the last worker came
 FEWEST_STEPS = 5  # committed with the plan, so that its step's time is known
 LEAST_GAIN = 0.1  # of a step: less is within what predictions are wrong by
-STORES = 2.0  # times what a stage took to load: storing it takes about as long
 AGAIN_S = 120.0  # after a stop, until the next one; twice as long each time
 
 Process = tuple[str, int]
@@ -186,15 +185,12 @@ class Replanning:
         asked = self._answered(state.job, event.attempt)
         if asked is None or state.phase not in STEPPING or not event.step_s > 0.0:
             return
-        # A step takes another time than predicted by what both predictions have in common.
-        usual_s = state.median_step_s or event.step_s
-        saved_s = usual_s * (1.0 - event.grown_s / event.step_s)
-        left = state.steps - state.step
-        cost_s = STORES * max(state.load_s.values(), default=0.0) + PLANNED_WITHIN_S
-        pays = saved_s >= LEAST_GAIN * usual_s and saved_s * left > WORTH * cost_s
+        price = priced(state, event.step_s, event.grown_s, pause_s(state) + PLANNED_WITHIN_S)
+        pays = price.pays(LEAST_GAIN)
         words = (
-            f"{event.shape} on a fleet that has grown: a step of {usual_s - saved_s:.3g} s instead of "
-            f"{usual_s:.3g} s saves {saved_s * left:.0f} s in {left} steps, and costs {cost_s:.0f} s"
+            f"{event.shape} on a fleet that has grown: a step of {price.usual_s - price.saved_s:.3g} s instead "
+            f"of {price.usual_s:.3g} s saves {price.saved_s * price.left:.0f} s in {price.left} steps, and costs "
+            f"{price.pause_s:.0f} s"
         )
         self.effects.log(Name.FLEET_JUDGED, job=state.job, pays=pays, reason=words)
         if pays:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.messages.jobs import STEPPING, JobState, Standby
 from coordinator.pipeline.assigning import neighbours
-from coordinator.pipeline.changes.loss_cost import LossCost, loss_costs, repeated_s
+from coordinator.pipeline.changes.price import LossCost, loss_costs, repeated_s
 from coordinator.pipeline.changes.successors import Successors
 from coordinator.pipeline.history import not_repeatable
 

@@ -20,7 +20,7 @@ from coordinator.messages.jobs import RUNNING, Cause, Event, JobState, Phase, St
 from coordinator.pipeline import history
 from coordinator.pipeline.assigning import assignment, beside, neighbours, rank_peer, reconfiguration
 from coordinator.pipeline.changes import reconfigure
-from coordinator.pipeline.changes.loss_cost import WORTH, repeated_s
+from coordinator.pipeline.changes.price import Price, repeated_s
 from coordinator.pipeline.changes.standby import Chosen, choose, wanted
 from protos.telemetry import Event as Name
 
@@ -234,7 +234,8 @@ class Standbys:
         for standby in list(state.standbys.values()):
             if not standby.swap or not self._takes_it(state, standby):
                 continue
-            if standby.saved_s * (state.steps - state.step) <= WORTH * self._left_s(state, standby):
+            left = state.steps - state.step
+            if not Price(0.0, standby.saved_s, self._left_s(state, standby), left).pays():
                 state = self.drop(state, standby, f"too few steps are left: {standby.swap}")
                 continue
             workers = [place.worker for place in plan.places]

@@ -14,8 +14,8 @@ from coordinator.messages.jobs import Phase
 from coordinator.pipeline.machine import MOST_LOSSES
 from coordinator.pipeline.periods import round_groups
 from strategies.exchanges.partners import group_of
+from tests.coordinator.pipeline.changes.test_copies import Lending
 from tests.coordinator.pipeline.changes.test_reconfigure import JOB
-from tests.coordinator.pipeline.test_copies import Lending
 from tests.coordinator.pipeline.test_restart import back
 from tests.sim import local_steps
 from tests.sim.scripted import Scripted, spec

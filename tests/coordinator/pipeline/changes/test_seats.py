@@ -17,9 +17,7 @@ from coordinator.membership.roster import Roster
 from coordinator.messages.events import StepReady
 from coordinator.messages.jobs import Event, JobState, PlanChange
 from coordinator.pipeline import machine
-from coordinator.pipeline.changes import more_replicas
-from coordinator.pipeline.changes.reconfigure import seats
-from coordinator.pipeline.changes.seats import Seats
+from coordinator.pipeline.changes.seats import Seats, another_replica, seats
 from tests.coordinator.pipeline.changes.test_whole_replicas import planned
 from tests.coordinator.pipeline.changes.test_whole_replicas import state as replicated
 from tests.coordinator.pipeline.test_periods import DILOCO, SAPS, loaded, lose, ready, training
@@ -100,7 +98,7 @@ def alone(forward_s: float = 4.0) -> JobState:
 
 
 def shares(state: JobState, **times: float) -> list[tuple[int, int]] | None:
-    chosen = more_replicas.choose(state, roster_of(**times))
+    chosen = another_replica(state, roster_of(**times))
     return None if chosen is None or chosen.plan is None else [r.micros for r in chosen.plan.replicas]
 
 

@@ -16,12 +16,11 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from coordinator.messages import instructions as do
-from coordinator.messages.jobs import RUNNING, JobState
+from coordinator.messages.jobs import RUNNING, JobState, Snapshot
 from coordinator.pipeline.assigning import tensors_of
-from coordinator.pipeline.changes.fetching import Fetching, stored_name
+from coordinator.pipeline.changes.fetching import Fetching, copy_name, stored_name
 from coordinator.pipeline.changes.successors import Successor, Successors
 from coordinator.pipeline.history import begun
-from coordinator.pipeline.ring import copies_of
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
@@ -159,6 +158,14 @@ class Copies:
         theirs, ours = roster.addresses(holder, worker), roster.addresses(worker, holder)
         self.effects.send(holder, do.ExpectPeer(worker, ours, not theirs, roster.relay_use(holder, worker)))
         return do.ExpectPeer(holder, theirs, bool(theirs), roster.relay_use(worker, holder))
+
+
+def copies_of(snapshot: Snapshot, job: str) -> Iterable[tuple[str, do.StageCopy]]:
+    """Yield every copy that a snapshot is made of, with who is to keep it."""
+    for rank, keepers in enumerate(snapshot.keepers):
+        name = copy_name(job, snapshot.plan, rank, snapshot.step)
+        for worker in keepers:
+            yield worker, do.StageCopy(job, name, snapshot.plan, rank, snapshot.parts[rank], keepers[0])
 
 
 def _best(fit: Iterable[Successor], found: Orders, kept_by: str | None) -> Successor:

@@ -1,6 +1,6 @@
-"""What the loss of a stage would cost now: seconds until the job goes on, and why. Pure.
+"""Price of a change: seconds that the job stands still for it, and what the steps that are left save. Pure.
 
-Measured figures come first: what loading took, what a stage was busy in its last step, rates of links.
+And of a loss: what it would cost now. Measured figures come first: what loading took, what a stage was busy in its last step, rates of links.
 """
 
 from __future__ import annotations
@@ -24,8 +24,35 @@ if TYPE_CHECKING:
     from coordinator.messages.jobs import JobState
     from coordinator.planning.costs.fleet import Device
 
-WORTH = 1.5  # seconds gained over seconds that moving a stage takes
+WORTH = 1.5  # seconds saved over seconds that a change takes
+PAUSES = 2.0  # times what a stage took to load: storing it takes about as long
 PLANNED_WITHIN_S = 15.0  # a plan made anew: links of a few newcomers, their ops, the search
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Seconds of a step now, what each of the ``left`` ones saves with another plan, and the pause for it."""
+
+    usual_s: float
+    saved_s: float
+    pause_s: float
+    left: int
+
+    def pays(self, least: float = 0.0) -> bool:
+        """Whether a change is worth its pause, and saves at least a share of a step."""
+        return self.saved_s >= least * self.usual_s and self.saved_s * self.left > WORTH * self.pause_s
+
+
+def priced(state: JobState, step_s: float, new_s: float, pause_s: float) -> Price:
+    """Return the price of a plan whose step is predicted to take ``new_s`` instead of ``step_s`` seconds: a
+    step takes another time than predicted by what both predictions have in common."""
+    usual_s = state.median_step_s or step_s
+    return Price(usual_s, usual_s * (1.0 - new_s / step_s), pause_s, state.steps - state.step)
+
+
+def pause_s(state: JobState) -> float:
+    """Return the seconds that a job stands still to store its state, and to have it loaded."""
+    return PAUSES * max(state.load_s.values(), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)

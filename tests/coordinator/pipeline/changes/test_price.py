@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.messages import events as ev
-from coordinator.pipeline.changes.loss_cost import LossCost, loss_costs
+from coordinator.pipeline.changes.price import LossCost, loss_costs
 from coordinator.services.views import job_update
 from tests.coordinator.pipeline.changes.test_reconfigure import JOB, spec, store
 from tests.sim.scripted import Scripted
