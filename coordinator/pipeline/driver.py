@@ -6,21 +6,20 @@ it ends or loses one. Pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from coordinator.membership import member as members
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
-from coordinator.messages.facts import CheckpointStored, CheckpointTorn, JobRecord, RatioCapped, RoundMet
+from coordinator.messages.facts import CheckpointStored, JobRecord, RatioCapped, RoundMet
 from coordinator.messages.jobs import (
     BESIDE,
     ENDED,
-    FEDERATING,
     PREPARING,
     RUNNING,
     STEPPING,
-    UNFIT,
     WAITING,
     Broken,
     Cancelled,
@@ -33,50 +32,40 @@ from coordinator.messages.jobs import (
     LogsShort,
     OddLoss,
     Phase,
-    Picked,
     Placed,
-    PlanChange,
-    Planned,
     Point,
-    Profiled,
     Record,
     Redo,
-    Resumed,
     Todo,
     ToRanks,
-    Torn,
     Waits,
     anew,
 )
-from coordinator.pipeline import history, machine, periods, restart
+from coordinator.pipeline import history, machine, periods
 from coordinator.pipeline.assigning import assignment, of_neighbours, reconfiguration, said_to
 from coordinator.pipeline.beside import Beside
-from coordinator.pipeline.changes import reconfigure
 from coordinator.pipeline.changes.losses import Losses
 from coordinator.pipeline.changes.seats import Seats
-from coordinator.pipeline.health.doubt import as_failure, left_out
+from coordinator.pipeline.health.doubt import as_failure
 from coordinator.pipeline.health.stuck import Stuck
 from coordinator.pipeline.health.suspicion import Suspicion
 from coordinator.pipeline.history import current
-from coordinator.pipeline.restart import Returning, kept_out
-from coordinator.pipeline.tuning import memory
+from coordinator.pipeline.restart import Returns
 from coordinator.pipeline.tuning.calibration import learn
-from coordinator.pipeline.tuning.link_adaptation import Adapting, capped
+from coordinator.pipeline.tuning.link_adaptation import Adapting
 from coordinator.pipeline.tuning.pair_tables import PairTables
 from coordinator.pipeline.tuning.profiling import Hold, Profiling
 from coordinator.pipeline.tuning.round_codecs import RoundCodecs
+from coordinator.pipeline.turns import Turns
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from atoll.job import JobSpec
     from coordinator.config import CoordinatorConfig
     from coordinator.membership.effects import Effects
     from coordinator.membership.measuring import Measuring
-
-RESTART_GRACE_S = 15.0  # for the workers of a running job to come back after our restart, ...
-REPLACED_AFTER_S = 4.0  # ... unless others can take over: who holds a stage tries every second
 
 
 @dataclass(slots=True)
@@ -87,7 +76,6 @@ class PipelineDriver:
     effects: Effects
     measuring: Measuring
     jobs: dict[str, JobState] = field(default_factory=dict)
-    returning: dict[str, Returning] = field(default_factory=dict)  # by job, after our restart
     profiling: Profiling = field(init=False)
     adapting: Adapting = field(init=False)
     stuck: Stuck = field(init=False)
@@ -97,6 +85,8 @@ class PipelineDriver:
     pair_tables: PairTables = field(init=False)
     round_codecs: RoundCodecs = field(init=False)
     beside: Beside = field(init=False)
+    returns: Returns = field(init=False)
+    turns: Turns = field(init=False)
     _committed: JobState | None = None  # after its newest step, not learned from yet
 
     def __post_init__(self) -> None:
@@ -118,6 +108,18 @@ class PipelineDriver:
         self.seating = Seats(self.effects, self._step, self.beside.replanning, make_way)
         self.pair_tables = PairTables(self.effects, self._step)
         self.round_codecs = RoundCodecs(self._step)
+        self.returns = Returns(
+            self.effects, self.jobs, self.profiling, self.adapting, self.losses, self._step, self.reconnected
+        )
+        self.turns = Turns(
+            self.effects,
+            self.jobs,
+            self.measuring,
+            self.profiling,
+            self.beside,
+            self.config.concurrent_jobs,
+            self._step,
+        )
 
     # ------------------------------------------------------------ jobs
 
@@ -134,39 +136,7 @@ class PipelineDriver:
 
     def restore(self, record: JobRecord) -> None:
         """Make a job's machine from what the ledger knows."""
-        job, checkpoint = record.submitted.job, record.last_checkpoint
-        state = JobState(
-            job,
-            record.submitted.spec,
-            checkpoint,
-            record.submitted.created_s,
-            version=record.version,
-            step=checkpoint.step,
-            plan=record.plan,
-            loss=record.loss,
-            eval_loss=record.eval_loss,
-            eval_metrics=record.eval_metrics,
-        )
-        if record.outcome:
-            state = replace(state, phase=Phase(record.outcome), reason=record.reason, step=record.steps)
-        elif record.version:
-            state = self._awaited(state, record)
-        self._put(state)
-
-    def _awaited(self, state: JobState, record: JobRecord) -> JobState:
-        """Go on with the plan that ran when we stopped once its workers are back; plan anew where the journal
-        does not say enough."""
-        until_s = self.effects.now_s + RESTART_GRACE_S
-        plan = record.plan
-        workers = frozenset(plan.places[rank].worker for rank in plan.present) if plan else frozenset()
-        running = restart.running(state, record, self.effects.now_s)
-        if running is not None:
-            since = {plan.places[rank].worker: record.given(rank) for rank in plan.present} if plan else {}
-            self.returning[state.job] = Returning(record.assigned, workers, set(workers), until_s, since)
-            return running
-        self.profiling.holds[state.job] = Hold(until_s, workers)
-        reason = f"the coordinator was restarted; goes on from step {state.checkpoint.step}"
-        return replace(state, phase=Phase.PAUSED, reason=reason)
+        self._put(self.returns.restored(record))
 
     def _put(self, state: JobState) -> None:
         self.jobs[state.job] = self.effects.jobs[state.job] = state
@@ -186,7 +156,7 @@ class PipelineDriver:
             case ev.JobRead(job, ops):
                 self.profiling.know(job, ops)
             case ev.TornFound():
-                self._torn(event)
+                self.turns.torn(event)
             case ev.JobUnreadable(job, reason) if self.jobs[job].phase not in WAITING | PREPARING:
                 self.profiling.unreadable(job, reason)
             case ev.JobUnreadable(job, reason, hopeless):
@@ -195,9 +165,9 @@ class PipelineDriver:
             case ev.CancelAsked(job, reason):
                 self._step(job, Cancelled(reason))
             case ev.PlanMade():
-                self._plan_made(event)
+                self.turns.made(event)
             case ev.PlanFailed():
-                self._plan_failed(event)
+                self.turns.failed(event)
             case ev.LinksChosen():
                 self._links_chosen(event)
             case ev.LinksFailed():
@@ -210,49 +180,6 @@ class PipelineDriver:
     def inquired(self, event: ev.PlanAsked) -> None:
         """Plan a job of this kind for somebody who does not want it run."""
         self.profiling.inquire(event.inquiry, event.spec, event.ops)
-
-    def _torn(self, event: ev.TornFound) -> None:
-        """Take the checkpoint before: the newest cannot be loaded."""
-        state = self.jobs[event.job]
-        if state.phase not in WAITING | PREPARING or state.checkpoint.step != event.step:
-            self.effects.drop("TornFound", f"{event.job} is {state.phase.value}", event.job)
-            return
-        self.effects.record(CheckpointTorn(event.job, event.step, event.reason))
-        self._step(event.job, Torn(self.effects.ledger.jobs[event.job].last_checkpoint, event.reason))
-
-    def _plan_made(self, event: ev.PlanMade) -> None:
-        if not self.profiling.awaited(event.job, event.attempt):
-            return
-        plan, roster = event.plan, self.effects.roster
-        missing = [place.worker for place in plan.places if not roster.is_idle(place.worker)]
-        if missing or self.effects.storage:
-            why = self.effects.storage or f"{missing[0]} went away while the plan was made"
-            self._step(event.job, Waits(why))
-            return
-        if not self._training and self.profiling.refine(event.job, plan):
-            return
-        self.effects.log(
-            Name.PLAN_MADE,
-            job=event.job,
-            version=plan.version,
-            stages=len(plan.places),
-            predicted_s=plan.prediction.step_s if plan.prediction else None,
-        )
-        self._step(event.job, Planned(plan))
-
-    def _plan_failed(self, event: ev.PlanFailed) -> None:
-        if not self.profiling.awaited(event.job, event.attempt):
-            return
-        self.effects.log(Name.PLAN_FAILED, "warning", job=event.job, reason=event.reason)
-        if event.hopeless:
-            self._step(event.job, Broken(event.reason))
-            return
-        rest = self.profiling.rest(event.job)
-        if rest:  # the fleet cannot spare those that it should do without
-            self._plan(self.jobs[event.job], rest)
-            return
-        self.profiling.wait_for_change(event.job)
-        self._step(event.job, Waits(f"{UNFIT}: {event.reason}"))
 
     def _links_chosen(self, event: ev.LinksChosen) -> None:
         state = self.jobs[event.job]
@@ -282,95 +209,16 @@ class PipelineDriver:
         """Whether a worker that is not this job's may go on holding it: never."""
         return False
 
-    def admitted(self, worker: str) -> None:
-        """Give a worker its rank again after our restart. Else release the stage that one which was away may
-        still hold: it would refuse to be measured."""
-        held = self.effects.roster.workers[worker].introduction.held
-        for state in list(self.jobs.values()):
-            if state.phase in ENDED:
-                continue
-            if state.rank_of(worker) is None:
-                if held is not None and held.job == state.job:  # it stood by
-                    self._take_back(state, worker)
-                continue
-            back = self.returning.get(state.job)
-            if back is None or worker not in back.missing:
-                self._take_back(state, worker)
-                continue
-            wrong = kept_out(self.effects.roster.workers[worker]) or back.unfit(state, worker, held)
-            if not wrong:
-                self._returned(state, back, worker)
-                continue
-            self._take_back(state, worker)
-            self._missed(state, back, worker, f"came back {wrong}")
-
-    def _take_back(self, state: JobState, worker: str) -> None:
-        reason = "the stage was taken back while you were away"
-        self.effects.send(worker, do.Release(state.job, state.version, reason))
-
-    def _missed(self, state: JobState, back: Returning, worker: str, why: str) -> None:
-        """Who is awaited after our restart is lost: it is replaced when the others are back."""
-        if not history.begun(state):
-            self._step(state.job, anew(state, f"{self.effects.label(worker)} {why}"))
-            return
-        back.missing.discard(worker)
-        back.lost[worker] = why
-        self._all_back(state.job)
-
-    def _returned(self, state: JobState, back: Returning, worker: str) -> None:
-        rank, job = state.rank_of(worker), state.job
-        assert rank is not None  # noqa: S101 - the caller has looked
-        back.missing.discard(worker)
-        self.effects.move(worker, members.AssignedTo(job, rank))
-        held = self.effects.roster.workers[worker].introduction.held
-        if state.phase is not Phase.LOADING:
-            self.reconnected(job, worker)
-        elif back.has_loaded(held):
-            self._step(job, FromRank(rank, ev.Loaded(job, back.assigned)))
-        self._all_back(job)
-
-    def _all_back(self, job: str) -> None:
-        """Go on once every worker of the plan is back, or known to be lost; those may be replaced by workers
-        that come back later."""
-        back, state = self.returning.get(job), self.jobs[job]
-        early_s = RESTART_GRACE_S - REPLACED_AFTER_S
-        if back is None or (back.missing and self.effects.now_s < back.until_s - early_s):
-            return
-        lost = back.gone() | dict.fromkeys(back.missing, "did not come back after our restart")
-        if not lost:
-            self._resume(job)
-            return
-        ranks = {rank for worker in lost if (rank := state.rank_of(worker)) is not None}
-        words = "; ".join(f"{self.effects.label(worker)} {why}" for worker, why in sorted(lost.items()))
-        roster = self.effects.roster
-        here = tuple(w for w in lost if roster.is_idle(w) or reconfigure.at_hand(roster, w, job))
-        chosen = self.losses.choose(state, ranks, here)
-        if isinstance(chosen, PlanChange):
-            del self.returning[job]
-            self.losses.act(state, chosen, words)
-        elif self.effects.now_s >= back.until_s or not (back.missing or chosen.for_now):
-            self._step(job, anew(state, f"{words}; {chosen.reason}"))
-
-    def _resume(self, job: str) -> None:
-        """Every worker of the plan is back: who has not loaded its stage is given it again."""
-        del self.returning[job]
-        state = self.jobs[job]
-        self.adapting.adopted(state, self.effects.ledger.jobs[job].cap)
-        for rank, worker in _present(state):
-            if state.phase is Phase.LOADING and rank not in state.loaded:
-                self.reconnected(job, worker)
-        self._step(job, Resumed())
-
     def reconnected(self, job: str, worker: str) -> None:
         """Repeat what was under way to a worker; its own last words it repeats itself."""
         state = self.jobs[job]
         rank = state.rank_of(worker)
-        if state.phase in RUNNING and job not in self.returning:
+        if state.phase in RUNNING and job not in self.returns.of:
             self.beside.standbys.reconnected(state, worker)
             state = self.jobs[job]
         if rank is None:
             return
-        if state.phase is Phase.LOADING and job in self.returning:
+        if state.phase is Phase.LOADING and job in self.returns.of:
             return  # the addresses of its neighbours come with them
         if state.phase is Phase.LOADING and rank not in state.loaded:
             self._give(state, rank)
@@ -399,13 +247,13 @@ class PipelineDriver:
 
     def lost(self, job: str, worker: str, reason: str) -> None:
         """Go on without a worker that is gone, or must not be used any more."""
-        state, back = self.jobs[job], self.returning.get(job)
+        state, back = self.jobs[job], self.returns.of.get(job)
         rank = state.rank_of(worker)
         self.beside.checks.lost(job, worker)
         if self.beside.standbys.lost(state, worker, reason) or state.phase not in RUNNING or rank is None:
             return
         if back is not None:
-            self._missed(state, back, worker, f"is lost: {reason}")
+            self.returns.missed(state, back, worker, f"is lost: {reason}")
         else:
             self.losses.replace(state, rank, reason)
 
@@ -431,22 +279,6 @@ class PipelineDriver:
                 self.effects.move(worker, members.AssignedTo(state.job, rank))
             self._give(state, rank)
         self.beside.standbys.follow(state)
-
-    def _failed(self, state: JobState, failed: FromRank[ev.StageFailed]) -> None:
-        """A stage broke: whoever comes back with it after our restart is as good as lost."""
-        back, message = self.returning.get(state.job), failed.message
-        if back is not None and not message.lost_peer and history.begun(state) and state.plan is not None:
-            self._missed(state, back, state.plan.places[failed.rank].worker, f"failed: {message.reason}")
-        else:
-            self.losses.failed(state, failed, back.until_s if back is not None else 0.0)
-
-    def _unstored(self, state: JobState, stored: FromRank[ev.StateStored]) -> bool:
-        """Have another take over from a worker that could not store its part; whether that was so."""
-        back, why = self.returning.get(state.job), self.losses.unstored(state, stored)
-        if why and back is not None and state.plan is not None:
-            self._missed(state, back, state.plan.places[stored.rank].worker, why)
-            return True
-        return bool(why) and self.losses.moved(state, stored.rank, why)
 
     def slowed(self, worker: str, factor: float) -> None:
         """Deadlines and plans look at the limits themselves."""
@@ -485,9 +317,9 @@ class PipelineDriver:
         if isinstance(message, ev.Loaded) and self._has_repeated(state, rank, message):
             self.beside.checks.replayed(state, rank, worker, message.digests)
         if isinstance(message, ev.StageFailed):
-            self._failed(state, FromRank(rank, message))
+            self.returns.failed(state, FromRank(rank, message))
             return
-        if isinstance(message, ev.StateStored) and self._unstored(state, FromRank(rank, message)):
+        if isinstance(message, ev.StateStored) and self.returns.unstored(state, FromRank(rank, message)):
             return
         if isinstance(message, ev.EvalReady) and message.step + 1 == state.awaiting_eval:
             self.stuck.evaluated(state, rank)
@@ -515,14 +347,13 @@ class PipelineDriver:
     def tick(self) -> None:
         """Let time pass; jobs that stand still lose who is to blame."""
         self.profiling.end_holds()
-        self.losses.judge(self.jobs, self.returning)
-        for job in list(self.returning):
-            self._all_back(job)
+        self.losses.judge(self.jobs, self.returns.of)
+        self.returns.tick()
         for state in list(self.jobs.values()):
             if history.logs_short(state, self.effects.roster):
                 self._step(state.job, LogsShort())
         # Who has not come back after our restart has a deadline of its own.
-        here = {job: state for job, state in self.jobs.items() if job not in self.returning}
+        here = {job: state for job, state in self.jobs.items() if job not in self.returns.of}
         for blamed, seconds in self.stuck.tick(here, self.effects.now_s):
             self.effects.quarantine(blamed.worker, f"{blamed.reason}; for {seconds:.0f} s", seconds)
         self.suspicion.tick(self.jobs)
@@ -530,7 +361,7 @@ class PipelineDriver:
             self.seating.look(state)
             self.pair_tables.look(self.jobs[state.job])
             self.round_codecs.look(self.jobs[state.job])
-        self.beside.tick(self.returning)
+        self.beside.tick(self.returns.of)
 
     def storage_failed(self, reason: str) -> None:
         """Stop every job where it is: nothing can be made durable."""
@@ -552,54 +383,13 @@ class PipelineDriver:
         loaded = [source for s in running for source in history.sources(s)] + self.beside.sources()
         return {blob for tensors in (*stored, *(c.tensors for c in loaded)) for blob in tensors.values()}
 
-    # ------------------------------------------------------------ what runs next
+    def admitted(self, worker: str) -> None:
+        """Give a worker its rank again after our restart, or release the stage that it may still hold."""
+        self.returns.admitted(worker)
 
     def advance(self) -> None:
         """Pick jobs while there is room, measure what they need, plan them."""
-        self.beside.make_way()
-        busy = [s for s in self.jobs.values() if s.phase in RUNNING | PREPARING]
-        waiting = [s for s in self.jobs.values() if s.phase in WAITING]
-        for state in sorted(waiting, key=lambda s: s.created_s):
-            if len(busy) < self.config.concurrent_jobs and self._may_start(state):
-                self._step(state.job, Picked("measuring devices and links"))
-                busy.append(self.jobs[state.job])
-            elif len(busy) >= self.config.concurrent_jobs and state.phase is Phase.QUEUED:
-                first = busy[0]
-                reason = f"waits for {first.job} ({first.phase.value}, step {first.step} of {first.steps})"
-                if not state.reason.startswith(f"waits for {first.job} "):
-                    self._step(state.job, Waits(reason))
-        self._prepare()
-
-    def _may_start(self, state: JobState) -> bool:
-        if not self.effects.roster.idle_count:
-            reason = "no worker is in the pool; start some with `atoll-worker join`"
-            if reason not in state.reason:
-                prefix = f"{state.reason}; " if state.phase is Phase.PAUSED else ""
-                self._step(state.job, Waits(prefix + reason))
-            return False
-        return self.profiling.may_plan(state.job) and not self.beside.rings.gathers(state.job)
-
-    @property
-    def _training(self) -> bool:
-        """Whether a job runs whose links must not be disturbed."""
-        return any(s.phase in (RUNNING | FEDERATING) - {Phase.CONSENTING} for s in self.effects.jobs.values())
-
-    def _prepare(self) -> None:
-        training = self._training
-        for state in list(self.jobs.values()):
-            if state.phase is Phase.PROFILING and self.profiling.profiled(state.job, state.spec, training):
-                self._step(state.job, Profiled())
-                self._plan(state)
-            elif state.phase is Phase.PLANNING and self.profiling.refined(state.job, training):
-                self._plan(state)
-        self.profiling.answer_inquiries(training)
-        if not training:
-            self.measuring.measure_links(fresh=False)
-
-    def _plan(self, state: JobState, rest: Iterable[Iterable[str]] = ()) -> None:
-        spec = capped(state.spec, self.effects.ledger.jobs[state.job].cap)
-        memory.recall(self.effects.roster, state)
-        self.profiling.plan(state.job, state.version + 1, spec, rest or left_out(state))
+        self.turns.advance()
 
     # ------------------------------------------------------------ a job's machine
 
@@ -610,37 +400,29 @@ class PipelineDriver:
         self._put(state)
         for item in todo:
             self._obey(before if state.plan is None else state, item)
-        both_step = before.phase in STEPPING and state.phase in STEPPING
-        changed = (before.phase, before.reason) != (state.phase, state.reason)
-        if changed:
-            level = "warning" if state.phase in (Phase.PAUSED, Phase.FAILED) else "info"
-            level = "debug" if both_step else level
-            self.effects.log(Name.JOB_STATE, level, job=job, state=state.phase, reason=state.reason)
-        if before.phase is not state.phase and not both_step:
-            self.effects.advance = True
-        if changed or before.step != state.step or before.eval_loss != state.eval_loss:
-            self.effects.emit(do.Notify(job))
-        if before.moving and not state.moving:  # newcomers have what they began with
-            self.effects.emit(do.SweepBlobs())
-        if before.awaiting_eval is not None and state.awaiting_eval is None and not state.moving:
-            self._evaluated(state)
-        if before.phase in PREPARING and state.phase not in PREPARING:
-            self.profiling.stop(job)
-        back = self.returning.pop(job, None) if state.phase not in RUNNING else None
-        if back is not None and state.phase is Phase.PAUSED:
-            self.profiling.holds.setdefault(job, Hold(back.until_s, back.workers))
-        if state.phase in ENDED:
-            self.adapting.over(job)
-            self.round_codecs.over(job)
-        self.suspicion.stepped(before, state)
-        evaluated = before.awaiting_eval is not None and state.awaiting_eval is None
-        if before.checkpoint.step != state.checkpoint.step or evaluated:
-            self.seating.look(state)
-        if before.phase in RUNNING and self.jobs[job].phase not in RUNNING:
-            self.beside.over(self.jobs[job])
-        self.beside.checks.stepped(before, state)
+        for consequence in CONSEQUENCES:
+            if consequence.when(before, state):
+                consequence.then(self, before, state)
 
-    def _evaluated(self, state: JobState) -> None:
+    def _shown(self, before: JobState, state: JobState) -> None:
+        level = "warning" if state.phase in (Phase.PAUSED, Phase.FAILED) else "info"
+        level = "debug" if _stepping(before, state) else level
+        self.effects.log(Name.JOB_STATE, level, job=state.job, state=state.phase, reason=state.reason)
+
+    def _stopped(self, before: JobState, state: JobState) -> None:
+        back = self.returns.of.pop(state.job, None)
+        if back is not None and state.phase is Phase.PAUSED:
+            self.profiling.holds.setdefault(state.job, Hold(back.until_s, back.workers))
+
+    def _over(self, before: JobState, state: JobState) -> None:
+        self.adapting.over(state.job)
+        self.round_codecs.over(state.job)
+
+    def _beside_over(self, before: JobState, state: JobState) -> None:
+        if self.jobs[state.job].phase not in RUNNING:
+            self.beside.over(self.jobs[state.job])
+
+    def _evaluated(self, before: JobState, state: JobState) -> None:
         at_end = state.phase is Phase.STORING
         if at_end or state.phase in STEPPING:
             cap = self.adapting.evaluated(state, at_end)
@@ -689,3 +471,88 @@ class PipelineDriver:
 def _present(state: JobState) -> list[tuple[int, str]]:
     """Return the ranks of a job's plan that have a worker, with it."""
     return [(rank, state.plan.places[rank].worker) for rank in state.present] if state.plan else []
+
+
+def _stepping(before: JobState, state: JobState) -> bool:
+    return before.phase in STEPPING and state.phase in STEPPING
+
+
+def _reworded(before: JobState, state: JobState) -> bool:
+    return (before.phase, before.reason) != (state.phase, state.reason)
+
+
+def _evaluation_over(before: JobState, state: JobState) -> bool:
+    return before.awaiting_eval is not None and state.awaiting_eval is None
+
+
+class Consequence(NamedTuple):
+    """What follows ``when`` a job goes from one state to the next, and ``why``."""
+
+    why: str
+    when: Callable[[JobState, JobState], bool]
+    then: Callable[[PipelineDriver, JobState, JobState], None]
+
+
+CONSEQUENCES = (
+    Consequence("people read what a job does", _reworded, PipelineDriver._shown),
+    Consequence(
+        "workers may be free, or wanted",
+        lambda before, state: before.phase is not state.phase and not _stepping(before, state),
+        lambda driver, before, state: setattr(driver.effects, "advance", True),
+    ),
+    Consequence(
+        "who watches the job sees its newest figures",
+        lambda before, state: (
+            _reworded(before, state) or before.step != state.step or before.eval_loss != state.eval_loss
+        ),
+        lambda driver, before, state: driver.effects.emit(do.Notify(state.job)),
+    ),
+    Consequence(
+        "newcomers have what they began with: its blobs are needed no more",
+        lambda before, state: before.moving and not state.moving,
+        lambda driver, before, state: driver.effects.emit(do.SweepBlobs()),
+    ),
+    Consequence(
+        "both held-out losses show what codecs cost",
+        lambda before, state: _evaluation_over(before, state) and not state.moving,
+        PipelineDriver._evaluated,
+    ),
+    Consequence(
+        "a job that has its plan, or waits, measures nothing",
+        lambda before, state: before.phase in PREPARING and state.phase not in PREPARING,
+        lambda driver, before, state: driver.profiling.stop(state.job),
+    ),
+    Consequence(
+        "nobody is awaited in a plan that is over, but its workers may be back in a moment",
+        lambda before, state: state.phase not in RUNNING,
+        PipelineDriver._stopped,
+    ),
+    Consequence(
+        "what was learnt of a job's links goes with it",
+        lambda before, state: state.phase in ENDED,
+        PipelineDriver._over,
+    ),
+    Consequence(
+        "a doubt that is settled shows whose fault it was",
+        lambda before, state: True,
+        lambda driver, before, state: driver.suspicion.stepped(before, state),
+    ),
+    Consequence(
+        "newcomers begin with what is stored, once nothing is evaluated",
+        lambda before, state: (
+            before.checkpoint.step != state.checkpoint.step or _evaluation_over(before, state)
+        ),
+        lambda driver, before, state: driver.seating.look(state),
+    ),
+    Consequence(
+        "who works beside a plan goes with it",
+        lambda before, state: before.phase in RUNNING,
+        PipelineDriver._beside_over,
+    ),
+    Consequence(
+        "steps are repeated of the plan that runs",
+        lambda before, state: True,
+        lambda driver, before, state: driver.beside.checks.stepped(before, state),
+    ),
+)
+"""In this order."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from atoll.job import CHECKPOINT_EVERY_S
 from atoll.plan import Plan
+from atoll.step_loss import StepLoss
 from atoll.transitions import Transitions
 from coordinator.messages import peer_tensors
 from coordinator.messages.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
@@ -266,12 +267,10 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     # One checkpoint at a time, so that slow lines do not keep ever more copies of the state waiting.
     store = last or (owed and not state.stores)
     assert state.plan is not None  # noqa: S101 - all of its ranks are ready
-    reports = [ready[rank] for rank in state.present]
     norms = joined.square_norms(state.plan, ready)
     found = joined.loss_of(state.plan, ready)
     over = 1.0 if state.local else found.weight  # peers divide their own
     scale = commits.clip_scale(norms, training.optimizer.clip_norm, over)
-    loss = commits.shown(found, state.loss)
     ring = snapshots.begun(state, done, now_s, last=last, store=store)
     change = relink.due(state)
     coded = evaluate and relink.lossy(state.plan)
@@ -295,7 +294,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         ready={},
         reports=ready,
         last_commit=commit,
-        loss=loss,
+        loss=commits.shown(found, state.loss),
         odd=f"; step {done}: {found.words}" if found.words else state.odd,
         failures=0,
         broken=0,
@@ -312,22 +311,30 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         relink=state.relink or change,
         ring=ring,
     )
-    committed = relink.begun(committed)
-    todo: list[Todo] = [
-        Record(commits.fact_of(commit, loss, now_s, () if state.local else reports)),
-        *relink.changed(state, change),
-        ToRanks(commit),
-        *commits.losses(state, ready, found),
-        Point(done, "learning_rate", training.learning_rate(state.due)),
-    ]
-    if state.local:
-        todo.insert(1, Record(periods.round_met(state, ready, now_s)))
+    todo = _said(state, commit, ready, found, now_s)
     if took_s is not None:
         todo.append(Point(done, "step_s", took_s))
     if training.optimizer.clip_norm is not None and norms and found.weight:
         todo.append(Point(done, "gradient_norm", math.sqrt(sum(norms)) / found.weight))
-    settled, more = _settle(committed)
+    settled, more = _settle(relink.begun(committed))
     return settled, todo + more
+
+
+def _said(
+    state: JobState, commit: StepCommit, ready: Mapping[int, StepReady], found: StepLoss, now_s: float
+) -> list[Todo]:
+    """Return what everybody hears of a commit: the journal first, then the workers, then who watches."""
+    loss, reports = commits.shown(found, state.loss), [ready[rank] for rank in state.present]
+    todo: list[Todo] = [
+        Record(commits.fact_of(commit, loss, now_s, () if state.local else reports)),
+        *relink.changed(state, commit.relink),
+        ToRanks(commit),
+        *commits.losses(state, ready, found),
+        Point(state.due + 1, "learning_rate", state.spec.training.learning_rate(state.due)),
+    ]
+    if state.local:
+        todo.insert(1, Record(periods.round_met(state, ready, now_s)))
+    return todo
 
 
 @TRANSITIONS.on(*STEPPING)

@@ -10,19 +10,33 @@ not come back, or with something else, is replaced as if it had been lost otherw
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from atoll.job import CHECKPOINT_EVERY_S
+from coordinator.membership import member as members
+from coordinator.messages import events as ev
+from coordinator.messages import instructions as do
 from coordinator.messages.events import Held
 from coordinator.messages.facts import JobRecord
 from coordinator.messages.instructions import Relink, StepCommit
-from coordinator.messages.jobs import JobState, Phase
+from coordinator.messages.jobs import ENDED, Event, FromRank, JobState, Phase, PlanChange, Resumed, anew
+from coordinator.pipeline.changes.reconfigure import at_hand
+from coordinator.pipeline.history import begun
+from coordinator.pipeline.tuning.profiling import Hold
 from coordinator.pipeline.tuning.relink import AHEAD
 
 if TYPE_CHECKING:
+    from coordinator.membership.effects import Effects
     from coordinator.membership.roster import Worker
+    from coordinator.pipeline.changes.losses import Losses
+    from coordinator.pipeline.tuning.link_adaptation import Adapting
+    from coordinator.pipeline.tuning.profiling import Profiling
+
+
+RESTART_GRACE_S = 15.0  # for the workers of a running job to come back after our restart, ...
+REPLACED_AFTER_S = 4.0  # ... unless others can take over: who holds a stage tries every second
 
 
 @dataclass(slots=True)
@@ -72,6 +86,157 @@ class Returning:
         if self.loaded:
             return {**self.lost, **dict.fromkeys(self.empty, "without its stage")}
         return dict(self.lost)
+
+
+@dataclass(slots=True)
+class Returns:
+    """Jobs that ran when we stopped; ``step``: step a job's machine, ``reconnected``: repeat to a worker what
+    was under way."""
+
+    effects: Effects
+    jobs: Mapping[str, JobState]
+    profiling: Profiling
+    adapting: Adapting
+    losses: Losses
+    step: Callable[[str, Event], None]
+    reconnected: Callable[[str, str], None]
+    of: dict[str, Returning] = field(default_factory=dict)
+
+    def restored(self, record: JobRecord) -> JobState:
+        """Make a job's machine from what the ledger knows."""
+        job, checkpoint = record.submitted.job, record.last_checkpoint
+        state = JobState(
+            job,
+            record.submitted.spec,
+            checkpoint,
+            record.submitted.created_s,
+            version=record.version,
+            step=checkpoint.step,
+            plan=record.plan,
+            loss=record.loss,
+            eval_loss=record.eval_loss,
+            eval_metrics=record.eval_metrics,
+        )
+        if record.outcome:
+            state = replace(state, phase=Phase(record.outcome), reason=record.reason, step=record.steps)
+        elif record.version:
+            state = self._awaited(state, record)
+        return state
+
+    def _awaited(self, state: JobState, record: JobRecord) -> JobState:
+        """Go on with the plan that ran when we stopped once its workers are back; plan anew where the journal
+        does not say enough."""
+        until_s = self.effects.now_s + RESTART_GRACE_S
+        plan = record.plan
+        workers = frozenset(plan.places[rank].worker for rank in plan.present) if plan else frozenset()
+        found = running(state, record, self.effects.now_s)
+        if found is not None:
+            since = {plan.places[rank].worker: record.given(rank) for rank in plan.present} if plan else {}
+            self.of[state.job] = Returning(record.assigned, workers, set(workers), until_s, since)
+            return found
+        self.profiling.holds[state.job] = Hold(until_s, workers)
+        reason = f"the coordinator was restarted; goes on from step {state.checkpoint.step}"
+        return replace(state, phase=Phase.PAUSED, reason=reason)
+
+    def failed(self, state: JobState, failed: FromRank[ev.StageFailed]) -> None:
+        """A stage broke: whoever comes back with it after our restart is as good as lost."""
+        back, message = self.of.get(state.job), failed.message
+        if back is not None and not message.lost_peer and begun(state) and state.plan is not None:
+            self.missed(state, back, state.plan.places[failed.rank].worker, f"failed: {message.reason}")
+        else:
+            self.losses.failed(state, failed, back.until_s if back is not None else 0.0)
+
+    def unstored(self, state: JobState, stored: FromRank[ev.StateStored]) -> bool:
+        """Have another take over from a worker that could not store its part; whether that was so."""
+        back, why = self.of.get(state.job), self.losses.unstored(state, stored)
+        if why and back is not None and state.plan is not None:
+            self.missed(state, back, state.plan.places[stored.rank].worker, why)
+            return True
+        return bool(why) and self.losses.moved(state, stored.rank, why)
+
+    def tick(self) -> None:
+        """Let time pass."""
+        for job in list(self.of):
+            self.all_back(job)
+
+    def admitted(self, worker: str) -> None:
+        """Give a worker its rank again after our restart. Else release the stage that one which was away may
+        still hold: it would refuse to be measured."""
+        held = self.effects.roster.workers[worker].introduction.held
+        for state in list(self.jobs.values()):
+            if state.phase in ENDED:
+                continue
+            if state.rank_of(worker) is None:
+                if held is not None and held.job == state.job:  # it stood by
+                    self._take_back(state, worker)
+                continue
+            back = self.of.get(state.job)
+            if back is None or worker not in back.missing:
+                self._take_back(state, worker)
+                continue
+            wrong = kept_out(self.effects.roster.workers[worker]) or back.unfit(state, worker, held)
+            if not wrong:
+                self._returned(state, back, worker)
+                continue
+            self._take_back(state, worker)
+            self.missed(state, back, worker, f"came back {wrong}")
+
+    def _take_back(self, state: JobState, worker: str) -> None:
+        reason = "the stage was taken back while you were away"
+        self.effects.send(worker, do.Release(state.job, state.version, reason))
+
+    def missed(self, state: JobState, back: Returning, worker: str, why: str) -> None:
+        """Who is awaited after our restart is lost: it is replaced when the others are back."""
+        if not begun(state):
+            self.step(state.job, anew(state, f"{self.effects.label(worker)} {why}"))
+            return
+        back.missing.discard(worker)
+        back.lost[worker] = why
+        self.all_back(state.job)
+
+    def _returned(self, state: JobState, back: Returning, worker: str) -> None:
+        rank, job = state.rank_of(worker), state.job
+        assert rank is not None  # noqa: S101 - the caller has looked
+        back.missing.discard(worker)
+        self.effects.move(worker, members.AssignedTo(job, rank))
+        held = self.effects.roster.workers[worker].introduction.held
+        if state.phase is not Phase.LOADING:
+            self.reconnected(job, worker)
+        elif back.has_loaded(held):
+            self.step(job, FromRank(rank, ev.Loaded(job, back.assigned)))
+        self.all_back(job)
+
+    def all_back(self, job: str) -> None:
+        """Go on once every worker of the plan is back, or known to be lost; those may be replaced by workers
+        that come back later."""
+        back, state = self.of.get(job), self.jobs[job]
+        early_s = RESTART_GRACE_S - REPLACED_AFTER_S
+        if back is None or (back.missing and self.effects.now_s < back.until_s - early_s):
+            return
+        lost = back.gone() | dict.fromkeys(back.missing, "did not come back after our restart")
+        if not lost:
+            self._resume(job)
+            return
+        ranks = {rank for worker in lost if (rank := state.rank_of(worker)) is not None}
+        words = "; ".join(f"{self.effects.label(worker)} {why}" for worker, why in sorted(lost.items()))
+        roster = self.effects.roster
+        here = tuple(w for w in lost if roster.is_idle(w) or at_hand(roster, w, job))
+        chosen = self.losses.choose(state, ranks, here)
+        if isinstance(chosen, PlanChange):
+            del self.of[job]
+            self.losses.act(state, chosen, words)
+        elif self.effects.now_s >= back.until_s or not (back.missing or chosen.for_now):
+            self.step(job, anew(state, f"{words}; {chosen.reason}"))
+
+    def _resume(self, job: str) -> None:
+        """Every worker of the plan is back: who has not loaded its stage is given it again."""
+        del self.of[job]
+        state = self.jobs[job]
+        self.adapting.adopted(state, self.effects.ledger.jobs[job].cap)
+        for rank in state.present:
+            if state.phase is Phase.LOADING and rank not in state.loaded:
+                self.reconnected(job, state.plan.places[rank].worker)  # type: ignore[union-attr]
+        self.step(job, Resumed())
 
 
 def kept_out(known: Worker) -> str:

@@ -26,7 +26,7 @@ from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages import jobs
 from coordinator.messages.facts import CheckpointStored, CheckpointTorn
-from coordinator.pipeline.driver import RESTART_GRACE_S
+from coordinator.pipeline.restart import RESTART_GRACE_S
 from coordinator.pipeline.tuning.profiling import READ_AGAIN_S
 from tests.sim.scripted import HASH, Scripted, spec
 from tests.sim.worker import introduction

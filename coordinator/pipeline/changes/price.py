@@ -1,6 +1,7 @@
 """Price of a change: seconds that the job stands still for it, and what the steps that are left save. Pure.
 
-And of a loss: what it would cost now. Measured figures come first: what loading took, what a stage was busy in its last step, rates of links.
+And of a loss: what it would cost now. Measured figures come first: what loading took, what a stage was busy
+in its last step, rates of links.
 """
 
 from __future__ import annotations

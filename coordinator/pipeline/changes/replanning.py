@@ -188,9 +188,9 @@ class Replanning:
         price = priced(state, event.step_s, event.grown_s, pause_s(state) + PLANNED_WITHIN_S)
         pays = price.pays(LEAST_GAIN)
         words = (
-            f"{event.shape} on a fleet that has grown: a step of {price.usual_s - price.saved_s:.3g} s instead "
-            f"of {price.usual_s:.3g} s saves {price.saved_s * price.left:.0f} s in {price.left} steps, and costs "
-            f"{price.pause_s:.0f} s"
+            f"{event.shape} on a fleet that has grown: a step of {price.usual_s - price.saved_s:.3g} s "
+            f"instead of {price.usual_s:.3g} s saves {price.saved_s * price.left:.0f} s in {price.left} "
+            f"steps, and costs {price.pause_s:.0f} s"
         )
         self.effects.log(Name.FLEET_JUDGED, job=state.job, pays=pays, reason=words)
         if pays:

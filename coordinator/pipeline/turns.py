@@ -1,0 +1,141 @@
+"""What runs next: jobs that wait for their turn are picked, measured and planned on the idle fleet. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from coordinator.messages.facts import CheckpointTorn
+from coordinator.messages.jobs import (
+    FEDERATING,
+    PREPARING,
+    RUNNING,
+    UNFIT,
+    WAITING,
+    Broken,
+    Event,
+    JobState,
+    Phase,
+    Picked,
+    Planned,
+    Profiled,
+    Torn,
+    Waits,
+)
+from coordinator.pipeline.health.doubt import left_out
+from coordinator.pipeline.tuning import memory
+from coordinator.pipeline.tuning.link_adaptation import capped
+from protos.telemetry import Event as Name
+
+if TYPE_CHECKING:
+    from coordinator.membership.effects import Effects
+    from coordinator.membership.measuring import Measuring
+    from coordinator.messages import events as ev
+    from coordinator.pipeline.beside import Beside
+    from coordinator.pipeline.tuning.profiling import Profiling
+
+
+@dataclass(slots=True)
+class Turns:
+    """Of all jobs that are cut into stages; ``step``: step a job's machine."""
+
+    effects: Effects
+    jobs: Mapping[str, JobState]
+    measuring: Measuring
+    profiling: Profiling
+    beside: Beside
+    concurrent_jobs: int
+    step: Callable[[str, Event], None]
+
+    def advance(self) -> None:
+        """Pick jobs while there is room, measure what they need, plan them."""
+        self.beside.make_way()
+        busy = [s for s in self.jobs.values() if s.phase in RUNNING | PREPARING]
+        waiting = [s for s in self.jobs.values() if s.phase in WAITING]
+        for state in sorted(waiting, key=lambda s: s.created_s):
+            if len(busy) < self.concurrent_jobs and self._may_start(state):
+                self.step(state.job, Picked("measuring devices and links"))
+                busy.append(self.jobs[state.job])
+            elif len(busy) >= self.concurrent_jobs and state.phase is Phase.QUEUED:
+                first = busy[0]
+                reason = f"waits for {first.job} ({first.phase.value}, step {first.step} of {first.steps})"
+                if not state.reason.startswith(f"waits for {first.job} "):
+                    self.step(state.job, Waits(reason))
+        self._prepare()
+
+    def _may_start(self, state: JobState) -> bool:
+        if not self.effects.roster.idle_count:
+            reason = "no worker is in the pool; start some with `atoll-worker join`"
+            if reason not in state.reason:
+                prefix = f"{state.reason}; " if state.phase is Phase.PAUSED else ""
+                self.step(state.job, Waits(prefix + reason))
+            return False
+        return self.profiling.may_plan(state.job) and not self.beside.rings.gathers(state.job)
+
+    @property
+    def _training(self) -> bool:
+        """Whether a job runs whose links must not be disturbed."""
+        return any(s.phase in (RUNNING | FEDERATING) - {Phase.CONSENTING} for s in self.effects.jobs.values())
+
+    def _prepare(self) -> None:
+        training = self._training
+        for state in list(self.jobs.values()):
+            if state.phase is Phase.PROFILING and self.profiling.profiled(state.job, state.spec, training):
+                self.step(state.job, Profiled())
+                self._plan(state)
+            elif state.phase is Phase.PLANNING and self.profiling.refined(state.job, training):
+                self._plan(state)
+        self.profiling.answer_inquiries(training)
+        if not training:
+            self.measuring.measure_links(fresh=False)
+
+    def _plan(self, state: JobState, rest: Iterable[Iterable[str]] = ()) -> None:
+        spec = capped(state.spec, self.effects.ledger.jobs[state.job].cap)
+        memory.recall(self.effects.roster, state)
+        self.profiling.plan(state.job, state.version + 1, spec, rest or left_out(state))
+
+    def made(self, event: ev.PlanMade) -> None:
+        """Begin with a plan, unless the fleet is another by now."""
+        if not self.profiling.awaited(event.job, event.attempt):
+            return
+        plan, roster = event.plan, self.effects.roster
+        missing = [place.worker for place in plan.places if not roster.is_idle(place.worker)]
+        if missing or self.effects.storage:
+            why = self.effects.storage or f"{missing[0]} went away while the plan was made"
+            self.step(event.job, Waits(why))
+            return
+        if not self._training and self.profiling.refine(event.job, plan):
+            return
+        self.effects.log(
+            Name.PLAN_MADE,
+            job=event.job,
+            version=plan.version,
+            stages=len(plan.places),
+            predicted_s=plan.prediction.step_s if plan.prediction else None,
+        )
+        self.step(event.job, Planned(plan))
+
+    def failed(self, event: ev.PlanFailed) -> None:
+        """Plan without fewer workers left out, or wait for another fleet."""
+        if not self.profiling.awaited(event.job, event.attempt):
+            return
+        self.effects.log(Name.PLAN_FAILED, "warning", job=event.job, reason=event.reason)
+        if event.hopeless:
+            self.step(event.job, Broken(event.reason))
+            return
+        rest = self.profiling.rest(event.job)
+        if rest:  # the fleet cannot spare those that it should do without
+            self._plan(self.jobs[event.job], rest)
+            return
+        self.profiling.wait_for_change(event.job)
+        self.step(event.job, Waits(f"{UNFIT}: {event.reason}"))
+
+    def torn(self, event: ev.TornFound) -> None:
+        """Take the checkpoint before: the newest cannot be loaded."""
+        state = self.jobs[event.job]
+        if state.phase not in WAITING | PREPARING or state.checkpoint.step != event.step:
+            self.effects.drop("TornFound", f"{event.job} is {state.phase.value}", event.job)
+            return
+        self.effects.record(CheckpointTorn(event.job, event.step, event.reason))
+        self.step(event.job, Torn(self.effects.ledger.jobs[event.job].last_checkpoint, event.reason))
