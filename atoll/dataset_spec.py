@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
+
+from atoll.bounded import MAX_ARGS, Blob, Most, Name, Within
+
+MAX_SAMPLES = 2**48  # keeps every index within 64 bits
 
 
 class Layout(StrEnum):
@@ -17,19 +22,19 @@ class Layout(StrEnum):
 class DataField:
     """Input of the DAG: its stored tensor and the layout of its samples."""
 
-    input: str
-    blob: str  # safetensors, key "value"; may be of a narrower dtype than the input
+    input: Name
+    blob: Blob  # safetensors, key "value"; may be of a narrower dtype than the input
     layout: Layout
-    length: int = 0  # windows only
-    stride: int = 0
-    offset: int = 0
+    length: Annotated[int, Within(0, 2**32)] = 0  # windows only
+    stride: Annotated[int, Within(0, MAX_SAMPLES)] = 0
+    offset: Annotated[int, Within(0, MAX_SAMPLES)] = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DataSpec:
     """Materialised data: ``n_samples`` in a seeded order, ``batch`` of them a micro-batch."""
 
-    fields: tuple[DataField, ...]
-    n_samples: int
-    batch: int
+    fields: Annotated[tuple[DataField, ...], Most(MAX_ARGS)]
+    n_samples: Annotated[int, Within(0, MAX_SAMPLES)]
+    batch: Annotated[int, Within(1, 2**24)]
     shuffle_seed: int | None = 0  # None: in stored order

@@ -15,7 +15,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b
 from math import ceil, isfinite
+from typing import Annotated
 
+from atoll.bounded import MAX_STAGES, At, Coded, Most, Name, Unset, Within
+from atoll.compression import MAX_RATIO
 from atoll.errors import PlanError, UsageError
 
 BUCKET_BYTES = 4 << 20
@@ -61,12 +64,19 @@ class Pattern(StrEnum):
     PUBLISHED = "published"  # readers take what was published last; nobody waits
 
 
+MAX_PERIOD = 10**6  # steps
+MAX_BUCKET_BYTES = 1 << 30
+Rate = Annotated[float, Within()]
+Period = Annotated[int, Within(1, MAX_PERIOD)]
+
+
 @dataclass(frozen=True, slots=True)
 class PairTable:
     """Rates of all pairs of ranks. Those as fast as the threshold are drawn, others where they must be."""
 
-    rates: tuple[float, ...]  # bytes/s from each rank to each, row by row; 0 where nothing can be sent
-    threshold: float = 0.0  # bytes/s
+    # Bytes/s from each rank to each, row by row; 0 where nothing can be sent.
+    rates: Annotated[tuple[Rate, ...], At("pair_rates"), Most(MOST_PEERS**2)]
+    threshold: Annotated[Rate, At("pair_threshold")] = 0.0  # bytes/s
 
     def bps(self, one: int, other: int, ranks: int) -> float:
         """Bits/s of the slower direction between two of so many ranks."""
@@ -77,19 +87,24 @@ class PairTable:
 class Exchange:
     """Exchange of a plan, identical at all its ranks."""
 
-    rule: str = "sum"  # of strategies.exchanges.catalogue
-    every: int = 1  # steps between two rounds
-    codec: str = "none"  # of what travels, where the rule leaves it open; auto until it is planned
-    ratio: float = 1.0  # dense bytes / wire bytes aimed at, >= 1
-    fragments: int = 1  # parts of the model that take turns, one a round
-    delay: int = 0  # steps between a round's start and the use of its result
-    quorum: float = 1.0  # share of the ranks that are waited for, in (0, 1]
-    deadline_s: float = 0.0  # from the quorum to the end of waiting for the others; 0: no deadline
+    rule: Name = "sum"  # of strategies.exchanges.catalogue
+    every: Period = 1  # steps between two rounds
+    codec: Name = "none"  # of what travels, where the rule leaves it open; auto until it is planned
+    ratio: Annotated[float, Within(1.0, MAX_RATIO)] = 1.0  # dense bytes / wire bytes aimed at, >= 1
+    fragments: Period = 1  # parts of the model that take turns, one a round
+    # Steps between a round's start and the use of its result.
+    delay: Annotated[int, Within(0, MAX_PERIOD)] = 0
+    quorum: Annotated[float, Within(0.0, 1.0)] = 1.0  # share of the ranks that are waited for, in (0, 1]
+    # From the quorum to the end of waiting for the others; 0: no deadline.
+    deadline_s: Annotated[float, Within()] = 0.0
     inner: Exchange | None = None  # of the ranks of one site among themselves
-    bucket_bytes: int = BUCKET_BYTES  # gradients are merged into messages up to this size
-    rates: tuple[float, ...] = ()  # bytes/s of each rank over its slowest link to another; none: all alike
-    sites: tuple[int, ...] = ()  # of each rank, where ``inner`` joins those of one
-    pairs: PairTable | None = None  # that gossip draws pairs by; None: at random
+    # Gradients are merged into messages up to this size.
+    bucket_bytes: Annotated[int, Within(1, MAX_BUCKET_BYTES), Unset(BUCKET_BYTES)] = BUCKET_BYTES
+    # Bytes/s of each rank over its slowest link to another; none: all alike.
+    rates: Annotated[tuple[Rate, ...], Most(MAX_STAGES)] = ()
+    # Of each rank, where ``inner`` joins those of one.
+    sites: Annotated[tuple[int, ...], Most(MAX_STAGES)] = ()
+    pairs: Annotated[PairTable | None, Coded("pairs")] = None  # that gossip draws pairs by; None: at random
 
     def awaited(self, ranks: int) -> int:
         """Ranks that are waited for, of so many."""

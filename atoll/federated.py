@@ -17,14 +17,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
+from atoll.bounded import Coded, Inline, Most, Name, Sorted, Unset, Within
 from atoll.compression import ADATOPK, AUTO, OFF, Compression
 from atoll.data import Materialised, Rows
 from atoll.dataset_spec import DataSpec
 from atoll.errors import UsageError
 from atoll.fields import check_fields, described
 from atoll.opdag import DTYPE_BYTES
+from atoll.opdag import MAX_METRICS as MAX_METRICS
 
 if TYPE_CHECKING:
     from atoll.data import DataSource
@@ -35,7 +37,6 @@ BCRS = "bcrs"
 """An uplink mode: Top-K, each client's ratio from its measured uplink; the slowest's as given, or the least
 with which all end together."""
 MAX_OPTIONS = 64
-MAX_METRICS = 16
 MAX_PATTERN = 256
 MAX_FIELDS = 64
 MAX_DIMS = 8
@@ -72,6 +73,9 @@ class Downlink(StrEnum):
     DELTA = "delta"  # lossless, against the broadcast before where a client still holds that
 
 
+Options = Annotated[Mapping[Name, Annotated[Option, Coded("option")]], Sorted(), Most(MAX_OPTIONS)]
+
+
 @dataclass(frozen=True, slots=True)
 class Federated:
     """Settings of a federation's training. UsageError for a figure out of its range.
@@ -80,7 +84,7 @@ class Federated:
     """
 
     strategy: str = "fedavg"
-    options: Mapping[str, Option] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
     local_epochs: int = 1
     local_steps: int = 0  # at most so many a round; 0 = no cap
     clients: int = 0  # a round; 0 = all that hold the data
@@ -89,13 +93,16 @@ class Federated:
     evaluate_every: int = 1  # rounds; evaluation on the clients; 0 = never
     held_out: float = 0.1  # share of each client's own data kept for it, drawn by the job's seed
     selector: str = "random"
-    selector_options: Mapping[str, Option] = field(default_factory=dict)
+    selector_options: Options = field(default_factory=dict)
     uplink: str = OFF
     error_feedback: bool = True
     downlink: str = Downlink.OFF.value
-    max_samples: int = COUNTED_SAMPLES  # that a client may register: no claim weighs more
-    local: tuple[str, ...] = ()  # tensors that each client keeps for itself, by shell wildcards: ("head.*",)
-    consent_s: float = CONSENT_S  # for data owners' consent, while too few take part; then the job fails
+    # That a client may register: no claim weighs more.
+    max_samples: Annotated[int, Unset(COUNTED_SAMPLES)] = COUNTED_SAMPLES
+    # Tensors that each client keeps for itself, by shell wildcards: ("head.*",).
+    local: Annotated[tuple[str, ...], Most(MAX_OPTIONS)] = ()
+    # For data owners' consent, while too few take part; then the job fails.
+    consent_s: Annotated[float, Unset(CONSENT_S)] = CONSENT_S
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -168,9 +175,10 @@ class FederatedSpec:
     """The part of a federated job that travels: ``data``, registered on the clients, and which of its
     fields feeds each input of the model. ``rule.strategy``'s options are the server's and the clients'."""
 
-    rule: Federated
+    rule: Annotated[Federated, Inline()]
     data: str
-    inputs: Mapping[str, str]  # input of the model -> field of the data
+    # Input of the model -> field of the data.
+    inputs: Annotated[Mapping[Name, Name], Sorted(), Most(MAX_FIELDS)]
 
     def __post_init__(self) -> None:
         checked_name("data set", self.data)
@@ -217,7 +225,7 @@ class FieldFacts:
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[int, ...], Most(MAX_DIMS)]
 
     def __post_init__(self) -> None:
         checked_name("field", self.name)
@@ -232,8 +240,8 @@ class DatasetFacts:
     """All that leaves a data owner's machine before training: name, size and fields."""
 
     name: str
-    n_samples: int
-    fields: tuple[FieldFacts, ...]
+    n_samples: Annotated[int, Within(1, MAX_SAMPLES)]
+    fields: Annotated[tuple[FieldFacts, ...], Most(MAX_FIELDS)]
 
     def __post_init__(self) -> None:
         checked_name("data set", self.name)

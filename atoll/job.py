@@ -11,12 +11,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from atoll.bounded import (
+    MAX_ARGS,
+    MAX_NAME_CHARS,
+    At,
+    Blob,
+    Chars,
+    Clean,
+    Most,
+    Name,
+    OptionalBlob,
+    Sorted,
+    Unset,
+    Within,
+)
 from atoll.compression import AUTO, Compression
 from atoll.dataset_spec import DataSpec
 from atoll.errors import UsageError
 from atoll.exchange import EXACT, wanted_exchange
+from atoll.federated import FederatedSpec
 from atoll.fields import check_fields
 from atoll.job_checks import check_job
 
@@ -27,10 +42,11 @@ if TYPE_CHECKING:
 
     from atoll.data import DataSource
     from atoll.exchange import Exchange
-    from atoll.federated import Federated, FederatedSpec
+    from atoll.federated import Federated
 
 
 MAX_STANDBYS = 4096
+MAX_STEPS = 10**9
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_
 
 
@@ -44,6 +60,11 @@ class Precision(StrEnum):
     BF16 = "bf16"  # autocast; parameters and optimizer state stay fp32
 
 
+Figure = Annotated[float, Within()]
+Share = Annotated[float, Within(0.0, 1.0)]
+ShortText = Annotated[str, Chars(MAX_NAME_CHARS)]
+
+
 @dataclass(frozen=True, slots=True)
 class ParamGroup:
     """Overrides for parameters whose name matches one of ``patterns`` (shell wildcards).
@@ -51,9 +72,9 @@ class ParamGroup:
     The first group that matches wins; ``frozen`` parameters get no gradient and no state.
     """
 
-    patterns: tuple[str, ...]
-    lr_scale: float = 1.0
-    weight_decay: float | None = None
+    patterns: Annotated[tuple[Name, ...], Most(MAX_ARGS)]
+    lr_scale: Figure = 1.0
+    weight_decay: Figure | None = None
     frozen: bool = False
 
     def __post_init__(self) -> None:
@@ -65,14 +86,14 @@ class Optimizer:
     """A torch optimizer by name, with its hyper-parameters."""
 
     name: OptimizerName = OptimizerName.ADAMW
-    lr: float = 1e-3
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    momentum: float = 0.0
+    lr: Figure = 1e-3
+    weight_decay: Figure = 0.0
+    betas: Annotated[tuple[Share, Share], At("beta1", "beta2")] = (0.9, 0.999)
+    eps: Figure = 1e-8
+    momentum: Figure = 0.0
     nesterov: bool = False
-    groups: tuple[ParamGroup, ...] = ()
-    clip_norm: float | None = None  # global L2 norm over all stages
+    groups: Annotated[tuple[ParamGroup, ...], Most(MAX_ARGS)] = ()
+    clip_norm: Figure | None = None  # global L2 norm over all stages
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -113,8 +134,8 @@ class Schedule:
     """Learning-rate factor by step: linear warm-up, then constant or cosine to ``final``."""
 
     kind: ScheduleKind = ScheduleKind.CONSTANT
-    warmup_steps: int = 0
-    final: float = 0.1  # of the base rate, at the last step
+    warmup_steps: Annotated[int, Within(0, MAX_STEPS)] = 0
+    final: Figure = 0.1  # of the base rate, at the last step
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -153,22 +174,26 @@ class TrainingSpec:
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     precision: Precision = Precision.FP32
-    recompute: Recompute = Recompute.AUTO
+    recompute: Annotated[Recompute, Unset("off")] = Recompute.AUTO
     eval_every: int = 0  # steps; 0 = at the end, and where links lose precision as often as the guard looks
     eval_batches: int = 0  # micro-batches of held-out data; 0 = no evaluation
     checkpoint_every: int = 0  # steps; 0 = every few minutes, by the clock; always at the end
-    compress: str = "off"  # what links may do to boundary tensors: ``atoll.compression``
-    blocks: int = 1  # of a step's micro-batches: gradients are summed within each, then block after block
+    # What links may do to boundary tensors: ``atoll.compression``.
+    compress: Annotated[str, Unset("off")] = "off"
+    # Of a step's micro-batches: gradients are summed within each, then block after block.
+    blocks: Annotated[int, Unset(1)] = 1
     average_buffers: bool = False  # replicas may average what training writes, such as running statistics
-    replicas: str = "1"  # of the pipeline, each for a share of the blocks; auto: as many as are fastest
-    exchange: str = EXACT  # exact; RULE[:CODEC]: peers with steps of their own; auto: what counts most
+    # Of the pipeline, each for a share of the blocks; auto: as many as are fastest.
+    replicas: Annotated[str, Chars(MAX_NAME_CHARS), Unset("1")] = "1"
+    # exact; RULE[:CODEC]: peers with steps of their own; auto: what counts most.
+    exchange: Annotated[str, Chars(MAX_NAME_CHARS), Unset(EXACT)] = EXACT
     local_steps: int = 0  # of a peer between two exchanges; 0 = as many as the rule has by itself
-    spot_checks: float = 0.005  # share of the steps that an idle worker repeats to compare; 0 = none
+    spot_checks: Share = 0.005  # share of the steps that an idle worker repeats to compare; 0 = none
 
     def __post_init__(self) -> None:
         check_fields(self)
         for name, value, low, high in (
-            ("steps", self.steps, 1, 10**9),
+            ("steps", self.steps, 1, MAX_STEPS),
             ("n_micro", self.n_micro, 1, 4096),
             ("blocks", self.blocks, 1, self.n_micro),
             ("eval_every", self.eval_every, 0, 10**9),
@@ -252,22 +277,24 @@ class JobSpec:
     ``data`` has no fields and no samples, only the micro-batch's size: the clients hold the rest.
     """
 
-    name: str
+    # For people only; cleaned and not refused, since a journal of an older version may hold any.
+    name: Annotated[str, Clean(MAX_NAME_CHARS), Unset("job")]
     training: TrainingSpec
-    dag_hash: str
-    eval_dag_hash: str
-    tensors: Mapping[str, str]
+    dag_hash: Blob
+    eval_dag_hash: OptionalBlob
+    tensors: Annotated[Mapping[Name, Blob], Sorted()]
     data: DataSpec
     eval_data: DataSpec | None
-    partitioner: str = "op_fence"
-    schedule: str = "auto"  # auto | gpipe | 1f1b | zero-bubble
-    resume_of: str = ""  # job whose last checkpoint it continues
-    hidden: tuple[str, ...] = ()  # of ``tensors``: no part of the state dict, so never exported
+    partitioner: Name = "op_fence"
+    schedule: Name = "auto"  # auto | gpipe | 1f1b | zero-bubble
+    resume_of: ShortText = ""  # job whose last checkpoint it continues
+    # Of ``tensors``: no part of the state dict, so never exported.
+    hidden: Annotated[tuple[ShortText, ...], Sorted()] = ()
     federated: FederatedSpec | None = None
-    owner: str = (
-        ""  # who submitted it, as the coordinator found by the token; "": from before there were names
-    )
-    standbys: int | None = None  # workers that repeat stages' steps, at most; None: where they are worth it
+    # Who submitted it, as the coordinator found by the token; "": from before there were names.
+    owner: ShortText = ""
+    # Workers that repeat stages' steps, at most; None: where they are worth it.
+    standbys: Annotated[int, Within(0, MAX_STANDBYS)] | None = None
 
 
 def stepwise_groups(names: Sequence[str], optimizer: Optimizer) -> dict[str, ParamGroup]:

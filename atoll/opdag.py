@@ -12,6 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
+from typing import Annotated
+
+from atoll.bounded import MAX_ARGS, MAX_DIMS, MAX_OPS, Coded, Most, Name, Sorted
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -26,6 +29,7 @@ DTYPE_BYTES = {
     "bool": 1,
     "complex64": 8,
 }
+MAX_METRICS = 16
 FLOATING = frozenset({"float64", "float32", "bfloat16", "float16", "complex64"})
 
 
@@ -72,13 +76,14 @@ class TorchLiteral:
 
 
 Arg = OpRef | LeafRef | TorchLiteral | int | float | bool | str | None | tuple["Arg", ...]
+SentArg = Annotated[Arg, Coded("argument")]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
     """Static shape and dtype of one tensor at micro-batch size."""
 
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[int, ...], Most(MAX_DIMS)]
     dtype: str
 
     @property
@@ -107,12 +112,12 @@ class OpNode:
     single tensors ever cross a cut. ``requires_grad`` is that of the (single) output in training.
     """
 
-    name: str
+    name: Name
     kind: Kind
-    target: str  # "aten.linear.default", "builtin.getitem"
-    args: tuple[Arg, ...]
-    kwargs: tuple[tuple[str, Arg], ...]
-    outputs: tuple[TensorMeta, ...]
+    target: Name  # "aten.linear.default", "builtin.getitem"
+    args: Annotated[tuple[SentArg, ...], Most(MAX_ARGS)]
+    kwargs: Annotated[tuple[tuple[Name, SentArg], ...], Most(MAX_ARGS)]
+    outputs: Annotated[tuple[TensorMeta, ...], Most(MAX_ARGS)]
     is_tuple: bool = False
     requires_grad: bool = False
     grad_enabled: bool = True
@@ -150,17 +155,17 @@ class OpDag:
     rows (``atoll.rows``).
     """
 
-    ops: tuple[OpNode, ...]
-    inputs: dict[str, TensorMeta]
-    parameters: dict[str, StateMeta]
-    buffers: dict[str, StateMeta]
-    constants: dict[str, TensorMeta]
+    ops: Annotated[tuple[OpNode, ...], Most(MAX_OPS)]
+    inputs: Annotated[dict[Name, TensorMeta], Sorted()]
+    parameters: Annotated[dict[Name, StateMeta], Sorted()]
+    buffers: Annotated[dict[Name, StateMeta], Sorted()]
+    constants: Annotated[dict[Name, TensorMeta], Sorted()]
     loss: int
-    unsplittable: tuple[tuple[int, int], ...] = ()
-    constant_ops: frozenset[int] = field(default_factory=frozenset)
-    aliases: dict[str, str] = field(default_factory=dict)
+    unsplittable: Annotated[tuple[tuple[int, int], ...], Most(MAX_OPS)] = ()
+    constant_ops: Annotated[frozenset[int], Most(MAX_OPS)] = field(default_factory=frozenset)
+    aliases: Annotated[dict[Name, Name], Sorted()] = field(default_factory=dict)
     training: bool = True
-    metrics: dict[str, int] = field(default_factory=dict)
+    metrics: Annotated[dict[Name, int], Sorted(), Most(MAX_METRICS)] = field(default_factory=dict)
     weight: int | None = None
     tail: OpDag | None = None
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from atoll.bounded import MAX_ARGS, MAX_STAGES, At, Coded, Most, Name, OptionalBlob, Unsent, Unset, Within
+from atoll.compression import MAX_RATIO
 from atoll.errors import PlanError
 from atoll.exchange import Exchange, check_exchange
 from atoll.job import Recompute, TrainingSpec
@@ -23,6 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
+MAX_MICROS = 4096  # of a step
+MAX_MEMORY_TERMS = 32
+MAX_MEMORY_SCALE = 1e3
+Micros = Annotated[int, Within(0, MAX_MICROS)]
+Stage = Annotated[int, Within(0, MAX_STAGES - 1)]
+
+
 @dataclass(frozen=True, slots=True)
 class StageSpec:
     """Half-open op intervals and the worker that runs them."""
@@ -31,9 +40,9 @@ class StageSpec:
     stop: int
     eval_start: int
     eval_stop: int
-    worker: str
-    warmup: int  # forwards before the first backward; n_micro for GPipe
-    held: int = 0  # zero-bubble: most micro-batches that hold activations; 0: backwards are whole
+    worker: Annotated[Name, Coded("one worker")]
+    warmup: Micros  # forwards before the first backward; n_micro for GPipe
+    held: Micros = 0  # zero-bubble: most micro-batches that hold activations; 0: backwards are whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +66,11 @@ class Mask(StrEnum):
 class LinkSpec:
     """Codec of the tensors from one stage to another; fixed within a plan version."""
 
-    source: int  # stage
-    target: int  # stage
-    codec: str = "none"
-    ratio: float = 1.0  # dense bytes / wire bytes aimed at, >= 1; fixed-rate codecs ignore it
+    source: Stage
+    target: Stage
+    codec: Name = "none"
+    # Dense bytes / wire bytes aimed at, >= 1; fixed-rate codecs ignore it.
+    ratio: Annotated[float, Within(1.0, MAX_RATIO)] = 1.0
     mask: Mask = Mask.NONE
     reason: str = field(default="", compare=False)  # why, in words for users
 
@@ -72,7 +82,7 @@ class LinkPrediction:
     bytes_per_step: int
     busy_s: float
     dense_bytes_per_step: int = 0  # of the same tensors uncompressed
-    under_way_s: float = 0.0  # busy_s and waiting behind other flows on shared lines
+    under_way_s: Annotated[float, Within()] = 0.0  # busy_s and waiting behind other flows on shared lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +96,12 @@ class StagePrediction:
     handling_s: float = 0.0  # per step: messages, wakings; beside both
     gradient_bytes: int = 0  # of the parameters that one op uses; of those that several use, once for each:
     tied_gradient_bytes: int = 0  # what sums of blocks, and other replicas, take more memory for
-    memory_terms: tuple[tuple[str, int], ...] = ()  # (name, bytes) of the model, before ``memory_scale``
-    memory_scale: float = 1.0  # of the model's bytes, as learnt of the job: ``memory_bytes`` counts with it
-    figures_of: str = ""  # whose seconds these are, where another has the place since; neither sent nor kept
+    # (name, bytes) of the model, before ``memory_scale``
+    memory_terms: Annotated[tuple[tuple[str, int], ...], Most(MAX_MEMORY_TERMS)] = ()
+    # Of the model's bytes, as learnt of the job: ``memory_bytes`` counts with it.
+    memory_scale: Annotated[float, Within(0.0, MAX_MEMORY_SCALE), Unset(1.0)] = 1.0
+    # Whose seconds these are, where another has the place since; neither sent nor kept.
+    figures_of: Annotated[str, Unsent()] = ""
 
     @property
     def model_bytes(self) -> float:
@@ -109,20 +122,20 @@ class Prediction:
     lower_bound_s: float  # papers/peers.md 7.1
     bottleneck: str  # "link w1>w3" | "stage 2 on w3" | "latency"
     reason: str
-    stages: tuple[StagePrediction, ...] = ()
+    stages: Annotated[tuple[StagePrediction, ...], Most(MAX_STAGES)] = ()
     links: tuple[LinkPrediction, ...] = ()
     commit_s: float = 0.0
     single_machine_s: float | None = None  # the fastest member alone, memory aside
     single_machine: str = ""
-    notes: tuple[str, ...] = ()
+    notes: Annotated[tuple[str, ...], Most(MAX_ARGS)] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
     """A whole pipeline for some of the step's micro-batches; its links name its own stages."""
 
-    micros: tuple[int, int]  # half-open, on borders of blocks
-    stages: tuple[StageSpec, ...]
+    micros: Annotated[tuple[int, int], At("start", "stop")]  # half-open, on borders of blocks
+    stages: Annotated[tuple[StageSpec, ...], Most(MAX_STAGES)]
     links: tuple[LinkSpec, ...] = ()
 
 
@@ -130,20 +143,23 @@ class Replica:
 class Plan:
     """Versioned way to run one job."""
 
-    job: str
+    job: Name
     version: int
-    dag_hash: str
-    eval_dag_hash: str
-    partitioner: str
+    dag_hash: OptionalBlob
+    eval_dag_hash: OptionalBlob
+    partitioner: Name
     schedule: ScheduleName
-    n_micro: int
-    replicas: tuple[Replica, ...]
-    left_out: tuple[tuple[str, str], ...] = ()  # (worker, why)
+    n_micro: Annotated[int, Within(1, MAX_MICROS)]
+    replicas: Annotated[tuple[Replica, ...], Coded("replicas")]
+    left_out: tuple[tuple[Name, str], ...] = ()  # (worker, why)
     prediction: Prediction | None = field(default=None, compare=False)
-    recompute: Recompute = Recompute.OFF  # decided: never AUTO
-    blocks: int = 1  # of the step's micro-batches, whose gradients are summed one by one: the job's
+    recompute: Annotated[Recompute, Unset("off")] = Recompute.OFF  # decided: never AUTO
+    # Of the step's micro-batches, whose gradients are summed one by one: the job's.
+    blocks: Annotated[int, Within(1, MAX_MICROS), Unset(1)] = 1
     exchange: Exchange | None = None  # joins the replicas; present where there are several
-    absent: frozenset[int] = frozenset()  # ranks whose peer is lost and has no successor yet, of local steps
+    absent: Annotated[frozenset[int], Most(MAX_STAGES)] = (
+        frozenset()
+    )  # ranks whose peer is lost and has no successor yet, of local steps
 
     @property
     def only(self) -> Replica:

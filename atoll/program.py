@@ -10,9 +10,10 @@ a tied parameter's uses are added in descending op order, also down the chain.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from atoll.opdag import LeafRef, OpDag, OpNode, Source, TensorMeta, leaf_refs, op_refs
+from atoll.bounded import MAX_OPS, MAX_STAGES, MAX_TENSOR_BYTES, Most, Name, Once, Within
+from atoll.opdag import MAX_METRICS, LeafRef, OpDag, OpNode, Source, TensorMeta, leaf_refs, op_refs
 from atoll.rows import rows_of
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Produced:
     from ``grad_from``, the earliest of them."""
 
     op: int
-    targets: tuple[int, ...]
+    targets: Annotated[tuple[int, ...], Most(MAX_STAGES)]
     requires_grad: bool
     grad_from: int
 
@@ -51,8 +52,8 @@ class TiedParameter:
     """A parameter held by several stages: partial sums go from the last holder down to the
     first, the total goes from the first to every other."""
 
-    name: str
-    holders: tuple[int, ...]  # ascending; this stage is one of them
+    name: Name
+    holders: Annotated[tuple[int, ...], Most(MAX_STAGES)]  # ascending; this stage is one of them
     index: int  # among the DAG's parameters: the edge of its messages, the same on every holder
 
 
@@ -64,20 +65,22 @@ class StageProgram:
     """
 
     stage: int
-    n_stages: int
-    ops: tuple[tuple[int, OpNode], ...]
-    constant_ops: frozenset[int]
+    n_stages: Annotated[int, Within(1, MAX_STAGES)]
+    ops: Annotated[tuple[tuple[int, OpNode], ...], Most(MAX_OPS)]
+    constant_ops: Annotated[frozenset[int], Most(MAX_OPS)]
     received: tuple[Received, ...]
     produced: tuple[Produced, ...]
-    inputs: tuple[str, ...]
-    parameters: tuple[str, ...]
-    buffers: tuple[str, ...]
-    constants: tuple[str, ...]
+    inputs: Annotated[tuple[Name, ...], Once()]
+    parameters: Annotated[tuple[Name, ...], Once()]
+    buffers: Annotated[tuple[Name, ...], Once()]
+    constants: Annotated[tuple[Name, ...], Once()]
     tied: tuple[TiedParameter, ...]
     loss: int | None  # position of the loss when this stage computes it
-    metrics: tuple[tuple[str, int], ...] = ()  # name, position: those that this stage computes
+    # Name, position: those that this stage computes.
+    metrics: Annotated[tuple[tuple[Name, int], ...], Most(MAX_METRICS)] = ()
     weight: int | None = None  # position of the loss's count, where the loss is a sum over one
-    rows: int = 0  # of a micro-batch; 0: the inputs have no common first dimension
+    # Of a micro-batch; 0: the inputs have no common first dimension.
+    rows: Annotated[int, Within(0, MAX_TENSOR_BYTES)] = 0
     tail: StageProgram | None = None  # of an evaluation, with another number of rows: see ``atoll.rows``
 
     @property

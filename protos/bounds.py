@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sized
-from dataclasses import dataclass
 from enum import StrEnum
 from ipaddress import ip_address
 from typing import TypeVar
 
+from atoll.bounded import MAX_NAME_CHARS
 from atoll.errors import BadFrame
 from protos.text_limits import plain
 
@@ -25,25 +25,6 @@ _S = TypeVar("_S", bound=Sized)
 _E = TypeVar("_E", bound=StrEnum)
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Largest sizes accepted from a peer."""
-
-    ops: int = 200_000
-    items: int = 100_000  # entries of any list that has no bound of its own
-    args: int = 4096  # of one op, and of one nested tuple
-    nesting: int = 8  # depth of tuples within an argument
-    outputs: int = 4096  # of one op
-    dims: int = 16
-    tensor_bytes: int = 64 * 2**30
-    name_chars: int = 1024
-    text_chars: int = 16_384
-    stages: int = 4096
-
-
-DEFAULT_LIMITS = Limits()
-
-
 def text(what: str, value: str, limit: int) -> str:
     """``value`` when it has at most ``limit`` characters."""
     if len(value) > limit:
@@ -51,11 +32,11 @@ def text(what: str, value: str, limit: int) -> str:
     return value
 
 
-def name(what: str, value: str, limits: Limits) -> str:
+def name(what: str, value: str, most: int = MAX_NAME_CHARS) -> str:
     """A non-empty name of bounded length that may be shown as it is."""
     if not value:
         raise BadFrame(f"{what} is empty")
-    text(what, value, limits.name_chars)
+    text(what, value, most)
     if not plain(value):
         raise BadFrame(f"{what} {value[:80]!r} holds control characters")
     return value
@@ -108,3 +89,10 @@ def blob_hash(what: str, value: str) -> str:
     if _HASH.fullmatch(value) is None:
         raise BadFrame(f"{what} {value[:80]!r} is not a sha256 in 64 hexadecimal digits")
     return value
+
+
+def digits(what: str, value: bytes, n_bytes: int, *, empty: bool = False) -> str:
+    """``n_bytes`` bytes, or with ``empty`` none, in hexadecimal digits."""
+    if len(value) != n_bytes and not (empty and not value):
+        raise BadFrame(f"{what} of {len(value)} bytes, not {n_bytes}")
+    return value.hex()

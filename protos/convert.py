@@ -1,160 +1,63 @@
-"""The only code that sees both pb2 and atoll's types: ``to_proto`` and ``from_proto``.
-
-``to_proto`` raises UsageError for a value that the wire cannot carry. ``from_proto`` treats its
-message as a peer's: counts, nesting, lengths, positions, names and sizes are checked against
-``Limits``, and BadFrame (or UsageError from a type's own rules) names the number that is wrong.
-"""
+"""Jobs, graphs, plans and programs as messages and as bytes. ``protos.coding`` does it by their type hints;
+here stand their few irregular fields, and in ``protos.checks`` what must hold among several."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from typing import Any, TypeVar, overload
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
+from atoll.bounded import MAX_ARGS, MAX_ITEMS, MAX_NAME_CHARS, MAX_STAGES, MAX_TEXT_CHARS
 from atoll.dataset_spec import DataSpec
 from atoll.errors import BadFrame
-from atoll.federated import FederatedSpec
+from atoll.exchange import PairTable
+from atoll.federated import FederatedSpec, Option
 from atoll.job import JobSpec, TrainingSpec
-from atoll.opdag import OpDag, OpNode, TensorMeta
-from atoll.plan import Plan
+from atoll.opdag import Arg, LeafRef, OpDag, OpNode, OpRef, Source, StateMeta, TensorMeta, TorchLiteral
+from atoll.plan import LinkSpec, Plan, Replica, StageSpec, one_replica
 from atoll.program import StageProgram
 from protos import atoll_job_pb2 as pb
-from protos.bounds import DEFAULT_LIMITS, Limits
-from protos.convert_federated import federated_from_proto, federated_to_proto
-from protos.convert_graph import (
-    dag_from_proto,
-    dag_to_proto,
-    meta_from_proto,
-    meta_to_proto,
-    metas_from_proto,
-    metas_to_proto,
-    node_from_proto,
-    node_to_proto,
-    state_from_proto,
-    state_to_proto,
-)
-from protos.convert_job import (
-    data_from_proto,
-    data_to_proto,
-    job_from_proto,
-    job_to_proto,
-    training_from_proto,
-    training_to_proto,
-)
-from protos.convert_plan import plan_from_proto, plan_to_proto, program_from_proto, program_to_proto
+from protos import bounds, checks, coding
+from protos.coding import CODES, Form
 
-__all__ = [
-    "DEFAULT_LIMITS",
-    "Limits",
-    "content_hash",
-    "dag_bytes",
-    "dag_from_bytes",
-    "decode",
-    "encode",
-    "from_proto",
-    "metas_from_proto",
-    "metas_to_proto",
-    "state_from_proto",
-    "state_to_proto",
-    "to_proto",
-]
-
-_TO: dict[type, Callable[[Any], Message]] = {
-    OpDag: dag_to_proto,
-    OpNode: node_to_proto,
-    TensorMeta: meta_to_proto,
-    TrainingSpec: training_to_proto,
-    DataSpec: data_to_proto,
-    JobSpec: job_to_proto,
-    FederatedSpec: federated_to_proto,
-    Plan: plan_to_proto,
-    StageProgram: program_to_proto,
-}
-_FROM: dict[type, Callable[[Any, Limits], Any]] = {
-    pb.OpDag: dag_from_proto,
-    pb.OpNode: node_from_proto,
-    pb.TensorMeta: meta_from_proto,
-    pb.TrainingSpec: training_from_proto,
-    pb.DataSpec: data_from_proto,
-    pb.JobSpec: job_from_proto,
-    pb.FederatedSpec: federated_from_proto,
-    pb.Plan: plan_from_proto,
-    pb.StageProgram: program_from_proto,
-}
-_MESSAGE: dict[type, type[Message]] = {
-    OpDag: pb.OpDag,
-    TrainingSpec: pb.TrainingSpec,
-    DataSpec: pb.DataSpec,
-    JobSpec: pb.JobSpec,
-    Plan: pb.Plan,
-    StageProgram: pb.StageProgram,
-}
+MAX_NESTING = 8  # of tuples within an argument
+LITERAL_KINDS = frozenset({"dtype", "layout", "memory_format", "device"})
+_KINDS = (
+    *(OpDag, OpNode, TensorMeta, StageProgram, Plan, LinkSpec),
+    *(JobSpec, TrainingSpec, DataSpec, FederatedSpec),
+)
+KINDS = {kind.__name__: kind for kind in _KINDS}
+"""What travels under its class's name."""
 _T = TypeVar("_T")
 
 
-@overload
-def to_proto(value: OpDag) -> pb.OpDag: ...
-@overload
-def to_proto(value: OpNode) -> pb.OpNode: ...
-@overload
-def to_proto(value: TensorMeta) -> pb.TensorMeta: ...
-@overload
-def to_proto(value: TrainingSpec) -> pb.TrainingSpec: ...
-@overload
-def to_proto(value: DataSpec) -> pb.DataSpec: ...
-@overload
-def to_proto(value: JobSpec) -> pb.JobSpec: ...
-@overload
-def to_proto(value: FederatedSpec) -> pb.FederatedSpec: ...
-@overload
-def to_proto(value: Plan) -> pb.Plan: ...
-@overload
-def to_proto(value: StageProgram) -> pb.StageProgram: ...
 def to_proto(value: Any) -> Any:
-    """The message for a value of the shared vocabulary."""
-    return _TO[type(value)](value)
+    """Return the message for a value. Raises UsageError for what it cannot carry."""
+    return coding.write(value, getattr(pb, type(value).__name__))
 
 
-@overload
-def from_proto(message: pb.OpDag, limits: Limits = ...) -> OpDag: ...
-@overload
-def from_proto(message: pb.OpNode, limits: Limits = ...) -> OpNode: ...
-@overload
-def from_proto(message: pb.TensorMeta, limits: Limits = ...) -> TensorMeta: ...
-@overload
-def from_proto(message: pb.TrainingSpec, limits: Limits = ...) -> TrainingSpec: ...
-@overload
-def from_proto(message: pb.DataSpec, limits: Limits = ...) -> DataSpec: ...
-@overload
-def from_proto(message: pb.JobSpec, limits: Limits = ...) -> JobSpec: ...
-@overload
-def from_proto(message: pb.FederatedSpec, limits: Limits = ...) -> FederatedSpec: ...
-@overload
-def from_proto(message: pb.Plan, limits: Limits = ...) -> Plan: ...
-@overload
-def from_proto(message: pb.StageProgram, limits: Limits = ...) -> StageProgram: ...
-def from_proto(message: Any, limits: Limits = DEFAULT_LIMITS) -> Any:
-    """The value that a peer's message stands for, checked against ``limits``."""
-    return _FROM[type(message)](message, limits)
+def from_proto(message: Any) -> Any:
+    """Return the value that a peer's message stands for. Raises BadFrame; UsageError of a type's own."""
+    return coding.read(KINDS[message.DESCRIPTOR.name], message)
 
 
-def encode(value: OpDag | TrainingSpec | DataSpec | JobSpec | Plan | StageProgram) -> bytes:
+def encode(value: Any) -> bytes:
     """Deterministic bytes of a value, for files and journals."""
-    return to_proto(value).SerializeToString(deterministic=True)
+    encoded: bytes = to_proto(value).SerializeToString(deterministic=True)
+    return encoded
 
 
-def decode(kind: type[_T], data: bytes, limits: Limits = DEFAULT_LIMITS) -> _T:
+def decode(kind: type[_T], data: bytes) -> _T:
     """The value of type ``kind`` that ``encode`` wrote; BadFrame when it is none."""
-    message = _MESSAGE[kind]()
+    message = getattr(pb, kind.__name__)()
     try:
         message.ParseFromString(data)
     except DecodeError as error:
         raise BadFrame(f"{len(data)} bytes are no {kind.__name__}: {error}") from None
-    value = _FROM[type(message)](message, limits)
-    assert isinstance(value, kind)  # noqa: S101 - the two tables agree
-    return value
+    return coding.read(kind, message)
 
 
 def dag_bytes(dag: OpDag) -> bytes:
@@ -162,11 +65,150 @@ def dag_bytes(dag: OpDag) -> bytes:
     return encode(dag)
 
 
-def dag_from_bytes(data: bytes, limits: Limits = DEFAULT_LIMITS) -> OpDag:
+def dag_from_bytes(data: bytes) -> OpDag:
     """The DAG stored in ``data``; BadFrame when it is no DAG or out of bounds."""
-    return decode(OpDag, data, limits)
+    return decode(OpDag, data)
 
 
 def content_hash(data: bytes) -> str:
     """sha256 in hexadecimal: the name of a blob."""
     return hashlib.sha256(data).hexdigest()
+
+
+# ---------------------------------------------------------------- irregular fields
+
+
+def _argument(message: pb.Arg, depth: int = 0) -> Arg:
+    match message.WhichOneof("value"):
+        case "op":
+            return OpRef(message.op)
+        case "leaf":
+            source = bounds.one_of("leaf source", message.leaf.source, Source)
+            return LeafRef(source, bounds.name("leaf name", message.leaf.name))
+        case "torch":
+            if message.torch.kind not in LITERAL_KINDS:
+                raise BadFrame(f"literal kind {message.torch.kind[:64]!r} is unknown")
+            return TorchLiteral(
+                message.torch.kind, bounds.text("literal name", message.torch.name, MAX_NAME_CHARS)
+            )
+        case "text":
+            return bounds.text("text argument", message.text, MAX_TEXT_CHARS)
+        case "none":
+            return None
+        case "tuple":
+            if depth >= MAX_NESTING:
+                raise BadFrame(f"argument nested deeper than {MAX_NESTING}")
+            items = bounds.count("tuple argument", message.tuple.items, MAX_ARGS)
+            return tuple([_argument(item, depth + 1) for item in items])
+        case None:
+            raise BadFrame("argument without a value")
+        case kind:
+            plain: Arg = getattr(message, kind)
+            return plain
+
+
+def _written_argument(arg: Arg) -> dict[str, Any]:
+    match arg:
+        case OpRef(op):
+            return {"op": op}
+        case LeafRef(source, name):
+            return {"leaf": {"source": source, "name": name}}
+        case TorchLiteral(kind, name):
+            return {"torch": {"kind": kind, "name": name}}
+        case None:
+            return {"none": True}
+        case tuple():
+            return {"tuple": {"items": [_written_argument(item) for item in arg]}}
+    return _plain(arg)
+
+
+def _plain(value: Option) -> dict[str, Any]:
+    """A bool is an int, so it is looked for first."""
+    for kind, name in ((bool, "boolean"), (int, "integer"), (float, "real")):
+        if isinstance(value, kind):
+            return {name: value}
+    return {"text": value}
+
+
+def _option(message: pb.Option) -> Option:
+    kind = message.WhichOneof("value")
+    if kind is None:
+        raise BadFrame(f"option {message.name[:64]!r} has no value")
+    value: Option = getattr(message, kind)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadFrame(f"option {message.name[:64]!r} = {value}; a finite number is accepted")
+    return value
+
+
+def _worker(message: pb.StageSpec) -> str:
+    if len(message.workers) != 1:
+        raise BadFrame(f"a stage with {len(message.workers)} workers, not one")
+    return bounds.name("worker", message.workers[0])
+
+
+def _pairs(message: pb.Exchange) -> PairTable | None:
+    return coding.read(PairTable, message) if message.pair_rates else None
+
+
+def _written_pairs(pairs: PairTable | None) -> dict[str, Any]:
+    return {} if pairs is None else coding.fields_of(pairs, pb.Exchange.DESCRIPTOR)
+
+
+def _replicas(message: pb.Plan) -> tuple[Replica, ...]:
+    """The pipeline of a plan that has one, or the replicas of one that has several."""
+    if message.replicas:
+        if message.stages or message.links or len(message.replicas) == 1:
+            raise BadFrame(f"a plan of {len(message.replicas)} replicas in the form of another number")
+        bounds.count("stages", [s for r in message.replicas for s in r.stages], MAX_STAGES)
+        return tuple(coding.read(Replica, replica) for replica in message.replicas)
+    stages = tuple(coding.read(StageSpec, s) for s in bounds.count("stages", message.stages, MAX_STAGES))
+    links = tuple(coding.read(LinkSpec, s) for s in bounds.count("links", message.links, MAX_ITEMS))
+    return one_replica(message.n_micro, stages, links)
+
+
+def _written_replicas(replicas: tuple[Replica, ...]) -> dict[str, Any]:
+    written = [coding.fields_of(replica, pb.Replica.DESCRIPTOR) for replica in replicas]
+    if len(written) > 1:
+        return {"replicas": written}
+    return {"stages": written[0]["stages"], "links": written[0]["links"]}
+
+
+CODES.update(
+    {
+        "argument": Form(_argument, _written_argument),
+        "option": Form(_option, _plain),
+        "one worker": Form(_worker, lambda worker: {"workers": [worker]}),
+        "pairs": Form(_pairs, _written_pairs),
+        "replicas": Form(_replicas, _written_replicas),
+    }
+)
+coding.CHECKS.update(checks.CHECKS)
+
+
+# ---------------------------------------------------------------- for messages that are not read as a whole
+
+
+def state_to_proto(states: Mapping[str, StateMeta]) -> list[pb.NamedMeta]:
+    """Named parameters, buffers or constants, sorted by name."""
+    entry = pb.NamedMeta.DESCRIPTOR
+    return [pb.NamedMeta(name=name, **coding.fields_of(states[name], entry)) for name in sorted(states)]
+
+
+def metas_to_proto(metas: Mapping[str, TensorMeta]) -> list[pb.NamedMeta]:
+    """Named shapes, sorted by name."""
+    return [pb.NamedMeta(name=name, meta=to_proto(metas[name])) for name in sorted(metas)]
+
+
+def state_from_proto(messages: Sequence[pb.NamedMeta]) -> dict[str, StateMeta]:
+    """Named parameters, buffers or constants; BadFrame when a name repeats."""
+    found: dict[str, StateMeta] = {}
+    for message in bounds.count("named tensors", messages, MAX_ITEMS):
+        if bounds.name("tensor name", message.name) in found:
+            raise BadFrame(f"tensor name {message.name!r} repeats")
+        found[message.name] = coding.read(StateMeta, message)
+    return found
+
+
+def metas_from_proto(messages: Sequence[pb.NamedMeta]) -> dict[str, TensorMeta]:
+    """Named shapes; BadFrame when a name repeats."""
+    return {name: state.meta for name, state in state_from_proto(messages).items()}

@@ -24,9 +24,8 @@ from atoll.errors import AccessDenied, AtollError, ProtocolMismatch
 from atoll.federated import ConsentWord as Word
 from compressors import CODECS
 from hostos.networks import ANYWHERE
-from protos import PROTOCOL_VERSION
+from protos import PROTOCOL_VERSION, coding
 from protos import atoll_control_pb2 as pb
-from protos.convert_federated import dataset_to_proto
 from protos.devices import device_name
 from worker.apps.host import AppHost
 from worker.blobs import BlobCache, BlobFiles
@@ -544,7 +543,7 @@ class Member:
         if self._config.number:  # they are the machine's, and its first device's
             return []
         try:
-            return [dataset_to_proto(facts) for facts in known_facts(self._config.state_dir)]
+            return [coding.write(facts, pb.DatasetFacts) for facts in known_facts(self._config.state_dir)]
         except AtollError as error:
             log.error("data.unreadable", reason=str(error))
             return []

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any
 
+from atoll.bounded import MAX_ITEMS, MAX_NAME_CHARS, MAX_STAGES
 from atoll.errors import BadFrame
 from atoll.exchange import DIGEST_BYTES as ROUND_DIGEST_BYTES
-from atoll.federated import MAX_SAMPLES, ConsentWord, checked_name
+from atoll.federated import MAX_SAMPLES, ConsentWord, DatasetFacts, checked_name
 from atoll.job import MOST_LOCAL_STEPS
 from atoll.opdag import op_refs
 from atoll.program import stage_programs
@@ -21,12 +22,9 @@ from coordinator.services.blob_rights import leaves_of, most_bytes
 from coordinator.storage.graph_store import GraphStore, leaf_metas
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
-from protos import bounds
-from protos.bounds import DEFAULT_LIMITS as LIMITS
+from protos import bounds, coding
 from protos.bounds import DIGEST_BYTES
 from protos.convert import metas_to_proto, state_to_proto, to_proto
-from protos.convert_federated import datasets_from_proto, figures
-from protos.convert_plan import link_to_proto
 from protos.text_limits import clean
 from strategies.partition_data import MAX_CLIENTS
 
@@ -40,6 +38,8 @@ MAX_LOSSES = max(4096, MOST_LOCAL_STEPS)  # micro-batches of a step, or steps of
 MAX_RELAY_CHARS = 270  # HOST:PORT
 MAX_SECONDS = 30 * 86_400.0
 MAX_MOVED_BYTES = 1 << 44
+MAX_DATASETS = 256  # a worker
+MAX_FIGURES = 64  # scalars, and metrics, of one message
 MAX_DRAWN = 4096  # clients of a round
 MAX_TERMS = 64  # of a host's sums
 MAX_WHY_CHARS = 200  # a client
@@ -74,7 +74,7 @@ def introduction_from(m: pb.Introduction) -> ev.Introduction:
         site=clean(m.site, 100),
         codecs=tuple(clean(c, 60) for c in bounds.count("codecs", m.codecs, MAX_CODECS)),
         codec_speeds=_speeds(m.codec_speeds),
-        datasets=datasets_from_proto(m.datasets),
+        datasets=_datasets(m.datasets),
         held=_held(m.held) if m.HasField("held") else None,
         guest=_guest(m.guest) if m.HasField("guest") else ev.UNLIMITED,
         copies=tuple(_copy_held(copy) for copy in bounds.count("copies", m.copies, MAX_COPIES)),
@@ -86,12 +86,12 @@ def introduction_from(m: pb.Introduction) -> ev.Introduction:
 
 def _copy_stored(m: pb.CopyStored) -> ev.CopyStored:
     name = clean(m.name, MAX_COPY_NAME_CHARS)
-    return ev.CopyStored(bounds.name("job", m.job, LIMITS), name, clean(m.error, MAX_REASON_CHARS))
+    return ev.CopyStored(bounds.name("job", m.job), name, clean(m.error, MAX_REASON_CHARS))
 
 
 def _copy_held(m: pb.CopyHeld) -> ev.CopyHeld:
     return ev.CopyHeld(
-        bounds.name("job", m.job, LIMITS),
+        bounds.name("job", m.job),
         clean(m.name, MAX_COPY_NAME_CHARS),
         _moved("bytes of a copy", m.bytes),
         _moved("fetched bytes of a copy", m.fetched_bytes),
@@ -118,14 +118,27 @@ def _guest(m: pb.GuestLimits) -> ev.Guest:
 
 
 def _held(m: pb.HeldStage) -> ev.Held:
-    return ev.Held(bounds.name("job", m.job, LIMITS), m.plan_version, m.step, m.loaded, m.ready)
+    return ev.Held(bounds.name("job", m.job), m.plan_version, m.step, m.loaded, m.ready)
 
 
 def _speeds(listed: Sequence[pb.CodecSpeed]) -> dict[str, tuple[float, float]]:
     return {
-        clean(bounds.name("codec", s.codec, LIMITS), 60): (s.encode_bytes_per_s, s.decode_bytes_per_s)
+        clean(bounds.name("codec", s.codec), 60): (s.encode_bytes_per_s, s.decode_bytes_per_s)
         for s in bounds.count("codec speeds", listed, MAX_CODECS)
     }
+
+
+def _datasets(listed: Sequence[pb.DatasetFacts]) -> tuple[DatasetFacts, ...]:
+    found = tuple(coding.read(DatasetFacts, m) for m in bounds.count("data sets", listed, MAX_DATASETS))
+    if len({facts.name for facts in found}) < len(found):
+        raise BadFrame("a data set's name repeats")
+    return found
+
+
+def _figures(what: str, values: Mapping[str, float]) -> dict[str, float]:
+    """Named numbers of a peer, sorted by name; whether they are finite, their reader judges."""
+    bounds.count(what, values, MAX_FIGURES)
+    return {bounds.name(f"name in {what}", name): values[name] for name in sorted(values)}
 
 
 def message_from(message: pb.FromWorker) -> ev.PeerMessage | None:
@@ -145,16 +158,14 @@ def message_from(message: pb.FromWorker) -> ev.PeerMessage | None:
 
 def tensors_from(messages: Iterable[job_pb.TensorBlob]) -> dict[str, str]:
     """Names to blob hashes; BadFrame when a bound is broken."""
-    listed = bounds.count("tensors", list(messages), LIMITS.items)
-    return {
-        bounds.name("tensor name", t.name, LIMITS): bounds.blob_hash("tensor blob", t.blob) for t in listed
-    }
+    listed = bounds.count("tensors", list(messages), MAX_ITEMS)
+    return {bounds.name("tensor name", t.name): bounds.blob_hash("tensor blob", t.blob) for t in listed}
 
 
 def _heartbeat(m: pb.Heartbeat) -> ev.Heartbeat:
-    job = bounds.text("job", m.job, LIMITS.name_chars)
+    job = bounds.text("job", m.job, MAX_NAME_CHARS)
     what, seconds = clean(m.waits_what, 24), bounds.number("waits_s", m.waits_s, 0.0, MAX_SECONDS)
-    waits = ev.Waits(clean(m.waits_for, LIMITS.name_chars), what, m.waits_step, seconds) if what else None
+    waits = ev.Waits(clean(m.waits_for, MAX_NAME_CHARS), what, m.waits_step, seconds) if what else None
     guest = _guest(m.guest) if m.HasField("guest") else ev.UNLIMITED
     figures_of = (m.worker_time_s, job, m.plan_version, m.step, m.progress, m.memory_bytes)
     peak = bounds.within("memory_peak_bytes", m.memory_peak_bytes, 0, MAX_MEMORY_BYTES)
@@ -163,21 +174,21 @@ def _heartbeat(m: pb.Heartbeat) -> ev.Heartbeat:
 
 def _ops_probed(m: pb.OpsProbed) -> ev.OpsProbed:
     timings = {
-        bounds.name("signature", t.signature, LIMITS): (t.forward_s, t.backward_s)
-        for t in bounds.count("op timings", m.timings, LIMITS.items)
+        bounds.name("signature", t.signature): (t.forward_s, t.backward_s)
+        for t in bounds.count("op timings", m.timings, MAX_ITEMS)
     }
     return ev.OpsProbed(m.request, timings, clean(m.error, MAX_REASON_CHARS))
 
 
 def _link_probed(m: pb.LinkProbed) -> ev.LinkProbed:
-    peer = bounds.name("peer", m.peer, LIMITS)
+    peer = bounds.name("peer", m.peer)
     return ev.LinkProbed(m.request, peer, m.rtt_s, m.bandwidth_bps, clean(m.error, MAX_REASON_CHARS))
 
 
 def _peer_joined(m: pb.PeerJoined) -> ev.PeerJoined:
     if m.way not in ("", "local", "direct", "reversed", "relayed"):
         raise BadFrame(f"joined {m.way[:40]!r}; possible are local, direct, reversed, relayed")
-    return ev.PeerJoined(bounds.name("peer", m.peer, LIMITS), m.way, clean(m.relay, MAX_RELAY_CHARS))
+    return ev.PeerJoined(bounds.name("peer", m.peer), m.way, clean(m.relay, MAX_RELAY_CHARS))
 
 
 def _ready(m: pb.StepReady) -> ev.StepReady:
@@ -186,7 +197,7 @@ def _ready(m: pb.StepReady) -> ev.StepReady:
         version=m.plan_version,
         step=m.step,
         losses=tuple(bounds.count("losses", m.losses, MAX_LOSSES)),
-        square_norms=tuple(bounds.count("squared norms", m.square_norms, LIMITS.items)),
+        square_norms=tuple(bounds.count("squared norms", m.square_norms, MAX_ITEMS)),
         finite=m.finite,
         forward_s=m.forward_s,
         backward_s=m.backward_s,
@@ -196,7 +207,7 @@ def _ready(m: pb.StepReady) -> ev.StepReady:
         weights=tuple(bounds.count("weights of losses", m.weights, MAX_LOSSES)),
         links=tuple(
             ev.Goodput(
-                peer=bounds.name("peer", g.peer, LIMITS),
+                peer=bounds.name("peer", g.peer),
                 n_bytes=g.bytes,
                 busy_s=g.busy_s,
                 rtt_s=g.rtt_s,
@@ -205,7 +216,7 @@ def _ready(m: pb.StepReady) -> ev.StepReady:
                 decode_s=g.decode_s,
                 quickest_bps=g.quickest_bps,
             )
-            for g in bounds.count("link figures", m.links, LIMITS.stages)
+            for g in bounds.count("link figures", m.links, MAX_STAGES)
         ),
         digest=_digest(m.digest),
         receipt=_receipt(m.receipt) if m.HasField("receipt") else None,
@@ -215,12 +226,12 @@ def _ready(m: pb.StepReady) -> ev.StepReady:
 def _receipt(m: pb.ExchangeReceipt) -> ev.RoundReceipt:
     return ev.RoundReceipt(
         m.round,
-        tuple(bounds.count("ranks of a round", m.included, LIMITS.stages)),
+        tuple(bounds.count("ranks of a round", m.included, MAX_STAGES)),
         bounds.number("share of a round", m.share, 0.0, 1.0),
         m.sent_bytes,
         m.received_bytes,
-        bounds.text("digest of a round", m.digest, LIMITS.name_chars),
-        {total.owner: _total(total) for total in bounds.count("totals of a round", m.totals, LIMITS.stages)},
+        bounds.text("digest of a round", m.digest, MAX_NAME_CHARS),
+        {total.owner: _total(total) for total in bounds.count("totals of a round", m.totals, MAX_STAGES)},
     )
 
 
@@ -240,7 +251,7 @@ def _digest(m: pb.StepDigest) -> ev.Digest:
 def _eval_ready(m: pb.EvalReady) -> ev.EvalReady:
     loss = m.loss if m.HasField("loss") else None
     coded = m.coded_loss if m.HasField("coded_loss") else None
-    return ev.EvalReady(m.job, m.plan_version, m.step, loss, coded, figures("metrics", m.metrics, LIMITS))
+    return ev.EvalReady(m.job, m.plan_version, m.step, loss, coded, _figures("metrics", m.metrics))
 
 
 def _stored(m: pb.StateStored) -> ev.StateStored:
@@ -250,7 +261,7 @@ def _stored(m: pb.StateStored) -> ev.StateStored:
 
 def _failed(m: pb.StageFailed) -> ev.StageFailed:
     reason = clean(m.reason, MAX_REASON_CHARS)
-    lost = bounds.name("lost peer", m.lost_peer, LIMITS) if m.lost_peer else ""
+    lost = bounds.name("lost peer", m.lost_peer) if m.lost_peer else ""
     n_bytes = bounds.within("memory_bytes", m.memory_bytes, 0, MAX_MEMORY_BYTES)
     return ev.StageFailed(m.job, m.plan_version, m.step, reason, lost, n_bytes)
 
@@ -258,14 +269,14 @@ def _failed(m: pb.StageFailed) -> ev.StageFailed:
 def _update_ready(m: pb.UpdateReady) -> ev.UpdateReady:
     host = _host_rows(m) if m.order else None
     return ev.UpdateReady(
-        job=bounds.name("job", m.job, LIMITS),
+        job=bounds.name("job", m.job),
         round=m.round,
         update=bounds.blob_hash("update", m.update.hash) if host is None or host.rows else "",
         update_bytes=m.update.size,
         n_samples=m.n_samples,
         steps=m.steps,
-        scalars=figures("scalars", m.scalars, LIMITS),
-        metrics=figures("metrics", m.metrics, LIMITS),
+        scalars=_figures("scalars", m.scalars),
+        metrics=_figures("metrics", m.metrics),
         square_loss=m.square_loss,
         train_s=_seconds("train_s", m.train_s),
         upload_bytes=_moved("upload_bytes", m.upload_bytes),
@@ -301,17 +312,17 @@ def _loaded(m: pb.Loaded) -> ev.Loaded:
 
 def _client_evaluated(m: pb.ClientEvaluated) -> ev.ClientEvaluated:
     return ev.ClientEvaluated(
-        job=bounds.name("job", m.job, LIMITS),
+        job=bounds.name("job", m.job),
         round=m.round,
         n_samples=m.n_samples,
         loss=m.loss,
-        metrics=figures("metrics", m.metrics, LIMITS),
+        metrics=_figures("metrics", m.metrics),
         took_s=_seconds("took_s", m.took_s),
         download_bytes=_moved("download_bytes", m.download_bytes),
         download_s=_seconds("download_s", m.download_s),
         rows={
             checked_name("client", r.client): ev.EvaluatedRow(
-                r.n_samples, r.loss, figures("metrics", r.metrics, LIMITS)
+                r.n_samples, r.loss, _figures("metrics", r.metrics)
             )
             for r in bounds.count("clients", m.rows, MAX_CLIENTS)
         },
@@ -319,14 +330,14 @@ def _client_evaluated(m: pb.ClientEvaluated) -> ev.ClientEvaluated:
 
 
 def _client_failed(m: pb.ClientFailed) -> ev.ClientFailed:
-    job = bounds.name("job", m.job, LIMITS)
+    job = bounds.name("job", m.job)
     return ev.ClientFailed(job, m.round, clean(m.reason, MAX_REASON_CHARS), clean(m.during, 16))
 
 
 def _consent(m: pb.Consent) -> ev.ConsentSaid:
     word = bounds.one_of("consent", m.word, ConsentWord)
     graph = bounds.blob_hash("graph", m.graph) if m.graph else ""
-    return ev.ConsentSaid(bounds.name("job", m.job, LIMITS), word, clean(m.reason, MAX_REASON_CHARS), graph)
+    return ev.ConsentSaid(bounds.name("job", m.job), word, clean(m.reason, MAX_REASON_CHARS), graph)
 
 
 def _moved(what: str, value: int) -> int:
@@ -480,7 +491,7 @@ def _commit(message: do.StepCommit) -> pb.StepCommit:
             pb.Relink(
                 plan_version=message.relink.version,
                 first_step=message.relink.first_step,
-                links=[link_to_proto(link) for link in message.relink.links],
+                links=[to_proto(link) for link in message.relink.links],
             )
         )
     return commit
@@ -542,7 +553,7 @@ def _replay(replay: do.Replay) -> pb.Replay:
         pb.PlanEra(
             plan_version=era.version,
             first_step=era.first_step,
-            links=[link_to_proto(link) for link in era.links],
+            links=[to_proto(link) for link in era.links],
         )
         for era in replay.eras
     ]

@@ -36,9 +36,8 @@ PURE = [
     "coordinator/client/chrome_trace.py",
     "worker/session",
     "protos/convert.py",
-    "protos/convert_graph.py",
-    "protos/convert_job.py",
-    "protos/convert_plan.py",
+    "protos/coding.py",
+    "protos/checks.py",
     "protos/telemetry.py",
     "protos/bounds.py",
 ]
@@ -251,7 +250,7 @@ def test_no_function_of_the_workers_daemon_imports_torch() -> None:
 
 
 def test_convert_is_the_only_module_that_knows_both_schema_and_types_of_jobs() -> None:
-    allowed = {"convert.py", "convert_graph.py", "convert_job.py", "convert_plan.py"}
+    allowed = {"convert.py"}
     both = [
         path.name
         for path in _sources("protos")

@@ -368,7 +368,7 @@ def from_workers() -> dict[str, Message]:
     """What a worker says to its coordinator."""
     from compressors.container import Stored
     from protos import atoll_control_pb2 as pb
-    from protos.convert_federated import dataset_to_proto
+    from protos import coding
     from strategies.fixed import FixedSums, Grid
     from strategies.values import ClientUpdate
     from worker.federated import orders
@@ -443,7 +443,7 @@ def from_workers() -> dict[str, Message]:
                 codecs=["int8"],
                 incarnation=5,
                 codec_speeds=wire.speeds_to_proto({"int8": (2e9, 1e9)}),
-                datasets=[dataset_to_proto(facts)],
+                datasets=[coding.write(facts, pb.DatasetFacts)],
                 held=held,
                 guest=guest,
                 copies=[copy],

@@ -54,7 +54,6 @@ from atoll.plan import (
 from atoll.program import StageProgram, stage_programs
 from protos import atoll_job_pb2 as pb
 from protos.convert import (
-    Limits,
     content_hash,
     dag_bytes,
     dag_from_bytes,
@@ -283,9 +282,12 @@ def test_a_plan_of_one_pipeline_travels_in_the_form_of_journals_without_replicas
         (lambda m: setattr(m.replicas[1], "stop", 9), "stop of a replica"),
         (lambda m: setattr(m.replicas[1], "start", 8), "start of a replica"),
         (lambda m: setattr(m, "blocks", 9), "blocks"),
-        (lambda m: setattr(m.exchange, "every", 0), "steps between exchanges"),
+        (lambda m: setattr(m.exchange, "every", 0), "Exchange.every = 0"),
         (lambda m: setattr(m.exchange, "quorum", float("nan")), "quorum"),
-        (lambda m: m.exchange.inner.inner.SetInParent(), "within the inner exchange"),
+        (
+            lambda m: m.exchange.inner.inner.CopyFrom(two_replicas().exchange.inner),
+            "within the inner exchange",
+        ),
     ],
 )
 def test_a_plan_with_replicas_that_cannot_be_is_refused(spoil: Any, why: str) -> None:
@@ -387,9 +389,9 @@ def test_a_reference_to_a_later_op_is_refused() -> None:
 
 
 def test_a_tensor_larger_than_the_bound_is_refused_with_its_size() -> None:
-    meta = TensorMeta((1024, 1024), "float32")
-    with pytest.raises(BadFrame, match="4194304 bytes > 1000"):
-        from_proto(to_proto(meta), Limits(tensor_bytes=1000))
+    meta = TensorMeta((2**17, 2**18), "float32")
+    with pytest.raises(BadFrame, match="137438953472 bytes > 68719476736"):
+        from_proto(to_proto(meta))
 
 
 def test_a_zero_extent_does_not_hide_an_absurd_one() -> None:

@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
+from atoll.bounded import MAX_ITEMS
 from atoll.compression import MAX_RATIO
 from atoll.errors import BadFrame
 from atoll.job import Precision
 from atoll.opdag import leaf_refs
 from atoll.plan import LinkSpec, Plan
 from protos import atoll_control_pb2 as pb
-from protos import bounds, convert, convert_plan
-from protos.bounds import DEFAULT_LIMITS
+from protos import bounds, coding, convert
 from strategies.partition_data import MAX_CLIENTS
 from worker.federated.orders import EvaluateOrder, Joining, ModelRef, TrainOrder
 from worker.machine.op_probe import OpProbe
@@ -50,7 +50,7 @@ class OpsRequest:
 
 def assignment(m: pb.Assign) -> Assignment:
     """A stage of a plan."""
-    job = bounds.name("job", m.job, DEFAULT_LIMITS)
+    job = bounds.name("job", m.job)
     plan = convert.from_proto(m.plan)
     rank = bounds.within("rank", m.rank, 0, len(plan.places) - 1)
     return Assignment(
@@ -63,7 +63,7 @@ def assignment(m: pb.Assign) -> Assignment:
         replica=plan.places[rank].replica,
         links=wire.neighbours(m),
         tensors=_tensors(m),
-        states=convert.state_from_proto(m.metas, DEFAULT_LIMITS),
+        states=convert.state_from_proto(m.metas),
         first_step=m.first_step,
         replay=_replay(m) if m.HasField("replay") else None,
         standby=m.replay.standby,
@@ -109,20 +109,20 @@ def _replay(m: pb.Assign) -> Replay:
 
 def links(m: pb.Relink | pb.PlanEra) -> tuple[LinkSpec, ...]:
     """Codecs of the links of a plan version."""
-    found = bounds.count("links", list(m.links), DEFAULT_LIMITS.items)
-    return tuple(convert_plan.link_from_proto(link, DEFAULT_LIMITS.stages, DEFAULT_LIMITS) for link in found)
+    found = bounds.count("links", list(m.links), MAX_ITEMS)
+    return tuple(coding.read(LinkSpec, link) for link in found)
 
 
 def joining(m: pb.Participate) -> Joining:
     """A federated job."""
     return Joining(
-        job=bounds.name("job", m.job, DEFAULT_LIMITS),
+        job=bounds.name("job", m.job),
         version=m.version,
         training=convert.from_proto(m.training),
         federated=convert.from_proto(m.federated),
         program=convert.from_proto(m.program),
         eval_program=convert.from_proto(m.eval_program) if m.HasField("eval_program") else None,
-        states=convert.state_from_proto(m.metas, DEFAULT_LIMITS),
+        states=convert.state_from_proto(m.metas),
         tensors=_tensors(m),
         batch=bounds.within("batch", m.batch, 1, MAX_BATCH),
     )
@@ -130,7 +130,7 @@ def joining(m: pb.Participate) -> Joining:
 
 def train_order(m: pb.TrainRound) -> TrainOrder:
     """A round to train."""
-    codec = bounds.name("codec", m.codec, DEFAULT_LIMITS)
+    codec = bounds.name("codec", m.codec)
     ratio = bounds.number("ratio", m.ratio, 1.0, MAX_RATIO)
     clients = _clients(m.clients)
     return TrainOrder(
@@ -151,12 +151,12 @@ def ops_request(m: pb.ProbeOps) -> OpsRequest:
 
 def _op_probe(m: pb.ProbeOp) -> OpProbe:
     node = convert.from_proto(m.op)
-    leaves = convert.metas_from_proto(m.leaves, DEFAULT_LIMITS)
+    leaves = convert.metas_from_proto(m.leaves)
     missing = [leaf.name for leaf in leaf_refs(node) if leaf.name not in leaves]
     if missing:
         raise BadFrame(f"op {node.target} to time lacks the shape of {missing[:3]}")
     return OpProbe(
-        bounds.name("signature", m.signature, DEFAULT_LIMITS),
+        bounds.name("signature", m.signature),
         node,
         tuple(convert.from_proto(meta) for meta in m.op_inputs),
         tuple(leaves[leaf.name] for leaf in leaf_refs(node)),
@@ -165,8 +165,8 @@ def _op_probe(m: pb.ProbeOp) -> OpProbe:
 
 def _tensors(m: pb.Assign | pb.Participate) -> dict[str, str]:
     return {
-        bounds.name("tensor", t.name, DEFAULT_LIMITS): bounds.blob_hash("blob", t.blob)
-        for t in bounds.count("tensors", list(m.tensors), DEFAULT_LIMITS.items)
+        bounds.name("tensor", t.name): bounds.blob_hash("blob", t.blob)
+        for t in bounds.count("tensors", list(m.tensors), MAX_ITEMS)
     }
 
 

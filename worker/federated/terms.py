@@ -16,7 +16,6 @@ from atoll.sampling import held_out_of
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos import bounds, convert
-from protos.bounds import DEFAULT_LIMITS
 from protos.text_limits import clean
 from strategies import make_strategy
 from strategies.clipping import unclippable
@@ -47,7 +46,7 @@ class Asked:
         self.training: TrainingSpec = convert.from_proto(m.training)
         self.federated: FederatedSpec = convert.from_proto(m.federated)
         self.strategy: Strategy = make_strategy(self.rule.strategy, self.rule.options)
-        states = convert.state_from_proto(m.metas, DEFAULT_LIMITS)
+        states = convert.state_from_proto(m.metas)
         used = {n for program in self._programs() for n in (*program.parameters, *program.buffers)}
         missing = sorted(used - states.keys())
         if missing:
@@ -72,7 +71,7 @@ class Asked:
         m, graph = self._m, graph_hash(self._m)
         parts = [graph.encode(), _bytes(m.training), _bytes(m.federated), m.batch.to_bytes(8, "little")]
         return Terms(
-            bounds.name("job", m.job, DEFAULT_LIMITS),
+            bounds.name("job", m.job),
             self.federated.data,
             clean(m.owner, MAX_OWNER_CHARS),
             graph,

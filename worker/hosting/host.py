@@ -26,7 +26,7 @@ from atoll.errors import AtollError, BadFrame, StorageError, UsageError
 from hostos.private_files import private_folder
 from protos import atoll_compute_pb2 as pb
 from protos import atoll_control_pb2 as control
-from protos.convert_plan import link_to_proto
+from protos.convert import to_proto
 from protos.text_limits import clean
 from worker.config import make_state_dir
 from worker.data.registry import dataset_folder
@@ -248,7 +248,7 @@ class ComputeHost:
                 self._at(version, step)
                 self._tell(pb.ToCompute(evaluate=_step(job, version, step, evaluate_coded=coded)))
             case instructions.ChangeLinks(job, version, step, relink):
-                links = [link_to_proto(link) for link in relink.links]
+                links = [to_proto(link) for link in relink.links]
                 changed = control.Relink(
                     plan_version=relink.version, first_step=relink.first_step, links=links
                 )

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from atoll.bounded import MAX_ITEMS
 from atoll.errors import AtollError, BadFrame, ConnectionFailed
 from protos import atoll_compute_pb2 as pb
 from protos import atoll_control_pb2 as control
 from protos import bounds
-from protos.bounds import DEFAULT_LIMITS
 from worker.blobs import BlobFile
 from worker.cancel import Cancel, Cancelled
 from worker.session.events import Probed
@@ -113,7 +113,7 @@ class Served:
         """Send files of the process's own folders to the store. Raises BadFrame."""
         files = [
             BlobFile(self._own(file.path), bounds.blob_hash("blob", file.hash), file.size)
-            for file in bounds.count("files", list(m.files), DEFAULT_LIMITS.items)
+            for file in bounds.count("files", list(m.files), MAX_ITEMS)
         ]
 
         keep = self._keep

@@ -6,7 +6,7 @@ from typing import Any
 
 from atoll.errors import BadFrame
 from protos import atoll_compute_pb2 as pb
-from protos.bounds import DEFAULT_LIMITS, name
+from protos.bounds import name
 from protos.text_limits import clean
 from worker.session import events as ev
 
@@ -66,7 +66,7 @@ def event_of(m: pb.Posted) -> ev.Event:
         raise BadFrame(f"{m.kind} with a message of kind {body!r}")
     fields: dict[str, Any] = {}
     if kind is not ev.Probed:
-        fields["job"] = name("job", m.job, DEFAULT_LIMITS)
+        fields["job"] = name("job", m.job)
         if body:
             _check_message(m, getattr(m.message, body))
     if "version" in kind.__slots__:

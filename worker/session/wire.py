@@ -10,11 +10,13 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from atoll.bounded import MAX_ITEMS, MAX_STAGES
 from atoll.errors import BadFrame
+from atoll.exchange import Exchange
+from atoll.plan import LinkSpec
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
-from protos import bounds, convert_plan
-from protos.bounds import DEFAULT_LIMITS
+from protos import bounds, coding
 from protos.relay_tickets import MAC_BYTES, TICKET_BYTES
 from protos.text_limits import clean
 from worker.links.codec_use import CodecUse
@@ -182,7 +184,7 @@ def refusal(message: pb.ToWorker, reason: str) -> instructions.StageFailed | ins
 
 def _welcome(m: pb.Welcome) -> events.Welcome:
     return events.Welcome(
-        bounds.name("worker", m.worker, DEFAULT_LIMITS),
+        bounds.name("worker", m.worker),
         bounds.number("heartbeat", m.heartbeat_s, 0.01, 3600.0),
         bounds.number("idle heartbeat", m.idle_heartbeat_s, 0.0, 3600.0),
         m.term,
@@ -192,14 +194,14 @@ def _welcome(m: pb.Welcome) -> events.Welcome:
 def _assign(m: pb.Assign) -> events.Assign:
     links = neighbours(m)
     peers = frozenset(link.worker for link in links)
-    job = bounds.name("job", m.job, DEFAULT_LIMITS)
+    job = bounds.name("job", m.job)
     eras = _replayed(m) if m.HasField("replay") else ()
     holders = tuple(
         PeerLink(*_peer(holder)) for holder in bounds.count("holders", list(m.holders), MAX_HOLDERS)
     )
     m.ClearField("holders")  # what computes asks nobody but this process
     work = AssignedStage(m, links, holders)
-    exchange = convert_plan.exchange_of(m.plan, DEFAULT_LIMITS)
+    exchange = coding.read(Exchange, m.plan.exchange) if m.plan.HasField("exchange") else None
     if exchange is None or not exchange.local:
         return events.Assign(job, m.plan_version, peers, m.first_step, work, eras, m.replay.standby)
     steps = bounds.within("steps", m.training.steps, m.first_step, MAX_STEP)
@@ -210,13 +212,13 @@ def _keep_copies(m: pb.KeepCopies) -> CopiesAsked:
     return CopiesAsked(
         tuple(
             CopyAsked(
-                bounds.name("job", copy.job, DEFAULT_LIMITS),
-                bounds.name("copy", copy.name, DEFAULT_LIMITS),
+                bounds.name("job", copy.job),
+                bounds.name("copy", copy.name),
                 {
                     bounds.blob_hash("blob", b.hash): bounds.within(
                         "bytes of a blob", b.size, 0, MAX_BLOB_BYTES
                     )
-                    for b in bounds.count("blobs of a copy", list(copy.blobs), DEFAULT_LIMITS.items)
+                    for b in bounds.count("blobs of a copy", list(copy.blobs), MAX_ITEMS)
                 },
                 copy.working,
                 tuple(PeerLink(*_peer(h)) for h in bounds.count("holders", list(copy.holders), MAX_HOLDERS)),
@@ -228,11 +230,11 @@ def _keep_copies(m: pb.KeepCopies) -> CopiesAsked:
 
 def _store_copy(m: pb.StoreCopy) -> CopyWanted:
     return CopyWanted(
-        bounds.name("job", m.job, DEFAULT_LIMITS),
-        bounds.name("copy", m.name, DEFAULT_LIMITS),
+        bounds.name("job", m.job),
+        bounds.name("copy", m.name),
         tuple(
             bounds.blob_hash("blob", blob)
-            for blob in bounds.count("blobs of a copy", list(m.blobs), DEFAULT_LIMITS.items)
+            for blob in bounds.count("blobs of a copy", list(m.blobs), MAX_ITEMS)
         ),
     )
 
@@ -260,15 +262,15 @@ def _replayed(m: pb.Assign) -> tuple[tuple[int, int], ...]:
         bounds.within("last version in a replay", firsts[-1], 0, m.first_step - 1)
         bounds.within("last version in a replay", versions[-1], 0, m.plan_version - 1)
     for era in replay.eras:
-        for link in bounds.count("links", era.links, DEFAULT_LIMITS.items):
-            convert_plan.link_from_proto(link, DEFAULT_LIMITS.stages, DEFAULT_LIMITS)
+        for link in bounds.count("links", era.links, MAX_ITEMS):
+            coding.read(LinkSpec, link)
     return eras
 
 
 def _reconfigure(m: pb.Reconfigure) -> events.Reconfigure:
     links = neighbours(m)
     return events.Reconfigure(
-        bounds.name("job", m.job, DEFAULT_LIMITS),
+        bounds.name("job", m.job),
         bounds.within("plan version", m.plan_version, m.base_version + 1, MAX_VERSION),
         m.base_version,
         bounds.within("step", m.step, 0, MAX_STEP),
@@ -281,13 +283,13 @@ def _reconfigure(m: pb.Reconfigure) -> events.Reconfigure:
 def _standbys(m: pb.Standbys) -> StandbysExpected:
     links = neighbours(m)
     ranks = {entry.peer.worker: entry.rank for entry in m.peers}
-    return StandbysExpected(bounds.name("job", m.job, DEFAULT_LIMITS), ranks, links, m.checks)
+    return StandbysExpected(bounds.name("job", m.job), ranks, links, m.checks)
 
 
 def neighbours(m: pb.Assign | pb.Reconfigure | pb.Standbys) -> tuple[PeerLink, ...]:
     """The peers of a stage, each once; their relays' tickets stay here. Raises BadFrame."""
     links: dict[str, PeerLink] = {}
-    for entry in bounds.count("peers", list(m.peers), DEFAULT_LIMITS.stages):
+    for entry in bounds.count("peers", list(m.peers), MAX_STAGES):
         name, paths = _peer(entry)
         links[name] = PeerLink(name, paths)
         entry.peer.ClearField("relay")  # what computes is given no key
@@ -313,12 +315,11 @@ def _commit(m: pb.StepCommit) -> events.StepCommit:
 
 
 def _relink(m: pb.StepCommit) -> events.Relink:
-    limits = DEFAULT_LIMITS
-    links = bounds.count("links", list(m.relink.links), limits.items)
+    links = bounds.count("links", list(m.relink.links), MAX_ITEMS)
     return events.Relink(
         bounds.within("plan version", m.relink.plan_version, m.plan_version + 1, MAX_VERSION),
         bounds.within("first step of new links", m.relink.first_step, m.step + 2, MAX_STEP),
-        tuple(convert_plan.link_from_proto(link, limits.stages, limits) for link in links),
+        tuple(coding.read(LinkSpec, link) for link in links),
     )
 
 
@@ -339,7 +340,7 @@ def _expect_peer(m: pb.ExpectPeer) -> PeerExpected:
 
 
 def _peer(m: pb.RankPeer | pb.ProbeLink | pb.ExpectPeer) -> tuple[str, Paths]:
-    name = bounds.name("peer", m.peer.worker, DEFAULT_LIMITS)
+    name = bounds.name("peer", m.peer.worker)
     addresses = tuple(
         (bounds.host("host", a.host), bounds.within("port", a.port, 1, 65535))
         for a in bounds.count("addresses", list(m.peer.addresses), MAX_ADDRESSES)
@@ -376,9 +377,7 @@ _READERS: Mapping[str, Any] = {
     "expect_peer": _expect_peer,
     "keep_copies": _keep_copies,
     "store_copy": _store_copy,
-    "revoked": lambda m: PeerRevoked(
-        bounds.name("worker", m.worker, DEFAULT_LIMITS), clean(m.reason, MAX_REASON_CHARS)
-    ),
+    "revoked": lambda m: PeerRevoked(bounds.name("worker", m.worker), clean(m.reason, MAX_REASON_CHARS)),
     "authorities": lambda m: AuthoritiesNamed(
         m.ca_pem, bounds.number("left_s", m.left_s, 0.0, MAX_OVERLAP_S)
     ),

@@ -11,7 +11,6 @@ from dataclasses import asdict
 
 from protos import atoll_control_pb2 as pb
 from protos import bounds
-from protos.bounds import DEFAULT_LIMITS
 from protos.text_limits import clean
 from worker.federated.orders import Assessment, HostAnswer, TrainOrder, Update
 from worker.session import events
@@ -25,7 +24,7 @@ MAX_ROUND = (1 << 31) - 1  # a round's steps have keys of 64 bits
 
 def invited(m: pb.Participate) -> events.Participate:
     """A federated job that wants this worker; the compute process alone looks into the message."""
-    return events.Participate(bounds.name("job", m.job, DEFAULT_LIMITS), m.version, m)
+    return events.Participate(bounds.name("job", m.job), m.version, m)
 
 
 def train_asked(m: pb.TrainRound) -> events.TrainRound:

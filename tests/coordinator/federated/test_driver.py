@@ -35,8 +35,8 @@ from coordinator.messages.jobs import Phase
 from coordinator.services.views import job_update
 from coordinator.services.wire import introduction_from, message_from
 from protos import atoll_control_pb2 as pb
+from protos.coding import read, write
 from protos.convert import from_proto, to_proto
-from protos.convert_federated import dataset_from_proto, dataset_to_proto, datasets_from_proto
 from protos.telemetry import Event
 from strategies import make_strategy
 from strategies.oort import Oort
@@ -410,9 +410,10 @@ def test_a_federated_job_that_brings_data_is_refused() -> None:
 
 
 def test_what_a_worker_says_of_its_data_is_bounded() -> None:
-    assert dataset_from_proto(dataset_to_proto(DIGITS)) == DIGITS
+    stated = write(DIGITS, pb.DatasetFacts)
+    assert read(DatasetFacts, stated) == DIGITS
     with pytest.raises(BadFrame, match="repeats"):
-        datasets_from_proto([dataset_to_proto(DIGITS)] * 2)
+        introduction_from(pb.Introduction(datasets=[stated, stated]))
     for wrong in (
         pb.DatasetFacts(name="d", n_samples=0, fields=[pb.FieldFacts(name="x", dtype="int8")]),
         pb.DatasetFacts(name="d", n_samples=1, fields=[pb.FieldFacts(name="x", dtype="object")]),

@@ -16,7 +16,6 @@ from atoll.plan import LinkSpec, Mask
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos.convert import metas_to_proto, state_to_proto, to_proto
-from protos.convert_plan import link_to_proto
 from tests.worker.stage.crew import TRAINING, assign, case, cut_evenly
 from worker.compute import orders
 from worker.federated.orders import EvaluateOrder, ModelRef, TrainOrder
@@ -113,7 +112,7 @@ def repeated(stage: Assignment) -> pb.Assign:
     message = sent(replace(stage, first_step=9))
     message.plan_version = message.plan.version = 7
     eras = [pb.PlanEra(plan_version=3, first_step=2), pb.PlanEra(plan_version=5, first_step=6)]
-    eras[1].links.append(link_to_proto(LINK))
+    eras[1].links.append(to_proto(LINK))
     scales = [1.0, 0.5, 1.0, 1.0, 0.25]
     message.replay.CopyFrom(pb.Replay(first_step=4, eras=eras, gradient_scales=scales, stores=[8]))
     return message
@@ -171,10 +170,10 @@ def test_other_workers_for_a_plans_stages_are_decoded_and_bounded(stage: Assignm
 
 
 def test_new_links_are_decoded_and_bounded() -> None:
-    assert orders.links(pb.Relink(links=[link_to_proto(LINK)])) == (LINK,)
+    assert orders.links(pb.Relink(links=[to_proto(LINK)])) == (LINK,)
     for wrong in (replace(LINK, ratio=0.5), replace(LINK, target=9999), replace(LINK, codec="")):
         with pytest.raises(BadFrame):
-            orders.links(pb.Relink(links=[link_to_proto(wrong)]))
+            orders.links(pb.Relink(links=[to_proto(wrong)]))
 
 
 def test_a_federated_job_is_decoded_and_its_batch_bounded(stage: Assignment) -> None:

@@ -168,7 +168,7 @@ def test_an_op_that_is_timed_is_shown_on_the_status_page_until_it_ends(
         ),
         (instructions.TrainLocally("j", 3, pb.TrainRound(job="j", round=3)), "codec"),
         (instructions.EvaluateLocally("j", 3, pb.EvaluateRound(job="j", round=3)), "model"),
-        (instructions.JoinFederation("j", 3, ComputeJoin(invitation=pb.Participate(job="j"))), "optimizer"),
+        (instructions.JoinFederation("j", 3, ComputeJoin(invitation=pb.Participate(job="j"))), "Optimizer"),
     ],
 )
 def test_an_order_that_breaks_a_bound_is_a_failure_of_its_job_and_the_bench_goes_on(

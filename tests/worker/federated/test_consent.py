@@ -11,8 +11,7 @@ import pytest
 from atoll.errors import BadFrame, StorageError, UsageError
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
-from protos.convert import to_proto
-from protos.convert_graph import state_to_proto
+from protos.convert import state_to_proto, to_proto
 from strategies import counted
 from strategies.clipping import Clipping
 from tests.worker.federated.test_participation import KEY, TRAINING, Server, context, order, same

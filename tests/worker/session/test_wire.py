@@ -9,7 +9,7 @@ from atoll.exchange import Receipt
 from atoll.held_out import Figures
 from atoll.plan import LinkSpec, Mask
 from protos import atoll_control_pb2 as pb
-from protos.convert_plan import link_to_proto
+from protos.convert import to_proto
 from protos.relay_tickets import TICKET_BYTES
 from worker.links.codec_use import CodecUse
 from worker.session import events
@@ -23,7 +23,7 @@ LINK = LinkSpec(0, 1, "topk", 8.0, Mask.NONE, "the slowest link")
 
 
 def commit(version: int = 2, first_step: int = 7, link: LinkSpec = LINK, **changes: object) -> pb.ToWorker:
-    relink = pb.Relink(plan_version=version, first_step=first_step, links=[link_to_proto(link)])
+    relink = pb.Relink(plan_version=version, first_step=first_step, links=[to_proto(link)])
     fields: dict[str, object] = {"job": "j", "plan_version": 1, "step": 5, "gradient_scale": 1.0, **changes}
     return pb.ToWorker(commit=pb.StepCommit(relink=relink, **fields))  # type: ignore[arg-type]
 
@@ -202,7 +202,7 @@ def test_an_assignment_says_which_versions_the_repeated_steps_had() -> None:
         replayed(eras=[pb.PlanEra(plan_version=1), pb.PlanEra(plan_version=2, first_step=7)]),
         replayed(eras=[pb.PlanEra(plan_version=2), pb.PlanEra(plan_version=1, first_step=6)]),
         replayed(eras=[pb.PlanEra(plan_version=1), pb.PlanEra(plan_version=2)]),
-        replayed(eras=[pb.PlanEra(plan_version=1, links=[link_to_proto(LinkSpec(0, 1, "topk", 0.5))])]),
+        replayed(eras=[pb.PlanEra(plan_version=1, links=[to_proto(LinkSpec(0, 1, "topk", 0.5))])]),
     ],
 )
 def test_a_replay_beyond_a_bound_is_refused(wrong: pb.ToWorker) -> None:
