@@ -47,6 +47,7 @@ from coordinator.pipeline.beside import Beside
 from coordinator.pipeline.changes.losses import Losses
 from coordinator.pipeline.changes.seats import Seats
 from coordinator.pipeline.health.doubt import as_failure
+from coordinator.pipeline.health.evidence import Guilt
 from coordinator.pipeline.health.stuck import Stuck
 from coordinator.pipeline.health.suspicion import Suspicion
 from coordinator.pipeline.history import current
@@ -92,8 +93,8 @@ class PipelineDriver:
     def __post_init__(self) -> None:
         self.profiling = Profiling(self.effects, self.measuring)
         self.adapting = Adapting(self.effects, self.config.adaptation)
-        self.stuck = Stuck(self.effects.roster, self.effects.label)
-        self.suspicion = Suspicion(self.effects, self.stuck)
+        guilt = Guilt(self.effects)
+        self.stuck, self.suspicion = Stuck(self.effects, guilt), Suspicion(self.effects, guilt)
         self.beside = Beside(
             self.effects,
             self.jobs,
@@ -303,9 +304,7 @@ class PipelineDriver:
             why = f"of {worker}, which has no rank in {message.job}"
             self.effects.drop(type(message).__name__, why)
             return
-        wrong = self.suspicion.untrue(state, rank, worker, message)
-        if wrong is not None:
-            self.effects.quarantine(worker, wrong)
+        if self.suspicion.untrue(state, rank, worker, message):
             return
         if isinstance(message, ev.StepReady) and state.plan is not None:
             message = as_failure(state, of_neighbours(state.plan, rank, message))
@@ -354,8 +353,7 @@ class PipelineDriver:
                 self._step(state.job, LogsShort())
         # Who has not come back after our restart has a deadline of its own.
         here = {job: state for job, state in self.jobs.items() if job not in self.returns.of}
-        for blamed, seconds in self.stuck.tick(here, self.effects.now_s):
-            self.effects.quarantine(blamed.worker, f"{blamed.reason}; for {seconds:.0f} s", seconds)
+        self.stuck.tick(here)
         self.suspicion.tick(self.jobs)
         for state in list(self.jobs.values()):
             self.seating.look(state)

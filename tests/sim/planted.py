@@ -101,7 +101,7 @@ def fact_after_consequence(patch: pytest.MonkeyPatch) -> None:
 
 def nobody_reads_progress(patch: pytest.MonkeyPatch) -> None:
     """Heartbeats are signs of life, and nobody looks at what they say."""
-    patch.setattr(Stuck, "tick", lambda self, jobs, now_s: [])
+    patch.setattr(Stuck, "tick", lambda self, jobs: None)
 
 
 def log_trimmed_too_early(patch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from coordinator.messages.jobs import (
 from coordinator.pipeline import history
 from coordinator.pipeline.assigning import neighbours, repetition
 from coordinator.pipeline.health.digests import Difference, Verdict, compare, drawn, judge
+from coordinator.pipeline.health.evidence import Culprit, Evidence
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
@@ -332,11 +333,11 @@ class SpotChecks:
             self.suspicion.dispute(state, {})
             self._agreed(state, case, second)
             self._want_logs(state.job)
-            self.effects.quarantine(
-                first,
+            words = (
                 f"wrong: {labels[first]} repeated step {at} of {place} otherwise than {labels[holder]} and "
-                f"{labels[second]}",
+                f"{labels[second]}"
             )
+            self.suspicion.guilt.found(Evidence.OUTVOTED, Culprit(first, words))
         elif verdict is Verdict.HOLDER:
             self.suspicion.dispute(state, {})
             self._reject(
@@ -371,7 +372,7 @@ class SpotChecks:
         self.effects.record(WorkRejected(state.job, before.step, worker, reason))
         self._want_logs(state.job)
         self.step(state.job, anew(state, reason, Cause.WRONG, before))
-        self.effects.quarantine(worker, reason)
+        self.suspicion.guilt.found(Evidence.OUTVOTED, Culprit(worker, reason))
 
     # ------------------------------------------------------------ words
 

@@ -4,9 +4,7 @@ Heartbeats come from a process that lives even where what it should compute does
 name whom a worker waits for; following these claims leads to a worker that waits for nobody and does nothing,
 or to two of which one waits for what the other claims to have sent, or to a cycle. A claim is held against
 what is known without it: who has reported its part, and since when the job stands still. Between two workers
-nothing tells a lost link from a lie, so one of them goes, first the one that waits, and both are remembered:
-whoever is part of the next such pair again goes first. Quarantines end, each later than the one before.
-Pure.
+nothing tells a lost link from a lie, so one of them goes, first the one that waits (``evidence``). Pure.
 """
 
 from __future__ import annotations
@@ -18,13 +16,12 @@ from typing import TYPE_CHECKING
 
 from coordinator.messages.jobs import RUNNING, STEPPING, JobState, Phase
 from coordinator.pipeline.health.deadlines import Deadlines, deadlines, storing_s
+from coordinator.pipeline.health.evidence import Culprit, Evidence, Guilt
 
 if TYPE_CHECKING:
-    from coordinator.membership.roster import Roster
+    from coordinator.membership.effects import Effects
     from coordinator.messages.events import Waits
 
-BACKOFF_S, LONGEST_BACKOFF_S = 60.0, 3600.0
-FORGIVEN_AFTER_S = 3600.0
 LONGEST_TICK_S = 0.5  # what passes between two ticks beyond this was our own stall
 
 Stamp = tuple[object, ...]
@@ -38,15 +35,6 @@ class Seat:
     done: bool  # it has reported its part of what is under way
     still_s: float  # since its count last moved
     waits: Waits | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Culprit:
-    """The worker that goes, and why; ``other``: the one that may be to blame as well."""
-
-    worker: str
-    reason: str
-    other: str = ""
 
 
 def culprit(
@@ -158,23 +146,13 @@ class _Watched:
 
 
 @dataclass(slots=True)
-class _Record:
-    """Times that a worker was quarantined for standing still, or was one of two; ``last_s``: the newest."""
-
-    quarantines: int = 0
-    trouble: int = 0
-    last_s: float = 0.0
-
-
-@dataclass(slots=True)
 class Stuck:
     """All running jobs of stages. Its clock counts what passes between ticks, so that our own stalls and a
     machine's sleep are nobody's fault."""
 
-    roster: Roster
-    label: Callable[[str], str]
+    effects: Effects
+    guilt: Guilt
     _jobs: dict[str, _Watched] = field(default_factory=dict)
-    _records: dict[str, _Record] = field(default_factory=dict)
     _clock_s: float = 0.0
     _tick_s: float | None = None
 
@@ -183,16 +161,17 @@ class Stuck:
         if state.awaiting_eval is not None and state.job in self._jobs:
             self._jobs[state.job].evaluated.add(rank)
 
-    def tick(self, jobs: Mapping[str, JobState], now_s: float) -> list[tuple[Culprit, float]]:
-        """Return whom jobs that stand still are to lose, each with the seconds of its quarantine."""
-        longest_s = max(LONGEST_TICK_S, self.roster.liveness.heartbeat_s)
+    def tick(self, jobs: Mapping[str, JobState]) -> None:
+        """Have jobs that stand still lose who is to blame."""
+        now_s = self.effects.now_s
+        longest_s = max(LONGEST_TICK_S, self.effects.roster.liveness.heartbeat_s)
         self._clock_s += min(longest_s, now_s - self._tick_s) if self._tick_s is not None else 0.0
         self._tick_s = now_s
         running = {job: state for job, state in jobs.items() if state.phase in RUNNING}
         for job in self._jobs.keys() - running.keys():
             del self._jobs[job]
-        found = (self._look(state) for state in running.values())
-        return [(blamed, self.blame(blamed, now_s)) for blamed in found if blamed is not None]
+        for blamed in list(filter(None, map(self._look, running.values()))):
+            self.guilt.found(Evidence.STILL, blamed)
 
     # ------------------------------------------------------------ one job
 
@@ -200,12 +179,12 @@ class Stuck:
         watched = self._jobs.setdefault(state.job, _Watched())
         self._note(watched, state)
         places = [state.plan.places[rank] for rank in state.present] if state.plan is not None else ()
-        slowdown = self.roster.slowdown(state.job, (place.worker for place in places))
+        slowdown = self.effects.roster.slowdown(state.job, (place.worker for place in places))
         silent_s, allowed = self._clock_s - watched.since_s, deadlines(state, slowdown)
         seats = self._seats(watched, state)
         still_s = min((seat.still_s for seat in seats.values() if not seat.done), default=silent_s)
         if silent_s > allowed.silent_s or (still_s > allowed.still_s and not _await_data(seats)):
-            blamed = culprit(seats, silent_s, self._trouble, self.label)
+            blamed = culprit(seats, silent_s, self.guilt.trouble, self.effects.label)
             if blamed or (blamed := self._withheld(state, silent_s, allowed)):
                 return blamed
         return self._unstored(watched, state)
@@ -230,7 +209,7 @@ class Stuck:
         done, seats = _done(state, watched.evaluated), {}
         for rank in state.present:
             place = state.plan.places[rank]  # type: ignore[union-attr]
-            known = self.roster.workers[place.worker]
+            known = self.effects.roster.workers[place.worker]
             beat = known.beat
             uploads = known.uploads if state.phase is Phase.STORING else 0  # else they go on beside a hang
             counts: Stamp = (beat.progress if beat is not None else 0, uploads)
@@ -249,7 +228,7 @@ class Stuck:
             return None
         worker = state.plan.places[state.plan.evaluator].worker
         return Culprit(
-            worker, f"{self.label(worker)} has not reported the held-out loss for {silent_s:.0f} s; "
+            worker, f"{self.effects.label(worker)} has not reported the held-out loss for {silent_s:.0f} s; "
             f"{allowed.silent_s:.0f} s are allowed",
         )  # fmt: skip
 
@@ -261,27 +240,8 @@ class Stuck:
         waited_s = self._clock_s - since_s
         if waited_s <= storing_s(state):
             return None
-        reason = f"{self.label(worker)} has not stored its part of step {done} for {waited_s:.0f} s"
+        reason = f"{self.effects.label(worker)} has not stored its part of step {done} for {waited_s:.0f} s"
         return Culprit(worker, reason)
-
-    # ------------------------------------------------------------ records
-
-    @property
-    def _trouble(self) -> dict[str, int]:
-        return {worker: record.trouble for worker, record in self._records.items()}
-
-    def blame(self, blamed: Culprit, now_s: float) -> float:
-        """Remember who was involved; returns the seconds of the quarantine."""
-        for worker, record in list(self._records.items()):
-            if now_s - record.last_s > FORGIVEN_AFTER_S:
-                del self._records[worker]
-        for worker in filter(None, (blamed.worker, blamed.other)):
-            record = self._records.setdefault(worker, _Record())
-            record.trouble += bool(blamed.other)
-            record.last_s = now_s
-        record = self._records[blamed.worker]
-        record.quarantines += 1
-        return float(min(LONGEST_BACKOFF_S, BACKOFF_S * 2.0 ** (record.quarantines - 1)))
 
 
 def _done(state: JobState, evaluated: set[int]) -> set[int]:

@@ -2,7 +2,7 @@
 
 What is suspicious, ``anomalies`` and ``doubt`` decide; `atoll status` shows it. A slow worker is better than
 none, so one whose figures are odd is replaced only where another is idle that could hold its stage, and where
-that gains time. Whoever goes is quarantined with the back-off of ``stuck``. Pure.
+that gains time. What follows for whom, ``evidence`` says. Pure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from coordinator.messages.jobs import ENDED, STEPPING, Doubt, JobState
 from coordinator.pipeline.health import anomalies
 from coordinator.pipeline.health.anomalies import Alarm, Watched
 from coordinator.pipeline.health.doubt import cleared
-from coordinator.pipeline.health.stuck import Culprit, Stuck
+from coordinator.pipeline.health.evidence import GUILT, Culprit, Evidence, Guilt
 from coordinator.pipeline.history import current
 from protos.telemetry import Event as Name
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Suspicion:
-    """All jobs of stages; ``stuck`` remembers how often a worker was quarantined."""
+    """All jobs of stages; ``guilt``: what follows for whom."""
 
     effects: Effects
-    stuck: Stuck
+    guilt: Guilt
     _watched: dict[str, Watched] = field(default_factory=dict)
     _named: dict[str, Mapping[str, str]] = field(default_factory=dict)  # job -> worker -> why
     _disputed: dict[str, Mapping[str, str]] = field(default_factory=dict)  # the same, of steps repeated
@@ -65,8 +65,14 @@ class Suspicion:
             self._disputed[state.job] = why
         self._name(state)
 
-    def untrue(self, state: JobState, rank: int, worker: str, message: ev.StageMessage) -> str | None:
-        """Return why what a rank says cannot be true, None where it can; learn from the figures of a step."""
+    def untrue(self, state: JobState, rank: int, worker: str, message: ev.StageMessage) -> bool:
+        """Whether what a rank says cannot be true; learn from the figures of a step where it can."""
+        wrong = self._wrong(state, rank, worker, message)
+        if wrong is not None:
+            self.guilt.found(Evidence.UNTRUE, Culprit(worker, wrong))
+        return wrong is not None
+
+    def _wrong(self, state: JobState, rank: int, worker: str, message: ev.StageMessage) -> str | None:
         match message:
             case ev.StepReady() if _awaited(state, rank, message):
                 elapsed_s = self.effects.now_s - state.begun_s if state.begun_s is not None else None
@@ -87,9 +93,8 @@ class Suspicion:
             worker = anomalies.blamed(alarm, watched.alarms)
             if self._spare(state, worker) and watched.worth(alarm, state):
                 other = next(iter(alarm.key.ends - {worker}), "")
-                self._quarantine(
-                    Culprit(worker, f"{self.effects.label(worker)}: {self._words(alarm)}", other)
-                )
+                words = f"{self.effects.label(worker)}: {self._words(alarm)}"
+                self.guilt.found(Evidence.ODD_AND_SPARE, Culprit(worker, words, other))
 
     # ------------------------------------------------------------ what follows
 
@@ -99,7 +104,8 @@ class Suspicion:
         names = " or ".join(map(self.effects.label, guilty))
         without = "it" if len(guilty) == 1 else "them"
         for worker in guilty:
-            self._quarantine(Culprit(worker, f"{names}: {doubt.said}, finite without {without}"))
+            words = f"{names}: {doubt.said}, finite without {without}"
+            self.guilt.found(Evidence.FINITE_WITHOUT, Culprit(worker, words))
         if not guilty:
             reason = f"{doubt.said}, and was finite when the same workers did it again"
             self._log(state.job, doubt.suspects[0], reason)
@@ -112,10 +118,6 @@ class Suspicion:
         needed = told[rank].memory_bytes if told and rank is not None else 0
         spare = [*roster.idle(), *(standby.worker for standby in state.standbys.values())]
         return any(roster.workers[worker].memory_limit_bytes >= needed for worker in spare)
-
-    def _quarantine(self, blamed: Culprit) -> None:
-        seconds = self.stuck.blame(blamed, self.effects.now_s)
-        self.effects.quarantine(blamed.worker, f"{blamed.reason}; for {seconds:.0f} s", seconds)
 
     # ------------------------------------------------------------ names
 
@@ -136,13 +138,15 @@ class Suspicion:
             return {}
         watched = self._watched.get(state.job)
         alarms = watched.alarms if watched is not None else ()
-        found = dict(self._disputed.get(state.job, {}))
-        for alarm in alarms:
-            worker = anomalies.blamed(alarm, alarms)
-            found[worker] = "; ".join(filter(None, (found.get(worker, ""), self._words(alarm))))
-        if state.doubt is not None:
-            found[state.doubt.suspects[0]] = f"suspected: {state.doubt.said}; the step is done again"
-        return found
+        found = [(Evidence.OPPOSED, *item) for item in self._disputed.get(state.job, {}).items()]
+        found += [(Evidence.ODD, anomalies.blamed(a, alarms), self._words(a)) for a in alarms]
+        named: dict[str, str] = {}
+        for evidence, worker, words in found:
+            if GUILT[evidence].named:
+                named[worker] = "; ".join(filter(None, (named.get(worker, ""), words)))
+        if state.doubt is not None and GUILT[Evidence.NOT_FINITE].named:
+            named[state.doubt.suspects[0]] = f"suspected: {state.doubt.said}; the step is done again"
+        return named
 
     def _words(self, alarm: Alarm) -> str:
         return alarm.words(self.effects.label)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from coordinator.messages.events import Waits
-from coordinator.pipeline.health.stuck import Culprit, Seat, culprit
+from coordinator.pipeline.health.evidence import Culprit
+from coordinator.pipeline.health.stuck import Seat, culprit
 
 
 def seats(**waits: str | None) -> dict[str, Seat]:
