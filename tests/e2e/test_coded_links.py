@@ -58,6 +58,5 @@ def test_new_links_take_over_at_their_step_over_real_connections(
         crew.all("apply", step, expected.gradient_scale)
         if step == 1:
             crew.all("relink", 2, 3, after)
-    assert not any(links.refused for links in crew.links)
     for run in crew.runs:
         run.close()

@@ -3,10 +3,11 @@
 ``worker.links.codecs`` chooses a message's codec for each plan version. From a step on that the
 coordinator names, the same stages may exchange under a new version with other codecs.
 
-Only declared messages are taken: key, sender, shape and dtype are known before a step begins.
-Everything else (late, duplicate, of another plan version, of another size) is dropped and counted,
-never added twice. A step that is run again sends the same bits under the same keys, so a message
-that is still unread serves either run; one that is repeated alone is sent to nobody.
+Only declared messages are taken: key, sender, shape and dtype are known before a step begins. The daemon's
+gate decides (``worker.hosting.gate``): what is of another sender, plan version or size gets no memory there.
+What is over or here already is dropped, never added twice. A step that is run again sends the same bits under
+the same keys, so a message that is still unread serves either run; one that is repeated alone is sent to
+nobody.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -32,8 +32,6 @@ from worker.links.ports import Arrival, Network
 from worker.transport.contract import PeerLost
 from worker.transport.frames import Direction, MessageKey
 
-FILLING_AT_ONCE = 2
-"""Buffers a key may have at a time: one that a lost connection left, one for its repetition."""
 SEND_POLL_S = 0.25
 TOGETHER_BYTES = 16 << 10
 """A shorter message waits for those of the same hop, to cost both ends less; a longer one leaves while the
@@ -54,10 +52,8 @@ class LinksAborted(Exception):  # not an AtollError: it is shown to no user
 class _Expected:
     peer: str
     meta: TensorMeta
-    filling: int = 0
     packet: Packet | None = None  # arrived, not read
     unusable: str = ""  # why what arrived is not what was declared
-    read: bool = False
 
 
 class _Door:
@@ -70,7 +66,7 @@ class _Door:
 
 
 class Links:
-    """The edges of a stage. ``refused`` counts dropped messages by reason; thread-safe."""
+    """The edges of a stage; thread-safe."""
 
     def __init__(
         self,
@@ -88,7 +84,6 @@ class Links:
         taken, each with the payload bytes that it may have. Messages of steps before ``sends_from`` are
         given to ``record`` instead of being sent."""
         self.job = job
-        self.refused: Counter[str] = Counter()
         self._network, self._device, self._announce = network, device, announce
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
@@ -180,7 +175,7 @@ class Links:
                 if left_s <= 0:
                     raise TimeoutError(f"no {key.direction.name.lower()} of {key} in {timeout_s:g} s")
                 self._arrived.wait(left_s)
-            packet, expected.packet, expected.read = expected.packet, None, True
+            packet, expected.packet = expected.packet, None
         if self._digests and key.direction in TRAINING:
             self._hashed.update(packet.header)
             self._hashed.update(packet.payload)
@@ -230,17 +225,13 @@ class Links:
     # ---------------------------------------------------------------- the network's side
 
     def expect_buffer(self, peer: str, key: MessageKey, total: int) -> memoryview | None:
-        """Memory for a message about to arrive; None, and a count, when it is not wanted."""
+        """Memory for a message about to arrive; None when it is over, or here already."""
         with self._lock:
-            reason = self._unwanted(peer, key, total)
-            if reason:
-                self.refused[reason] += 1
+            expected = self._expected.get(key)
+            if expected is None or expected.packet is not None:
                 return None
-            self._expected[key].filling += 1
-            if not total:
-                return memoryview(bytearray())
-            # Aligned as tensors want it, and not cleared first; the view keeps it alive.
-            return memoryview(torch.empty(total, dtype=torch.uint8).numpy())  # type: ignore[arg-type]
+        # Aligned as tensors want it, and not cleared first; the view keeps it alive.
+        return memoryview(torch.empty(total, dtype=torch.uint8).numpy() if total else bytearray())  # type: ignore[arg-type]
 
     def deliver(self, peer: str, key: MessageKey, header: bytes, payload: memoryview) -> None:
         """A whole message: keep it for ``receive``."""
@@ -259,41 +250,17 @@ class Links:
         with self._lock:
             expected = self._expected.get(key)
             if expected is None:
-                self.refused["late"] += 1
                 return
-            expected.filling -= 1
-            if unusable:
-                self.refused["malformed"] += 1
-                expected.unusable = unusable
-            elif expected.packet is not None:
-                self.refused["duplicate"] += 1
-            else:
-                expected.packet = packet
+            expected.unusable = expected.unusable or unusable
+            if packet is not None and not unusable:
+                expected.packet = expected.packet or packet
             self._arrived.notify_all()
 
     def lost(self, peer: str, reason: str) -> None:
         """Wake the thread that waits for this peer."""
         with self._lock:
             self._lost[peer] = reason
-            for expected in self._expected.values():
-                if expected.peer == peer:
-                    expected.filling = 0
             self._arrived.notify_all()
-
-    def _unwanted(self, peer: str, key: MessageKey, total: int) -> str:
-        """Reason for refusing a message; empty when it is taken."""
-        if key.plan_version not in self._eras:
-            return "stale_plan"
-        expected = self._expected.get(key)
-        if expected is None:
-            return "late" if key.step <= self._done_step else "unknown_key"
-        if expected.peer != peer:
-            return "wrong_sender"
-        if total > self._coding(peer, key).max_payload_bytes(expected.meta):
-            return "oversized"
-        if expected.packet is not None or expected.filling >= FILLING_AT_ONCE:
-            return "duplicate"
-        return ""
 
     def _check(self, peer: str, key: MessageKey, packet: Packet) -> None:
         with self._lock:

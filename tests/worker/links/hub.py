@@ -9,14 +9,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from worker.links.ports import Arrival
     from worker.transport.contract import Receiver
     from worker.transport.frames import MessageKey
 
 
 @dataclass
 class Hub:
-    """Keeps what was sent: by whom to whom, and its bytes."""
+    """Keeps what was sent: by whom to whom, and its bytes. ``dropped``: what its receiver did not take, or
+    had announced to be shorter."""
 
+    dropped: list[MessageKey] = field(default_factory=list)
     ports: dict[str, Port] = field(default_factory=dict)
     sent: list[tuple[str, str, MessageKey]] = field(default_factory=list)
     packets: dict[MessageKey, list[bytes]] = field(default_factory=dict)
@@ -35,6 +38,7 @@ class Port:
     receivers: dict[str, Receiver] = field(default_factory=dict)
     forgotten: list[tuple[str, int | None]] = field(default_factory=list)
     full: bool = False
+    announced: dict[MessageKey, int] = field(default_factory=dict)
     behind: list[MessageKey] = field(default_factory=list)  # what it sent in the background
 
     @property
@@ -48,6 +52,9 @@ class Port:
     def unregister(self, job: str, receiver: Receiver) -> None:
         if self.receivers.get(job) is receiver:
             del self.receivers[job]
+
+    def announce(self, arrivals: list[tuple[Arrival, int]]) -> None:
+        self.announced.update({arrival.key: most for arrival, most in arrivals})
 
     def forget(self, job: str, plan_version: int | None = None) -> None:
         self.forgotten.append((job, plan_version))
@@ -72,7 +79,10 @@ class Port:
             self.behind.append(key)
         self.hub.packets.setdefault(key, []).append(header + bytes(payload))
         receiver = self.hub.ports[peer].receivers.get(key.job)
+        most = self.hub.ports[peer].announced.get(key, len(payload))
         buffer = receiver.expect(self.name, key, len(payload)) if receiver else None
-        if receiver is not None and buffer is not None:
+        if receiver is None or buffer is None or len(payload) > most:
+            self.hub.dropped.append(key)
+        else:
             buffer[:] = payload
             receiver.deliver(self.name, key, header, buffer)
