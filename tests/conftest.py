@@ -1,5 +1,8 @@
 """What holds for every test: a busy machine makes none of them fail."""
 
+import asyncio
+import functools
+import inspect
 import os
 import sys
 from collections.abc import Iterator
@@ -12,6 +15,18 @@ from hypothesis import HealthCheck, settings
 # Examples are bounded in number; how long one takes says something of the machine only.
 settings.register_profile("atoll", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("atoll")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """A test that is a coroutine runs on an event loop of its own."""
+    test = getattr(item, "obj", None)
+    if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(test):
+
+        @functools.wraps(test)
+        def run(**given: object) -> None:
+            asyncio.run(test(**given))
+
+        item.obj = run
 
 
 @pytest.fixture(autouse=True)

@@ -588,21 +588,18 @@ def test_ctrl_c_ends_a_coordinator_whose_workers_train_and_whose_owner_watches(
     assert interrupted(served.process) == 0
 
 
-def test_a_coordinator_whose_event_loop_died_ends_instead_of_answering(
+async def test_a_coordinator_whose_event_loop_died_ends_instead_of_answering(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(shell: object, batch: object) -> None:
         raise RuntimeError("a mistake of ours")
 
-    async def run() -> None:
-        server = Server(CoordinatorConfig(tmp_path / "state", entry_port=0, insecure=True))
-        await server.start()
-        monkeypatch.setattr(type(server.shell), "_handle", broken)
-        with pytest.raises(RuntimeError, match="a mistake of ours"):
-            await asyncio.wait_for(server.broken(), HUNG_S)
-        await server.stop()
-
-    asyncio.run(run())
+    server = Server(CoordinatorConfig(tmp_path / "state", entry_port=0, insecure=True))
+    await server.start()
+    monkeypatch.setattr(type(server.shell), "_handle", broken)
+    with pytest.raises(RuntimeError, match="a mistake of ours"):
+        await asyncio.wait_for(server.broken(), HUNG_S)
+    await server.stop()
 
 
 def test_a_running_coordinator_keeps_snapshots_and_starts_from_the_newest(
@@ -652,29 +649,24 @@ def test_a_fact_that_is_in_memory_is_in_the_journal_though_the_scheduler_broke_a
 
 
 @pytest.mark.parametrize("noticed", ["by an append", "by looking"])
-def test_a_coordinator_that_does_not_command_any_more_ends_and_says_why(
+async def test_a_coordinator_that_does_not_command_any_more_ends_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noticed: str
 ) -> None:
     """The journal was claimed by another, where locks do not reach: of two machines with one disk."""
     if noticed == "by looking":
         monkeypatch.setattr("coordinator.server.COMMAND_CHECK_S", 0.05)
 
-    async def run() -> None:
-        server = Server(CoordinatorConfig(tmp_path / "state", entry_port=0, insecure=True))
-        await server.start()
-        with sqlite3.connect(tmp_path / "state" / "journal.sqlite") as connection:
-            connection.execute("UPDATE command SET term = term + 1")
-        connection.close()
-        if noticed == "by an append":
-            server.shell.post(ev.Submitted("j", "", submission(4, TrainingSpec(3, 2), False)[0], {}))
-        with pytest.raises(Fenced, match="does not command its journal any more"):
-            await asyncio.wait_for(server.broken(), HUNG_S)
-        await server.stop()
-        assert "j" not in [
-            record.payload.get("job") for record in Journal(server.config.journal_url).replay()
-        ]
-
-    asyncio.run(run())
+    server = Server(CoordinatorConfig(tmp_path / "state", entry_port=0, insecure=True))
+    await server.start()
+    with sqlite3.connect(tmp_path / "state" / "journal.sqlite") as connection:
+        connection.execute("UPDATE command SET term = term + 1")
+    connection.close()
+    if noticed == "by an append":
+        server.shell.post(ev.Submitted("j", "", submission(4, TrainingSpec(3, 2), False)[0], {}))
+    with pytest.raises(Fenced, match="does not command its journal any more"):
+        await asyncio.wait_for(server.broken(), HUNG_S)
+    await server.stop()
+    assert "j" not in [record.payload.get("job") for record in Journal(server.config.journal_url).replay()]
 
 
 @pytest.mark.parametrize(("seen", "address"), [("127.0.0.1", "127.0.0.1:9"), ("203.0.114.9", "")])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from random import Random
 
@@ -25,19 +25,17 @@ DIALS = Ticket(b"p" * 16, b"dials..1", True, int(time.time()) + 3600, 1 << 40, 3
 WAITS = replace(DIALS, serial=b"waits..1", dials=False)
 
 
-def with_relay(test: Callable[[Relay, int], Awaitable[None]], limits: RelayLimits | None = None) -> None:
-    async def run() -> None:
-        relay = Relay(KEY, limits)
-        port = await relay.start("127.0.0.1", 0)
-        try:
-            async with asyncio.timeout(HUNG_S):
-                await test(relay, port)
-        finally:
-            await relay.stop()
-            while OPENED:
-                OPENED.pop().close()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def relayed(limits: RelayLimits | None = None) -> AsyncIterator[tuple[Relay, int]]:
+    relay = Relay(KEY, limits)
+    port = await relay.start("127.0.0.1", 0)
+    try:
+        async with asyncio.timeout(HUNG_S):
+            yield relay, port
+    finally:
+        await relay.stop()
+        while OPENED:
+            OPENED.pop().close()
 
 
 async def come(port: int, source: str = "") -> socket.socket:
@@ -90,8 +88,8 @@ async def meet(dials: socket.socket, waits: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("first", [DIALS, WAITS], ids=["dialler first", "dialler last"])
-def test_two_ends_are_joined_whoever_comes_first_and_every_byte_passes(first: Ticket) -> None:
-    async def test(relay: Relay, port: int) -> None:
+async def test_two_ends_are_joined_whoever_comes_first_and_every_byte_passes(first: Ticket) -> None:
+    async with relayed() as (relay, port):
         one = await enter(port, first)
         await until(lambda: relay.book.waiting == 1)
         other = await enter(port, WAITS if first is DIALS else DIALS)
@@ -111,11 +109,9 @@ def test_two_ends_are_joined_whoever_comes_first_and_every_byte_passes(first: Ti
         await until(lambda: relay.book.connections == 0)
         assert relay.book.joined_bytes == len(there) + len(back) + 5
 
-    with_relay(test)
 
-
-def test_a_wrong_and_an_ended_ticket_are_refused_with_the_reason() -> None:
-    async def test(relay: Relay, port: int) -> None:
+async def test_a_wrong_and_an_ended_ticket_are_refused_with_the_reason() -> None:
+    async with relayed() as (relay, port):
         for ticket, key, why in (
             (DIALS, bytes(32), b"forged"),
             (replace(DIALS, expires_s=1), KEY, b"ended"),
@@ -126,11 +122,9 @@ def test_a_wrong_and_an_ended_ticket_are_refused_with_the_reason() -> None:
         assert relay.book.refused["ticket"] == 2
         assert relay.book.connections == 0
 
-    with_relay(test)
 
-
-def test_an_answer_replayed_on_another_connection_is_refused() -> None:
-    async def test(relay: Relay, port: int) -> None:
+async def test_an_answer_replayed_on_another_connection_is_refused() -> None:
+    async with relayed() as (relay, port):
         first = await come(port)
         nonce = tickets.nonce_of(await received(first, tickets.GREETING_BYTES))
         sealed = tickets.seal(KEY, DIALS)
@@ -143,33 +137,27 @@ def test_an_answer_replayed_on_another_connection_is_refused() -> None:
         assert b"somebody else's" in await last_word(thief)
         assert relay.book.waiting == 1
 
-    with_relay(test)
 
-
-def test_who_sends_before_it_is_joined_is_cut_off_and_disturbs_nobody() -> None:
-    async def test(relay: Relay, port: int) -> None:
+async def test_who_sends_before_it_is_joined_is_cut_off_and_disturbs_nobody() -> None:
+    async with relayed() as (relay, port):
         hasty = await enter(port, WAITS)
         await say(hasty, b"too early")
         assert await last_word(hasty) == b""
         await until(lambda: relay.book.waiting == 0)
         await joined(port)
 
-    with_relay(test)
 
-
-def test_one_that_left_while_it_waited_is_not_joined_to() -> None:
-    async def test(relay: Relay, port: int) -> None:
+async def test_one_that_left_while_it_waited_is_not_joined_to() -> None:
+    async with relayed() as (relay, port):
         gone = await enter(port, WAITS)
         await until(lambda: relay.book.waiting == 1)
         gone.close()
         await until(lambda: relay.book.waiting == 0)
         await joined(port)
 
-    with_relay(test)
 
-
-def test_one_that_waits_and_is_dead_without_a_word_costs_its_dialler_a_moment_alone() -> None:
-    async def test(relay: Relay, port: int) -> None:
+async def test_one_that_waits_and_is_dead_without_a_word_costs_its_dialler_a_moment_alone() -> None:
+    async with relayed(RelayLimits(confirm_within_s=0.1)) as (relay, port):
         alive = await enter(port, WAITS)
         await until(lambda: relay.book.waiting == 1)
         dead = await enter(port, WAITS)  # its address has changed: it answers nothing any more
@@ -180,19 +168,20 @@ def test_one_that_waits_and_is_dead_without_a_word_costs_its_dialler_a_moment_al
         assert await last_word(dead) == b""
         await until(lambda: relay.book.connections == 2)
 
-    with_relay(test, RelayLimits(confirm_within_s=0.1))
 
-
-def test_a_dialler_waits_so_long_and_no_longer() -> None:
-    async def test(relay: Relay, port: int) -> None:
+async def test_a_dialler_waits_so_long_and_no_longer() -> None:
+    async with relayed(RelayLimits(dialler_waits_s=0.1)) as (relay, port):
         assert b"did not come" in await last_word(await enter(port, DIALS))
         await until(lambda: relay.book.connections == 0)
 
-    with_relay(test, RelayLimits(dialler_waits_s=0.1))
 
+async def test_a_byte_at_a_time_wins_no_more_time_than_silence() -> None:
+    async def drip_into(connection: socket.socket) -> None:
+        while True:
+            await say(connection, b"x")
+            await asyncio.sleep(0.02)
 
-def test_a_byte_at_a_time_wins_no_more_time_than_silence() -> None:
-    async def test(relay: Relay, port: int) -> None:
+    async with relayed(RelayLimits(greet_within_s=0.3)) as (relay, port):
         silent, slow = await come(port), await come(port)
         drip = asyncio.ensure_future(drip_into(slow))
         for connection in (silent, slow):
@@ -200,16 +189,9 @@ def test_a_byte_at_a_time_wins_no_more_time_than_silence() -> None:
         drip.cancel()
         assert not relay._strangers
 
-    async def drip_into(connection: socket.socket) -> None:
-        while True:
-            await say(connection, b"x")
-            await asyncio.sleep(0.02)
 
-    with_relay(test, RelayLimits(greet_within_s=0.3))
-
-
-def test_a_flood_of_strangers_is_bounded_and_those_with_tickets_pass() -> None:
-    async def test(relay: Relay, port: int) -> None:
+async def test_a_flood_of_strangers_is_bounded_and_those_with_tickets_pass() -> None:
+    async with relayed(RelayLimits(strangers_per_address=8)) as (relay, port):
         flood = [await come(port) for _ in range(200)]
         await until(lambda: relay.book.refused["strangers"] == 192)
         assert len(relay._strangers) == 8
@@ -219,18 +201,17 @@ def test_a_flood_of_strangers_is_bounded_and_those_with_tickets_pass() -> None:
         await until(lambda: not relay._strangers)
         await joined(port)
 
-    with_relay(test, RelayLimits(strangers_per_address=8))
 
-
-def test_strangers_of_many_addresses_who_hold_every_place_keep_nobody_with_a_ticket_out() -> None:
-    async def test(relay: Relay, port: int) -> None:
+async def test_strangers_of_many_addresses_who_hold_every_place_keep_nobody_with_a_ticket_out() -> None:
+    async with relayed(RelayLimits(strangers=8, strangers_per_address=4, greet_within_s=HUNG_S)) as (
+        relay,
+        port,
+    ):
         silent = [await come(port, f"127.0.0.{2 + number % 3}") for number in range(9)]
         await until(lambda: len(relay._strangers) == 8)
         await joined(port)
         assert len(relay._strangers) == 7
         assert all(connection.fileno() >= 0 for connection in silent)
-
-    with_relay(test, RelayLimits(strangers=8, strangers_per_address=4, greet_within_s=HUNG_S))
 
 
 def test_a_relay_takes_no_more_connections_than_its_process_may_hold() -> None:
@@ -240,10 +221,10 @@ def test_a_relay_takes_no_more_connections_than_its_process_may_hold() -> None:
     assert RelayLimits().within(0).strangers == 1
 
 
-def test_a_ticket_is_cut_off_at_its_bytes_and_no_byte_more_passes() -> None:
+async def test_a_ticket_is_cut_off_at_its_bytes_and_no_byte_more_passes() -> None:
     small = {"max_bytes": 1 << 20}
 
-    async def test(relay: Relay, port: int) -> None:
+    async with relayed() as (relay, port):
         waits = await enter(port, replace(WAITS, **small))
         dials = await enter(port, replace(DIALS, **small))
         await meet(dials, waits)
@@ -265,11 +246,9 @@ def test_a_ticket_is_cut_off_at_its_bytes_and_no_byte_more_passes() -> None:
         if relay.book.joined_bytes == 1 << 20:
             assert b"used up" in await last_word(again)
 
-    with_relay(test)
 
-
-def test_a_receiver_that_reads_nothing_stops_its_sender_and_is_cut_off_when_idle() -> None:
-    async def test(relay: Relay, port: int) -> None:
+async def test_a_receiver_that_reads_nothing_stops_its_sender_and_is_cut_off_when_idle() -> None:
+    async with relayed(RelayLimits(idle_s=0.3)) as (relay, port):
         dials, _ = await joined(port)
         with suppress(OSError):
             while True:
@@ -277,22 +256,18 @@ def test_a_receiver_that_reads_nothing_stops_its_sender_and_is_cut_off_when_idle
         assert relay.book.joined_bytes < 100 << 20  # what the kernel's buffers took
         await until(lambda: relay.book.connections == 0)
 
-    with_relay(test, RelayLimits(idle_s=0.3))
 
-
-def test_a_rate_is_held() -> None:
-    async def test(relay: Relay, port: int) -> None:
+async def test_a_rate_is_held() -> None:
+    async with relayed(RelayLimits(rate_bytes_per_s=2 << 20, burst_s=0.05)) as (_, port):
         dials, waits = await joined(port)
         begun_s = time.monotonic()
         await asyncio.gather(say(dials, bytes(1 << 20)), received(waits, 1 << 20))
         # The bound is the relay's own clock, so that a slow machine cannot break it.
         assert time.monotonic() - begun_s >= 0.4
 
-    with_relay(test, RelayLimits(rate_bytes_per_s=2 << 20, burst_s=0.05))
 
-
-def test_stopping_breaks_every_connection_and_frees_the_port() -> None:
-    async def test(relay: Relay, port: int) -> None:
+async def test_stopping_breaks_every_connection_and_frees_the_port() -> None:
+    async with relayed() as (relay, port):
         dials, _ = await joined(port)
         waits = await enter(port, replace(WAITS, pair=b"q" * 16))
         await relay.stop()
@@ -302,5 +277,3 @@ def test_stopping_breaks_every_connection_and_frees_the_port() -> None:
         again = Relay(KEY)
         assert await again.start("127.0.0.1", port) == port
         await again.stop()
-
-    with_relay(test)

@@ -1,10 +1,10 @@
 """Blobs over real gRPC: uploads resume, damage is refused with a reason."""
 
-import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -18,18 +18,16 @@ from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 
 
-def with_server(store: BlobStore, talk: Callable[[rpc.BlobsStub], Awaitable[None]]) -> None:
-    async def run() -> None:
-        access = EntryAccess(None, Register(), EntryThrottle(), time.time)
-        server = grpc.aio.server(interceptors=[access])
-        rpc.add_BlobsServicer_to_server(BlobService(store), server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            await talk(rpc.BlobsStub(channel))
-        await server.stop(0)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def served(store: BlobStore) -> AsyncIterator[rpc.BlobsStub]:
+    access = EntryAccess(None, Register(), EntryThrottle(), time.time)
+    server = grpc.aio.server(interceptors=[access])
+    rpc.add_BlobsServicer_to_server(BlobService(store), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield rpc.BlobsStub(channel)
+    await server.stop(0)
 
 
 def chunk(data: bytes, begin: int, end: int) -> pb.BlobChunk:
@@ -37,11 +35,11 @@ def chunk(data: bytes, begin: int, end: int) -> pb.BlobChunk:
     return pb.BlobChunk(hash=name, size=len(data), offset=begin, data=data[begin:end])
 
 
-def test_an_upload_goes_on_where_it_broke_off_and_comes_back_whole(tmp_path: Path) -> None:
+async def test_an_upload_goes_on_where_it_broke_off_and_comes_back_whole(tmp_path: Path) -> None:
     data = os.urandom(2_500_000)
     ref = pb.BlobRef(hash=hashlib.sha256(data).hexdigest())
 
-    async def talk(stub: rpc.BlobsStub) -> None:
+    async with served(BlobStore(tmp_path)) as stub:
         await stub.Put(iter([chunk(data, 0, 1_000_000)]))
         missing = (await stub.Missing(pb.BlobList(blobs=[ref]))).blobs
         at = missing[0].offset
@@ -53,14 +51,12 @@ def test_an_upload_goes_on_where_it_broke_off_and_comes_back_whole(tmp_path: Pat
         assert b"".join(c.data for c in got) == data[500:]
         assert {c.size for c in got} == {len(data)}
 
-    with_server(BlobStore(tmp_path), talk)
 
-
-def test_forged_bytes_and_unknown_blobs_end_the_call_with_a_reason(tmp_path: Path) -> None:
+async def test_forged_bytes_and_unknown_blobs_end_the_call_with_a_reason(tmp_path: Path) -> None:
     forged = chunk(b"honest", 0, 6)
     forged.data = b"forged"
 
-    async def talk(stub: rpc.BlobsStub) -> None:
+    async with served(BlobStore(tmp_path)) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.Put(iter([forged]))
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -69,5 +65,3 @@ def test_forged_bytes_and_unknown_blobs_end_the_call_with_a_reason(tmp_path: Pat
             async for _ in stub.Get(pb.BlobList(blobs=[pb.BlobRef(hash="0" * 64)])):
                 pass
         assert absent.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-    with_server(BlobStore(tmp_path), talk)

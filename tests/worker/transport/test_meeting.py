@@ -40,30 +40,23 @@ class Unreachable:
         await asyncio.sleep(0.02)
 
 
-def test_a_connection_that_is_gone_at_once_is_not_the_last_chance() -> None:
+async def test_a_connection_that_is_gone_at_once_is_not_the_last_chance() -> None:
     """Where both ends dial, one may forget the other as the second connection comes."""
+    dialler = Unreachable()
+    meeting = asyncio.create_task(dialler.meetings.meet("w-b", HERE, 60.0))
+    await asyncio.sleep(0.02)
+    for _ in range(3):
+        await dialler.comes(stays=False)
+        assert not meeting.done()
+    await dialler.comes(stays=True)
+    await meeting
 
-    async def scenario() -> None:
-        dialler = Unreachable()
-        meeting = asyncio.create_task(dialler.meetings.meet("w-b", HERE, 60.0))
-        await asyncio.sleep(0.02)
-        for _ in range(3):
-            await dialler.comes(stays=False)
-            assert not meeting.done()
-        await dialler.comes(stays=True)
+
+async def test_who_connects_and_never_stays_is_said_to() -> None:
+    dialler = Unreachable()
+    meeting = asyncio.create_task(dialler.meetings.meet("w-b", HERE, 0.3))
+    while not meeting.done():
+        await asyncio.sleep(0.005)
+        await dialler.comes(stays=False)
+    with pytest.raises(ConnectionFailed, match=r"w-b (did not connect|connected) within 0\.\d* s"):
         await meeting
-
-    asyncio.run(scenario())
-
-
-def test_who_connects_and_never_stays_is_said_to() -> None:
-    async def scenario() -> None:
-        dialler = Unreachable()
-        meeting = asyncio.create_task(dialler.meetings.meet("w-b", HERE, 0.3))
-        while not meeting.done():
-            await asyncio.sleep(0.005)
-            await dialler.comes(stays=False)
-        with pytest.raises(ConnectionFailed, match=r"w-b (did not connect|connected) within 0\.\d* s"):
-            await meeting
-
-    asyncio.run(scenario())
