@@ -115,6 +115,17 @@ class StagePrediction:
 
 
 @dataclass(frozen=True, slots=True)
+class Outlook:
+    """What losses of workers make of a plan's step, at the fleet's rate of losses."""
+
+    step_s: float  # expected: the predicted step, with what losses and snapshots cost
+    loss_s: float  # that a loss costs, on average over the plan's workers
+    losses_per_s: float  # of one worker
+    standby: str = ""  # worker that is idle since it is worth more so than in the plan
+    other_step_s: float = 0.0  # expected with it in the plan; without: with one left idle; 0: not compared
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """Prediction of a plan by the timeline; every number in seconds or bytes per step."""
 
@@ -128,6 +139,7 @@ class Prediction:
     single_machine_s: float | None = None  # the fastest member alone, memory aside
     single_machine: str = ""
     notes: Annotated[tuple[str, ...], Most(MAX_ARGS)] = ()
+    outlook: Outlook | None = None  # of one pipeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,6 +144,7 @@ class PlannerPool:
             dag_hash=spec.dag_hash,
             eval_dag_hash=spec.eval_dag_hash,
             beyond=beyond,
+            standbys=spec.standbys,
         )
 
     # ------------------------------------------------------------ in a thread

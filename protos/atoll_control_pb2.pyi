@@ -3100,10 +3100,12 @@ class PlanRequest(_message.Message):
     TRAINING_FIELD_NUMBER: _builtins.int
     PARTITIONER_FIELD_NUMBER: _builtins.int
     SCHEDULE_FIELD_NUMBER: _builtins.int
+    STANDBYS_FIELD_NUMBER: _builtins.int
     dag_hash: _builtins.str
     eval_dag_hash: _builtins.str
     partitioner: _builtins.str
     schedule: _builtins.str
+    standbys: _builtins.int
     @_builtins.property
     def training(self) -> _atoll_job_pb2.TrainingSpec: ...
     def __init__(
@@ -3114,12 +3116,15 @@ class PlanRequest(_message.Message):
         training: _atoll_job_pb2.TrainingSpec | None = ...,
         partitioner: _builtins.str = ...,
         schedule: _builtins.str = ...,
+        standbys: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["training", b"training"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_standbys", b"_standbys", "standbys", b"standbys", "training", b"training"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dag_hash", b"dag_hash", "eval_dag_hash", b"eval_dag_hash", "partitioner", b"partitioner", "schedule", b"schedule", "training", b"training"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_standbys", b"_standbys", "dag_hash", b"dag_hash", "eval_dag_hash", b"eval_dag_hash", "partitioner", b"partitioner", "schedule", b"schedule", "standbys", b"standbys", "training", b"training"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__standbys: _TypeAlias = _typing.Literal["standbys"]  # noqa: Y015
+    _WhichOneofArgType__standbys: _TypeAlias = _typing.Literal["_standbys", b"_standbys"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__standbys) -> _WhichOneofReturnType__standbys | None: ...
 
 Global___PlanRequest: _TypeAlias = PlanRequest  # noqa: Y015
 

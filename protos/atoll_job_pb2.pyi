@@ -1128,6 +1128,7 @@ class Prediction(_message.Message):
     SINGLE_MACHINE_S_FIELD_NUMBER: _builtins.int
     SINGLE_MACHINE_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
+    OUTLOOK_FIELD_NUMBER: _builtins.int
     step_s: _builtins.float
     lower_bound_s: _builtins.float
     bottleneck: _builtins.str
@@ -1141,6 +1142,8 @@ class Prediction(_message.Message):
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkPrediction]: ...
     @_builtins.property
     def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def outlook(self) -> Global___Outlook: ...
     def __init__(
         self,
         *,
@@ -1154,16 +1157,48 @@ class Prediction(_message.Message):
         single_machine_s: _builtins.float | None = ...,
         single_machine: _builtins.str = ...,
         notes: _abc.Iterable[_builtins.str] | None = ...,
+        outlook: Global___Outlook | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_single_machine_s", b"_single_machine_s", "single_machine_s", b"single_machine_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_single_machine_s", b"_single_machine_s", "outlook", b"outlook", "single_machine_s", b"single_machine_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_single_machine_s", b"_single_machine_s", "bottleneck", b"bottleneck", "commit_s", b"commit_s", "links", b"links", "lower_bound_s", b"lower_bound_s", "notes", b"notes", "reason", b"reason", "single_machine", b"single_machine", "single_machine_s", b"single_machine_s", "stages", b"stages", "step_s", b"step_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_single_machine_s", b"_single_machine_s", "bottleneck", b"bottleneck", "commit_s", b"commit_s", "links", b"links", "lower_bound_s", b"lower_bound_s", "notes", b"notes", "outlook", b"outlook", "reason", b"reason", "single_machine", b"single_machine", "single_machine_s", b"single_machine_s", "stages", b"stages", "step_s", b"step_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__single_machine_s: _TypeAlias = _typing.Literal["single_machine_s"]  # noqa: Y015
     _WhichOneofArgType__single_machine_s: _TypeAlias = _typing.Literal["_single_machine_s", b"_single_machine_s"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__single_machine_s) -> _WhichOneofReturnType__single_machine_s | None: ...
 
 Global___Prediction: _TypeAlias = Prediction  # noqa: Y015
+
+@_typing.final
+class Outlook(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_S_FIELD_NUMBER: _builtins.int
+    LOSS_S_FIELD_NUMBER: _builtins.int
+    LOSSES_PER_S_FIELD_NUMBER: _builtins.int
+    STANDBY_FIELD_NUMBER: _builtins.int
+    OTHER_STEP_S_FIELD_NUMBER: _builtins.int
+    step_s: _builtins.float
+    loss_s: _builtins.float
+    losses_per_s: _builtins.float
+    standby: _builtins.str
+    other_step_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        step_s: _builtins.float = ...,
+        loss_s: _builtins.float = ...,
+        losses_per_s: _builtins.float = ...,
+        standby: _builtins.str = ...,
+        other_step_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss_s", b"loss_s", "losses_per_s", b"losses_per_s", "other_step_s", b"other_step_s", "standby", b"standby", "step_s", b"step_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Outlook: _TypeAlias = Outlook  # noqa: Y015
 
 @_typing.final
 class Replica(_message.Message):

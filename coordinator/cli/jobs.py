@@ -19,7 +19,7 @@ from atoll.errors import StorageError, UsageError
 from atoll.exchange import EXACT
 from atoll.worker_names import with_names
 from coordinator.cli.format import in_bytes, plain
-from coordinator.cli.options import Common, JobOptions, telling
+from coordinator.cli.options import Common, PlanOptions, telling
 from coordinator.cli.pool import need_workers
 from coordinator.cli.render import memory_view, plan_view, watch_line, watch_view, worker_names
 from coordinator.cli.render_ways import ways_values, ways_view
@@ -69,7 +69,7 @@ def plan(
         bool, typer.Option("--memory", help="Also show each device's memory by what takes it.")
     ] = False,
     *,
-    options: JobOptions,
+    options: PlanOptions,
     common: Common,
 ) -> None:
     """Show the plan of a job, without running it: stages, devices, step time, bottleneck, bytes, memory.
@@ -120,7 +120,7 @@ def batch_of(job: Job) -> int:
 
 
 def _local_plan(
-    job: Job, jobfile: Path, fleet: Path, options: JobOptions, quiet: bool
+    job: Job, jobfile: Path, fleet: Path, options: PlanOptions, quiet: bool
 ) -> tuple[Plan, PlanRequest, Sequence[Way]]:
     from coordinator.client.fleet_file import read_fleet
     from coordinator.client.job_file import blaming
@@ -147,6 +147,7 @@ def _local_plan(
             options.schedule,
             dag_hash=graphs.blob.hash,
             eval_dag_hash=graphs.eval_blob.hash,
+            standbys=options.most_standbys,
         )
         asked = replace(request, training=with_blocks(job.training))
         if options.partitioner.startswith(GIVEN_CUT):  # which is one way, whatever the options
@@ -159,7 +160,7 @@ def _local_plan(
 
 
 def _live_plan(
-    client: Client, job: Job, jobfile: Path, options: JobOptions, quiet: bool
+    client: Client, job: Job, jobfile: Path, options: PlanOptions, quiet: bool
 ) -> tuple[Plan, Mapping[str, str]]:
     from coordinator.client.job_file import blaming
     from coordinator.client.prepare import capture_graphs
@@ -169,7 +170,7 @@ def _live_plan(
         with blaming(jobfile, options.trace):
             graphs = capture_graphs(job)
         tell(f"timing {len(graphs.dag.ops)} ops and the links on the fleet, then planning")
-        live = client.plan(graphs, job.training, options.partitioner, options.schedule)
+        live = client.plan(graphs, job.training, options.partitioner, options.schedule, options.most_standbys)
     return live.plan, worker_names(live.fleet)
 
 

@@ -13,6 +13,7 @@ import typer
 from rich.text import Text
 
 from atoll.errors import UsageError
+from atoll.job import MAX_STANDBYS
 from coordinator.client.client import Client, connect
 from hostos.command_line import AsJson, TokenFile, err, given_token
 
@@ -175,6 +176,29 @@ class JobOptions:
 
         job = self.read(path, *more)
         return replace(job, training=with_blocks(job.training))
+
+
+@dataclass(frozen=True)
+class PlanOptions(JobOptions):
+    """The same of those that make one plan, with what workers beside it are for."""
+
+    standbys: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|N",
+            help="Idle workers that repeat a stage's steps, to take it over at once: where that is worth it, "
+            "or at most N. 0: none; the fastest plan, whatever losses cost, and it stays when others join.",
+        ),
+    ] = "auto"
+
+    @property
+    def most_standbys(self) -> int | None:
+        """``--standbys`` as a job has it; UsageError for what it cannot be."""
+        if self.standbys == "auto":
+            return None
+        if not self.standbys.isdecimal() or int(self.standbys) > MAX_STANDBYS:
+            raise UsageError(f"--standbys {self.standbys}: give auto, or a number from 0 to {MAX_STANDBYS}")
+        return int(self.standbys)
 
 
 @contextmanager

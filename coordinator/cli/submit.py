@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from atoll.errors import UsageError
-from atoll.job import MAX_STANDBYS
 from coordinator.cli.admin import parse_duration
 from coordinator.cli.format import in_bytes, in_seconds
 from coordinator.cli.jobs import JobFile, follow
-from coordinator.cli.options import Common, JobOptions, telling
+from coordinator.cli.options import Common, PlanOptions, telling
 from coordinator.cli.pool import ANSWER_S, note_empty
 from coordinator.cli.render import plan_view, worker_names
 from coordinator.client.client import Client, LivePlan
@@ -26,37 +25,6 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 0.5
 IDLE = "pool"
-
-
-@dataclass(frozen=True)
-class PoolOptions:
-    """Use of workers that no plan has yet."""
-
-    workers: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="Wait for this many idle workers; default: plan with those that are there.",
-        ),
-    ] = 0
-    standbys: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|N",
-            help="Idle workers that repeat a stage's steps, to take it over at once: where that is worth it, "
-            "or at most N. 0: none, nor does a faster one that joins take a stage.",
-        ),
-    ] = "auto"
-
-    @property
-    def most_standbys(self) -> int | None:
-        """``--standbys`` as a job has it; UsageError for what it cannot be."""
-        if self.standbys == "auto":
-            return None
-        if not self.standbys.isdecimal() or int(self.standbys) > MAX_STANDBYS:
-            raise UsageError(f"--standbys {self.standbys}: give auto, or a number from 0 to {MAX_STANDBYS}")
-        return int(self.standbys)
 
 
 def register(app: typer.Typer) -> None:
@@ -82,16 +50,23 @@ def submit(
     resume: Annotated[
         str, typer.Option(metavar="JOB", help="Continue from the last checkpoint of this job.")
     ] = "",
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Wait for this many idle workers; default: plan with those that are there.",
+        ),
+    ] = 0,
     watch: Annotated[
         bool, typer.Option("--watch/--detach", help="Stay and show progress; default: detach.")
     ] = False,
     *,
-    pool: PoolOptions,
-    options: JobOptions,
+    options: PlanOptions,
     common: Common,
 ) -> None:
     """Capture the job file's model, check the capture, upload it and train it on the fleet."""
-    json, standbys = common.json, pool.most_standbys
+    json, standbys = common.json, options.most_standbys
     seconds = parse_duration(train_for) if train_for else 0.0
     if seconds and resume:
         raise UsageError("--for counts steps from the first, --resume goes on at a later one; give --steps")
@@ -115,7 +90,7 @@ def submit(
                     standbys=standbys,
                     tell=tell,
                 )
-            wait_for_workers(client, pool.workers, tell)
+            wait_for_workers(client, workers, tell)
             if seconds:
                 tell("timing ops and links on the fleet, then planning")
                 prepared, live = fitted(client, prepared, seconds, options.steps or 1)

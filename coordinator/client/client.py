@@ -134,6 +134,7 @@ class Client:
         training: TrainingSpec,
         partitioner: str = "op_fence",
         schedule: str = "auto",
+        standbys: int | None = None,
         timeout_s: float = 600.0,
     ) -> LivePlan:
         """Return the coordinator's plan for this model on its fleet now; nothing is started."""
@@ -144,6 +145,7 @@ class Client:
             training=to_proto(training),
             partitioner=partitioner,
             schedule=schedule,
+            standbys=standbys,
         )
         # Ops not seen before are timed on every device first, hence the long limit.
         with calling(self.endpoint.address):

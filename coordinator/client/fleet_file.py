@@ -16,7 +16,7 @@ import numpy as np
 from atoll.errors import UsageError
 from compressors.catalogue import CODECS
 from coordinator.planning.costs.codec_costs import SPEED_RANGE
-from coordinator.planning.costs.fleet import TCP_SHARE, Device, Fleet
+from coordinator.planning.costs.fleet import LOSS_HOURS, TCP_SHARE, Device, Fleet
 from coordinator.planning.costs.network import LinkEstimate, Uplink
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _RATES = {
     "coordinator_ms": (10.0, *MS),
     "coordinator_mbit": (100.0, *MBIT),
 }
-_DEFAULT_KEYS = {"mbit", "ms", "gflops", "codec_gbps", "payload_share", *_RATES}
+_DEFAULT_KEYS = {"mbit", "ms", "gflops", "codec_gbps", "payload_share", "loss_hours", *_RATES}
 _DEVICE_KEYS = {"name", "group", "gflops", "codec_gbps", "up_mbit", "down_mbit", *_RATES}
 _GROUP_KEYS = {"name", "mbit", "ms", "up_mbit", "down_mbit"}
 _LINK_KEYS = {"from", "to", "mbit", "ms", "one_way"}
@@ -73,7 +73,8 @@ def parse_fleet(document: Table, where: str = "fleet") -> Fleet:
     bandwidth, latency = _matrices(document, default, groups, members, len(devices), where)
     uplinks = _uplinks(tables, groups, members, devices, where)
     share = _number(default, "payload_share", f"{where}: default", TCP_SHARE, 0.01, 1.0)
-    return Fleet(devices, bandwidth, latency, uplinks, share)
+    hours = _number(default, "loss_hours", f"{where}: default", LOSS_HOURS, 0.01, 1e6)
+    return Fleet(devices, bandwidth, latency, uplinks, share, losses_per_s=1.0 / (3600.0 * hours))
 
 
 def _device(name: str, table: Table, default: Table, groups: Mapping[str, Table], where: str) -> Device:

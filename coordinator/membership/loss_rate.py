@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-PRIOR_HOURS = 4.0
-"""Worker-hours with one loss that are counted beside what was seen: a volunteer's evening."""
+from coordinator.planning.costs.fleet import LOSS_HOURS
+
 HOUR_S = 3600.0
 
 
@@ -29,6 +29,6 @@ class Losses:
             self.count, self.past_s = self.count + 1, self.past_s + max(0.0, now_s - since_s)
 
     def per_s(self, now_s: float) -> float:
-        """Return a worker's losses a second: (1 + losses) / (PRIOR_HOURS + worker-hours)."""
+        """Return a worker's losses a second: (1 + losses) / (LOSS_HOURS + worker-hours)."""
         here_s = sum(max(0.0, now_s - since_s) for since_s in self._since_s.values())
-        return (1 + self.count) / (PRIOR_HOURS * HOUR_S + self.past_s + here_s)
+        return (1 + self.count) / (LOSS_HOURS * HOUR_S + self.past_s + here_s)

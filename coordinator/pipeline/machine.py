@@ -68,9 +68,9 @@ from coordinator.pipeline.health import disputes
 from coordinator.pipeline.health.doubt import diverged, doubted, words
 from coordinator.pipeline.history import staleness
 from coordinator.pipeline.tuning import relink
+from coordinator.planning.costs.losses import STORING_SHARE
 
 RECENT = 21  # step times kept for medians
-STORING_SHARE = 20.0  # storing takes at most a twentieth of the time: a slow uplink stores rarely
 SHORT_SHARE = 5.0  # ... and a fifth where send logs are short: one that holds less than that takes always is
 MAX_FAILURES = 3  # of stages, without a committed step in between, ...
 MOST_LOSSES = 12  # ... and of these and losses together

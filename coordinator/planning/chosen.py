@@ -69,9 +69,9 @@ def exact_step_s(plan: Plan) -> float:
 
 
 def grown_fleet(request: PlanRequest, own: Sequence[str]) -> tuple[Plan, Plan]:
-    """Return the plans of a running job on its ``own`` workers alone and on the whole fleet, which includes
+    """Return the plans of a running job on all of its ``own`` workers and on the whole fleet, which includes
     them; raises what ``best_plan`` does."""
-    alone = replace(request, fleet=request.fleet.subset(own))
+    alone = replace(request, fleet=request.fleet.subset(own), standbys=0)
     return chosen_plan(alone), chosen_plan(request)
 
 

@@ -69,6 +69,8 @@ SETS_EACH = 8  # of devices, of every size, whose best order is cut
 SPARES = 4  # unused devices tried in place of a used one
 TOLERANCE = 1e-3  # of threshold cuts
 FENCE_SHARE = 0.10  # of the compute, either way from the optimum
+LEFT_OUT = 8  # devices of a plan that are left out one by one, the slowest
+IMPROVES = 1.05  # times what it would need: no local improvement is expected of who takes longer
 
 
 def search(problem: Problem, effort: Effort | None = None) -> list[Scored]:
@@ -91,6 +93,28 @@ def search(problem: Problem, effort: Effort | None = None) -> list[Scored]:
     judged = _judge(problem, ranked, effort)
     improved = [improve(problem, s, positions, effort) for s in judged[: effort.improved]]
     return sorted([*improved, *judged], key=lambda s: s.step_s)
+
+
+def without_one(
+    problem: Problem, best: Scored, within_s: float, effort: Effort | None = None
+) -> list[Scored]:
+    """Judged candidates of one device fewer than ``best``, the others in its order, that may end a step
+    within ``within_s``; best first, empty where the bounds say that there is none."""
+    effort = effort or Effort()
+    positions, whole = problem.coarse(effort.coarse_positions), best.candidate.devices
+    slowest = sorted(range(len(whole)), key=lambda at: (-problem.compute[whole[at], -1], at))[:LEFT_OUT]
+    cuts: dict[Candidate, float] = {}
+    for at in slowest if len(whole) > 1 else ():
+        order = (*whole[:at], *whole[at + 1 :])
+        for candidate in _cuts(problem, order, positions, (order,), effort):
+            cuts[candidate] = problem.surrogate(candidate)
+    near = sorted((v, c.devices, c.starts, c) for c, v in cuts.items() if v <= within_s)
+    judged = _judge(problem, [c for _, _, _, c in near], effort)
+    if judged and judged[0].step_s <= IMPROVES * within_s:
+        better = improve(problem, judged[0], positions, effort)
+        if len(better.candidate.devices) == len(whole) - 1:
+            judged.insert(0, better)
+    return judged
 
 
 def _judge(problem: Problem, ranked: Sequence[Candidate], effort: Effort) -> list[Scored]:

@@ -36,7 +36,6 @@ from coordinator.planning.auto_codecs import WORTH, relabelled, settled, without
 from coordinator.planning.baselines import even, proportional
 from coordinator.planning.check_cost import check_cost
 from coordinator.planning.costs.lower_bound import lower_bound
-from coordinator.planning.costs.snapshots import done_again
 from coordinator.planning.costs.timeline import expected_step_s, step_bytes, step_seconds
 from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.costs.workload import Wire
@@ -48,6 +47,7 @@ from coordinator.planning.preselect import Preselection
 from coordinator.planning.problem import Candidate, Problem, Scored
 from coordinator.planning.ratios import check_compression
 from coordinator.planning.shortage import shortage
+from coordinator.planning.standby_worth import Ranked, best_expected, costs_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,6 +82,7 @@ class PlanRequest:
     eval_dag_hash: str = ""
     wire: Wire | None = None  # None: the codecs that ``training.compress`` asks for
     beyond: int = 0  # workers of the pool that are not in ``fleet``, as others were chosen
+    standbys: int | None = None  # 0: the fastest plan, whatever losses cost
 
 
 _Found = tuple[Problem, Scored, str]  # the problem with what is recomputed decided, its best candidate, why
@@ -92,7 +93,10 @@ def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
 
     Raises NoWorkers, NotEnoughMemory (by how much and where), UsageError for unknown names.
     """
-    (problem, best, why), others = _searched(request, effort or Effort())
+    effort = effort or Effort()
+    (problem, best, why), others = _searched(request, effort)
+    ranked = _ranked(problem, best, request, effort)
+    best = ranked.scored if ranked is not None else best
     plan = _bare_plan(problem, best, request)
     notes = [why] if why else []
     if problem.schedule is ScheduleName.ZERO_BUBBLE and best.schedule is not problem.schedule:
@@ -102,16 +106,17 @@ def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
         notes += [note] if note else []
     notes += _mixed_classes(problem, best)
     reasons = left_out(problem, best) if request.partitioner == "op_fence" else _unused(problem, best)
+    if ranked is not None and ranked.standby is not None:
+        own, why = ranked.standby.worker, "it is worth more as a standby"
+        reasons = tuple((worker, why if worker == own else reason) for worker, reason in reasons)
     reasons = summarised([*reasons, *others], request.beyond, len(request.fleet.devices))
     prediction = predict(problem, best, tuple(notes))
     checks = check_cost(request.training, prediction)
-    if checks is not None:
-        prediction = replace(prediction, notes=(*prediction.notes, checks.words))
-    if not reasons and not request.beyond:
-        intervals = best.candidate.bounds(problem.n_ops)
-        again = done_again(request.dag, request.training.optimizer, intervals, prediction, problem.fleet)
-        if again is not None:
-            prediction = replace(prediction, notes=(*prediction.notes, again.words))
+    after = [checks.words] if checks is not None else []
+    if ranked is not None:
+        after += ranked.notes
+        prediction = replace(prediction, outlook=ranked.outlook)
+    prediction = replace(prediction, notes=(*prediction.notes, *after))
     plan = replace(plan, left_out=reasons, prediction=prediction)
     validate(plan, request.dag, request.training)
     return plan
@@ -152,6 +157,27 @@ def _searched(request: PlanRequest, effort: Effort) -> tuple[_Found, tuple[tuple
     devices = tuple(place[at] for at in scored.candidate.devices)
     scored = replace(scored, candidate=replace(scored.candidate, devices=devices))
     return (whole, scored, why), passed_over(preselection, whole.fleet)
+
+
+def _ranked(problem: Problem, fastest: Scored, request: PlanRequest, effort: Effort) -> Ranked | None:
+    """``fastest``, or the plan that is expected to end first with what losses cost; None where those are not
+    this plan's alone: of one of several replicas, or among workers that were chosen from more."""
+    if request.beyond or request.training.replica_count != 1 or request.training.local_exchange is not None:
+        return None
+    beside = [device for device in request.fleet.devices if device.worker not in problem.fleet.index]
+    if request.partitioner != "op_fence" or request.standbys == 0:
+        return Ranked(fastest, costs_of(problem, fastest, beside))
+    return best_expected(problem, fastest, beside, effort, lambda scored: _finished(problem, scored, effort))
+
+
+def _finished(problem: Problem, scored: Scored, effort: Effort) -> Scored:
+    """The same with its links' codecs and the order of its work settled."""
+    if problem.compression.mode != AUTO:
+        return problem.deferring(scored)
+    judgements = effort.affordable(JUDGEMENTS, problem, scored.candidate)
+    coded, dense = problem.deferring(settled(problem, scored, judgements)), _dense(problem)
+    plain = dense.score(scored.candidate)
+    return coded if plain is None else _worth_coding(coded, dense.deferring(plain), coded)
 
 
 def _mixed_classes(problem: Problem, best: Scored) -> list[str]:
@@ -224,11 +250,15 @@ def _best(problem: Problem, partitioner: str, effort: Effort) -> Scored:
         scored = problem.score(candidate) or plain[0]
         judged.append(problem.deferring(settled(problem, scored, judgements)))
     best = min(judged, key=lambda s: s.step_s)
-    uncoded = dense.deferring(plain[0])
-    if best.step_s <= WORTH * uncoded.step_s:
-        return best
-    why = f"compressing gains less than 1 % of a step of {uncoded.step_s:.3g} s"
     stays = next(s for s in judged if s.candidate == plain[0].candidate)
+    return _worth_coding(best, dense.deferring(plain[0]), stays)
+
+
+def _worth_coding(coded: Scored, uncoded: Scored, stays: Scored) -> Scored:
+    """``coded``, or ``uncoded`` where that is about as fast; ``stays``: its candidate, coded."""
+    if coded.step_s <= WORTH * uncoded.step_s:
+        return coded
+    why = f"compressing gains less than 1 % of a step of {uncoded.step_s:.3g} s"
     specs = stays.specs if without_codecs(stays.specs) else relabelled(_plain_specs(stays.specs), why)
     return replace(uncoded, specs=specs)
 

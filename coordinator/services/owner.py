@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import atoll
 from atoll.dataset_spec import DataSpec
 from atoll.errors import AccessDenied, JobFailed, NoWorkers, StorageError, UsageError
-from atoll.job import JobSpec, TrainingSpec
+from atoll.job import MAX_STANDBYS, JobSpec, TrainingSpec
 from coordinator.federated.checks import check_spec, exported_prefix
 from coordinator.messages import events as ev
 from coordinator.messages import peer_tensors
@@ -457,6 +457,11 @@ def _inquiry_spec(request: pb.PlanRequest, training: TrainingSpec) -> JobSpec:
         None,
         partitioner,
         request.schedule or "auto",
+        standbys=(
+            bounds.within("standbys", request.standbys, 0, MAX_STANDBYS)
+            if request.HasField("standbys")
+            else None
+        ),
     )
 
 

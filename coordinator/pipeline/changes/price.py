@@ -15,6 +15,7 @@ from coordinator.pipeline.changes.fetching import Fetching
 from coordinator.pipeline.changes.reconfigure import choose
 from coordinator.pipeline.changes.successors import computed_s, devices_of, slower
 from coordinator.pipeline.history import begun
+from coordinator.planning.costs.losses import PLANNED_WITHIN_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 WORTH = 1.5  # seconds saved over seconds that a change takes
 PAUSES = 2.0  # times what a stage took to load: storing it takes about as long
-PLANNED_WITHIN_S = 15.0  # a plan made anew: links of a few newcomers, their ops, the search
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,16 @@ stop, and the next one is further off.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING
 
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import STEPPING, Cause, anew
-from coordinator.pipeline.changes.price import PLANNED_WITHIN_S, pause_s, priced
+from coordinator.pipeline.changes.price import pause_s, priced
 from coordinator.pipeline.health.doubt import left_out
 from coordinator.pipeline.tuning.link_adaptation import capped
+from coordinator.planning.costs.losses import PLANNED_WITHIN_S
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
@@ -165,6 +166,7 @@ class Replanning:
         self._asked[state.job] = _Asked(self._attempts, state.assigned)
         spec = capped(state.spec, self.effects.ledger.jobs[state.job].cap)
         fleet = roster.fleet([*own, *spare], precision, unknown=roster.hoped(own), job=state.job)
+        fleet = replace(fleet, losses_per_s=roster.losses.per_s(self.effects.now_s))
         self.effects.emit(
             do.JudgeFleet(state.job, self._attempts, state.version + 1, spec, fleet, tuple(own))
         )

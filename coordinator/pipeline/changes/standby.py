@@ -15,13 +15,12 @@ from coordinator.pipeline.assigning import neighbours
 from coordinator.pipeline.changes.price import LossCost, loss_costs, repeated_s
 from coordinator.pipeline.changes.successors import Successors
 from coordinator.pipeline.history import not_repeatable
+from coordinator.planning.costs.losses import UPLINK_SHARE, WORTH_S
 
 if TYPE_CHECKING:
     from coordinator.membership.roster import Roster
     from coordinator.messages.facts import JobRecord
 
-UPLINK_SHARE = 0.9  # of a neighbour's uplink, the most that a step's messages may take with the standby's
-WORTH_S = 5.0  # that a loss costs less with a standby: below that nobody's machine is asked for it
 FEWEST_STEPS = 3  # measured, and left to do
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from atoll.job import JobSpec
 from atoll.plan import Plan
@@ -175,7 +175,9 @@ class Profiling:
         without, *rest = [some for some in choices if len(some) < len(idle)] or [frozenset()]
         self._rest[job] = tuple(rest)
         workers = [worker for worker in idle if worker not in without]
-        fleet = roster.fleet_for(job, workers, precision)
+        fleet = replace(
+            roster.fleet_for(job, workers, precision), losses_per_s=roster.losses.per_s(self.effects.now_s)
+        )
         self._begun_s.pop(job, None)
         self._wanted.pop(job, None)
         self.measuring.stop(job)
@@ -242,6 +244,7 @@ class Profiling:
             workers = [w for w, x in roster.workers.items() if not x.member.gone and not x.quarantined]
             precision = spec.training.precision.value
             chosen = roster.plannable(workers, precision)
-            fleet = roster.fleet(chosen, precision)
+            rate = roster.losses.per_s(self.effects.now_s)
+            fleet = replace(roster.fleet(chosen, precision), losses_per_s=rate)
             beyond = len(workers) - len(chosen)
             self.effects.emit(do.MakePlan(name, 0, 0, spec, fleet, beyond=beyond))

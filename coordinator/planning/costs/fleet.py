@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 UNKNOWN = LinkEstimate(bandwidth_bps=20e6, latency_s=0.03)  # a home uplink, until probed
 HOPED = LinkEstimate(bandwidth_bps=1e9, latency_s=0.001)  # where one worker has nobody to compare with
 TCP_SHARE = 0.95  # payload share of a configured rate (decentralized.md 0.1)
+LOSS_HOURS = 4.0  # of a worker of which nothing is known, until it is lost: a volunteer's evening
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class Fleet:
     """Devices in join order and what joins them; matrices are indexed [source, target].
 
     ``payload_share``: part of every rate that carries payload: 1.0 for measured goodput,
-    ``TCP_SHARE`` for configured rates.
+    ``TCP_SHARE`` for configured rates. ``losses_per_s``: how often one of its workers is lost.
     """
 
     devices: tuple[Device, ...]
@@ -96,6 +97,7 @@ class Fleet:
     payload_share: float = 1.0
     relays: tuple[RelayLine, ...] = ()
     probed: Fleet | None = None  # the same at the rates of probes, where training's messages got less
+    losses_per_s: float = 1.0 / (LOSS_HOURS * 3600.0)
 
     def __post_init__(self) -> None:
         n = len(self.devices)
@@ -156,4 +158,5 @@ class Fleet:
             self.payload_share,
             tuple(relay for relay in self.relays if any(inside.issuperset(pair) for pair in relay.pairs)),
             self.probed.subset(workers) if self.probed is not None else None,
+            self.losses_per_s,
         )

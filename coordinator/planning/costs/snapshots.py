@@ -14,9 +14,9 @@ from coordinator.planning.costs.memory import leaf_bytes
 
 if TYPE_CHECKING:
     from atoll.job import Optimizer
-    from atoll.opdag import OpDag
-    from atoll.plan import Prediction
     from coordinator.planning.costs.fleet import Fleet
+    from coordinator.planning.costs.losses import Rank
+    from coordinator.planning.costs.timeline import LinkUse
 
 EVERY_S = 20.0  # at least so often while that costs less than ...
 CHEAP = 0.01  # ... this share of the time
@@ -25,7 +25,6 @@ DISK_BYTES_PER_S = 8e6  # that snapshots write to a worker's disk: 0.7 TB a day
 PACE = 0.5  # of the time in which a rank fetches another's part
 ORDERS_S = 1.0  # until every rank has written its part, and heard whose it is to fetch
 LEAST_FREE = 0.1  # of a line that training keeps busy
-USUAL_LOSSES_PER_S = 1.0 / (4.0 * 3600.0)  # of a worker of which nothing is known
 
 
 def every_s(took_s: float, part_bytes: int, losses_per_s: float) -> float:
@@ -44,43 +43,41 @@ class DoneAgain(NamedTuple):
     most_s: float
     every_s: float  # between two snapshots
     took_s: float  # until one is whole
+    losses_per_s: float  # of all workers of the plan
 
     @property
     def words(self) -> str:
+        often = in_hours(1.0 / self.losses_per_s)
         return (
-            f"nobody is idle: the loss of a worker costs about {self.usual_s:.0f} s of training, at most "
-            f"{self.most_s:.0f} s (a snapshot every {self.every_s:.0f} s, whole after {self.took_s:.0f} s)"
+            f"nobody idle can take over every stage: a loss, one in {often}, costs about "
+            f"{self.usual_s:.0f} s of training, at most {self.most_s:.0f} s (a snapshot every "
+            f"{self.every_s:.0f} s, whole after {self.took_s:.0f} s)"
         )
 
 
-def done_again(
-    dag: OpDag,
-    optimizer: Optimizer,
-    intervals: Sequence[tuple[int, int]],
-    prediction: Prediction,
-    fleet: Fleet,
-) -> DoneAgain | None:
-    """Return what a loss costs in a pipeline over every worker of a fleet, its stages in order; None of one
-    worker, whose state nobody else can have."""
-    workers = [stage.worker for stage in prediction.stages]
-    if len(workers) < 2:
-        return None
-    parts = [_part_bytes(dag, optimizer, *interval) for interval in intervals]
+def in_hours(seconds: float) -> str:
+    """Return a time between losses in words."""
+    return f"{seconds / 60.0:.0f} min" if seconds < 5400.0 else f"{seconds / 3600.0:.3g} h"
+
+
+def done_again(ranks: Sequence[Rank], links: Sequence[LinkUse], step_s: float, fleet: Fleet) -> DoneAgain:
+    """Return what a loss costs in a pipeline of which nobody idle can take a stage over; of two ranks at
+    least, as nobody else can have the state of one."""
     took_s = 0.0
-    for rank, worker in enumerate(workers):
-        at, to = fleet.index[worker], fleet.index[workers[(rank + 1) % len(workers)]]
-        busy_s = sum(link.busy_s for link in prediction.links if link.source == worker)
-        free = max(LEAST_FREE, 1.0 - busy_s / prediction.step_s) if prediction.step_s > 0 else 1.0
-        bps = float(fleet.bandwidth_bps[at, to]) * fleet.payload_share * min(PACE, free)
-        took_s = max(took_s, 8.0 * parts[rank] / bps)
+    for stage, rank in enumerate(ranks):
+        to = ranks[(stage + 1) % len(ranks)].device
+        busy_s = sum(link.busy_s for link in links if link.source == stage)
+        free = max(LEAST_FREE, 1.0 - busy_s / step_s) if step_s > 0 else 1.0
+        bps = float(fleet.bandwidth_bps[rank.device, to]) * fleet.payload_share * min(PACE, free)
+        took_s = max(took_s, 8.0 * rank.part_bytes / bps)
     took_s += ORDERS_S
-    apart_s = every_s(took_s, max(parts), len(workers) * USUAL_LOSSES_PER_S)
-    return DoneAgain(
-        apart_s / 2 + took_s + prediction.step_s, apart_s + took_s + 2 * prediction.step_s, apart_s, took_s
-    )
+    losses_per_s = len(ranks) * fleet.losses_per_s
+    apart_s = every_s(took_s, max(rank.part_bytes for rank in ranks), losses_per_s)
+    usual_s, most_s = apart_s / 2 + took_s + step_s, apart_s + took_s + 2 * step_s
+    return DoneAgain(usual_s, most_s, apart_s, took_s, losses_per_s)
 
 
-def _part_bytes(dag: OpDag, optimizer: Optimizer, start: int, stop: int) -> int:
+def part_bytes(dag: OpDag, optimizer: Optimizer, start: int, stop: int) -> int:
     """Return the bytes of what a stage stores: its tensors with the optimizer's state, no gradients."""
     leaves = {leaf for node in dag.ops[start:stop] for leaf in leaf_refs(node)}
     return int(sum(held - trained for held, trained in (leaf_bytes(dag, leaf, optimizer) for leaf in leaves)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -93,3 +94,10 @@ def islands(
         for k in range(n_islands)
     )
     return Fleet(devices, rate, delay, uplinks), home.tolist()
+
+
+def same_links(devices: Sequence[Device], bps: float, latency_s: float = 0.002) -> Fleet:
+    """These devices with the same link between any two of them."""
+    n = len(devices)
+    apart = ~np.eye(n, dtype=bool)
+    return Fleet(tuple(devices), np.where(apart, bps, np.inf), np.where(apart, latency_s, 0.0))
