@@ -45,6 +45,7 @@ from atoll.plan import (
     LinkPrediction,
     LinkSpec,
     Mask,
+    Outlook,
     Plan,
     Prediction,
     Replica,
@@ -221,6 +222,7 @@ PREDICTION = Prediction(
     9.5,
     "w2",
     ("one", "two"),
+    Outlook(2.75, 30.0, 1e-4, "w9", 3.0),
 )
 EXCHANGE = Exchange(
     "diloco",

@@ -9,6 +9,7 @@ from atoll.plan import Plan, one_replica
 from coordinator.config import CoordinatorConfig, Probing
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import Phase
+from coordinator.planning.costs.fleet import LOSS_HOURS
 from coordinator.planning.costs.network import LinkEstimate
 from tests.sim.scripted import Scripted
 
@@ -107,3 +108,14 @@ def test_a_job_waits_for_the_survey_no_longer_than_it_may():
     assert world.asked == []
     world.wait(2.0)
     assert world.asked
+
+
+def test_a_plan_counts_with_the_losses_that_the_coordinator_has_seen() -> None:
+    world = large(4)
+    world.wait(600.0)
+    for again in range(2, 12):  # one worker that always comes back as another process
+        world.join("w03", incarnation=again)
+    world.submit()
+    rate = world.asked[0].fleet.losses_per_s
+    assert rate == world.scheduler.roster.losses.per_s(world.clock.now_s)
+    assert rate > 8.0 / (LOSS_HOURS * 3600.0)

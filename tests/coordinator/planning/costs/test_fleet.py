@@ -5,7 +5,7 @@ from atoll.errors import UsageError
 from coordinator.client.fleet_file import parse_fleet, read_fleet
 from coordinator.membership.link_table import LinkTable, measured_fleet
 from coordinator.planning.costs.codec_costs import DEFAULT_SPEEDS, speed_of
-from coordinator.planning.costs.fleet import TCP_SHARE, Device
+from coordinator.planning.costs.fleet import LOSS_HOURS, TCP_SHARE, Device
 from coordinator.planning.costs.network import LinkEstimate
 from tests.coordinator.planning.fleets import random_fleet, two_islands
 
@@ -67,6 +67,13 @@ def test_a_fleet_file_gives_devices_in_join_order_with_their_figures(fleet):
     assert fleet.payload_share == TCP_SHARE
 
 
+def test_a_fleet_file_says_how_often_a_worker_is_lost_else_once_in_an_evening():
+    often = parse_fleet({"default": {"loss_hours": 0.5}, "device": [{"name": "a"}, {"name": "b"}]})
+    assert often.losses_per_s == pytest.approx(1 / 1800)
+    assert often.subset(["b"]).losses_per_s == often.losses_per_s
+    assert parse_fleet({"device": [{"name": "a"}]}).losses_per_s == pytest.approx(1 / (LOSS_HOURS * 3600))
+
+
 def test_codec_speeds_of_a_device_stand_over_the_default_ones(tmp_path):
     path = tmp_path / "fleet.toml"
     text = TEXT.replace("gflops = 30", "codec_gbps = { topk = [0.5, 8], fp16 = [4, 3] }")
@@ -112,6 +119,7 @@ def test_the_effective_rate_is_the_slowest_on_the_path():
         (("gflops = 30", 'gflops = "fast"'), "gflops  = 'fast'"),
         (("[default]", "[defaults]"), "unknown key 'defaults'"),
         (("[[link]]", "[link"), "not TOML"),
+        (("gflops = 30", "loss_hours = 0"), "loss_hours = 0; give a number from 0.01"),
         (("gflops = 30", "codec_gbps = { gzip = [1, 1] }"), "codec_gbps names 'gzip'; codecs are .*topk"),
         (("gflops = 30", "codec_gbps = { topk = 3 }"), r"topk = 3; give \[encode, decode\] in GB/s"),
         (("gflops = 30", "codec_gbps = { topk = [0, 3] }"), r"topk = \[0, 3\]; give"),
