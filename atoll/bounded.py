@@ -98,6 +98,25 @@ class Unset:
 
 
 @dataclass(frozen=True, slots=True)
+class ZeroIs:
+    """What a 0 stands for that was accepted; it is written as 0."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """An address or a DNS name, or with ``empty`` none."""
+
+    empty: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Identifier:
+    """1 to 64 letters, digits, ``_ . -`` that begin with a letter or ``_``."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sorted:
     """A collection that is written in order, a mapping by its keys: equal values have equal bytes."""
 
@@ -123,3 +142,8 @@ Name = Annotated[str, Plain()]
 Blob = Annotated[str, Sha256()]
 OptionalBlob = Annotated[str, Sha256(empty=True)]
 Version = Annotated[int, At("plan_version")]
+OptionalHost = Annotated[str, Host(empty=True)]
+Port = Annotated[int, Within(1, 65_535)]
+ClientName = Annotated[str, Identifier()]
+Amount = Annotated[float, Within()]
+Share = Annotated[float, Within(0.0, 1.0)]

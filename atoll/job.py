@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from atoll.bounded import (
     MAX_ARGS,
     MAX_NAME_CHARS,
+    Amount,
     At,
     Blob,
     Chars,
@@ -23,6 +24,7 @@ from atoll.bounded import (
     Most,
     Name,
     OptionalBlob,
+    Share,
     Sorted,
     Unset,
     Within,
@@ -60,8 +62,6 @@ class Precision(StrEnum):
     BF16 = "bf16"  # autocast; parameters and optimizer state stay fp32
 
 
-Figure = Annotated[float, Within()]
-Share = Annotated[float, Within(0.0, 1.0)]
 ShortText = Annotated[str, Chars(MAX_NAME_CHARS)]
 
 
@@ -73,8 +73,8 @@ class ParamGroup:
     """
 
     patterns: Annotated[tuple[Name, ...], Most(MAX_ARGS)]
-    lr_scale: Figure = 1.0
-    weight_decay: Figure | None = None
+    lr_scale: Amount = 1.0
+    weight_decay: Amount | None = None
     frozen: bool = False
 
     def __post_init__(self) -> None:
@@ -86,14 +86,14 @@ class Optimizer:
     """A torch optimizer by name, with its hyper-parameters."""
 
     name: OptimizerName = OptimizerName.ADAMW
-    lr: Figure = 1e-3
-    weight_decay: Figure = 0.0
+    lr: Amount = 1e-3
+    weight_decay: Amount = 0.0
     betas: Annotated[tuple[Share, Share], At("beta1", "beta2")] = (0.9, 0.999)
-    eps: Figure = 1e-8
-    momentum: Figure = 0.0
+    eps: Amount = 1e-8
+    momentum: Amount = 0.0
     nesterov: bool = False
     groups: Annotated[tuple[ParamGroup, ...], Most(MAX_ARGS)] = ()
-    clip_norm: Figure | None = None  # global L2 norm over all stages
+    clip_norm: Amount | None = None  # global L2 norm over all stages
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -135,7 +135,7 @@ class Schedule:
 
     kind: ScheduleKind = ScheduleKind.CONSTANT
     warmup_steps: Annotated[int, Within(0, MAX_STEPS)] = 0
-    final: Figure = 0.1  # of the base rate, at the last step
+    final: Amount = 0.1  # of the base rate, at the last step
 
     def __post_init__(self) -> None:
         check_fields(self)

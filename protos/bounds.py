@@ -20,7 +20,6 @@ from protos.text_limits import plain
 _HASH = re.compile(r"[0-9a-f]{64}")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 MAX_HOST_CHARS = 255
-DIGEST_BYTES = 8  # of a stage's part of a step
 _S = TypeVar("_S", bound=Sized)
 _E = TypeVar("_E", bound=StrEnum)
 

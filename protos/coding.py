@@ -32,6 +32,7 @@ from typing import (
 
 from atoll import bounded
 from atoll.errors import BadFrame, UsageError
+from atoll.federated import checked_name
 from protos import bounds
 from protos.text_limits import clean
 
@@ -106,10 +107,13 @@ def form(kind: Any, descriptor: Any) -> Form:
             spread.append((field.name, own.write))
             continue
         (name,) = at
-        code = _code(hint, marks, _field(descriptor, name), what)
+        held = _field(descriptor, name)
+        code = _code(hint, marks, held, what)
         reads.append((field.name, attrgetter(name) if code.read is None else _got(name, code.read)))
-        if get_origin(hint) in (Union, UnionType):
-            reads[-1] = (field.name, _present(name, reads[-1][1]))
+        if get_origin(hint) in (Union, UnionType) or (held.message_type is not None and _unset(marks)):
+            reads[-1] = (field.name, _present(name, reads[-1][1], _unset(marks)))
+        if "." in name:
+            continue  # written by who makes the inner message
         if code.write is None:
             plain.append((field.name, name))
         else:
@@ -139,10 +143,11 @@ def form(kind: Any, descriptor: Any) -> Form:
 
 
 def _field(descriptor: Any, name: str) -> Any:
-    found = descriptor.fields_by_name.get(name)
+    outer, _, inner = name.partition(".")
+    found = descriptor.fields_by_name.get(outer)
     if found is None:
         raise TypeError(f"{descriptor.name} has no field {name}")
-    return found
+    return _field(found.message_type, inner) if inner else found
 
 
 def _unwrapped(hint: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -158,11 +163,12 @@ def _unwrapped(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _got(name: str, decode: Read) -> Read:
-    return lambda message: decode(getattr(message, name))
+    get = attrgetter(name)
+    return lambda message: decode(get(message))
 
 
-def _present(name: str, get: Read) -> Read:
-    return lambda message: get(message) if message.HasField(name) else None
+def _present(name: str, get: Read, otherwise: Any) -> Read:
+    return lambda message: get(message) if message.HasField(name) else otherwise
 
 
 def _code(hint: Any, marks: tuple[Any, ...], field: Any, what: str) -> Code:
@@ -204,7 +210,7 @@ def _message(hint: Any, marks: tuple[Any, ...], descriptor: Any, what: str, key:
     if get_origin(hint) is tuple:
         return _flat(hint, fields[: len(get_args(hint))], what)
     (value,) = fields[:1]
-    code = _single(*_unwrapped(hint), value, what)
+    code = _single(hint, marks, value, what)
     decode = attrgetter(value.name) if code.read is None else _got(value.name, code.read)
     encode = code.write
     return Form(decode, lambda held: {value.name: held if encode is None else encode(held)})
@@ -296,6 +302,9 @@ def _scalar(hint: Any, marks: tuple[Any, ...], what: str) -> Code:
     """A number, a text or bytes, with its bounds."""
     get, encode = _bound(hint, marks, what)
     unset, inner = _unset(marks), get
+    zero = next((mark.value for mark in marks if isinstance(mark, bounded.ZeroIs)), None)
+    if zero is not None and inner is not None:
+        return Code(lambda value: inner(value) or zero, lambda value: 0 if value == zero else value)
     if unset is not None:
         if inner is None:
             return Code(lambda value: value or unset, encode)
@@ -331,6 +340,10 @@ def _marked(hint: Any, mark: Any, what: str) -> Code | None:
             return Code(lambda value: value and bounds.blob_hash(what, value), None)
         case bounded.Sha256():
             return Code(lambda value: bounds.blob_hash(what, value), None)
+        case bounded.Host(empty):
+            return Code(lambda value: value if empty and not value else bounds.host(what, value), None)
+        case bounded.Identifier():
+            return Code(lambda value: checked_name(what, value), None)
         case bounded.Hex(n_bytes, empty):
             return Code(lambda value: bounds.digits(what, value, n_bytes, empty=empty), bytes.fromhex)
     return None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.errors import UsageError
+from atoll.messages.from_worker import MAX_CLIENTS
 
 if TYPE_CHECKING:
     from strategies.layout import Array
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     Parts = list[Array]
 
 MAX_TRIES = 1000
-MAX_CLIENTS = 100_000
 WAYS = {
     "iid": "equal random parts",
     "dirichlet:BETA": "label skew as NIID-Bench defines it",

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 
+from atoll.messages.from_worker import MAX_MEMORY_BYTES, MIN_MEMORY_BYTES
 from atoll.plan import LinkPrediction
 from atoll.stage_memory import BESIDE, HEAP_SHARE
 from coordinator.config import Liveness, Probing, Relaying
@@ -39,8 +40,6 @@ from coordinator.planning.costs.network import LinkEstimate, Pair
 from coordinator.planning.costs.op_seconds import SCALE_RANGE, refresh_scale
 from coordinator.planning.preselect import candidates
 
-MIN_MEMORY_BYTES = 2**20
-MAX_MEMORY_BYTES = 2**50
 MAX_QUOTA_PERIOD_S = 1.0  # the kernel has no longer one
 MOST_CODECS = 200  # whose speeds one worker may state, in all its messages
 ROUNDING_S = 1e-6  # a deadline and the member's own comparison are rounded differently

@@ -13,11 +13,11 @@ from typing import Any
 from atoll.errors import AtollError, StorageError
 from atoll.exchange import Exchange
 from atoll.job import JobSpec
+from atoll.messages.from_worker import MOST_REPLAYED
 from atoll.plan import LinkSpec, Plan
 from coordinator.messages.encoding import from_json, to_json
 
 LINEAGE = 64  # versions remembered of one plan, for reports that come late
-MOST_REPLAYED = 4096  # steps whose scales are remembered: repeating more is never worth it
 ENDED = ("finished", "failed", "cancelled")
 STATE, MODEL = "federated/state", "federated/model"
 """Names in a federated job's checkpoint of the server's state and the newest global model."""

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from protos import atoll_control_pb2 as pb
+from protos import session
 from tests.protos import recorded
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
+READ_ONLY = {"spans", "log", "consent", "update", "update of a host", "update of nobody"}
 UNUSED = {"BlobRef.offset", "WorkerLog.time_s"}
 
 
@@ -55,3 +57,11 @@ def test_no_field_is_left_out_of_what_is_recorded(written: dict[str, Message]) -
     known: set[str] = set()
     there = all_fields(pb.ToWorker.DESCRIPTOR, known) | all_fields(pb.FromWorker.DESCRIPTOR, known)
     assert there - shown == UNUSED
+
+
+def test_what_workers_say_is_written_again_as_it_was_read() -> None:
+    for name, (kind, frame) in recorded.recorded().items():
+        if kind != "FromWorker" or name in READ_ONLY or name.startswith("introduction"):
+            continue
+        message = pb.FromWorker.FromString(bytes.fromhex(frame))
+        assert session.to_coordinator(session.from_worker(message)) == message, name

@@ -14,11 +14,11 @@ from atoll.bounded import MAX_ITEMS
 from atoll.compression import MAX_RATIO
 from atoll.errors import BadFrame
 from atoll.job import Precision
+from atoll.messages.from_worker import MAX_CLIENTS
 from atoll.opdag import leaf_refs
 from atoll.plan import LinkSpec, Plan
 from protos import atoll_control_pb2 as pb
 from protos import bounds, coding, convert
-from strategies.partition_data import MAX_CLIENTS
 from worker.federated.orders import EvaluateOrder, Joining, ModelRef, TrainOrder
 from worker.machine.op_probe import OpProbe
 from worker.session import wire

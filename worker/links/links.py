@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from atoll.errors import BadFrame, StorageError
+from atoll.messages.from_worker import DIGEST_BYTES
 from atoll.opdag import TensorMeta
 from compressors.base import Packet, parse_packet
-from protos.bounds import DIGEST_BYTES
 from protos.text_limits import clean
 from worker.links.codec_use import CodecUse
 from worker.links.codecs import Coding, StageCodecs

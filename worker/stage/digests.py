@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from protos.bounds import DIGEST_BYTES
+from atoll.messages.from_worker import DIGEST_BYTES
 
 PIECE = 1 << 21
 """Elements that torch copies to twice their size at one time: of a whole table, twice the table."""

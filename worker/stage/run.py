@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from atoll.errors import BadFrame
+from atoll.messages.from_worker import DIGEST_BYTES
 from atoll.microbatch import Work
 from atoll.opdag import TensorMeta
-from protos.bounds import DIGEST_BYTES
 from worker.cancel import Cancel
 from worker.links.codecs import StageCodecs, lossy
 from worker.machine.cpu import CpuMeter

@@ -1,0 +1,1 @@
+"""Messages between a coordinator and its workers, as both handle them: frozen, bounded, without protobuf."""
