@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PACKAGES := atoll coordinator worker hostos protos strategies compressors lab
+PACKAGES := atoll coordinator worker hostos protos strategies compressors lab experiments
 PROTOS := protos/atoll_job.proto protos/atoll_control.proto protos/atoll_apps.proto
 MESSAGES := protos/atoll_compute.proto  # no service in it
 BENCHMARKS := oracle planner transport messages commit sessions codecs lossless_real sparse_formats gpu prediction \
@@ -28,7 +28,7 @@ SUPPLY := .venv-supply
 SUPPLY_STAMP := $(SUPPLY)/.installed
 LOCK := $(BIN)/uv pip compile -q --universal --generate-hashes --no-emit-package torch --no-emit-index-url \
 	--no-annotate --custom-compile-command "make lock" --overrides locks/without-torch.in
-EXTRAS := test dev tensorboard flower simulation s3 postgresql
+EXTRAS := coordinator test dev tensorboard flower simulation s3 postgresql
 PIP := pip install -qq --disable-pip-version-check
 
 # An environment of its own for the newest Flower that is supported; what it wants otherwise stands in the file.
@@ -58,7 +58,7 @@ help:
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml experiments/pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no python3 found: install Python 3.11 or newer, or give PYTHON=..."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than 3.11: give PYTHON=/path/to/python3.11"; exit 1; }
@@ -68,7 +68,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "[2/3] installing torch (the largest download)"
 	@$(BIN)/python -m $(PIP) torch==2.13.0 -c constraints.txt
 	@echo "[3/3] installing Atoll and its test tools"
-	@$(BIN)/python -m $(PIP) -c constraints.txt -e '.[test,dev,tensorboard,flower,simulation,s3,postgresql]'
+	@$(BIN)/python -m $(PIP) -c constraints.txt -e '.[coordinator,test,dev,tensorboard,flower,simulation,s3,postgresql]' \
+		-e ./experiments
 	@touch $@
 	@echo "ready: $(BIN)/atoll --help"
 
@@ -96,7 +97,7 @@ $(STAMP142): pyproject.toml constraints.txt $(CONSTRAINTS142)
 		{ grep -vE "^($$names)" constraints.txt; cat $(CONSTRAINTS142); } > $(VENV142)/constraints.txt
 	@$(VENV142)/bin/python -m pip install -qq --disable-pip-version-check torch==2.13.0 -c $(VENV142)/constraints.txt
 	@$(VENV142)/bin/python -m pip install -qq --disable-pip-version-check -c $(VENV142)/constraints.txt \
-		-e '.[test,flower,simulation]'
+		-e '.[coordinator,test,flower,simulation]'
 	@touch $@
 
 test-flwr142: $(STAMP142)
@@ -132,9 +133,9 @@ protos: $(STAMP)
 # Torch is left out: each index has builds of its own, of one version and other bytes (docs/supply-chain.md).
 lock: $(STAMP)
 	echo 'setuptools>=77' | $(LOCK) --python-version 3.11 -c constraints.txt - -o locks/build.txt
-	$(LOCK) --python-version 3.11 -c constraints.txt pyproject.toml locks/torch.in -o locks/runtime.txt
+	$(LOCK) --python-version 3.11 -c constraints.txt pyproject.toml locks/torch.in --extra coordinator -o locks/runtime.txt
 	$(LOCK) --python-version 3.11 -c constraints.txt pyproject.toml locks/torch.in $(EXTRAS:%=--extra %) -o locks/development.txt
-	$(LOCK) --python-version 3.11.5 -c constraints.txt pyproject.toml locks/torch.in --extra docs -o locks/docs.txt
+	$(LOCK) --python-version 3.11.5 -c constraints.txt pyproject.toml locks/torch.in --extra coordinator --extra docs -o locks/docs.txt
 	printf 'pip-audit\ncyclonedx-bom\n' | $(LOCK) --python-version 3.11 - -o locks/supply.txt
 
 $(SUPPLY_STAMP): locks/supply.txt

@@ -23,9 +23,9 @@ from benchmarks.harness import execute
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("atoll", "coordinator", "worker", "hostos", "protos", "strategies", "compressors")
-BESIDE = ("lab", "benchmarks", "examples", "tests")
+BESIDE = ("lab", "experiments", "benchmarks", "examples", "tests")
 GENERATED = ("_pb2.py", "_pb2_grpc.py")
-DEMO = ("coordinator/cli/demo/", "coordinator/demo/")
+DEMO = ("experiments/demo/", "coordinator/cli/demo/", "coordinator/demo/")
 
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 _NO_CODE |= {tokenize.ENCODING, tokenize.ENDMARKER}

@@ -37,8 +37,8 @@ from atoll.job import Optimizer, OptimizerName, TrainingSpec
 from benchmarks.federated_report import best, plot, report, show
 from benchmarks.harness import ROOT, execute, machine, need_mnist, parser
 from coordinator.capture.capture import capture
-from coordinator.datasets import corpora, download
-from coordinator.datasets.split import taken
+from experiments.datasets import corpora, download
+from experiments.datasets.split import taken
 from strategies import partition_data
 from strategies.fedimpro_module import FedImpro
 from strategies.vhl_module import Vhl, VhlLoss

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from atoll.errors import AtollError, UsageError
 from benchmarks.waits import HUNG_S, came_about
-from coordinator.datasets import download
 from coordinator.messages.jobs import UNFIT
+from experiments.datasets import download
 from lab.reader import read_scenario
 from lab.tun import unavailable
 from lab.world import Lab

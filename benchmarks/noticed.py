@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import CommandFailed, conclude, execute, machine, parser
-from coordinator.cli.chaos.fleet import Fleet, own
-from coordinator.cli.chaos.kinds import LASTS_S, Deed, Kind, Wish
-from coordinator.cli.chaos.promises import LOOKED_FOR_S, NOTICED_S, NOTICED_STEPS, Line, noticed_s
-from coordinator.cli.chaos.run import LOOK_EVERY_S, Chaos, LogOf, Watching, cut_in
 from coordinator.cli.local_fleet import LocalFleet
 from coordinator.client.job_file import load_job
 from coordinator.client.prepare import prepare
+from experiments.chaos.fleet import Fleet, own
+from experiments.chaos.kinds import LASTS_S, Deed, Kind, Wish
+from experiments.chaos.promises import LOOKED_FOR_S, NOTICED_S, NOTICED_STEPS, Line, noticed_s
+from experiments.chaos.run import LOOK_EVERY_S, Chaos, LogOf, Watching, cut_in
 from protos.telemetry import Event
 
 STAGES, BACKUPS = 3, 3
@@ -123,7 +123,7 @@ def _name_of(fleet: Fleet, worker: str) -> str:
 
 def main() -> int:
     """Command line."""
-    made = parser(__doc__, job="coordinator/cli/demo/job.py")
+    made = parser(__doc__, job="experiments/demo/job.py")
     made.add_argument("--times", type=int, default=5, help="each kind")
     made.add_argument("--exchange", action="append", default=[], help="peers by this rule; may repeat")
     options = made.parse_args()

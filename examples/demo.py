@@ -21,10 +21,10 @@ from typing import Any
 from rich.console import Console
 
 from atoll.errors import AtollError
-from coordinator.cli.demo.processes import ended_by_signals
-from coordinator.cli.demo.run import play
-from coordinator.cli.demo.scene import Lender, Scene, next_steps, summary
-from coordinator.cli.demo.shown import Shown
+from coordinator.cli.processes import ended_by_signals
+from experiments.demo.run import play
+from experiments.demo.scene import Lender, Scene, next_steps, summary
+from experiments.demo.shown import Shown
 from lab.loopback import LoopbackLab
 from lab.scenario import Host
 from lab.tun import LabError, unavailable

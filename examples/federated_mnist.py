@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atoll import Federated, Job, Optimizer, OptimizerName, Registered, TrainingSpec
-from coordinator.datasets import corpora, download
+from experiments.datasets import corpora, download
 from strategies.fedimpro_module import FedImpro
 from strategies.vhl_module import Vhl, VhlLoss
 from strategies.virtual_data import VirtualSpec

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 import structlog
 
 from atoll.errors import AtollError, NoWorkers
-from coordinator.cli.demo.processes import Processes, Start, start_here
+from coordinator.cli.processes import Processes, Start, start_here
 from coordinator.client.client import Client, connect
 
 if TYPE_CHECKING:

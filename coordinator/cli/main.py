@@ -6,13 +6,16 @@ Commands that need torch import it themselves, so that `atoll status` starts at 
 from __future__ import annotations
 
 import platform
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 import atoll
+from atoll.errors import UsageError
 from coordinator.cli import (
     admin,
     authority,
@@ -23,19 +26,44 @@ from coordinator.cli import (
     journals,
     owners,
     relay,
-    simulate,
     submit,
 )
-from coordinator.cli import data as cli_data
 from coordinator.cli import jobs as cli_jobs
-from coordinator.cli.chaos import command as cli_chaos
-from coordinator.cli.demo import command as cli_demo
 from coordinator.cli.options import EXIT_CODES, Trace, UseProxy
 from hostos.command_line import AsJson, enter, err, out, print_json
 from protos import PROTOCOL_VERSION
 
+if TYPE_CHECKING:
+    import click
+
+EXPERIMENTS = "atoll-experiments"
+OF_COORDINATORS = ("matplotlib", "networkx", "prometheus_client", "sqlalchemy")  # no worker imports them
+ITS_COMMANDS = ("chaos", "data", "demo", "simulate")
+
+
+class Commands(TyperGroup):
+    """The commands; where a package that some of them need is not installed, its installation is named."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] in ITS_COMMANDS and args[0] not in self.commands:
+            raise UsageError(f"`atoll {args[0]}` is for experiments: `pip install ./experiments` in a clone")
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            if error.name not in OF_COORDINATORS:
+                raise
+            move = "coordinators and owners need `pip install '.[coordinator]'` in a clone"
+            raise UsageError(f"{error.name} is not installed here; {move}") from None
+
+
 app = typer.Typer(
     name="atoll",
+    cls=Commands,
     epilog=EXIT_CODES,
     no_args_is_help=True,
     add_completion=False,
@@ -49,21 +77,20 @@ def common(use_proxy: UseProxy = False) -> None:
     """Train one PyTorch model across islands of machines."""
 
 
-cli_demo.register(app)
 admin.register(app)
 owners.register(app)
 authority.register(app)
 submit.register(app)
-simulate.register(app)
-cli_chaos.register(app)
 cli_jobs.register(app)
 checkpoints.register(app)
 codecs.register(app)
 flower.register(app)
-cli_data.register(app)
 journals.register(app)
 backup.register(app)
 relay.register(app)
+with suppress(metadata.PackageNotFoundError):
+    for _commands in metadata.distribution(EXPERIMENTS).entry_points:
+        _commands.load()(app)
 
 
 @app.command(epilog="Example: atoll ops examples/gpt.py")

@@ -167,8 +167,8 @@ def test_a_small_training_counts_the_files_that_would_travel(
 ) -> None:
     from tests.benchmarks.test_federated_mnist import SMALL
 
-    monkeypatch.setattr("coordinator.datasets.download.read", lambda name: {})
-    monkeypatch.setattr("coordinator.datasets.corpora.mnist", lambda files: SMALL)
+    monkeypatch.setattr("experiments.datasets.download.read", lambda name: {})
+    monkeypatch.setattr("experiments.datasets.corpora.mnist", lambda files: SMALL)
     setting = Setting(images=300, test_images=100, clients=3, chosen=3, beta=0.5, rounds=2, batch=16)
     conditions = bench.Conditions(LINES, setting=setting)
     dense = bench.train(conditions, bench.VARIANTS["dense"], 3)

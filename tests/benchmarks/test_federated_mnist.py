@@ -13,8 +13,8 @@ import torch
 
 from benchmarks import federated_mnist as bench
 from benchmarks import federated_report as reporting
-from coordinator.datasets import download
-from coordinator.datasets.corpora import Mnist
+from experiments.datasets import download
+from experiments.datasets.corpora import Mnist
 from tests.inprocess.federation import RoundMetrics
 
 DRAW = np.random.default_rng(0)
@@ -35,7 +35,7 @@ SETTING = bench.Setting(images=300, test_images=100, clients=4, chosen=2, beta=0
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "read", lambda name: {})
-    monkeypatch.setattr("coordinator.datasets.corpora.mnist", lambda files: SMALL)
+    monkeypatch.setattr("experiments.datasets.corpora.mnist", lambda files: SMALL)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedimpro", "vhl", "feddyn"])

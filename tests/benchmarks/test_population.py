@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks import population as bench
 from benchmarks.population import Run
-from coordinator.datasets import download
+from experiments.datasets import download
 from tests.benchmarks.test_federated_mnist import SMALL
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def test_few_clients_end_in_the_same_bits_on_any_number_of_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "read", lambda name: {})
-    monkeypatch.setattr("coordinator.datasets.corpora.mnist", lambda files: SMALL)
+    monkeypatch.setattr("experiments.datasets.corpora.mnist", lambda files: SMALL)
     monkeypatch.setattr(bench, "DRAWN", 6)
     monkeypatch.setattr(bench, "ROUNDS", 3)
     one = Run("scaffold", 0, clients=15)

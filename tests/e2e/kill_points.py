@@ -19,13 +19,13 @@ from atoll.errors import AtollError
 from benchmarks.oracle import Case, run_local
 from benchmarks.real_workers import ROOT, as_job, cut_at
 from benchmarks.waits import came_about
-from coordinator.cli.chaos.fleet import Facts
-from coordinator.cli.chaos.members import Member, kill, lives
-from coordinator.cli.chaos.promises import commits
-from coordinator.cli.demo.processes import start_here
 from coordinator.cli.local_fleet import COORDINATOR, LocalFleet
+from coordinator.cli.processes import start_here
 from coordinator.client.prepare import Prepared, prepare
 from coordinator.messages.facts import PlanAdopted, Reconfigured
+from experiments.chaos.fleet import Facts
+from experiments.chaos.members import Member, kill, lives
+from experiments.chaos.promises import commits
 from tests.e2e.points import PACE, PASSED, STEADY
 
 if TYPE_CHECKING:

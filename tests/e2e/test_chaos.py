@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.cli.chaos.members import Member
+from experiments.chaos.members import Member
 from tests.interrupts import ROOT
 from tests.patience import eventually
 

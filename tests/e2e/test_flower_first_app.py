@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from coordinator.cli.demo.processes import Processes
+from coordinator.cli.processes import Processes
 from coordinator.client.client import connect
 from coordinator.flower import detached
 from tests.coordinator.flower.flower_apps import write_app

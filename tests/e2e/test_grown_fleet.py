@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.waits import came_about
-from coordinator.cli.chaos.fleet import Facts
-from coordinator.cli.chaos.promises import commits
 from coordinator.cli.local_fleet import COORDINATOR, LocalFleet
 from coordinator.client.job_file import load_job
 from coordinator.client.prepare import prepare
 from coordinator.messages.facts import PlanAdopted
+from experiments.chaos.fleet import Facts
+from experiments.chaos.promises import commits
 
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
 STEPS = 150

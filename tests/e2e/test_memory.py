@@ -10,9 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from atoll import ByteText, Job, Optimizer, TrainingSpec
 from benchmarks.real_workers import LoopbackFleet
-from coordinator.cli.chaos.fleet import Facts
-from coordinator.cli.chaos.promises import commits
 from coordinator.client.prepare import prepare
+from experiments.chaos.fleet import Facts
+from experiments.chaos.promises import commits
 
 MIB = 1 << 20
 STEPS, LENGTH, VOCABULARY = 8, 32, 16_000

@@ -13,9 +13,9 @@ from atoll.federated import Floors
 from coordinator.capture.capture import capture
 from coordinator.client.job_file import load_job
 from coordinator.client.prepare import prepare
-from coordinator.datasets import download
-from coordinator.datasets import split as splitting
-from coordinator.datasets.corpora import Document, Mnist
+from experiments.datasets import download
+from experiments.datasets import split as splitting
+from experiments.datasets.corpora import Document, Mnist
 from tests.inprocess.federation import LocalFederation, local_model
 from worker.data.registry import add_dataset, open_dataset
 
@@ -55,7 +55,7 @@ def test_federated_mnist_is_captured_and_trains_under_its_rule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
     monkeypatch.setattr(download, "read", lambda name: {})
-    monkeypatch.setattr("coordinator.datasets.corpora.mnist", lambda files: DIGITS)
+    monkeypatch.setattr("experiments.datasets.corpora.mnist", lambda files: DIGITS)
     knobs = [f"STRATEGY={strategy}", "MICRO_BATCH=16", "TEST_IMAGES=64"]
     job = load_job(EXAMPLES / "federated_mnist.py", knobs)
     prepared = prepare(job)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LEVELS = {
     "atoll": 0, "hostos": 1, "protos": 2, "strategies": 3, "compressors": 3, "coordinator": 4, "worker": 4,
 }  # fmt: skip
-BESIDE = ("lab", "benchmarks", "examples", "docs", "tests")
+BESIDE = ("lab", "experiments", "benchmarks", "examples", "docs", "tests")
 PURE = [
     "atoll/job.py",
     "atoll/dataset_spec.py",

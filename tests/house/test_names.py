@@ -19,6 +19,7 @@ PACKAGES = (
     "strategies",
     "compressors",
     "lab",
+    "experiments",
     "benchmarks",
     "examples",
     "docs",

@@ -20,7 +20,7 @@ from atoll.opdag import OpDag
 from benchmarks.oracle import Case, case_from
 from coordinator.capture.capture import Captured, capture
 from coordinator.client.job_file import load_job
-from coordinator.datasets import download
+from experiments.datasets import download
 from strategies.moon_module import Moon
 from strategies.vhl_module import Vhl, VhlLoss
 from tests.coordinator.capture.architectures import ARCHITECTURES
@@ -80,7 +80,7 @@ def _module(build: Callable[[], nn.Module], inputs: Mapping[str, Tensor]) -> Hon
 def _job_file(name: str, knobs: tuple[str, ...]) -> Honest:
     with pytest.MonkeyPatch.context() as patch:  # MNIST's files are not at hand
         patch.setattr(download, "read", lambda name: {})
-        patch.setattr("coordinator.datasets.corpora.mnist", lambda files: DIGITS)
+        patch.setattr("experiments.datasets.corpora.mnist", lambda files: DIGITS)
         job = load_job(EXAMPLES / f"{name.partition(':')[0]}.py", knobs)
     return _captured(_same_batch(name, job.module, job.example_inputs), job.training, job.metrics)
 

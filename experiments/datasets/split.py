@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from atoll.errors import StorageError, UsageError
-from coordinator.datasets.corpora import PARTED, Document, Mnist, Ratings
-from coordinator.datasets.fonts import Writers
+from experiments.datasets.corpora import PARTED, Document, Mnist, Ratings
+from experiments.datasets.fonts import Writers
 from strategies import partition_data
 
 if TYPE_CHECKING:

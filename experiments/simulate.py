@@ -20,17 +20,17 @@ from rich.table import Table
 
 from atoll.errors import StorageError, UsageError
 from atoll.federated import Registered
-from coordinator.cli.data import OWNED, owned_data
 from coordinator.cli.format import DIM, in_bytes, in_seconds
 from coordinator.cli.jobs import JobFile, follow
 from coordinator.cli.options import JobOptions, telling
+from experiments.data import OWNED, owned_data
 from hostos.command_line import AsJson, out, print_json, with_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from atoll.job import Job
-    from coordinator.cli.demo.processes import Processes
+    from coordinator.cli.processes import Processes
     from protos import atoll_control_pb2 as pb
 
 HERE = "here"
@@ -123,8 +123,8 @@ def simulate(
 def _run(
     job: Job, parted: Parted, hosts: int, output: Path | None, keep: Path | None, json: bool
 ) -> dict[str, Any]:
-    from coordinator.cli.demo.processes import ended_by_signals
     from coordinator.cli.local_fleet import LocalFleet
+    from coordinator.cli.processes import ended_by_signals
     from coordinator.client.prepare import prepare
 
     clients: list[int] = []
@@ -181,8 +181,8 @@ def _register(
 
 def _corpus(name: str, folder: Path) -> tuple[Path, tuple[str, ...]]:
     """Training data of a corpus that was fetched, and their schema."""
-    from coordinator.datasets import corpora, download
-    from coordinator.datasets.split import SCHEMA, split_images
+    from experiments.datasets import corpora, download
+    from experiments.datasets.split import SCHEMA, split_images
 
     if name in OWNED:
         path = owned_data(name, download.read(name)).whole(folder)

@@ -17,11 +17,11 @@ from typing import Any
 
 from google.protobuf.json_format import ParseDict
 
-from coordinator.cli.demo.processes import LogReader, Processes
-from coordinator.cli.demo.scene import Outcome, Scene, check
-from coordinator.cli.demo.shown import Shown
 from coordinator.cli.format import in_seconds
+from coordinator.cli.processes import LogReader, Processes
 from coordinator.cli.render import plan_view
+from experiments.demo.scene import Outcome, Scene, check
+from experiments.demo.shown import Shown
 from protos import atoll_job_pb2
 from protos.convert import from_proto
 

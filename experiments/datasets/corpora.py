@@ -1,7 +1,7 @@
 """Data sets that experiments use, from the files of their packages: MNIST's images, Brown's documents,
-MovieLens's ratings. Letters in fonts: ``coordinator.datasets.fonts``.
+MovieLens's ratings. Letters in fonts: ``experiments.datasets.fonts``.
 
-Pure: bytes by file name in, arrays and text out. What fetches the files is ``coordinator.datasets.download``.
+Pure: bytes by file name in, arrays and text out. What fetches the files is ``experiments.datasets.download``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from atoll import idx
 from atoll.errors import UsageError
-from coordinator.datasets import rdata
+from experiments.datasets import rdata
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

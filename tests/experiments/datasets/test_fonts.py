@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from atoll.errors import UsageError
-from coordinator.datasets import fonts
-from coordinator.datasets import split as splitting
+from experiments.datasets import fonts
+from experiments.datasets import split as splitting
 
 
 def font(turn: int = 0, height: int = 7, blank: str = "", same: bool = False) -> bytes:

@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 from atoll.exchange import Exchange
-from coordinator.cli.chaos.kinds import COORDINATOR, Deed, Kind
 from coordinator.messages.facts import Fact, PlanAdopted, Reconfigured, StepCommitted
+from experiments.chaos.kinds import COORDINATOR, Deed, Kind
 from protos.telemetry import Event
 
 NOTICED_S: Mapping[Kind, float] = {Kind.KILL: 1.0, Kind.FREEZE: 3.0, Kind.HANG: 5.0}

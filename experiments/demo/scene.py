@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from coordinator.cli.demo.processes import DemoFailed, Start, start_here
 from coordinator.cli.format import in_seconds
+from coordinator.cli.processes import DemoFailed, Start, start_here
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,7 +58,7 @@ class Outcome:
 def small_scene(folder: Path, steps: int) -> Scene:
     """`atoll demo`: two workers on loopback, neither with the memory for the model. Writes its job file."""
     job = folder / "job.py"
-    job.write_text(resources.files("coordinator.cli.demo").joinpath("job.py").read_text())
+    job.write_text(resources.files("experiments.demo").joinpath("job.py").read_text())
     options = ("--listen", "127.0.0.1:0", "--threads", "1", "--device", "cpu", "--stage-memory", "10MiB")
     return Scene(
         title="a byte model of 0.65 M parameters, two workers with 10 MiB for a stage each",

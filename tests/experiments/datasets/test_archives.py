@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import UsageError
-from coordinator.datasets.archives import UNREADABLE, members
+from experiments.datasets.archives import UNREADABLE, members
 
 DATA = b"ratings"
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from atoll.errors import UsageError
-from coordinator.cli.chaos.kinds import COORDINATOR
-from coordinator.cli.chaos.members import Member, serves
-from coordinator.cli.demo.processes import Start, start_here
+from coordinator.cli.processes import Start, start_here
 from coordinator.client.endpoint import find_endpoint
 from coordinator.messages.facts import Fact, from_record
 from coordinator.storage.journal import StoredJournal, read
+from experiments.chaos.kinds import COORDINATOR
+from experiments.chaos.members import Member, serves
 
 if TYPE_CHECKING:
     from coordinator.cli.local_fleet import LocalFleet

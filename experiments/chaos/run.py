@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from atoll.errors import AtollError, ConnectionFailed, JobFailed, StorageError, UsageError
-from coordinator.cli.chaos.fleet import Facts, Fleet, filled
-from coordinator.cli.chaos.kinds import BETWEEN_HOSTS, COORDINATOR, Deed, Draw, Kind, Wish
-from coordinator.cli.chaos.members import Member, frozen, full_disk, kill, lives
-from coordinator.cli.chaos.promises import Line, Seen, Trained
 from coordinator.client.client import FINISHED
 from coordinator.planning.planner import GIVEN_CUT
+from experiments.chaos.fleet import Facts, Fleet, filled
+from experiments.chaos.kinds import BETWEEN_HOSTS, COORDINATOR, Deed, Draw, Kind, Wish
+from experiments.chaos.members import Member, frozen, full_disk, kill, lives
+from experiments.chaos.promises import Line, Seen, Trained
 from protos.credentials import Identity
 
 if TYPE_CHECKING:

@@ -37,10 +37,10 @@ def demo(
 
     Nothing is downloaded, nothing but this machine's loopback is used. A quarter of a minute on two cores.
     """
-    from coordinator.cli.demo.processes import ended_by_signals
-    from coordinator.cli.demo.run import play
-    from coordinator.cli.demo.scene import next_steps, small_scene, summary
-    from coordinator.cli.demo.shown import Shown
+    from coordinator.cli.processes import ended_by_signals
+    from experiments.demo.run import play
+    from experiments.demo.scene import next_steps, small_scene, summary
+    from experiments.demo.shown import Shown
 
     with ExitStack() as stack:
         stack.enter_context(ended_by_signals())

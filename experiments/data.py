@@ -10,13 +10,13 @@ from rich.table import Table
 
 from atoll.errors import UsageError
 from coordinator.cli.options import telling
-from coordinator.datasets import download
+from experiments.datasets import download
 from hostos.command_line import AsJson, byte_progress, err, out, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from coordinator.datasets.split import Owned
+    from experiments.datasets.split import Owned
 
 data = typer.Typer(
     name="data", no_args_is_help=True, help="Fetch data sets for experiments, and split them among clients."
@@ -29,8 +29,8 @@ OWNED = ("fonts", "movielens")
 
 def owned_data(name: str, files: Mapping[str, bytes]) -> Owned:
     """Samples of a fetched data set that belong to somebody; one of ``OWNED``."""
-    from coordinator.datasets import corpora, fonts
-    from coordinator.datasets import split as splitting
+    from experiments.datasets import corpora, fonts
+    from experiments.datasets import split as splitting
 
     if name == "fonts":
         return splitting.of_writers(fonts.writers(files))
@@ -89,8 +89,8 @@ def split(
     """Write one file per client, a schema and the map of the split; each client registers its own file."""
     from dataclasses import asdict
 
-    from coordinator.datasets import corpora
-    from coordinator.datasets import split as splitting
+    from experiments.datasets import corpora
+    from experiments.datasets import split as splitting
 
     if name != "mnist" and take:
         raise UsageError("--take is for mnist; choose others by --how and --clients")

@@ -10,9 +10,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.cli.chaos.kinds import Kind
-from coordinator.cli.chaos.promises import Promise, Seen, pauses_s
 from coordinator.cli.format import DIM
+from experiments.chaos.kinds import Kind
+from experiments.chaos.promises import Promise, Seen, pauses_s
 
 VERDICTS = {
     True: Text("held", style="green"),

@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from coordinator.cli.demo.processes import DemoFailed, LogReader, Processes
-from coordinator.cli.demo.run import play, training_progress
-from coordinator.cli.demo.scene import Lender, Outcome, Scene, check, next_steps, small_scene, summary
-from coordinator.cli.demo.shown import Shown
 from coordinator.cli.format import plain
+from coordinator.cli.processes import DemoFailed, LogReader, Processes
 from coordinator.client.fleet_file import read_fleet
 from coordinator.client.job_file import load_job
 from coordinator.client.prepare import capture_graphs
 from coordinator.planning.planner import PlanRequest, make_plan
 from examples import demo
+from experiments.demo.run import play, training_progress
+from experiments.demo.scene import Lender, Outcome, Scene, check, next_steps, small_scene, summary
+from experiments.demo.shown import Shown
 from lab.loopback import LoopbackLab
 from protos import atoll_control_pb2 as pb
 from protos.convert import to_proto
@@ -311,7 +311,7 @@ def test_an_interrupt_while_a_process_starts_comes_once_it_is_noted(tmp_path: Pa
 def test_a_process_that_does_not_leave_when_asked_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.cli.demo.processes.LEAVE_S", 0.0)
+    monkeypatch.setattr("coordinator.cli.processes.LEAVE_S", 0.0)
     deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('deaf', flush=True)\n" + STAYS
     stand = Stand(join=deaf)
     with Processes(tmp_path, stand) as processes:

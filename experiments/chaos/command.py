@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.errors import StorageError, UsageError
-from coordinator.cli.chaos.kinds import COORDINATOR, OF_PROCESSES, STARTED_BY_NOBODY, Draw, Kind
 from coordinator.cli.options import Common, JobOptions, telling
+from experiments.chaos.kinds import COORDINATOR, OF_PROCESSES, STARTED_BY_NOBODY, Draw, Kind
 from hostos.command_line import out, print_json, with_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from coordinator.cli.chaos.fleet import Fleet
-    from coordinator.cli.chaos.run import Network
+    from experiments.chaos.fleet import Fleet
+    from experiments.chaos.run import Network
 
 DEMO_JOB = Path(__file__).parents[1] / "demo" / "job.py"
 DEMO_SETTINGS = ("steps=1500", "eval_batches=0", "checkpoint_every=100")
@@ -132,7 +132,7 @@ class Ways:
 
     def network(self) -> Network:
         """The same for a run."""
-        from coordinator.cli.chaos.run import Network
+        from experiments.chaos.run import Network
 
         return Network(self.cut_by, self.slow_by, self.heal_by)
 
@@ -158,11 +158,11 @@ def chaos(
     while processes are disturbed, and compares. Exit code 1 when a promise is broken. What lies between two
     hosts is disturbed by commands of yours alone: see --cut-by and --slow-by.
     """
-    from coordinator.cli.chaos import report
-    from coordinator.cli.chaos.promises import judged
-    from coordinator.cli.chaos.run import Chaos, cut_in, possible
-    from coordinator.cli.demo.processes import ended_by_signals
+    from coordinator.cli.processes import ended_by_signals
     from coordinator.client.prepare import prepare
+    from experiments.chaos import report
+    from experiments.chaos.promises import judged
+    from experiments.chaos.run import Chaos, cut_in, possible
 
     network = ways.network()
     kinds = possible(network, when.kinds_of(attached=bool(where.attach)))
@@ -188,10 +188,10 @@ def chaos(
 @contextmanager
 def _fleet(where: Where, common: Common, tell: Callable[[str], None]) -> Iterator[Fleet]:
     """The fleet that is given, or one of our own for as long."""
-    from coordinator.cli.chaos.fleet import attached, given, own, started_by
-    from coordinator.cli.demo.processes import start_here
     from coordinator.cli.local_fleet import LocalFleet
+    from coordinator.cli.processes import start_here
     from coordinator.client.client import connect
+    from experiments.chaos.fleet import attached, given, own, started_by
 
     if where.attach:
         members = given(where.attach, not_mine=where.not_mine)

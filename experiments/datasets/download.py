@@ -21,7 +21,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from atoll.errors import ConnectionFailed, StorageError, UsageError
-from coordinator.datasets.archives import UNREADABLE, Member, members
+from experiments.datasets.archives import UNREADABLE, Member, members
 
 FETCH_TIMEOUT_S = 600.0
 SUMS = "sums.json"

@@ -17,14 +17,14 @@ from atoll.errors import UsageError
 from atoll.exchange import Exchange
 from atoll.microbatch import ScheduleName
 from atoll.plan import Plan, Replica, StageSpec
-from coordinator.cli.chaos.fleet import Fleet, filled, given
-from coordinator.cli.chaos.kinds import COORDINATOR, LASTS_S, Deed, Draw, Kind, Wish
-from coordinator.cli.chaos.members import WORKER_LOCK, frozen, full_disk, kill, lives
-from coordinator.cli.chaos.promises import Line, Promise, Seen, Trained, committed, judged, pauses_s
-from coordinator.cli.chaos.report import held
-from coordinator.cli.chaos.run import Network, Watching, possible
 from coordinator.cli.main import app
 from coordinator.messages.facts import Fact, PlanAdopted, StepCommitted
+from experiments.chaos.fleet import Fleet, filled, given
+from experiments.chaos.kinds import COORDINATOR, LASTS_S, Deed, Draw, Kind, Wish
+from experiments.chaos.members import WORKER_LOCK, frozen, full_disk, kill, lives
+from experiments.chaos.promises import Line, Promise, Seen, Trained, committed, judged, pauses_s
+from experiments.chaos.report import held
+from experiments.chaos.run import Network, Watching, possible
 from hostos.command_line import run
 from hostos.folder_lock import FolderLock
 from protos import atoll_control_pb2 as pb

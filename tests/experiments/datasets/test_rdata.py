@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from atoll.errors import UsageError
-from coordinator.datasets import corpora, rdata
+from experiments.datasets import corpora, rdata
 
 NIL = struct.pack(">i", 254)
 ATTRIBUTES, TAG = 0x200, 0x400

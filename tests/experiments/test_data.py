@@ -20,9 +20,9 @@ import pytest
 from atoll import idx
 from atoll.errors import ConnectionFailed, StorageError, UsageError
 from coordinator.cli import main as cli
-from coordinator.datasets import corpora, download
-from coordinator.datasets import split as splitting
-from coordinator.datasets.corpora import Document, Mnist
+from experiments.datasets import corpora, download
+from experiments.datasets import split as splitting
+from experiments.datasets.corpora import Document, Mnist
 from hostos.command_line import run
 from strategies import partition_data
 from worker.data.registry import add_dataset, open_dataset

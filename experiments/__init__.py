@@ -1,0 +1,1 @@
+"""Commands for experiments, which no worker installs: a demo, data sets, populations, disturbed fleets."""
