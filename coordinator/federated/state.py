@@ -26,7 +26,18 @@ from coordinator.messages.events import (
 )
 from coordinator.messages.facts import Checkpoint, RoundClosed
 from coordinator.messages.instructions import EvaluateRound, HostSums, Model, RoundTaken, TrainRound
-from coordinator.messages.jobs import ENDED, Broken, Cancelled, Dropped, JobState, Phase, Point, Record, Waits
+from coordinator.messages.jobs import (
+    ENDED,
+    Broken,
+    Cancelled,
+    Dropped,
+    JobState,
+    Phase,
+    Point,
+    Record,
+    Running,
+    Waits,
+)
 
 VERSION = 1  # of every Participate: one job, one participation
 
@@ -388,5 +399,5 @@ class FederationState:
             step=self.round,
             loss=self.loss,
             eval_loss=evaluation.loss if evaluation is not None else None,
-            step_times_s=self.round_times_s,
+            run=Running(step_times_s=self.round_times_s),
         )

@@ -371,6 +371,47 @@ Todo = Record | ToRanks | Exclude | Placed | Redo | Point | OddLoss | Dropped | 
 
 
 @dataclass(frozen=True, slots=True)
+class Running:
+    """What is known of the plan that runs; an adopted one begins with nothing of the plan before."""
+
+    assigned: int = 0  # version under which the plan was adopted, or last reconfigured, ...
+    first_step: int = -1  # ... and the first step under it; -1: not known after a restart
+    moving: bool = False  # reconfigured, and not all have loaded since
+    source: Checkpoint | None = None  # that newcomers begin with while they load
+    loaded: frozenset[int] = frozenset()
+    promoted: Mapping[int, Checkpoint | None] = field(default_factory=dict)  # ranks whose workers stood by
+    # for them until then, and what these began with
+    load_s: Mapping[int, float] = field(default_factory=dict)  # that loading took, by rank, ...
+    fetched_s: Mapping[int, float] = field(default_factory=dict)  # ... and of that, fetching its tensors
+    ready: Mapping[int, StepReady] = field(default_factory=dict)
+    last_commit: StepCommit | None = None
+    awaiting_eval: int | None = None  # step whose evaluation is running
+    eval_owed: bool = False  # one was dropped: the next commit asks for another
+    begun_s: float | None = None  # when the step in flight began
+    step_times_s: tuple[float, ...] = ()
+    reports: Mapping[int, StepReady] = field(default_factory=dict)  # of the last committed step
+    wanted: Relinked | None = None  # waits for a commit that can carry it
+    relink: Relink | None = None  # said with a commit, not begun
+    lineage: tuple[tuple[int, int], ...] = ()  # (version, its first step) on the stages of this plan
+    lost: Mapping[int, str] = field(default_factory=dict)  # why, by absent rank
+    seating: bool = False  # a peer is to join after the checkpoint that is asked for, with or before a commit
+    unfit: bool = False  # the plan does not fit: no step begins, the one in flight is stored and planned anew
+
+
+@dataclass(frozen=True, slots=True)
+class Storing:
+    """Checkpoints under way, and when the next one is due."""
+
+    part_bytes: Mapping[int, int] = field(default_factory=dict)  # of the newest checkpoint's tensors, by rank
+    owed: bool = False  # the next commit asks for a checkpoint
+    parts: Mapping[int, Mapping[int, Mapping[str, str]]] = field(default_factory=dict)  # step -> rank -> ...
+    unstored: Mapping[str, int] = field(default_factory=dict)  # since the last whole checkpoint: parts that a
+    # worker could not store
+    due_s: float = 0.0  # when training without ``checkpoint_every`` stores next
+    asked_s: float = 0.0  # when the newest checkpoint was asked for
+
+
+@dataclass(frozen=True, slots=True)
 class JobState:
     """State of a job; ``step`` is the step in flight, so ``step`` steps are committed."""
 
@@ -383,23 +424,9 @@ class JobState:
     version: int = 0
     step: int = 0
     plan: Plan | None = None
-    assigned: int = 0  # version under which the plan was adopted, or last reconfigured, ...
-    first_step: int = -1  # ... and the first step under it; -1: not known after a restart
-    moving: bool = False  # reconfigured, and not all have loaded since
-    source: Checkpoint | None = None  # that newcomers begin with while they load
-    loaded: frozenset[int] = frozenset()
-    promoted: Mapping[int, Checkpoint | None] = field(default_factory=dict)  # ranks whose workers stood by
-    # for them until then, and what these began with
-    load_s: Mapping[int, float] = field(default_factory=dict)  # that loading took, by rank, ...
-    fetched_s: Mapping[int, float] = field(default_factory=dict)  # ... and of that, fetching its tensors
-    part_bytes: Mapping[int, int] = field(default_factory=dict)  # of the newest checkpoint's tensors, by rank
-    ready: Mapping[int, StepReady] = field(default_factory=dict)
-    last_commit: StepCommit | None = None
-    awaiting_eval: int | None = None  # step whose evaluation is running
-    eval_owed: bool = False  # one was dropped: the next commit asks for another
-    store_owed: bool = False  # the next commit asks for a checkpoint
+    run: Running = Running()
+    storing: Storing = Storing()
     logs_from: int | None = None  # step from which on somebody repeats steps beside the plan
-    stores: Mapping[int, Mapping[int, Mapping[str, str]]] = field(default_factory=dict)  # step -> rank -> ...
     loss: float | None = None
     odd: str = ""  # words about the newest step whose loss was not all finite
     eval_loss: float | None = None
@@ -407,24 +434,11 @@ class JobState:
     coded_loss: float | None = None  # the same, through the links' codecs
     failures: int = 0  # since the last committed step, ...
     broken: int = 0  # ... and of these, stages that failed by themselves
-    unstored: Mapping[str, int] = field(default_factory=dict)  # since the last whole checkpoint: parts that a
-    # worker could not store
     failed: tuple[str, ...] = ()  # workers whose stages failed by themselves since then, once for each time
     doubt: Doubt | None = None  # of a step that was not finite, until it is committed
     disputes: tuple[frozenset[str], ...] = ()  # suspects of each time that results were not the same
-    begun_s: float | None = None  # when the step in flight began
-    store_due_s: float = 0.0  # when training without ``checkpoint_every`` stores next
-    storing_s: float = 0.0  # when the newest checkpoint was asked for
-    step_times_s: tuple[float, ...] = ()
-    reports: Mapping[int, StepReady] = field(default_factory=dict)  # of the last committed step
-    wanted: Relinked | None = None  # waits for a commit that can carry it
-    relink: Relink | None = None  # said with a commit, not begun
-    lineage: tuple[tuple[int, int], ...] = ()  # (version, its first step) on the stages of this plan
     standbys: Mapping[int, Standby] = field(default_factory=dict)  # by rank
-    lost: Mapping[int, str] = field(default_factory=dict)  # why, by absent rank
     ring: Ring = Ring()
-    seating: bool = False  # a peer is to join after the checkpoint that is asked for, with or before a commit
-    unfit: bool = False  # the plan does not fit: no step begins, the one in flight is stored and planned anew
 
     @property
     def back_to(self) -> int:
@@ -436,7 +450,7 @@ class JobState:
     @property
     def next_version(self) -> int:
         """Version of the next plan: above every one that was said."""
-        return max(self.version, self.relink.version if self.relink is not None else 0) + 1
+        return max(self.version, self.run.relink.version if self.run.relink is not None else 0) + 1
 
     @property
     def n_ranks(self) -> int:
@@ -489,12 +503,14 @@ class JobState:
 
     @property
     def step_phase(self) -> StepPhase:
-        return StepPhase.COMMITTING if self.ready else StepPhase.COMPUTING
+        return StepPhase.COMMITTING if self.run.ready else StepPhase.COMPUTING
 
     @property
     def median_step_s(self) -> float | None:
         """Median of the last steps' times, None before the second commit."""
-        return sorted(self.step_times_s)[len(self.step_times_s) // 2] if self.step_times_s else None
+        return (
+            sorted(self.run.step_times_s)[len(self.run.step_times_s) // 2] if self.run.step_times_s else None
+        )
 
 
 def moved(

@@ -71,7 +71,7 @@ def losses(state: JobState, ready: Mapping[int, StepReady], found: StepLoss) -> 
 def evaluated(state: JobState, report: EvalReady) -> JobState:
     """Take in what an evaluation gave."""
     figures = {"eval_loss": report.loss, "coded_loss": report.coded_loss, "eval_metrics": report.metrics}
-    return replace(state, awaiting_eval=None, **figures)  # type: ignore[arg-type]
+    return replace(state, run=replace(state.run, awaiting_eval=None), **figures)  # type: ignore[arg-type]
 
 
 def evaluation_points(done: int, report: EvalReady) -> list[Todo]:
@@ -89,7 +89,7 @@ def reached(state: JobState, done: int, every: int) -> bool:
 def store_due(state: JobState, done: int, now_s: float) -> bool:
     """Every ``checkpoint_every`` steps; where the job does not say, by the clock since the last one."""
     every = state.spec.training.checkpoint_every
-    return reached(state, done, every) if every else now_s >= state.store_due_s and not state.stores
+    return reached(state, done, every) if every else now_s >= state.storing.due_s and not state.storing.parts
 
 
 def can_evaluate(state: JobState) -> bool:

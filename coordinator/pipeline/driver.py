@@ -204,7 +204,7 @@ class PipelineDriver:
         state = self.jobs[job]
         if version >= BESIDE:
             return self.beside.checks.current(job, version)
-        return version >= state.assigned and current(state, version)
+        return version >= state.run.assigned and current(state, version)
 
     def keeps(self, job: str) -> bool:
         """Whether a worker that is not this job's may go on holding it: never."""
@@ -221,26 +221,26 @@ class PipelineDriver:
             return
         if state.phase is Phase.LOADING and job in self.returns.of:
             return  # the addresses of its neighbours come with them
-        if state.phase is Phase.LOADING and rank not in state.loaded:
+        if state.phase is Phase.LOADING and rank not in state.run.loaded:
             self._give(state, rank)
-        elif state.phase in STEPPING and state.step == state.first_step:
+        elif state.phase in STEPPING and state.step == state.run.first_step:
             self.effects.send(worker, do.StepStart(state.job, state.version, state.due))
-        elif state.last_commit is not None:
-            self.effects.send(worker, said_to(state, rank, state.last_commit))
+        elif state.run.last_commit is not None:
+            self.effects.send(worker, said_to(state, rank, state.run.last_commit))
 
     def _give(self, state: JobState, rank: int) -> None:
         """Send a rank its stage, or what changes for the one that it keeps."""
         assert state.plan is not None  # noqa: S101 - it has ranks
         record, roster = self.effects.ledger.jobs[state.job], self.effects.roster
         worker, since = state.plan.places[rank].worker, record.given(rank)
-        if since == state.assigned:
-            source = state.source or state.checkpoint
-            replay = history.replay(state, record, rank, source) if state.moving else None
+        if since == state.run.assigned:
+            source = state.run.source or state.checkpoint
+            replay = history.replay(state, record, rank, source) if state.run.moving else None
             holders = self.beside.copies.holders(state, rank, worker)
             self.effects.send(worker, assignment(state, rank, roster, source, replay, holders))
             return
-        if state.last_commit is not None:
-            self.effects.send(worker, said_to(state, rank, state.last_commit))
+        if state.run.last_commit is not None:
+            self.effects.send(worker, said_to(state, rank, state.run.last_commit))
         store = history.stores_anew(state, record, rank)
         self.effects.send(worker, reconfiguration(state, rank, roster, since, store=store))
 
@@ -320,7 +320,7 @@ class PipelineDriver:
             return
         if isinstance(message, ev.StateStored) and self.returns.unstored(state, FromRank(rank, message)):
             return
-        if isinstance(message, ev.EvalReady) and message.step + 1 == state.awaiting_eval:
+        if isinstance(message, ev.EvalReady) and message.step + 1 == state.run.awaiting_eval:
             self.stuck.evaluated(state, rank)
         self._step(message.job, FromRank(rank, message))
         if self.jobs[message.job].step > state.step:
@@ -329,8 +329,12 @@ class PipelineDriver:
 
     def _has_repeated(self, state: JobState, rank: int, message: ev.Loaded) -> bool:
         """Whether a rank is loaded now that has taken over a lost one's steps."""
-        fresh = message.version == state.assigned and rank not in state.loaded
-        return state.moving and fresh and self.effects.ledger.jobs[state.job].given(rank) == state.assigned
+        fresh = message.version == state.run.assigned and rank not in state.run.loaded
+        return (
+            state.run.moving
+            and fresh
+            and self.effects.ledger.jobs[state.job].given(rank) == state.run.assigned
+        )
 
     # ------------------------------------------------------------ time and storage
 
@@ -377,7 +381,9 @@ class PipelineDriver:
         """Return the blobs that checkpoints under way rest on, and those that are being loaded though newer
         ones are stored; those of stored ones the ledger knows."""
         running = [state for state in self.jobs.values() if state.phase in RUNNING]
-        stored = [tensors for s in running for parts in s.stores.values() for tensors in parts.values()]
+        stored = [
+            tensors for s in running for parts in s.storing.parts.values() for tensors in parts.values()
+        ]
         loaded = [source for s in running for source in history.sources(s)] + self.beside.sources()
         return {blob for tensors in (*stored, *(c.tensors for c in loaded)) for blob in tensors.values()}
 
@@ -436,7 +442,7 @@ class PipelineDriver:
                     fields = periods.met_fields(fact, self.effects.label)
                     self.effects.log(Name.ROUND_MET, level, job=state.job, **fields)
                 # Who has stood by may take its rank while it loads an older one.
-                if isinstance(fact, CheckpointStored) and not state.moving:
+                if isinstance(fact, CheckpointStored) and not state.run.moving:
                     self.effects.emit(do.SweepBlobs())
             case ToRanks(message, rank):
                 for at, worker in _present(state):
@@ -480,7 +486,7 @@ def _reworded(before: JobState, state: JobState) -> bool:
 
 
 def _evaluation_over(before: JobState, state: JobState) -> bool:
-    return before.awaiting_eval is not None and state.awaiting_eval is None
+    return before.run.awaiting_eval is not None and state.run.awaiting_eval is None
 
 
 class Consequence(NamedTuple):
@@ -507,12 +513,12 @@ CONSEQUENCES = (
     ),
     Consequence(
         "newcomers have what they began with: its blobs are needed no more",
-        lambda before, state: before.moving and not state.moving,
+        lambda before, state: before.run.moving and not state.run.moving,
         lambda driver, before, state: driver.effects.emit(do.SweepBlobs()),
     ),
     Consequence(
         "both held-out losses show what codecs cost",
-        lambda before, state: _evaluation_over(before, state) and not state.moving,
+        lambda before, state: _evaluation_over(before, state) and not state.run.moving,
         PipelineDriver._evaluated,
     ),
     Consequence(

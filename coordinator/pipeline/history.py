@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 
 def begun(state: JobState) -> bool:
     """Whether all ranks of the plan have held their stages, so that those who are left go on with them."""
-    return state.moving or state.phase in STEPPING or state.phase is Phase.STORING
+    return state.run.moving or state.phase in STEPPING or state.phase is Phase.STORING
 
 
 def staleness(state: JobState, event: FromRank[StageMessage]) -> str | None:
     """Return why a stage's message is not of the plan as it is now, None when it is."""
     message = event.message
     version = (
-        (state.assigned or state.version) if isinstance(message, Loaded) else _version_at(state, message.step)
+        (state.run.assigned or state.version)
+        if isinstance(message, Loaded)
+        else _version_at(state, message.step)
     )
     if message.version != version:
         return f"{type(message).__name__} of plan {message.version}, now {version}"
@@ -40,7 +42,7 @@ def staleness(state: JobState, event: FromRank[StageMessage]) -> str | None:
 def _version_at(state: JobState, step: int) -> int:
     # A given-up plan's late words are of no version that counts.
     alive = state.phase in RUNNING
-    return version_at(state.lineage, step, state.version) if alive else state.version
+    return version_at(state.run.lineage, step, state.version) if alive else state.version
 
 
 def version_at(lineage: Sequence[tuple[int, int]], step: int, version: int) -> int:
@@ -53,15 +55,15 @@ def version_at(lineage: Sequence[tuple[int, int]], step: int, version: int) -> i
 
 def current(state: JobState, version: int) -> bool:
     """Whether ``version`` is one of those that the adopted plan has had."""
-    return version == state.version or any(version == known for known, _ in state.lineage)
+    return version == state.version or any(version == known for known, _ in state.run.lineage)
 
 
 def sources(state: JobState, rank: int | None = None) -> list[Checkpoint]:
     """Return the checkpoints that those who have taken over load, or one rank of them: newer ones may be
     stored."""
-    found = [state.source]
-    if state.moving:
-        found += [source for of, source in state.promoted.items() if rank in (None, of)]
+    found = [state.run.source]
+    if state.run.moving:
+        found += [source for of, source in state.run.promoted.items() if rank in (None, of)]
     return [source for source in found if source is not None]
 
 
@@ -75,7 +77,7 @@ def replay(state: JobState, record: JobRecord, rank: int, source: Checkpoint) ->
     stores = tuple(
         sorted(
             done
-            for done, parts in state.stores.items()
+            for done, parts in state.storing.parts.items()
             if source.step < done and rank in state.store_ranks - parts.keys()
         )
     )
@@ -88,8 +90,8 @@ def standing_by(state: JobState, record: JobRecord, source: Checkpoint) -> do.Re
     scales = tuple(record.scales[-(state.step - source.step) :]) if state.step > source.step else ()
     over = [era for era in record.eras if era.first_step <= source.step][:-1]
     eras = tuple(era for era in record.eras if era not in over)
-    if state.relink is not None:
-        eras += (Era(state.relink.version, state.relink.first_step, state.relink.links),)
+    if state.run.relink is not None:
+        eras += (Era(state.run.relink.version, state.run.relink.first_step, state.run.relink.links),)
     return do.Replay(source.step, eras, scales, standby=True)
 
 
@@ -111,9 +113,9 @@ def ran_alike(record: JobRecord, step: int) -> bool:
 def stores_anew(state: JobState, record: JobRecord, rank: int) -> bool:
     """Whether a rank that keeps its stage is to store it as it is: after replicas were lost nobody can repeat
     the steps before, and who was to store may be among them; or another plan is to begin with it."""
-    parts = state.stores.get(state.step)
+    parts = state.storing.parts.get(state.step)
     due = parts is not None and rank in state.store_ranks - parts.keys()
-    return due and state.moving and (state.unfit or not ran_alike(record, state.step - 1))
+    return due and state.run.moving and (state.run.unfit or not ran_alike(record, state.step - 1))
 
 
 def logged_from(state: JobState, roster: Roster, rank: int, worker: str | None = None) -> int:
@@ -133,7 +135,7 @@ def logs_short(state: JobState, roster: Roster) -> bool:
     """
     if state.plan is not None and len(state.plan.replicas) > 1:
         return False  # logs of gradients may never reach so far: then it goes back
-    if state.phase not in STEPPING or state.stores or state.store_owed:
+    if state.phase not in STEPPING or state.storing.parts or state.storing.owed:
         return False
     logged = [logged_from(state, roster, rank) for rank in range(state.n_ranks)]
     return any(state.checkpoint.step < first <= state.step for first in logged)

@@ -56,6 +56,7 @@ from coordinator.messages.jobs import (
     Relinked,
     Resumed,
     Ring,
+    Running,
     Seating,
     Todo,
     ToRanks,
@@ -140,28 +141,9 @@ def _adopt(state: JobState, event: Planned, now_s: float) -> Outcome:
         version=plan.version,
         plan=plan,
         step=first,
-        loaded=frozenset(),
-        ready={},
-        last_commit=None,
-        awaiting_eval=None,
-        stores={},
-        begun_s=None,
-        step_times_s=(),
-        reports={},
-        wanted=None,
-        relink=None,
-        lineage=((plan.version, first),),
-        assigned=plan.version,
-        first_step=first,
-        moving=False,
-        source=None,
-        eval_owed=False,
-        store_owed=False,
-        seating=False,
-        unfit=False,
-        lost={},
-        part_bytes={},
         ring=Ring(),
+        run=Running(plan.version, first, lineage=((plan.version, first),)),
+        storing=replace(state.storing, parts={}, owed=False, part_bytes={}),
     )
     todo: list[Todo] = [Record(PlanAdopted(state.job, plan)), Placed((), "")]
     if state.step > first:  # figures of these steps do not count any more
@@ -178,36 +160,44 @@ def _tear(state: JobState, event: Torn, now_s: float) -> Outcome:
 
 @TRANSITIONS.on(Phase.LOADING)
 def _load(state: JobState, event: FromRank[Loaded], now_s: float) -> Outcome:
-    if event.rank in state.loaded:
+    if event.rank in state.run.loaded:
         return state, [Dropped(f"rank {event.rank} reports loading twice")]
-    loaded = state.loaded | {event.rank}
-    if not state.moving:  # then it would be connecting alone, or repeating steps as well
+    loaded = state.run.loaded | {event.rank}
+    if not state.run.moving:  # then it would be connecting alone, or repeating steps as well
         heard, rank = event.message, event.rank
         state = replace(
             state,
-            load_s={**state.load_s, rank: heard.took_s},
-            fetched_s={**state.fetched_s, rank: heard.fetched_s},
+            run=replace(
+                state.run,
+                load_s={**state.run.load_s, rank: heard.took_s},
+                fetched_s={**state.run.fetched_s, rank: heard.fetched_s},
+            ),
         )
     waiting = len(state.present) - len(loaded)
     if waiting:
-        reason = state.reason if state.moving else f"{waiting} of {len(state.present)} stages are loading"
-        return replace(state, loaded=loaded, reason=reason), []
+        reason = state.reason if state.run.moving else f"{waiting} of {len(state.present)} stages are loading"
+        return replace(state, reason=reason, run=replace(state.run, loaded=loaded)), []
     reason = f"training with plan {state.version}{_without(state)}"
     begun = replace(
         state,
-        loaded=loaded,
         phase=Phase.TRAINING,
         reason=reason,
-        ready={},
-        begun_s=None if state.ready else now_s,
-        store_due_s=state.store_due_s if state.moving else now_s + CHECKPOINT_EVERY_S,
-        moving=False,
-        source=None,
+        run=replace(
+            state.run,
+            loaded=loaded,
+            ready={},
+            begun_s=None if state.run.ready else now_s,
+            moving=False,
+            source=None,
+        ),
+        storing=replace(
+            state.storing, due_s=state.storing.due_s if state.run.moving else now_s + CHECKPOINT_EVERY_S
+        ),
     )
-    if state.step >= state.steps or state.unfit:  # nothing is to be computed
+    if state.step >= state.steps or state.run.unfit:  # nothing is to be computed
         return _settle(begun)
     todo: list[Todo] = [ToRanks(StepStart(state.job, state.version, state.due))]
-    for rank, report in state.ready.items():
+    for rank, report in state.run.ready.items():
         if begun.phase is Phase.TRAINING:
             begun, more = _ready(begun, FromRank(rank, report), now_s)
             todo += more
@@ -219,7 +209,7 @@ def _ready_before(state: JobState, event: FromRank[StepReady], now_s: float) -> 
     """A rank repeats a step that began before our restart: it counts once we know that all had loaded."""
     if event.message.step != state.due:
         return state, _late(state, event.rank, event.message.step)
-    return replace(state, ready={**state.ready, event.rank: event.message}), []
+    return replace(state, run=replace(state.run, ready={**state.run.ready, event.rank: event.message})), []
 
 
 # ---------------------------------------------------------------- steps
@@ -230,12 +220,13 @@ def _ready(state: JobState, event: FromRank[StepReady], now_s: float) -> Outcome
     report = event.message
     if report.step != state.due:
         return state, _late(state, event.rank, report.step)
-    if event.rank in state.ready:
+    if event.rank in state.run.ready:
         return state, [Dropped(f"rank {event.rank} reports step {report.step} twice")]
-    ready = {**state.ready, event.rank: report}
-    waits = state.seating and state.step in state.stores  # a peer joins with the state that is being stored
+    ready = {**state.run.ready, event.rank: report}
+    # A peer joins with the state that is being stored.
+    waits = state.run.seating and state.step in state.storing.parts
     if len(ready) < len(state.present) or state.plan is None or waits:
-        return replace(state, ready=ready), []
+        return replace(state, run=replace(state.run, ready=ready)), []
     if not all(report.finite for report in ready.values()):
         return _doubt(state, ready)
     steps = state.due + 1 - state.step
@@ -250,7 +241,7 @@ def _ready(state: JobState, event: FromRank[StepReady], now_s: float) -> Outcome
 
 def _late(state: JobState, rank: int, reported: int) -> list[Todo]:
     """A stage that asks again about the last commit did not hear it: say it again."""
-    last = state.last_commit
+    last = state.run.last_commit
     if last is not None and last.step == reported:
         return [Dropped(f"rank {rank} repeats step {reported}"), ToRanks(last, rank)]
     return [Dropped(f"rank {rank} reports step {reported}, step {state.step} is in flight")]
@@ -261,11 +252,11 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     done = state.due + 1
     last = done >= training.steps
     evaluate = commits.can_evaluate(state) and (
-        last or state.eval_owed or commits.evaluation_due(state, done)
+        last or state.run.eval_owed or commits.evaluation_due(state, done)
     )
-    owed = state.store_owed or commits.store_due(state, done, now_s)
+    owed = state.storing.owed or commits.store_due(state, done, now_s)
     # One checkpoint at a time, so that slow lines do not keep ever more copies of the state waiting.
-    store = last or (owed and not state.stores)
+    store = last or (owed and not state.storing.parts)
     assert state.plan is not None  # noqa: S101 - all of its ranks are ready
     norms = joined.square_norms(state.plan, ready)
     found = joined.loss_of(state.plan, ready)
@@ -287,29 +278,37 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         state.replay_from,
         keep=ring is not state.ring,
     )
-    took_s = (now_s - state.begun_s) / (done - state.step) if state.begun_s is not None else None
+    took_s = (now_s - state.run.begun_s) / (done - state.step) if state.run.begun_s is not None else None
     committed = replace(
         state,
         step=done,
-        ready={},
-        reports=ready,
-        last_commit=commit,
         loss=commits.shown(found, state.loss),
         odd=f"; step {done}: {found.words}" if found.words else state.odd,
         failures=0,
         broken=0,
         failed=(),
         doubt=state.doubt if state.doubt is not None and state.doubt.step > state.step else None,
-        begun_s=now_s,
-        awaiting_eval=done if evaluate else state.awaiting_eval,
-        eval_owed=False,
-        store_owed=owed and not store,
-        stores={**state.stores, done: {}} if store else state.stores,
-        storing_s=now_s if store else state.storing_s,
-        step_times_s=state.step_times_s if took_s is None else (*state.step_times_s, took_s)[-RECENT:],
-        wanted=state.wanted if change is None else None,
-        relink=state.relink or change,
         ring=ring,
+        run=replace(
+            state.run,
+            ready={},
+            reports=ready,
+            last_commit=commit,
+            begun_s=now_s,
+            awaiting_eval=done if evaluate else state.run.awaiting_eval,
+            eval_owed=False,
+            step_times_s=state.run.step_times_s
+            if took_s is None
+            else (*state.run.step_times_s, took_s)[-RECENT:],
+            wanted=state.run.wanted if change is None else None,
+            relink=state.run.relink or change,
+        ),
+        storing=replace(
+            state.storing,
+            owed=owed and not store,
+            parts={**state.storing.parts, done: {}} if store else state.storing.parts,
+            asked_s=now_s if store else state.storing.asked_s,
+        ),
     )
     todo = _said(state, commit, ready, found, now_s)
     if took_s is not None:
@@ -355,7 +354,7 @@ def _doubt(state: JobState, ready: Mapping[int, StepReady]) -> Outcome:
         ended, todo = _end(state, Phase.FAILED, reason)
         return ended, [discard, *todo]
     reason = f"{doubt.said}; done again, without {doubt.suspects[0]} if the fleet can spare it"
-    return replace(state, doubt=doubt, ready={}), [discard, Redo(reason)]
+    return replace(state, doubt=doubt, run=replace(state.run, ready={})), [discard, Redo(reason)]
 
 
 @TRANSITIONS.on(Phase.EVALUATING)
@@ -365,8 +364,8 @@ def _evaluated(state: JobState, event: FromRank[EvalReady], now_s: float) -> Out
     done = report.step + 1
     if report.loss is None or state.plan is None or event.rank != state.plan.evaluator:
         return state, []
-    if done != state.awaiting_eval:
-        return state, [Dropped(f"evaluation of step {done}, awaited is {state.awaiting_eval}")]
+    if done != state.run.awaiting_eval:
+        return state, [Dropped(f"evaluation of step {done}, awaited is {state.run.awaiting_eval}")]
     settled, todo = _settle(commits.evaluated(state, report))
     fact = Evaluated(state.job, done, report.loss, dict(report.metrics))
     return settled, [Record(fact), *commits.evaluation_points(done, report), *todo]
@@ -379,19 +378,26 @@ def _stored(state: JobState, event: FromRank[StateStored], now_s: float) -> Outc
     if report.kept:
         return snapshots.kept(state, event)
     done = report.step + 1
-    parts = state.stores.get(done)
+    parts = state.storing.parts.get(done)
     if parts is None or event.rank in parts:
         if report.error and state.plan is not None and state.checkpoint.step < done <= state.step:
             worker = state.plan.places[event.rank].worker  # nor could another, whose word came first
-            state = replace(state, unstored={worker: 1, **state.unstored})
+            state = replace(
+                state, storing=replace(state.storing, unstored={worker: 1, **state.storing.unstored})
+            )
         return state, [Dropped(f"rank {event.rank} stored step {done}, which nobody awaits")]
     if report.error:
         return _not_stored(state, event.rank, done, report.error, now_s)
     parts = {**parts, event.rank: report.tensors}
     if report.n_bytes:
-        state = replace(state, part_bytes={**state.part_bytes, event.rank: report.n_bytes})
+        state = replace(
+            state,
+            storing=replace(
+                state.storing, part_bytes={**state.storing.part_bytes, event.rank: report.n_bytes}
+            ),
+        )
     if not state.store_ranks <= parts.keys():
-        return replace(state, stores={**state.stores, done: parts}), []
+        return replace(state, storing=replace(state.storing, parts={**state.storing.parts, done: parts})), []
     return _whole(state, done, parts, now_s)
 
 
@@ -400,40 +406,47 @@ def _not_stored(state: JobState, rank: int, done: int, error: str, now_s: float)
     plan; no result is one without it."""
     assert state.plan is not None  # noqa: S101 - ranks are a plan's
     worker = state.plan.places[rank].worker
-    times = state.unstored.get(worker, 0) + 1
-    state = replace(state, unstored={**state.unstored, worker: times})
+    times = state.storing.unstored.get(worker, 0) + 1
+    state = replace(state, storing=replace(state.storing, unstored={**state.storing.unstored, worker: times}))
     reason = f"{_place(state, rank)} could not store its state: {error}"
-    alone = len(state.unstored) == 1  # else it is rather the store
+    alone = len(state.storing.unstored) == 1  # else it is rather the store
     if done >= state.steps and times > MAX_FAILURES:
         return _end(state, Phase.FAILED, f"{reason}; it was tried {times} times")
-    if done >= state.steps or (alone and times == TWICE) or state.unfit:
+    if done >= state.steps or (alone and times == TWICE) or state.run.unfit:
         return _interrupt(replace(state, failed=(*state.failed, worker)), reason, Cause.BROKEN)
     goes_on = replace(
         state,
         reason=f"{reason}; goes on without a checkpoint of step {done}",
-        stores={at: parts for at, parts in state.stores.items() if at != done},
-        store_owed=state.store_owed or state.seating,
-        store_due_s=now_s + CHECKPOINT_EVERY_S,
+        storing=replace(
+            state.storing,
+            parts={at: parts for at, parts in state.storing.parts.items() if at != done},
+            owed=state.storing.owed or state.run.seating,
+            due_s=now_s + CHECKPOINT_EVERY_S,
+        ),
     )
     return _waited(goes_on, now_s)
 
 
 def _waited(state: JobState, now_s: float) -> Outcome:
     """Commit a step that only waited for a checkpoint."""
-    if state.phase not in STEPPING or not state.ready or len(state.ready) < len(state.present):
+    if state.phase not in STEPPING or not state.run.ready or len(state.run.ready) < len(state.present):
         return state, []
-    *others, (rank, report) = state.ready.items()
-    return _ready(replace(state, ready=dict(others)), FromRank(rank, report), now_s)
+    *others, (rank, report) = state.run.ready.items()
+    return _ready(replace(state, run=replace(state.run, ready=dict(others))), FromRank(rank, report), now_s)
 
 
 def _whole(state: JobState, done: int, parts: Mapping[int, Mapping[str, str]], now_s: float) -> Outcome:
     """A checkpoint has all its parts."""
     tensors = _checkpoint_of(state, parts)
     # An older checkpoint that is still incomplete will never be needed.
-    rest = {at: value for at, value in state.stores.items() if at > done}
-    wait_s = max(CHECKPOINT_EVERY_S, STORING_SHARE * (now_s - state.storing_s))
+    rest = {at: value for at, value in state.storing.parts.items() if at > done}
+    wait_s = max(CHECKPOINT_EVERY_S, STORING_SHARE * (now_s - state.storing.asked_s))
     checkpoint = Checkpoint(done, tensors, now_s)
-    kept = replace(state, stores=rest, checkpoint=checkpoint, store_due_s=now_s + wait_s, unstored=NOBODY)
+    kept = replace(
+        state,
+        checkpoint=checkpoint,
+        storing=replace(state.storing, parts=rest, due_s=now_s + wait_s, unstored=NOBODY),
+    )
     if state.phase is not Phase.LOADING:
         settled, todo = _settle(kept)
     elif done >= state.steps:  # whoever takes over meanwhile is not waited for: the result is stored
@@ -464,19 +477,19 @@ def _without(state: JobState) -> str:
 
 def _settle(state: JobState) -> Outcome:
     """Choose among training, evaluating, storing and finished."""
-    if state.unfit and state.step < state.steps:
+    if state.run.unfit and state.step < state.steps:
         if state.checkpoint.step < state.step:
             reason = f"storing what is trained after {state.step} steps, for another plan"
             return replace(state, phase=Phase.STORING, reason=reason), []
         return _interrupt(state, "the plan does not fit its workers' memory", Cause.UNFIT)
-    evaluating = state.awaiting_eval is not None
+    evaluating = state.run.awaiting_eval is not None
     if evaluating:
-        reason = f"evaluating after step {state.awaiting_eval}"
+        reason = f"evaluating after step {state.run.awaiting_eval}"
         return replace(state, phase=Phase.EVALUATING, reason=reason), []
     if state.step < state.steps:
         reason = f"training with plan {state.version}{relink.gap_words(state)}{_without(state)}{state.odd}"
         return replace(state, phase=Phase.TRAINING, reason=reason), []
-    if state.stores:
+    if state.storing.parts:
         return replace(state, phase=Phase.STORING, reason="storing the result"), []
     return _end(state, Phase.FINISHED, f"{state.step} steps done")
 
@@ -489,7 +502,7 @@ def _resume(state: JobState, event: Resumed, now_s: float) -> Outcome:
     """All workers of the plan are back after our restart; what was in flight there goes on. When the step
     began nobody knows."""
     reason = f"goes on with plan {state.version} after a restart of the coordinator"
-    return replace(state, reason=reason, begun_s=None), []
+    return replace(state, reason=reason, run=replace(state.run, begun_s=None)), []
 
 
 @TRANSITIONS.on(*RUNNING)
@@ -514,55 +527,63 @@ def _change(state: JobState, event: PlanChange, now_s: float) -> Outcome:
         return _interrupt(state, event.reason, event.cause)
     # One peer fewer is no failure of the job's: there are so many, and they join again at a commit alone.
     counts = not (before.local and plan.absent > before.absent)
-    counts &= event.cause.counts or (event.cause is Cause.UNFIT and state.unfit)
+    counts &= event.cause.counts or (event.cause is Cause.UNFIT and state.run.unfit)
     if counts and _too_often(state, event.cause):
         return _interrupt(state, event.reason, event.cause)
     held, reshared = [before.places[rank].worker for rank in before.present], reshares(before, plan)
     if reshared:
         state = renumbered(state, before, plan)
     elif event.cause is Cause.UNFIT and state.step > state.checkpoint.step:
-        state = replace(state, stores={state.step: {}, **state.stores}, unfit=True)
+        state = replace(
+            state,
+            run=replace(state.run, unfit=True),
+            storing=replace(state.storing, parts={state.step: {}, **state.storing.parts}),
+        )
     # Of steps before, who has stood by stores nothing: a checkpoint that lacks its part will not be whole.
     promoted = {
         rank: state.standbys[rank].source if rank in state.standbys else None
         for rank, (was, is_now) in enumerate(zip(before.places, plan.places, strict=False))
         if not reshared and was.worker != is_now.worker and rank not in event.sources
     }
-    stores = {done: parts for done, parts in state.stores.items() if promoted.keys() <= parts.keys()}
+    stores = {done: parts for done, parts in state.storing.parts.items() if promoted.keys() <= parts.keys()}
     moved = replace(
         state,
         phase=Phase.LOADING,
         reason=event.reason,
         version=plan.version,
         plan=plan,
-        lost={rank: state.lost.get(rank, event.reason) for rank in plan.absent},
-        seating=False,
-        unfit=state.unfit and (state.step in stores or state.step == state.checkpoint.step),
-        assigned=plan.version,
-        first_step=state.step,
-        moving=True,
-        source=state.checkpoint,
-        loaded=frozenset(),
-        promoted=promoted,
-        ready={},
-        reports={},
-        awaiting_eval=None,
-        eval_owed=state.eval_owed or state.awaiting_eval is not None,
-        stores=stores,
-        store_owed=state.store_owed or len(stores) < len(state.stores),
         failures=state.failures + counts,
         broken=state.broken + (counts and event.cause is Cause.BROKEN),
-        begun_s=None,
-        wanted=None,
-        relink=None,
-        lineage=began(state.lineage, plan.version, state.step),
         ring=snapshots.reconfigured(state.ring),
+        run=replace(
+            state.run,
+            lost={rank: state.run.lost.get(rank, event.reason) for rank in plan.absent},
+            seating=False,
+            unfit=state.run.unfit and (state.step in stores or state.step == state.checkpoint.step),
+            assigned=plan.version,
+            first_step=state.step,
+            moving=True,
+            source=state.checkpoint,
+            loaded=frozenset(),
+            promoted=promoted,
+            ready={},
+            reports={},
+            awaiting_eval=None,
+            eval_owed=state.run.eval_owed or state.run.awaiting_eval is not None,
+            begun_s=None,
+            wanted=None,
+            relink=None,
+            lineage=began(state.run.lineage, plan.version, state.step),
+        ),
+        storing=replace(
+            state.storing, parts=stores, owed=state.storing.owed or len(stores) < len(state.storing.parts)
+        ),
     )
     stay = {plan.places[rank].worker for rank in plan.present}
     left = tuple(worker for worker in held if worker not in stay)
     todo: list[Todo] = [Record(_fact_of(state, before, plan, event)), Placed(left, event.reason)]
-    for done, parts in sorted(moved.stores.items()):
-        if moved.local and done in moved.stores and moved.store_ranks <= parts.keys():
+    for done, parts in sorted(moved.storing.parts.items()):
+        if moved.local and done in moved.storing.parts and moved.store_ranks <= parts.keys():
             moved, more = _whole(moved, done, parts, now_s)  # who is lost was the last that had not stored
             todo += more
     return moved, todo
@@ -575,7 +596,7 @@ def _fact_of(state: JobState, before: Plan, plan: Plan, event: PlanChange) -> Re
         state.job,
         plan.version,
         state.step,
-        state.assigned,
+        state.run.assigned,
         event.workers,
         tuple(sorted(event.sources)),
         event.reason,
@@ -594,15 +615,21 @@ def _too_often(state: JobState, cause: Cause) -> bool:
 @TRANSITIONS.on(*RUNNING)
 def _seat(state: JobState, event: Seating, now_s: float) -> Outcome:
     """Store what a peer is to begin with; a period that has waited for nobody in the end is committed."""
-    seating = replace(state, seating=event.wanted, store_owed=state.store_owed or event.wanted)
+    seating = replace(
+        state,
+        run=replace(state.run, seating=event.wanted),
+        storing=replace(state.storing, owed=state.storing.owed or event.wanted),
+    )
     return (seating, []) if event.wanted else _waited(seating, now_s)
 
 
 @TRANSITIONS.on(*STEPPING)
 def _owe_checkpoint(state: JobState, event: LogsShort, now_s: float) -> Outcome:
-    took_s = state.checkpoint.at_s - state.storing_s if state.storing_s else 0.0
+    took_s = state.checkpoint.at_s - state.storing.asked_s if state.storing.asked_s else 0.0
     rested = now_s - state.checkpoint.at_s >= (SHORT_SHARE - 1.0) * took_s
-    return replace(state, store_owed=state.store_owed or (rested and not state.stores)), []
+    return replace(
+        state, storing=replace(state.storing, owed=state.storing.owed or (rested and not state.storing.parts))
+    ), []
 
 
 @TRANSITIONS.on(*Phase)
@@ -631,13 +658,9 @@ def _interrupt(state: JobState, reason: str, cause: Cause) -> Outcome:
         + snapshots.again_words(state),
         failures=failures,
         broken=broken,
-        ready={},
-        stores={},
-        awaiting_eval=None,
-        begun_s=None,
-        moving=False,
-        source=None,
         ring=snapshots.reconfigured(state.ring),
+        run=replace(state.run, ready={}, awaiting_eval=None, begun_s=None, moving=False, source=None),
+        storing=replace(state.storing, parts={}),
     )
     paused = relink.dropped(paused)
     return paused, [_released(state, reason)] if state.phase in RUNNING else []
@@ -651,7 +674,14 @@ def _released(state: JobState, reason: str) -> Placed:
 
 def _end(state: JobState, phase: Phase, reason: str) -> Outcome:
     ended = relink.dropped(
-        replace(state, phase=phase, reason=reason, ready={}, stores={}, awaiting_eval=None, ring=Ring())
+        replace(
+            state,
+            phase=phase,
+            reason=reason,
+            ring=Ring(),
+            run=replace(state.run, ready={}, awaiting_eval=None),
+            storing=replace(state.storing, parts={}),
+        )
     )
     return ended, [Record(JobEnded(state.job, phase.value, reason)), _released(state, reason)]
 

@@ -191,7 +191,7 @@ def round_met(state: JobState, ready: Reports, at_s: float) -> RoundMet:
         state.due,
         receipts[0].round,
         tuple(places[rank].worker for rank in plan.present),
-        {places[rank].worker: state.lost.get(rank, "is lost") for rank in sorted(plan.absent)},
+        {places[rank].worker: state.run.lost.get(rank, "is lost") for rank in sorted(plan.absent)},
         sum(receipt.sent_bytes for receipt in receipts),
         digests[0] if len(digests) == 1 else blake2b(",".join(digests).encode(), digest_size=16).hexdigest(),
         at_s,
@@ -219,7 +219,7 @@ def exchange_words(state: JobState, met: RoundMet | None, label: Callable[[str],
     steps = "step" if exchange.every == 1 else f"{exchange.every} steps"
     words = f"{exchange.rule}{coded} every {steps}, {_partners(state, plan, exchange, label)}"
     for rank in sorted(plan.absent):
-        words += f"; without {label(places[rank].worker)}: {state.lost.get(rank, 'is lost')}"
+        words += f"; without {label(places[rank].worker)}: {state.run.lost.get(rank, 'is lost')}"
     if met is not None and met.version:
         words += f"; round {met.round} after {met.step + 1} steps: {len(met.included)} of {len(places)}"
     return words

@@ -62,14 +62,14 @@ class Returning:
             if not mine:
                 self.empty.add(worker)
             self.loaded |= mine and held is not None and held.loaded
-            partly = self.empty and self.loaded and not state.moving
+            partly = self.empty and self.loaded and not state.run.moving
             return "and only some have loaded their stages" if partly else ""
         if held is None:
             return "without its stage"
-        oldest = since if state.moving else self.assigned
+        oldest = since if state.run.moving else self.assigned
         if not oldest <= held.version <= self.assigned:
             return f"with its stage of plan {held.version}, awaited is that of plan {self.assigned}"
-        self.loaded |= state.moving and held.loaded and held.version == self.assigned
+        self.loaded |= state.run.moving and held.loaded and held.version == self.assigned
         plan = state.plan
         reported = (held.step if plan is None else plan.last_step(held.step, state.steps)) + 1
         if held.step == state.step or (held.ready and reported == state.step):
@@ -234,7 +234,7 @@ class Returns:
         state = self.jobs[job]
         self.adapting.adopted(state, self.effects.ledger.jobs[job].cap)
         for rank in state.present:
-            if state.phase is Phase.LOADING and rank not in state.loaded:
+            if state.phase is Phase.LOADING and rank not in state.run.loaded:
                 self.reconnected(job, state.plan.places[rank].worker)  # type: ignore[union-attr]
         self.step(job, Resumed())
 
@@ -265,21 +265,27 @@ def running(waiting: JobState, record: JobRecord, now_s: float) -> JobState | No
         phase=phase,
         reason="the coordinator was restarted; waits for its workers to come back",
         version=record.lineage[-1][0],
-        assigned=record.assigned,
-        first_step=record.steps if phase is Phase.LOADING else -1,
-        moving=moving,
-        source=record.last_checkpoint if moving else None,
         step=record.steps,
-        last_commit=_said(record),
-        awaiting_eval=record.awaiting_eval,
-        stores={done: {} for done in record.storing if done not in forgone},
-        store_owed=bool(forgone),
-        storing_s=now_s,
-        store_due_s=now_s + CHECKPOINT_EVERY_S,
-        loaded=frozenset() if phase is Phase.LOADING else frozenset(plan.present),
-        lost=dict.fromkeys(plan.absent, "was lost before the coordinator was restarted"),
-        relink=Relink(announced.version, announced.first_step, announced.links) if announced else None,
-        lineage=record.lineage,
+        run=replace(
+            waiting.run,
+            assigned=record.assigned,
+            first_step=record.steps if phase is Phase.LOADING else -1,
+            moving=moving,
+            source=record.last_checkpoint if moving else None,
+            last_commit=_said(record),
+            awaiting_eval=record.awaiting_eval,
+            loaded=frozenset() if phase is Phase.LOADING else frozenset(plan.present),
+            lost=dict.fromkeys(plan.absent, "was lost before the coordinator was restarted"),
+            relink=Relink(announced.version, announced.first_step, announced.links) if announced else None,
+            lineage=record.lineage,
+        ),
+        storing=replace(
+            waiting.storing,
+            parts={done: {} for done in record.storing if done not in forgone},
+            owed=bool(forgone),
+            asked_s=now_s,
+            due_s=now_s + CHECKPOINT_EVERY_S,
+        ),
     )
 
 

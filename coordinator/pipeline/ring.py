@@ -125,8 +125,8 @@ class Rings:
             self._end(state, ring.taking)
             return
         watched = self._watched.get(state.job)
-        if watched is None or watched.assigned != state.assigned:
-            watched = self._watched[state.job] = _Watched(state.assigned, now_s)
+        if watched is None or watched.assigned != state.run.assigned:
+            watched = self._watched[state.job] = _Watched(state.run.assigned, now_s)
         if ring.due or now_s < max(self._due_s(state, watched), watched.looked_s + LOOK_EVERY_S):
             return
         watched.looked_s = now_s

@@ -31,7 +31,7 @@ def begun(state: JobState, done: int, now_s: float, *, last: bool, store: bool) 
     """Return the ring after a commit: with a snapshot under way where one is due. One copy of the state at a
     time waits in a worker's memory, so not beside a checkpoint."""
     ring, plan = state.ring, state.plan
-    if not ring.due or ring.taking is not None or last or store or state.stores or plan is None:
+    if not ring.due or ring.taking is not None or last or store or state.storing.parts or plan is None:
         return ring
     return replace(ring, due=(), taking=Snapshot(done, now_s, plan, ring.due), asked_s=now_s)
 

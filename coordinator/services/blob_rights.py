@@ -186,7 +186,7 @@ def role_of(scheduler: Scheduler, graphs: GraphStore, worker: str) -> Role | Non
             rank, case = state.rank_of(worker), driver.beside.checks.case_of(job, worker)
             for other in (case, state.standby_of(worker)):
                 if other is not None:  # beside the plan it loads what the rank had then
-                    rank, state = other.rank, replace(state, source=other.source)
+                    rank, state = other.rank, replace(state, run=replace(state.run, source=other.source))
             if state.plan is None or rank is None:
                 return None
             return StageRole(state, rank, graphs)

@@ -92,7 +92,7 @@ def job_update(
 def _stages(state: JobState, step_s: float | None, roster: Roster) -> Iterable[pb.StageStatus]:
     planned = predicted_stages(state)
     for at, place in enumerate(state.plan.places if state.plan else ()):
-        report = state.reports.get(at)
+        report = state.run.reports.get(at)
         busy_s = report.forward_s + report.backward_s + report.optimizer_s if report else 0.0
         yield pb.StageStatus(
             stage=place.stage,
@@ -110,12 +110,12 @@ def carried(scheduler: Scheduler, state: JobState) -> Iterable[pb.LinkRate]:
     driver = scheduler.driver_of(state.job)
     if state.plan is None or not isinstance(driver, PipelineDriver):
         return
-    step_s = state.step_times_s[-1] if state.step_times_s else 0.0
+    step_s = state.run.step_times_s[-1] if state.run.step_times_s else 0.0
     steps = _steps_reported(state, state.plan)
     places = state.plan.places
     stage_of = {place.worker: place.stage for place in places}
     specs = [{(link.source, link.target): link for link in r.links} for r in state.plan.replicas]
-    for at, report in sorted(state.reports.items()):
+    for at, report in sorted(state.run.reports.items()):
         mine = places[at]
         for link in report.links:
             if not link.n_bytes:
@@ -138,7 +138,7 @@ def _steps_reported(state: JobState, plan: Plan) -> int:
     """Return how many steps the newest reports are of: peers with local steps report once a period."""
     last = state.step - 1
     first = plan.exchange.first_step(last) if plan.exchange is not None else last
-    return max(1, state.step - max(first, state.first_step))
+    return max(1, state.step - max(first, state.run.first_step))
 
 
 def worker_status(scheduler: Scheduler, name: str, now_s: float) -> pb.WorkerStatus:

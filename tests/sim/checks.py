@@ -307,9 +307,9 @@ class Checks:
         driver = self.world.coordinator.scheduler.drivers[0]
         assert isinstance(driver, PipelineDriver)
         for job, state in driver.jobs.items():
-            for rank, report in state.ready.items():
+            for rank, report in state.run.ready.items():
                 said = (report.version, report.step)
-                if said != (version_at(state.lineage, state.step, state.version), state.due):
+                if said != (version_at(state.run.lineage, state.step, state.version), state.due):
                     raise Violation(f"{job} counts a report of {said} of rank {rank}")
 
     def folded(self) -> None:

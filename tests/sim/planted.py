@@ -151,7 +151,7 @@ def another_plan_before_all_is_stored(patch: pytest.MonkeyPatch) -> None:
     honest = machine._settle
 
     def bug(state: JobState) -> Any:
-        return machine._unfit(state, "does not fit") if state.unfit else honest(state)
+        return machine._unfit(state, "does not fit") if state.run.unfit else honest(state)
 
     patch.setattr(machine, "_settle", bug)
 

@@ -77,7 +77,10 @@ class Copies:
             if state.phase in RUNNING and begun(state)
         ]
         snapshots = self._snapshots(jobs.values())
-        seen = (*((s.job, s.assigned, s.checkpoint.step) for s in states), *(name for name, _ in snapshots))
+        seen = (
+            *((s.job, s.run.assigned, s.checkpoint.step) for s in states),
+            *(name for name, _ in snapshots),
+        )
         fleet = roster.fingerprint()
         if seen == self._jobs and (fleet == self._fleet or now_s < self._looked_s + FLEET_EVERY_S):
             return

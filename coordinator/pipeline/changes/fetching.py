@@ -72,7 +72,7 @@ class Fetching:
         """Return the bytes of a rank's part, 0 where neither its worker nor who keeps a copy has said so."""
         name = stored_name(self.state, rank)
         said = (self.roster.workers[worker].copies[name].n_bytes for worker in self.holders(rank))
-        return self.state.part_bytes.get(rank, 0) or max(said, default=0)
+        return self.state.storing.part_bytes.get(rank, 0) or max(said, default=0)
 
     def by(self, rank: int, worker: str) -> Fetch:
         """Return how a worker comes by a rank's part in the least time."""

@@ -182,7 +182,7 @@ class Joining:
 
     def _cost_s(self, state: JobState, rank: int, worker: str) -> float:
         """Return the seconds that moving takes: to load, and to repeat the steps since the checkpoint."""
-        load_s = state.load_s.get(rank) or max(state.load_s.values(), default=0.0)
+        load_s = state.run.load_s.get(rank) or max(state.run.load_s.values(), default=0.0)
         each_s = repeated_s(state, self.effects.roster, rank, worker)
         return load_s + (state.step - state.checkpoint.step) * each_s
 

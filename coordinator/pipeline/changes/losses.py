@@ -132,7 +132,7 @@ class Losses:
             self.act(state, chosen, words)
             return
         again = once_more(state, record, roster, rank)
-        if state.unfit and record.given(rank) == state.assigned:
+        if state.run.unfit and record.given(rank) == state.run.assigned:
             again = Refused("it was killed before, while it repeated steps")
         if isinstance(again, PlanChange) and not self.effects.storage:
             self.act(state, again, words, Cause.UNFIT)
@@ -156,7 +156,7 @@ class Losses:
         others = frozenset(places[rank].worker for rank in state.present) - found
         if len(found) < max(2, len(others)):
             return False  # of two peers, who says so of itself goes
-        reported = frozenset(places[rank].worker for rank in state.ready)
+        reported = frozenset(places[rank].worker for rank in state.run.ready)
         words = f"{self.effects.label(worker)} failed: {failed.message.reason}"
         words += f"; so have {len(found)} of {len(found | others)} peers"
         self.step(state.job, anew(state, words, Cause.BROKEN, suspects=others & reported or others))
@@ -166,7 +166,7 @@ class Losses:
         """Return why a worker is to have no rank any more that could not store its part, of the result or
         once more, "" where it keeps it."""
         done = event.message.step + 1
-        parts = state.stores.get(done)
+        parts = state.storing.parts.get(done)
         if (
             event.message.kept
             or not event.message.error
@@ -178,7 +178,7 @@ class Losses:
         if history.staleness(state, event):
             return ""
         worker = state.plan.places[event.rank].worker
-        if done < state.steps and set(state.unstored) != {worker}:
+        if done < state.steps and set(state.storing.unstored) != {worker}:
             return ""  # the store's own fault where others failed
         return f"could not store its state: {event.message.error}"
 

@@ -53,7 +53,7 @@ def priced(state: JobState, step_s: float, new_s: float, pause_s: float) -> Pric
 
 def pause_s(state: JobState) -> float:
     """Return the seconds that a job stands still to store its state, and to have it loaded."""
-    return PAUSES * max(state.load_s.values(), default=0.0)
+    return PAUSES * max(state.run.load_s.values(), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +140,14 @@ def _loaded_s(state: JobState, roster: Roster, rank: int, worker: str) -> tuple[
     found, n_bytes, measured_s = (
         fetching.by(rank, worker),
         fetching.part_bytes(rank),
-        state.load_s.get(rank, 0.0),
+        state.run.load_s.get(rank, 0.0),
     )
     if found.here:
-        return measured_s - state.fetched_s.get(rank, 0.0), f"on the disk of {worker}"
+        return measured_s - state.run.fetched_s.get(rank, 0.0), f"on the disk of {worker}"
     place = f"on the disk of {found.holders[0]}" if found.holders else "in the store"
     if not n_bytes:
         return measured_s, place
-    load_s = measured_s - state.fetched_s.get(rank, 0.0) + found.seconds
+    load_s = measured_s - state.run.fetched_s.get(rank, 0.0) + found.seconds
     return load_s, f"{place}, {found.seconds:.1f} s from {worker}"
 
 
@@ -165,7 +165,7 @@ def repeated_s(
         busy_s *= slower(roster, both, worker, has_it)
     sent_s = 0.0
     for other in neighbours(plan, rank):
-        theirs, sender = state.reports.get(other), plan.places[other].worker
+        theirs, sender = state.run.reports.get(other), plan.places[other].worker
         known = roster.links.table.get(sender, worker) or roster.links.table.get(sender, has_it)
         for link in theirs.links if theirs is not None else ():
             if link.peer == has_it and known is not None:

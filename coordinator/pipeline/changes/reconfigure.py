@@ -52,12 +52,12 @@ def choose(
     plan = state.plan
     if plan is None or not begun(state):
         return Refused("not all stages were loaded")
-    loading = {r for r in plan.present if state.moving and record.given(r) == state.assigned}
-    loading |= state.promoted.keys() if state.moving else set()
+    loading = {r for r in plan.present if state.run.moving and record.given(r) == state.run.assigned}
+    loading |= state.run.promoted.keys() if state.run.moving else set()
     if plan.local:
         return _without(state, roster, lost, loading)
     ready = standing_by_for(state, roster, lost)
-    newcomers = frozenset(lost).difference(ready) | (loading - state.loaded)
+    newcomers = frozenset(lost).difference(ready) | (loading - state.run.loaded)
     several = len(plan.replicas) > 1
     if several and state.failures and loading.difference(ready).intersection(lost):
         left = whole_replicas.without(state, roster, newcomers.union(lost))
@@ -78,8 +78,8 @@ def once_more(state: JobState, record: JobRecord, roster: Roster, rank: int) -> 
     plan = state.plan
     if plan is None or plan.local or not begun(state) or state.step == state.checkpoint.step:
         return Refused("")  # nothing is to be repeated
-    loading = {r for r in plan.present if state.moving and record.given(r) == state.assigned}
-    newcomers = frozenset({rank} | (loading - state.loaded))
+    loading = {r for r in plan.present if state.run.moving and record.given(r) == state.run.assigned}
+    newcomers = frozenset({rank} | (loading - state.run.loaded))
     wrong = not_repeatable(state, record) or _unlogged(state, roster, newcomers, {})
     if wrong or not at_hand(roster, plan.places[rank].worker, state.job):
         return Refused(wrong or f"stage {plan.places[rank].stage}'s worker is not at hand")
@@ -154,7 +154,7 @@ def _without(
     """Have the other peers go on: they keep the local steps that they have taken."""
     assert state.plan is not None  # noqa: S101 - it has ranks
     absent = state.plan.absent | frozenset(lost)
-    newcomers = frozenset(loading) - state.loaded - absent
+    newcomers = frozenset(loading) - state.run.loaded - absent
     stay = frozenset(state.present) - absent - newcomers
     if not stay:
         return Refused("no peer is left that holds its state")

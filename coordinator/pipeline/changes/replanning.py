@@ -77,7 +77,7 @@ class Replanning:
     def tick(self, state: JobState, *, others_wait: bool) -> None:
         """Let time pass; ``others_wait``: the pool is wanted for something else."""
         if state.phase not in STEPPING:
-            if not state.moving:  # a plan of this fleet is being loaded
+            if not state.run.moving:  # a plan of this fleet is being loaded
                 self.over(state.job)
             return
         known, now_s = self._look(state), self.effects.now_s
@@ -115,9 +115,9 @@ class Replanning:
         if wish is None or state.plan is None:
             return ""
         own = {place.worker for place in state.plan.places}
-        if self.effects.storage or state.moving:
+        if self.effects.storage or state.run.moving:
             return ""
-        current = state.assigned == wish.assigned  # a worker may have taken another's place since
+        current = state.run.assigned == wish.assigned  # a worker may have taken another's place since
         if current and all(self._usable(state, worker) for worker in wish.workers - own):
             return wish.words
         del self._wishes[state.job]
@@ -143,10 +143,10 @@ class Replanning:
     def _may(self, state: JobState) -> bool:
         if state.spec.standbys == 0 or state.plan is None or state.plan.absent or state.failures:
             return False
-        if state.moving or state.seating or self.effects.storage or state.job in self._asked:
+        if state.run.moving or state.run.seating or self.effects.storage or state.job in self._asked:
             return False
         later = self.effects.now_s >= self._stops.get(state.job, (0, -inf))[1]
-        return later and len(state.step_times_s) >= FEWEST_STEPS and state.job not in self._wishes
+        return later and len(state.run.step_times_s) >= FEWEST_STEPS and state.job not in self._wishes
 
     def _ask(self, state: JobState) -> bool:
         """Have both plans made; whether that, or not asking at all, settles it."""
@@ -163,7 +163,7 @@ class Replanning:
         if not self.timed(state.job, state.spec, [worker for worker in spare if roster.is_idle(worker)]):
             return False
         self._attempts += 1
-        self._asked[state.job] = _Asked(self._attempts, state.assigned)
+        self._asked[state.job] = _Asked(self._attempts, state.run.assigned)
         spec = capped(state.spec, self.effects.ledger.jobs[state.job].cap)
         fleet = roster.fleet([*own, *spare], precision, unknown=roster.hoped(own), job=state.job)
         fleet = replace(fleet, losses_per_s=roster.losses.per_s(self.effects.now_s))

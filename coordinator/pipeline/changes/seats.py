@@ -67,11 +67,11 @@ class Seats:
         chosen = self._chosen(state)
         wanted = chosen is not None or bool(self.replanning.due(state))
         if not wanted or state.checkpoint.step != state.step:
-            if wanted != state.seating:
+            if wanted != state.run.seating:
                 self.step(state.job, Seating(wanted))
             return
         if chosen is None:
-            if state.awaiting_eval is None:
+            if state.run.awaiting_eval is None:
                 self.step(state.job, self.replanning.stop(state))
             return
         self._give(state, chosen)
@@ -248,4 +248,4 @@ def _worth(state: JobState, replicas: Sequence[Replica], seconds: Sequence[float
     each of the ``replicas``, the last of which is new, for the share that it has there."""
     shares = zip(grown.replicas, replicas, seconds, strict=True)
     after_s = max(took_s * share_of(new) / share_of(old) for new, old, took_s in shares)
-    return bool(state.step_times_s) and priced(state, max(seconds[:-1]), after_s, pause_s(state)).pays()
+    return bool(state.run.step_times_s) and priced(state, max(seconds[:-1]), after_s, pause_s(state)).pays()

@@ -36,9 +36,9 @@ class Chosen:
 def wanted(state: JobState) -> int:
     """Return how many standbys the job may have now."""
     steps_left = state.steps - state.step
-    if state.phase not in STEPPING or state.moving or steps_left < FEWEST_STEPS or state.plan is None:
+    if state.phase not in STEPPING or state.run.moving or steps_left < FEWEST_STEPS or state.plan is None:
         return 0
-    if len(state.plan.replicas) != 1 or len(state.step_times_s) < FEWEST_STEPS:
+    if len(state.plan.replicas) != 1 or len(state.run.step_times_s) < FEWEST_STEPS:
         return 0
     asked = state.spec.standbys
     return state.n_ranks if asked is None else min(asked, state.n_ranks)
@@ -85,7 +85,7 @@ def best(state: JobState, roster: Roster, rank: int, resting: frozenset[str]) ->
 def sent_bytes(state: JobState, source: int, target: int) -> int:
     """Return the bytes that one rank sends another in a step: as the last one had it, else as predicted."""
     assert state.plan is not None  # noqa: S101 - it has ranks
-    places, report, prediction = state.plan.places, state.reports.get(source), state.plan.prediction
+    places, report, prediction = state.plan.places, state.run.reports.get(source), state.plan.prediction
     if report is not None and report.links:
         return sum(link.n_bytes for link in report.links if link.peer == places[target].worker)
     pair = (places[source].worker, places[target].worker)

@@ -128,7 +128,7 @@ class Standbys:
     def _as_it_sees(state: JobState, standby: Standby) -> JobState:
         """The job as if the standby had its rank."""
         assert state.plan is not None  # noqa: S101 - it has ranks
-        return replace(state, plan=beside(state.plan, standby.rank, standby.worker, state.assigned))
+        return replace(state, plan=beside(state.plan, standby.rank, standby.worker, state.run.assigned))
 
     def drop(self, state: JobState, standby: Standby, reason: str, rest_s: float = REST_S) -> JobState:
         """Give a standby up: it goes back to the pool."""
@@ -137,7 +137,7 @@ class Standbys:
         self._resting[standby.worker] = self.effects.now_s + rest_s
         known = self.effects.roster.workers.get(standby.worker)
         if known is not None and known.member.job == state.job and not known.member.gone:
-            version = max(state.version, state.assigned)
+            version = max(state.version, state.run.assigned)
             self.effects.send(standby.worker, do.Release(state.job, version, reason))
             self.effects.move(standby.worker, members.Released(f"stood by in {state.job}: {reason}"))
         self.effects.log(
@@ -212,8 +212,8 @@ class Standbys:
         held = self.effects.roster.workers[worker].introduction.held
         if held is None or held.job != state.job or state.step - held.step > 1:
             self.drop(state, standby, "it was away", rest_s=0.0)
-        elif held.step < state.step and state.last_commit is not None:
-            self.effects.send(worker, self._said_to(state.last_commit))
+        elif held.step < state.step and state.run.last_commit is not None:
+            self.effects.send(worker, self._said_to(state.run.last_commit))
 
     # ------------------------------------------------------------ steps and other workers
 
@@ -229,7 +229,7 @@ class Standbys:
     def swap(self, state: JobState) -> None:
         """Right after a commit: have a standby take its rank's place that is to, where that still pays."""
         plan = state.plan
-        if state.phase is not Phase.TRAINING or plan is None or state.ready:
+        if state.phase is not Phase.TRAINING or plan is None or state.run.ready:
             return
         for standby in list(state.standbys.values()):
             if not standby.swap or not self._takes_it(state, standby):
@@ -311,7 +311,7 @@ class Standbys:
                 continue
             self._said[state.job, place.worker] = names
             peers = tuple(rank_peer(roster, place.worker, s.rank, s.worker, rank) for s in near)
-            self.effects.send(place.worker, do.StandbysHere(state.job, state.assigned, peers))
+            self.effects.send(place.worker, do.StandbysHere(state.job, state.run.assigned, peers))
 
     def uses(self, state: JobState, worker: str) -> bool:
         """Whether a worker stands by in a job."""

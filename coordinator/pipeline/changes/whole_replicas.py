@@ -91,7 +91,7 @@ def pipeline_s(state: JobState, plan: Plan, number: int) -> float:
 def stage_s(state: JobState, plan: Plan, rank: int) -> float:
     """Return the seconds that a stage took for its share of the last step, as predicted where that was not
     measured; 0 where neither is known."""
-    report = state.reports.get(rank)
+    report = state.run.reports.get(rank)
     if report is not None and report.forward_s + report.backward_s > 0:
         return report.forward_s + report.backward_s
     predicted = plan.prediction.stages[rank] if plan.prediction is not None else None
@@ -194,13 +194,11 @@ def renumbered(state: JobState, before: Plan, after: Plan) -> JobState:
     def of(figures: Mapping[int, FigureT]) -> dict[int, FigureT]:
         return {new: figures[old] for new, old in enumerate(ranks) if old is not None and old in figures}
 
-    stores = dict(state.stores) if before.storers == after.storers else {}
+    stores = dict(state.storing.parts) if before.storers == after.storers else {}
     if state.step > state.checkpoint.step:
         stores.setdefault(state.step, {})
     return replace(
         state,
-        load_s=of(state.load_s),
-        fetched_s=of(state.fetched_s),
-        part_bytes=of(state.part_bytes),
-        stores=stores,
+        run=replace(state.run, load_s=of(state.run.load_s), fetched_s=of(state.run.fetched_s)),
+        storing=replace(state.storing, part_bytes=of(state.storing.part_bytes), parts=stores),
     )

@@ -200,7 +200,7 @@ class Watched:
         self._steps += 1
         if self._steps <= FIRST_STEPS or state.plan is None:
             return False
-        for rank, report in state.reports.items():
+        for rank, report in state.run.reports.items():
             for key, value in figures(state.plan.places[rank].worker, report).items():
                 self._series[key].window.append(value)
         if (self._steps - FIRST_STEPS) % WINDOW_STEPS:
@@ -244,4 +244,4 @@ class Watched:
 
 
 def _step_s(state: JobState) -> float:
-    return median(state.step_times_s[-WINDOW_STEPS:] or (0.0,))
+    return median(state.run.step_times_s[-WINDOW_STEPS:] or (0.0,))

@@ -45,12 +45,12 @@ def deadlines(state: JobState, slowdown: float = 1.0) -> Deadlines:
     else:
         step_s = _step_s(state)
         period_s = step_s * (state.due + 1 - state.step)  # peers with local steps report once a period
-        known = len(state.step_times_s) >= STEPS_KNOWN
+        known = len(state.run.step_times_s) >= STEPS_KNOWN
         still_s = max(STILL_S if known else FIRST_STILL_S, STILL_STEPS * step_s)
         silent_s = max(
             SILENT_S if known else FIRST_SILENT_S, SILENT_STEPS * (period_s + _evaluation_s(state, step_s))
         )
-        last = state.last_commit
+        last = state.run.last_commit
         if last is not None and (last.store or last.evaluate):
             still_s = max(still_s, BORDER_STILL_S)
         found = Deadlines(still_s * slowdown, silent_s * slowdown)
@@ -67,7 +67,7 @@ def storing_s(state: JobState) -> float:
 
 def _replay_s(state: JobState) -> float:
     """Return how long a newcomer may take to repeat the steps since its checkpoint."""
-    steps = state.step - state.source.step if state.source is not None else 0
+    steps = state.step - state.run.source.step if state.run.source is not None else 0
     return SILENT_STEPS * _step_s(state) * steps
 
 
@@ -75,9 +75,9 @@ def _step_s(state: JobState) -> float:
     """Return the longest of what was predicted and measured; 0 when neither is known."""
     prediction = state.plan.prediction if state.plan is not None else None
     predicted_s = prediction.step_s if prediction is not None and math.isfinite(prediction.step_s) else 0.0
-    return max((predicted_s, *state.step_times_s))
+    return max((predicted_s, *state.run.step_times_s))
 
 
 def _evaluation_s(state: JobState, step_s: float) -> float:
     training = state.spec.training
-    return step_s * training.eval_batches / training.n_micro if state.awaiting_eval is not None else 0.0
+    return step_s * training.eval_batches / training.n_micro if state.run.awaiting_eval is not None else 0.0

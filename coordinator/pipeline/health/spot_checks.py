@@ -106,13 +106,13 @@ class SpotChecks:
 
     def replayed(self, state: JobState, rank: int, worker: str, digests: tuple[ev.Digest, ...]) -> None:
         """Compare what a newcomer arrived at, which has repeated a lost worker's steps."""
-        case = self._case(state, rank, state.source or state.checkpoint, worker)
+        case = self._case(state, rank, state.run.source or state.checkpoint, worker)
         if case is not None and digests and state.job not in self._disputes:
             self._heard(state, case, worker, _joined(digests))
 
     def stepped(self, before: JobState, state: JobState) -> None:
         """Follow a job from one state to the next: checks are of the plan that runs."""
-        moved = before.assigned != state.assigned
+        moved = before.run.assigned != state.run.assigned
         if moved or state.phase not in STEPPING | {Phase.STORING}:
             self._end(state.job, again=True)
         if self._due.get(state.job, 0) >= state.n_ranks:  # replicas were lost

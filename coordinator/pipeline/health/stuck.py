@@ -158,7 +158,7 @@ class Stuck:
 
     def evaluated(self, state: JobState, rank: int) -> None:
         """A rank has evaluated, whether or not it is the one that knows the loss."""
-        if state.awaiting_eval is not None and state.job in self._jobs:
+        if state.run.awaiting_eval is not None and state.job in self._jobs:
             self._jobs[state.job].evaluated.add(rank)
 
     def tick(self, jobs: Mapping[str, JobState]) -> None:
@@ -191,17 +191,17 @@ class Stuck:
 
     def _note(self, watched: _Watched, state: JobState) -> None:
         """Keep since when the job stands where it does."""
-        if state.awaiting_eval != watched.evaluating:
-            watched.evaluating, watched.evaluated = state.awaiting_eval, set()
-        stored = sum(map(len, state.stores.values()))
+        if state.run.awaiting_eval != watched.evaluating:
+            watched.evaluating, watched.evaluated = state.run.awaiting_eval, set()
+        stored = sum(map(len, state.storing.parts.values()))
         stamp: Stamp = (
-            state.version, state.step, len(state.loaded), len(state.ready), stored,
-            state.phase is Phase.STORING, state.awaiting_eval, len(watched.evaluated),
+            state.version, state.step, len(state.run.loaded), len(state.run.ready), stored,
+            state.phase is Phase.STORING, state.run.awaiting_eval, len(watched.evaluated),
         )  # fmt: skip
         if stamp != watched.stamp:
             watched.stamp, watched.since_s = stamp, self._clock_s
         watched.parts = {
-            part: watched.parts.get(part, self._clock_s) if part[1] in state.loaded else self._clock_s
+            part: watched.parts.get(part, self._clock_s) if part[1] in state.run.loaded else self._clock_s
             for part in _late_parts(state)
         }
 
@@ -247,21 +247,21 @@ class Stuck:
 def _done(state: JobState, evaluated: set[int]) -> set[int]:
     """Return the ranks that have reported their part of what the job waits for now."""
     if state.phase is Phase.LOADING:
-        return set(state.loaded)
+        return set(state.run.loaded)
     if state.phase is Phase.STORING:
         idle = set(range(state.n_ranks)) - state.store_ranks
-        return idle | set(state.stores[max(state.stores)]) if state.stores else set()
+        return idle | set(state.storing.parts[max(state.storing.parts)]) if state.storing.parts else set()
     if state.phase in STEPPING and state.step < state.steps:
-        return set(state.ready)
+        return set(state.run.ready)
     return set(evaluated)
 
 
 def _late_parts(state: JobState) -> list[tuple[int, int, str]]:
     """Return what the oldest checkpoint under way lacks: its step, the rank and the worker of each part."""
-    if state.plan is None or not state.stores:
+    if state.plan is None or not state.storing.parts:
         return []
-    done = min(state.stores)
-    late = sorted(state.store_ranks - state.stores[done].keys())
+    done = min(state.storing.parts)
+    late = sorted(state.store_ranks - state.storing.parts[done].keys())
     return [(done, rank, state.plan.places[rank].worker) for rank in late]
 
 

@@ -40,7 +40,7 @@ class Suspicion:
         """Score what the ranks reported of a committed step."""
         if state.phase not in STEPPING:
             return
-        assigned = state.lineage[0][0] if state.lineage else state.version
+        assigned = state.run.lineage[0][0] if state.run.lineage else state.version
         watched = self._watched.get(state.job)
         if watched is None or watched.assigned != assigned:
             watched = self._watched[state.job] = Watched(assigned)
@@ -75,7 +75,7 @@ class Suspicion:
     def _wrong(self, state: JobState, rank: int, worker: str, message: ev.StageMessage) -> str | None:
         match message:
             case ev.StepReady() if _awaited(state, rank, message):
-                elapsed_s = self.effects.now_s - state.begun_s if state.begun_s is not None else None
+                elapsed_s = self.effects.now_s - state.run.begun_s if state.run.begun_s is not None else None
                 return self.effects.roster.judge(worker, message, elapsed_s)
             case ev.StateStored(forged=forged) if forged and current(state, message.version):
                 return f"{worker} stored what is no checkpoint: {forged}"
@@ -157,4 +157,4 @@ class Suspicion:
 
 def _awaited(state: JobState, rank: int, report: ev.StepReady) -> bool:
     """Whether a report is of the step in flight: one that is repeated took its time in an earlier one."""
-    return report.step == state.due and rank not in state.ready and current(state, report.version)
+    return report.step == state.due and rank not in state.run.ready and current(state, report.version)

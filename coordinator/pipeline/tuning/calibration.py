@@ -21,12 +21,12 @@ def learn(roster: Roster, state: JobState, *, follows: bool) -> None:
     """
     memory.learn(roster, state)
     prediction = state.plan.prediction if state.plan is not None else None
-    if prediction is None or len(prediction.stages) != state.n_ranks or len(state.step_times_s) < 2:
+    if prediction is None or len(prediction.stages) != state.n_ranks or len(state.run.step_times_s) < 2:
         return  # the first step of a plan loads caches, and knows no optimizer step before it
     usual_s = sum(told.compute_s for told in prediction.stages) / state.n_ranks
     # Of who has taken over a place nothing was predicted: the figures are those of the worker before.
     others = {told.worker for told in prediction.stages if told.figures_of}
-    for rank, report in state.reports.items():
+    for rank, report in state.run.reports.items():
         told = prediction.stages[rank]
         if told.worker in others or told.worker not in roster.workers:
             continue
@@ -36,7 +36,7 @@ def learn(roster: Roster, state: JobState, *, follows: bool) -> None:
             roster.computed(state.job, told.worker, told.compute_s, measured_s)
         coding_s = sum(carried.encode_s + carried.decode_s for carried in report.links)
         # After a change of the links the plan's seconds are those of other codecs.
-        if len(state.lineage) > 1:
+        if len(state.run.lineage) > 1:
             continue
         if told.codec_s > 0:
             roster.coded(state.job, told.worker, told.codec_s, coding_s)
@@ -45,7 +45,7 @@ def learn(roster: Roster, state: JobState, *, follows: bool) -> None:
     if follows:
         return
     predicted = _with_ends(prediction)
-    for rank, report in state.reports.items():
+    for rank, report in state.run.reports.items():
         for carried in report.links:
             link = predicted.get((prediction.stages[rank].worker, carried.peer))
             if link is not None and not others.intersection((link.source, link.target)):

@@ -82,10 +82,10 @@ class Adapting:
     def committed(self, state: JobState) -> None:
         """A step is committed: its reports may change what the links should do."""
         known = self.of.get(state.job)
-        if known is None or state.plan is None or not state.step_times_s:
+        if known is None or state.plan is None or not state.run.step_times_s:
             return
         after, decision = link_policy.observe(
-            known, state.step, state.step_times_s[-1], _samples(state), self.settings
+            known, state.step, state.run.step_times_s[-1], _samples(state), self.settings
         )
         self.of[state.job] = after
         self._remember(after)
@@ -246,7 +246,7 @@ def _samples(state: JobState) -> dict[Pair, Sample]:
         if link.codec != "none"
     }
     found = {}
-    for at, report in state.reports.items():
+    for at, report in state.run.reports.items():
         for link in report.links:
             pair = (stages[at].worker, link.peer)
             if link.n_bytes > 0:

@@ -30,7 +30,7 @@ def learn(roster: Roster, state: JobState) -> None:
     for told in predicted_stages(state):
         known = roster.workers.get(told.worker)
         beat = known.beat if known is not None else None
-        if known is None or beat is None or beat.job != state.job or beat.version < state.assigned:
+        if known is None or beat is None or beat.job != state.job or beat.version < state.run.assigned:
             continue
         if not known.introduction.memory_in_figures:
             device = known.introduction.device_class

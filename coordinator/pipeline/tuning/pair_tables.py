@@ -38,7 +38,7 @@ def newer_table(
     plan = state.plan
     if plan is None or plan.exchange is None or plan.exchange.pairs is None:
         return None
-    reports = state.reports.values()
+    reports = state.run.reports.values()
     sent = max((report.receipt.sent_bytes for report in reports if report.receipt is not None), default=0)
     if not sent and predicted:
         sent = _predicted_bytes(plan, plan.exchange.every)
@@ -67,7 +67,7 @@ class PairTables:
     def look(self, state: JobState) -> None:
         """Have pairs drawn by newer rates where many have moved."""
         over = state.step >= state.steps  # no round follows, and an evaluation would be lost
-        if state.phase not in STEPPING or state.plan is None or state.seating or over:
+        if state.phase not in STEPPING or state.plan is None or state.run.seating or over:
             self._looked_s.pop(state.job, None)
             return
         if self.effects.now_s < self._looked_s.setdefault(state.job, self.effects.now_s) + LOOK_S:

@@ -62,7 +62,7 @@ def _ratio(state: JobState, link: LinkSpec) -> float:
     if known is None or known.rated or state.plan is None:
         return link.ratio
     fixed = assumed_ratio(Compression(link.codec))
-    peer, report = state.plan.stages[link.target].worker, state.reports.get(link.source)
+    peer, report = state.plan.stages[link.target].worker, state.run.reports.get(link.source)
     for carried in report.links if report is not None else ():
         if carried.peer == peer and 0 < carried.n_bytes < carried.dense_bytes:
             return min(fixed, carried.dense_bytes / carried.n_bytes)
@@ -120,42 +120,45 @@ def explained(
 
 def want(state: JobState, event: Relinked) -> JobState:
     """The newest wish counts; it waits while another change is under way."""
-    return replace(state, wanted=event)
+    return replace(state, run=replace(state.run, wanted=event))
 
 
 def due(state: JobState) -> Relink | None:
     """What the commit of the step in flight shall say of the links."""
     first_step = state.step + AHEAD
-    if state.wanted is None or state.relink is not None or first_step >= state.steps:
+    if state.run.wanted is None or state.run.relink is not None or first_step >= state.steps:
         return None
-    return Relink(state.version + 1, first_step, state.wanted.links)
+    return Relink(state.version + 1, first_step, state.run.wanted.links)
 
 
 def begun(state: JobState) -> JobState:
     """``state.step`` is a new one: switch where the links change with it."""
-    relink, plan = state.relink, state.plan
+    relink, plan = state.run.relink, state.plan
     if relink is None or plan is None or state.step < relink.first_step:
         return state
     return replace(
         state,
-        relink=None,
         version=relink.version,
         plan=plan.relinked(relink.version, relink.links),
-        lineage=(*state.lineage, (relink.version, relink.first_step))[-LINEAGE:],
         reason=f"training with plan {relink.version}",
+        run=replace(
+            state.run,
+            relink=None,
+            lineage=(*state.run.lineage, (relink.version, relink.first_step))[-LINEAGE:],
+        ),
     )
 
 
 def dropped(state: JobState) -> JobState:
     """The stages are given up. A version that was said is used up: the next plan's is above it."""
-    version = state.version if state.relink is None else state.relink.version
-    return replace(state, wanted=None, relink=None, version=version)
+    version = state.version if state.run.relink is None else state.run.relink.version
+    return replace(state, version=version, run=replace(state.run, wanted=None, relink=None))
 
 
 def changed(state: JobState, change: Relink | None) -> list[Todo]:
     """Return what follows from new links that a commit announces."""
-    if change is None or state.wanted is None or state.plan is None:
+    if change is None or state.run.wanted is None or state.plan is None:
         return []
-    reason = state.wanted.reason
+    reason = state.run.wanted.reason
     fact = LinksChanged(state.job, change.version, change.first_step, change.links, reason)
     return [Record(fact), LinksDue(state.plan.links, change, reason)]

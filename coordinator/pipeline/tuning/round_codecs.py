@@ -23,7 +23,7 @@ def newer_codec(state: JobState) -> Exchange | None:
     plan = state.plan
     if plan is None or plan.exchange is None or not state.spec.training.codes_rounds:
         return None
-    reports = state.reports.values()
+    reports = state.run.reports.values()
     carried_s = max((link.busy_s for report in reports for link in report.links), default=0.0)
     step_s = max((r.forward_s + r.backward_s + r.optimizer_s for r in reports), default=0.0)
     if not carried_s or not step_s:
@@ -41,7 +41,12 @@ class RoundCodecs:
 
     def look(self, state: JobState) -> None:
         """Change the codec when the last round lasted too long, or need not have been coded so strongly."""
-        if state.phase not in STEPPING or state.plan is None or state.seating or state.step >= state.steps:
+        if (
+            state.phase not in STEPPING
+            or state.plan is None
+            or state.run.seating
+            or state.step >= state.steps
+        ):
             return  # after the last step no round follows, and an evaluation would be lost
         if self._judged.get(state.job) == state.step or not state.local:
             return

@@ -139,8 +139,10 @@ def evaluated_after(state: JobState) -> list[int]:
     while state.step < state.steps:
         state, todo = committed(state)
         found += [c.step + 1 for c in commits(todo) if c.evaluate]
-        if state.awaiting_eval is not None:
-            state, _ = step(state, FromRank(2, EvalReady("j", state.version, state.awaiting_eval - 1, 1.5)))
+        if state.run.awaiting_eval is not None:
+            state, _ = step(
+                state, FromRank(2, EvalReady("j", state.version, state.run.awaiting_eval - 1, 1.5))
+            )
     return found
 
 
@@ -207,8 +209,8 @@ def test_the_flags_follow_the_declared_intervals() -> None:
     while state.step < 4:
         state, todo = committed(state)
         seen.append(next((c.store, c.evaluate, c.last) for c in commits(todo)))
-        if state.awaiting_eval is not None:
-            at = state.awaiting_eval - 1
+        if state.run.awaiting_eval is not None:
+            at = state.run.awaiting_eval - 1
             state, _ = step(state, FromRank(2, EvalReady("j", 1, at, 1.5)))
     assert seen == [
         (False, False, False),
@@ -265,9 +267,9 @@ def test_storing_for_logs_that_are_short_takes_a_fifth_of_the_time_at_most() -> 
     for stage in range(STAGES):
         state, _ = step(state, stored(stage, 0), now_s=20.0)
     state, _ = step(state, jobs.LogsShort(), now_s=59.0)
-    assert not state.store_owed, "storing took 10 s: the next begins 40 s after it at the earliest"
+    assert not state.storing.owed, "storing took 10 s: the next begins 40 s after it at the earliest"
     state, _ = step(state, jobs.LogsShort(), now_s=60.0)
-    assert state.store_owed
+    assert state.storing.owed
 
 
 def test_the_job_finishes_only_after_evaluation_and_storing() -> None:

@@ -63,7 +63,7 @@ def training(exchange: Exchange = DILOCO, **changes: Any) -> JobState:
 def loaded(state: JobState) -> JobState:
     todo: list[jobs.Todo] = []
     for rank in state.present:
-        state, todo = machine.step(state, FromRank(rank, Loaded("j", state.assigned)), 1.0)
+        state, todo = machine.step(state, FromRank(rank, Loaded("j", state.run.assigned)), 1.0)
     assert state.phase is Phase.TRAINING
     assert [t.message for t in todo if isinstance(t, ToRanks)] == [StepStart("j", state.version, state.due)]
     return state
@@ -207,10 +207,8 @@ def test_of_two_with_other_results_nobody_is_named() -> None:
 
 
 def test_peers_have_as_long_as_their_period_takes() -> None:
-    exact = replace(
-        training(local_steps=1), plan=replace(plan(DILOCO), exchange=None), step_times_s=(9.0, 9.0)
-    )
-    state = replace(training(), step_times_s=(9.0, 9.0))
+    exact = replace(training(local_steps=1), plan=replace(plan(DILOCO), exchange=None))
+    exact, state = (replace(s, run=replace(s.run, step_times_s=(9.0, 9.0))) for s in (exact, training()))
     assert deadlines(state).silent_s == 4 * deadlines(exact).silent_s == 4 * 90.0
     assert deadlines(state).still_s == deadlines(exact).still_s == 27.0
 
@@ -271,7 +269,7 @@ def test_a_peer_joins_with_the_state_that_a_period_began_with() -> None:
     joins = moved(state, ("w0", "w9", "w2"), {1}, Cause.CHOSEN, "w9 joins", absent=frozenset())
     state, _ = machine.step(state, joins, 9.0)
     assert state.present == (0, 1, 2)
-    assert state.lost == {}
+    assert state.run.lost == {}
     state, todo = period(loaded(state))
     assert facts(todo, RoundMet)[0].included == ("w0", "w9", "w2")
 

@@ -31,7 +31,7 @@ def training(*workers: str, steps: int = 3000, **changes: object) -> Scripted:
 
 
 def cannot_store(world: Scripted, worker: str, done: int) -> None:
-    version = next(v for v, first in reversed(world.state().lineage) if first < done)
+    version = next(v for v, first in reversed(world.state().run.lineage) if first < done)
     world.says(worker, ev.StateStored(JOB, version, done - 1, {}, FULL))
 
 
@@ -78,12 +78,12 @@ def test_a_part_that_a_seat_waits_for_has_its_time_too() -> None:
     for _ in range(5):
         step(world)
     replanning = pipeline(world).beside.replanning
-    replanning._wishes[JOB] = _Wish("better", frozenset("abcd"), world.state().assigned)
+    replanning._wishes[JOB] = _Wish("better", frozenset("abcd"), world.state().run.assigned)
     world.wait(0.5)
     step(world)
     store(world, 6, "a", "c")
     step(world)  # all are ready, and wait for b's part
-    assert world.state().seating
+    assert world.state().run.seating
     for _ in range(80):
         if not quarantined(world):
             world.wait(5.0)
@@ -95,13 +95,13 @@ def test_training_goes_on_without_a_checkpoint_that_one_worker_cannot_store() ->
     for _ in range(3):
         step(world)
     cannot_store(world, "b", 3)
-    assert (world.state().phase, world.state().stores) == (Phase.TRAINING, {})
+    assert (world.state().phase, world.state().storing.parts) == (Phase.TRAINING, {})
     assert FULL in world.state().reason
     for _ in range(3):
         step(world)
-    assert (world.state().step, list(world.state().stores)) == (6, [6])
+    assert (world.state().step, list(world.state().storing.parts)) == (6, [6])
     store(world, 6)
-    assert (world.state().checkpoint.step, world.state().unstored) == (6, {})
+    assert (world.state().checkpoint.step, world.state().storing.unstored) == (6, {})
 
 
 def test_another_takes_over_from_who_cannot_store_twice() -> None:
@@ -170,11 +170,11 @@ def test_a_checkpoint_is_asked_for_once_the_one_before_is_whole() -> None:
     world = training("a", "b", "c", checkpoint_every=2)
     for _ in range(9):
         step(world)
-        assert len(world.state().stores) <= 1
-    assert list(world.state().stores) == [2]
+        assert len(world.state().storing.parts) <= 1
+    assert list(world.state().storing.parts) == [2]
     store(world, 2)
     step(world)
-    assert list(world.state().stores) == [10]
+    assert list(world.state().storing.parts) == [10]
 
 
 def test_losses_before_do_not_count_against_a_stage_that_breaks_once() -> None:
@@ -201,17 +201,17 @@ def test_after_a_restart_nobody_waits_for_a_part_whose_author_is_gone(last: bool
     world.load()
     if not last:
         step(world)
-    assert list(world.state().stores) == [3]
-    version, steps = world.state().assigned, world.state().step
+    assert list(world.state().storing.parts) == [3]
+    version, steps = world.state().run.assigned, world.state().step
     world.restart()
     for worker in world.holders():
         back(world, worker, Held(JOB, version, steps))
     if last:  # the result is waited for: who comes to lack it repeats it
-        assert list(world.state().stores) == [3]
+        assert list(world.state().storing.parts) == [3]
         return
-    assert (world.state().stores, world.state().store_owed) == ({}, True)
+    assert (world.state().storing.parts, world.state().storing.owed) == ({}, True)
     step(world)
-    assert list(world.state().stores) == [world.state().step]
+    assert list(world.state().storing.parts) == [world.state().step]
 
 
 def test_after_a_restart_who_cannot_store_is_replaced_once_all_are_back() -> None:
@@ -228,7 +228,7 @@ def test_after_a_restart_who_cannot_store_is_replaced_once_all_are_back() -> Non
     assert (world.holders(), world.state().step) == (["d", "b", "c"], 3)
     roster = world.scheduler.roster
     assert roster.is_idle("a")
-    assert [record.assigned for record in world.folder.fold().jobs.values()] == [world.state().assigned]
+    assert [record.assigned for record in world.folder.fold().jobs.values()] == [world.state().run.assigned]
     world.load()
     store(world, 3)
     assert world.state().phase is Phase.FINISHED

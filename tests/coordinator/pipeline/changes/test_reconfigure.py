@@ -54,7 +54,7 @@ def step(world: Scripted) -> None:
 
 def store(world: Scripted, done: int, *workers: str) -> None:
     for worker in workers or world.holders():
-        version = next(v for v, first in reversed(world.state().lineage) if first < done)
+        version = next(v for v, first in reversed(world.state().run.lineage) if first < done)
         world.says(
             worker, ev.StateStored(JOB, version, done - 1, {f"w{world.holders().index(worker)}": HASH})
         )
@@ -152,13 +152,13 @@ def test_links_that_changed_meanwhile_are_named_by_step_and_those_announced_are_
         step(world)
     driver._step(JOB, jobs.Relinked((), "faster"))
     step(world)
-    assert world.state().relink is not None
+    assert world.state().run.relink is not None
     leave(world, "b")
     (assign,) = world.to("c", do.Assign)
     assert [(era.version, era.first_step) for era in assign.replay.eras] == [(1, 0), (2, 3)]
     assert assign.replay.eras[1].links == COARSE
     state = world.state()
-    assert (state.version, state.relink, state.lineage) == (4, None, ((1, 0), (2, 3), (4, 5)))
+    assert (state.version, state.run.relink, state.run.lineage) == (4, None, ((1, 0), (2, 3), (4, 5)))
 
 
 @pytest.mark.parametrize("lost", ["b", "d"])
@@ -276,7 +276,7 @@ def test_who_logs_nothing_has_nobody_store_more_often() -> None:
     world = running("a", "b", "c", "d", steps=3)
     world.says("b", ev.Heartbeat(world.clock.now_s, JOB, 1, 3, 0, 0, logged_from=2**63 - 1))
     world.handle(ev.Tick())
-    assert not world.state().store_owed
+    assert not world.state().storing.owed
     step(world)
     assert [m.store for m in world.to("a", do.StepCommit)] == [False]
 

@@ -69,7 +69,7 @@ def has_repeated(world: Scripted, steps: int, *, loaded: bool = True) -> None:
     """The standby is loaded, and reports so many steps."""
     standby, state = only(world), world.state()
     if loaded:
-        world.says(standby.worker, ev.Loaded(JOB, state.assigned))
+        world.says(standby.worker, ev.Loaded(JOB, state.run.assigned))
     world.says(standby.worker, ev.Heartbeat(world.clock.now_s, JOB, state.version, steps, 0, 0))
     world.handle(ev.Tick())
 
@@ -82,7 +82,7 @@ def test_an_idle_worker_repeats_all_steps_and_its_neighbours_let_it_ask() -> Non
     assert assign.plan.places[rank].worker == "d"
     role = role_of(world.scheduler, NO_GRAPHS, "d")
     assert isinstance(role, StageRole)
-    assert (role.rank, role.state.source) == (rank, world.state().checkpoint), "it may load its tensors"
+    assert (role.rank, role.state.run.source) == (rank, world.state().checkpoint), "it may load its tensors"
     assert (assign.replay.standby, assign.replay.first_step, len(assign.replay.scales)) == (True, 0, 4)
     told = {worker: [p.worker for p in m.peers] for worker, m in world.messages(do.StandbysHere)}
     assert told == {peer.worker: ["d"] for peer in assign.peers}
@@ -266,9 +266,9 @@ def test_a_checkpoint_that_would_lack_the_part_of_who_is_lost_is_asked_for_anew(
     world = standing("a", "b", "c", "d", checkpoint_every=4)
     has_repeated(world, 4)
     rank = only(world).rank
-    assert list(world.state().stores) == [4]
+    assert list(world.state().storing.parts) == [4]
     leave(world, world.holders()[rank])
-    assert world.state().stores == {}
+    assert world.state().storing.parts == {}
     assert world.scheduler.ledger.jobs[JOB].storing == ()
     world.load()
     world.done.clear()

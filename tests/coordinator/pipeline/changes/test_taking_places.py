@@ -10,7 +10,7 @@ import pytest
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.events import Held
-from coordinator.messages.jobs import Phase
+from coordinator.messages.jobs import JobState, Phase
 from coordinator.pipeline.changes import joining, replanning, standbys
 from coordinator.pipeline.changes.joining import JUDGED_WITHIN_S
 from coordinator.pipeline.changes.standby import Chosen
@@ -213,9 +213,13 @@ def test_a_job_that_wants_no_standbys_is_not_looked_at() -> None:
     assert world.all(do.JudgeSwaps) == []
 
 
+def slow_to_load(state: JobState) -> JobState:
+    return replace(state, run=replace(state.run, load_s={0: 30.0, 1: 60.0}))
+
+
 def test_who_stands_by_already_is_the_one_that_replaces() -> None:
     world = training(1.0)
-    pipeline(world).jobs[JOB] = replace(world.state(), load_s={0: 30.0, 1: 60.0})
+    pipeline(world).jobs[JOB] = slow_to_load(world.state())
     seconds(world, 2)
     passes(world, 1.5)
     assert (only(world).rank, only(world).swap) == (1, "")
@@ -282,7 +286,7 @@ def test_a_wish_for_another_plan_ends_where_the_plan_that_it_was_compared_with_d
     world = standing("a", "b", "c", "d")
     has_repeated(world, 4)
     wishes = pipeline(world).beside.replanning
-    wishes._wishes[JOB] = replanning._Wish("a larger fleet", frozenset(), world.state().assigned)
+    wishes._wishes[JOB] = replanning._Wish("a larger fleet", frozenset(), world.state().run.assigned)
     assert wishes.due(world.state()) == "a larger fleet"
     leave(world, world.holders()[only(world).rank])
     world.load()

@@ -16,7 +16,7 @@ from coordinator.membership.roster import Roster
 from coordinator.messages.encoding import from_json, to_json
 from coordinator.messages.events import StepReady
 from coordinator.messages.facts import Checkpoint
-from coordinator.messages.jobs import JobState
+from coordinator.messages.jobs import JobState, Running
 from coordinator.pipeline.changes.whole_replicas import without
 from tests.sim.world import pipeline_job
 
@@ -57,7 +57,8 @@ def planned(*shares: int, stages: int = 2, schedule: ScheduleName = ScheduleName
 
 
 def state(plan: Plan, **changes: Any) -> JobState:
-    return JobState("job-1", pipeline_job(replicas=2), Checkpoint(0, {}), 0.0, plan=plan, **changes)
+    step, run = changes.pop("step", 0), Running(**changes)
+    return JobState("job-1", pipeline_job(replicas=2), Checkpoint(0, {}), 0.0, step=step, plan=plan, run=run)
 
 
 def left(plan: Plan, *lost: int, **changes: Any) -> Plan:

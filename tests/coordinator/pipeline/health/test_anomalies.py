@@ -14,7 +14,7 @@ from atoll.microbatch import ScheduleName
 from atoll.plan import Plan, StageSpec, one_replica
 from coordinator.messages.events import Goodput, StepReady
 from coordinator.messages.facts import Checkpoint
-from coordinator.messages.jobs import JobState, Phase
+from coordinator.messages.jobs import JobState, Phase, Running
 from coordinator.pipeline.health import anomalies
 from coordinator.pipeline.health.anomalies import (
     FIRST_STEPS,
@@ -94,10 +94,11 @@ def report(worker: int, compute_s: float = 0.5, **changes: float | tuple[Goodput
 def state(step: int, reports: list[StepReady], *, steps: int = 10**6, step_s: float = 2.0) -> JobState:
     stages = tuple(StageSpec(at, at + 1, 0, 0, f"w{at}", 1) for at in range(len(reports)))
     plan = Plan("job-1", 1, HASH, "", "even", ScheduleName.GPIPE, 2, one_replica(2, stages))
+    run = Running(reports=dict(enumerate(reports)), lineage=((1, 0),), step_times_s=(step_s,) * 5)
+    first = Checkpoint(0, {})
     return JobState(
-        "job-1", spec(steps=steps), Checkpoint(0, {}), 0.0, Phase.TRAINING, version=1, step=step, plan=plan,
-        reports=dict(enumerate(reports)), lineage=((1, 0),), step_times_s=(step_s,) * 5,
-    )  # fmt: skip
+        "job-1", spec(steps=steps), first, 0.0, Phase.TRAINING, version=1, step=step, plan=plan, run=run
+    )
 
 
 def watched(steps: int, reports: Callable[[int], list[StepReady]], seen: Watched | None = None) -> Watched:

@@ -102,7 +102,9 @@ def test_an_idle_worker_repeats_a_rank_s_steps_and_the_neighbours_let_it_ask() -
     assert order.plan.places[order.rank].worker == "d"
     role = role_of(world.scheduler, NO_GRAPHS, "d")
     assert isinstance(role, StageRole)
-    assert (role.rank, role.state.source) == (order.rank, world.state().checkpoint), "it may load its tensors"
+    assert (role.rank, role.state.run.source) == (order.rank, world.state().checkpoint), (
+        "it may load its tensors"
+    )
     for peer in order.peers:
         here = world.to(peer.worker, do.StandbysHere)[0]
         assert [(p.worker, p.rank) for p in here.peers] == [("d", order.rank)]

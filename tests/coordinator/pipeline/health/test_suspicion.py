@@ -58,7 +58,7 @@ def test_links_to_others_than_neighbours_are_not_kept() -> None:
         world.ready("a", links=(*invented, Goodput("c", 10**6, 0.1, 0.01), Goodput("b", 10**6, 0.1, 0.01)))
         world.ready("b")
     world.wait(1.0)
-    assert [link.peer for link in world.state().reports[0].links] == ["b"]
+    assert [link.peer for link in world.state().run.reports[0].links] == ["b"]
     driver = world.scheduler.driver_of("job-1")
     assert isinstance(driver, PipelineDriver)
     (watched,) = driver.suspicion._watched.values()

@@ -230,9 +230,14 @@ def test_a_limit_in_the_planners_figures_is_compared_with_the_models() -> None:
 def test_where_a_part_will_not_come_the_job_trains_on_instead_of_waiting_for_it() -> None:
     """Who stood by for a rank has stored nothing of the step that another plan was to begin with."""
     state = running("a", "b", "c", altered=predicted).state()
-    unfit = replace(state, unfit=True, stores={2: {}}, phase=Phase.LOADING, moving=True)
+    unfit = replace(
+        state,
+        phase=Phase.LOADING,
+        run=replace(state.run, unfit=True, moving=True),
+        storing=replace(state.storing, parts={2: {}}),
+    )
     workers = ("a", "b", "d")  # ... and is no newcomer
     after, _ = machine.step(unfit, moved(unfit, workers, (), Cause.LOST, "c is lost"), 0.0)
-    assert (dict(after.stores), after.unfit, after.store_owed) == ({}, False, True)
+    assert (dict(after.storing.parts), after.run.unfit, after.storing.owed) == ({}, False, True)
     kept, _ = machine.step(unfit, moved(unfit, workers, {2}, Cause.LOST, "c is lost"), 0.0)
-    assert (set(kept.stores), kept.unfit) == ({2}, True)
+    assert (set(kept.storing.parts), kept.run.unfit) == ({2}, True)

@@ -89,7 +89,7 @@ def test_the_version_changes_when_its_first_step_begins_and_not_before() -> None
     state, todo = round_of(state)  # step 2, still the old version
     assert commits(todo)[0].version == 1
     assert commits(todo)[0].relink is None
-    assert (state.step, state.version, state.relink) == (3, 2, None)
+    assert (state.step, state.version, state.run.relink) == (3, 2, None)
     assert state.plan is not None
     assert (state.plan.version, state.plan.links) == (2, COARSE)
     state, todo = round_of(state)
@@ -137,7 +137,7 @@ def test_only_one_change_is_under_way_and_the_newest_wish_counts() -> None:
     state, todo = round_of(state)
     assert commits(todo)[0].relink == Relink(3, 5, COARSE[:1])
     state, _ = round_of(state)
-    assert state.lineage == ((1, 0), (2, 3), (3, 5))
+    assert state.run.lineage == ((1, 0), (2, 3), (3, 5))
 
 
 def test_a_change_that_no_step_would_see_is_not_said() -> None:
@@ -153,10 +153,10 @@ def test_a_change_that_no_step_would_see_is_not_said() -> None:
 def test_a_lost_stage_ends_the_change_and_uses_its_version_up() -> None:
     state, _ = said()
     state, _ = step(state, jobs.anew(state, "w1 is lost"))
-    assert (state.relink, state.wanted, state.version) == (None, None, 2)
+    assert (state.run.relink, state.run.wanted, state.version) == (None, None, 2)
     for event in (jobs.Picked("go"), jobs.Profiled(), jobs.Planned(plan(3))):
         state, _ = step(state, event)
-    assert (state.version, state.lineage) == (3, ((3, 0),))
+    assert (state.version, state.run.lineage) == (3, ((3, 0),))
     late, todo = step(state, ready(0, 2, version=1))
     assert late == state
     assert isinstance(todo[0], Dropped)
@@ -164,19 +164,19 @@ def test_a_lost_stage_ends_the_change_and_uses_its_version_up() -> None:
 
 def test_a_wish_is_forgotten_with_its_plan() -> None:
     state, _ = step(wishing(), jobs.anew(wishing(), "w1 is lost"))
-    assert (state.wanted, state.version) == (None, 1)
+    assert (state.run.wanted, state.version) == (None, 1)
 
 
 @pytest.mark.parametrize("pending", [False, True])
 def test_cancelling_and_a_step_that_is_not_finite_drop_a_change_of_the_links(pending: bool) -> None:
     state = said()[0] if pending else wishing()
     over, _ = step(state, jobs.Cancelled("by the owner"))
-    assert (over.phase, over.wanted, over.relink) == (Phase.CANCELLED, None, None)
+    assert (over.phase, over.run.wanted, over.run.relink) == (Phase.CANCELLED, None, None)
     for rank in range(state.n_ranks):
         state, todo = step(state, ready(rank, state.step, losses=(math.nan,), finite=False))
     (redo,) = [item for item in todo if isinstance(item, jobs.Redo)]
     state, todo = step(state, jobs.anew(state, redo.reason))
-    assert (state.phase, state.wanted, state.relink) == (Phase.PAUSED, None, None)
+    assert (state.phase, state.run.wanted, state.run.relink) == (Phase.PAUSED, None, None)
     assert any(isinstance(t, jobs.Placed) for t in todo)
 
 
@@ -358,7 +358,7 @@ def test_a_choice_for_a_plan_that_is_gone_is_not_taken() -> None:
     assert world.holders() == ["a", "c"]
     world.load()
     world.answer(COARSE)
-    assert world.state().wanted is None
+    assert world.state().run.wanted is None
 
 
 def test_a_planner_that_fails_leaves_the_links_as_they_are() -> None:
@@ -454,7 +454,9 @@ def test_the_largest_ratio_is_what_was_asked_for_or_what_the_bytes_show() -> Non
         carried = (ev.Goodput("w1", n_bytes, 1.0, 0.01, dense_bytes),)
         reports = {0: ev.StepReady("j", 1, 0, links=carried)}
         return relink.largest_ratio(
-            replace(state, plan=state.plan.relinked(state.version, links), reports=reports)
+            replace(
+                state, plan=state.plan.relinked(state.version, links), run=replace(state.run, reports=reports)
+            )
         )
 
     assert of("topk", 16.0, 100, 1200) == 16.0

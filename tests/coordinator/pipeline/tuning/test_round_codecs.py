@@ -77,6 +77,7 @@ def test_nothing_changes_after_the_last_round() -> None:
     codecs, found = watching()
     state = asking("diloco:auto")
     state = replace(state, spec=replace(state.spec, training=replace(state.spec.training, steps=4)))
-    state = replace(after(state, 30.0), phase=Phase.EVALUATING, awaiting_eval=4)
+    state = after(state, 30.0)
+    state = replace(state, phase=Phase.EVALUATING, run=replace(state.run, awaiting_eval=4))
     assert (state.step, state.steps) == (4, 4)
     assert looked(codecs, state, found) == []
