@@ -423,7 +423,7 @@ def test_an_interrupt_ends_everything_and_the_next_run_starts_at_once(fleet, tmp
             pass
         children = pids(out)
         assert all(alive(child) for child in children)
-        server = running._process.pid
+        server = running._child.process.pid
     assert not alive(server)
     eventually(lambda: not any(alive(child) for child in children))
     eventually(lambda: free(fleet))
@@ -441,7 +441,7 @@ def test_a_serverapp_that_is_killed_ends_its_run_on_the_workers(fleet, tmp_path:
         while next(events)["event"] != "started":
             pass
         children = pids(out)
-        os.kill(running._process.pid, signal.SIGKILL)
+        os.kill(running._child.process.pid, signal.SIGKILL)
         with pytest.raises(JobFailed, match="SIGKILL"):
             list(events)
     eventually(lambda: not any(alive(child) for child in children))

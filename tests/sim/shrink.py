@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import pytest
+
 from tests.sim.faults import OnWorker
-from tests.sim.world import Scenario, violation_of
+from tests.sim.world import Scenario, World, told, violation_of
 
 MOST_RUNS = 300
+
+
+def holding(found: Scenario, shown: int = 60) -> World:
+    """Run a scenario in which everything holds, or fail with the smallest one in which something does not."""
+    why, world = violation_of(found)
+    if why:
+        small = shrunk(found)
+        why, world = violation_of(small)
+        pytest.fail(f"seed {found.seed}: {why}\n{small!r}\n{told(world, shown)}", pytrace=False)
+    return world
 
 
 def shrunk(found: Scenario, fails: Callable[[Scenario], bool] | None = None) -> Scenario:

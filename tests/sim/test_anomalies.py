@@ -4,38 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.messages import instructions as do
 from coordinator.messages.facts import PlanAdopted, Reconfigured, from_record
 from tests.sim.faults import Fault, KillCoordinator, Poison, Slander, Slow
-from tests.sim.world import Scenario, World, pipeline_job
+from tests.sim.watched import Watched
+from tests.sim.world import Scenario, pipeline_job
 
 
-class Watched(World):
-    """A world that keeps who was suspected and quarantined, in order, and why."""
-
-    def run_job(self, steps: int = 16) -> None:
-        self.suspected: list[tuple[str, str]] = []
-        self.quarantined: list[tuple[str, str]] = []
-        performed = self.coordinator.performed
-
-        def watch(instruction: do.Instruction) -> None:
-            performed(instruction)
-            if isinstance(instruction, do.Log):
-                kept = {"worker.suspected": self.suspected, "worker.quarantined": self.quarantined}
-                heard = kept.get(instruction.event)
-                if heard is not None:
-                    heard.append((instruction.fields["worker"], instruction.fields["reason"]))
-
-        self.coordinator.performed = watch
-        self.specs["job-1"] = pipeline_job(steps)
-        self.run()
-
-    def submit(self, job: str, spec: object, after_s: float) -> None:
-        super().submit(job, self.specs[job], after_s)
-
-    @property
-    def outcome(self) -> str:
-        return self.coordinator.shadow.jobs["job-1"].outcome
+class Slandered(Watched):
+    """A world of one job, its plans and how it ended."""
 
     @property
     def reason(self) -> str:
@@ -52,8 +28,8 @@ class Watched(World):
         return found
 
 
-def world(*faults: Fault, workers: int = 5, seed: int = 1) -> Watched:
-    return Watched(Scenario(seed, workers, pipeline=1, faults=faults))
+def world(*faults: Fault, workers: int = 5, seed: int = 1) -> Slandered:
+    return Slandered(Scenario(seed, workers, pipeline=1, faults=faults))
 
 
 # ---------------------------------------------------------------- slow
@@ -61,7 +37,7 @@ def world(*faults: Fault, workers: int = 5, seed: int = 1) -> Watched:
 
 def test_a_straggler_is_named_and_replaced_when_it_persists() -> None:
     found = world(Slow(25.0, 500.0, "w1"))
-    found.run_job(steps=200)
+    found.run_job(pipeline_job(200))
     assert found.outcome == "finished"
     assert found.suspected[0][0] == "w1"
     assert "slow: computes 1 s a step, 5.0 times the usual 0.2 s" in found.suspected[0][1]
@@ -71,7 +47,7 @@ def test_a_straggler_is_named_and_replaced_when_it_persists() -> None:
 
 def test_a_worker_that_is_slow_for_a_while_is_named_and_stays() -> None:
     found = world(Slow(25.0, 10.0, "w1"))
-    found.run_job(steps=200)
+    found.run_job(pipeline_job(200))
     assert "w1" in [worker for worker, _ in found.suspected]
     assert found.quarantined == []
     assert len(found.plans()) == 1
@@ -80,20 +56,20 @@ def test_a_worker_that_is_slow_for_a_while_is_named_and_stays() -> None:
 
 def test_a_straggler_stays_where_nobody_could_take_its_place() -> None:
     found = world(Slow(25.0, 500.0, "w1"), workers=3)
-    found.run_job(steps=200)
+    found.run_job(pipeline_job(200))
     assert "w1" in [worker for worker, _ in found.suspected]
     assert len(found.plans()) == 1
 
 
 def test_nobody_is_slow_where_all_are() -> None:
     found = world(*(Slow(25.0, 500.0, f"w{at}") for at in range(3)))
-    found.run_job(steps=200)
+    found.run_job(pipeline_job(200))
     assert found.suspected == found.quarantined == []
 
 
 def test_a_straggler_near_the_end_is_not_worth_a_plan() -> None:
     found = world(Slow(25.0, 500.0, "w1"))
-    found.run_job(steps=60)
+    found.run_job(pipeline_job(60))
     assert "w1" in [worker for worker, _ in found.suspected]
     assert len(found.plans()) == 1
 
@@ -108,7 +84,7 @@ def test_a_producer_of_nans_is_replaced_and_the_job_ends_as_an_undisturbed_one(
 ) -> None:
     """Whichever stage it is: what is not finite reaches all of them, so no report shows where it began."""
     found = world(Poison(8.0, 0.0, worker), workers=6, seed=seed)
-    found.run_job()
+    found.run_job(pipeline_job())
     assert found.outcome == "finished"
     assert worker in [who for who, _ in found.quarantined]
     assert all("finite without" in why for _, why in found.quarantined)
@@ -118,7 +94,7 @@ def test_a_producer_of_nans_is_replaced_and_the_job_ends_as_an_undisturbed_one(
 @pytest.mark.parametrize("worker", ["w0", "w1", "w2"])
 def test_slander_ends_no_job_and_costs_the_slanderer(worker: str) -> None:
     found = world(Slander(8.0, 0.0, worker))
-    found.run_job()
+    found.run_job(pipeline_job())
     assert found.outcome == "finished"
     assert [who for who, _ in found.quarantined] == [worker]
     assert len(found.plans()) == 2
@@ -127,7 +103,7 @@ def test_slander_ends_no_job_and_costs_the_slanderer(worker: str) -> None:
 def test_of_a_fleet_with_one_to_spare_each_is_left_out_in_turn() -> None:
     found = world(Poison(8.0, 0.0, "w0"), workers=4)
     found.coordinator.fewest = 3
-    found.run_job()
+    found.run_job(pipeline_job())
     assert found.outcome == "finished"
     assert [who for who, _ in found.quarantined] == ["w0"]
 
@@ -135,7 +111,7 @@ def test_of_a_fleet_with_one_to_spare_each_is_left_out_in_turn() -> None:
 def test_a_nan_that_does_not_come_again_costs_a_step() -> None:
     found = world(Poison(8.0, 0.5, "w1"), workers=2)
     found.coordinator.fewest = 2
-    found.run_job()
+    found.run_job(pipeline_job())
     assert found.outcome == "finished"
     assert found.quarantined == []
     assert "finite when the same workers did it again" in found.suspected[-1][1]
@@ -146,7 +122,7 @@ def test_a_model_that_diverges_ends_its_job(workers: int) -> None:
     found = world(workers=workers)
     for worker in found.workers.values():
         worker.diverges_at = 10
-    found.run_job()
+    found.run_job(pipeline_job())
     assert found.outcome == "failed"
     assert "loss became nan at step 11" in found.reason
     assert "the last good checkpoint is of step 9; lower the learning rate" in found.reason
@@ -158,13 +134,13 @@ def test_a_model_that_diverges_ends_its_job(workers: int) -> None:
 def test_a_doubt_that_a_restart_forgets_costs_no_more_than_the_tries_before_it(after_s: float) -> None:
     """No try is ever committed, and one that is forgotten makes nobody less suspect (decision 043)."""
     broken = world(Poison(8.0, 0.0, "w1"), KillCoordinator(8.0 + after_s, 0.1), workers=6)
-    broken.run_job()
+    broken.run_job(pipeline_job())
     assert broken.outcome == "finished"
     assert "w1" not in broken.plans()[-1]
     model = world(KillCoordinator(9.0 + after_s, 0.1), workers=6)
     for worker in model.workers.values():
         worker.diverges_at = 10
-    model.run_job()
+    model.run_job(pipeline_job())
     assert model.outcome == "failed"
     assert "loss became nan at step 11" in model.reason
     assert len(model.plans()) <= 4 + 3, "those of before, and as many as without a restart"
@@ -173,7 +149,7 @@ def test_a_doubt_that_a_restart_forgets_costs_no_more_than_the_tries_before_it(a
 def test_a_restart_after_the_end_makes_no_second_try_undone() -> None:
     """What had been tried is not journalled; the job has ended as it should."""
     found = world(Poison(8.0, 0.0, "w0"), KillCoordinator(15.0, 0.1), workers=1)
-    found.run_job()
+    found.run_job(pipeline_job())
     assert found.outcome == "failed"
     assert found.coordinator.scheduler.jobs["job-1"].doubt is None
     assert len(found.plans()) == 2
@@ -181,6 +157,6 @@ def test_a_restart_after_the_end_makes_no_second_try_undone() -> None:
 
 def test_one_worker_alone_is_tried_twice() -> None:
     found = world(Poison(8.0, 0.0, "w0"), workers=1)
-    found.run_job()
+    found.run_job(pipeline_job())
     assert found.outcome == "failed"
     assert len(found.plans()) == 2

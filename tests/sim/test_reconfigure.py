@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from coordinator.messages.facts import PlanAdopted, Reconfigured, StepCommitted, from_record
+from coordinator.messages.facts import PlanAdopted, Reconfigured, StepCommitted
 from tests.sim.faults import (
     Crash,
     CutOff,
@@ -18,7 +18,8 @@ from tests.sim.faults import (
     Outage,
     Partition,
 )
-from tests.sim.world import Scenario, World, violation_of
+from tests.sim.shrink import holding
+from tests.sim.world import Scenario, World
 
 JOB = "job-1"
 LOADED_S = 5.2
@@ -27,13 +28,11 @@ STEPS = 16
 
 def ran(scenario: Scenario) -> tuple[World, list[Reconfigured]]:
     """Run a world whose every step has to be committed once, under the plan that was adopted first."""
-    why, world = violation_of(scenario)
-    assert why == ""
+    world = holding(scenario)
     assert world.coordinator.shadow.jobs[JOB].outcome == "finished"
-    facts = [from_record(record) for record in world.coordinator.folder.records]
-    assert [fact.step for fact in facts if isinstance(fact, StepCommitted)] == list(range(STEPS))
-    assert len([fact for fact in facts if isinstance(fact, PlanAdopted)]) == 1
-    return world, [fact for fact in facts if isinstance(fact, Reconfigured)]
+    assert [fact.step for fact in world.facts(StepCommitted)] == list(range(STEPS))
+    assert len(world.facts(PlanAdopted)) == 1
+    return world, world.facts(Reconfigured)
 
 
 @pytest.mark.parametrize("kind", [Crash, Leave, Freeze, Hang, Partition, CutOff])
@@ -108,17 +107,14 @@ def test_all_stages_but_one_are_lost_at_once(seed: int) -> None:
 
 def test_all_stages_that_are_lost_at_once_send_the_job_back_to_its_checkpoint() -> None:
     faults = tuple(Crash(LOADED_S + 2.0, 0.0, f"w{at}") for at in range(3))
-    why, world = violation_of(Scenario(seed=2, workers=7, faults=faults))
-    assert why == ""
+    world = holding(Scenario(seed=2, workers=7, faults=faults))
     assert world.coordinator.shadow.jobs[JOB].outcome == "finished"
-    facts = [from_record(record) for record in world.coordinator.folder.records]
-    assert len([fact for fact in facts if isinstance(fact, PlanAdopted)]) == 2
+    assert len(world.facts(PlanAdopted)) == 2
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_stage_that_is_lost_after_the_last_commit_costs_no_step(seed: int) -> None:
     undisturbed, _ = ran(Scenario(seed=seed, workers=5))
-    facts = [from_record(record) for record in undisturbed.coordinator.folder.records]
-    end_s = max(fact.at_s for fact in facts if isinstance(fact, StepCommitted)) - 1000.0
+    end_s = max(fact.at_s for fact in undisturbed.facts(StepCommitted)) - 1000.0
     for late_s in (0.01, 0.2, 0.45):
         ran(Scenario(seed=seed, workers=5, faults=(Crash(round(end_s + late_s, 3), 0.0, f"w{seed % 3}"),)))

@@ -46,8 +46,7 @@ def plans(world: World) -> list[tuple[int, int]]:
 
 
 def commits(world: World) -> list[int]:
-    facts = map(from_record, world.coordinator.folder.records)
-    return [fact.step for fact in facts if isinstance(fact, StepCommitted)]
+    return [fact.step for fact in world.facts(StepCommitted)]
 
 
 def test_a_fleet_that_has_grown_is_used_and_no_step_is_repeated() -> None:

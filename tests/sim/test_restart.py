@@ -8,9 +8,10 @@ from random import Random
 
 import pytest
 
-from coordinator.messages.facts import Fact, PlanAdopted, StepCommitted, from_record
+from coordinator.messages.facts import Fact, PlanAdopted, StepCommitted
 from tests.sim.faults import Crash, Fault, KillCoordinator
-from tests.sim.world import FAULTS_WITHIN_S, Scenario, World, violation_of
+from tests.sim.shrink import holding
+from tests.sim.world import FAULTS_WITHIN_S, Scenario, World
 
 JOB = "job-1"
 LOADED_S = 3.1  # every stage has loaded by then; before, a plan may have to be made
@@ -27,10 +28,9 @@ class Outcome:
 
 def outcome(world: World) -> Outcome:
     assert world.coordinator.shadow.jobs[JOB].outcome == "finished"
-    facts = [from_record(record) for record in world.coordinator.folder.records]
     return Outcome(
-        [fact.step for fact in facts if isinstance(fact, StepCommitted)],
-        [fact.plan.version for fact in facts if isinstance(fact, PlanAdopted)],
+        [fact.step for fact in world.facts(StepCommitted)],
+        [fact.plan.version for fact in world.facts(PlanAdopted)],
     )
 
 
@@ -38,8 +38,7 @@ UNDISTURBED = Outcome(list(range(STEPS)), [1])
 
 
 def ran(*faults: Fault, seed: int = 1) -> Outcome:
-    why, world = violation_of(Scenario(seed=seed, workers=4, pipeline=1, faults=faults))
-    assert why == ""
+    world = holding(Scenario(seed=seed, workers=4, pipeline=1, faults=faults))
     return outcome(world)
 
 
@@ -116,8 +115,6 @@ def test_killed_while_stages_load_the_same_plan_is_gone_on_with() -> None:
 def test_two_jobs_go_on_and_a_federated_one_beside_them() -> None:
     faults = (KillCoordinator(6.0, 0.5), KillCoordinator(9.0, 2.0))
     for scenario in (Scenario(3, 6, 2, 0, faults), Scenario(3, 6, 1, 1, faults)):
-        why, world = violation_of(scenario)
-        assert why == ""
-        facts = [from_record(record) for record in world.coordinator.folder.records]
-        commits = [(fact.job, fact.step) for fact in facts if isinstance(fact, StepCommitted)]
+        world = holding(scenario)
+        commits = [(fact.job, fact.step) for fact in world.facts(StepCommitted)]
         assert len(commits) == len(set(commits))

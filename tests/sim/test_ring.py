@@ -103,8 +103,7 @@ def test_parts_of_two_steps_are_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -
 def test_no_snapshot_is_taken_where_somebody_idle_takes_over() -> None:
     world = ran(2, Crash(MINUTE_S, 0.0, "w1"), workers=5)
     assert done_again(world) == []
-    facts = [from_record(record) for record in world.coordinator.folder.records]
-    assert [fact.step for fact in facts if isinstance(fact, CheckpointStored)] == [STEPS]
+    assert [fact.step for fact in world.facts(CheckpointStored)] == [STEPS]
 
 
 def test_a_coordinator_that_was_killed_has_new_snapshots_soon() -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 
 from atoll.job import JobSpec
-from coordinator.messages import instructions as do
-from coordinator.messages.facts import PlanAdopted, SpotChecked, StepCommitted, WorkRejected, from_record
+from coordinator.messages.facts import PlanAdopted, SpotChecked, StepCommitted, WorkRejected
 from tests.sim.faults import Cheat, Fault, KillCoordinator, Slip
-from tests.sim.world import Scenario, World, pipeline_job
+from tests.sim.watched import Watched
+from tests.sim.world import Scenario, pipeline_job
 
 SHARE, STEPS, CHEATS_S = 0.1, 60, 12.0
 STAGES = 3
@@ -20,40 +20,13 @@ REPEATING = 20
 """Steps that are committed while some are repeated, twice."""
 
 
-class Checked(World):
-    """A world of one job that keeps who was suspected and quarantined, in order, and why."""
-
-    def run_job(self, spec: JobSpec) -> None:
-        self.suspected: list[tuple[str, str]] = []
-        self.quarantined: list[tuple[str, str]] = []
-        performed = self.coordinator.performed
-
-        def watch(instruction: do.Instruction) -> None:
-            performed(instruction)
-            if isinstance(instruction, do.Log):
-                kept = {"worker.suspected": self.suspected, "worker.quarantined": self.quarantined}
-                heard = kept.get(instruction.event)
-                if heard is not None:
-                    heard.append((instruction.fields["worker"], instruction.fields["reason"]))
-
-        self.coordinator.performed = watch
-        self.specs["job-1"] = spec
-        self.run()
-
-    def submit(self, job: str, spec: JobSpec, after_s: float) -> None:
-        super().submit(job, self.specs[job], after_s)
-
-    @property
-    def outcome(self) -> str:
-        return self.coordinator.shadow.jobs["job-1"].outcome
-
-    def facts(self, kind: type) -> list[object]:
-        return [fact for fact in map(from_record, self.coordinator.folder.records) if isinstance(fact, kind)]
+class Checked(Watched):
+    """A world of one job whose losses are those of an undisturbed run until somebody cheats."""
 
     def first_wrong(self) -> int:
         """Return the first step whose loss is not that of an undisturbed run; a cheat shows in the next."""
         losses = self.checks.references["job-1"][1]
-        committed = [fact for fact in self.facts(StepCommitted) if isinstance(fact, StepCommitted)]
+        committed = self.facts(StepCommitted)
         return next(fact.step for fact in committed if fact.loss != losses[fact.step]) - 1
 
 
@@ -82,7 +55,7 @@ def test_a_cheat_is_found_in_a_bounded_number_of_steps_and_its_work_is_done_anew
     assert rejected.worker == worker
     wrong = found.first_wrong()
     assert rejected.step <= wrong, "nothing is kept that rests on a wrong step"
-    committed = [fact.step for fact in found.facts(StepCommitted) if isinstance(fact, StepCommitted)]
+    committed = [fact.step for fact in found.facts(StepCommitted)]
     again = committed.index(rejected.step, rejected.step + 1)
     assert committed[again - 1] - wrong <= FOUND_WITHIN + REPEATING
     last = found.facts(PlanAdopted)[-1]

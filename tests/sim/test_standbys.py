@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from coordinator.messages.facts import PlanAdopted, Reconfigured, StepCommitted, from_record
+from coordinator.messages.facts import PlanAdopted, Reconfigured, StepCommitted
 from coordinator.messages.jobs import JobState
 from tests.sim.faults import Crash, Fault, KillCoordinator, Leave
 from tests.sim.world import Scenario, World
@@ -21,10 +21,9 @@ def ran(scenario: Scenario, world: World | None = None) -> tuple[World, list[Rec
     world = world or World(scenario)
     world.run()
     assert world.coordinator.shadow.jobs[JOB].outcome == "finished"
-    facts = [from_record(record) for record in world.coordinator.folder.records]
-    assert [fact.step for fact in facts if isinstance(fact, StepCommitted)] == list(range(STEPS))
-    assert len([fact for fact in facts if isinstance(fact, PlanAdopted)]) == 1
-    return world, [fact for fact in facts if isinstance(fact, Reconfigured)]
+    assert [fact.step for fact in world.facts(StepCommitted)] == list(range(STEPS))
+    assert len(world.facts(PlanAdopted)) == 1
+    return world, world.facts(Reconfigured)
 
 
 def state(world: World) -> JobState:

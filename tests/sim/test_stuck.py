@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.messages import instructions as do
-from coordinator.messages.facts import StepCommitted, from_record
+from coordinator.messages.facts import StepCommitted
 from tests.sim.faults import Fault, Hang, Lie, SilentLink
 from tests.sim.world import Scenario, World
 
@@ -29,8 +29,7 @@ def run(*faults: Fault, workers: int = 5, seed: int = 1) -> tuple[World, list[tu
 
 def ended_s(world: World) -> float:
     """Return when the last step was recorded, in simulated seconds."""
-    facts = map(from_record, world.coordinator.folder.records)
-    return max(fact.at_s for fact in facts if isinstance(fact, StepCommitted)) - 1000.0
+    return max(fact.at_s for fact in world.facts(StepCommitted)) - 1000.0
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
+from typing import TypeVar
 
 from atoll.dataset_spec import DataSpec
 from atoll.federated import Federated, FederatedSpec
 from atoll.job import JobSpec, Optimizer, TrainingSpec
 from coordinator.messages import events as ev
+from coordinator.messages.facts import from_record
 from tests.sim.checks import Checks, Violation
 from tests.sim.clock import Clock, digest
 from tests.sim.coordinator import NAME, OPS, Coordinator, Folder
@@ -18,6 +20,7 @@ from tests.sim.faults import Fault, KilledForMemory, TakeOver, drawn
 from tests.sim.network import Network
 from tests.sim.worker import Worker
 
+F = TypeVar("F")
 FAULTS_WITHIN_S = 20.0
 ENDS_WITHIN_S = 600.0
 TAKEN_OVER = 0.1  # share of the runs in which a second coordinator starts on the first one's database
@@ -148,6 +151,10 @@ class World:
         made.recorded = partial(self.checks.recorded, made)
         made.performed = partial(self.checks.performed, made)
         return made
+
+    def facts(self, kind: type[F]) -> list[F]:
+        """What the journal holds of a kind, in order."""
+        return [fact for fact in map(from_record, self.coordinator.folder.records) if isinstance(fact, kind)]
 
     def _found(self) -> Coordinator:
         """Return the coordinator that answers whoever connects now."""
