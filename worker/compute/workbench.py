@@ -6,11 +6,10 @@ cancelled, running or not, answers nothing.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,8 @@ from strategies.clipping import Clipping
 from worker.cancel import Cancel, Cancelled
 from worker.compute import orders
 from worker.compute.loading import feed_of, load
+from worker.compute.snapshots import Snapshots
+from worker.compute.tasks import Task, Tasks
 from worker.federated.orders import HostAnswer
 from worker.federated.participation import Participation
 from worker.federated.trainer import LOSS
@@ -31,21 +32,17 @@ from worker.machine.torch_device import restart_peak, short_of_memory, torch_dev
 from worker.pipe.status import Mark
 from worker.session import events, instructions, wire_federated
 from worker.session import wire as messages
-from worker.stage import tensor_blobs
 from worker.stage.assignment import check
 from worker.transport.contract import PeerLost
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from protos import atoll_compute_pb2 as compute_pb
     from protos import atoll_control_pb2 as pb
-    from worker.blobs import BlobFile
     from worker.context import ComputeContext
     from worker.federated.orders import TrainOrder
     from worker.links.links import Links
     from worker.machine.codec_speed import CodecGauge
-    from worker.stage.assignment import Assignment, Replay
+    from worker.stage.assignment import Replay
     from worker.stage.reports import LongWait, StepReport
     from worker.stage.run import StageRun
 
@@ -55,7 +52,6 @@ OPS_BUDGET_S = 60.0
 OPS_BYTES_SHARE = 0.5  # of what a job may add, for one op: computing for the first time takes some as well
 PROBE_S = 60.0  # nothing honest takes longer
 SHOW_S = 10.0  # between two lines of log about steps that are repeated
-Task = Callable[[Cancel], None]
 
 
 class Workbench:
@@ -73,41 +69,29 @@ class Workbench:
         self._context, self._post, self._send, self._loads = context, post, send, loads
         self._gauge = gauge
         self.memory_limit_bytes = context.device.memory_limit_bytes  # that a job may add; the daemon's word
-        self._tasks: queue.SimpleQueue[tuple[Task, Cancel] | None] = queue.SimpleQueue()
-        self._writes: queue.SimpleQueue[tuple[Task, Cancel] | None] = queue.SimpleQueue()
-        self._stores: queue.SimpleQueue[tuple[Task, Cancel] | None] = queue.SimpleQueue()
+        self._tasks = Tasks(self._begin, self._idle)
+        self._snapshots = Snapshots(context, self._tasks, post, self._explained)
         self._lock = threading.Lock()
-        self._pending: dict[Cancel, bool] = {}  # True: of a snapshot that is being stored
         self._codecs_asked = False  # and not begun
         self._standby = False  # beside the plan: what is asked for is done one after the other
         self._newest = -1  # step that was to be repeated last
         self._run: StageRun | None = None
         self._part: Participation | None = None
         self._links: Links | None = None
-        self._threads = [
-            threading.Thread(target=self._work, args=(tasks,), name=f"atoll-{name}", daemon=True)
-            for name, tasks in (("compute", self._tasks), ("write", self._writes), ("store", self._stores))
-        ]
 
     def start(self) -> None:
         """Begin to work."""
-        for thread in self._threads:
-            thread.start()
+        self._tasks.start()
 
     def stop(self, timeout_s: float) -> bool:
         """Cancel everything; False when an op that is running cannot be awaited."""
         self.interrupt("leaving")
-        for tasks in (self._tasks, self._writes, self._stores):
-            tasks.put(None)
-        deadline_s = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return self._tasks.stop(timeout_s)
 
     def interrupt(self, reason: str, *, stores: bool = True) -> None:
         """Cancel what runs and what waits; a wait for a neighbour ends at once. ``stores``: snapshots on
         their way to the store as well."""
-        self._cancel(reason, stores=stores)
+        self._tasks.cancel(reason, stores=stores)
         links = self._links
         if links is not None:
             links.abort(reason)
@@ -117,45 +101,43 @@ class Workbench:
         match instruction:
             case instructions.LoadStage(job, version, work):
                 self._standby = work.load.replay.standby
-                self._submit(self._guarded(job, version, 0, lambda c: self._load(work, c)))
+                self._for_stage(job, version, 0, lambda c: self._load(work, c))
             case instructions.RepeatStep(job, version, step, scale):
                 self._newest = step
-                self._submit(self._guarded(job, version, step, lambda c: self._repeat(step, scale, c)))
+                self._for_stage(job, version, step, lambda c: self._repeat(step, scale, c))
             case instructions.RunStep(job, version, step):
-                self._submit(self._guarded(job, version, step, lambda c: self._step(step, c)))
+                self._for_stage(job, version, step, lambda c: self._step(step, c))
             case instructions.ApplyStep(job, version, step, scale, store, _, keep):
                 apply = partial(self._apply, step, scale, store, keep)
-                self._submit(self._guarded(job, version, step, lambda c: apply()))
+                self._for_stage(job, version, step, lambda c: apply())
             case instructions.Evaluate(job, version, step, coded):
-                self._submit(self._guarded(job, version, step, lambda c: self._evaluate(step, coded, c)))
+                self._for_stage(job, version, step, lambda c: self._evaluate(step, coded, c))
             case instructions.ChangeLinks(job, version, step, relink):
-                self._submit(self._guarded(job, version, step, lambda c: self._relink(relink)))
+                self._for_stage(job, version, step, lambda c: self._relink(relink))
             case instructions.JoinFederation(job, version, work):
-                self._submit(self._turn(job, 0, "load", lambda c: self._join(work, c)))
+                self._for_round(job, 0, "load", lambda c: self._join(work, c))
             case instructions.TrainLocally(job, at_round, order):
-                self._submit(
-                    self._turn(job, at_round, "train", lambda c: self._train(orders.train_order(order), c))
-                )
+                self._for_round(job, at_round, "train", lambda c: self._train(orders.train_order(order), c))
             case instructions.EvaluateLocally(job, at_round, order):
                 evaluate = partial(self._evaluate_round, order)
-                self._submit(self._turn(job, at_round, "evaluate", evaluate))
+                self._for_round(job, at_round, "evaluate", evaluate)
             case instructions.SettleRound():
-                self._submit(lambda c: self._settle(instruction))
+                self._tasks.submit(lambda c: self._settle(instruction))
             case instructions.DiscardStep():
-                self._cancel(instruction.reason)
-                self._submit(lambda c: self._discard())
+                self._tasks.cancel(instruction.reason)
+                self._tasks.submit(lambda c: self._discard())
             case instructions.DropStage():
                 self.interrupt(instruction.reason)
-                self._submit(lambda c: self._drop())
+                self._tasks.submit(lambda c: self._drop())
             case instructions.Interrupt(reason):
                 self.interrupt(reason, stores=False)
             case instructions.Reconfigure(job, version, step, work):
                 if not self._standby:  # who stands by has steps to repeat first
                     self.interrupt("the plan is reconfigured", stores=False)
                 self._standby = work.standby
-                self._submit(self._guarded(job, version, step, lambda c: self._reconfigure(work, c)))
+                self._for_stage(job, version, step, lambda c: self._reconfigure(work, c))
             case instructions.TimeOps(request, ops):
-                self._submit(lambda c: self._time_ops(request, ops))
+                self._tasks.submit(lambda c: self._time_ops(request, ops))
             case _:
                 raise TypeError(f"not for the workbench: {instruction!r}")
 
@@ -164,43 +146,18 @@ class Workbench:
         with self._lock:
             asked, self._codecs_asked = self._codecs_asked, True
         if not asked:  # two that wait would make way for each other for ever
-            self._submit(self._report_codecs)
+            self._tasks.submit(self._report_codecs)
 
-    # ---------------------------------------------------------------- the threads
+    # ---------------------------------------------------------------- around a task
 
-    def _work(self, tasks: queue.SimpleQueue[tuple[Task, Cancel] | None]) -> None:
-        while (entry := self._next(tasks)) is not None:
-            task, cancel = entry
-            if tasks is self._tasks:
-                self._context.duty.stop = cancel
-            try:
-                task(cancel)
-            except (Cancelled, LinksAborted):
-                log.info("work.cancelled", reason=cancel_reason(cancel))
-            finally:
-                with self._lock:
-                    del self._pending[cancel]
+    def _begin(self, cancel: Cancel) -> None:
+        self._context.duty.stop = cancel
 
-    def _next(self, tasks: queue.SimpleQueue[tuple[Task, Cancel] | None]) -> tuple[Task, Cancel] | None:
-        if tasks is not self._tasks or self._busy:
-            return tasks.get()
-        with self._context.cpu.resting():
-            return tasks.get()
+    def _idle(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._busy else self._context.cpu.resting()
 
-    def _submit(self, task: Task, to: queue.SimpleQueue[tuple[Task, Cancel] | None] | None = None) -> None:
-        cancel = Cancel()
-        with self._lock:
-            self._pending[cancel] = to is not None
-        (self._tasks if to is None else to).put((task, cancel))
-
-    def _cancel(self, reason: str, *, stores: bool = False) -> None:
-        with self._lock:
-            pending = [cancel for cancel, store in self._pending.items() if stores or not store]
-        for cancel in pending:
-            cancel.set(reason)
-
-    def _guarded(self, job: str, version: int, step: int, task: Task) -> Task:
-        """Wrap ``task``: its failures are reported to the session."""
+    def _for_stage(self, job: str, version: int, step: int, task: Task) -> None:
+        """Queue a stage's ``task``; its failures are reported to the session."""
 
         def run(cancel: Cancel) -> None:
             try:
@@ -218,10 +175,10 @@ class Workbench:
                 words = self._explained(error)
                 self._post(events.StageBroke(job, version, step, words, memory_bytes=bytes_held))
 
-        return run
+        self._tasks.submit(run)
 
-    def _turn(self, job: str, at_round: int, during: str, task: Task) -> Task:
-        """Wrap a federated job's ``task``: its failures are reported to the session."""
+    def _for_round(self, job: str, at_round: int, during: str, task: Task) -> None:
+        """Queue a federated job's ``task``; its failures are reported to the session."""
 
         def run(cancel: Cancel) -> None:
             try:
@@ -235,7 +192,7 @@ class Workbench:
                 log.error("turn.broke", job=job, round=at_round, during=during, exc_info=True)
                 self._post(events.TurnBroke(job, at_round, during, self._explained(error, private=True)))
 
-        return run
+        self._tasks.submit(run)
 
     def _explained(self, error: Exception, *, private: bool = False) -> str:
         """A reason that the owner of the job can act on; of an op on ``private`` data not torch's own words,
@@ -293,7 +250,7 @@ class Workbench:
                 shown_s = now_s
                 log.info("stage.replays", job=job, step=report.step, steps=report.step + 1 - first, of=count)
 
-        run.replay(cancel, lambda step: self._snapshot(run, step), notice)
+        run.replay(cancel, lambda step: self._snapshots.take(run, step), notice)
         links.codec_use()  # is no training step's
         took_s = round(time.perf_counter() - started_s, 3)
         log.info("stage.replayed", job=job, step=first, steps=count, took_s=took_s)
@@ -316,7 +273,7 @@ class Workbench:
         shared = later.micros != run.assignment.micros
         run.reconfigure(later, feed_of(later, self._context) if shared else None)
         if asked.store:
-            self._snapshot(run, asked.step - 1)
+            self._snapshots.take(run, asked.step - 1)
         took_s = time.perf_counter() - started_s
         log.info(
             "stage.reconfigured",
@@ -359,41 +316,11 @@ class Workbench:
         assignment = run.at(step)
         run.apply(step, gradient_scale)
         if store or keep:
-            self._snapshot(run, step, keep=not store)
+            self._snapshots.take(run, step, keep=not store)
         self._post(events.StepApplied(assignment.job, assignment.version, step))
         spans = run.spans.take()
         for message in messages.spans(assignment.job, run.assignment.version, assignment.stage, spans):
             self._send(message)
-
-    def _snapshot(self, run: StageRun, step: int, *, keep: bool = False) -> None:
-        """Have the state after ``step`` written to this disk, then stored, while training goes on; ``keep``:
-        it stays on this disk."""
-        assignment = run.at(step)
-        tensors, read = run.lend()
-
-        def write(cancel: Cancel) -> None:
-            nonlocal tensors
-            try:
-                self._write(assignment, step, tensors, cancel, keep=keep)
-            finally:
-                tensors = {}
-                read()
-
-        self._submit(write, self._writes)
-
-    def _write(
-        self,
-        assignment: Assignment,
-        step: int,
-        tensors: dict[str, dict[str, Tensor]],
-        cancel: Cancel,
-        *,
-        keep: bool,
-    ) -> None:
-        with self._storing(assignment, step, keep=keep):
-            files = tensor_blobs.write_tensors(tensors, self._context.scratch, cancel)
-            # By another thread: the next state is written though a slow line still carries this one.
-            self._submit(lambda c: self._store(assignment, step, files, c, keep=keep), self._stores)
 
     def _evaluate(self, step: int, coded: bool, cancel: Cancel) -> None:
         run = self._loaded
@@ -488,50 +415,13 @@ class Workbench:
             raise RuntimeError("no stage is loaded")
         return self._run
 
-    def _store(
-        self,
-        assignment: Assignment,
-        step: int,
-        files: Mapping[str, BlobFile],
-        cancel: Cancel,
-        *,
-        keep: bool,
-    ) -> None:
-        with self._storing(assignment, step, keep=keep):
-            tensors = tensor_blobs.store_files(self._context.blobs, files, cancel, keep=keep)
-            self._post_stored(assignment, step, tensors, keep=keep)
-
-    @contextmanager
-    def _storing(self, assignment: Assignment, step: int, *, keep: bool) -> Iterator[None]:
-        """A failure is reported as that of storing this state."""
-        job = assignment.job
-        try:
-            yield
-        except Cancelled:
-            raise
-        except AtollError as error:
-            log.warning("state.not_stored", job=job, step=step, reason=str(error))
-            self._post_stored(assignment, step, {}, str(error), keep=keep)
-        except Exception as error:  # whatever happens, the thread has the next state to store
-            reason = self._explained(error)
-            log.error("state.not_stored", job=job, step=step, reason=reason, exc_info=True)
-            self._post_stored(assignment, step, {}, reason, keep=keep)
-
-    def _post_stored(
-        self, assignment: Assignment, step: int, tensors: Mapping[str, str], reason: str = "", *, keep: bool
-    ) -> None:
-        job, version = assignment.job, assignment.version
-        message = messages.state_stored(job, version, step, dict(tensors), reason, kept=keep)
-        event = events.Kept if keep else events.Stored
-        self._post(event(job, version, step, message))
-
     # ---------------------------------------------------------------- probes
 
     def _report_codecs(self, cancel: Cancel) -> None:
         with self._lock:
             self._codecs_asked = False
         try:
-            done = self._busy or self._gauge.run(cancel.check, lambda: not self._tasks.empty())
+            done = self._busy or self._gauge.run(cancel.check, lambda: self._tasks.waiting)
         finally:
             give_back()  # codecs were timed on large tensors
             self._send(messages.codec_speeds(self._gauge.rates))
@@ -565,12 +455,3 @@ class Workbench:
             status.end()
             duty.rest()
         status.begin(status.encoded(Mark(f"{name}, as a probe", PROBE_S)))
-
-
-def cancel_reason(cancel: Cancel) -> str:
-    """Reason for which a task was cancelled, for the log."""
-    try:
-        cancel.check()
-    except Cancelled as cancelled:
-        return str(cancelled)
-    return "links aborted"

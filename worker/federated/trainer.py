@@ -11,13 +11,11 @@ is the optimizer's, so rules see it as part of the loss. The learning rate is th
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +28,6 @@ from atoll.ops import check_node
 from atoll.rehearse import rehearse
 from atoll.rows import at_rows, inputs_at
 from atoll.sampling import epoch_batches, held_out_batches, local_steps, op_seed_of
-from compressors.container import drop_pages
 from strategies.checking import check_broadcast, check_optimizer, check_update
 from strategies.counted import check_measured, check_numbers, returned_numbers, values_of
 from strategies.layout import SHARED, Role, own_parts
@@ -39,6 +36,7 @@ from strategies.values import Done
 from worker.cancel import Cancel
 from worker.federated.floors import check_held_out, check_job, check_update_floors
 from worker.federated.orders import Evaluated
+from worker.federated.working_tensors import WorkingTensors
 from worker.stage.digests import norm
 from worker.stage.optimizers import make_optimizer
 from worker.stage.stage import MAX_OUTPUT_BYTES
@@ -53,7 +51,6 @@ if TYPE_CHECKING:
     from worker.federated.local_model import Client, LocalModel
 
 ROUND_STEPS = 1 << 32  # a round's steps have keys of their own among random draws
-MAPPED_BYTES = 1 << 16
 LOSS = "loss"  # the metric every update carries: mean over the first phase's steps
 
 
@@ -110,10 +107,10 @@ class LocalTrainer:
         self._numbers = 0 if noised else returned_numbers(self.layout, buffers, rule)
         check_numbers(self._numbers, self.floors, self._sample_values, None, self.training.steps)
         self._tick, self._made = tick, made
-        self._sent = frozenset(self.layout.names(*SHARED, Role.TOLD))
+        sent = frozenset(self.layout.names(*SHARED, Role.TOLD))
         names = {n for p in programs for n in (*p.parameters, *p.buffers, *p.constants)}
-        self._scratch: list[Array] = []
-        self._values = self._own(names)
+        self._work = WorkingTensors(model.tensors, names, sent, self.device)
+        values = self._work.values
         self._frozen = model.frozen | {
             n for n in model.program.parameters if not model.states[n].requires_grad
         }
@@ -123,11 +120,8 @@ class LocalTrainer:
         )
         self._at_rows: dict[int, Executor | None] = {}  # evaluators of other numbers of rows, None: cannot be
         self._trained = tuple(n for n in model.program.parameters if n in self._trainer.uses)
-        self._parameters = {n: torch.nn.Parameter(self._values[n]) for n in self._trained}
-        self._written = {*self._trained, *self._trainer.mutated_buffers}
-        if self._evaluator is not None:
-            self._written |= {*self._evaluator.mutated_buffers}
-        self._set: set[str] = set()  # names whose value is not the job's own
+        self._parameters = {n: torch.nn.Parameter(values[n]) for n in self._trained}
+        self._work.written.update(self._trained, *(e.mutated_buffers for e in self.executors))
         self._held: Collection[str] = ()  # parameters that the phase does not train
         self._optimizer = make_optimizer(self._parameters, self.training.optimizer)
         self._rate = 0.0  # of the round
@@ -191,7 +185,7 @@ class LocalTrainer:
         Answers lie in the same memory: they are lost, unless they were written or copied before.
         """
         self._forget()
-        drop_pages(self._scratch)
+        self._work.rest()
 
     def steps_of(self, client: Client) -> int:
         """Local steps of a round."""
@@ -257,11 +251,11 @@ class LocalTrainer:
         optimizer, rate = self.training.optimizer, self.training.learning_rate(broadcast.round)
         self._rate = rate
         self._trainer.reseed(op_seed_of(self.training.seed, client.name))
-        losses = self._learn(client, broadcast, phase.correction.mapped(self._tensor), at, cancel)
+        losses = self._learn(client, broadcast, phase.correction.mapped(self._work.tensor), at, cancel)
         self._forget()
         sgd = optimizer.name is OptimizerName.SGD
         done = Done(
-            self._arrays(),
+            self._work.arrays(self.layout.metas),
             len(client.split.train),
             len(losses),
             rate,
@@ -282,7 +276,9 @@ class LocalTrainer:
             left = steps - len(losses)
             if not left:
                 break
-            self._put(self.rule.at_epoch(self.layout, broadcast, epoch), self._trainer)
+            if anew := self.rule.at_epoch(self.layout, broadcast, epoch):
+                self._work.put(anew)
+                self._trainer.refresh()
             found = []
             for at, samples in enumerate(islice(self._epoch(client, broadcast.round, epoch), left)):
                 cancel.check()
@@ -352,7 +348,7 @@ class LocalTrainer:
         if self._evaluator is None or self._evaluator.program.loss is None:
             raise UsageError("the job has no evaluation program; submit it again with this version")
         means = HeldOutMeans(self._evaluator.program)
-        before = {n: self._values[n].clone() for n in self._evaluator.mutated_buffers}
+        before = {n: self._work.values[n].clone() for n in self._evaluator.mutated_buffers}
         for micro, samples in enumerate(batches):
             cancel.check()
             evaluator = self._evaluator_of(len(samples)) or self._evaluator
@@ -360,7 +356,7 @@ class LocalTrainer:
             means.add(out, len(samples))
             self._tick()
         for name, value in before.items():
-            self._values[name].copy_(value)
+            self._work.values[name].copy_(value)
         found = means.take()
         if found is None:
             raise UsageError("nothing to evaluate on")
@@ -403,29 +399,6 @@ class LocalTrainer:
 
     # ---------------------------------------------------------------- tensors
 
-    def _own(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Working tensors, aligned and contiguous. What every broadcast sets is left unread: the job's
-        own value may be a file that no round needs in memory."""
-        missing = sorted(n for n in names if n not in self.model.tensors)
-        if missing:
-            raise UsageError(f"the job lacks {len(missing)} tensors: {missing[:5]}")
-        values = {}
-        for name in names:
-            given = self.model.tensors[name].detach()
-            if name in self._sent:
-                values[name] = self._empty(given)
-            else:
-                values[name] = torch.empty(given.shape, dtype=given.dtype, device=self.device).copy_(given)
-        return values
-
-    def _empty(self, like: Tensor) -> Tensor:
-        """On a CPU large ones lie in a mapping of their own, which ``rest`` can empty."""
-        nbytes = like.numel() * like.element_size()
-        if self.device.type != "cpu" or nbytes < MAPPED_BYTES:
-            return torch.empty(like.shape, dtype=like.dtype, device=self.device)
-        self._scratch.append(np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE), np.uint8))
-        return torch.from_numpy(self._scratch[-1]).view(like.dtype).view(like.shape)
-
     def _executor(self, program: StageProgram, *, differentiate: bool) -> Executor:
         training = self.training
         executor = Executor(
@@ -436,42 +409,22 @@ class LocalTrainer:
             recompute=training.recompute,
             differentiate=differentiate,
         )
-        executor.load(self._values, self._frozen if differentiate else ())
+        executor.load(self._work.values, self._frozen if differentiate else ())
         return executor
 
     def _begin(self, start: Arrays, carried: Collection[str] = ()) -> None:
-        """Every tensor as ``start`` says, ``carried`` as it is, else as the job gave it; no optimizer
-        state."""
-        for name in sorted((self._set | self._written) - start.keys() - {*carried}):
-            self._values[name].copy_(self.model.tensors[name])
-        self._set &= {*carried}
-        self._put(start)
+        """Begin with these tensors and no optimizer state."""
+        self._work.begin(start, carried)
+        self._refresh()
         self._forget()
 
-    def _put(self, arrays: Arrays, *only: Executor) -> None:
-        if not arrays:
-            return
-        for name, array in arrays.items():
-            if name in self._values:  # a rule may also set what no op reads (MOON: the copies' heads)
-                self._values[name].copy_(self._tensor(array))
-                self._set.add(name)
-        every = (self._trainer, self._evaluator, *self._at_rows.values())
-        for executor in only or [e for e in every if e is not None]:
-            executor.refresh()
-
-    def _tensor(self, array: Array) -> Tensor:
-        """On the device; shares memory where it can."""
-        shareable = array.flags.writeable and array.flags.c_contiguous
-        return torch.from_numpy(array if shareable else np.array(array, order="C")).to(self.device)
-
-    def _arrays(self) -> dict[str, Array]:
-        """The working tensors as numpy sees them; on a CPU these are views."""
-        return {name: self._values[name].detach().cpu().numpy() for name in self.layout.metas}
+    def _refresh(self) -> None:
+        for executor in (self._trainer, self._evaluator, *self._at_rows.values()):
+            if executor is not None:
+                executor.refresh()
 
     def _kept(self, done: Done) -> Done:
-        changed = self._written | self._set
-        weights = {n: a.copy() if n in changed else a for n, a in done.weights.items()}
-        return replace(done, weights=weights)
+        return replace(done, weights=self._work.kept(done.weights))
 
     def _forget(self) -> None:
         """Free gradients and optimizer state: the answer is made in their memory."""

@@ -17,6 +17,8 @@ from protos.atoll_compute_pb2 import ComputeJoin, ToCompute
 from tests.patience import HUNG_S
 from worker.cancel import Cancel
 from worker.compute import loading, workbench
+from worker.compute.snapshots import Snapshot
+from worker.compute.tasks import Thread
 from worker.compute.workbench import PROBE_S, Workbench
 from worker.machine import op_timing
 from worker.machine.cpu import CpuMeter
@@ -196,10 +198,11 @@ def test_a_snapshot_on_its_way_to_the_store_outlives_what_stops_the_step() -> No
         cancels.put(cancel)
         assert go_on.wait(HUNG_S)
 
-    bench._submit(lasting, bench._stores)
-    bench._submit(lasting)
+    bench._tasks.submit(lasting, Thread.STORE)
+    bench._tasks.submit(lasting)
     stored, step = sorted(
-        (cancels.get(timeout=HUNG_S) for _ in range(2)), key=lambda c: not bench._pending[c]
+        (cancels.get(timeout=HUNG_S) for _ in range(2)),
+        key=lambda c: bench._tasks._pending[c] is not Thread.STORE,
     )
     bench.do(instructions.Interrupt("lost a neighbour"))
     bench.do(instructions.DiscardStep("j", 1, 3, "lost a neighbour"))
@@ -227,7 +230,8 @@ def test_a_snapshot_that_finds_no_memory_is_reported_and_the_next_is_stored(
     monkeypatch.setattr(workbench, "used_memory_bytes", lambda device: 1 << 30)
     assignment: Any = SimpleNamespace(job="j", version=1)
     for step in (4, 5):
-        bench._submit(partial(bench._write, assignment, step, {}, keep=False), bench._writes)
+        write = partial(bench._snapshots.write, Snapshot(assignment, step, keep=False), {})
+        bench._tasks.submit(write, Thread.WRITE)
     failed, done = (posted.get(timeout=HUNG_S) for _ in range(2))
     assert (failed.step, done.step) == (4, 5)
     assert "out of memory on a CPU: 1.0 GiB held" in failed.message.stored.error

@@ -233,7 +233,7 @@ def test_memory_given_back_between_rounds_changes_no_bit(rule: str) -> None:
     for _ in range(2):
         busy.run_round()
         resting.run_round()
-        working = resting.trainer._values["head.weight"]
+        working = resting.trainer._work.values["head.weight"]
         assert working.any()
         resting.trainer.rest()
         assert not working.any()  # the system has its pages
