@@ -34,8 +34,9 @@ from worker.machine.malloc import keep_chunk_memory
 from worker.manners.applied import read_applied
 from worker.manners.keeper import Keeper, Manners
 from worker.manners.verdict import Conditions
-from worker.member import AddressChanged, ConsentChanged, MannersChanged, Member, Shared
+from worker.member import AddressChanged, ConsentChanged, MannersChanged, Member
 from worker.session import events
+from worker.shared import Shared
 
 if TYPE_CHECKING:
     from protos.credentials import Identity
