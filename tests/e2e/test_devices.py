@@ -66,13 +66,13 @@ def test_two_devices_of_one_daemon_and_a_worker_elsewhere_train_the_bits_of_one_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joined: set[tuple[str, str]] = set()  # pairs with a connection of gRPC, as this process sees it
-    attach = PeerNetwork._attach
+    attach = PeerNetwork.attach
 
     def noted(self: PeerNetwork, pipe: Any, peer: Any, remote: Any, *more: Any, **named: Any) -> Any:
         joined.add((self.name, remote.name))
         return attach(self, pipe, peer, remote, *more, **named)
 
-    monkeypatch.setattr(PeerNetwork, "_attach", noted)
+    monkeypatch.setattr(PeerNetwork, "attach", noted)
     # Two branches, a skip over the middle stage, tied weights, clipping over all stages.
     case = built_in("branches", TRAINING, 0.1)
     cuts = case.dag.cuttable()

@@ -10,18 +10,19 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from atoll.backoff import Backoff
 from atoll.errors import AtollError, ConnectionFailed, ProtocolMismatch
-from worker.transport.contract import Paths, TransportConfig, Way
+from worker.transport.contract import Paths, Way
 from worker.transport.tunnels import Tunnel
 
 if TYPE_CHECKING:
     from worker.transport.connection import Connection
     from worker.transport.contract import RelayOffer
+    from worker.transport.dialling import Dialler
     from worker.transport.peer import Peer
     from worker.transport.tunnels import LocalEnds
 
@@ -34,30 +35,6 @@ DIAL_BACK_AFTER_S = 0.2  # the same where a connection broke
 Road = tuple[str, int] | Tunnel
 """What leads to a peer: its address, or something that both reach."""
 Found = tuple["Connection", Road]
-
-
-class Dialler(Protocol):
-    """What a network does for its meetings."""
-
-    config: TransportConfig
-
-    async def first(self, peer: str, roads: Sequence[Road], timeout_s: float) -> Found:
-        """Connect by the first road that leads to the peer. Raises AtollError."""
-
-    def keep(self, connection: Connection, road: Road) -> None:
-        """Serve a connection, and replace it when it breaks."""
-
-    async def add_streams(self, connection: Connection, road: Road, deadline_s: float) -> None:
-        """``keep`` it, and open the peer's other connections."""
-
-    def known(self, peer: str) -> Peer | None:
-        """Return the peer's state."""
-
-    def wait_for_moved(self, peer: Peer) -> None:
-        """Give a peer time to be found at another address."""
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a coroutine until the network closes."""
 
 
 class Meetings:

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
-from atoll.backoff import Backoff
-from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch
+from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed
 from hostos.budget import Budget
 from protos import PROTOCOL_VERSION
 from protos.credentials import CurrentIdentity
@@ -36,12 +35,13 @@ from worker.transport.contract import (
     Way,
 )
 from worker.transport.courtesy import Courtesy
-from worker.transport.frames import MAX_META_BYTES, Hello, MessageKey, decode, encode
+from worker.transport.dialling import Dialler, greeting
+from worker.transport.frames import MAX_META_BYTES, Hello, MessageKey, encode
 from worker.transport.loop import SHARED, run
 from worker.transport.measure import ECHOES, burst, round_trip
-from worker.transport.meeting import FIRST_BACKOFF_S, MAX_BACKOFF_S, Meetings, Road
+from worker.transport.meeting import Meetings
 from worker.transport.peer import Peer
-from worker.transport.pipes import AcceptedPipe, DialledPipe, Pipe, PipeServer, target_of
+from worker.transport.pipes import AcceptedPipe, Pipe, PipeServer
 from worker.transport.relaying import RelayTunnel
 from worker.transport.tunnels import LocalEnds, Tunnel
 
@@ -51,10 +51,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-FAR_RTT_S = 0.008
-FAR_STREAMS = 8
-"""Connections to a peer behind a longer round trip, half of them for each end's data. One TCP flow carries
-at most 1.22 * MSS / (RTT * sqrt(loss)) (papers/peers.md 7.4), and gRPC does not say what a link loses."""
 MAX_STREAMS = 32
 """Open connections of one peer, with those that broke unnoticed."""
 CLOSE_S = 5.0
@@ -110,8 +106,9 @@ class PeerNetwork:
         self._ends: LocalEnds | None = None
         with suppress(OSError, AttributeError):  # a system without Unix sockets has no tunnels
             self._ends = LocalEnds()
-        self._meetings = Meetings(self, self._ends, tunnel or self._relay_tunnel, joined)
-        self._closed = False
+        self._dialler = Dialler(self, self._identity, self._ends)
+        self.meetings = Meetings(self._dialler, self._ends, tunnel or self._relay_tunnel, joined)
+        self.closed = False
         self._refusals = Budget(REFUSALS, REFUSALS_PER_S)
         self._server: PipeServer | None = None
         self._loop = SHARED.acquire()
@@ -188,47 +185,17 @@ class PeerNetwork:
         """
         self.admit(peer)
         try:
-            return run(self._loop, self._dial(peer, addresses, timeout_s))
+            return run(self._loop, self._dialler.dial(peer, addresses, timeout_s))
         except AtollError:
             self._forget_unmet(peer)
             raise
-
-    async def _dial(
-        self, peer: str, addresses: Sequence[tuple[str, int]], timeout_s: float
-    ) -> tuple[str, int]:
-        deadline_s = time.monotonic() + timeout_s
-        first, road = await self.first(peer, addresses, timeout_s)
-        await self.add_streams(first, road, deadline_s)
-        return next(address for address in addresses if address == road)
-
-    async def first(self, peer: str, roads: Sequence[Road], timeout_s: float) -> tuple[Connection, Road]:
-        """The first connection, and what it goes by; on the loop. Raises as ``dial``."""
-        deadline_s = time.monotonic() + timeout_s
-        backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
-        reasons: dict[Road, AtollError] = {}
-        while True:
-            for road in roads:
-                try:
-                    return await self._connect(peer, road, 0, deadline_s), road
-                except AtollError as error:
-                    # What the deadline cut short says less than an answer that came before.
-                    if road not in reasons or time.monotonic() < deadline_s:
-                        reasons[road] = error
-            if reasons and all(isinstance(why, AccessDenied | ProtocolMismatch) for why in reasons.values()):
-                raise next(iter(reasons.values()))
-            pause_s = backoff.next_s()
-            if time.monotonic() + pause_s >= deadline_s or self._closed:
-                tried = "; ".join(f"{_shown(road)}: {why}" for road, why in reasons.items())
-                tried = tried or "no address known"
-                raise ConnectionFailed(f"cannot reach {peer} within {timeout_s:g} s ({tried})")
-            await asyncio.sleep(pause_s)
 
     def meet(self, peer: str, paths: Paths, timeout_s: float) -> None:
         """Be connected with ``peer``, whichever end can dial the other. Raises ConnectionFailed after
         ``timeout_s``, ProtocolMismatch at once."""
         self.admit(peer)
         try:
-            run(self._loop, self._meetings.meet(peer, paths, timeout_s))
+            run(self._loop, self.meetings.meet(peer, paths, timeout_s))
         except AtollError:
             self._forget_unmet(peer)
             raise
@@ -239,7 +206,7 @@ class PeerNetwork:
 
         async def meet() -> None:
             try:
-                await self._meetings.meet(peer, paths, timeout_s)
+                await self.meetings.meet(peer, paths, timeout_s)
             except AtollError as error:
                 self._forget_unmet(peer)
                 log.info("peer.unreachable", peer=peer, reason=str(error))
@@ -258,31 +225,9 @@ class PeerNetwork:
             del self._peers[peer]
         known.forget(lambda _: True)
 
-    def keep(self, connection: Connection, road: Road) -> None:
-        """Serve a connection that was dialled, and replace it when it breaks; on the loop."""
-        self.spawn(self._keep(connection, connection.peer, road, 0))
-
     def known(self, peer: str) -> Peer | None:
         """Return the peer's state, None where it was never met or is lost."""
         return self._peers.get(peer)
-
-    async def add_streams(self, connection: Connection, road: Road, deadline_s: float) -> None:
-        """The other connections to a peer whose first works; the link works without them, too. On the
-        loop."""
-        peer, streams = connection.peer, self.config.streams
-        self.keep(connection, road)
-        if not streams:
-            with suppress(ConnectionFailed):
-                far = await asyncio.to_thread(round_trip, peer, 3) > FAR_RTT_S
-                streams = FAR_STREAMS if far else 1
-
-        async def add(number: int) -> None:
-            connection = None
-            with suppress(AtollError):
-                connection = await self._connect(peer.name, road, number, deadline_s)
-            self.spawn(self._keep(connection, peer, road, number))
-
-        await asyncio.gather(*(add(number) for number in range(1, streams)))
 
     def wait_for(self, peer: str, timeout_s: float) -> None:
         """Wait until ``peer`` is connected, whoever dialled. Raises ConnectionFailed."""
@@ -302,7 +247,7 @@ class PeerNetwork:
 
     def reported(self) -> list[tuple[str, Way, str]]:
         """What ``joined`` was called with for the peers there are."""
-        return self._meetings.reported()
+        return self.meetings.reported()
 
     def connections(self, peer: str) -> int:
         """How many streams to this peer are open."""
@@ -310,49 +255,7 @@ class PeerNetwork:
             known = self._peers.get(peer)
             return len(known.connections) if known else 0
 
-    async def _dialled(self, name: str, road: Road, left_s: float) -> Pipe:
-        """A pipe that nothing was said on. Raises ConnectionFailed."""
-        identity = self._identity.now if self._identity is not None else None
-        if isinstance(road, tuple):
-            return DialledPipe(identity, machine_of(name), target_of(road), use_proxy=self.config.use_proxy)
-        if self._ends is None:
-            raise ConnectionFailed("this system has no local sockets for tunnels")
-        try:
-            async with asyncio.timeout(left_s):
-                stream = await road.open()
-        except TimeoutError:
-            raise ConnectionFailed(f"{road.name}: the other end did not come") from None
-        return DialledPipe(identity, machine_of(name), self._ends.dialled(stream), use_proxy=False)
-
-    async def _connect(self, name: str, road: Road, stream: int, deadline_s: float) -> Connection:
-        """Dial and greet. Raises AccessDenied, ProtocolMismatch, ConnectionFailed."""
-        left_s = max(0.0, min(self.config.handshake_s, deadline_s - time.monotonic()))
-        pipe = await self._dialled(name, road, left_s)
-        hello = self._hello(self._peer(name), stream)
-        try:
-            async with asyncio.timeout(left_s):
-                await pipe.send(encode(hello))
-                answer = await pipe.receive()
-            remote = self._greeting(answer)
-            if remote.name != name:
-                raise AccessDenied(f"{name} calls itself {remote.name!r}")
-            self._checked(remote)
-            # A peer that forgot us has just met us anew, under the number we gave: a fresh number would
-            # make it forget us again, and the two would take turns at that for ever.
-            peer = self._peer(remote.name, remote.session, hello.session)
-            if peer.session != hello.session:
-                raise ConnectionFailed("the peer has restarted")
-        except BaseException as error:
-            await pipe.close()
-            if isinstance(error, TimeoutError):
-                raise ConnectionFailed(f"no answer within {left_s:.1f} s") from None
-            if isinstance(error, BadFrame):
-                raise ConnectionFailed(str(error)) from None
-            raise
-        way, host = (Way.DIRECT, road[0]) if isinstance(road, tuple) else (Way.RELAYED, "")
-        return self._attach(pipe, peer, remote, way, outbound=stream % 2 == 0, host=host)
-
-    def _attach(
+    def attach(
         self, pipe: Pipe, peer: Peer, remote: Hello, way: Way, *, outbound: bool, host: str = ""
     ) -> Connection:
         if self.shaping is not None:
@@ -360,33 +263,10 @@ class PeerNetwork:
         connection = Connection(pipe, peer, outbound=outbound, summed=self._identity is None, way=way)
         with self._changed:
             self._changed.notify_all()
-        self._meetings.attached(peer)
+        self.meetings.attached(peer)
         return connection
 
-    async def _keep(self, connection: Connection | None, peer: Peer, road: Road, stream: int) -> None:
-        """Serve a dialled connection, and replace it when it breaks, until the peer is lost; one through a
-        tunnel, until the peer is joined without."""
-        backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
-        while not peer.gone and not self._closed:
-            if connection is not None:
-                await self._serve(connection)
-                if connection.leaving or peer.gone:
-                    return
-                backoff.reset()
-            await asyncio.sleep(backoff.next_s())
-            connection = None
-            road = self._meetings.newest(peer.name, road)
-            if not isinstance(road, tuple) and peer.way not in (None, Way.RELAYED):
-                return
-            if self._peers.get(peer.name) is peer:
-                with suppress(AtollError):
-                    deadline_s = time.monotonic() + self.config.handshake_s
-                    connection = await self._connect(peer.name, road, stream, deadline_s)
-        if connection is not None:
-            connection.fail("closed")
-            await self._serve(connection)
-
-    async def _serve(self, connection: Connection) -> None:
+    async def serve(self, connection: Connection) -> None:
         """A connection's life, and what follows from its end."""
         try:
             await connection.run()
@@ -394,9 +274,9 @@ class PeerNetwork:
             peer = connection.peer
             with self._changed:
                 self._changed.notify_all()
-            if not self._closed:
-                self._meetings.detached(peer, connection)
-            if connection.leaving and not peer.connections and not self._closed:
+            if not self.closed:
+                self.meetings.detached(peer, connection)
+            if connection.leaving and not peer.connections and not self.closed:
                 self._lose(peer, connection.reason)
 
     # ---------------------------------------------------------------- accepting
@@ -405,11 +285,11 @@ class PeerNetwork:
         """Raises what the caller is refused with."""
         try:
             async with asyncio.timeout(self.config.handshake_s):
-                hello = self._greeting(await pipe.receive())
+                hello = greeting(await pipe.receive(), self.name)
             if self._identity is not None and machine_of(hello.name) != (pipe.certified or ""):
                 raise AccessDenied(f"{pipe.certified} calls itself {hello.name!r}")
             network = self._addressed(hello.target)
-            remote = network._checked(hello)
+            remote = network.checked(hello)
             pipe.admit()
         except (AccessDenied, BadFrame) as error:
             if self._refusals.take(time.monotonic()):
@@ -423,26 +303,13 @@ class PeerNetwork:
         return self
 
     async def _serve_accepted(self, pipe: AcceptedPipe, remote: Hello) -> None:
-        peer = self._peer(remote.name, remote.session)
-        await pipe.send(encode(self._hello(peer, remote.stream)))
-        if not peer.gone and not self._closed:
+        peer = self.peer(remote.name, remote.session)
+        await pipe.send(encode(self.hello(peer, remote.stream)))
+        if not peer.gone and not self.closed:
             way, outbound = Way.RELAYED if pipe.tunnelled else Way.REVERSED, remote.stream % 2 == 1
-            await self._serve(self._attach(pipe, peer, remote, way, outbound=outbound))
+            await self.serve(self.attach(pipe, peer, remote, way, outbound=outbound))
 
-    def _greeting(self, first: bytes | None) -> Hello:
-        """The other side's HELLO. Raises BadFrame, ProtocolMismatch."""
-        if first is None:
-            raise BadFrame("connection closed by the peer")
-        frame = decode(first)[0]
-        if not isinstance(frame, Hello):
-            raise BadFrame("the first frame must be HELLO")
-        if frame.protocol != PROTOCOL_VERSION:
-            raise ProtocolMismatch(
-                f"peer speaks protocol {frame.protocol}, {self.name} speaks {PROTOCOL_VERSION}; update one"
-            )
-        return frame
-
-    def _checked(self, frame: Hello) -> Hello:
+    def checked(self, frame: Hello) -> Hello:
         """A HELLO that this network accepts. Raises AccessDenied."""
         if frame.target != self.name:
             raise AccessDenied(f"this is {self.name}, not {frame.target!r}")
@@ -452,7 +319,7 @@ class PeerNetwork:
             raise AccessDenied(f"{frame.name!r} has {count} connections to {self.name} already")
         return frame
 
-    def _hello(self, peer: Peer, stream: int) -> Hello:
+    def hello(self, peer: Peer, stream: int) -> Hello:
         label = self.shaping.label if self.shaping else ""
         return Hello(PROTOCOL_VERSION, peer.session, self.name, peer.name, label, stream)
 
@@ -556,7 +423,7 @@ class PeerNetwork:
 
     # ---------------------------------------------------------------- peers
 
-    def _peer(self, name: str, remote_session: int | None = None, session: int | None = None) -> Peer:
+    def peer(self, name: str, remote_session: int | None = None, session: int | None = None) -> Peer:
         """The peer's state; anew when its session shows that it has forgotten the old one.
 
         ``session``: the number under which the peer has just met us, if it has.
@@ -603,7 +470,7 @@ class PeerNetwork:
             self._changed.notify_all()
         for connection in list(peer.connections):
             connection.fail(reason)
-        if self._closed:
+        if self.closed:
             return
         if self._lost is not None:
             self._lost(peer.name, reason)
@@ -639,9 +506,9 @@ class PeerNetwork:
 
     def close(self) -> None:
         """Say goodbye, wait briefly for the last frames, end everything."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         with suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(CLOSE_S)
         for peer in self._all_peers():
@@ -670,7 +537,3 @@ class PeerNetwork:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _shown(road: Road) -> str:
-    return f"{road[0]}:{road[1]}" if isinstance(road, tuple) else road.name

@@ -446,7 +446,7 @@ def test_another_protocol_version_is_refused_and_the_dialler_sees_why(
     assert raw.refusal() is grpc.StatusCode.FAILED_PRECONDITION
     c = host("w-c", listen=False)
     b.network.admit("w-c")
-    monkeypatch.setattr(c.network, "_hello", lambda peer, stream: Hello(99, 1, "w-c", peer.name))
+    monkeypatch.setattr(c.network, "hello", lambda peer, stream: Hello(99, 1, "w-c", peer.name))
     with pytest.raises(ProtocolMismatch, match="protocol 99"):
         c.network.dial("w-b", [b.address], HUNG_S)
 
@@ -663,5 +663,5 @@ def test_a_peer_that_is_barred_is_lost_at_once_and_not_let_in_again(host: Make) 
     b.network.bar("w-a", "its certificate was revoked: noise")
     assert b.losses.get(timeout=HUNG_S) == ("w-a", "its certificate was revoked: noise")
     with pytest.raises(AccessDenied, match="does not expect"):
-        b.network._checked(Hello(PROTOCOL_VERSION, 1, "w-a", "w-b", "", 0))
+        b.network.checked(Hello(PROTOCOL_VERSION, 1, "w-a", "w-b", "", 0))
     b.network.bar("w-nobody", "revoked")
