@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -108,32 +109,27 @@ def serve(
         owner_token_copy=tokens.owner_token_file,
     )
 
-    def announce(started: Started) -> None:
-        remember(folder, host, started.entry_port, insecure=insecure)
-        if json:
-            print_json(
-                {
-                    "address": Endpoint(host, started.entry_port).address,
-                    "work_address": Endpoint(host, started.work_port).address,
-                    "relay_address": started.relay_port and Endpoint(host, started.relay_port).address,
-                    "state_dir": str(folder),
-                    "insecure": insecure,
-                    "join_command": started.join_command,
-                    "join_token": started.join_token,
-                }
-            )
-            return
-        _print_started(folder, host, started, insecure=insecure)
-
-    serve_forever(config, announce)
+    serve_forever(config, partial(_announce, folder, host, insecure=insecure, as_json=json))
 
 
-def _print_started(folder: Path, host: str, started: Started, *, insecure: bool) -> None:
-    """Print where the coordinator listens and how workers join it."""
-    out.print(
-        f"coordinator listens on {Endpoint(host, started.entry_port).address}, state in {folder}",
-        soft_wrap=True,
-    )
+def _announce(folder: Path, host: str, started: Started, *, insecure: bool, as_json: bool) -> None:
+    """Print where the coordinator listens and how workers join it; note it for the other commands."""
+    remember(folder, host, started.entry_port, insecure=insecure)
+    address = Endpoint(host, started.entry_port).address
+    if as_json:
+        print_json(
+            {
+                "address": address,
+                "work_address": Endpoint(host, started.work_port).address,
+                "relay_address": started.relay_port and Endpoint(host, started.relay_port).address,
+                "state_dir": str(folder),
+                "insecure": insecure,
+                "join_command": started.join_command,
+                "join_token": started.join_token,
+            }
+        )
+        return
+    out.print(f"coordinator listens on {address}, state in {folder}", soft_wrap=True)
     if insecure:
         out.print("insecure: no TLS and no tokens, for experiments on this machine only")
     out.print("workers join with:", soft_wrap=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from atoll.federated import FederatedSpec
 from atoll.job import TrainingSpec
-from atoll.opdag import StateMeta
+from atoll.opdag import StateMeta, TensorMeta
 from atoll.program import StageProgram
 
 if TYPE_CHECKING:
@@ -35,6 +35,10 @@ class Joining:
     @property
     def programs(self) -> tuple[StageProgram, ...]:
         return (self.program,) if self.eval_program is None else (self.program, self.eval_program)
+
+    @property
+    def inputs(self) -> dict[str, TensorMeta]:
+        return {name: self.states[name].meta for program in self.programs for name in program.inputs}
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from atoll.execute import Executor
+    from atoll.federated import Floors
     from compressors.container import Stored
+    from strategies.base import Strategy
     from strategies.values import ClientUpdate
     from worker.cancel import Cancel
     from worker.context import ComputeContext
@@ -87,7 +89,7 @@ class Participation:
         floors = replace(config.floors, statistics=statistics)
         check_job(spec, floors)
         costs = _rehearse(joining, device)
-        inputs = {name: joining.states[name].meta for p in joining.programs for name in p.inputs}
+        inputs = joining.inputs
         metas = {name: state.meta for name, state in joining.states.items() if name not in inputs}
         # The trainer looks as well; here no byte of the model was fetched yet.
         check_returned(joining.programs, inputs, metas, strategy, floors)
@@ -100,25 +102,7 @@ class Participation:
             joining.training.seed,
             context.open_population(joining.federated.data),
         )
-        leaves = {n: s for n, s in joining.states.items() if n not in inputs}
-        model = LocalModel(
-            joining.program,
-            joining.eval_program,
-            joining.training,
-            leaves,
-            _tensors(joining, context, cancel),
-            inputs,
-        )
-        self._trainer = LocalTrainer(
-            model,
-            strategy,
-            spec,
-            device,
-            floors=floors,
-            noised=clipping.noise > 0.0,
-            tick=context.progress.tick,
-            made=lambda executor, costs: _watched(executor, context, costs),
-        )
+        self._trainer = _trainer(joining, context, cancel, strategy, floors, noised=clipping.noise > 0.0)
         self.members.check(self._trainer)
         executors = self._trainer.executors
         for executor, cost in zip(executors, costs, strict=True):
@@ -126,10 +110,9 @@ class Participation:
         if spec.evaluate_every and not self.members.hash:
             self._trainer.check_evaluation(self.members.owner)
         layout = self._trainer.layout
-        if clipping.norm and (why := unclippable(strategy, layout)):
+        many = "a population sends one sum of many" if self.members.hash else ""
+        if clipping.norm and (why := unclippable(strategy, layout) or many):
             raise UsageError(f"this data owner clips updates, and {why}")
-        if clipping.norm and self.members.hash:
-            raise UsageError("this data owner clips updates, and a population sends one sum of many")
         self._clipping = clipping
         self._up, self._lossy = update_metas(strategy, layout), lossy_names(layout)
         self._store = ClientStore(config.state_dir, joining.job, config.kept_bytes)
@@ -272,6 +255,37 @@ class Participation:
     def _noise_seed(self, seed: int) -> int:
         """Not to be guessed by whoever knows the order: noise that can be subtracted hides nothing."""
         return packet_seed(int.from_bytes(self._noise_key[:8], "little") ^ seed, self.joining.job)
+
+
+def _trainer(
+    joining: Joining,
+    context: ComputeContext,
+    cancel: Cancel,
+    strategy: Strategy,
+    floors: Floors,
+    *,
+    noised: bool,
+) -> LocalTrainer:
+    """Return what trains the job on this machine; fetches its tensors. Raises as ``Participation``."""
+    inputs = joining.inputs
+    model = LocalModel(
+        joining.program,
+        joining.eval_program,
+        joining.training,
+        {n: s for n, s in joining.states.items() if n not in inputs},
+        _tensors(joining, context, cancel),
+        inputs,
+    )
+    return LocalTrainer(
+        model,
+        strategy,
+        joining.federated.rule,
+        torch_device(context.device),
+        floors=floors,
+        noised=noised,
+        tick=context.progress.tick,
+        made=lambda executor, costs: _watched(executor, context, costs),
+    )
 
 
 def _watched(executor: Executor, context: ComputeContext, costs: Mapping[int, OpCost]) -> None:
