@@ -1,7 +1,7 @@
 """Measured memory of two workers beside the plan's figure: eight kinds of models, cut in two by ``even``.
 
     python -m benchmarks.memory --models llama,resnet --precision fp32,bf16
-    python -m benchmarks.memory --limit 1.02           # as well: trains again under so much of the figure
+    python -m benchmarks.memory --limit 1.02           # under so much of the figure
     python -m benchmarks.memory --job examples/gpt.py
 
 Real workers on loopback. A worker's measured peak is the high-water mark of its compute process's control
@@ -90,84 +90,74 @@ class Group:
 
 
 class Looks(threading.Thread):
-    """Looks at groups until ``over``: what each was made of where it was largest, and in which step."""
+    """Looks at groups until ``over``: the most that each held (workers begin to count anew with each stage),
+    what it was made of then, and in which step."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         super().__init__(daemon=True)
-        self.largest: list[dict[str, float]] = [{"usage": 0.0} for _ in groups]
         self.step = 0
-        self._groups, self._over = groups, threading.Event()
+        self.groups, self._over = groups, threading.Event()
+        self.begin()
 
     def run(self) -> None:
         while not self._over.wait(LOOK_EVERY_S):
-            for at, group in enumerate(self._groups):
+            for at, group in enumerate(self.groups):
                 with contextlib.suppress(OSError):
+                    self.peaks[at] = max(self.peaks[at], group.peak_mib())
                     now = group.now() | {"step": self.step}
                     self.largest[at] = max(self.largest[at], now, key=lambda look: look["usage"])
 
     def begin(self) -> None:
         """Forget what came before: ops of the job that were timed for its plan."""
-        for group in self._groups:
+        for group in self.groups:
             group.forget()
-        self.largest = [{"usage": 0.0} for _ in self._groups]
+        self.peaks = [0.0 for _ in self.groups]
+        self.largest: list[dict[str, float]] = [{"usage": 0.0} for _ in self.groups]
 
     def over(self) -> None:
         self._over.set()
         self.join()
 
 
-def _trained(fleet: LoopbackFleet, prepared: Prepared, looks: Looks | None = None) -> str:
-    """Train and return how it ended; ``fleet.plan`` is its plan."""
+def _trained(fleet: LoopbackFleet, prepared: Prepared, looks: Looks, limit: float) -> str:
+    """Train and return how it ended; ``fleet.plan`` is its plan. With ``limit`` so much of its figures bounds
+    the groups from when it is known."""
     reply = fleet.client.submit(prepared)
-    fleet.plan, trains = None, False
+    fleet.plan = None
     for update in fleet.client.watch(reply.job):
-        if update.HasField("plan"):
-            if not trains and update.state == "training" and looks is not None:
-                looks.begin()
-            trains = trains or update.state == "training"
-            fleet.plan = fleet.plan or from_proto(update.plan)
-        if looks is not None:
-            looks.step = update.step
+        if update.HasField("plan") and fleet.plan is None:
+            fleet.plan = from_proto(update.plan)
+            looks.begin()
+            if limit and fleet.plan.prediction is not None:
+                for group, stage in zip(looks.groups, fleet.plan.prediction.stages, strict=True):
+                    group.limit(limit * stage.memory_bytes / MIB)
+        looks.step = update.step
+    if "killed for memory" in (fleet.state.parent / "coordinator.log").read_text():
+        return "a stage was killed"
     return update.state if update.state == "finished" else f"{update.state}: {update.reason}"
 
 
 def measure(job: Job, precision: Precision, limit: float, explain: bool) -> list[Worker]:
-    """Train over two workers with room, then, with ``limit``, under so much of the plan's figures."""
+    """Train over two workers with room, with ``limit`` under so much of the plan's figures."""
     job = replace(job, training=replace(job.training, precision=precision))
     prepared = prepare(job, partitioner="even")
     with LoopbackFleet(2, options=("--memory", ROOM)) as fleet:
-        groups = [Group(daemon) for daemon in fleet.daemons()]
-        looks = Looks(groups)
-        if explain:
-            looks.start()
-        ended = _trained(fleet, prepared, looks)
-        if explain:
-            looks.over()
-            for look in looks.largest:
-                print("      ", {k: round(v, 1) for k, v in look.items()}, flush=True)
-        peaks = [group.peak_mib() for group in groups]
+        looks = Looks([Group(daemon) for daemon in fleet.daemons()])
+        looks.start()
+        ended = _trained(fleet, prepared, looks, limit)
+        looks.over()
+        for look in looks.largest if explain else ():
+            print("      ", {k: round(v, 1) for k, v in look.items()}, flush=True)
         plan = fleet.plan
-    if ended != "finished" or plan is None or plan.prediction is None:
+    if plan is None or plan.prediction is None or (ended != "finished" and not limit):
         raise AtollError(f"{job.name} ended {ended}")
-    stages = plan.prediction.stages
-    if limit:
-        ended = _under(limit, prepared, [stage.memory_bytes / MIB for stage in stages])
     return [
         Worker(
             job.name, precision.value, at, stage.memory_bytes / MIB, peak,
             {name: n_bytes / MIB for name, n_bytes in stage.memory_terms}, ended if limit else "",
         )
-        for at, (stage, peak) in enumerate(zip(stages, peaks, strict=True))
+        for at, (stage, peak) in enumerate(zip(plan.prediction.stages, looks.peaks, strict=True))
     ]  # fmt: skip
-
-
-def _under(limit: float, prepared: Prepared, planned: Sequence[float]) -> str:
-    with LoopbackFleet(2, options=("--memory", ROOM)) as fleet:
-        for daemon, figure in zip(fleet.daemons(), planned, strict=True):
-            Group(daemon).limit(limit * figure)
-        before = fleet.client.status().workers
-        ended = _trained(fleet, prepared)
-        return ended if len(before) == 2 else "a worker was lost"
 
 
 def _shown(worker: Worker) -> str:
@@ -185,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = parser(__doc__ or "")
     made.add_argument("--models", default=",".join(MODELS))
     made.add_argument("--precision", default="fp32,bf16")
-    made.add_argument("--limit", type=float, default=0.0, help="also train under so much of the figure")
+    made.add_argument("--limit", type=float, default=0.0, help="train under so much of the figure")
     made.add_argument("--job", action="append", default=[], help="job files instead of the eight kinds")
     made.add_argument("--explain", action="store_true", help="show what the largest moment was made of")
     options = made.parse_args(argv)

@@ -432,7 +432,7 @@ def _stage_predictions(
         device = problem.fleet.devices[stage.device]
         once, tied = problem.memory.gradients(a, b)
         in_flight = min(depth.in_flight, problem.n_micro)
-        of_model = problem.memory.terms(a, b, in_flight, defer=depth.held > 0)
+        of_model = problem.memory.terms(a, b, in_flight, depth.whole)
         heap = device.heap_share * sum(of_model.values())
         terms = (*of_model.items(), ("heap", heap), *device.beside)
         found.append(

@@ -79,6 +79,11 @@ class Depth(NamedTuple):
         """Most micro-batches that hold activations, if there are as many."""
         return max(self.warmup + 1, self.held)
 
+    @property
+    def whole(self) -> int | None:
+        """Most of them before the end of their backward; None where weight gradients do not wait."""
+        return self.warmup + 1 if self.held else None
+
 
 @dataclass(frozen=True)
 class Scored:

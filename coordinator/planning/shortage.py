@@ -20,7 +20,11 @@ def shortage(problem: Problem, partitioner: str) -> str:
     factor = max(device.memory_scale for device in problem.fleet.devices)
     mib = MIB / factor
     need = problem.memory.bytes(0, problem.n_ops, 1)
-    remedy = f"lower the micro-batch size, {recompute_hint(problem)}raise a worker's --memory or add workers"
+    order, over = _worst_overflow(problem)
+    device = problem.fleet.devices[order]
+    raised = over * (1.0 + device.heap_share) * device.memory_scale
+    enough = f" ({raised / MIB + 1:.0f} MiB more on each are enough)" if raised > 0 else ""
+    remedy = f"lower the micro-batch size, {recompute_hint(problem)}raise --memory{enough} or add workers"
     if factor > 1.0:
         remedy = f"stages of this job take {factor:.2f} x the model's figure, as measured; {remedy}"
     have = float(problem.limits.sum())
@@ -50,7 +54,6 @@ def shortage(problem: Problem, partitioner: str) -> str:
             f"GPipe keeps all {problem.n_micro} micro-batches in flight, which no cut into stages fits "
             f"({limits} MiB); use --schedule 1f1b, or {remedy}"
         )
-    order, over = _worst_overflow(problem)
     hint = "; try --partitioner op_fence, which may reorder devices" if partitioner != "op_fence" else ""
     return (
         f"no cut into stages fits: the best is {over / mib:.1f} MiB short on "

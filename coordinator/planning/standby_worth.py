@@ -84,7 +84,7 @@ def costs_of(problem: Problem, scored: Scored, beside: Sequence[Device]) -> Loss
     bounds = scored.candidate.bounds(problem.n_ops)
     for stage, ((a, b), depth) in enumerate(zip(bounds, scored.depths, strict=True)):
         in_flight = min(depth.in_flight, problem.n_micro)
-        needed = problem.memory.bytes(a, b, in_flight, defer=depth.held > 0)
+        needed = problem.memory.bytes(a, b, in_flight, depth.whole)
         stored = part_bytes(problem.dag, problem.training.optimizer, a, b)
         takers = sum(limit >= needed for limit in limits)
         ranks.append(Rank(scored.candidate.devices[stage], stored, timeline.compute_s[stage], takers))

@@ -28,6 +28,7 @@ from worker.compute.ports import (
     Requests,
     daemon_batches,
 )
+from worker.compute.warm_up import warm_up
 from worker.compute.workbench import Workbench
 from worker.context import ComputeContext, ComputeSettings
 from worker.data.population import load_population
@@ -78,6 +79,7 @@ class ComputeProcess:
         device = find_device(settings)
         prepare(device, settings)
         keep_no_tensors()
+        warm_up()
         # What importing left behind is no garbage, and looking through it for some takes a tenth of a
         # second, on an eighth of a core nearly one, in the midst of a step.
         gc.freeze()

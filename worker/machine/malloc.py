@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
 KEEP_BYTES = 64 << 20
-TENSOR_BYTES = 512 << 10
-"""In a compute process every block of this size is its own mapping."""
+TENSOR_BYTES = 2 << 20
+"""In a compute process every block of this size is its own mapping, of large pages, which cost a step next to
+nothing. From 512 KiB on a ResNet's activations cost 40 % of its CPU time for 5 % less memory."""
 KEPT_BYTES = 4 << 20
 LARGE_BYTES = 32 << 20
 """From here on every block is its own mapping, as tensors want it; glibc allows no more."""

@@ -143,12 +143,21 @@ class MemoryModel:
     def _most(of_ops: Floats, a: int, b: int) -> float:
         return float(of_ops[a:b].max()) if b > a else 0.0
 
-    def bytes(self, a: int, b: int, in_flight: int, *, defer: bool = False) -> float:
-        """Bytes of a stage that runs ops [a, b) with ``in_flight`` micro-batches."""
-        flowing = self.fixed_bytes(a, b) + in_flight * self.per_micro_bytes(a, b, defer=defer)
+    def micros_bytes(self, a: int, b: int, in_flight: int, whole: int | None = None) -> float:
+        """Return the bytes of ``in_flight`` micro-batches, of which ``whole`` are before the end of their
+        backward and the others wait for their weight gradients; None: all, and nothing waits."""
+        if whole is None:
+            return in_flight * self.per_micro_bytes(a, b)
+        each = self.per_micro_bytes(a, b, defer=True)
+        waiting = each if self.autocast else float(self._owed[b] - self._owed[a])
+        return min(in_flight, whole) * each + max(0, in_flight - whole) * waiting
+
+    def bytes(self, a: int, b: int, in_flight: int, whole: int | None = None) -> float:
+        """Bytes of a stage that runs ops [a, b) with ``in_flight`` micro-batches; see ``micros_bytes``."""
+        flowing = self.fixed_bytes(a, b) + self.micros_bytes(a, b, in_flight, whole)
         return max(flowing, self.state_bytes(a, b) + self._most(self._update, a, b))
 
-    def terms(self, a: int, b: int, in_flight: int, *, defer: bool = False) -> dict[str, float]:
+    def terms(self, a: int, b: int, in_flight: int, whole: int | None = None) -> dict[str, float]:
         """Return the same by name; the terms add up to it."""
         state, (once, tied) = self.state_bytes(a, b), self.gradients(a, b)
         optimizer = self._moments * self.trained(a, b)[0]
@@ -159,12 +168,12 @@ class MemoryModel:
             "weights": state - gradients - optimizer,
             "gradients": gradients,
             "optimizer": optimizer,
-            "activations": again + in_flight * self.per_micro_bytes(a, b, defer=defer),
+            "activations": again + self.micros_bytes(a, b, in_flight, whole),
             "boundary": self._boundary(a, b),
             "largest op": self._most(self._largest, a, b),
             "messages": self._messages(a, b),
         }
-        more = self.bytes(a, b, in_flight, defer=defer) - sum(found.values())
+        more = self.bytes(a, b, in_flight, whole) - sum(found.values())
         return found | {"optimizer temporaries": max(0.0, more)}
 
     def in_flight_cap(self, a: int, b: int, limit_bytes: float, *, defer: bool = False) -> int:

@@ -1,4 +1,5 @@
 import itertools
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -156,6 +157,23 @@ def test_what_is_recomputed_already_is_not_advised(recompute: Recompute) -> None
 def test_too_little_memory_is_refused_with_the_shortage_and_the_limits():
     with pytest.raises(NotEnoughMemory, match=r"needs \d+ MiB .* MiB short; lower the micro-batch"):
         plan_for(gpt_like(4), two_islands(memory_mib=10))
+
+
+@pytest.mark.parametrize(("memory_mib", "scale", "heap"), [(3, 1.0, 0.0), (8, 1.3, 0.1), (2, 2.0, 0.0)])
+def test_with_as_much_more_memory_as_a_refusal_says_the_model_fits(memory_mib, scale, heap):
+    def fleet(mib: int) -> Fleet:
+        found = two_islands(memory_mib=mib)
+        devices = tuple(replace(device, memory_scale=scale, heap_share=heap) for device in found.devices)
+        return replace(found, devices=devices)
+
+    with pytest.raises(
+        NotEnoughMemory, match=r"raise --memory \(\d+ MiB more on each are enough\)"
+    ) as refused:
+        plan_for(gpt_like(4), fleet(memory_mib))
+    (more,) = re.findall(r"(\d+) MiB more on each", str(refused.value))
+    assert plan_for(gpt_like(4), fleet(memory_mib + int(more)))
+    with pytest.raises(NotEnoughMemory):
+        plan_for(gpt_like(4), fleet(memory_mib + int(more) - 3))
 
 
 def test_a_shortage_is_told_as_was_measured_of_the_job():

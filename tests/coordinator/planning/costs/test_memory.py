@@ -127,3 +127,18 @@ def test_what_a_worker_takes_beside_a_model_is_not_the_models_to_use() -> None:
     assert described.model_limit_bytes == 400 << 20
     assert real.model_limit_bytes == ((400 << 20) / 1.25 - BESIDE_BYTES) / 1.25
     assert replace(real, memory_limit_bytes=1 << 20).model_limit_bytes == 0.0
+
+
+def test_micro_batches_that_wait_for_their_weight_gradients_keep_what_these_need_alone() -> None:
+    dag = gpt_like(2)
+    n = len(dag.ops)
+    plain, under_autocast = model(dag), model(dag, precision=Precision.BF16)
+    kept, waiting = plain.bytes(0, n, 1), plain.bytes(0, n, 3, 1) - plain.bytes(0, n, 1, 1)
+    assert 0.0 < waiting < 2 * plain.per_micro_bytes(0, n)
+    assert kept <= plain.bytes(0, n, 1, 1) <= plain.bytes(0, n, 3, 1) <= plain.bytes(0, n, 3, 3)
+    assert plain.bytes(0, n, 3, 3) == plain.bytes(0, n, 3, 5)
+    # There an op's own graph keeps its arguments in both precisions.
+    assert (
+        under_autocast.bytes(0, n, 3, 1) == under_autocast.bytes(0, n, 3, 3) > under_autocast.bytes(0, n, 3)
+    )
+    assert sum(plain.terms(0, n, 3, 1).values()) == pytest.approx(plain.bytes(0, n, 3, 1))
