@@ -50,13 +50,6 @@ BESIDE = 1 << 31
 """Versions of plans from here on are of nobody who trains: who repeats steps beside a plan is given one."""
 
 
-class StepPhase(StrEnum):
-    """Phase of the step in flight."""
-
-    COMPUTING = "computing"
-    COMMITTING = "committing"  # some stages are ready
-
-
 # ---------------------------------------------------------------- events
 
 
@@ -448,6 +441,13 @@ class JobState:
         return max(self.checkpoint.step, held.step if held is not None else 0)
 
     @property
+    def adopted(self) -> Plan:
+        """The plan, of a job that has one; LookupError where nothing was planned yet."""
+        if self.plan is None:
+            raise LookupError(f"{self.job} has no plan while it is {self.phase.value}")
+        return self.plan
+
+    @property
     def next_version(self) -> int:
         """Version of the next plan: above every one that was said."""
         return max(self.version, self.run.relink.version if self.run.relink is not None else 0) + 1
@@ -502,10 +502,6 @@ class JobState:
         return next((s for s in self.standbys.values() if s.worker == worker), None)
 
     @property
-    def step_phase(self) -> StepPhase:
-        return StepPhase.COMMITTING if self.run.ready else StepPhase.COMPUTING
-
-    @property
     def median_step_s(self) -> float | None:
         """Median of the last steps' times, None before the second commit."""
         return (
@@ -526,9 +522,8 @@ def moved(
     """Return that these workers have the ranks from now on, of which ``newcomers`` begin with the checkpoint.
     ``absent``: ranks of lost peers, which the others go on without. ``exchange``: in place of the one there
     is."""
-    assert state.plan is not None  # noqa: S101 - it has ranks
-    absent = state.plan.absent if absent is None else absent
-    plan = state.plan.moved(state.next_version, workers, absent, exchange)
+    absent = state.adopted.absent if absent is None else absent
+    plan = state.adopted.moved(state.next_version, workers, absent, exchange)
     return PlanChange(plan, dict.fromkeys(sorted(newcomers), state.checkpoint), cause, reason)
 
 

@@ -41,9 +41,8 @@ def assignment(
     holders: tuple[do.ExpectPeer, ...] = (),
 ) -> do.Assign:
     """Return the message that gives a rank of the adopted plan its stage."""
-    assert state.plan is not None  # noqa: S101 - a plan was adopted
-    peers, tensors = _peers(state.plan, rank, roster), tensors_of(state.plan, rank, source)
-    return do.Assign(state.job, state.spec, state.plan, rank, state.step, tensors, peers, replay, holders)
+    peers, tensors = _peers(state.adopted, rank, roster), tensors_of(state.adopted, rank, source)
+    return do.Assign(state.job, state.spec, state.adopted, rank, state.step, tensors, peers, replay, holders)
 
 
 def tensors_of(plan: Plan, rank: int, source: Checkpoint) -> dict[str, str]:
@@ -56,9 +55,8 @@ def reconfiguration(
 ) -> do.Reconfigure:
     """Return the message that says to a rank which keeps its stage who its neighbours are now; ``store``: and
     that it stores the stage as it is."""
-    assert state.plan is not None  # noqa: S101 - a plan was adopted
-    peers = _peers(state.plan, rank, roster)
-    return do.Reconfigure(state.job, state.plan, base, state.step, peers, store=store)
+    peers = _peers(state.adopted, rank, roster)
+    return do.Reconfigure(state.job, state.adopted, base, state.step, peers, store=store)
 
 
 def said_to(state: JobState, rank: int, word: Word) -> Word:
@@ -80,8 +78,7 @@ def repetition(
 ) -> tuple[do.Assign, dict[str, do.StandbysHere]]:
     """Return the message that has a worker repeat a rank's steps beside the plan, as a plan of that version,
     and what the rank's neighbours are to know of it, by worker."""
-    assert state.plan is not None  # noqa: S101 - a plan was adopted
-    plan, rank, job = state.plan, case.rank, state.job
+    plan, rank, job = state.adopted, case.rank, state.job
     places, theirs = plan.places, beside(plan, rank, worker, version)
     peers, tensors = _peers(theirs, rank, roster), dict(case.source.tensors)
     assign = do.Assign(job, state.spec, theirs, rank, case.end, tensors, peers, case.replay)

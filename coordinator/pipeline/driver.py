@@ -230,9 +230,8 @@ class PipelineDriver:
 
     def _give(self, state: JobState, rank: int) -> None:
         """Send a rank its stage, or what changes for the one that it keeps."""
-        assert state.plan is not None  # noqa: S101 - it has ranks
         record, roster = self.effects.ledger.jobs[state.job], self.effects.roster
-        worker, since = state.plan.places[rank].worker, record.given(rank)
+        worker, since = state.adopted.places[rank].worker, record.given(rank)
         if since == state.run.assigned:
             source = state.run.source or state.checkpoint
             replay = history.replay(state, record, rank, source) if state.run.moving else None

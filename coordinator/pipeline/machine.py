@@ -257,9 +257,8 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     owed = state.storing.owed or commits.store_due(state, done, now_s)
     # One checkpoint at a time, so that slow lines do not keep ever more copies of the state waiting.
     store = last or (owed and not state.storing.parts)
-    assert state.plan is not None  # noqa: S101 - all of its ranks are ready
-    norms = joined.square_norms(state.plan, ready)
-    found = joined.loss_of(state.plan, ready)
+    norms = joined.square_norms(state.adopted, ready)
+    found = joined.loss_of(state.adopted, ready)
     over = 1.0 if state.local else found.weight  # peers divide their own
     scale = commits.clip_scale(norms, training.optimizer.clip_norm, over)
     ring = snapshots.begun(state, done, now_s, last=last, store=store)
@@ -343,8 +342,7 @@ def _relink(state: JobState, event: Relinked, now_s: float) -> Outcome:
 
 def _doubt(state: JobState, ready: Mapping[int, StepReady]) -> Outcome:
     """Do a step again that is not finite, by others where there are any; end where it is the model's."""
-    assert state.plan is not None  # noqa: S101 - ranks are a plan's
-    doubt = doubted(state.doubt, state.plan, state.step, ready)
+    doubt = doubted(state.doubt, state.adopted, state.step, ready)
     discard = ToRanks(StepDiscard(state.job, state.version, state.step, doubt.said))
     if diverged(doubt):
         reason = (
@@ -404,8 +402,7 @@ def _stored(state: JobState, event: FromRank[StateStored], now_s: float) -> Outc
 def _not_stored(state: JobState, rank: int, done: int, error: str, now_s: float) -> Outcome:
     """Go on without a checkpoint that lacks a part. Who alone fails at that twice has no part in the next
     plan; no result is one without it."""
-    assert state.plan is not None  # noqa: S101 - ranks are a plan's
-    worker = state.plan.places[rank].worker
+    worker = state.adopted.places[rank].worker
     times = state.storing.unstored.get(worker, 0) + 1
     state = replace(state, storing=replace(state.storing, unstored={**state.storing.unstored, worker: times}))
     reason = f"{_place(state, rank)} could not store its state: {error}"
@@ -639,8 +636,7 @@ def _keep_logs(state: JobState, event: LogsWanted, now_s: float) -> Outcome:
 
 def _place(state: JobState, rank: int) -> str:
     """Name a rank's stage and worker for people."""
-    assert state.plan is not None  # noqa: S101 - ranks are a plan's
-    return words(state.plan.places[rank])
+    return words(state.adopted.places[rank])
 
 
 def _interrupt(state: JobState, reason: str, cause: Cause) -> Outcome:

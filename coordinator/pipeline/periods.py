@@ -180,8 +180,7 @@ def _mean(reports: Sequence[tuple[int, StepReady]], at: int) -> StepLoss:
 
 def round_met(state: JobState, ready: Reports, at_s: float) -> RoundMet:
     """Return who is in the round of the period that is committed, and who is not."""
-    assert state.plan is not None  # noqa: S101 - its ranks are ready
-    plan, places = state.plan, state.plan.places
+    plan, places = state.adopted, state.adopted.places
     receipts = [report.receipt for _, report in sorted(ready.items()) if report.receipt is not None]
     digests = list(dict.fromkeys(receipt.digest for receipt in receipts))
     groups = round_groups(state)

@@ -61,8 +61,7 @@ class StageRole:
         """The blobs of its stage's tensors."""
         kept = [self.state.checkpoint, *sources(self.state, self.rank)]
         leaves = self.leaves()
-        plan = self.state.plan
-        assert plan is not None  # noqa: S101 - it holds a stage of one
+        plan = self.state.adopted
         parts = [tensors_of(plan, self.rank, checkpoint) for checkpoint in kept]
         return frozenset(tensors[name] for tensors in parts for name in leaves if name in tensors)
 
@@ -89,15 +88,13 @@ class StageRole:
 
     def _programs(self) -> tuple[StageProgram, ...]:
         """Return the programs of its replica's stages up to its own."""
-        plan = self.state.plan
-        assert plan is not None  # noqa: S101 - it holds a stage of one
+        plan = self.state.adopted
         first = self.rank - plan.places[self.rank].stage
         return self.graphs.programs(plan).train[first : self.rank + 1]
 
     def leaves(self) -> dict[str, StateMeta]:
         """Declared states of the tensors that its stage reads."""
-        assert self.state.plan is not None  # noqa: S101 - it holds a stage of one
-        return leaves_of(self.graphs, self.state.plan, self.rank)
+        return leaves_of(self.graphs, self.state.adopted, self.rank)
 
 
 def leaves_of(graphs: GraphStore, plan: Plan, rank: int) -> dict[str, StateMeta]:

@@ -129,7 +129,6 @@ class Copies:
         found, lent = Orders(), Counter[str]()
         before, self._keepers = self._keepers, {}
         for state in states:
-            assert state.plan is not None  # noqa: S101 - it has begun
             fetching = Fetching(state, self.effects.roster)
             successors = Successors(state, self.effects.roster, frozenset())
             for rank in range(state.n_ranks):
@@ -142,8 +141,8 @@ class Copies:
                 worker = _best(fit, found, kept_by).worker
                 self._keepers[state.job, rank] = worker
                 lent[worker] += n_bytes
-                tensors = tensors_of(state.plan, rank, state.checkpoint)
-                copy = do.StageCopy(state.job, stored_name(state, rank), state.plan, rank, tensors)
+                tensors = tensors_of(state.adopted, rank, state.checkpoint)
+                copy = do.StageCopy(state.job, stored_name(state, rank), state.adopted, rank, tensors)
                 found.setdefault(worker, []).append(copy)
         return found
 

@@ -37,8 +37,7 @@ def copy_name(job: str, plan: Plan, rank: int, step: int) -> str:
 
 def stored_name(state: JobState, rank: int) -> str:
     """Name a rank's part of the newest checkpoint."""
-    assert state.plan is not None  # noqa: S101 - it has ranks
-    return copy_name(state.job, state.plan, rank, state.checkpoint.step)
+    return copy_name(state.job, state.adopted, rank, state.checkpoint.step)
 
 
 def store_bps(roster: Roster, worker: str) -> float:

@@ -112,8 +112,7 @@ class Joining:
         self._looks.pop(job, None)
 
     def _ask(self, state: JobState, look: _Look, free: tuple[str, ...]) -> None:
-        assert state.plan is not None  # noqa: S101 - it has ranks
-        roster, workers = self.effects.roster, tuple(place.worker for place in state.plan.places)
+        roster, workers = self.effects.roster, tuple(place.worker for place in state.adopted.places)
         precision = state.spec.training.precision.value
         if any(worker not in roster.workers for worker in workers):
             return
@@ -137,7 +136,7 @@ class Joining:
                 do.JudgeSwaps(
                     state.job,
                     self._attempts,
-                    state.plan,
+                    state.adopted,
                     state.spec.training,
                     fleet,
                     swaps,

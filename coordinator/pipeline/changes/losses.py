@@ -57,8 +57,7 @@ class Losses:
         self, state: JobState, rank: int, reason: str, failed: FromRank[StageFailed] | None = None
     ) -> None:
         """Have another worker take over a rank, or go back to the checkpoint; ``failed``: its stage broke."""
-        assert state.plan is not None  # noqa: S101 - it has ranks
-        again = (state.plan.places[rank].worker,) if failed is not None else ()
+        again = (state.adopted.places[rank].worker,) if failed is not None else ()
         chosen = self.choose(state, {rank}, again)
         if isinstance(chosen, PlanChange):
             self.act(state, chosen, reason, Cause.LOST if failed is None else Cause.BROKEN)
@@ -116,16 +115,14 @@ class Losses:
         elif message.lost_peer and state.rank_of(message.lost_peer) is not None:
             self._accused.setdefault(state.job, _Accused(failed, max(until_s, not_before_s)))
         else:
-            assert state.plan is not None  # noqa: S101 - it has ranks
-            label = self.effects.label(state.plan.places[failed.rank].worker)
+            label = self.effects.label(state.adopted.places[failed.rank].worker)
             self.replace(state, failed.rank, f"{label} failed: {message.reason}", failed)
 
     def _killed(self, state: JobState, failed: FromRank[StageFailed]) -> None:
         """Go on after a stage was killed for memory: nobody is blamed, and nothing that is trained is lost as
         long as somebody can repeat it."""
-        assert state.plan is not None  # noqa: S101 - it has ranks
         roster, rank, record = self.effects.roster, failed.rank, self.effects.ledger.jobs[state.job]
-        words = memory.killed(roster, state, failed, self.effects.label(state.plan.places[rank].worker))
+        words = memory.killed(roster, state, failed, self.effects.label(state.adopted.places[rank].worker))
         self.effects.log(Name.STAGE_KILLED, "warning", job=state.job, step=state.step, reason=words)
         chosen = self.choose(state, {rank}) if begun(state) else Refused("")
         if isinstance(chosen, PlanChange):
@@ -185,11 +182,10 @@ class Losses:
     def moved(self, state: JobState, rank: int, why: str) -> bool:
         """Have another worker take over a rank whose worker is here, and is to have it no more; whether one
         can."""
-        assert state.plan is not None  # noqa: S101 - it has ranks
         chosen = self.choose(state, {rank})
         if isinstance(chosen, Refused):
             return False
-        label = self.effects.label(state.plan.places[rank].worker)
+        label = self.effects.label(state.adopted.places[rank].worker)
         self.act(state, chosen, f"{label} {why}", Cause.BROKEN)
         return True
 
@@ -233,8 +229,7 @@ class Losses:
 
     def _names_many(self, state: JobState, failed: FromRank[StageFailed]) -> bool:
         """Whether a peer names another than the last time: its line is slow, or it puts out whom it likes."""
-        assert state.plan is not None  # noqa: S101 - it has ranks
-        named, who = self._named.setdefault(state.job, {}), state.plan.places[failed.rank].worker
+        named, who = self._named.setdefault(state.job, {}), state.adopted.places[failed.rank].worker
         before = named.pop(who, failed.message.lost_peer)
         if before != failed.message.lost_peer:
             return True

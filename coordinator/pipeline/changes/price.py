@@ -98,8 +98,7 @@ def _cost(state: JobState, record: JobRecord, roster: Roster, rank: int) -> Loss
         how = f"{worker} takes over: {notice_s:.1f} s to notice, {load_s:.1f} s to load"
         again = f", {steps} steps of {each_s:.2g} s repeated by it alone" if steps else ""
     else:
-        assert state.plan is not None  # noqa: S101 - its stages were loaded
-        places, each_s = enumerate(state.plan.places), _step_s(state)
+        places, each_s = enumerate(state.adopted.places), _step_s(state)
         stored_s = max(_loaded_s(state, roster, other, place.worker)[0] for other, place in places)
         load_s = PLANNED_WITHIN_S + stored_s
         steps = back = state.step - state.back_to
@@ -157,8 +156,7 @@ def repeated_s(
     """Return what a step takes that a worker repeats of a rank: computing, or the messages that it is sent
     where they take longer. Its own messages are not sent again. ``fleet``: the devices of both, where the
     caller has them."""
-    plan = state.plan
-    assert plan is not None  # noqa: S101 - it has ranks
+    plan = state.adopted
     busy_s, has_it = computed_s(state, rank), plan.places[rank].worker
     if worker != has_it:
         both = fleet or devices_of(roster, (worker, has_it), state.spec.training.precision.value)

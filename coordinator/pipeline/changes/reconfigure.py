@@ -90,10 +90,9 @@ def once_more(state: JobState, record: JobRecord, roster: Roster, rank: int) -> 
 
 def _only(state: JobState, roster: Roster, left: Plan, why: str) -> PlanChange:
     """Have the replicas that are whole go on without the others."""
-    assert state.plan is not None  # noqa: S101 - it has replicas
     stay = {place.worker for place in left.places}
-    freed = [place.worker for place in state.plan.places if place.worker not in stay]
-    count, before = len(left.replicas), len(state.plan.replicas)
+    freed = [place.worker for place in state.adopted.places if place.worker not in stay]
+    count, before = len(left.replicas), len(state.adopted.replicas)
     who = f"{count} of {before} replicas go on" if count > 1 else f"one of {before} replicas goes on"
     words = f"{why}: {who}, without {', '.join(map(roster.label, freed))}"
     return PlanChange(replace(left, version=state.next_version), {}, Cause.LOST, words, instead=why)
@@ -110,8 +109,7 @@ def _taken_over(
 ) -> PlanChange | Refused:
     """Have other workers take over the ``lost`` ranks; ``newcomers``: who is given a stage, with those who
     were loading already, ``ready``: by rank who takes one as it is."""
-    plan = state.plan
-    assert plan is not None  # noqa: S101 - it has ranks
+    plan = state.adopted
     wrong = (newcomers and not_repeatable(state, record)) or _unlogged(state, roster, newcomers, ready)
     if wrong:
         return Refused(wrong)
@@ -152,13 +150,12 @@ def _without(
     state: JobState, roster: Roster, lost: Collection[int], loading: Collection[int]
 ) -> PlanChange | Refused:
     """Have the other peers go on: they keep the local steps that they have taken."""
-    assert state.plan is not None  # noqa: S101 - it has ranks
-    absent = state.plan.absent | frozenset(lost)
+    absent = state.adopted.absent | frozenset(lost)
     newcomers = frozenset(loading) - state.run.loaded - absent
     stay = frozenset(state.present) - absent - newcomers
     if not stay:
         return Refused("no peer is left that holds its state")
-    workers = [place.worker for place in state.plan.places]
+    workers = [place.worker for place in state.adopted.places]
     without = ", ".join(roster.label(workers[rank]) for rank in sorted(lost))
     words = f"the others go on without {without}" if without else "all connect anew"
     return moved(state, workers, newcomers, Cause.LOST, words, absent=absent)

@@ -150,9 +150,8 @@ class Replanning:
 
     def _ask(self, state: JobState) -> bool:
         """Have both plans made; whether that, or not asking at all, settles it."""
-        assert state.plan is not None  # noqa: S101 - it has ranks
         roster, precision = self.effects.roster, state.spec.training.precision.value
-        own = list(dict.fromkeys(place.worker for place in state.plan.places))
+        own = list(dict.fromkeys(place.worker for place in state.adopted.places))
         bad = {worker for some in left_out(state)[:1] for worker in some}
         beside = {name for name, _ in self._known[state.job].came_s}
         beside.update(s.worker for s in state.standbys.values() if self._usable(state, s.worker))

@@ -84,8 +84,7 @@ def best(state: JobState, roster: Roster, rank: int, resting: frozenset[str]) ->
 
 def sent_bytes(state: JobState, source: int, target: int) -> int:
     """Return the bytes that one rank sends another in a step: as the last one had it, else as predicted."""
-    assert state.plan is not None  # noqa: S101 - it has ranks
-    places, report, prediction = state.plan.places, state.run.reports.get(source), state.plan.prediction
+    places, report, prediction = state.adopted.places, state.run.reports.get(source), state.adopted.prediction
     if report is not None and report.links:
         return sum(link.n_bytes for link in report.links if link.peer == places[target].worker)
     pair = (places[source].worker, places[target].worker)
@@ -95,15 +94,13 @@ def sent_bytes(state: JobState, source: int, target: int) -> int:
 
 def repeated_bytes(state: JobState, rank: int) -> int:
     """Return the bytes a step that a rank's neighbours send once more for who repeats it."""
-    assert state.plan is not None  # noqa: S101 - it has ranks
-    return sum(sent_bytes(state, other, rank) for other in neighbours(state.plan, rank))
+    return sum(sent_bytes(state, other, rank) for other in neighbours(state.adopted, rank))
 
 
 def standby_words(state: JobState, standby: Standby) -> str:
     """Return how far a standby is, what it costs its volunteer, and what it is for."""
-    assert state.plan is not None  # noqa: S101 - it has ranks
     behind = max(0, state.step - standby.step)
-    prediction = state.plan.prediction
+    prediction = state.adopted.prediction
     memory = f", {prediction.stages[standby.rank].memory_bytes / 2**20:.0f} MiB" if prediction else ""
     loaded = f"{behind} steps behind" if standby.loaded else f"loading, {behind} steps to repeat"
     sent_mb = repeated_bytes(state, standby.rank) / 1e6
@@ -114,14 +111,13 @@ def standby_words(state: JobState, standby: Standby) -> str:
 def _links_allow(state: JobState, roster: Roster, rank: int) -> bool:
     """Whether the neighbours' uplinks have room for the rank's messages once more, beside what they carry for
     the plan and for other standbys."""
-    assert state.plan is not None  # noqa: S101 - it has ranks
-    places, step_s = state.plan.places, state.median_step_s
+    places, step_s = state.adopted.places, state.median_step_s
     if not step_s:
         return False
     sites = {w: x.introduction.site for w, x in roster.workers.items() if not x.member.gone}
     uplinks = roster.links.uplinks(sites)
     ranks = [rank, *state.standbys]
-    for other in neighbours(state.plan, rank):
+    for other in neighbours(state.adopted, rank):
         worker = places[other].worker
         groups = [frozenset({worker})] + [frozenset(u.members) for u in uplinks if worker in u.members]
         estimates = roster.links.table.estimates
@@ -133,7 +129,7 @@ def _links_allow(state: JobState, roster: Roster, rank: int) -> bool:
             carried = sum(
                 sent_bytes(state, source, target) * (1 + ranks.count(target))
                 for source in senders
-                for target in neighbours(state.plan, source)
+                for target in neighbours(state.adopted, source)
             )
             if bps > 0 and 8 * carried / step_s > UPLINK_SHARE * bps:
                 return False

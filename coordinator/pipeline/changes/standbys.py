@@ -91,7 +91,6 @@ class Standbys:
     def begin(self, state: JobState, chosen: Chosen, swap: str = "", saved_s: float = 0.0) -> JobState:
         """Have an idle worker stand by for a rank; ``swap``: why it is to take its place, which saves
         ``saved_s`` a step."""
-        assert state.plan is not None  # noqa: S101 - it has ranks
         now_s, roster = self.effects.now_s, self.effects.roster
         source, record = state.checkpoint, self.effects.ledger.jobs[state.job]
         standby = Standby(
@@ -127,8 +126,7 @@ class Standbys:
     @staticmethod
     def _as_it_sees(state: JobState, standby: Standby) -> JobState:
         """The job as if the standby had its rank."""
-        assert state.plan is not None  # noqa: S101 - it has ranks
-        return replace(state, plan=beside(state.plan, standby.rank, standby.worker, state.run.assigned))
+        return replace(state, plan=beside(state.adopted, standby.rank, standby.worker, state.run.assigned))
 
     def drop(self, state: JobState, standby: Standby, reason: str, rest_s: float = REST_S) -> JobState:
         """Give a standby up: it goes back to the pool."""
@@ -274,8 +272,7 @@ class Standbys:
         """Drop those that have a rank now from the standbys of a plan that was reconfigured, and give up
         those that were repeating steps beside a neighbour that is replaced: what it sent of them goes with
         it, and they would wait for that. ``replaced``: ranks that others had before."""
-        plan = state.plan
-        assert plan is not None  # noqa: S101 - it has ranks
+        plan = state.adopted
         placed = {place.worker for place in plan.places}
         for worker in placed:
             self._said.pop((state.job, worker), None)

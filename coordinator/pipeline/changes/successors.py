@@ -66,8 +66,7 @@ class Successors:
     _tries: int = 0
 
     def __post_init__(self) -> None:
-        assert self.state.plan is not None  # noqa: S101 - it has ranks
-        self._plan, roster = self.state.plan, self.roster
+        self._plan, roster = self.state.adopted, self.roster
         self._workers = [place.worker for place in self._plan.places]
         precision = self.state.spec.training.precision.value
         idle = roster.plannable(roster.idle(), precision)
@@ -163,8 +162,7 @@ def seconds_of(
     """Return the seconds a step that a worker would compute in a rank, and its messages travel; infinite
     where it has not the memory, or no way to a neighbour. ``peers``: who is in the neighbouring ranks then,
     with who is in each now; None: the same."""
-    plan = state.plan
-    assert plan is not None  # noqa: S101 - it has ranks
+    plan = state.adopted
     workers, prediction = [place.worker for place in plan.places], plan.prediction
     before = workers[rank]
     if peers is None:

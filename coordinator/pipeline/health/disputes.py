@@ -22,8 +22,7 @@ REMEMBERED = 16  # disputes of a job
 
 def judged(state: JobState, wrong: Disagreement) -> tuple[JobState, tuple[int, ...]]:
     """Return the job with its dispute remembered, and the ranks to blame; none where nothing shows whom."""
-    assert state.plan is not None  # noqa: S101 - its ranks have reported
-    places = state.plan.places
+    places = state.adopted.places
     suspects = frozenset(places[rank].worker for rank in {*wrong.ranks, *wrong.suspects})
     ranks = wrong.ranks
     both = _again(state, suspects)

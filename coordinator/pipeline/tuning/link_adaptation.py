@@ -238,11 +238,10 @@ def _pairs(state: JobState) -> list[Pair]:
 
 def _samples(state: JobState) -> dict[Pair, Sample]:
     """What the committed step's reports say of the plan's links."""
-    assert state.plan is not None  # noqa: S101 - the caller has looked
-    stages = state.plan.stages
+    stages = state.adopted.stages
     coded = {
         (stages[link.source].worker, stages[link.target].worker)
-        for link in state.plan.links
+        for link in state.adopted.links
         if link.codec != "none"
     }
     found = {}

@@ -56,9 +56,8 @@ def killed(roster: Roster, state: JobState, failed: FromRank[StageFailed], label
     """Learn from a stage that was killed for memory; returns what happened, in a sentence for people."""
     recall(roster, state)
     told, n_bytes = predicted_stages(state)[failed.rank : failed.rank + 1], failed.message.memory_bytes
-    assert state.plan is not None  # noqa: S101 - it has ranks
-    worker = state.plan.places[failed.rank].worker
-    words = f"stage {state.plan.places[failed.rank].stage} was killed for memory on {label} at "
+    worker = state.adopted.places[failed.rank].worker
+    words = f"stage {state.adopted.places[failed.rank].stage} was killed for memory on {label} at "
     words += f"{n_bytes / MIB:.0f} MiB"
     known = roster.workers.get(worker)
     if not told or known is None:
