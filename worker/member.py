@@ -21,11 +21,13 @@ import structlog
 
 from atoll.errors import AccessDenied, AtollError
 from atoll.federated import ConsentWord as Word
+from atoll.messages import from_worker as told
 from compressors import CODECS
 from hostos.networks import ANYWHERE
 from protos import PROTOCOL_VERSION, coding
 from protos import atoll_control_pb2 as pb
 from protos.devices import device_name
+from protos.session import to_coordinator
 from worker.apps.host import AppHost
 from worker.connections import Connections
 from worker.control.reopening import SessionStream
@@ -39,7 +41,6 @@ from worker.machine.device import own_address
 from worker.machine.own_share import MemoryShare
 from worker.manners.keeper import Manners
 from worker.manners.limits import shown_limits
-from worker.pipe.status import Waiting
 from worker.session import events, instructions, machine
 from worker.session import wire as messages
 from worker.session.state import WELCOMED
@@ -252,7 +253,7 @@ class Member:
                 self._apps.attend(self._membership)
             self._host.report_codecs()
             for joined in self._open.network.reported():
-                self._send(messages.peer_joined(*joined))
+                self._send(_joined(*joined))
             self._say_consent()
         if isinstance(event, events.Release):
             self._consent.close(event.job, event.reason)
@@ -328,7 +329,7 @@ class Member:
         self._perform_all(self._handle(events.PauseAsked(manners.paused)))
         self._send(self._heartbeat())
 
-    def _guest(self) -> pb.GuestLimits | None:
+    def _guest(self) -> told.Guest:
         manners, memory_bytes = self._manners, self._host.device.memory_limit_bytes
         return messages.guest_limits(manners.limits, manners.paused, memory_bytes, self._config.apps_only)
 
@@ -375,7 +376,7 @@ class Member:
                 codec_speeds=self._host.codec_speeds,
                 datasets=registered(config),  # each time: data may have been registered meanwhile
                 held=messages.held_stage(self._state),
-                guest=self._guest(),
+                guest=coding.write(self._guest(), pb.GuestLimits),
                 copies=self._open.copies.held,
                 copy_bytes=self._open.copies.lent_bytes,
             )
@@ -444,23 +445,22 @@ class Member:
 
     def _heartbeat(self) -> pb.FromWorker:
         state = self._state
-        waits = self._host.waiting or Waiting("", "", 0, time.monotonic())
-        return pb.FromWorker(
-            heartbeat=pb.Heartbeat(
-                sequence=next(self._beats),
+        found = self._host.waiting
+        return to_coordinator(
+            told.Heartbeat(
                 worker_time_s=time.time(),
                 job=state.job,
-                plan_version=state.version,
+                version=state.version,
                 step=state.repeated if state.standby else state.step,
                 progress=self._host.progress + self._open.network.progress(state.peers),
                 memory_bytes=self._host.memory_bytes,
-                memory_peak_bytes=self._host.memory_peak_bytes,
-                waits_for=waits.peer,
-                waits_s=time.monotonic() - waits.since_s,
-                waits_what=waits.what,
-                waits_step=waits.step,
+                waits=None
+                if found is None
+                else told.Waits(found.peer, found.what, found.step, time.monotonic() - found.since_s),
                 logged_from=self._host.logged_from,
                 guest=self._guest(),
+                memory_peak_bytes=self._host.memory_peak_bytes,
+                sequence=next(self._beats),
             )
         )
 
@@ -470,7 +470,7 @@ class Member:
     def _peer_joined(self, peer: str, way: Way | None, relay: str) -> None:
         if way is not None:
             log.info("peer.joined", peer=peer, way=str(way), relay=relay or None)
-        self._send(messages.peer_joined(peer, way, relay))
+        self._send(_joined(peer, way, relay))
 
     def _expect_standbys(self, expected: StandbysExpected) -> None:
         if expected.job != self._state.job or self._state.outdated:
@@ -507,3 +507,8 @@ def registered(config: WorkerConfig) -> list[pb.DatasetFacts]:
     except AtollError as error:
         log.error("data.unreadable", reason=str(error))
         return []
+
+
+def _joined(peer: str, way: Way | None, relay: str) -> pb.FromWorker:
+    """How a peer is joined; None: not any more."""
+    return to_coordinator(told.PeerJoined(peer, way or "", relay))

@@ -13,9 +13,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from atoll.dataset_spec import DataField, DataSpec, Layout
-from atoll.exchange import Exchange, PairTable, Receipt
-from atoll.federated import DatasetFacts, Federated, FederatedSpec, FieldFacts
-from atoll.held_out import Figures
+from atoll.exchange import Exchange, PairTable
+from atoll.federated import Federated, FederatedSpec
 from atoll.job import (
     JobSpec,
     Optimizer,
@@ -261,29 +260,6 @@ REPLICAS = replace(
 )
 
 
-def declared() -> dict[str, Message]:
-    """What jobs and plans are made of."""
-    from protos.convert import to_proto
-
-    values: dict[str, Any] = {
-        "dag": dag(tail=dag(2)),
-        "dag of training": dag(training=True),
-        "training": TRAINING,
-        "training, least": TrainingSpec(1, 1),
-        "data": DATA,
-        "federated": replace(FEDERATED, rule=Federated(min_clients=1)),
-        "job": JOB,
-        "job, least": JobSpec("j", TrainingSpec(1, 1), HASH, "", {}, DATA, None),
-        "federated job": replace(JOB, federated=FEDERATED, data=DataSpec((), 0, 4, None)),
-        "plan": PLAN,
-        "plan of replicas": REPLICAS,
-        "plan, least": Plan("j", 0, HASH, "", "even", ScheduleName.GPIPE, 1, one_replica(1, STAGES[:1])),
-        "program": program(tail=program(2)),
-        "program, least": replace(program(), loss=None, weight=None, metrics=(), tied=(), rows=0),
-    }
-    return {name: to_proto(value) for name, value in values.items()}
-
-
 class Graphs:
     """A graph store of one job."""
 
@@ -366,185 +342,6 @@ def to_workers() -> dict[str, Message]:
     return found
 
 
-def from_workers() -> dict[str, Message]:
-    """What a worker says to its coordinator."""
-    from compressors.container import Stored
-    from protos import atoll_control_pb2 as pb
-    from protos import coding
-    from strategies.fixed import FixedSums, Grid
-    from strategies.values import ClientUpdate
-    from worker.federated import orders
-    from worker.links.codec_use import CodecUse
-    from worker.machine.op_probe import OpTiming
-    from worker.manners.limits import Limits
-    from worker.session import instructions as do
-    from worker.session import wire, wire_federated
-    from worker.session.state import Phase, Session
-    from worker.spans import Span
-    from worker.stage.reports import LongWait, StageReport, StepReport
-    from worker.transport.contract import Goodput, Way
-    from worker.transport.frames import Direction, MessageKey
-
-    receipt = Receipt(3, 0, (0, 2), (0, 2), 0.5, 10, 20, "ab" * 16, totals={0: "01" * 16, 2: "02" * 16})
-    report = StepReport(
-        4,
-        StageReport((1.5, 2.5), (0.5,), True, b"gradient", (4.0, 3.0)),
-        0.1,
-        0.2,
-        0.3,
-        0.4,
-        0.5,
-        b"messages",
-        receipt,
-    )
-    ready = wire.step_ready("job-1", 3, report, True, {"w-2": CodecUse(80, 9, 0.25, 0.125)})
-    wire.add_measured(ready.ready, [Goodput("w-2", 10, 0.5, 0.01, 4e6)], 0.25)
-    nothing = StepReport(4, StageReport((), (), False), 0.0, 0.0, 0.0, 0.0)
-    grid = Grid({"trained": 6000.0}, {"samples": 6000.0})
-    rows = (orders.Row("c1", 60, 6, 0.5, 0.25, 178_000, 0.125),)
-    sums = FixedSums(grid, {}, {"trained": 2**60}, {"samples": 2**60}, 1)
-    host = orders.HostAnswer(Stored(HASH, 17), sums, rows, {"c9": "the local loss is nan"}, True)
-    order = orders.TrainOrder(3, orders.ModelRef(HASH), "none", 1.0, 7, "order", ("c1",), 100, 6000)
-    own = ClientUpdate(3, 60, 6, {}, {}, {"drift": 0.5}, {"loss": 1.5})
-    found = {"": orders.Evaluated(9, 0.5, {"accuracy": 0.75})}
-    clients = {
-        "c1": orders.Evaluated(9, 0.5, {"accuracy": 0.75}),
-        "c2": orders.Evaluated(3, 1.5, {"accuracy": 0.25}),
-    }
-    key = MessageKey("job-1", 3, 9, 2, 4, Direction.FORWARD)
-    held = wire.held_stage(Session(phase=Phase.WAITING, job="job-1", assigned=3, eras=((0, 3),), step=12))
-    guest = wire.guest_limits(
-        Limits(cpu_percent=50.0, upload_mbit=10, download_mbit=20), "nights", 1 << 30, True
-    )
-    facts = DatasetFacts("digits", 60, (FieldFacts("image", "float32", (28, 28)),))
-    copy = pb.CopyHeld(job="job-1", name="j.3", bytes=10, fetched_bytes=4, took_s=0.5, error="why")
-    device = pb.DeviceFacts(
-        kind="cpu",
-        model="m",
-        threads=2,
-        memory_bytes=1 << 34,
-        memory_limit_bytes=1 << 33,
-        torch_version="2.13",
-        python_version="3.12",
-        atoll_version="0.7",
-        platform="linux",
-        cores=1.5,
-        quota_period_s=0.1,
-        instructions="AVX2",
-        memory_in_figures=True,
-        own_memory_bytes=1 << 29,
-    )
-    said: dict[str, Message] = {
-        "introduction": pb.FromWorker(
-            introduction=pb.Introduction(
-                protocol=9,
-                name="box",
-                device=device,
-                peer_addresses=[pb.Address(host="h", port=7)],
-                site="s",
-                codecs=["int8"],
-                incarnation=5,
-                codec_speeds=wire.speeds_to_proto({"int8": (2e9, 1e9)}),
-                datasets=[coding.write(facts, pb.DatasetFacts)],
-                held=held,
-                guest=guest,
-                copies=[copy],
-                copy_bytes=99,
-            )
-        ),
-        "introduction, least": pb.FromWorker(
-            introduction=pb.Introduction(protocol=9, name="box", device=pb.DeviceFacts(kind="cpu"))
-        ),
-        "heartbeat": pb.FromWorker(
-            heartbeat=pb.Heartbeat(
-                sequence=4,
-                worker_time_s=1e9,
-                job="job-1",
-                plan_version=3,
-                step=9,
-                progress=7,
-                memory_bytes=10,
-                waits_for="w-2",
-                waits_s=1.5,
-                waits_what="forward",
-                waits_step=9,
-                logged_from=2,
-                guest=guest,
-                memory_peak_bytes=11,
-            )
-        ),
-        "heartbeat, least": pb.FromWorker(
-            heartbeat=pb.Heartbeat(worker_time_s=1e9, guest=pb.GuestLimits(compute_share=1.0))
-        ),
-        "codec speeds": wire.codec_speeds({"int8": (2e9, 1e9), "fp8": (3e9, 2e9)}),
-        "ops probed": wire.ops_probed(7, {"linear": OpTiming(0.5, 0.25)}, "why"),
-        "link probed": wire.link_probed(7, "w-2", 0.01, 1e8, "why"),
-        "peer joined": wire.peer_joined("w-2", Way.RELAYED, "r:1"),
-        "peer gone": wire.peer_joined("w-2", None, ""),
-        "loaded": wire.loaded("job-1", 3, 0.5, "p" * 64, {"c1": 60}, [(b"gradient", b"messages")], 0.25),
-        "loaded, least": wire.loaded("j", 0, 0.0),
-        "failed": wire.to_proto(do.StageFailed("job-1", 3, 9, "why", "w-2", 1 << 30)),
-        "ready": ready,
-        "ready, least": wire.step_ready("j", 0, nothing, False, {}),
-        "eval ready": wire.eval_ready("job-1", 3, 9, Figures(0.0, {"accuracy": 0.5}), Figures(2.5)),
-        "eval ready elsewhere": wire.eval_ready("job-1", 3, 9, None),
-        "stored": wire.state_stored("job-1", 3, 9, {"w": HASH, "b": OTHER}, "why", kept=True),
-        "spans": wire.spans("job-1", 3, 1, [Span("send", 9, 2, 0.5, 0.75, "w-2", 100)])[0],
-        "log": wire.waiting(LongWait(key, "w-2", 12.5)),
-        "update": wire_federated.update_ready(
-            "job-1", order, orders.Update(own, 0.25, Stored(HASH, 17), 1.5, 17, 0.1, 18, 0.2)
-        ),
-        "update of a host": wire_federated.update_ready(
-            "job-1", order, orders.Update(host, 0.25, Stored(HASH, 17), 1.5, 17, 0.1, 18, 0.2)
-        ),
-        "update of nobody": wire_federated.update_ready(
-            "job-1", order, orders.Update(replace(host, stored=None, rows=()), 0.0, None, 1.5, 0, 0.0, 0, 0.0)
-        ),
-        "evaluated": wire_federated.client_evaluated("job-1", 3, orders.Assessment(found, 0.5, 18, 0.2)),
-        "evaluated clients": wire_federated.client_evaluated(
-            "job-1", 3, orders.Assessment(clients, 0.5, 18, 0.2)
-        ),
-        "client failed": wire.to_proto(do.ClientFailed("job-1", 3, "why", "train")),
-        "refused ops": wire.to_proto(do.Refused(7, "", "busy")),
-        "refused link": wire.to_proto(do.Refused(7, "w-2", "busy")),
-        "leaving": wire.to_proto(do.Leaving("why")),
-        "consent": pb.FromWorker(
-            consent=pb.Consent(job="job-1", version=2, word="given", reason="why", graph=HASH)
-        ),
-        "copy held": pb.FromWorker(copy_held=copy),
-        "copy stored": pb.FromWorker(copy_stored=pb.CopyStored(job="job-1", name="j.3", error="why")),
-    }
-    return said
-
-
-def over_the_pipe() -> dict[str, Message]:
-    """What a compute process reports to the daemon."""
-    from worker.session import events as ev
-    from worker.session.pipe_events import posted
-
-    said: Any = from_workers()
-    events: dict[str, ev.Event] = {
-        "stage loaded": ev.StageLoaded("job-1", 3, said["loaded"]),
-        "step done": ev.StepDone("job-1", 3, 4, said["ready"]),
-        "step applied": ev.StepApplied("job-1", 3, 9),
-        "evaluation done": ev.EvalDone("job-1", 3, 9, said["eval ready"]),
-        "state stored": ev.Stored("job-1", 3, 9, said["stored"]),
-        "state kept": ev.Kept("job-1", 3, 9, said["stored"]),
-        "joined": ev.Joined("job-1", 3, said["loaded"]),
-        "update stored": ev.UpdateStored("job-1", 3, said["update"], "order"),
-        "round evaluated": ev.RoundEvaluated("job-1", 3, said["evaluated"]),
-        "probed": ev.Probed(said["ops probed"]),
-        "stage broke": ev.StageBroke("job-1", 3, 9, "why", "w-2", False, 1 << 30),
-        "turn broke": ev.TurnBroke("job-1", 3, "train", "why"),
-    }
-    return {name: posted(event) for name, event in events.items()}
-
-
-def written() -> dict[str, Message]:
-    """All of them by a name each."""
-    return {**declared(), **to_workers(), **from_workers(), **over_the_pipe()}
-
-
 def frame_of(message: Message) -> list[str]:
     """A message's kind, and its bytes in hex."""
     return [message.DESCRIPTOR.name, message.SerializeToString(deterministic=True).hex()]
@@ -554,8 +351,3 @@ def recorded() -> dict[str, list[str]]:
     """What the same messages were before."""
     found: dict[str, list[str]] = json.loads(FRAMES.read_text())
     return found
-
-
-if __name__ == "__main__":
-    lines = [f"{json.dumps(name)}: {json.dumps(frame_of(said))}" for name, said in written().items()]
-    FRAMES.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import structlog
 
 from atoll.errors import AtollError
+from atoll.messages.from_worker import StateStored
+from protos.session import to_coordinator
 from worker.cancel import Cancel, Cancelled
 from worker.compute.tasks import Tasks, Thread
 from worker.session import events
-from worker.session import wire as messages
 from worker.stage import tensor_blobs
 
 if TYPE_CHECKING:
@@ -90,6 +91,6 @@ class Snapshots:
 
     def _report(self, made: Snapshot, tensors: Mapping[str, str], reason: str = "") -> None:
         job, version, step = made.assignment.job, made.assignment.version, made.step
-        message = messages.state_stored(job, version, step, dict(tensors), reason, kept=made.keep)
+        message = to_coordinator(StateStored(job, version, step, tensors, reason, kept=made.keep))
         event = events.Kept if made.keep else events.Stored
         self.post(event(job, version, step, message))

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 from atoll.errors import AtollError
+from atoll.messages import from_worker as told
+from protos.session import to_coordinator
 from strategies.clipping import Clipping
 from worker.cancel import Cancel, Cancelled
 from worker.compute import orders
@@ -227,24 +229,22 @@ class Workbench:
             job=work.job, version=work.version, stage=work.stage, took_s=round(took_s, 3),
             fetched_s=round(fetched.seconds, 3), fetched_bytes=fetched.n_bytes,
         )  # fmt: skip
-        message = messages.loaded(work.job, work.version, took_s, digests=digests, fetched_s=fetched.seconds)
-        self._post(events.StageLoaded(work.job, work.version, message))
+        said = told.Loaded(work.job, work.version, took_s, digests=digests, fetched_s=fetched.seconds)
+        self._post(events.StageLoaded(work.job, work.version, to_coordinator(said)))
 
-    def _replay(
-        self, run: StageRun, links: Links, replay: Replay, cancel: Cancel
-    ) -> tuple[tuple[bytes, bytes], ...]:
+    def _replay(self, run: StageRun, links: Links, replay: Replay, cancel: Cancel) -> tuple[told.Digest, ...]:
         """Repeat the steps since the state that was loaded, until the stage is where its neighbours are;
         returns each one's digests, of its gradients and of what it was sent."""
         started_s = shown_s = time.perf_counter()
         job, first, count = run.assignment.job, replay.first_step, len(replay.gradient_scales)
 
-        digests: list[tuple[bytes, bytes]] = []
+        digests: list[told.Digest] = []
 
         def notice(report: StepReport) -> None:
             nonlocal shown_s
             if run.assignment.standby:
                 self._post(events.StepApplied(job, run.at(report.step).version, report.step))
-            digests.append((report.stage.digest, report.inputs))
+            digests.append(told.Digest(report.stage.digest.hex(), report.inputs.hex()))
             now_s = time.perf_counter()
             if now_s - shown_s >= SHOW_S:
                 shown_s = now_s
@@ -280,8 +280,8 @@ class Workbench:
             job=later.job, version=later.version, stage=later.stage, step=asked.step, took_s=round(took_s, 3),
         )  # fmt: skip
         if not later.standby:
-            loaded = messages.loaded(later.job, later.version, took_s)
-            self._post(events.StageLoaded(later.job, later.version, loaded))
+            loaded = told.Loaded(later.job, later.version, took_s)
+            self._post(events.StageLoaded(later.job, later.version, to_coordinator(loaded)))
 
     @staticmethod
     def _say_stood_by(run: StageRun) -> None:
@@ -309,7 +309,7 @@ class Workbench:
         norms = shared or assignment.training.optimizer.clip_norm is not None
         used = {} if self._links is None else self._links.codec_use()
         message = messages.step_ready(job, version, report, norms, used)
-        self._post(events.StepDone(job, version, step, message))
+        self._post(events.StepDone(job, version, step, to_coordinator(message)))
 
     def _apply(self, step: int, gradient_scale: float, store: bool, keep: bool) -> None:
         run = self._loaded
@@ -328,7 +328,7 @@ class Workbench:
         through_codecs = run.evaluate(step, cancel, coded=True) if coded else None
         job, version = run.assignment.job, run.at(step).version
         message = messages.eval_ready(job, version, step, found, through_codecs)
-        self._post(events.EvalDone(job, version, step, message))
+        self._post(events.EvalDone(job, version, step, to_coordinator(message)))
 
     def _relink(self, relink: events.Relink) -> None:
         run = self._loaded
@@ -352,8 +352,8 @@ class Workbench:
         took_s = time.perf_counter() - started_s
         log.info("job.joined", job=work.job, data=work.federated.data, took_s=round(took_s, 3))
         members = self._part.members
-        message = messages.loaded(work.job, work.version, took_s, members.hash, members.usable)
-        self._post(events.Joined(work.job, work.version, message))
+        said = told.Loaded(work.job, work.version, took_s, members.hash, members.usable)
+        self._post(events.Joined(work.job, work.version, to_coordinator(said)))
 
     def _train(self, order: TrainOrder, cancel: Cancel) -> None:
         job = self._participation.joining.job
@@ -424,7 +424,7 @@ class Workbench:
             done = self._busy or self._gauge.run(cancel.check, lambda: self._tasks.waiting)
         finally:
             give_back()  # codecs were timed on large tensors
-            self._send(messages.codec_speeds(self._gauge.rates))
+            self._send(to_coordinator(told.CodecSpeeds(self._gauge.rates)))
         if not done:
             self.report_codecs()  # behind those that wait
 
@@ -447,7 +447,8 @@ class Workbench:
         finally:
             give_back()  # the stage that comes next counts from here
             self._context.status.end()
-        self._post(events.Probed(messages.ops_probed(request, timings, error)))
+        found = {signature: (took.forward_s, took.backward_s) for signature, took in timings.items()}
+        self._post(events.Probed(to_coordinator(told.OpsProbed(request, found, error))))
 
     def _watch_probe(self, name: str) -> None:
         status, duty = self._context.status, self._context.duty

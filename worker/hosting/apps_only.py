@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from atoll.messages.from_worker import OpsProbed
 from protos import atoll_control_pb2 as control
+from protos.session import to_coordinator
 from worker.config import make_state_dir
 from worker.hosting.host import ComputeHost
 from worker.hosting.requests import HostPorts
 from worker.machine.device import cpu_device, device_facts
-from worker.session import events, instructions, wire
+from worker.session import events, instructions
 
 REASON = "this worker takes Flower apps only (--apps-only)"
 
@@ -37,7 +39,7 @@ class AppsOnly(ComputeHost):
         """Refuse what is to be computed; ways are timed as by everybody."""
         match instruction:
             case instructions.TimeOps(request, ops) if ops.ops:
-                self._ports.post(events.Probed(wire.ops_probed(request, {}, REASON)))
+                self._ports.post(events.Probed(to_coordinator(OpsProbed(request, {}, REASON))))
             case instructions.TimeOps() | instructions.TimeLink():
                 super().do(instruction)
             case instructions.LoadStage(job, version):

@@ -23,10 +23,12 @@ import structlog
 
 from atoll.backoff import Backoff
 from atoll.errors import AtollError, BadFrame, StorageError, UsageError
+from atoll.messages.from_worker import LinkProbed, OpsProbed
 from hostos.private_files import private_folder
 from protos import atoll_compute_pb2 as pb
 from protos import atoll_control_pb2 as control
 from protos.convert import to_proto
+from protos.session import to_coordinator
 from protos.text_limits import clean
 from worker.config import make_state_dir
 from worker.data.registry import dataset_folder
@@ -270,9 +272,9 @@ class ComputeHost:
                 self._tell(pb.ToCompute(settle=settle))
             case instructions.TimeOps(request, ops) if not ops.ops:
                 # The coordinator times the way here: nothing that computes may stand in it.
-                self._ports.post(events.Probed(wire.ops_probed(request, {}, "")))
+                self._ports.post(events.Probed(to_coordinator(OpsProbed(request, {}, ""))))
             case instructions.TimeOps(request) if self._now is None and not self._resting:
-                self._ports.post(events.Probed(wire.ops_probed(request, {}, self._last_death)))
+                self._ports.post(events.Probed(to_coordinator(OpsProbed(request, {}, self._last_death))))
             case instructions.TimeOps(request, ops):
                 if self._now is None or self._now.joined:
                     self._launch(self._pool_view())  # strangers' ops see nobody's data
@@ -511,7 +513,7 @@ class ComputeHost:
 
     def _end_probes(self, reason: str) -> None:
         for request in self._probes:
-            self._ports.post(events.Probed(wire.ops_probed(request, {}, reason)))
+            self._ports.post(events.Probed(to_coordinator(OpsProbed(request, {}, reason))))
         self._probes.clear()
 
     def _wake(self) -> None:
@@ -692,7 +694,7 @@ class ComputeHost:
 
     def _time_link(self, request: int, peer: str, target: LinkRequest) -> None:
         found = time_link(self._ports.network, peer, target)
-        self._ports.post(events.Probed(wire.link_probed(request, peer, *found)))
+        self._ports.post(events.Probed(to_coordinator(LinkProbed(request, peer, *found))))
 
 
 def _step(job: str, version: int, step: int, **more: Any) -> pb.ComputeStep:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from atoll.messages.from_worker import ClientFailed as ClientFailed
+from atoll.messages.from_worker import Leaving as Leaving
+from atoll.messages.from_worker import LinkProbed as LinkProbed
+from atoll.messages.from_worker import OpsProbed as OpsProbed
+from atoll.messages.from_worker import StageFailed as StageFailed
 from worker.session.events import Relink
 
 
@@ -156,42 +161,6 @@ class TimeLink:
     request: int
     peer: str
     target: Any = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class StageFailed:
-    """Message to the coordinator: the stage cannot go on."""
-
-    job: str
-    version: int
-    step: int
-    reason: str
-    lost_peer: str = ""
-    memory_bytes: int = 0  # beyond rest, at which it was ended for want of memory; 0: it was not
-
-
-@dataclass(frozen=True, slots=True)
-class ClientFailed:
-    """Message to the coordinator: this client has no answer. ``during``: load | train | evaluate."""
-
-    job: str
-    round: int
-    reason: str
-    during: str
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """Message to the coordinator: a probe that this worker will not run now."""
-
-    request: int
-    peer: str  # "" for ops
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Leaving:
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -469,7 +469,7 @@ def _time_ops(state: Session, event: ev.ProbeOps) -> Step:
 
 @TRANSITIONS.on(*HOLDING, Phase.PAUSED)
 def _refuse_ops(state: Session, event: ev.ProbeOps) -> Step:
-    return state, (do.Send(do.Refused(event.request, "", f"busy: {state.phase}")),)
+    return state, (do.Send(do.OpsProbed(event.request, {}, f"busy: {state.phase}")),)
 
 
 @TRANSITIONS.on(Phase.IDLE)
@@ -479,4 +479,4 @@ def _time_link(state: Session, event: ev.ProbeLink) -> Step:
 
 @TRANSITIONS.on(*HOLDING, Phase.PAUSED)
 def _refuse_link(state: Session, event: ev.ProbeLink) -> Step:
-    return state, (do.Send(do.Refused(event.request, event.peer, f"busy: {state.phase}")),)
+    return state, (do.Send(do.LinkProbed(event.request, event.peer, 0.0, 0.0, f"busy: {state.phase}")),)

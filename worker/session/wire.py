@@ -8,29 +8,29 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from atoll.bounded import MAX_ITEMS, MAX_STAGES
 from atoll.errors import BadFrame
 from atoll.exchange import Exchange
+from atoll.messages import from_worker as told
 from atoll.plan import LinkSpec
 from protos import atoll_control_pb2 as pb
-from protos import atoll_job_pb2 as job_pb
 from protos import bounds, coding
 from protos.relay_tickets import MAC_BYTES, TICKET_BYTES
+from protos.session import to_coordinator
 from protos.text_limits import clean
 from worker.links.codec_use import CodecUse
-from worker.session import events, instructions, wire_federated
+from worker.session import events, wire_federated
 from worker.session.state import Session, held
 from worker.stage.assignment import PeerLink
-from worker.transport.contract import Paths, RelayOffer, Way
+from worker.transport.contract import Paths, RelayOffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from atoll.exchange import Receipt
     from atoll.held_out import Figures
-    from worker.machine.op_probe import OpTiming
     from worker.manners.limits import Limits
     from worker.spans import Span
     from worker.stage.reports import LongWait, StepReport
@@ -160,26 +160,22 @@ def event_from(message: pb.ToWorker) -> events.Event | Beside:
     return event
 
 
-def refusal(message: pb.ToWorker, reason: str) -> instructions.StageFailed | instructions.ClientFailed:
+def refusal(message: pb.ToWorker, reason: str) -> told.StageFailed | told.ClientFailed:
     """The answer to a message of ``ANSWERED`` that breaks a bound."""
     match message.WhichOneof("body"):
         case "participate":
-            return instructions.ClientFailed(message.participate.job, 0, reason, "load")
+            return told.ClientFailed(message.participate.job, 0, reason, "load")
         case "train_round":
-            return instructions.ClientFailed(
-                message.train_round.job, message.train_round.round, reason, "train"
-            )
+            return told.ClientFailed(message.train_round.job, message.train_round.round, reason, "train")
         case "evaluate_round":
             order = message.evaluate_round
-            return instructions.ClientFailed(order.job, order.round, reason, "evaluate")
+            return told.ClientFailed(order.job, order.round, reason, "evaluate")
     if message.WhichOneof("body") == "commit":
-        return instructions.StageFailed(
-            message.commit.job, message.commit.plan_version, message.commit.step, reason
-        )
+        return told.StageFailed(message.commit.job, message.commit.plan_version, message.commit.step, reason)
     if message.WhichOneof("body") == "reconfigure":
         refused = message.reconfigure
-        return instructions.StageFailed(refused.job, refused.plan_version, refused.step, reason)
-    return instructions.StageFailed(message.assign.job, message.assign.plan_version, 0, reason)
+        return told.StageFailed(refused.job, refused.plan_version, refused.step, reason)
+    return told.StageFailed(message.assign.job, message.assign.plan_version, 0, reason)
 
 
 def _welcome(m: pb.Welcome) -> events.Welcome:
@@ -391,36 +387,9 @@ _READERS: Mapping[str, Any] = {
 # ---------------------------------------------------------------- to the coordinator
 
 
-def peer_joined(peer: str, way: Way | None, relay: str) -> pb.FromWorker:
-    """How a peer is joined; None: not any more."""
-    return pb.FromWorker(peer_joined=pb.PeerJoined(peer=peer, way=way or "", relay=relay))
-
-
 def to_proto(message: object) -> pb.FromWorker:
     """A message of the session machine as pb2; ready-made pb2 messages pass through."""
-    match message:
-        case pb.FromWorker():
-            return message
-        case instructions.StageFailed():
-            failed = pb.StageFailed(
-                job=message.job,
-                plan_version=message.version,
-                step=message.step,
-                reason=message.reason[:MAX_REASON_CHARS],
-                lost_peer=message.lost_peer,
-                memory_bytes=message.memory_bytes,
-            )
-            return pb.FromWorker(failed=failed)
-        case instructions.ClientFailed(job, at_round, reason, during):
-            turn = pb.ClientFailed(job=job, round=at_round, reason=reason[:MAX_REASON_CHARS], during=during)
-            return pb.FromWorker(client_failed=turn)
-        case instructions.Refused(request, "", reason):
-            return pb.FromWorker(ops_probed=pb.OpsProbed(request=request, error=reason))
-        case instructions.Refused(request, peer, reason):
-            return pb.FromWorker(link_probed=pb.LinkProbed(request=request, peer=peer, error=reason))
-        case instructions.Leaving(reason):
-            return pb.FromWorker(leaving=pb.Leaving(reason=reason[:MAX_REASON_CHARS]))
-    raise TypeError(f"not a message to the coordinator: {message!r}")
+    return message if isinstance(message, pb.FromWorker) else to_coordinator(message)
 
 
 def held_stage(state: Session) -> pb.HeldStage | None:
@@ -437,49 +406,45 @@ def held_stage(state: Session) -> pb.HeldStage | None:
     )
 
 
-def _receipt(receipt: Receipt | None) -> pb.ExchangeReceipt | None:
-    if receipt is None:
-        return None
-    return pb.ExchangeReceipt(
-        round=receipt.round,
-        included=receipt.included,
-        share=receipt.share,
-        sent_bytes=receipt.sent_bytes,
-        received_bytes=receipt.received_bytes,
-        digest=receipt.digest,
-        totals=[
-            pb.OwnedTotal(owner=owner, digest=bytes.fromhex(total)) for owner, total in receipt.totals.items()
-        ],
-    )
-
-
 def step_ready(
     job: str,
     version: int,
     report: StepReport,
     norms_wanted: bool,
     codecs: Mapping[str, CodecUse],
-) -> pb.FromWorker:
+) -> told.StepReady:
     """A step's result, without what the daemon measured (``add_measured``); ``codecs`` by peer. Norms travel
     only where the gradient is clipped."""
-    return pb.FromWorker(
-        ready=pb.StepReady(
-            job=job,
-            plan_version=version,
-            step=report.step,
-            losses=report.stage.losses,
-            weights=report.stage.weights,
-            square_norms=report.stage.square_norms if norms_wanted else (),
-            forward_s=report.forward_s,
-            backward_s=report.backward_s,
-            waited_s=report.waited_s,
-            links=[_codec_use(peer, used) for peer, used in codecs.items()],
-            finite=report.stage.finite,
-            optimizer_s=report.optimizer_s,
-            handling_s=report.handling_s,
-            digest=pb.StepDigest(gradients=report.stage.digest, inputs=report.inputs),
-            receipt=_receipt(report.receipt),
-        )
+    stage, receipt = report.stage, report.receipt
+    return told.StepReady(
+        job=job,
+        version=version,
+        step=report.step,
+        losses=stage.losses,
+        weights=stage.weights,
+        square_norms=stage.square_norms if norms_wanted else (),
+        forward_s=report.forward_s,
+        backward_s=report.backward_s,
+        waited_s=report.waited_s,
+        links=tuple(
+            told.Goodput(peer, 0, 0.0, 0.0, used.dense_bytes, used.encode_s, used.decode_s)
+            for peer, used in codecs.items()
+        ),
+        finite=stage.finite,
+        optimizer_s=report.optimizer_s,
+        handling_s=report.handling_s,
+        digest=told.Digest(stage.digest.hex(), report.inputs.hex()),
+        receipt=None
+        if receipt is None
+        else told.RoundReceipt(
+            receipt.round,
+            receipt.included,
+            receipt.share,
+            receipt.sent_bytes,
+            receipt.received_bytes,
+            receipt.digest,
+            receipt.totals,
+        ),
     )
 
 
@@ -503,12 +468,6 @@ def waiting(wait: LongWait) -> pb.FromWorker:
     return pb.FromWorker(log=line)
 
 
-def _codec_use(peer: str, used: CodecUse) -> pb.LinkGoodput:
-    return pb.LinkGoodput(
-        peer=peer, dense_bytes=used.dense_bytes, encode_s=used.encode_s, decode_s=used.decode_s
-    )
-
-
 def add_measured(ready: pb.StepReady, measured: Iterable[Goodput], beside_s: float) -> None:
     """Add what the links to the step's peers measured, and the seconds that their messages took of the cores
     that compute; a peer that was not measured is left out."""
@@ -525,57 +484,10 @@ def add_measured(ready: pb.StepReady, measured: Iterable[Goodput], beside_s: flo
 
 def eval_ready(
     job: str, version: int, step: int, found: Figures | None, coded: Figures | None = None
-) -> pb.FromWorker:
+) -> told.EvalReady:
     """The evaluation after ``step`` is done; only the stage with the loss knows what came of it."""
-    ready = pb.EvalReady(job=job, plan_version=version, step=step)
-    if found is not None:
-        ready.loss = found.loss
-        ready.metrics.update(found.metrics)
-    if coded is not None:
-        ready.coded_loss = coded.loss
-    return pb.FromWorker(eval_ready=ready)
-
-
-def loaded(
-    job: str,
-    version: int,
-    took_s: float,
-    population: str = "",
-    clients: Mapping[str, int] | None = None,
-    digests: Sequence[tuple[bytes, bytes]] = (),
-    fetched_s: float = 0.0,
-) -> pb.FromWorker:
-    """The stage is loaded, its neighbours are connected, and steps were repeated that have these
-    ``digests``; or a federated job is loaded, for these clients of a population."""
-    message = pb.Loaded(
-        job=job, plan_version=version, took_s=took_s, population=population, fetched_s=fetched_s
-    )
-    message.clients.extend(
-        pb.RosterEntry(client=name, n_samples=size) for name, size in (clients or {}).items()
-    )
-    message.repeated_digests.extend(pb.StepDigest(gradients=own, inputs=taken) for own, taken in digests)
-    return pb.FromWorker(loaded=message)
-
-
-def state_stored(
-    job: str, version: int, step: int, tensors: Mapping[str, str], error: str = "", *, kept: bool = False
-) -> pb.FromWorker:
-    """Report of a stored snapshot: where its tensors are, or why they are not; ``kept``: on this disk."""
-    return pb.FromWorker(
-        stored=pb.StateStored(
-            job=job,
-            plan_version=version,
-            step=step,
-            tensors=[job_pb.TensorBlob(name=name, blob=blob) for name, blob in sorted(tensors.items())],
-            error=error[:MAX_REASON_CHARS],
-            kept=kept,
-        )
-    )
-
-
-def codec_speeds(rates: Mapping[str, tuple[float, float]]) -> pb.FromWorker:
-    """Report of the codecs' speeds that were measured by now."""
-    return pb.FromWorker(codec_speeds=pb.CodecSpeeds(speeds=speeds_to_proto(rates)))
+    loss, metrics = (None, {}) if found is None else (found.loss, found.metrics)
+    return told.EvalReady(job, version, step, loss, None if coded is None else coded.loss, metrics)
 
 
 def speeds_to_proto(rates: Mapping[str, tuple[float, float]]) -> list[pb.CodecSpeed]:
@@ -584,35 +496,6 @@ def speeds_to_proto(rates: Mapping[str, tuple[float, float]]) -> list[pb.CodecSp
         pb.CodecSpeed(codec=name, encode_bytes_per_s=encode, decode_bytes_per_s=decode)
         for name, (encode, decode) in sorted(rates.items())
     ]
-
-
-def ops_probed(request: int, timings: Mapping[str, OpTiming], error: str = "") -> pb.FromWorker:
-    """Seconds of each op that could be timed."""
-    return pb.FromWorker(
-        ops_probed=pb.OpsProbed(
-            request=request,
-            timings=[
-                pb.OpTiming(signature=sig, forward_s=t.forward_s, backward_s=t.backward_s)
-                for sig, t in timings.items()
-            ],
-            error=error[:MAX_REASON_CHARS],
-        )
-    )
-
-
-def link_probed(
-    request: int, peer: str, rtt_s: float, bandwidth_bps: float, error: str = ""
-) -> pb.FromWorker:
-    """Report of one direction of a link, or why it could not be measured."""
-    return pb.FromWorker(
-        link_probed=pb.LinkProbed(
-            request=request,
-            peer=peer,
-            rtt_s=rtt_s,
-            bandwidth_bps=bandwidth_bps,
-            error=error[:MAX_REASON_CHARS],
-        )
-    )
 
 
 def spans(job: str, version: int, stage: int, recorded: Sequence[Span]) -> list[pb.FromWorker]:
@@ -641,13 +524,13 @@ def spans(job: str, version: int, stage: int, recorded: Sequence[Span]) -> list[
     ]
 
 
-def guest_limits(limits: Limits, paused: str, memory_limit_bytes: int, apps_only: bool) -> pb.GuestLimits:
+def guest_limits(limits: Limits, paused: str, memory_limit_bytes: int, apps_only: bool) -> told.Guest:
     """What the coordinator is to know of this machine's limits."""
-    return pb.GuestLimits(
-        compute_share=limits.cpu_share,
-        upload_bps=limits.upload_mbit * MEGA,
-        download_bps=limits.download_mbit * MEGA,
-        memory_limit_bytes=memory_limit_bytes,
-        paused=paused,
-        apps_only=apps_only,
+    return told.Guest(
+        limits.cpu_share,
+        limits.upload_mbit * MEGA or inf,
+        limits.download_mbit * MEGA or inf,
+        memory_limit_bytes,
+        paused,
+        apps_only,
     )

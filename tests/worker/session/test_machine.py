@@ -255,8 +255,8 @@ def test_probing_is_refused_while_there_is_work():
     state, _ = told(state, assigned())
     _, todo = told(state, e.ProbeOps(3, "ops"), e.ProbeLink(4, "w-b", "there"))
     assert todo == [
-        do.Send(do.Refused(3, "", "busy: loading")),
-        do.Send(do.Refused(4, "w-b", "busy: loading")),
+        do.Send(do.OpsProbed(3, {}, "busy: loading")),
+        do.Send(do.LinkProbed(4, "w-b", 0.0, 0.0, "busy: loading")),
     ]
 
 
@@ -705,8 +705,8 @@ def test_a_paused_worker_measures_nothing():
     state, _ = told(Session(), *JOINED, e.PauseAsked("by its owner"))
     _, todo = told(state, e.ProbeOps(3, "ops"), e.ProbeLink(4, "w-b", "there"))
     assert todo == [
-        do.Send(do.Refused(3, "", "busy: paused")),
-        do.Send(do.Refused(4, "w-b", "busy: paused")),
+        do.Send(do.OpsProbed(3, {}, "busy: paused")),
+        do.Send(do.LinkProbed(4, "w-b", 0.0, 0.0, "busy: paused")),
     ]
 
 

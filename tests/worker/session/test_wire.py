@@ -11,6 +11,7 @@ from atoll.plan import LinkSpec, Mask
 from protos import atoll_control_pb2 as pb
 from protos.convert import to_proto
 from protos.relay_tickets import TICKET_BYTES
+from protos.session import to_coordinator
 from worker.links.codec_use import CodecUse
 from worker.session import events
 from worker.session import wire as messages
@@ -83,7 +84,7 @@ def test_a_steps_report_says_what_the_codecs_did_for_each_peer() -> None:
     report = StepReport(4, StageReport((1.5,), (), True), 0.1, 0.2, 0.0, 0.0)
     goodputs = [Goodput(peer, 10, 0.5, 0.01, 4e6) for peer in ("w-a", "w-b")]
     use = {"w-a": CodecUse(dense_bytes=80, wire_bytes=9, encode_s=0.25, decode_s=0.125)}
-    ready = messages.step_ready("j", 1, report, False, use).ready
+    ready = to_coordinator(messages.step_ready("j", 1, report, False, use)).ready
     messages.add_measured(ready, goodputs, 0.25)
     told = {link.peer: (link.bytes, link.dense_bytes, link.encode_s, link.decode_s) for link in ready.links}
     assert told == {"w-a": (10, 80, 0.25, 0.125), "w-b": (10, 0, 0.0, 0.0)}
@@ -91,25 +92,23 @@ def test_a_steps_report_says_what_the_codecs_did_for_each_peer() -> None:
     assert ready.handling_s == 0.25  # of the report's own 0 and the daemon's
 
 
-def test_digests_travel_with_a_step_and_with_what_was_repeated() -> None:
+def test_digests_travel_with_a_step() -> None:
     report = StepReport(4, StageReport((), (), True, b"gradient"), 0.1, 0.2, 0.0, 0.0, inputs=b"messages")
-    ready = messages.step_ready("j", 1, report, False, {}).ready
+    ready = to_coordinator(messages.step_ready("j", 1, report, False, {})).ready
     assert (ready.digest.gradients, ready.digest.inputs) == (b"gradient", b"messages")
-    loaded = messages.loaded("j", 1, 0.5, digests=[(b"gradient", b"messages"), (b"later---", b"")]).loaded
-    assert [found.gradients for found in loaded.repeated_digests] == [b"gradient", b"later---"]
 
 
 def test_the_receipt_of_a_round_travels_with_the_digest_of_each_owners_total() -> None:
     receipt = Receipt(3, 0, (0, 2), (0, 2), 1.0, 10, 20, "ab" * 16, totals={0: "01" * 16, 2: "02" * 16})
     report = StepReport(4, StageReport((), (), True), 0.1, 0.2, 0.0, 0.0, receipt=receipt)
-    found = messages.step_ready("j", 1, report, False, {}).ready.receipt
+    found = to_coordinator(messages.step_ready("j", 1, report, False, {})).ready.receipt
     assert (found.round, list(found.included), found.digest) == (3, [0, 2], "ab" * 16)
     assert {total.owner: total.digest for total in found.totals} == {0: b"\1" * 16, 2: b"\2" * 16}
 
 
 def test_an_evaluation_without_a_coded_loss_says_none() -> None:
-    assert not messages.eval_ready("j", 1, 3, Figures(2.0)).eval_ready.HasField("coded_loss")
-    assert messages.eval_ready("j", 1, 3, Figures(2.0), Figures(2.5)).eval_ready.coded_loss == 2.5
+    assert messages.eval_ready("j", 1, 3, Figures(2.0)).coded_loss is None
+    assert messages.eval_ready("j", 1, 3, Figures(2.0), Figures(2.5)).coded_loss == 2.5
 
 
 @pytest.mark.parametrize(
@@ -132,7 +131,9 @@ def test_a_peer_with_a_name_that_turns_a_line_around_is_refused() -> None:
 
 def test_what_codecs_did_for_a_peer_that_was_not_measured_is_left_out() -> None:
     report = StepReport(4, StageReport((1.5,), (), True), 0.1, 0.2, 0.0, 0.0)
-    ready = messages.step_ready("j", 1, report, False, {"w-a": CodecUse(dense_bytes=80)}).ready
+    ready = to_coordinator(
+        messages.step_ready("j", 1, report, False, {"w-a": CodecUse(dense_bytes=80)})
+    ).ready
     messages.add_measured(ready, [Goodput("w-b", 10, 0.5, 0.01, 4e6)], 0.0)
     assert [(link.peer, link.dense_bytes) for link in ready.links] == [("w-b", 0)]
 
