@@ -155,7 +155,7 @@ def _adopt(state: JobState, event: Planned, now_s: float) -> Outcome:
 def _tear(state: JobState, event: Torn, now_s: float) -> Outcome:
     """The checkpoint before a torn one counts, and the steps since then are done again."""
     reason = f"{event.reason}; goes on from step {event.before.step}"
-    return replace(state, checkpoint=event.before, step=event.before.step, reason=reason), []
+    return replace(state, checkpoint=event.before, reason=reason), []
 
 
 @TRANSITIONS.on(Phase.LOADING)

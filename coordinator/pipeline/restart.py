@@ -111,14 +111,14 @@ class Returns:
             checkpoint,
             record.submitted.created_s,
             version=record.version,
-            step=checkpoint.step,
+            step=record.steps,
             plan=record.plan,
             loss=record.loss,
             eval_loss=record.eval_loss,
             eval_metrics=record.eval_metrics,
         )
         if record.outcome:
-            state = replace(state, phase=Phase(record.outcome), reason=record.reason, step=record.steps)
+            state = replace(state, phase=Phase(record.outcome), reason=record.reason)
         elif record.version:
             state = self._awaited(state, record)
         return state

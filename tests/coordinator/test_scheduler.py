@@ -25,7 +25,8 @@ from coordinator.membership.roster import Roster, refusal
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages import jobs
-from coordinator.messages.facts import CheckpointStored, CheckpointTorn
+from coordinator.messages.facts import CheckpointStored, CheckpointTorn, Fact, WorkRejected, to_record
+from coordinator.pipeline.machine import ROLLED_BACK
 from coordinator.pipeline.restart import RESTART_GRACE_S
 from coordinator.pipeline.tuning.profiling import READ_AGAIN_S
 from tests.sim.scripted import HASH, Scripted, spec
@@ -358,6 +359,41 @@ def test_a_job_that_the_store_does_not_give_now_waits_and_is_read_again() -> Non
     world.wait(READ_AGAIN_S + 1.0)
     state = world.state()
     assert (state.phase, state.step, world.holders()) == (jobs.Phase.LOADING, 1, ["c", "d"])
+
+
+def rolled_back(world: Scripted) -> list[tuple[int, float]]:
+    """Return the rows of that name: the step that the job went back to, and how many were committed."""
+    return [(row.step, row.value) for row in world.all(do.Measured) if row.name == ROLLED_BACK]
+
+
+@pytest.mark.parametrize("fact", [None, WorkRejected("job-1", 1, "b", "it computed step 1 wrong")])
+def test_steps_that_are_done_again_after_a_restart_are_rolled_back_in_the_metrics(fact: Fact | None) -> None:
+    """Whether the journal has the plan of then, whose workers are awaited first, or has taken it back."""
+    world = Scripted().training("a", "b", checkpoint_every=1)
+    world.step()
+    store(world, 0)
+    world.step()
+    if fact is not None:
+        world.folder.records.append(to_record(fact, world.clock.now_s))
+    world.restart()
+    world.wait(RESTART_GRACE_S + 1.0)  # nobody is back
+    world.join("c", "d")
+    assert (world.state().phase, world.state().step) == (jobs.Phase.LOADING, 1)
+    assert rolled_back(world) == [(1, 2.0)]
+
+
+def test_steps_since_the_checkpoint_before_a_torn_one_are_rolled_back_in_the_metrics() -> None:
+    world = Scripted().training("a", "b", checkpoint_every=1)
+    for step in range(2):
+        world.step()
+        store(world, step)
+    world.lose("b")
+    world.wait(1.0)
+    world.handle(ev.TornFound("job-1", 2, "a blob of it is gone"))
+    assert world.state().reason == "a blob of it is gone; goes on from step 1"
+    world.join("c")
+    assert (world.state().phase, world.state().step) == (jobs.Phase.LOADING, 1)
+    assert rolled_back(world) == [(1, 2.0)]
 
 
 def test_a_job_that_can_never_be_read_fails_and_what_is_said_of_one_that_ended_is_dropped() -> None:
