@@ -27,6 +27,7 @@ from protos.credentials import (
     channel_credentials,
     name_options,
 )
+from tests.fixtures.first_messages import recorded
 from tests.patience import HUNG_S, eventually
 from tests.worker.transport.hosts import PATIENT, Host, enroll, key
 from worker.transport.contract import Paths, PeerLost, TransportConfig, Way
@@ -394,8 +395,8 @@ class Raw:
     def send(self, frame: Frame | bytes, payload: bytes = b"") -> None:
         self._out.put(frame if isinstance(frame, bytes) else encode(frame, payload))
 
-    def hello(self, name: str = "w-a", target: str = "w-b", protocol: int = PROTOCOL_VERSION) -> None:
-        self.send(Hello(protocol, 1, name, target))
+    def hello(self, name: str = "w-a", target: str = "w-b") -> None:
+        self.send(Hello(PROTOCOL_VERSION, 1, name, target))
 
     def frames(self) -> list[Frame]:
         """Everything the host says until it ends the stream."""
@@ -442,7 +443,7 @@ def test_another_protocol_version_is_refused_and_the_dialler_sees_why(
 ) -> None:
     b, attack = victim
     raw = attack()
-    raw.hello(protocol=PROTOCOL_VERSION + 1)
+    raw.send(recorded("cfcbb34a")["frame"])  # the first of the release before
     assert raw.refusal() is grpc.StatusCode.FAILED_PRECONDITION
     c = host("w-c", listen=False)
     b.network.admit("w-c")
