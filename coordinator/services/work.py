@@ -186,7 +186,8 @@ class WorkService(rpc.WorkServicer):
         outbox = Outbox(worker, next(_sessions), asyncio.Queue(), asyncio.current_task())
         shell.attach(outbox)
         shell.post(ev.SessionOpened(worker, outbox.session, introduction))
-        log.info(Event.SESSION_OPENED.value, worker=worker, name=introduction.name, session=outbox.session)
+        who = {"worker": worker, "name": introduction.name, "session": outbox.session}
+        log.info(Event.SESSION_OPENED.value, **who)
         reader = asyncio.create_task(self._read(requests, outbox))
         try:
             while (message := await outbox.queue.get()) is not None:
@@ -201,7 +202,7 @@ class WorkService(rpc.WorkServicer):
             if shell.outboxes.get(worker) is outbox:
                 del shell.outboxes[worker]
             shell.post(ev.SessionClosed(worker, outbox.session))
-            log.info(Event.SESSION_CLOSED.value, worker=worker, session=outbox.session, reason=outbox.reason)
+            log.info(Event.SESSION_CLOSED.value, **who, reason=outbox.reason)
         if outbox.replaced:
             # A worker opens its next session after the end of the last: who still listens is another process.
             await refuse(context, AccessDenied(REPLACED))
@@ -233,7 +234,8 @@ class WorkService(rpc.WorkServicer):
         stated = introduction.addresses
         addresses, nearby = passed_on(await resolved(stated), seen)
         if stated and not addresses:
-            log.warning("session.addresses_withheld", worker=worker, seen=seen, stated=stated)
+            who = {"worker": worker, "name": introduction.name}
+            log.warning("session.addresses_withheld", **who, seen=seen, stated=stated)
         return replace(introduction, addresses=addresses, nearby=nearby, seen=seen)
 
     def _say_refused(self, context: Context, error: AtollError) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from benchmarks.fake_worker import FakeWorker
 from coordinator.messages import instructions as do
@@ -60,6 +61,16 @@ def test_of_twenty_sessions_of_one_certificate_the_newest_alone_stays_open(
     eventually(lambda: served(running) == (1, 1))
     (worker,) = Owner(running).call("Status", pb.StatusRequest()).workers
     assert (worker.state, found[-1].ended.is_set()) == ("pool", False)
+
+
+def test_the_log_names_who_comes_and_who_goes(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    with capture_logs() as logged:
+        (worker,) = fleet(stack, running, 1, name="attic")
+        worker.stop()
+        eventually(lambda: any(entry["event"] == "session.closed" for entry in logged))
+    named = [(e["event"], e["worker"], e["name"]) for e in logged if e["event"].startswith("session.")]
+    assert named == [(event, worker.worker, "attic") for event in ("session.opened", "session.closed")]
 
 
 def test_what_waited_for_a_replaced_session_is_not_said_to_it(stack: ExitStack, tmp_path: Path) -> None:
