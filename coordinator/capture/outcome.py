@@ -10,8 +10,8 @@ A loss is a mean, and a step's loss the mean of its micro-batches' means, unless
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -140,22 +140,29 @@ def weight_of(output: object, loss: Tensor) -> Tensor | None:
     )
 
 
+@contextmanager
+def modes_kept(module: nn.Module) -> Iterator[list[tuple[nn.Module, bool]]]:
+    """Every sub-module with its mode, which it has again at the end."""
+    modes = [(child, child.training) for child in module.modules()]
+    try:
+        yield modes
+    finally:
+        for child, mode in modes:
+            child.training = mode
+
+
 def sums_items(module: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
     """Whether the module sums its loss over its targets where it is called with ``num_items_in_batch=1``, as
     models of transformers do that accept it: found out in evaluation mode, which changes nothing."""
     if not _says_so(module):
         return False
-    modes = [(child, child.training) for child in module.modules()]
     try:
-        with torch.random.fork_rng(), torch.no_grad():
+        with modes_kept(module), torch.random.fork_rng(), torch.no_grad():
             module.train(False)
             summed = outcome(module, inputs, items=True)
             mean = loss_of(module(**inputs))
     except Exception:  # noqa: BLE001 - a model may do anything with an argument that it does not know
         return False
-    finally:
-        for child, mode in modes:
-            child.training = mode
     if summed.weight is None:
         return False
     weight, total = float(summed.weight), float(summed.loss)

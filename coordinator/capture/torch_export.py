@@ -37,7 +37,7 @@ from atoll.opdag import (
 )
 from atoll.ops import GETITEM
 from coordinator.capture.export_errors import blame
-from coordinator.capture.outcome import Loss
+from coordinator.capture.outcome import Loss, modes_kept
 from coordinator.capture.python_state import PythonState
 from coordinator.capture.stock import densely, followable, without_out
 
@@ -107,23 +107,21 @@ def as_trained(module: nn.Module, training: bool, frozen: Collection[str]) -> It
     the owner left in evaluation mode, such as a frozen batch norm; a module that is in evaluation mode as a
     whole, as ``from_pretrained`` returns it, trains as a whole.
     """
-    modes = [(child, child.training) for child in module.modules()]
     flags = [(p, p.requires_grad) for p in module.parameters()]
     by_name = dict(module.named_parameters(remove_duplicate=False))
     fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
-        module.train(training)
-        for child in left_in_evaluation(modes) if training else ():
-            child.training = False
-        for name in frozen:
-            by_name[name].requires_grad_(False)
-        # The fused encoder of evaluation mode is one opaque op; its plain form can be cut.
-        torch.backends.mha.set_fastpath_enabled(False)
-        yield
+        with modes_kept(module) as modes:
+            module.train(training)
+            for child in left_in_evaluation(modes) if training else ():
+                child.training = False
+            for name in frozen:
+                by_name[name].requires_grad_(False)
+            # The fused encoder of evaluation mode is one opaque op; its plain form can be cut.
+            torch.backends.mha.set_fastpath_enabled(False)
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
-        for child, mode in modes:
-            child.training = mode
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
 

@@ -78,9 +78,9 @@ class Participation:
         statistics: int = 0,
     ) -> None:
         """Check, fetch, build. ``noise_key``: this machine's own; nobody else can guess it. ``clipping``: of
-        every update. ``statistics``: numbers beside it that the data set's owner allows. Raises what the
-        coordinator is told: BadFrame, UnsupportedOp or UsageError for what cannot run here, StorageError,
-        ConnectionFailed."""
+        every update. ``statistics``: numbers beside it that the data set's owner allows. Raises what is
+        reported to the coordinator: BadFrame, UnsupportedOp or UsageError for what cannot run here,
+        StorageError, ConnectionFailed."""
         check(joining)
         self.joining, self._context = joining, context
         config, device, spec = context.config, torch_device(context.device), joining.federated.rule

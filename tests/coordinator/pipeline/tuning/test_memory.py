@@ -51,6 +51,17 @@ def kill(world: Scripted, worker: str, at_bytes: int = 200 * MIB) -> None:
     world.says(worker, failed)
 
 
+def measure(world: Scripted, worker: str, peak_bytes: int) -> None:
+    """Train a step on three workers, of which one says what its stage takes at most."""
+    world.join("a", "b", "c")
+    world.submit(what=spec(3))
+    world.load()
+    version, now_s = world.state().version, world.clock.now_s
+    world.says(worker, ev.Heartbeat(now_s, JOB, version, 0, 1, 0, memory_peak_bytes=peak_bytes))
+    step(world)
+    world.wait(0.5)
+
+
 def scale(world: Scripted) -> float:
     introduced = world.introduced("a", 1)
     return world.scheduler.roster.memory.factor(JOB, introduced.device_class)
@@ -195,14 +206,7 @@ def test_a_small_stage_tells_no_factor_for_large_ones() -> None:
         return replace(made, prediction=replace(made.prediction, stages=stages))
 
     world = Scripted(stages=3, fewest=3, altered=uneven)
-    world.join("a", "b", "c")
-    world.submit(what=spec(3))
-    world.load()
-    state = world.state()
-    beat = ev.Heartbeat(world.clock.now_s, JOB, state.version, 0, 1, 0, memory_peak_bytes=80 * MIB)
-    world.says("a", beat)
-    step(world)
-    world.wait(0.5)
+    measure(world, "a", 80 * MIB)
     assert scale(world) == 1.0
     kill(world, "a")
     assert scale(world) == LEAST_RAISE
@@ -216,14 +220,7 @@ def test_a_limit_in_the_planners_figures_is_compared_with_the_models() -> None:
             return replace(super().introduced(worker, incarnation), memory_in_figures=True)
 
     world = Laboratory(stages=3, fewest=3, altered=predicted)
-    world.join("a", "b", "c")
-    world.submit(what=spec(3))
-    world.load()
-    state = world.state()
-    beat = ev.Heartbeat(world.clock.now_s, JOB, state.version, 0, 1, 0, memory_peak_bytes=900 * MIB)
-    world.says("b", beat)
-    step(world)
-    world.wait(0.5)
+    measure(world, "b", 900 * MIB)
     assert scale(world) == world.scheduler.roster.memory_factor(JOB, "b") == 1.0
 
 
