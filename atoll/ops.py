@@ -84,7 +84,7 @@ _MATRIX = """
     linalg_vector_norm linalg_vecdot linalg_inv linalg_inv_ex linalg_solve linalg_solve_triangular
     linalg_cholesky linalg_det linalg_slogdet linalg_matrix_power matmul matrix_exp matrix_power
     mm:default,dtype mv outer tensordot vdot linalg_qr linalg_svd linalg_eigh cholesky inverse det
-    logdet slogdet _weight_norm norm_except_dim
+    logdet slogdet _weight_norm norm_except_dim linalg_householder_product
 """
 _CONVOLUTION = """
     conv1d:default,padding conv2d:default,padding conv3d:default,padding conv_transpose1d

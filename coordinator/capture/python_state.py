@@ -8,16 +8,24 @@ Tensors count by identity, so nothing large is copied.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import hashlib
+import os
 import random
 import sys
 import types
+import warnings
+from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -32,6 +40,9 @@ MAX_DEPTH = 32
 MAX_ARRAY_BYTES = 1 << 20  # of an array whose content counts
 MAX_SHOWN = 40  # characters of a value
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
+_VALUES = (Enum, np.generic, range, slice, frozenset, Decimal, Fraction, datetime.date, datetime.time,
+           datetime.timedelta, PurePath, torch.dtype, torch.device)  # fmt: skip
+"""What is told from others of its kind by how it is written."""
 _CACHE = type(functools.lru_cache(len))
 _DICTS = (dict, OrderedDict, defaultdict)
 _UNREAD = ("torch", "builtins", "numpy", "logging", "threading")  # packages whose objects' inside is theirs
@@ -91,6 +102,7 @@ class PythonState:
         self._entries["numpy's random numbers (np.random)"] = _digest(
             [item.tobytes() if isinstance(item, np.ndarray) else item for item in numbers]
         )
+        self._entries["the environment (os.environ)"] = _digest(sorted(os.environ.items()))
         self._walk((module, "the module", None), 0)
 
     def changes(self, later: PythonState) -> list[Change]:
@@ -115,7 +127,7 @@ class PythonState:
             return
         self._alive.append(value)
         self._entries[name], self._puts[name] = _entry(value), put
-        if id(value) in self._seen or isinstance(value, (*_SCALARS, Tensor)) or depth >= MAX_DEPTH:
+        if id(value) in self._seen or isinstance(value, (*_SCALARS, *_VALUES, Tensor)) or depth >= MAX_DEPTH:
             return
         self._seen.add(id(value))
         if isinstance(value, random.Random):
@@ -169,9 +181,10 @@ class PythonState:
         yield type(part), f"class {type(part).__name__}", None
 
     def _of_container(self, value: Any, name: str) -> Iterator[Held]:
-        if len(value) > MAX_ITEMS or type(value) not in (list, deque, set, *_DICTS):
+        if len(value) > MAX_ITEMS:
             return
-        self._contents(value)
+        if type(value) in (list, deque, set, *_DICTS):  # others may do anything when they are filled
+            self._contents(value)
         if isinstance(value, dict):
             yield from (
                 (item, f"{name}[{_short(repr(key))}]", partial(value.__setitem__, key))
@@ -307,13 +320,44 @@ def _entry(value: Any) -> _Entry:
         return _digest(value.get_state())
     if isinstance(value, torch.Generator):
         return _digest(value.get_state().numpy().tobytes())
+    if isinstance(value, bytearray | array) and len(value) <= MAX_ARRAY_BYTES:
+        return _digest(bytes(value))
     if isinstance(value, Iterator):
-        return _digest(repr(value))  # itertools.count prints where it stands
+        return _digest(_position(value))
+    if isinstance(value, _VALUES):
+        return _Entry(type(value).__name__, repr(value), _short(repr(value)))
+    if isinstance(value, ContextVar):
+        return _Entry("variable", repr(value.get(None)))
     if isinstance(value, list | tuple | dict | set | deque):
         return _Entry(type(value).__name__, len(value), f"{len(value)} items")
     if (size := _cached(value)) is not None:
         return _Entry("cache", size, f"{size} results")
+    if isinstance(value, types.FunctionType):
+        return _Entry(
+            "function", value.__code__, value.__qualname__
+        )  # made anew at each call, it is the same
+    if isinstance(value, types.BuiltinFunctionType | type):
+        return _Entry("function", value.__name__, value.__name__)
     return _Entry("object", type(value), f"a {type(value).__name__}")
+
+
+def _position(iterator: Any, depth: int = 0) -> str:
+    """Return where an iterator of Python's own stands, without taking from it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # iterators of itertools are losing their __reduce__
+        try:
+            made = iterator.__reduce__()
+        except (TypeError, AttributeError):  # a generator, a file
+            return repr(iterator)
+    if depth >= MAX_DEPTH:
+        return ""
+    return repr([_part(part, depth) for item in made for part in (item if type(item) is tuple else (item,))])
+
+
+def _part(part: Any, depth: int) -> str:
+    if isinstance(part, _SCALARS):
+        return repr(part)
+    return _position(part, depth + 1) if isinstance(part, Iterator) else str(id(part))
 
 
 def _digest(state: object) -> _Entry:

@@ -10,7 +10,7 @@ What a batch or two need not show is looked for by itself: Python state that for
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -130,7 +130,31 @@ def _copy(module: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(module, dict(kept))
     except Exception as error:  # a module may hold anything
-        raise CaptureError(f"the module cannot be copied to be checked: {error}") from error
+        raise CaptureError(
+            _not_copied(module) or f"the module cannot be copied to be checked: {error}"
+        ) from error
+
+
+def _not_copied(module: nn.Module) -> str:
+    """Say which attribute keeps a module from being copied, "" where it is none by itself."""
+    for path, part in module.named_modules():
+        for key, value in vars(part).items():
+            if key in ("_modules", "_parameters", "_buffers"):
+                continue
+            try:
+                copy.deepcopy(value, {id(part): None})
+            except Exception as error:  # noqa: BLE001 - as above
+                name = f"attribute {f'{path}.{key}' if path else key!r}"
+                if isinstance(value, Generator):
+                    return (
+                        f"{name} is a generator, which moves on whenever it is read, and the graph would "
+                        "not; keep what forward needs in a registered buffer, or read it outside forward"
+                    )
+                return (
+                    f"{name} cannot be copied ({error}), and the module is checked on a copy; keep it "
+                    "outside the module"
+                )
+    return ""
 
 
 def _refuse_hooks(module: nn.Module) -> None:
@@ -181,7 +205,9 @@ class _Check:
             try:
                 one(executor, batch, seed + turn)
             except SelfCheckError as error:
-                if changes := states[0].changes(PythonState(self.module)):
+                now = PythonState(self.module)
+                # What changes to and fro is as it was two calls ago.
+                if changes := states[0].changes(now) or states[-1].changes(now):
                     raise SelfCheckError(f"{_changed(changes)}. After that {error}") from error
                 raise
             states.append(PythonState(self.module))
@@ -362,7 +388,8 @@ class _Check:
         raise SelfCheckError(
             f"the captured graph is not the module: {named}{more}. Usual causes: a custom autograd.Function, "
             "a tensor or module hook, a buffer rebound instead of written in place (self.buf = ...), Python "
-            "state that changes between calls; express it in plain tensor ops"
+            "state that changes between calls, a branch on requires_grad or torch.is_grad_enabled(); express "
+            "it in plain tensor ops"
         )
 
 

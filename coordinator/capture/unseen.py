@@ -31,6 +31,10 @@ _GRADIENT = (
     "use a loss without it"
 )
 _DATA = "reaches a tensor's memory by .data, which torch.export cannot follow; use .detach(), or a buffer"
+_GRAD = (
+    "uses a parameter's gradient (.grad, zero_grad()) in forward, which the graph would not; gradients are "
+    "the optimizer's"
+)
 _TRACED: dict[Any, str] = {
     torch.Tensor.register_hook: _HOOK,
     torch.Tensor.register_post_accumulate_grad_hook: _HOOK,
@@ -39,6 +43,12 @@ _TRACED: dict[Any, str] = {
     torch.Tensor.backward: _GRADIENT,
     torch.Tensor.data.__get__: _DATA,  # type: ignore[attr-defined]
     torch.Tensor.data.__set__: _DATA,  # type: ignore[attr-defined]
+    torch.Tensor.__deepcopy__: "copies a tensor by copy.deepcopy, which torch.export cannot follow; use "
+    ".clone()",
+    torch.Tensor.numpy: "hands a tensor to numpy, which the graph cannot hold; compute in tensor ops",
+    torch.Tensor.grad.__get__: _GRAD,  # type: ignore[union-attr]
+    torch.Tensor.grad.__set__: _GRAD,  # type: ignore[union-attr]
+    torch.Tensor.grad.__delete__: _GRAD,  # type: ignore[union-attr]
 }
 _CLOCK = "reads the clock, and the graph would not; decide it outside forward"
 _SEED = "sets torch's seed, and the graph would not; the job's seed is TrainingSpec(seed=...)"
@@ -55,6 +65,8 @@ _CALLED: dict[Any, str] = {
 _RUN: dict[Any, str] = {
     torch.manual_seed: _SEED,
     torch.seed: _SEED,
+    torch.set_rng_state: "sets the state of torch's generator, and the graph would not; draw numbers as they "
+    "come",
     torch.autograd.graph.saved_tensors_hooks.__init__: "changes what autograd saves for backward, and the "
     "graph would not; leave it out",
 }
@@ -122,8 +134,16 @@ def refuse_functions(loss: Tensor) -> None:
 
 def is_own(filename: str) -> bool:
     """Return whether a source file is the owner's, not an installed package's or the standard library's."""
-    parts = Path(filename).parts
-    return not filename.startswith(("<", *_STDLIB)) and not any(name in parts for name in _INSTALLED)
+    return not filename.startswith(("<", *_STDLIB)) and not _is_installed(filename)
+
+
+def is_pythons(filename: str) -> bool:
+    """Return whether a source file is the standard library's."""
+    return filename.startswith(_STDLIB) and not _is_installed(filename)
+
+
+def _is_installed(filename: str) -> bool:
+    return any(name in Path(filename).parts for name in _INSTALLED)
 
 
 @contextmanager
@@ -146,6 +166,8 @@ def watching() -> Iterator[None]:
             words = _asked(frame, argument)
         else:
             return
+        while words and frame.f_back is not None and not is_own(frame.f_code.co_filename):
+            frame = frame.f_back  # by way of secrets, say
         if words:
             seen.append(f"{words} (at {Path(frame.f_code.co_filename).name}:{frame.f_lineno})")
 

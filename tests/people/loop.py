@@ -218,7 +218,8 @@ def _pipeline(job: Job, prepared: Prepared, starts: tuple[int, ...]) -> Trained:
     losses = [pipeline.step(at, batches_of(job, at)).loss for at in range(job.training.steps)]
     state = {name: kept["value"] for name, kept in {**tensors, **pipeline.snapshot()}.items()}
     state |= {name: state[first] for name, first in dag.aliases.items()}
-    return Trained(losses, state, _evaluated(job, evaluation, state))
+    copied = {name: tensor.clone() for name, tensor in state.items()}  # of which evaluation writes buffers
+    return Trained(losses, state, _evaluated(job, evaluation, copied))
 
 
 def _evaluated(job: Job, dag: OpDag, state: Mapping[str, Tensor]) -> float:

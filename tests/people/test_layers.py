@@ -73,6 +73,10 @@ def orthogonal() -> nn.Module:
     return Classifier(nn.utils.parametrizations.orthogonal(nn.Linear(6, 6)), 6)
 
 
+def orthogonal_columns() -> nn.Module:
+    return Classifier(nn.utils.parametrizations.orthogonal(nn.Linear(6, 8)), 8)
+
+
 def sparse_embedding() -> nn.Module:
     return Classifier(nn.Embedding(12, 3, padding_idx=0, sparse=True), 15)
 
@@ -210,6 +214,7 @@ class RealSpectrum(ComplexWeight):
 CASES = [
     case(weight_norm, vectors),
     case(orthogonal, vectors),
+    case(orthogonal_columns, vectors),
     case(spectral_norm, vectors),
     case(spectral_norm_by_hooks, vectors),
     case(spectral_norm_of_convolutions, images),

@@ -84,6 +84,18 @@ def model(forward: str, init: str = "self.fc = nn.Linear(8, 4)") -> str:
         {forward}"""
 
 
+def does(first: str = "pass", *, scale: str = "1.0", init: str = "pass", before: str = "") -> str:
+    """Return statements that define ``Net`` as a model that does something else beside."""
+    return (
+        before
+        + "\n"
+        + model(
+            f"{first}\n        return F.cross_entropy(self.fc(x), y) * ({scale})",
+            f"self.fc = nn.Linear(8, 4)\n        {init}",
+        )
+    )
+
+
 JOBS = (
     Case("a class in place of the module", "module=Net"),
     Case("a function in place of the module", "module=lambda x, y: 0"),
@@ -277,19 +289,197 @@ MODELS = (
         ),
     ),
     Case(
-        "a model that counts its calls",
-        setup=model(
-            "self.calls += 1\n        return F.cross_entropy(self.fc(x), y) / self.calls",
-            "self.fc, self.calls = nn.Linear(8, 4), 0",
+        "a model that branches on a value",
+        setup=model("return self.fc(x).mean() * (2 if x.sum() > 0 else 1)"),
+    ),
+)
+
+STATE = (
+    Case("counts its calls", setup=does("self.calls += 1", scale="1 / self.calls", init="self.calls = 0")),
+    Case(
+        "keeps a history",
+        setup=does("self.past.append(1)", scale="len(self.past)", init="self.past = []"),
+    ),
+    Case(
+        "counts in an object of its own",
+        setup=does("self.seen.n += 1", init="self.seen = Seen()", before="class Seen:\n    n = 0"),
+    ),
+    Case(
+        "counts in a global",
+        setup=does("SEEN.append(1)", scale="len(SEEN)", before="SEEN = []"),
+    ),
+    Case("counts in its class", setup=does("Net.calls = getattr(Net, 'calls', 0) + 1", scale="Net.calls")),
+    Case(
+        "counts in a closure",
+        setup=does(
+            scale="count()",
+            before="def counting():\n    seen = []\n    return lambda: seen.append(1) or len(seen)\n"
+            "count = counting()",
         ),
     ),
     Case(
-        "a model that draws from Python's generator",
-        setup="import random\n" + model("return F.cross_entropy(self.fc(x), y) * (1 + random.random())"),
+        "takes turns",
+        setup=does("self.odd = not self.odd", scale="2.0 if self.odd else 1.0", init="self.odd = False"),
     ),
     Case(
-        "a model that branches on a value",
-        setup=model("return self.fc(x).mean() * (2 if x.sum() > 0 else 1)"),
+        "reads an iterator",
+        setup=does(scale="next(self.scales)", init="self.scales = iter([1.0] * 1000)"),
+    ),
+    Case(
+        "reads a generator",
+        setup=does(scale="next(self.scales)", init="self.scales = (1.0 for _ in range(1000))"),
+    ),
+    Case(
+        "counts in a context variable",
+        setup=does(
+            "N.set(N.get() + 1)",
+            scale="N.get()",
+            before="import contextvars\nN = contextvars.ContextVar('n', default=0)",
+        ),
+    ),
+    Case(
+        "counts in the environment",
+        setup=does(
+            "os.environ['N'] = os.environ.get('N', '') + '1'",
+            scale="len(os.environ['N'])",
+            before="import os",
+        ),
+    ),
+    Case("holds a lock", setup=does(init="self.lock = threading.Lock()", before="import threading")),
+    Case(
+        "reads what the call before has left",
+        setup=does(
+            "last, self.last = self.last, self.fc(x).detach()",
+            scale="1 + last.mean()",
+            init="self.last = torch.zeros(4, 4)",
+        ),
+    ),
+    Case(
+        "binds a buffer anew",
+        setup=does(
+            "self.level = self.level + 1",
+            scale="self.level.mean()",
+            init="self.register_buffer('level', torch.zeros(4))",
+        ),
+    ),
+    Case(
+        "writes a parameter",
+        setup=does("with torch.no_grad(): self.fc.weight.clamp_(-0.1, 0.1)"),
+    ),
+    Case("writes a parameter by `.data`", setup=does("self.fc.weight.data.clamp_(-0.1, 0.1)")),
+    Case("uses a parameter's gradient", setup=does("self.zero_grad()")),
+    Case("sets `requires_grad`", setup=does("self.fc.bias.requires_grad_(False)")),
+    Case("switches a mode", setup=does("self.d.train(not self.d.training)", init="self.d = nn.Dropout()")),
+    Case("changes a layer's settings", setup=does("self.d.p += 0.01", init="self.d = nn.Dropout(0.1)")),
+)
+
+WORLD = (
+    Case(
+        "draws from Python's generator",
+        setup=does(scale="1 + random.random()", before="import random"),
+    ),
+    Case("draws from numpy's generator", setup=does(scale="float(np.random.rand())")),
+    Case(
+        "draws from a generator of numpy of its own",
+        setup=does(scale="self.rng.random()", init="self.rng = np.random.default_rng(1)"),
+    ),
+    Case(
+        "draws from a generator of torch of its own",
+        setup=does(scale="torch.rand((), generator=G)", before="G = torch.Generator().manual_seed(1)"),
+    ),
+    Case(
+        "draws from the system",
+        setup=does(scale="1 + secrets.randbelow(2)", before="import secrets"),
+    ),
+    Case("sets torch's seed", setup=does("torch.manual_seed(1)", scale="torch.rand(())")),
+    Case(
+        "sets the state of torch's generator",
+        setup=does(
+            "torch.set_rng_state(STATE)", scale="torch.rand(())", before="STATE = torch.get_rng_state()"
+        ),
+    ),
+    Case("reads the clock", setup=does(scale="1 + time.time() % 1", before="import time")),
+    Case("opens a file", setup=does(scale="len(open(__file__).read())")),
+)
+
+BACKWARD = (
+    Case(
+        "uses a custom `autograd.Function`",
+        setup=does(
+            scale="Same.apply(x).mean()",
+            before="class Same(torch.autograd.Function):\n"
+            "    @staticmethod\n    def forward(ctx, x):\n        return x * 1\n"
+            "    @staticmethod\n    def backward(ctx, g):\n        return g.clamp(-1, 1)",
+        ).replace("Same.apply(x)", "Same.apply(self.fc(x))"),
+    ),
+    Case(
+        "has a hook on a tensor",
+        setup=does("h = self.fc(x); h.register_hook(lambda g: g * 0.5)", scale="h.mean()"),
+    ),
+    Case(
+        "has a hook on a parameter",
+        setup=does(init="self.fc.weight.register_hook(lambda g: g * 0.5)"),
+    ),
+    Case(
+        "has a backward hook",
+        setup=does(init="self.fc.register_full_backward_hook(lambda m, i, o: None)"),
+    ),
+    Case(
+        "has hooks on what autograd saves",
+        setup=does(
+            "with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t): h = self.fc(x)",
+            scale="h.mean()",
+        ),
+    ),
+    Case(
+        "uses `torch.func.grad`",
+        setup=does(scale="torch.func.grad(lambda t: self.fc(t).sum())(x).mean()"),
+    ),
+    Case(
+        "is checkpointed with `use_reentrant=True`",
+        setup=does(
+            "h = checkpoint(self.fc, x.requires_grad_(), use_reentrant=True)",
+            scale="h.mean()",
+            before="from torch.utils.checkpoint import checkpoint",
+        ),
+    ),
+    Case("hands a tensor to numpy", setup=does(scale="float(self.fc(x).detach().numpy().max())")),
+    Case("copies a layer", setup=does(scale="copy.deepcopy(self.fc)(x).mean()", before="import copy")),
+    Case(
+        "uses `ctc_loss`",
+        setup=does(
+            "n = torch.ones_like(y)",
+            scale="F.ctc_loss(self.fc(x)[None].log_softmax(-1), y[:, None], n, n)",
+        ),
+    ),
+    Case(
+        "has an embedding with `max_norm`",
+        setup=does(scale="self.e(y).mean()", init="self.e = nn.Embedding(4, 8, max_norm=1.0)"),
+    ),
+    Case(
+        "has a complex parameter",
+        setup=does(
+            scale="(self.w.abs()).mean()", init="self.w = nn.Parameter(torch.ones(4, dtype=torch.complex64))"
+        ),
+    ),
+    Case(
+        "has two parameters on one memory",
+        setup=does(
+            scale="(self.p + self.q).mean()",
+            init="both = torch.ones(6); self.p, self.q = nn.Parameter(both[:4]), nn.Parameter(both[2:])",
+        ),
+    ),
+    Case(
+        "has a forward in a closure over itself",
+        "module=closed()",
+        does(
+            before="def closed():\n    net = Net()\n"
+            "    net.forward = lambda x, y: F.cross_entropy(net.fc(x), y)\n    return net",
+        ),
+    ),
+    Case(
+        "returns a weight below zero",
+        setup=model("return {'loss': self.fc(x).sum(), 'weight': -torch.ones(())}"),
     ),
 )
 
@@ -299,6 +489,9 @@ SECTIONS = {
     "Data": DATA,
     "Training": TRAINING,
     "Models": MODELS,
+    "Models that carry state": STATE,
+    "Models that ask the world outside": WORLD,
+    "Models that reach beyond the graph": BACKWARD,
 }
 
 
@@ -322,8 +515,7 @@ def answer(case: Case, server: FakeOwnerServer, folder: Path) -> Answer:
     console = Console(file=said, width=10_000, highlight=False, markup=False, emoji=False)
     with mock.patch.object(command_line, "err", console):
         code = command_line.run(app, ["submit", str(file), *case.options, *server.options])
-    lines = [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
-    message = lines[-1].removeprefix("error: ") if lines else ""
+    message = " ".join(said.getvalue().rpartition("error: ")[2].split())
     message = re.sub(rf"{re.escape(str(file))}(:\d+)?:? ?", "", message)
     message = message.split(" After that the captured graph")[0]  # figures, which differ from run to run
     return Answer(code, re.sub(r"job\.py:\d+", "job.py", message))

@@ -1,0 +1,325 @@
+"""State that a module carries from call to call: what the graph holds, and what it could not.
+
+The refused ones do the same at every checked call, or change to and fro.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import enum
+import itertools
+import os
+import threading
+from array import array
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.people.loop import Case, case, run
+from tests.people.test_one_batch import Net, rows
+
+LATE = 100  # calls until anything is otherwise
+CALLS: ContextVar[int] = ContextVar("calls", default=0)
+
+
+class Mode(enum.Enum):
+    ODD = 1
+    EVEN = 2
+
+
+class Scaled(Net):
+    """A module that is another one after many calls; ``late`` says whether that is now."""
+
+    def late(self) -> bool:
+        raise NotImplementedError
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return super().hidden(x) * (0.5 if self.late() else 1.0)
+
+
+class CountsInACounter(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = collections.Counter(calls=0)
+
+    def late(self) -> bool:
+        self.seen["calls"] += 1
+        return self.seen["calls"] > LATE
+
+
+class Numbers(list[int]):
+    """A list of one's own."""
+
+
+class CountsInAListOfItsOwn(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = Numbers([0])
+
+    def late(self) -> bool:
+        self.seen[0] += 1
+        return self.seen[0] > LATE
+
+
+class CountsInAnArray(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = array("i", [0])
+
+    def late(self) -> bool:
+        self.seen[0] += 1
+        return self.seen[0] > LATE
+
+
+class CountsInAContextVariable(Scaled):
+    def late(self) -> bool:
+        CALLS.set(CALLS.get() + 1)
+        return CALLS.get() > LATE
+
+
+class CountsInTheEnvironment(Scaled):
+    def late(self) -> bool:
+        calls = int(os.environ.get("ATOLL_TEST_CALLS", "0")) + 1
+        os.environ["ATOLL_TEST_CALLS"] = str(calls)
+        return calls > LATE
+
+
+class CountsInAPath(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = Path("a")
+
+    def late(self) -> bool:
+        self.path = self.path.with_name(self.path.name + "a")
+        return len(self.path.name) > LATE
+
+
+class ReadsAnIterator(Scaled):
+    def __init__(self, steps: Iterator[Any] | None = None) -> None:
+        super().__init__()
+        self.steps = steps or iter([False] * LATE + [True])
+
+    def late(self) -> bool:
+        return bool(next(self.steps))
+
+
+class ReadsAMap(ReadsAnIterator):
+    def __init__(self) -> None:
+        super().__init__(map(LATE.__lt__, itertools.count()))
+
+
+class ReadsACycle(ReadsAnIterator):
+    def __init__(self) -> None:
+        super().__init__(itertools.cycle([False] * LATE + [True]))
+
+
+class ReadsAGenerator(ReadsAnIterator):
+    def __init__(self) -> None:
+        super().__init__(calls > LATE for calls in itertools.count())
+
+
+class TakesTurns(Net):
+    """At every second call it is as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mode = Mode.ODD
+
+    def hidden(self, x: Tensor) -> Tensor:
+        scale = self.mode.value
+        self.mode = Mode.EVEN if self.mode is Mode.ODD else Mode.ODD
+        return super().hidden(x) * scale
+
+
+class SwapsItsActivation(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = torch.tanh
+
+    def hidden(self, x: Tensor) -> Tensor:
+        found = self.activation(self.a(x))
+        self.activation = torch.sigmoid if self.activation is torch.tanh else torch.tanh
+        return found
+
+
+class HoldsALock(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.lock = threading.Lock()
+
+
+class DropsAGradient(Net):
+    """What the micro-batch before has added is lost, which no loss shows."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        self.a.bias.grad = None
+        return super().hidden(x)
+
+
+class ZeroesItsGradients(Net):
+    def hidden(self, x: Tensor) -> Tensor:
+        self.zero_grad()
+        return super().hidden(x)
+
+
+class ReadsAGradient(Net):
+    def loss(self, out: Tensor, y: Tensor) -> Tensor:
+        gradient = self.a.weight.grad
+        return super().loss(out, y) + (0.0 if gradient is None else gradient.norm())
+
+
+class SetsTorchsGenerator(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = torch.get_rng_state()
+
+    def hidden(self, x: Tensor) -> Tensor:
+        before = torch.get_rng_state()
+        torch.set_rng_state(self.drawn)
+        noise = torch.randn_like(x)
+        torch.set_rng_state(before)
+        return super().hidden(x + noise)
+
+
+class CopiesALayer(Net):
+    def hidden(self, x: Tensor) -> Tensor:
+        return super().hidden(x) + copy.deepcopy(self.a)(x).detach()
+
+
+class ByNumpy(Net):
+    def loss(self, out: Tensor, y: Tensor) -> Tensor:
+        return super().loss(out, y) * float(abs(out.detach().numpy()).max())
+
+
+# Trained as the plain loop does.
+
+
+class Queue(Net):
+    """Keys of the last batches, as MoCo keeps them; where the next go stands in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.randn(16, 8))
+        self.register_buffer("next", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.hidden(x)
+        likeness = (hidden @ self.queue.clone().T).logsumexp(1).mean()
+        with torch.no_grad():
+            self.queue[(self.next + torch.arange(len(x))) % 16] = hidden.detach()
+            self.next.copy_((self.next + len(x)) % 16)
+        return self.loss(self.b(hidden), y) + 0.1 * likeness
+
+
+class Codebook(Net):
+    """A vector quantiser whose codes are moving averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        codes = torch.randn(6, 8)
+        for name, value in {"codes": codes, "sums": codes.clone(), "counts": torch.ones(6)}.items():
+            self.register_buffer(name, value)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        found = super().hidden(x)
+        nearest = torch.cdist(found.detach(), self.codes).argmin(1)
+        if self.training:
+            with torch.no_grad():
+                ours = F.one_hot(nearest, 6).float()
+                self.counts.lerp_(ours.sum(0), 0.1)
+                self.sums.lerp_(ours.T @ found.detach(), 0.1)
+                self.codes.copy_(self.sums / (self.counts[:, None] + 1e-5))
+        return found + (self.codes[nearest] - found).detach()
+
+
+class Remembers(Net):
+    """The hidden state of the batch before, in a buffer; it is written in evaluation, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(8, 8)
+        self.register_buffer("last", torch.zeros(4, 8))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        found: Tensor = self.cell(super().hidden(x), self.last.clone())
+        self.last.copy_(found.detach())
+        return found
+
+
+class SharesANorm(Net):
+    """One batch norm at two depths: its statistics move twice a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.one, self.two = nn.Sequential(shared, nn.Tanh()), nn.Sequential(nn.ReLU(), shared)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        found: Tensor = self.two(self.one(super().hidden(x)))
+        return found
+
+
+class BuffersOnOneMemory(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.zeros(2, 8)
+        self.register_buffer("mean", both[0])
+        self.register_buffer("square", both[1])
+
+    def hidden(self, x: Tensor) -> Tensor:
+        found = super().hidden(x)
+        self.mean.lerp_(found.detach().mean(0), 0.1)
+        self.square.lerp_(found.detach().square().mean(0), 0.1)
+        return (found - self.mean) / (1.0 + self.square).sqrt()
+
+
+class EveryFourthCall(Net):
+    """What a count in a buffer chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().hidden(x) * torch.where(self.calls % 4 == 0, 2.0, 1.0)
+
+
+REFUSED = {
+    CountsInACounter: r"changes attribute 'seen'\['calls'\]",
+    CountsInAListOfItsOwn: r"changes attribute 'seen'\[0\]",
+    CountsInAnArray: "changes attribute 'seen'",
+    CountsInAContextVariable: "changes global CALLS of test_state",
+    CountsInTheEnvironment: r"changes the environment \(os\.environ\)",
+    CountsInAPath: "changes attribute 'path'",
+    ReadsAnIterator: "changes attribute 'steps'",
+    ReadsAMap: "changes attribute 'steps'",
+    ReadsACycle: "changes attribute 'steps'",
+    ReadsAGenerator: "attribute 'steps' is a generator, which moves on whenever it is read",
+    TakesTurns: r"changes attribute 'mode' \(from <Mode\.EVEN: 2> to <Mode\.ODD: 1>\)",
+    SwapsItsActivation: r"changes attribute 'activation' \(from sigmoid to tanh\)",
+    HoldsALock: r"attribute 'b\.lock' cannot be copied.*keep it outside the module",
+    DropsAGradient: r"uses a parameter's gradient \(\.grad, zero_grad\(\)\) in forward.*test_state\.py",
+    ZeroesItsGradients: "uses a parameter's gradient",
+    ReadsAGradient: "uses a parameter's gradient",
+    SetsTorchsGenerator: r"sets the state of torch's generator.*\(at test_state\.py",
+    CopiesALayer: r"copies a tensor by copy\.deepcopy.*use \.clone\(\): in the module at test_state\.py",
+    ByNumpy: "hands a tensor to numpy",
+}
+OWN = [kind for kind in list(globals().values()) if isinstance(kind, type) and issubclass(kind, Net)]
+CASES = [case(kind, rows, refused=REFUSED.get(kind, "")) for kind in OWN if kind not in (Net, Scaled)]
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_state_is_in_the_graph_or_refused_by_its_name(
+    kind: Case, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATOLL_TEST_CALLS", "0")
+    run(kind)
