@@ -241,15 +241,6 @@ def owner_shares(rates: Sequence[float]) -> tuple[float, ...]:
     return tuple(share / sum(found) for share in found)
 
 
-def owner_time_s(rates: Sequence[float], shares: Sequence[float], size_bytes: float) -> float:
-    """Seconds that the busiest link carries an exchange of ``size_bytes`` by owners with these shares."""
-    n = len(rates)
-    return max(
-        size_bytes * (1.0 + (n - 2) * share) / rate if rate > 0.0 else float("inf")
-        for rate, share in zip(rates, shares, strict=True)
-    )
-
-
 def cut(elements: int, shares: Sequence[float], multiple: int = 1) -> tuple[Segment, ...]:
     """Cut [0, elements) in proportion to ``shares``, at multiples of ``multiple``; segments may be empty."""
     whole = sum(shares)
@@ -419,25 +410,6 @@ def side_by_side(collectives: Sequence[Collective]) -> Collective:
 def group_size(ranks: int) -> int:
     """Power of two nearest to sqrt(ranks), at least 2 (papers/compression.md 7: 8 of 64)."""
     return max(2, 1 << round(log2(ranks) / 2))
-
-
-def butterfly_groups(ranks: Sequence[int], size: int, number: int) -> tuple[tuple[int, ...], ...]:
-    """Groups of round ``number`` in which everybody hears of everybody within log_size P rounds.
-
-    Ranks of a group differ in the butterfly's bits [t log2 S, (t + 1) log2 S) only, t the round. ``size`` and
-    the number of ranks are powers of two. Source: WAGMA-SGD (papers/compression.md 7).
-    """
-    order = sorted(ranks)
-    total, bits = len(order), size.bit_length() - 1
-    if size < 2 or size & (size - 1) or total & (total - 1) or total < size:
-        raise UsageError(f"groups of {size} among {total} ranks: both powers of two, {size} the smaller")
-    width = total.bit_length() - 1
-    phases = -(-width // bits)
-    low = min((number % phases) * bits, width - bits)  # the last phase overlaps where S does not divide
-    groups: dict[int, list[int]] = {}
-    for place, rank in enumerate(order):
-        groups.setdefault(place & ~((size - 1) << low), []).append(rank)
-    return tuple(tuple(group) for group in groups.values())
 
 
 def _after(ranks: Sequence[int], rank: int) -> list[int]:

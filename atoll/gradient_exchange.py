@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -183,13 +183,6 @@ def _merged(
         bucket += names
     if bucket:
         yield bucket
-
-
-def with_rates(plan: Plan, rates: Sequence[float]) -> Plan:
-    """Return the plan with what each rank gets over its slowest link to another, in bytes/s."""
-    if plan.exchange is None:
-        return plan
-    return replace(plan, exchange=replace(plan.exchange, rates=tuple(rates)))
 
 
 def trained_elements(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from atoll.errors import ConnectionFailed, UsageError
@@ -65,18 +64,6 @@ class LocalBlob:
                 yield data[at : at + piece_bytes]
 
         return cls(hashlib.sha256(data).hexdigest(), len(data), pieces)
-
-    @classmethod
-    def of_file(cls, path: Path, name: str, size: int, piece_bytes: int) -> LocalBlob:
-        """The blob in a file whose hash is known."""
-
-        def pieces(offset: int) -> Iterator[bytes]:
-            with path.open("rb") as file:
-                file.seek(offset)
-                while piece := file.read(piece_bytes):
-                    yield piece
-
-        return cls(name, size, pieces)
 
 
 def upload(

@@ -21,14 +21,13 @@ be planned and an update be refused before it is counted (``strategies.checking`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from atoll.errors import JobFailed, UsageError
-from atoll.opdag import DTYPE_BYTES, TensorMeta
 from strategies.checking import check_updates
 from strategies.layout import SHARED, Layout, Role
 from strategies.values import (
@@ -211,14 +210,3 @@ def advance(state: ServerState, weights: Arrays, slots: Slots | None = None) -> 
             )
         after[name] = cast
     return replace(state, round=state.round + 1, weights=after, slots=state.slots if slots is None else slots)
-
-
-def traffic_bytes(rule: Strategy, layout: Layout) -> tuple[int, int]:
-    """(down, up) bytes of arrays a client and round, dense; ``layout`` as ``adapt`` left it."""
-
-    def size(metas: Mapping[str, TensorMeta], slots: SlotMetas) -> int:
-        every = [*metas.values(), *(meta for slot in slots.values() for meta in slot.values())]
-        return sum(meta.elements * DTYPE_BYTES[meta.dtype] for meta in every)
-
-    down = size(layout.metas_of(*SHARED, Role.TOLD), rule.extra_down(layout))
-    return down, size(layout.metas_of(*SHARED), rule.extra_up(layout))

@@ -3,9 +3,10 @@
     in time:  x = sum / S        late:  x = (sum + now) / (S + 1)
 
 A rank that is late contributes the model that it has, without the step that it is computing; when that is
-done, the fresh model joins as one more. Groups are the butterfly's (``collective.butterfly_groups``), S about
-sqrt(P): with nobody late all models are equal after log_S P rounds, bit for bit. Every tenth round
-(``everybody_every`` in the catalogue) everybody averages, waiting for all: so no model is staler than that.
+done, the fresh model joins as one more. Groups are the grid's (``matching.grid_groups``), S about sqrt(P):
+with nobody late all models are equal after log_S P rounds, up to the order in which they were added. Every
+tenth round (``everybody_every`` in the catalogue) everybody averages, waiting for all: so no model is staler
+than that.
 Source: papers/compression.md 7, WAGMA-SGD.
 """
 

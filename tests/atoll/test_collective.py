@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
 
@@ -17,12 +18,10 @@ from atoll.collective import (
     Copy,
     Segment,
     Send,
-    butterfly_groups,
     cut,
     even_shares,
     gathered,
     owner_shares,
-    owner_time_s,
     owners,
     pairwise_sums,
     published,
@@ -142,19 +141,13 @@ def test_a_collective_in_which_ranks_wait_for_each_other_is_refused() -> None:
         crossed.expected(0, 0)
 
 
-@pytest.mark.parametrize(("total", "size"), [(4, 2), (16, 4), (64, 8), (8, 4), (32, 8)])
-def test_butterfly_groups_spread_everything_in_log_rounds(total: int, size: int) -> None:
-    knows = {rank: {rank} for rank in range(total)}
-    rounds = -(-(total.bit_length() - 1) // (size.bit_length() - 1))
-    for number in range(5, 5 + rounds):
-        groups = butterfly_groups(range(total), size, number)
-        assert sorted(r for group in groups for r in group) == list(range(total))
-        for group in groups:
-            assert len(group) == size
-            heard = set().union(*(knows[rank] for rank in group))
-            for rank in group:
-                knows[rank] = heard
-    assert all(heard == set(range(total)) for heard in knows.values())
+def owner_time_s(rates: Sequence[float], shares: Sequence[float], size_bytes: float) -> float:
+    """Seconds that the busiest link carries an exchange of ``size_bytes`` by owners with these shares."""
+    n = len(rates)
+    return max(
+        size_bytes * (1.0 + (n - 2) * share) / rate if rate > 0.0 else float("inf")
+        for rate, share in zip(rates, shares, strict=True)
+    )
 
 
 def test_owner_shares_are_the_papers() -> None:

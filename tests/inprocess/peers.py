@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from atoll.collective import butterfly_groups, group_size
+from atoll.collective import group_size
 from atoll.errors import UsageError
 from atoll.exchange import Content, Exchange, ExchangeRound, Partners, Pattern, check_exchange
 from atoll.microbatch import one_f_one_b
 from strategies.exchanges import exchange_facts, make_rule
 from strategies.exchanges.base import Flat
 from tests.inprocess.exchange import Answer, later, run_round
-from worker.stage.flat import flat_gradients, flat_shapes, flat_values, set_gradients, set_values
+from tests.strategies.exchanges.butterfly import butterfly_groups
+from worker.stage.flat import by_name, flat_of, flat_shapes, flat_values, set_values
 from worker.stage.stage import Stage
 
 if TYPE_CHECKING:
@@ -157,11 +158,12 @@ class LocalPeers:
                 self.network.compute(rank, self._seconds(rank, step))
         sent = [0] * len(self.ranks)
         if self.facts.content is Content.GRADIENT:
-            contents = {rank: flat_gradients(stage.trained) for rank, stage in enumerate(self.stages)}
+            contents = {rank: _gradients(stage) for rank, stage in enumerate(self.stages)}
             answers = self._round(contents, sent)
             for rank, stage in enumerate(self.stages):
                 self.rule_states[rank] = answers[rank].state
-                set_gradients(stage.trained, answers[rank].result.clone())
+                for name, part in by_name(stage.trained, answers[rank].result.clone()).items():
+                    stage.trained[name].grad = part
                 norms[rank] = _square_norms(stage)
         for stage, squares, weight in zip(self.stages, norms, weights, strict=True):
             stage.apply(self.training.optimizer.gradient_scale(squares, weight))
@@ -242,6 +244,12 @@ def default_groups(exchange: Exchange, ranks: Sequence[int], seed: int, number: 
     if facts.pattern is Pattern.PUBLISHED:
         return list(zip(order, [*order[1:], order[0]], strict=True))
     return list(zip(order[0::2], order[1::2], strict=False))
+
+
+def _gradients(stage: Stage) -> Tensor:
+    """A stage's gradients in one row, zero where there is none."""
+    found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in stage.trained.items()}
+    return flat_of(stage.trained, found)
 
 
 def _square_norms(stage: Stage) -> tuple[float, ...]:

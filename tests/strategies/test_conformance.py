@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from atoll.errors import BadFrame, BadUpdate, JobFailed, UsageError
+from atoll.opdag import DTYPE_BYTES, TensorMeta
 from strategies import STRATEGIES, make_strategy
-from strategies.base import Strategy, traffic_bytes
+from strategies.base import Strategy
 from strategies.checking import Limits, check_broadcast, check_update
 from strategies.layout import SHARED, Layout, Role
 from strategies.linear import Linear
@@ -176,9 +177,14 @@ def test_declared_traffic_is_what_travels(rule: Strategy) -> None:
     def size(arrays: Any, slots: Any) -> int:
         return sum(a.nbytes for part in (arrays, *slots.values()) for a in part.values())
 
-    down, up = traffic_bytes(rule, state.layout)
+    def declared(metas: Any, slots: Any) -> int:
+        every: list[TensorMeta] = [m for part in (metas, *slots.values()) for m in part.values()]
+        return sum(meta.elements * DTYPE_BYTES[meta.dtype] for meta in every)
+
+    layout = state.layout
+    down = declared(layout.metas_of(*SHARED, Role.TOLD), rule.extra_down(layout))
     assert down == size(broadcast.weights, broadcast.extra)
-    assert up == size(update.delta, update.extra)
+    assert declared(layout.metas_of(*SHARED), rule.extra_up(layout)) == size(update.delta, update.extra)
 
 
 @every_rule

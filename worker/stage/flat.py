@@ -28,15 +28,6 @@ def flat_values(parameters: Parameters) -> Tensor:
     return _row([parameters[name].detach() for name in _order(parameters)])
 
 
-def flat_gradients(parameters: Parameters) -> Tensor:
-    """Copy of the gradients, float32 on the CPU, [n]; zero where there is none."""
-    found = []
-    for name in _order(parameters):
-        gradient = parameters[name].grad
-        found.append(torch.zeros_like(parameters[name].detach()) if gradient is None else gradient)
-    return _row(found)
-
-
 def set_values(parameters: Parameters, flat: Tensor) -> None:
     """Write ``flat`` [n] into the parameters."""
     with torch.no_grad():
@@ -52,12 +43,6 @@ def by_name(parameters: Parameters, flat: Tensor) -> dict[str, Tensor]:
 def flat_of(parameters: Parameters, parts: Mapping[str, Tensor]) -> Tensor:
     """Return copies of tensors, one for each parameter, in one row [n]."""
     return _row([parts[name] for name in _order(parameters)])
-
-
-def set_gradients(parameters: Parameters, flat: Tensor) -> None:
-    """Make ``flat`` [n] the parameters' gradients; they share its memory where device and dtype allow."""
-    for name, part in _parts(parameters, flat):
-        parameters[name].grad = part.to(parameters[name].device, parameters[name].dtype)
 
 
 def _order(parameters: Parameters) -> list[str]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from atoll.collective import butterfly_groups
 from atoll.errors import UsageError
 from atoll.exchange import Exchange, ExchangeRound, Partners, Pattern
 from strategies.exchanges import EXCHANGES, make_rule
 from strategies.exchanges.base import Flat
 from tests.inprocess.exchange import Faults, run_round
+from tests.strategies.exchanges.butterfly import butterfly_groups
 
 SHAPES = ((64, 48), (48,), (16, 64), (7,))
 FLAT = Flat(SHAPES)

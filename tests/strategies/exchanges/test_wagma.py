@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from atoll.collective import butterfly_groups, group_size
+from atoll.collective import group_size
 from atoll.exchange import Exchange, ExchangeRound
 from strategies.exchanges import make_rule
 from tests.inprocess.exchange import Faults, later, run_round
 from tests.inprocess.peers import default_groups
+from tests.strategies.exchanges.butterfly import butterfly_groups
 
 SIZE = 1000
 RULE = make_rule(Exchange("wagma"))
@@ -63,3 +64,18 @@ def test_groups_are_near_the_root_and_everybody_meets_every_tenth_round() -> Non
     assert [group_size(ranks) for ranks in (2, 4, 8, 16, 64, 256)] == [2, 2, 4, 4, 8, 16]
     sizes = [len(default_groups(Exchange("wagma"), range(64), 0, number)[0]) for number in range(20)]
     assert sizes == ([8] * 9 + [64]) * 2
+
+
+@pytest.mark.parametrize(("total", "size"), [(4, 2), (16, 4), (64, 8), (8, 4), (32, 8)])
+def test_butterfly_groups_spread_everything_in_log_rounds(total: int, size: int) -> None:
+    knows = {rank: {rank} for rank in range(total)}
+    rounds = -(-(total.bit_length() - 1) // (size.bit_length() - 1))
+    for number in range(5, 5 + rounds):
+        groups = butterfly_groups(range(total), size, number)
+        assert sorted(r for group in groups for r in group) == list(range(total))
+        for group in groups:
+            assert len(group) == size
+            heard = set().union(*(knows[rank] for rank in group))
+            for rank in group:
+                knows[rank] = heard
+    assert all(heard == set(range(total)) for heard in knows.values())
