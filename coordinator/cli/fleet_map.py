@@ -136,8 +136,8 @@ def _crowd(members: Sequence[Machine], site: str) -> Machine:
 def _cell(nodes: int) -> tuple[float, float]:
     """Width and height of the room for a machine and its name."""
     if nodes <= 8:
-        return min(2.4, WIDTH / max(nodes, 1) - 0.15), 1.5
-    return (1.25, 1.35) if nodes <= 24 else (1.02, 0.95)
+        return min(2.4, WIDTH / max(nodes, 1) - 0.15), 1.75
+    return (1.25, 1.6) if nodes <= 24 else (1.02, 0.95)
 
 
 def _islands(machines: Sequence[Machine], fleet: Fleet | None) -> list[list[int]]:

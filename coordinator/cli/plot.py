@@ -209,7 +209,7 @@ def _draw_map_legend(sheet: Axes, y: float, drawn: FleetMap, plan: Plan) -> None
         )
         legend.x += 0.36
         legend.words(text, 0.18)
-    legend.words("arrows: bytes a step")
+    legend.words("⇄ → ←: bytes a step, to and from whom")
 
 
 def _draw_step_legend(sheet: Axes, y: float, steps: Sequence[Timeline], width: float) -> None:
