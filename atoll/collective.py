@@ -8,7 +8,7 @@ number of a block of micro-batches) and, once made, the total of a segment. Thre
     Copy(segment, source)            take the total as ``source`` sent it
 
 Both ends derive the same lists, so no message describes itself beyond (segment, label). Sums are made in
-the order of their labels by whoever makes them, so the result does not depend on who is where or on the
+the order of their labels by whoever makes them. So the result does not depend on who is where or on the
 order of arrival: a ring, which begins each segment's sum at another rank, cannot give that.
 """
 
@@ -300,7 +300,7 @@ def site_owners(
     """Reduce by sites in turn: each adds its parts to the sum of those before, the total goes back the way.
 
     ``sites``: ranks of each, in the order of their labels, of which none lies between another site's. Rank
-    ``sites[j][s]`` is the gateway of segment s in site j: it alone sends the segment to other sites, so a
+    ``sites[j][s]`` is the gateway of segment s in site j: it alone sends the segment to other sites. So a
     link between two neighbouring sites carries the vector once each way, where ``owners`` carries a site's
     every part and to its every rank the total. The sum of the sites before travels under the lowest label:
     it is the begin of the same sum in ascending order, hence its bits. 2 (S - 1) latencies between S sites.

@@ -5,7 +5,7 @@ embeddings), so that both parts together do the work of the whole. The same kern
 each accumulator its micro-batches in the same order, so the bits are those of an undivided backward.
 
 Such an op has a graph of its own, which stays until its weight gradients are taken. That graph and a second
-walk of torch's engine cost a third of a millisecond an op, as much as a small one itself; so of the layers
+walk of torch's engine cost a third of a millisecond an op, as much as a small one itself. So of the layers
 that most models consist of (``ops.LAYERS``) both parts are the products that torch's own formulas come to.
 """
 

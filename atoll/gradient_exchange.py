@@ -111,7 +111,7 @@ def joining(
 
 
 def _sites(site_of: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Replicas of each site in the order of their blocks; none where there is one site, where none has two
+    """Replicas of each site in the order of their blocks. None where there is one site, where none has two
     replicas, or where another's blocks lie between those of one: then a sum in their order would cross
     between sites more often than an exchange without sites."""
     runs = [tuple(at for at, _ in run) for _, run in groupby(enumerate(site_of), key=lambda entry: entry[1])]

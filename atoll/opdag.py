@@ -1,6 +1,6 @@
 """The model as a DAG of operators: our own frozen form of a captured graph.
 
-``OpDag.ops`` stands in one canonical topological order, chosen once at capture; a stage of a
+``OpDag.ops`` stands in one canonical topological order, chosen once at capture. A stage of a
 Plan is a half-open interval of positions in that order, so every sum over uses of a tensor or
 parameter has one order whatever the cut (DESIGN section 3). A node names its op, never holds
 code; its arguments are references or literals. Node kinds from papers/decentralized.md 1.3, as it

@@ -8,7 +8,7 @@ of levels serves every block: q, the Lloyd-Max quantiser of N(0, 1). The receive
     x' = s D H q,    s = t <y, q> / <q, q>,    |x - x'|^2 = |x|^2 (1 - c^2 (2 t - t^2))
 
 c the cosine between y and q. t = 1 makes the error least: 36, 12, 3.5 and 0.95 % of |x|^2 at 1, 2,
-3 and 4 bits of Gaussian coordinates; t = 1 / c^2 makes <x, x'> = |x|^2 in every packet, for a little
+3 and 4 bits of Gaussian coordinates. With t = 1 / c^2 <x, x'> = |x|^2 in every packet, for a little
 more (57, 13, 3.6 and 0.96 %). Of rotations drawn from all there are, the mean of x' would then be x
 itself. H D is not all of them: the mean is x as near as a thousand packets can tell where many elements
 make up a block, and is not where few do (at one bit 2, 1, 0, ... arrives as 2.5, 0, 0, ... always).

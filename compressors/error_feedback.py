@@ -21,7 +21,7 @@ To send again, send the same packet, or compress again with the old state: it is
 receiver that had it after all must drop the repetition by its key, or the mass counts twice.
 
 Drop the state (``init``) with a change of codec or of who holds the tensor, and once it is too old, which
-for clients of federated rounds ``atoll.federated.residual_counts`` says; keep it in checkpoints (wiping
+for clients of federated rounds ``atoll.federated.residual_counts`` says. Keep it in checkpoints (wiping
 it every 50 steps cost 0.3 points of accuracy, every 10 steps 1.5: papers/compression.md 1.5, 8). Where v
 or what arrives of it is not finite, the residual stays as it was: the step will be discarded.
 Source: EF-SGD; papers/compression.md 3 (common EF top-k), 8 (ownership, failed sends; it drops after one

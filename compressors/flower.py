@@ -4,7 +4,7 @@
     strategy = Compressed(FedAvg(...))                           # any strategy, Flower's own too
 
 Of each array in a reply to ``train`` that the request had too, the change (reply - request) travels as
-a packet of the codec; what a codec leaves out is kept in ``Context.state`` and added to the next change
+a packet of the codec. What a codec leaves out is kept in ``Context.state`` and added to the next change
 (error feedback), except where the codec is exact, unbiased or keeps its own residual. Exact codecs carry
 the array itself. Small, whole-number and unknown arrays travel as they are. The wrapper restores dense
 arrays under the same keys before the inner strategy sees a reply, so every strategy works unchanged.

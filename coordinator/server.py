@@ -1,6 +1,6 @@
 """The coordinator process: two ports, one shell, and an orderly end.
 
-The entry port (server TLS) takes Entry without a token, Owner and Blobs with the owner's; the
+The entry port (server TLS) takes Entry without a token, Owner and Blobs with the owner's. The
 work port (client certificate required) takes Work, Blobs and Data. gRPC in Python cannot ask
 for an optional client certificate, hence two. torch is never imported here.
 """

@@ -6,7 +6,7 @@ with the rate and delay that ``python -m lab.shaped_worker`` keeps towards each 
     {"self": "home1", "peers": {"127.0.1.2": {"mbit": 8, "ms": 40}}, "uplink": {"mbit": 20}}
 
 It is approximate: a host's own uplink is shared by the flows of one process, a group's uplink and
-all downlinks are not (each pair gets the smallest rate on its path); nothing is lost, and neither
+all downlinks are not (each pair gets the smallest rate on its path). Nothing is lost, and neither
 inbound=false nor CPU quotas are enforced.
 """
 

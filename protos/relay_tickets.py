@@ -1,6 +1,6 @@
 """Tickets with which two workers are joined at a relay, and the few bytes that are said there. Pure.
 
-The relay greets with a nonce; a worker answers with its ticket and a proof that it holds the ticket's key,
+The relay greets with a nonce. A worker answers with its ticket and a proof that it holds the ticket's key,
 which the coordinator gave it beside the ticket and which never crosses the connection: who overhears a ticket
 cannot use it. The relay checks both with the one key that it shares with the coordinator, and knows no worker
 by name. Once the other end is there it says JOINED to the one that waits, which answers CONFIRMED, then to

@@ -11,7 +11,7 @@ more of its update it sends, without lengthening the round. A client that has ti
 update must be for all to finish together.
 
 The paper aligns the ends of the uploads alone (its C_i is 0) and states ratios as kept shares with 8 bytes
-per kept element, CR_i = clip((T - L_i) B_i / 2V, CR, 1); here a ratio is dense bytes over wire bytes, and
+per kept element, CR_i = clip((T - L_i) B_i / 2V, CR, 1). Here a ratio is dense bytes over wire bytes, and
 ``wire`` counts the bytes that the codec in use really sends. A bandwidth measured only once becomes outdated:
 pass the newest estimates every round. Averaging weights remain those by samples (the paper changes them with
 the ratios too; where that was tried it cost accuracy). The formula is a reconstruction

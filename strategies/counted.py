@@ -3,8 +3,8 @@
 Each number in a buffer that travels, or in a strategy's own statistics, is an exact sum or mean over samples:
 as many of them as the samples have values give these back bit for bit, though every one alone says nothing
 of a single sample (power sums, by Newton's identities; means of rows that a condition on values parts).
-No type of a value shows that, so they are counted: a round may return half as many as one sample has values,
-so that no sample fits into them, and all rounds half as many as all samples have (docs/decisions/060).
+No type of a value shows that, so they are counted: a round may return half as many as one sample has values.
+So no sample fits into them. All rounds may return half as many as all samples have (docs/decisions/060).
 """
 
 from __future__ import annotations

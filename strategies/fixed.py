@@ -7,7 +7,7 @@ clients were drawn, what they have registered), so every host knows the unit bef
 tells nothing of the data. A sum of m contributions differs from the exact one by at most
 m unit / 2 + 2^-53 sum |w x|, and their mean by at most m 2^-bits where they weigh all of W.
 
-No sum ever wraps. A contribution of weight w counts as a load of ceil(w 2^(60 - c)); an element up to
+No sum ever wraps. A contribution of weight w counts as a load of ceil(w 2^(60 - c)). An element up to
 2^(60 - bits) cannot exceed its load, loads add up as whole numbers do, and what would lift one beyond
 2^61 - 1 is refused before any of it is added. The bound is therefore no matter of grouping either, and a
 sum read from a wire is believed no further than its load. Secure aggregation and discrete noise can work on

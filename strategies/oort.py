@@ -4,14 +4,14 @@
     score_k   = (utility_k + sqrt(0.1 ln t / last_k)) * (T / t_k)^2 where t_k > T
 
 the loss is a micro-batch's, which is what clients have: mean loss^2 is over their local steps, and less
-than over samples by how much these differ within a batch;
-t the round from 1, last_k that in which k's utility was seen, t_k its measured seconds. T is a percentile
-of all t_k: it starts at the 30th; every 20 rounds it is raised by 5 points when the utility gathered has
-changed by less than 10 %, and lowered by 5 when by more than five times. A share of each round, 0.9 at
-first, times 0.98 a round, at least 0.3, goes to clients not yet seen, drawn by expected speed among the 5
-times as many that are fastest; the others are drawn by score among those above ``cut_off`` times the
-score of the last who would fit. The bias is intended; noisy labels look like data that teach. Where
-everybody's data must count, take ``bandwidth_aware``, which bounds the wait.
+than over samples by how much these differ within a batch.
+Here t is the round from 1, last_k that in which k's utility was seen, t_k its measured seconds. T is a
+percentile of all t_k: it starts at the 30th. Every 20 rounds it is raised by 5 points when the utility
+gathered has changed by less than 10 %, and lowered by 5 when by more than five times. A share of each
+round, 0.9 at first, times 0.98 a round, at least 0.3, goes to clients not yet seen, drawn by expected
+speed among the 5 times as many that are fastest. The others are drawn by score among those above
+``cut_off`` times the score of the last who would fit. The bias is intended; noisy labels look like data
+that teach. Where everybody's data must count, take ``bandwidth_aware``, which bounds the wait.
 Source: Lai 2021, Alg. 1, and its released defaults; papers/federated.md 4.
 """
 

@@ -5,7 +5,7 @@
 
 q = 0 is the unweighted mean. F_k must be the loss at the received weights: Flower takes whatever the client
 calls train_loss, usually that after or during training, and so weighs by another quantity. 1e-10 is added to
-F_k. A job's server knows the round's lr and refuses another; F_k and w_k it has to believe, so this is no
+F_k. A job's server knows the round's lr and refuses another. F_k and w_k it has to believe, so this is no
 strategy where clients may lie: with q < 1 one that claims a loss of 0 swells the divisor until nothing moves.
 Source: Li 2020 (fair resource allocation), Alg. 2; papers/federated.md 4.
 """

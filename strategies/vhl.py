@@ -2,7 +2,7 @@
 
     L = CE(real) + alpha CE(virtual) + lambda SupCon([f_real, stopgrad(f_virtual)]) + 0.1 SupCon(f_virtual)
 
-The loss lives in the wrapper of the owner's module (``strategies.vhl_module``); this file is the strategy
+The loss lives in the wrapper of the owner's module (``strategies.vhl_module``). This file is the strategy
 around it: another strategy by name as ``base``, with its own options, and the buffer that ends the matching
 after ``match_epochs`` local epochs of a round. The virtual set is a buffer of the wrapper, so it goes out
 once with the job and is the same bytes everywhere; a client that makes it from the seed compares its

@@ -2,7 +2,7 @@
 
     X [tokens, features] ~ sum over r of s_r u_r v_r^T,   elements of u_r and v_r within [-1, 1]
 
-SFT factorises the *weight* at the cut once, so that r numbers a token cross; here each tensor is
+SFT factorises the *weight* at the cut once, so that r numbers a token cross. Here each tensor is
 factorised by itself, without touching the model (a randomised range finder with one power
 iteration), so features cross too: 2 r (tokens + features) + 4 r bytes. Factors are fp16, which their
 scales keep within [-1, 1]; the scales are fp32. What would not shrink travels dense.

@@ -1,7 +1,7 @@
 """The coordinator's side of the processes that sum updates: one a federated job, kept warm.
 
 A job's requests are answered one after another; a process that ends, talks nonsense or falls silent
-is an event (``AggregatorBroke``), never an exception; it names the client whose update the process was
+is an event (``AggregatorBroke``), never an exception. It names the client whose update the process was
 at, so that nobody gives it that one again. Files it wrote become blobs here, so the store's figures have
 one keeper.
 """

@@ -1,6 +1,6 @@
 """Costs of each op of a captured graph: measured once on example inputs, by running it.
 
-The run gives actual shapes, dtypes and who needs a gradient; FLOPs come from torch's own
+The run gives actual shapes, dtypes and who needs a gradient. FLOPs come from torch's own
 formulas for matrix products, convolutions and attention, and from a few operations per element
 for the rest; bytes saved are what autograd really keeps, each storage counted once.
 """

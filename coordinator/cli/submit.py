@@ -20,6 +20,7 @@ from coordinator.client.client import Client, LivePlan
 from hostos.command_line import byte_progress, err, out, print_json, with_groups
 
 if TYPE_CHECKING:
+    from atoll.job import Job
     from coordinator.client.prepare import Prepared
     from protos import atoll_control_pb2 as pb
 
@@ -67,16 +68,12 @@ def submit(
 ) -> None:
     """Capture the job file's model, check the capture, upload it and train it on the fleet."""
     json, standbys = common.json, options.most_standbys
-    seconds = parse_duration(train_for) if train_for else 0.0
-    if seconds and resume:
-        raise UsageError("--for counts steps from the first, --resume goes on at a later one; give --steps")
+    seconds = _asked_s(train_for, resume)
     with common.client() as client:
         note_empty(client, json)
         job = options.load(jobfile, *([f"name={name}"] if name else []))
-        if seconds and job.federated is not None:
-            raise UsageError(
-                f"{job.name} is federated and trains in rounds, which no plan times; give --steps"
-            )
+        if seconds:
+            _check_timed(job)
         from coordinator.client.job_file import blaming
         from coordinator.client.prepare import prepare
 
@@ -108,6 +105,19 @@ def submit(
         if not json:
             out.print(f"{reply.job} {reply.update.state} {reply.update.reason}", markup=False)
         follow(client, reply.job, json)
+
+
+def _asked_s(train_for: str, resume: str) -> float:
+    """Return the seconds of --for, 0 without. Raises UsageError."""
+    seconds = parse_duration(train_for) if train_for else 0.0
+    if seconds and resume:
+        raise UsageError("--for counts steps from the first, --resume goes on at a later one; give --steps")
+    return seconds
+
+
+def _check_timed(job: Job) -> None:
+    if job.federated is not None:
+        raise UsageError(f"{job.name} is federated and trains in rounds, which no plan times; give --steps")
 
 
 def wait_for_workers(

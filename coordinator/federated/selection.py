@@ -1,6 +1,6 @@
 """Who takes part in a federated round, and with which codec and ratio each sends its update. Pure.
 
-Selectors and BCRS are those of ``strategies``; this file gives them what was measured of the clients:
+Selectors and BCRS are those of ``strategies``. This file gives them what was measured of the clients:
 expected seconds of a round (smoothed; the median of the others for a client not seen yet), of its
 download and training, and uplinks. Ratios are planned for whole rounds: all updates in at one time.
 """

@@ -1,6 +1,6 @@
 """A running job after our restart: its machine made from the journal, and who may take a rank again. Pure.
 
-The workers still hold their stages. The journal says which steps are committed and with what words, so a plan
+The workers still hold their stages. The journal says which steps are committed and with what words. So a plan
 goes on when each of its workers comes back with the state after as many steps, or with one step less and
 that step ready: it hears the last commit again. Where no step is committed yet, some may not have heard of
 the plan: they are given their stage again, as long as nobody has loaded (who has is connected to the others).

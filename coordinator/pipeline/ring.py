@@ -1,7 +1,7 @@
 """Snapshots that the ranks of a plan keep for each other, each on its own disk and on another rank's. Pure.
 
 They are for plans of which a stage is lost with its worker, as nobody idle could take it over (decision 058).
-A commit says which step is kept; each rank writes its part to its disk, and the rank that is a number of
+A commit says which step is kept. Each rank writes its part to its disk, and the rank that is a number of
 places further on, in another household where there is one, fetches it behind everything else that the links
 carry. A snapshot counts when every part lies on both disks. When a rank is lost, those that are left put the
 newest one into the store: it is a checkpoint then, and the job goes back to it instead of to an older one.

@@ -2,7 +2,7 @@
 
 One figure ranks what may be done to all links: tau, the seconds a micro-batch that any of them
 may take. For each tau every link gets the mildest codec that meets it and pays there
-(``ratios.within``); the timeline judges a row of them from mild to the limit, the mildest within
+(``ratios.within``). The timeline judges a row of them from mild to the limit, the mildest within
 2 % of the fastest is kept, and then each pair of stages is eased as far as the step allows. Less
 than 1 % faster than dense is not worth a changed number: then it stays off.
 """

@@ -1,7 +1,7 @@
 """Gossip as a plan has it: the table that pairs are drawn by, and what its rounds send and take.
 
 A round's pairs exchange at once and the commit waits for the slowest, so a round's seconds are those of the
-resource that is busiest; they differ from round to round, and the plan has their mean over the first ones.
+resource that is busiest. They differ from round to round, and the plan has their mean over the first ones.
 """
 
 from __future__ import annotations

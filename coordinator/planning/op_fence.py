@@ -1,7 +1,7 @@
 """OP-Fence: which devices, in which order, cut where (papers/decentralized.md 1.6).
 
 Orders come from grouping by bandwidth and, in small fleets, from all permutations of all
-subsets; cuts of an order come from the chain dynamic programs under several ceilings and
+subsets. Cuts of an order come from the chain dynamic programs under several ceilings and
 assumptions on micro-batches in flight, plus the fence (the cheapest cut within 10 % of the work
 around a group border). The lower bound ranks them, the timeline judges the best, and those are
 improved locally: borders shifted, devices swapped, moved, dropped and added. Every search is

@@ -2,7 +2,7 @@
 
     step = max over replicas of their pipeline's step + exchange
 
-Replicas are parts of the fleet of about equal speed, whole sites together where there are as many; each is
+Replicas are parts of the fleet of about equal speed, whole sites together where there are as many. Each is
 planned as a pipeline for its share of the step's blocks, and shares are moved to who would be done first.
 Gradients are exchanged when the last backward is over: all that one machine sends passes its links at once.
 """

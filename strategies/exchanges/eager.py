@@ -8,7 +8,7 @@ whose round was over (``undelivered``), and what a codec or an owner left out, i
 contribution, unless it is older than ``age_limit`` rounds by then.
 
 All ranks apply every result in order, the late ones later, so models do not drift apart and the paper's
-periodic averaging of models has nothing to repair; a rank that lost a total must fetch a model instead, as
+periodic averaging of models has nothing to repair. A rank that lost a total must fetch a model instead, as
 its receipt says. Source: papers/compression.md 7, eager-SGD; the age limit is ours (D).
 """
 

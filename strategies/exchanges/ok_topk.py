@@ -11,7 +11,7 @@ Volume stays near 2 k (P - 1) / P pairs (position, value) received, whatever P i
   ranks propose from their own S, every ``repartition`` rounds and after a round in which a region's share of
   G was more than 1.25 of an equal one (residuals shift fast at first; the source waits);
 - an owner sends at most 3k / (2P) sums, its largest. The exact threshold is the k-th largest of what all
-  owners sent, so it costs no other message, and follows at once where they sent too many (the source
+  owners sent. So it costs no other message, and follows at once where they sent too many (the source
   gathers all sums for it, and moves sums between owners to balance the gathering).
 
 Borders must agree, so a round counts for all or for none. k follows from ``exchange.ratio``.

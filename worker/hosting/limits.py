@@ -10,7 +10,7 @@ job may add so many bytes. Three means, the first two where they exist:
   any amount.
 - A watchdog, every 0.1 s: the number of processes, and without a control group their resident size.
   Private pages and shared memory count (RssAnon, RssShmem), in every process that maps them, so that
-  forked ones count twice what they have in common; pages of files do not, nor files in memory that
+  forked ones count twice what they have in common. Pages of files do not, nor files in memory that
   nobody maps, which a control group alone sees.
 """
 

@@ -3,7 +3,7 @@
 A part leaves as soon as the gradients of its bucket are whole, on a CPU while the backward still computes
 others; what arrives is added between two actions, and the rest is waited for at the step's end. Parts are
 waited for first, then totals that others wait for here: nobody needs more to send a part than the parts of
-the site before, nor a total than the total of the site behind, so no order of waits can be a circle.
+the site before, nor a total than the total of the site behind. So no order of waits can be a circle.
 """
 
 from __future__ import annotations

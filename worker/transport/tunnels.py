@@ -1,6 +1,6 @@
 """Ways to a peer that cannot be dialled: streams through something that both ends reach, and gRPC over them.
 
-``Tunnel`` is all that the transport knows of such a way. gRPC dials and accepts sockets of its own alone, so
+``Tunnel`` is all that the transport knows of such a way. gRPC dials and accepts sockets of its own alone. So
 each stream is spliced to a Unix socket of this process: mutual TLS runs through both, from worker to worker.
 """
 

@@ -2,7 +2,7 @@
 
 Those that are there store what a newcomer begins with at a commit, of peers with local steps at the end of a
 period, and go on. With the checkpoint all connect anew, the newcomers among them: a peer takes the steps of
-the period that is under way, and the others keep those that they have taken; a replica more is a copy of one
+the period that is under way, and the others keep those that they have taken. A replica more is a copy of one
 that is there, cut alike, and all share out the step's blocks anew, where the steps that are left save more
 than the pause takes. A step or period that ends before that is stored waits for it. Where a fleet that has
 grown is worth another plan (``replanning``), all begin with that checkpoint.

@@ -3,7 +3,7 @@
 TRANSOM names and replaces whoever's figures stand out (papers/decentralized.md 7, TEE). How it judges could
 not be read, so the rule is the proposal that stands there: a robust score, |x - median of the peers| > 5 MAD
 for three windows. Two things are ours. Stages differ, so a figure counts as a multiple of what the same
-worker had under the same plan before; and of a handful of peers a MAD may be 0, so it is at least a share of
+worker had under the same plan before; and of a handful of peers a MAD may be 0. So it is at least a share of
 the median. Only what grew is odd. A NaN is not scored but done again (``doubt``), silence is ``stuck``'s.
 Pure.
 """

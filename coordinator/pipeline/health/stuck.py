@@ -1,7 +1,7 @@
 """Who is stuck: a job that comes no further within its deadlines loses the worker that is to blame.
 
 Heartbeats come from a process that lives even where what it should compute does not. They count progress and
-name whom a worker waits for; following these claims leads to a worker that waits for nobody and does nothing,
+name whom a worker waits for. Following these claims leads to a worker that waits for nobody and does nothing,
 or to two of which one waits for what the other claims to have sent, or to a cycle. A claim is held against
 what is known without it: who has reported its part, and since when the job stands still. Between two workers
 nothing tells a lost link from a lie, so one of them goes, first the one that waits (``evidence``). Pure.

@@ -2,8 +2,8 @@
 against what the codecs in use were chosen for. Pure: steps and seconds come in.
 
 ``link_rates`` judges one link; here are all links of a job, how long its steps take, when a
-decision may be made at all, and the guard: a model trained through lossy codecs adapts to them,
-so its loss through the codecs hides what they cost. Where the loss without them is worse by more
+decision may be made at all, and the guard: a model trained through lossy codecs adapts to them.
+So its loss through the codecs hides what they cost. Where the loss without them is worse by more
 than a bound, no link may compress as hard as it does; a codec that its owner named stays, and
 what it costs is logged.
 """

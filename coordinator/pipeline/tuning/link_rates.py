@@ -1,7 +1,7 @@
 """The rate of one link while training runs, from what its transfers show. Pure.
 
 It is bytes over the seconds in which the link carried them (``worker.transport.busy_time``),
-smoothed in the logarithm; three samples in a row on one side of it replace it, so a link that
+smoothed in the logarithm. Three samples in a row on one side of it replace it, so a link that
 falls to a tenth is followed in three steps and noise of +-15 % moves nothing. Where a rate is less
 than thought although the quickest bytes were carried as fast as thought, the others waited for an end
 that was out of processor time, not for the link: then the quickest tell it. Messages shorter

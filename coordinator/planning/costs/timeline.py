@@ -6,7 +6,7 @@ deferred are taken in pieces whenever a stage would wait, the rest when their tu
 produces in an action goes out when the action ends, as one bundle to each peer; sends overlap compute, and
 the stage is free once it has handled the bytes. Each ordered pair of stages is one wire that carries one
 bundle at a time, gradients before activations. A bundle reserves, first in first out, each resource on its
-way for size / rate from the moment its head arrives there; it has arrived when its tail has passed the
+way for size / rate from the moment its head arrives there. It has arrived when its tail has passed the
 slowest, a fixed time for each message and one latency later. Flows that share a link get it in turns, not
 one after the other: where another pair uses a resource on its way, a bundle passes in equal pieces of about
 a chunk, each when the one before has passed. The step ends when every stage has all gradients, tied

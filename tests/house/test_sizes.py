@@ -1,0 +1,88 @@
+"""The house keeps its sizes: files, classes, functions and wings stay as large as a reader can hold.
+
+What is larger yet stands in a list with its size, which may only shrink.
+"""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = ("atoll", "hostos", "protos", "strategies", "compressors", "coordinator", "worker")
+MAX_FILE, MAX_CLASS, MAX_FUNCTION, MAX_WING = 700, 400, 70, 12
+
+LARGER = {
+    "worker/compute/workbench.py Workbench": 401,
+    "worker/hosting/host.py ComputeHost": 620,
+    "worker/stage/run.py StageRun": 601,
+    "worker/transport/network.py PeerNetwork": 470,
+    "coordinator/services/wire.py to_worker": 75,
+    "coordinator/pipeline/machine.py": 701,
+    "coordinator/pipeline/machine.py _change": 71,
+}
+"""Classes and functions, in lines."""
+
+WIDER = {
+    "compressors/contrib": 19,
+    "coordinator/cli": 28,
+    "coordinator/membership": 16,
+    "coordinator/planning": 25,
+    "coordinator/planning/costs": 13,
+    "coordinator/services": 22,
+    "strategies/exchanges": 19,
+    "worker/federated": 14,
+    "worker/hosting": 21,
+    "worker/machine": 13,
+    "worker/stage": 17,
+    "worker/transport": 18,
+}
+"""Wings, in files."""
+
+
+def _sources() -> Iterator[Path]:
+    for package in PRODUCT:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if "_pb2" not in path.name:
+                yield path
+
+
+def _sizes() -> Iterator[tuple[str, int, int]]:
+    """Each file, class and function, its lines, and how many it may have."""
+    for path in _sources():
+        text, name = path.read_text(), str(path.relative_to(ROOT))
+        yield name, text.count("\n"), MAX_FILE
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                most = MAX_CLASS if isinstance(node, ast.ClassDef) else MAX_FUNCTION
+                yield f"{name} {node.name}", (node.end_lineno or 0) - node.lineno + 1, most
+
+
+def _over(sizes: dict[str, tuple[int, int]], listed: dict[str, int]) -> list[str]:
+    over = {name: size for name, (size, most) in sizes.items() if size > most}
+    grown = [f"{name}: {size} lines or files" for name, size in over.items() if size > listed.get(name, 0)]
+    return grown + [f"{name} needs no exception any more: strike it" for name in listed if name not in over]
+
+
+def test_files_classes_and_functions_keep_to_their_limits() -> None:
+    sizes: dict[str, tuple[int, int]] = {}
+    for name, size, most in _sizes():
+        if size >= sizes.get(name, (0, 0))[0]:
+            sizes[name] = (size, most)
+    assert _over(sizes, LARGER) == []
+
+
+def test_a_wing_has_at_most_twelve_files() -> None:
+    files = Counter(path.parent.relative_to(ROOT) for path in _sources() if path.stem[0] != "_")
+    wings = {str(wing): (count, MAX_WING) for wing, count in files.items() if len(wing.parts) > 1}
+    assert _over(wings, WIDER) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "listed", "found"),
+    [(401, {}, 1), (401, {"f": 401}, 0), (402, {"f": 401}, 1), (400, {"f": 401}, 1), (400, {}, 0)],
+)
+def test_an_exception_holds_what_is_there_and_no_more(size: int, listed: dict[str, int], found: int) -> None:
+    assert len(_over({"f": (size, MAX_CLASS)}, listed)) == found
