@@ -111,7 +111,8 @@ class PlanChange:
     ``plan``: under the version that it has then; None: what the planner makes of the fleet as it is then.
     ``sources``: what ranks load and repeat steps from; all others hold their stages, as standbys perhaps. Of
     a plan that is to be made every rank's. ``suspects``: of what the change is for, beside those who go.
-    ``instead``: why nobody takes over what is lost, where whole replicas go on without it.
+    ``instead``: why nobody takes over what is lost, where whole replicas go on without it; ``for_now``: who
+    joins might.
     """
 
     plan: Plan | None
@@ -120,6 +121,7 @@ class PlanChange:
     reason: str
     suspects: frozenset[str] = frozenset()
     instead: str = ""
+    for_now: bool = False
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -533,8 +535,10 @@ def anew(
     cause: Cause = Cause.LOST,
     before: Checkpoint | None = None,
     suspects: frozenset[str] = frozenset(),
+    *,
+    for_now: bool = False,
 ) -> PlanChange:
     """Return that the job is planned anew, on the fleet as it is then, and goes on from the checkpoint;
     ``before``: from that one."""
     sources = dict.fromkeys(range(state.n_ranks), before or state.checkpoint)
-    return PlanChange(None, sources, cause, reason, suspects)
+    return PlanChange(None, sources, cause, reason, suspects, for_now=for_now)

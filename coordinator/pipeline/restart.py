@@ -21,7 +21,7 @@ from coordinator.messages import instructions as do
 from coordinator.messages.events import Held
 from coordinator.messages.facts import JobRecord
 from coordinator.messages.instructions import Relink, StepCommit
-from coordinator.messages.jobs import ENDED, Event, FromRank, JobState, Phase, PlanChange, Resumed, anew
+from coordinator.messages.jobs import ENDED, Event, FromRank, JobState, Phase, Resumed, anew
 from coordinator.pipeline.changes.reconfigure import at_hand
 from coordinator.pipeline.history import begun
 from coordinator.pipeline.tuning.profiling import Hold
@@ -222,7 +222,7 @@ class Returns:
         roster = self.effects.roster
         here = tuple(w for w in lost if roster.is_idle(w) or at_hand(roster, w, job))
         chosen = self.losses.choose(state, ranks, here)
-        if isinstance(chosen, PlanChange):
+        if chosen.plan is not None:
             del self.of[job]
             self.losses.act(state, chosen, words)
         elif self.effects.now_s >= back.until_s or not (back.missing or chosen.for_now):

@@ -33,7 +33,7 @@ from coordinator.messages.jobs import (
     Waits,
 )
 from coordinator.pipeline.changes.copies import copies_of
-from coordinator.pipeline.changes.reconfigure import Refused, choose
+from coordinator.pipeline.changes.reconfigure import choose
 from coordinator.planning.costs.snapshots import every_s
 from protos.telemetry import Event as Name
 
@@ -74,7 +74,7 @@ def keepers_of(state: JobState, roster: Roster) -> tuple[tuple[str, str], ...]:
 def needed(state: JobState, record: JobRecord, roster: Roster) -> bool:
     """Whether the loss of some rank would send the job back."""
     ranks = range(state.n_ranks)
-    return any(isinstance(choose(state, record, roster, {rank}), Refused) for rank in ranks)
+    return any(choose(state, record, roster, {rank}).plan is None for rank in ranks)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.messages.jobs import RUNNING, Cause, Event, FromRank, JobState, PlanChange, anew
 from coordinator.pipeline import history
-from coordinator.pipeline.changes.reconfigure import Refused, choose, once_more
+from coordinator.pipeline.changes.reconfigure import choose, once_more
 from coordinator.pipeline.health.doubt import left_out
 from coordinator.pipeline.history import begun
 from coordinator.pipeline.tuning import memory
@@ -59,18 +59,17 @@ class Losses:
         """Have another worker take over a rank, or go back to the checkpoint; ``failed``: its stage broke."""
         again = (state.adopted.places[rank].worker,) if failed is not None else ()
         chosen = self.choose(state, {rank}, again)
-        if isinstance(chosen, PlanChange):
+        if chosen.plan is None and failed is not None:
+            self.step(state.job, failed)
+        elif begun(state):
             self.act(state, chosen, reason, Cause.LOST if failed is None else Cause.BROKEN)
         else:
-            why = f"{reason}; {chosen.reason}" if begun(state) else reason
-            self.step(state.job, failed or anew(state, why))
+            self.step(state.job, anew(state, reason))
 
-    def choose(
-        self, state: JobState, ranks: Collection[int], again: Collection[str] = ()
-    ) -> PlanChange | Refused:
+    def choose(self, state: JobState, ranks: Collection[int], again: Collection[str] = ()) -> PlanChange:
         """Return who takes over these ranks; see ``reconfigure.choose``."""
         if self.effects.storage:
-            return Refused(self.effects.storage)
+            return anew(state, self.effects.storage)
         self.make_way()
         return choose(state, self.effects.ledger.jobs[state.job], self.effects.roster, ranks, again)
 
@@ -84,7 +83,7 @@ class Losses:
         for some in left_out(state):
             ranks = {rank for rank in map(state.rank_of, some) if rank is not None}
             chosen = self.choose(state, ranks) if ranks or not some else None
-            if isinstance(chosen, PlanChange):
+            if chosen is not None and chosen.plan is not None:
                 self.act(state, chosen, reason)
                 return
         self.step(state.job, anew(state, reason))
@@ -92,11 +91,7 @@ class Losses:
     def exclude(self, state: JobState, ranks: Collection[int], reason: str) -> None:
         """Have the others go on without ranks whose reports cannot be used; from the checkpoint where there
         are none."""
-        chosen = self.choose(state, ranks)
-        if isinstance(chosen, PlanChange):
-            self.act(state, chosen, reason, Cause.BROKEN)
-        else:
-            self.step(state.job, anew(state, f"{reason}; {chosen.reason}", Cause.BROKEN))
+        self.act(state, self.choose(state, ranks), reason, Cause.BROKEN)
 
     def failed(self, state: JobState, failed: FromRank[StageFailed], not_before_s: float = 0.0) -> None:
         """A stage broke, or lost a peer: nobody is judged for that before ``not_before_s``."""
@@ -124,17 +119,17 @@ class Losses:
         roster, rank, record = self.effects.roster, failed.rank, self.effects.ledger.jobs[state.job]
         words = memory.killed(roster, state, failed, self.effects.label(state.adopted.places[rank].worker))
         self.effects.log(Name.STAGE_KILLED, "warning", job=state.job, step=state.step, reason=words)
-        chosen = self.choose(state, {rank}) if begun(state) else Refused("")
-        if isinstance(chosen, PlanChange):
+        chosen = self.choose(state, {rank}) if begun(state) else anew(state, "")
+        if chosen.plan is not None:
             self.act(state, chosen, words)
             return
         again = once_more(state, record, roster, rank)
         if state.run.unfit and record.given(rank) == state.run.assigned:
-            again = Refused("it was killed before, while it repeated steps")
-        if isinstance(again, PlanChange) and not self.effects.storage:
+            again = anew(state, "it was killed before, while it repeated steps")
+        if again.plan is not None and not self.effects.storage:
             self.act(state, again, words, Cause.UNFIT)
         else:
-            why = again.reason or chosen.reason if isinstance(again, Refused) else self.effects.storage
+            why = self.effects.storage if again.plan is not None else again.reason or chosen.reason
             words += f"; {why}" if why else ""
             self.step(state.job, anew(state, f"{words}; planned anew", Cause.UNFIT))
 
@@ -183,7 +178,7 @@ class Losses:
         """Have another worker take over a rank whose worker is here, and is to have it no more; whether one
         can."""
         chosen = self.choose(state, {rank})
-        if isinstance(chosen, Refused):
+        if chosen.plan is None:
             return False
         label = self.effects.label(state.adopted.places[rank].worker)
         self.act(state, chosen, f"{label} {why}", Cause.BROKEN)
@@ -218,10 +213,10 @@ class Losses:
         if state.local:
             ranks = {failed.rank if self._names_many(state, failed) else peer}
         chosen = self.choose(state, ranks)
-        if isinstance(chosen, Refused) and state.plan is not None:
+        if chosen.plan is None:
             ranks = {failed.rank}
-            chosen = self.choose(state, ranks, (state.plan.places[failed.rank].worker,))
-        if isinstance(chosen, PlanChange):
+            chosen = self.choose(state, ranks, (state.adopted.places[failed.rank].worker,))
+        if chosen.plan is not None:
             words = f"rank {failed.rank} and rank {peer} lost each other: {failed.message.reason}"
             self.act(state, chosen, words)
         else:

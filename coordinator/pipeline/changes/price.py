@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from coordinator.messages.jobs import STEPPING, PlanChange
+from coordinator.messages.jobs import STEPPING
 from coordinator.pipeline.assigning import neighbours
 from coordinator.pipeline.changes.fetching import Fetching
 from coordinator.pipeline.changes.reconfigure import choose
@@ -81,17 +81,17 @@ def _cost(state: JobState, record: JobRecord, roster: Roster, rank: int) -> Loss
     notice_s = roster.liveness.dead_after_s
     steps, back = state.step - state.checkpoint.step, 0
     chosen, standby = choose(state, record, roster, {rank}), state.standbys.get(rank)
-    if isinstance(chosen, PlanChange) and rank not in chosen.sources and standby is not None:
+    if rank not in chosen.sources and standby is not None:
         behind = max(0, state.step - standby.step)
         seconds = notice_s + behind * repeated_s(state, roster, rank, standby.worker)
         return LossCost(
             seconds, f"{standby.worker} stands by, {behind} steps behind: {notice_s:.1f} s to notice"
         )
-    if isinstance(chosen, PlanChange) and chosen.plan is not None and chosen.instead:
+    if chosen.plan is not None and chosen.instead:
         why = f"the other replicas go on without it: {notice_s:.1f} s to notice{_longer(state, chosen.plan)}"
         return LossCost(notice_s, f"{why}; {chosen.instead}")
     copy = ""
-    if isinstance(chosen, PlanChange):
+    if chosen.plan is not None:
         worker = chosen.workers[rank]
         each_s = repeated_s(state, roster, rank, worker)
         load_s, copy = _loaded_s(state, roster, rank, worker)

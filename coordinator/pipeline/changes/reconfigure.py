@@ -12,12 +12,12 @@ checkpoint.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atoll.plan import Plan
 from coordinator.membership.member import Phase as Membership
-from coordinator.messages.jobs import Cause, JobState, PlanChange, moved
+from coordinator.messages.jobs import Cause, JobState, PlanChange, anew, moved
 from coordinator.pipeline.assigning import neighbours
 from coordinator.pipeline.changes import whole_replicas
 from coordinator.pipeline.changes.successors import Successors
@@ -28,30 +28,23 @@ if TYPE_CHECKING:
     from coordinator.messages.facts import JobRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """Why nobody takes over; ``for_now``: a worker that joins might."""
-
-    reason: str
-    for_now: bool = False
-
-
 def choose(
     state: JobState,
     record: JobRecord,
     roster: Roster,
     lost: Collection[int],
     again: Collection[str] = (),
-) -> PlanChange | Refused:
-    """Return who takes over the ``lost`` ranks, which replicas go on without them, or why nobody can;
-    ``again``: workers of lost ranks that may have theirs once more where no other fits.
+) -> PlanChange:
+    """Return who takes over the ``lost`` ranks, which replicas go on without them, or that the job goes back
+    to its checkpoint, as nobody can; ``again``: workers of lost ranks that may have theirs once more where no
+    other fits.
 
     Ranks that were loading already begin anew, and so do those whose standby was still taking them: it holds
     no whole state in between.
     """
     plan = state.plan
     if plan is None or not begun(state):
-        return Refused("not all stages were loaded")
+        return anew(state, "not all stages were loaded")
     loading = {r for r in plan.present if state.run.moving and record.given(r) == state.run.assigned}
     loading |= state.run.promoted.keys() if state.run.moving else set()
     if plan.local:
@@ -64,25 +57,25 @@ def choose(
         if isinstance(left, Plan):
             return _only(state, roster, left, "a newcomer's stage does not load")
     chosen = _taken_over(state, record, roster, lost, newcomers, ready, again)
-    if isinstance(chosen, PlanChange) or not several:
+    if chosen.plan is not None or not several:
         return chosen
     left = whole_replicas.without(state, roster, newcomers.union(lost))
     if isinstance(left, str):
-        return Refused(f"{chosen.reason}, and {left}", chosen.for_now)
+        return replace(chosen, reason=f"{chosen.reason}, and {left}")
     return _only(state, roster, left, chosen.reason)
 
 
-def once_more(state: JobState, record: JobRecord, roster: Roster, rank: int) -> PlanChange | Refused:
+def once_more(state: JobState, record: JobRecord, roster: Roster, rank: int) -> PlanChange:
     """Have a rank's own worker load its stage again and repeat the steps since the checkpoint, though the
     plan may not fit it; or return why it cannot."""
     plan = state.plan
     if plan is None or plan.local or not begun(state) or state.step == state.checkpoint.step:
-        return Refused("")  # nothing is to be repeated
+        return anew(state, "")  # nothing is to be repeated
     loading = {r for r in plan.present if state.run.moving and record.given(r) == state.run.assigned}
     newcomers = frozenset({rank} | (loading - state.run.loaded))
     wrong = not_repeatable(state, record) or _unlogged(state, roster, newcomers, {})
     if wrong or not at_hand(roster, plan.places[rank].worker, state.job):
-        return Refused(wrong or f"stage {plan.places[rank].stage}'s worker is not at hand")
+        return anew(state, wrong or f"stage {plan.places[rank].stage}'s worker is not at hand")
     steps = state.step - state.checkpoint.step
     words = f"it repeats {steps} steps, then the job is planned anew from step {state.step}"
     return moved(state, [place.worker for place in plan.places], newcomers, Cause.UNFIT, words)
@@ -106,22 +99,22 @@ def _taken_over(
     newcomers: frozenset[int],
     ready: Mapping[int, str],
     again: Collection[str],
-) -> PlanChange | Refused:
+) -> PlanChange:
     """Have other workers take over the ``lost`` ranks; ``newcomers``: who is given a stage, with those who
     were loading already, ``ready``: by rank who takes one as it is."""
     plan = state.adopted
     wrong = (newcomers and not_repeatable(state, record)) or _unlogged(state, roster, newcomers, ready)
     if wrong:
-        return Refused(wrong)
+        return anew(state, wrong)
     spare = [s.worker for s in state.standbys.values() if at_hand(roster, s.worker)]
     missing = frozenset(lost).difference(ready)
     chosen = Successors(state, roster, missing, again, ready, spare).chosen()
     if isinstance(chosen, tuple):
         stages = [plan.places[rank].stage for rank in chosen]
         if len(stages) == 1:
-            return Refused(f"no idle worker can take over stage {stages[0]}", for_now=True)
+            return anew(state, f"no idle worker can take over stage {stages[0]}", for_now=True)
         words = f"{', '.join(map(str, stages[:-1]))} and {stages[-1]}"
-        return Refused(f"too few idle workers can take over stages {words}", for_now=True)
+        return anew(state, f"too few idle workers can take over stages {words}", for_now=True)
     taken = {**ready, **chosen}
     workers = [taken.get(rank, place.worker) for rank, place in enumerate(plan.places)]
     return moved(state, workers, newcomers, Cause.LOST, _taken_words(state, roster, workers, newcomers, lost))
@@ -146,15 +139,13 @@ def _taken_words(
     return ", ".join(taken) or "all connect anew"
 
 
-def _without(
-    state: JobState, roster: Roster, lost: Collection[int], loading: Collection[int]
-) -> PlanChange | Refused:
+def _without(state: JobState, roster: Roster, lost: Collection[int], loading: Collection[int]) -> PlanChange:
     """Have the other peers go on: they keep the local steps that they have taken."""
     absent = state.adopted.absent | frozenset(lost)
     newcomers = frozenset(loading) - state.run.loaded - absent
     stay = frozenset(state.present) - absent - newcomers
     if not stay:
-        return Refused("no peer is left that holds its state")
+        return anew(state, "no peer is left that holds its state")
     workers = [place.worker for place in state.adopted.places]
     without = ", ".join(roster.label(workers[rank]) for rank in sorted(lost))
     words = f"the others go on without {without}" if without else "all connect anew"

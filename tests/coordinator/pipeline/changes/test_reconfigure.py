@@ -17,7 +17,7 @@ from coordinator.messages import jobs
 from coordinator.messages.events import Held
 from coordinator.messages.facts import MOST_REPLAYED, Reconfigured, StepCommitted
 from coordinator.messages.jobs import Phase, PlanChange
-from coordinator.pipeline.changes.reconfigure import Refused, choose
+from coordinator.pipeline.changes.reconfigure import choose
 from coordinator.pipeline.history import logs_short
 from tests.coordinator.pipeline.test_restart import back
 from tests.coordinator.pipeline.tuning.test_relink import COARSE, pipeline
@@ -252,7 +252,8 @@ def test_who_fits_fewer_of_the_lost_stages_is_not_taken_for_one_that_others_fit(
     assert chosen.workers == ("e", "d", "c")
     roster.quarantine("e", "for the test")
     refused = choose(state, record, roster, {0, 1})
-    assert refused == Refused("too few idle workers can take over stages 0 and 1", for_now=True)
+    assert (refused.plan, refused.for_now) == (None, True)
+    assert refused.reason == "too few idle workers can take over stages 0 and 1"
 
 
 def test_a_log_that_is_too_short_makes_the_next_commit_store() -> None:
