@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from atoll.errors import BadFrame
 from atoll.messages import from_worker as told
+from atoll.messages import to_worker as asked
 from protos import atoll_control_pb2 as pb
 from protos import coding
 from protos.bounds import blob_hash, within
@@ -32,7 +34,19 @@ FROM_WORKER: Mapping[str, type] = {
     "leaving": told.Leaving,
 }
 """Kinds of what a worker says that its coordinator acts upon, by the field of ``FromWorker``."""
-_NAMES = {kind: name for name, kind in FROM_WORKER.items()}
+TO_WORKER: Mapping[str, type] = {
+    "start": asked.StepStart,
+    "commit": asked.StepCommit,
+    "discard": asked.StepDiscard,
+    "release": asked.Release,
+    "round_taken": asked.RoundTaken,
+    "dismiss": asked.Dismiss,
+    "revoked": asked.Revoked,
+    "authorities": asked.TrustAuthorities,
+    "store_copy": asked.StoreCopy,
+}
+"""The same of what a coordinator says; the rest is made of graphs, or goes on to who computes unread."""
+_NAMES = {kind: name for kinds in (FROM_WORKER, TO_WORKER) for name, kind in kinds.items()}
 
 
 def from_worker(message: pb.FromWorker) -> Any:
@@ -44,12 +58,25 @@ def from_worker(message: pb.FromWorker) -> Any:
     return coding.read(kind, getattr(message, body or ""))
 
 
+def to_worker(message: pb.ToWorker) -> Any:
+    """Return what a coordinator says. Raises BadFrame where a bound is broken."""
+    body = message.WhichOneof("body") or ""
+    return coding.read(TO_WORKER[body], getattr(message, body))
+
+
 def to_coordinator(value: Any) -> pb.FromWorker:
     """Return the message of what a worker says."""
+    return pb.FromWorker(**_body(value, pb.FromWorker.DESCRIPTOR))
+
+
+def said_to_worker(value: Any) -> pb.ToWorker:
+    """Return the message of what a coordinator says."""
+    return pb.ToWorker(**_body(value, pb.ToWorker.DESCRIPTOR))
+
+
+def _body(value: Any, descriptor: Any) -> dict[str, Any]:
     name = _NAMES[type(value)]
-    fields = coding.fields_of(value, pb.FromWorker.DESCRIPTOR.fields_by_name[name].message_type)
-    body: dict[str, Any] = {name: fields}
-    return pb.FromWorker(**body)
+    return {name: coding.fields_of(value, descriptor.fields_by_name[name].message_type)}
 
 
 # ---------------------------------------------------------------- checks and irregular fields
@@ -75,8 +102,34 @@ def _check_update(update: told.UpdateReady) -> None:
         blob_hash("update", update.update)
 
 
+def _check_commit(commit: asked.StepCommit) -> None:
+    within("StepCommit.replay_from", commit.replay_from, 0, commit.step + 1)
+    if commit.relink is not None:
+        within("Relink.version", commit.relink.version, commit.version + 1, asked.MAX_VERSION)
+        within("Relink.first_step", commit.relink.first_step, commit.step + 2, asked.MAX_STEP)
+
+
+def check_replay(replay: asked.Replay, end: int, version: int) -> None:
+    """Steps to repeat are those before ``end``, under versions before ``version``; of a standby later ones
+    follow. Raises BadFrame."""
+    first, standby = replay.first_step, replay.standby
+    steps = within("steps to repeat", end - first, int(not standby), told.MAX_REPEATED)
+    within("gradient scales", len(replay.scales), steps, steps)
+    for step in replay.stores:
+        within("step to store after", step, first + 1, end)
+    eras = replay.eras
+    if not eras or eras[0].first_step > first:
+        raise BadFrame(f"no version for step {first}, from which on a stage is to be repeated")
+    if any(b.first_step <= a.first_step or b.version <= a.version for a, b in pairwise(eras)):
+        raise BadFrame("versions of steps to repeat that do not ascend")
+    if not standby:
+        within("first step of a version", eras[-1].first_step, 0, end - 1)
+        within("version of a step to repeat", eras[-1].version, 0, version - 1)
+
+
 CHECKS.update(
     {
+        asked.StepCommit: _check_commit,
         told.Guest: _check_guest,
         told.Introduction: _check_introduction,
         told.PeerJoined: _check_joined,

@@ -22,6 +22,7 @@ import structlog
 from atoll.errors import AccessDenied, AtollError
 from atoll.federated import ConsentWord as Word
 from atoll.messages import from_worker as told
+from atoll.messages.to_worker import Revoked, StoreCopy, TrustAuthorities
 from compressors import CODECS
 from hostos.networks import ANYWHERE
 from protos import PROTOCOL_VERSION, coding
@@ -44,15 +45,7 @@ from worker.manners.limits import shown_limits
 from worker.session import events, instructions, machine
 from worker.session import wire as messages
 from worker.session.state import WELCOMED
-from worker.session.wire import (
-    AuthoritiesNamed,
-    Beside,
-    CopiesAsked,
-    CopyWanted,
-    PeerExpected,
-    PeerRevoked,
-    StandbysExpected,
-)
+from worker.session.wire import Beside, CopiesAsked, PeerExpected, StandbysExpected
 from worker.transport.contract import Way
 
 if TYPE_CHECKING:
@@ -224,14 +217,14 @@ class Member:
                 self._open.network.expect(event.peer, event.paths, EXPECTED_DIAL_S)
             case StandbysExpected():
                 self._expect_standbys(event)
-            case PeerRevoked(peer, reason):
+            case Revoked(peer, reason):
                 log.warning("peer.revoked", peer=peer, reason=reason)
                 self._open.network.bar(peer, f"its certificate was revoked: {reason}")
             case CopiesAsked() if not self._state.outdated:
                 self._open.copies.keep(event.copies)
-            case CopyWanted() if not self._state.outdated:
+            case StoreCopy() if not self._state.outdated:
                 self._open.copies.store(event)
-            case AuthoritiesNamed():
+            case TrustAuthorities():
                 self._shared.trust_authorities(event.ca_pem, event.left_s)
             case AddressChanged():
                 self._move()

@@ -14,6 +14,7 @@ from atoll.errors import AtollError, StorageError
 from atoll.exchange import Exchange
 from atoll.job import JobSpec
 from atoll.messages.from_worker import MOST_REPLAYED
+from atoll.messages.to_worker import Era as Era
 from atoll.plan import LinkSpec, Plan
 from coordinator.messages.encoding import from_json, to_json
 
@@ -300,15 +301,6 @@ def from_record(record: Record) -> Fact | None:
         return from_json(kind, record.payload)
     except (TypeError, KeyError, ValueError, AttributeError, AtollError) as error:
         raise StorageError(f"the journal holds a damaged {record.kind} event: {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class Era:
-    """From ``first_step`` on, the stages exchange under ``version`` with these codecs."""
-
-    version: int
-    first_step: int
-    links: tuple[LinkSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)

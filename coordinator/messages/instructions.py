@@ -7,12 +7,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atoll.job import JobSpec, TrainingSpec
-from atoll.plan import LinkSpec, Plan
+from atoll.messages.to_worker import Dismiss as Dismiss
+from atoll.messages.to_worker import Release as Release
+from atoll.messages.to_worker import Relink as Relink
+from atoll.messages.to_worker import Replay as Replay
+from atoll.messages.to_worker import Revoked as Revoked
+from atoll.messages.to_worker import RoundTaken as RoundTaken
+from atoll.messages.to_worker import StepCommit as StepCommit
+from atoll.messages.to_worker import StepDiscard as StepDiscard
+from atoll.messages.to_worker import StepStart as StepStart
+from atoll.messages.to_worker import StoreCopy as StoreCopy
+from atoll.messages.to_worker import TrustAuthorities as TrustAuthorities
+from atoll.plan import Plan
 from coordinator.messages.events import Blob, UpdateReady
 from coordinator.messages.facts import (
     CheckpointStored,
     CheckpointTorn,
-    Era,
     Evaluated,
     Fact,
     Reconfigured,
@@ -57,22 +67,6 @@ class ProbeLink:
 
 
 @dataclass(frozen=True, slots=True)
-class Revoked:
-    """A worker's certificate opens nothing any more: end its connections, accept none of it."""
-
-    worker: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class TrustAuthorities:
-    """Authorities of this coordinator from now on, PEM, the newer one first; two for ``left_s`` more."""
-
-    ca_pem: bytes
-    left_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class ExpectPeer:
     """Accept this peer's connections, or dial it where it accepts none of ours."""
 
@@ -89,18 +83,6 @@ class RankPeer:
     addresses: Addresses
     dial: bool
     relay: RelayUse | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """Steps from ``first_step`` on that a rank repeats by itself; ``stores``: numbers of steps after which it
-    stores its part of a checkpoint; ``standby``: and every later one, beside the plan."""
-
-    first_step: int
-    eras: tuple[Era, ...]  # ascending; the first begins at or before ``first_step``
-    scales: tuple[float, ...]  # one a step
-    stores: tuple[int, ...] = ()
-    standby: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +123,6 @@ class KeepCopies:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreCopy:
-    """Put the blobs of a copy into the store; answered by ``CopyStored``."""
-
-    job: str
-    name: str
-    blobs: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Reconfigure:
     """Keep the stage, begin ``step`` anew with these peers. ``base``: the version it was given under.
     ``standby``: go on standing by for the rank; without, who stands by takes it. ``store``: store the stage
@@ -173,52 +146,6 @@ class StandbysHere:
     version: int
     peers: tuple[RankPeer, ...]
     checks: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StepStart:
-    job: str
-    version: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Relink:
-    """From ``first_step`` on the same stages exchange under ``version`` with these codecs."""
-
-    version: int
-    first_step: int
-    links: tuple[LinkSpec, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StepCommit:
-    job: str
-    version: int
-    step: int
-    gradient_scale: float
-    store: bool
-    evaluate: bool
-    last: bool
-    relink: Relink | None = None
-    evaluate_coded: bool = False  # with evaluate: once more through the links' codecs
-    replay_from: int = 0  # step of the newest checkpoint: older messages are not wanted any more
-    keep: bool = False  # a snapshot on the workers' own disks
-
-
-@dataclass(frozen=True, slots=True)
-class StepDiscard:
-    job: str
-    version: int
-    step: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    job: str
-    version: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,25 +196,6 @@ class EvaluateRound:
     model: Model
     deadline_s: float
     clients: tuple[str, ...] = ()  # of a population
-
-
-@dataclass(frozen=True, slots=True)
-class RoundTaken:
-    """Result of a client's update; ``clients``: of a population, those that are counted."""
-
-    job: str
-    round: int
-    taken: bool
-    reason: str = ""
-    clients: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Dismiss:
-    """Leave now; ``for_good``: the certificate is refused from here on."""
-
-    reason: str
-    for_good: bool
 
 
 Message = (

@@ -15,7 +15,7 @@ from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos import coding
 from protos.convert import metas_to_proto, state_to_proto, to_proto
-from protos.session import from_worker
+from protos.session import from_worker, said_to_worker
 
 # ---------------------------------------------------------------- from a worker
 
@@ -50,20 +50,6 @@ def no_way(peer: str, use: do.RelayUse) -> None:
 def to_worker(message: do.Message, graphs: GraphStore, way: Way = no_way) -> pb.ToWorker:
     """The pb2 form of what the scheduler wants said. Reads DAGs for Assign, KeepCopies and Participate."""
     match message:
-        case do.StepCommit():
-            return pb.ToWorker(commit=_commit(message))
-        case do.StepStart(job, version, step):
-            return pb.ToWorker(start=pb.StepStart(job=job, plan_version=version, step=step))
-        case do.StepDiscard():
-            discard = pb.StepDiscard(
-                job=message.job,
-                plan_version=message.version,
-                step=message.step,
-                reason=message.reason,
-            )
-            return pb.ToWorker(discard=discard)
-        case do.Release(job, version, reason):
-            return pb.ToWorker(release=pb.Release(job=job, plan_version=version, reason=reason))
         case do.Participate():
             return pb.ToWorker(participate=_participate(message, graphs))
         case do.TrainRound():
@@ -86,11 +72,6 @@ def to_worker(message: do.Message, graphs: GraphStore, way: Way = no_way) -> pb.
                 job=job, round=at_round, model=_model(model), deadline_s=deadline_s, clients=clients
             )
             return pb.ToWorker(evaluate_round=evaluate)
-        case do.RoundTaken(job, at_round, taken, reason, clients):
-            verdict = pb.RoundTaken(job=job, round=at_round, taken=taken, reason=reason, clients=clients)
-            return pb.ToWorker(round_taken=verdict)
-        case do.Dismiss(reason, for_good):
-            return pb.ToWorker(dismiss=pb.Dismiss(reason=reason, for_good=for_good))
         case do.ProbeLink():
             probe = pb.ProbeLink(
                 request=message.request,
@@ -100,15 +81,9 @@ def to_worker(message: do.Message, graphs: GraphStore, way: Way = no_way) -> pb.
                 dial=message.dial,
             )
             return pb.ToWorker(probe_link=probe)
-        case do.Revoked(worker, reason):
-            return pb.ToWorker(revoked=pb.Revoked(worker=worker, reason=reason))
-        case do.TrustAuthorities(ca_pem, left_s):
-            return pb.ToWorker(authorities=pb.Authorities(ca_pem=ca_pem, left_s=left_s))
         case do.ExpectPeer():
             expected = _peer(message.peer, message, way)
             return pb.ToWorker(expect_peer=pb.ExpectPeer(peer=expected, dial=message.dial))
-        case do.StoreCopy(job, name, blobs):
-            return pb.ToWorker(store_copy=pb.StoreCopy(job=job, name=name, blobs=blobs))
         case do.KeepCopies(copies):
             kept = [_copy(copy, graphs, message.holders, way) for copy in copies]
             return pb.ToWorker(keep_copies=pb.KeepCopies(copies=kept))
@@ -122,6 +97,7 @@ def to_worker(message: do.Message, graphs: GraphStore, way: Way = no_way) -> pb.
             return pb.ToWorker(standbys=beside)
         case do.ProbeOps():
             raise TypeError("op probes need their job's DAG: use probe_ops_message")
+    return said_to_worker(message)
 
 
 def probe_ops_message(message: do.ProbeOps, probes: dict[str, Probe]) -> pb.ToWorker:
@@ -138,30 +114,6 @@ def _probe(probe: Probe) -> pb.ProbeOp:
         op_inputs=[to_proto(meta) for meta in probe.op_inputs],
         leaves=metas_to_proto({leaf.name: meta for leaf, meta in probe.leaves}),
     )
-
-
-def _commit(message: do.StepCommit) -> pb.StepCommit:
-    commit = pb.StepCommit(
-        job=message.job,
-        plan_version=message.version,
-        step=message.step,
-        gradient_scale=message.gradient_scale,
-        store=message.store,
-        evaluate=message.evaluate,
-        last=message.last,
-        evaluate_coded=message.evaluate_coded,
-        replay_from=message.replay_from,
-        keep=message.keep,
-    )
-    if message.relink is not None:
-        commit.relink.CopyFrom(
-            pb.Relink(
-                plan_version=message.relink.version,
-                first_step=message.relink.first_step,
-                links=[to_proto(link) for link in message.relink.links],
-            )
-        )
-    return commit
 
 
 def _assign(message: do.Assign, graphs: GraphStore, way: Way) -> pb.Assign:
@@ -189,7 +141,7 @@ def _assign(message: do.Assign, graphs: GraphStore, way: Way) -> pb.Assign:
     if message.spec.eval_data is not None:
         assign.eval_data.CopyFrom(to_proto(message.spec.eval_data))
     if message.replay is not None:
-        assign.replay.CopyFrom(_replay(message.replay))
+        assign.replay.CopyFrom(coding.write(message.replay, pb.Replay))
     return assign
 
 
@@ -212,24 +164,6 @@ def _copy(
         blobs=blobs,
         working=bool(copy.holder),
         holders=[pb.ExpectPeer(peer=_peer(h.peer, h, way), dial=h.dial) for h in found],
-    )
-
-
-def _replay(replay: do.Replay) -> pb.Replay:
-    eras = [
-        pb.PlanEra(
-            plan_version=era.version,
-            first_step=era.first_step,
-            links=[to_proto(link) for link in era.links],
-        )
-        for era in replay.eras
-    ]
-    return pb.Replay(
-        first_step=replay.first_step,
-        eras=eras,
-        gradient_scales=replay.scales,
-        stores=replay.stores,
-        standby=replay.standby,
     )
 
 

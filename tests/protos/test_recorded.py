@@ -19,6 +19,15 @@ def test_what_a_coordinator_says_is_written_with_the_bytes_of_before() -> None:
         assert recorded.frame_of(message) == FRAMES[name], name
 
 
+def test_what_a_coordinator_says_is_written_again_as_it_was_read() -> None:
+    for name, (kind, frame) in FRAMES.items():
+        if kind != "ToWorker":
+            continue
+        message = pb.ToWorker.FromString(bytes.fromhex(frame))
+        if message.WhichOneof("body") in session.TO_WORKER:
+            assert session.said_to_worker(session.to_worker(message)) == message, name
+
+
 def test_what_workers_say_is_written_again_as_it_was_read() -> None:
     for name, (kind, frame) in FRAMES.items():
         if kind != "FromWorker" or name in READ_ONLY or name.startswith("introduction"):

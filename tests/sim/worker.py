@@ -45,27 +45,19 @@ def event_of(message: do.Message) -> e.Event | None:
         case do.Reconfigure(job, plan, base, step, peers, standby):
             names = frozenset(peer.worker for peer in peers)
             return e.Reconfigure(job, plan.version, base, step, names, message, standby)
-        case do.StepStart(job, version, step):
-            return e.StepStart(job, version, step)
+        case do.StepStart() | do.StepDiscard() | do.Release() | do.RoundTaken() | do.Dismiss():
+            return message
         case do.StepCommit(job, version, step, scale, store, evaluate, last, keep=keep):
             kept_from = message.replay_from
             return e.StepCommit(
                 job, version, step, scale, store, evaluate, last, replay_from=kept_from, keep=keep
             )
-        case do.StepDiscard(job, version, step, reason):
-            return e.StepDiscard(job, version, step, reason)
-        case do.Release(job, version, reason):
-            return e.Release(job, version, reason)
         case do.Participate(job, version):
             return e.Participate(job, version, message)
         case do.TrainRound(job, at_round):
             return e.TrainRound(job, at_round, message)
         case do.EvaluateRound(job, at_round):
             return e.EvaluateRound(job, at_round, message)
-        case do.RoundTaken(job, at_round, taken, reason):
-            return e.RoundTaken(job, at_round, taken, reason)
-        case do.Dismiss(reason, for_good):
-            return e.Dismiss(reason, for_good)
         case do.ProbeOps(request):
             return e.ProbeOps(request, message)
         case do.ProbeLink(request, peer):

@@ -8,24 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 
 from atoll.bounded import MAX_ITEMS
 from atoll.compression import MAX_RATIO
 from atoll.errors import BadFrame
 from atoll.job import Precision
 from atoll.messages.from_worker import MAX_CLIENTS
+from atoll.messages.to_worker import Replay
 from atoll.opdag import leaf_refs
-from atoll.plan import LinkSpec, Plan
+from atoll.plan import Plan
 from protos import atoll_control_pb2 as pb
 from protos import bounds, coding, convert
 from worker.federated.orders import EvaluateOrder, Joining, ModelRef, TrainOrder
 from worker.machine.op_probe import OpProbe
 from worker.session import wire
-from worker.stage.assignment import Assignment, Era, PeerLink, Replay
+from worker.stage.assignment import Assignment, PeerLink
 
 MAX_BATCH = 1 << 24
-MAX_REPLAYED = 1 << 20  # steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ def assignment(m: pb.Assign) -> Assignment:
         tensors=_tensors(m),
         states=convert.state_from_proto(m.metas),
         first_step=m.first_step,
-        replay=_replay(m) if m.HasField("replay") else None,
+        replay=coding.read(Replay, m.replay) if m.HasField("replay") else None,
         standby=m.replay.standby,
     )
 
@@ -76,41 +75,6 @@ def reconfiguration(m: pb.Reconfigure) -> Reconfiguration:
     if (plan.job, plan.version) != (m.job, m.plan_version):
         raise BadFrame(f"plan of {plan.job} version {plan.version} said to be version {m.plan_version}")
     return Reconfiguration(plan, wire.neighbours(m), m.step, m.standby, m.store)
-
-
-def _replay(m: pb.Assign) -> Replay:
-    replay, first, end = m.replay, m.replay.first_step, m.first_step
-    standby = replay.standby  # then later steps follow, and none may have to be repeated before
-    steps = bounds.within("steps to repeat", end - first, int(not standby), MAX_REPLAYED)
-    newest = wire.MAX_VERSION if standby else m.plan_version - 1
-    bounds.within("gradient scales", len(replay.gradient_scales), steps, steps)
-    eras = tuple(
-        Era(
-            bounds.within("version of a step to repeat", era.plan_version, 0, newest),
-            bounds.within(
-                "first step of a version", era.first_step, 0, wire.MAX_STEP if standby else end - 1
-            ),
-            links(era),
-        )
-        for era in bounds.count("versions of steps to repeat", replay.eras, MAX_REPLAYED)
-    )
-    pairs = list(pairwise(eras))
-    if not eras or eras[0].first_step > first:
-        raise BadFrame(f"no version for step {first}, from which on a stage is to be repeated")
-    if any(b.first_step <= a.first_step or b.version <= a.version for a, b in pairs):
-        raise BadFrame("versions of steps to repeat that do not ascend")
-    return Replay(
-        first,
-        eras,
-        tuple(bounds.number("gradient scale", scale) for scale in replay.gradient_scales),
-        frozenset(bounds.within("step to store after", step, first + 1, end) for step in replay.stores),
-    )
-
-
-def links(m: pb.Relink | pb.PlanEra) -> tuple[LinkSpec, ...]:
-    """Codecs of the links of a plan version."""
-    found = bounds.count("links", list(m.links), MAX_ITEMS)
-    return tuple(coding.read(LinkSpec, link) for link in found)
 
 
 def joining(m: pb.Participate) -> Joining:

@@ -17,8 +17,8 @@ from atoll.errors import AtollError
 from atoll.federated import Floors
 from protos import atoll_compute_pb2 as pb
 from protos import atoll_control_pb2 as control
+from protos import coding
 from protos.child_pipe import Gone, Pipe
-from worker.compute import orders
 from worker.compute.logs import log_to
 from worker.compute.ports import (
     Arenas,
@@ -177,7 +177,7 @@ class ComputeProcess:
             case "evaluate":
                 do(instructions.Evaluate(m.job, m.plan_version, m.step, m.evaluate_coded))
             case "change_links":
-                relink = events.Relink(m.relink.plan_version, m.relink.first_step, orders.links(m.relink))
+                relink = coding.read(events.Relink, m.relink)
                 do(instructions.ChangeLinks(m.job, m.plan_version, m.step, relink))
             case "reconfigure":
                 do(instructions.Reconfigure(m.job, m.plan_version, m.step, m))

@@ -38,13 +38,13 @@ from worker.stage.assignment import check
 from worker.transport.contract import PeerLost
 
 if TYPE_CHECKING:
+    from atoll.messages.to_worker import Replay
     from protos import atoll_compute_pb2 as compute_pb
     from protos import atoll_control_pb2 as pb
     from worker.context import ComputeContext
     from worker.federated.orders import TrainOrder
     from worker.links.links import Links
     from worker.machine.codec_speed import CodecGauge
-    from worker.stage.assignment import Replay
     from worker.stage.reports import LongWait, StepReport
     from worker.stage.run import StageRun
 
@@ -236,7 +236,7 @@ class Workbench:
         """Repeat the steps since the state that was loaded, until the stage is where its neighbours are;
         returns each one's digests, of its gradients and of what it was sent."""
         started_s = shown_s = time.perf_counter()
-        job, first, count = run.assignment.job, replay.first_step, len(replay.gradient_scales)
+        job, first, count = run.assignment.job, replay.first_step, len(replay.scales)
 
         digests: list[told.Digest] = []
 

@@ -24,8 +24,9 @@ from worker.blobs import BlobFile
 from worker.cancel import Cancel, Cancelled
 
 if TYPE_CHECKING:
+    from atoll.messages.to_worker import StoreCopy
     from worker.blobs import BlobCache, BlobFiles, NearBlobs
-    from worker.session.wire import CopyAsked, CopyWanted
+    from worker.session.wire import CopyAsked
     from worker.stage.assignment import PeerLink
 
 log = structlog.get_logger()
@@ -103,7 +104,7 @@ class Copies:
         self._own = names
         self._cache.keep(names, ~self._owner)  # an owner of its own beside those of copies
 
-    def store(self, wanted: CopyWanted) -> None:
+    def store(self, wanted: StoreCopy) -> None:
         """Put blobs that were kept as a copy into the store, and answer."""
         with self._changed:
             if self._storing >= MAX_STORING:
@@ -111,7 +112,7 @@ class Copies:
             self._storing += 1
         threading.Thread(target=self._store, args=(wanted,), name="atoll-copies-up", daemon=True).start()
 
-    def _store(self, wanted: CopyWanted) -> None:
+    def _store(self, wanted: StoreCopy) -> None:
         error = ""
         try:
             lacking = self._cache.lacking(wanted.blobs)

@@ -27,7 +27,7 @@ from atoll.messages.from_worker import LinkProbed, OpsProbed
 from hostos.private_files import private_folder
 from protos import atoll_compute_pb2 as pb
 from protos import atoll_control_pb2 as control
-from protos.convert import to_proto
+from protos import coding
 from protos.session import to_coordinator
 from protos.text_limits import clean
 from worker.config import make_state_dir
@@ -250,10 +250,7 @@ class ComputeHost:
                 self._at(version, step)
                 self._tell(pb.ToCompute(evaluate=_step(job, version, step, evaluate_coded=coded)))
             case instructions.ChangeLinks(job, version, step, relink):
-                links = [to_proto(link) for link in relink.links]
-                changed = control.Relink(
-                    plan_version=relink.version, first_step=relink.first_step, links=links
-                )
+                changed = coding.write(relink, control.Relink)
                 self._tell(pb.ToCompute(change_links=_step(job, version, step, relink=changed)))
             case instructions.DiscardStep(job, version, step, reason):
                 self._tell(pb.ToCompute(discard=_step(job, version, step, reason=reason)))

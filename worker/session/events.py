@@ -6,6 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atoll.exchange import Exchange
+from atoll.messages.to_worker import Dismiss as Dismiss
+from atoll.messages.to_worker import Release as Release
+from atoll.messages.to_worker import Relink as Relink
+from atoll.messages.to_worker import RoundTaken as RoundTaken
+from atoll.messages.to_worker import StepCommit as StepCommit
+from atoll.messages.to_worker import StepDiscard as StepDiscard
+from atoll.messages.to_worker import StepStart as StepStart
 
 # ---------------------------------------------------------------- events: the coordinator's
 
@@ -49,52 +56,6 @@ class Reconfigure:
 
 
 @dataclass(frozen=True, slots=True)
-class StepStart:
-    job: str
-    version: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Relink:
-    """New codecs of the same stages from ``first_step`` on, under ``version``."""
-
-    version: int
-    first_step: int
-    links: Any = field(default=(), repr=False, compare=False)  # opaque here: what ChangeLinks is given
-
-
-@dataclass(frozen=True, slots=True)
-class StepCommit:
-    job: str
-    version: int
-    step: int
-    gradient_scale: float
-    store: bool
-    evaluate: bool
-    last: bool
-    evaluate_coded: bool = False
-    relink: Relink | None = None
-    replay_from: int = 0  # messages of earlier steps may leave the send log
-    keep: bool = False  # a snapshot on this disk, for the others of the plan
-
-
-@dataclass(frozen=True, slots=True)
-class StepDiscard:
-    job: str
-    version: int
-    step: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    job: str
-    version: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Participate:
     """A federated job wants this worker's data."""
 
@@ -118,23 +79,6 @@ class EvaluateRound:
     job: str
     round: int
     order: Any = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class RoundTaken:
-    """Outcome of our update of ``round``; ``clients``: those of a population that are counted."""
-
-    job: str
-    round: int
-    taken: bool
-    reason: str
-    clients: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Dismiss:
-    reason: str
-    for_good: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,11 @@ from atoll.bounded import MAX_ITEMS, MAX_STAGES
 from atoll.errors import BadFrame
 from atoll.exchange import Exchange
 from atoll.messages import from_worker as told
-from atoll.plan import LinkSpec
+from atoll.messages.to_worker import MAX_STEP, MAX_VERSION, Replay, Revoked, StoreCopy, TrustAuthorities
 from protos import atoll_control_pb2 as pb
 from protos import bounds, coding
 from protos.relay_tickets import MAC_BYTES, TICKET_BYTES
-from protos.session import to_coordinator
-from protos.text_limits import clean
+from protos.session import check_replay, to_coordinator, to_worker
 from worker.links.codec_use import CodecUse
 from worker.session import events, wire_federated
 from worker.session.state import Session, held
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from worker.transport.contract import Goodput
 
 MAX_RELAY_S = 60.0
-MAX_OVERLAP_S = 366 * 86_400.0
 MAX_ADDRESSES = 16
 MEGA = 1e6
 MAX_PROBES = 20_000
@@ -45,12 +43,9 @@ MAX_PROBE_S = 60.0
 MAX_PROBE_BYTES = 1 << 30
 MAX_SPANS_A_MESSAGE = 2000
 MAX_REASON_CHARS = 2000
-MAX_VERSION = (1 << 32) - 1
-MAX_STEP = (1 << 63) - 1
 MAX_HOLDERS = 16
 MAX_COPIES = 1024
 MAX_BLOB_BYTES = 1 << 44
-MAX_REPLAY, MAX_REPLAY_ERAS = 8192, 1024  # steps, and versions of theirs
 ANSWERED = frozenset({"assign", "reconfigure", "commit", "participate", "train_round", "evaluate_round"})
 """Messages that must be answered even when refused, or a job would wait for ever."""
 
@@ -91,14 +86,6 @@ class PeerExpected:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerRevoked:
-    """A peer whose certificate opens nothing any more; not an event of the session."""
-
-    peer: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class CopyAsked:
     """A stage's part of a checkpoint to be kept on disk; ``blobs``: with the most bytes that each has.
     ``working``: also while a stage is computed, from the ``holders``."""
@@ -118,15 +105,6 @@ class CopiesAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyWanted:
-    """Blobs of a copy that are to go into the store; not an event of the session."""
-
-    job: str
-    name: str
-    blobs: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class StandbysExpected:
     """Workers that repeat the steps of neighbours' ranks, by name; not an event of the session."""
 
@@ -136,15 +114,7 @@ class StandbysExpected:
     checks: bool = False  # they compare; else they stand by
 
 
-@dataclass(frozen=True, slots=True)
-class AuthoritiesNamed:
-    """The authorities that the coordinator trusts, two for ``left_s`` more; not an event of the session."""
-
-    ca_pem: bytes
-    left_s: float
-
-
-Beside = PeerExpected | PeerRevoked | CopiesAsked | CopyWanted | StandbysExpected | AuthoritiesNamed
+Beside = PeerExpected | Revoked | CopiesAsked | StoreCopy | StandbysExpected | TrustAuthorities
 """What the coordinator says that no session has to do with."""
 
 
@@ -156,7 +126,8 @@ def event_from(message: pb.ToWorker) -> events.Event | Beside:
     body = message.WhichOneof("body")
     if body is None:
         raise BadFrame("the coordinator sent a message of a kind this worker does not know; update it")
-    event: events.Event | Beside = _READERS[body](getattr(message, body))
+    read = _READERS.get(body)
+    event: events.Event | Beside = to_worker(message) if read is None else read(getattr(message, body))
     return event
 
 
@@ -224,43 +195,11 @@ def _keep_copies(m: pb.KeepCopies) -> CopiesAsked:
     )
 
 
-def _store_copy(m: pb.StoreCopy) -> CopyWanted:
-    return CopyWanted(
-        bounds.name("job", m.job),
-        bounds.name("copy", m.name),
-        tuple(
-            bounds.blob_hash("blob", blob)
-            for blob in bounds.count("blobs of a copy", list(m.blobs), MAX_ITEMS)
-        ),
-    )
-
-
 def _replayed(m: pb.Assign) -> tuple[tuple[int, int], ...]:
     """(first step, version) of the steps that a stage is to repeat."""
-    replay = m.replay
-    least = int(not replay.standby)  # who stands by repeats later steps as well
-    bounds.within("first step of a replay", replay.first_step, 0, m.first_step - least)
-    steps = m.first_step - replay.first_step
-    bounds.within("gradient scales of a replay", len(replay.gradient_scales), steps, min(steps, MAX_REPLAY))
-    for scale in replay.gradient_scales:
-        bounds.number("gradient scale", scale)
-    for done in bounds.count("checkpoints in a replay", replay.stores, steps):
-        bounds.within("checkpoint in a replay", done, replay.first_step + 1, m.first_step)
-    eras = tuple((era.first_step, era.plan_version) for era in replay.eras)
-    bounds.within("versions in a replay", len(eras), 1, MAX_REPLAY_ERAS)
-    firsts, versions = zip(*eras, strict=True)
-    if list(firsts) != sorted(set(firsts)) or list(versions) != sorted(set(versions)):
-        raise BadFrame("the versions in a replay are not in order")
-    bounds.within("first version in a replay", firsts[0], 0, replay.first_step)
-    if replay.standby:
-        bounds.within("last version in a replay", versions[-1], 0, MAX_VERSION)
-    else:
-        bounds.within("last version in a replay", firsts[-1], 0, m.first_step - 1)
-        bounds.within("last version in a replay", versions[-1], 0, m.plan_version - 1)
-    for era in replay.eras:
-        for link in bounds.count("links", era.links, MAX_ITEMS):
-            coding.read(LinkSpec, link)
-    return eras
+    replay = coding.read(Replay, m.replay)
+    check_replay(replay, m.first_step, m.plan_version)
+    return tuple((era.first_step, era.version) for era in replay.eras)
 
 
 def _reconfigure(m: pb.Reconfigure) -> events.Reconfigure:
@@ -290,33 +229,6 @@ def neighbours(m: pb.Assign | pb.Reconfigure | pb.Standbys) -> tuple[PeerLink, .
         links[name] = PeerLink(name, paths)
         entry.peer.ClearField("relay")  # what computes is given no key
     return tuple(links.values())
-
-
-def _commit(m: pb.StepCommit) -> events.StepCommit:
-    scale = bounds.number("gradient scale", m.gradient_scale)
-    relink = _relink(m) if m.HasField("relink") else None
-    return events.StepCommit(
-        m.job,
-        m.plan_version,
-        m.step,
-        scale,
-        m.store,
-        m.evaluate,
-        m.last,
-        m.evaluate_coded,
-        relink,
-        bounds.within("first step of a replay", m.replay_from, 0, m.step + 1),
-        m.keep,
-    )
-
-
-def _relink(m: pb.StepCommit) -> events.Relink:
-    links = bounds.count("links", list(m.relink.links), MAX_ITEMS)
-    return events.Relink(
-        bounds.within("plan version", m.relink.plan_version, m.plan_version + 1, MAX_VERSION),
-        bounds.within("first step of new links", m.relink.first_step, m.step + 2, MAX_STEP),
-        tuple(coding.read(LinkSpec, link) for link in links),
-    )
 
 
 def _ops(m: pb.ProbeOps) -> events.ProbeOps:
@@ -365,22 +277,11 @@ _READERS: Mapping[str, Any] = {
     "assign": _assign,
     "reconfigure": _reconfigure,
     "standbys": _standbys,
-    "start": lambda m: events.StepStart(m.job, m.plan_version, m.step),
-    "commit": _commit,
-    "discard": lambda m: events.StepDiscard(m.job, m.plan_version, m.step, clean(m.reason, MAX_REASON_CHARS)),
-    "release": lambda m: events.Release(m.job, m.plan_version, clean(m.reason, MAX_REASON_CHARS)),
-    "dismiss": lambda m: events.Dismiss(clean(m.reason, MAX_REASON_CHARS), m.for_good),
     "expect_peer": _expect_peer,
     "keep_copies": _keep_copies,
-    "store_copy": _store_copy,
-    "revoked": lambda m: PeerRevoked(bounds.name("worker", m.worker), clean(m.reason, MAX_REASON_CHARS)),
-    "authorities": lambda m: AuthoritiesNamed(
-        m.ca_pem, bounds.number("left_s", m.left_s, 0.0, MAX_OVERLAP_S)
-    ),
     "participate": wire_federated.invited,
     "train_round": wire_federated.train_asked,
     "evaluate_round": wire_federated.evaluation_asked,
-    "round_taken": wire_federated.round_taken,
 }
 
 

@@ -39,12 +39,6 @@ def evaluation_asked(m: pb.EvaluateRound) -> events.EvaluateRound:
     return events.EvaluateRound(m.job, bounds.within("round", m.round, 0, MAX_ROUND), m)
 
 
-def round_taken(m: pb.RoundTaken) -> events.RoundTaken:
-    """Outcome of an update."""
-    reason = clean(m.reason, MAX_REASON_CHARS)
-    return events.RoundTaken(m.job, m.round, m.taken, reason, tuple(m.clients))
-
-
 def update_ready(job: str, order: TrainOrder, update: Update) -> pb.FromWorker:
     """A round's answer: its numbers, and where its file is."""
     answer = update.answer

@@ -10,6 +10,7 @@ from atoll.errors import BadFrame, PlanError
 from atoll.exchange import Exchange, check_exchange
 from atoll.gradient_exchange import Bucket, buckets, trained_elements
 from atoll.job import TrainingSpec
+from atoll.messages.to_worker import Replay
 from atoll.microbatch import own_blocks
 from atoll.opdag import StateMeta, TensorMeta
 from atoll.plan import LinkSpec, Plan, Replica, check_figures_by_rank, check_shares
@@ -25,27 +26,6 @@ class PeerLink:
 
     worker: str
     paths: Paths
-
-
-@dataclass(frozen=True, slots=True)
-class Era:
-    """Steps from ``first_step`` on, which ran under one plan version with its codecs."""
-
-    version: int
-    first_step: int
-    links: tuple[LinkSpec, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """Steps that a stage repeats by itself before it is loaded: from ``first_step`` on, one a scale.
-
-    Of who stands by, the last of ``eras`` goes on."""
-
-    first_step: int
-    eras: tuple[Era, ...]  # ascending; the first begins at or before first_step
-    gradient_scales: tuple[float, ...]
-    stores: frozenset[int]  # numbers of steps after which the state is stored
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,7 @@ class StageRun:
         if asked is None:
             return
         self._asks = Asks(self.assignment, self._links, asked.first_step, self.assignment.first_step)
-        for step, scale in enumerate(asked.gradient_scales, asked.first_step):
+        for step, scale in enumerate(asked.scales, asked.first_step):
             self._expect_up_to(min(step + self._asks.ahead, self.assignment.first_step))
             self._asks.up_to(step + self._asks.ahead)
             report = self._again(step, scale, cancel)

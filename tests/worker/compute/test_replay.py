@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from atoll.errors import BadFrame, PlanError, StorageError
+from atoll.messages.to_worker import Era, Replay
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkSpec, Mask
 from compressors import catalogue
@@ -25,7 +26,7 @@ from tests.worker.links.hub import Hub
 from tests.worker.stage.crew import TRAINING, Case, Crew, assign, case, cut_evenly
 from worker.cancel import Cancel
 from worker.links.links import LinksAborted
-from worker.stage.assignment import Assignment, Era, Replay
+from worker.stage.assignment import Assignment
 from worker.stage.run import StageRun
 from worker.transport.contract import PeerLost
 from worker.transport.frames import Direction, MessageKey
@@ -134,7 +135,7 @@ class World:
         ]
         eras = [Era(1, 0, ()), Era(2, RELINKED, LINKS)]
         eras += [Era(v, s, LINKS) for v, s in self.moves if v < self.version]
-        replay = Replay(checkpoint, tuple(eras), tuple(SCALES[checkpoint:step]), frozenset({step}))
+        replay = Replay(checkpoint, tuple(eras), tuple(SCALES[checkpoint:step]), (step,))
         self.moves.append((self.version, step))
         assert before in {era.version for era in eras}
         for at, run in enumerate(self.crew.runs):

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from atoll.errors import BadFrame
+from atoll.messages.to_worker import Era, Replay
 from tests.patience import HUNG_S
 from tests.worker.compute.test_replay import (
     LINKS,
@@ -24,7 +25,6 @@ from tests.worker.compute.test_replay import (
     world,
 )
 from worker.cancel import Cancel
-from worker.stage.assignment import Era, Replay
 from worker.stage.run import StageRun
 from worker.transport.frames import Direction
 
@@ -44,7 +44,7 @@ class Beside:
         stages[at] = replace(stages[at], worker=self.name)
         plan = replace(before.plan, replicas=(replace(before.plan.only, stages=tuple(stages)),))
         eras = (Era(1, 0, ()), Era(2, RELINKED, LINKS))
-        replay = Replay(checkpoint, eras, tuple(SCALES[checkpoint:step]), frozenset())
+        replay = Replay(checkpoint, eras, tuple(SCALES[checkpoint:step]), ())
         self.assignment = replace(before, plan=plan, first_step=step, replay=replay, standby=True)
         for other in range(len(stages)):
             if other != at:

@@ -438,7 +438,7 @@ def test_a_plan_and_a_release_from_before_the_assignment_stay_ignored_after_new_
     )
     relink = e.Relink(4, 2)
     for step, carried in ((0, relink), (1, None)):
-        told_commit = e.StepCommit("j", 3, step, 1.0, False, False, False, False, carried)
+        told_commit = e.StepCommit("j", 3, step, 1.0, False, False, False, carried)
         state, _ = told(state, e.StepDone("j", 3, step, "r"), told_commit, e.StepApplied("j", 3, step))
     assert state.version == 4
     for late in (assigned(3), assigned(4), e.Release("j", 2, "late")):
