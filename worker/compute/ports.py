@@ -55,6 +55,10 @@ class QueueBounds:
     messages: int
 
 
+Asked = pb.FetchBlobs | pb.StoreFiles | pb.FetchBatches | pb.JobLinks
+_BODIES = {pb.FetchBlobs: "fetch", pb.StoreFiles: "store", pb.FetchBatches: "batches", pb.JobLinks: "connect"}
+
+
 @dataclass
 class _Request:
     progress: Callable[[int], None]
@@ -70,17 +74,14 @@ class Requests:
         self._open: dict[int, _Request] = {}
 
     def ask(
-        self,
-        make: Callable[[int], pb.FromCompute],
-        cancel: Cancel | None,
-        progress: Callable[[int], None] = lambda _: None,
+        self, asked: Asked, cancel: Cancel | None, progress: Callable[[int], None] = lambda _: None
     ) -> int:
         """Ask, and return the answer's figure. Raises the daemon's error, Cancelled."""
-        return next(r.bytes for r in self._replies(make, cancel, progress) if isinstance(r, pb.Answer))
+        return next(r.bytes for r in self._replies(asked, cancel, progress) if isinstance(r, pb.Answer))
 
-    def batches(self, make: Callable[[int], pb.FromCompute]) -> Iterator[control.Batch]:
+    def batches(self, asked: pb.FetchBatches) -> Iterator[control.Batch]:
         """Ask, and yield what comes until the answer does. Raises as ``ask``."""
-        for reply in self._replies(make):
+        for reply in self._replies(asked):
             if isinstance(reply, control.Batch):
                 yield reply
 
@@ -97,16 +98,14 @@ class Requests:
             request.progress(total)
 
     def _replies(
-        self,
-        make: Callable[[int], pb.FromCompute],
-        cancel: Cancel | None = None,
-        progress: Callable[[int], None] = lambda _: None,
+        self, asked: Asked, cancel: Cancel | None = None, progress: Callable[[int], None] = lambda _: None
     ) -> Iterator[pb.Answer | control.Batch]:
         number, request = next(self._numbers), _Request(progress)
         self._open[number] = request
         answered = False
         try:
-            self._send(make(number))
+            asked.request = number
+            self._send(pb.FromCompute(**{_BODIES[type(asked)]: asked}))  # type: ignore[arg-type]
             while not answered:
                 reply = _next(request, cancel)
                 if isinstance(reply, pb.Answer):
@@ -159,10 +158,7 @@ class DaemonBlobs:
             progress(total - before)
             before = total
 
-        def make(number: int) -> pb.FromCompute:
-            return pb.FromCompute(fetch=pb.FetchBlobs(request=number, blobs=blobs))
-
-        came(self._requests.ask(make, cancel, came))
+        came(self._requests.ask(pb.FetchBlobs(blobs=blobs), cancel, came))
 
     def store(
         self,
@@ -172,20 +168,14 @@ class DaemonBlobs:
         *,
         new: bool = False,
     ) -> int:
-        found = [pb.StoreFile(hash=file.hash, size=file.size, path=str(file.path)) for file in files]
-
-        def make(number: int) -> pb.FromCompute:
-            return pb.FromCompute(store=pb.StoreFiles(request=number, files=found, new=new))
-
-        return self._requests.ask(make, cancel, progress)
+        return self._requests.ask(pb.StoreFiles(files=_files(files), new=new), cancel, progress)
 
     def keep(self, files: Sequence[BlobFile], cancel: Cancel) -> None:
-        found = [pb.StoreFile(hash=file.hash, size=file.size, path=str(file.path)) for file in files]
+        self._requests.ask(pb.StoreFiles(files=_files(files), keep=True), cancel)
 
-        def make(number: int) -> pb.FromCompute:
-            return pb.FromCompute(store=pb.StoreFiles(request=number, files=found, keep=True))
 
-        self._requests.ask(make, cancel)
+def _files(files: Sequence[BlobFile]) -> list[pb.StoreFile]:
+    return [pb.StoreFile(hash=file.hash, size=file.size, path=str(file.path)) for file in files]
 
 
 def daemon_batches(requests: Requests, job: str, micros: range | None) -> Fetch:
@@ -198,10 +188,7 @@ def daemon_batches(requests: Requests, job: str, micros: range | None) -> Fetch:
         if micros is not None:
             wanted.first_micro, wanted.micros = micros.start, len(micros)
 
-        def make(number: int) -> pb.FromCompute:
-            return pb.FromCompute(batches=pb.FetchBatches(request=number, batches=wanted))
-
-        for b in requests.batches(make):
+        for b in requests.batches(pb.FetchBatches(batches=wanted)):
             yield Arrived(b.step, b.micro, b.input, b.dtype, tuple(b.shape), b.data)
 
     return fetch
@@ -252,12 +239,9 @@ class DaemonNetwork:
     def connect(self, job: str, plan_version: int, cancel: Cancel) -> None:
         """Be connected to every neighbour. Raises PeerLost naming the one that is not, Cancelled."""
 
-        def make(number: int) -> pb.FromCompute:
-            return pb.FromCompute(connect=pb.JobLinks(job=job, plan_version=plan_version, request=number))
-
         with self._room:
             self._lost.clear()
-        self._requests.ask(make, cancel)
+        self._requests.ask(pb.JobLinks(job=job, plan_version=plan_version), cancel)
 
     def send(
         self,

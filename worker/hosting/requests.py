@@ -40,7 +40,7 @@ OF_ASSIGNMENT = frozenset({"wanted", "outgoing", "connect", "forget", "batches"}
 
 Batches = Callable[[control.BatchRequest], Iterable[control.Batch]]
 """The data provider's answer to a request."""
-Work = Callable[[Cancel, Callable[[int], None]], int]
+Work = Callable[[Cancel, "Progress"], int]
 """Does what was asked, reports bytes so far, returns the answer's figure."""
 Keep = Callable[[Sequence[BlobFile], Cancel], None]
 Departing = Callable[[Sequence[BlobFile], Callable[[], int]], AbstractContextManager[None]]
@@ -72,6 +72,22 @@ def of_assignment(m: pb.FromCompute) -> bool:
     return m.posted.kind != Probed.__name__ if kind == "posted" else kind in OF_ASSIGNMENT
 
 
+class Progress:
+    """Counts the bytes of a request, and reports them now and then."""
+
+    def __init__(self, child: Child, number: int) -> None:
+        self._child, self._number, self._said_s = child, number, 0.0
+        self.bytes = 0
+
+    def __call__(self, nbytes: int) -> None:
+        """So many bytes more have come or gone."""
+        self.bytes += nbytes
+        if time.monotonic() - self._said_s >= REPORT_S:
+            self._said_s = time.monotonic()
+            transferred = pb.Transferred(request=self._number, bytes=self.bytes)
+            self._child.send(pb.ToCompute(transferred=transferred))
+
+
 class Served:
     """Requests of one compute process that are under way."""
 
@@ -96,16 +112,9 @@ class Served:
             for blob in bounds.count("blobs", list(m.blobs), MAX_BLOBS)
         }
 
-        def work(cancel: Cancel, report: Callable[[int], None]) -> int:
-            came = 0
-
-            def progress(nbytes: int) -> None:
-                nonlocal came
-                came += nbytes
-                report(came)
-
+        def work(cancel: Cancel, progress: Progress) -> int:
             self._blobs.fetch(wanted, cancel, progress)
-            return came
+            return progress.bytes
 
         self.start(m.request, work)
 
@@ -120,18 +129,11 @@ class Served:
         if m.keep and keep is None:
             raise BadFrame("a snapshot to be kept, by a process that computes no stage")
 
-        def work(cancel: Cancel, report: Callable[[int], None]) -> int:
-            left = 0
-
-            def progress(nbytes: int) -> None:
-                nonlocal left
-                left += nbytes
-                report(left)
-
+        def work(cancel: Cancel, progress: Progress) -> int:
             if m.keep and keep is not None:
                 keep(files, cancel)
                 return 0
-            with self._departing(files, lambda: left):
+            with self._departing(files, lambda: progress.bytes):
                 return self._blobs.store(files, cancel, progress, new=m.new)
 
         self.start(m.request, work)
@@ -143,7 +145,7 @@ class Served:
             return self._decline(m.request)
         child = self._child
 
-        def work(cancel: Cancel, _: Callable[[int], None]) -> int:
+        def work(cancel: Cancel, _: Progress) -> int:
             for batch in self._batches(m.batches):
                 while not child.has_room(ROOM_S):
                     cancel.check()
@@ -165,7 +167,7 @@ class Served:
                 self._decline(m.batches.request)
 
     def _decline(self, number: int) -> None:
-        def work(cancel: Cancel, _: Callable[[int], None]) -> int:
+        def work(cancel: Cancel, _: Progress) -> int:
             raise Cancelled("of an assignment that is over")
 
         self.start(number, work)
@@ -195,17 +197,9 @@ class Served:
             cancel.set(reason)
 
     def _serve(self, number: int, cancel: Cancel, work: Work) -> None:
-        said_s = 0.0
-
-        def report(nbytes: int) -> None:
-            nonlocal said_s
-            if time.monotonic() - said_s >= REPORT_S:
-                said_s = time.monotonic()
-                self._child.send(pb.ToCompute(transferred=pb.Transferred(request=number, bytes=nbytes)))
-
         answer = pb.Answer(request=number)
         try:
-            answer.bytes = work(cancel, report)
+            answer.bytes = work(cancel, Progress(self._child, number))
         except Cancelled:
             answer.kind = "ConnectionFailed"
             answer.error = "cancelled"

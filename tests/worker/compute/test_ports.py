@@ -111,7 +111,7 @@ def test_a_peer_that_the_daemon_did_not_reach_is_named() -> None:
     daemon = Daemon(connect=answer(kind="ConnectionFailed", error="it did not connect", peer="w-n"))
     try:
         with pytest.raises(PeerLost, match="it did not connect") as lost:
-            daemon.requests.ask(lambda n: pb.FromCompute(connect=pb.JobLinks(request=n)), Cancel())
+            daemon.requests.ask(pb.JobLinks(), Cancel())
     finally:
         daemon.close()
     assert lost.value.peer == "w-n"
