@@ -14,6 +14,13 @@ _CONTROL = re.compile(
 _CONTROL_BUT_LINES = re.compile(_CONTROL.pattern.replace(r"\x00-\x1f", r"\x00-\x09\x0b-\x1f"))
 
 
+REASON_CHARS = 4000
+"""Of an app's error, of why it does not run, or of how a run ended; whoever sends it cuts it, too."""
+LINES_CHARS, LINES_CHARS_PER_S = 256_000, 1000.0
+"""Budget of the lines of one worker, or of all its apps, in a log: at most 86 MB a day."""
+LINE_CHARS = 120  # what the log adds to a line
+
+
 def plain(text: str) -> bool:
     """True when a name may be shown as it is."""
     return _CONTROL.search(text) is None

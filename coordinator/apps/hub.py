@@ -18,7 +18,7 @@ from coordinator.services.blobs import MAX_BLOBS_A_REQUEST
 from hostos.budget import Budget
 from protos import atoll_apps_pb2 as pb
 from protos import bounds
-from protos.text_limits import clean
+from protos.text_limits import REASON_CHARS, clean
 
 if TYPE_CHECKING:
     from coordinator.shell import Shell
@@ -135,7 +135,7 @@ class AppDesk:
 
     def end(self, run: int, reason: str) -> None:
         """End a run; unknown ones have ended already."""
-        self._do(self.runs.closed(run, clean(reason, runs.MAX_REASON_CHARS)))
+        self._do(self.runs.closed(run, clean(reason, REASON_CHARS)))
 
     def node_comes(self, worker: str, hello: pb.AppHello) -> Mailbox:
         """A worker's stream for apps begins; an older one of it ends. BadFrame when that is too often."""
@@ -168,7 +168,7 @@ class AppDesk:
                 self._do(self.runs.refused(worker, message.refused))
             case "reply":
                 reply = message.reply
-                if len(reply.content) > MAX_CONTENT_BYTES or len(reply.reason) > 10 * runs.MAX_REASON_CHARS:
+                if len(reply.content) > MAX_CONTENT_BYTES or len(reply.reason) > 10 * REASON_CHARS:
                     raise BadFrame(f"a reply of {len(reply.content)} bytes; at most {MAX_CONTENT_BYTES}")
                 bounds.count("parts", reply.parts, MAX_BLOBS_A_REQUEST)
                 self._do(self.runs.replied(worker, reply, self.parts.has))

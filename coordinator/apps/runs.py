@@ -32,7 +32,7 @@ from coordinator.apps.state import (
 )
 from protos import atoll_apps_pb2 as pb
 from protos.telemetry import Event as Name
-from protos.text_limits import clean
+from protos.text_limits import REASON_CHARS, clean
 
 MAX_RUNS = 16
 MAX_NODES = 10_000  # of one run
@@ -40,7 +40,6 @@ MAX_UNDER_WAY = 20_000  # tasks of one run without a reply
 OWNER_RETURNS_S = 5.0  # a run whose owner's stream broke waits so long for it
 HELD_S = 20.0  # a run that a worker still holds may be opened again by its owner, ours being restarted
 MAX_ENDED = 1000  # runs remembered after their end
-MAX_REASON_CHARS = 4000
 NODE_UNAVAILABLE = 5  # Flower's code
 
 
@@ -252,7 +251,7 @@ class AppRuns:
         refusal = pb.AppRefused(
             run=run.run,
             kind=message.kind,
-            reason=clean(message.reason, MAX_REASON_CHARS, lines=True),
+            reason=clean(message.reason, REASON_CHARS, lines=True),
             worker=worker,
             name=self.view.name_of(worker),
         )

@@ -30,12 +30,12 @@ from atoll.errors import StorageError, UsageError
 from hostos.folder_lock import FolderLock, Holder, holder_of
 from hostos.locked_json import read_object
 from hostos.private_files import private_folder, write_private
+from protos.text_limits import REASON_CHARS
 
 FOLDER, RECORD, OUTPUT, LOCK = "flower-runs", "run.json", "output.log", "lock"
 OLDER = "output.1.log"
 MAX_RECORD_BYTES = 1 << 20
 MAX_OUTPUT_BYTES = 16 << 20  # of each of the two files of output
-MAX_REASON_CHARS = 4000
 MAX_ENDED = 50  # runs that are remembered after their end
 STARTS_WITHIN_S = 60.0  # a run without a process may still be starting so long
 STOPS_WITHIN_S = 20.0  # then its process is killed
@@ -254,7 +254,7 @@ class Keeper:
         now_s, before = time.monotonic(), self._record
         match event["event"]:
             case "waiting" if before.stage in (Stage.STARTING, Stage.WAITING):
-                reason = str(event["reason"])[:MAX_REASON_CHARS]
+                reason = str(event["reason"])[:REASON_CHARS]
                 self._record = replace(before, stage=Stage.WAITING, reason=reason)
             case "nodes":
                 self._record = replace(before, nodes=len(event["nodes"]))
@@ -272,7 +272,7 @@ class Keeper:
 
     def ended(self, stage: Stage, code: int, reason: str = "") -> None:
         """Write down how the run ended."""
-        record = replace(self._record, stage=stage, code=code, reason=reason[:MAX_REASON_CHARS])
+        record = replace(self._record, stage=stage, code=code, reason=reason[:REASON_CHARS])
         self._folder.write(replace(record, ended_s=self._clock()))
 
 

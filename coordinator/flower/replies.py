@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from atoll.errors import BadFrame
-from protos.text_limits import clean, plain
+from protos.text_limits import REASON_CHARS, clean, plain
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 MAX_NAMES = 10_000  # of metrics and configs in one reply; of arrays there may be more
 MAX_NAME_CHARS = 200  # of a metric, a config or a record
 MAX_ARRAY_NAME_CHARS = 4000
-MAX_ERROR_CHARS = 4000
 SHOWN_METRICS, SHOWN_ITEMS, SHOWN_CHARS = 100, 16, 200  # of one event
 
 
@@ -44,7 +43,7 @@ def _check(name: str, most: int) -> None:
 
 def reason_of(text: str) -> str:
     """An error's words as the app sees them: a traceback keeps its lines."""
-    return clean(text, MAX_ERROR_CHARS, lines=True)
+    return clean(text, REASON_CHARS, lines=True)
 
 
 def in_short(name: str, reason: str, code: int) -> str:

@@ -50,7 +50,7 @@ from protos.devices import machine_of, named_in
 from protos.grpc_errors import refuse
 from protos.message_sizes import COUNTED_FROM, read
 from protos.telemetry import Event
-from protos.text_limits import clean
+from protos.text_limits import LINE_CHARS, LINES_CHARS, LINES_CHARS_PER_S, clean
 
 if TYPE_CHECKING:
     from coordinator.services.access import Calls
@@ -61,8 +61,6 @@ if TYPE_CHECKING:
 
 INTRODUCTION_WITHIN_S = 10.0
 MAX_LOG_FIELDS_CHARS = 8192
-LOG_CHARS, LOG_CHARS_PER_S = 256_000, 1000.0  # of one worker's lines: at most 86 MB a day
-LOG_LINE_CHARS = 120  # what the log adds to a line
 REFUSALS, REFUSALS_PER_S = 100, 0.1  # kept in the log: a worker that knocks for ever must not fill it
 MAX_SPANS_A_MESSAGE = 20_000
 REPLACED = (
@@ -378,8 +376,8 @@ class WorkService(rpc.WorkServicer):
                 "event": clean(line.event, 200),
                 "fields": clean(line.fields_json, MAX_LOG_FIELDS_CHARS),
             }
-            budget = self._lines.setdefault(worker, Budget(LOG_CHARS, LOG_CHARS_PER_S))
-            size = LOG_LINE_CHARS + sum(len(text) for text in fields.values())
+            budget = self._lines.setdefault(worker, Budget(LINES_CHARS, LINES_CHARS_PER_S))
+            size = LINE_CHARS + sum(len(text) for text in fields.values())
             if not budget.take(shell.clock(), size):
                 return
             if left_out := budget.refused():

@@ -22,8 +22,8 @@ from protos import atoll_apps_pb2 as pb
 from protos import flower_content as content
 from protos import flower_internals as flower
 from protos.child_pipe import Gone, Pipe, pipe_from
+from protos.text_limits import REASON_CHARS
 
-MAX_REASON_CHARS = 4000
 STATE_FILE = "state"
 
 
@@ -113,7 +113,7 @@ class Child:
         if answer.has_error():
             found: Error = answer.error
             return pb.AppReply(
-                error=found.code or flower.APP_RAISED, reason=(found.reason or "")[:MAX_REASON_CHARS]
+                error=found.code or flower.APP_RAISED, reason=(found.reason or "")[:REASON_CHARS]
             )
         encoded = content.encode(answer.content)
         parts = content.inlined(encoded.parts, (part.hash for part in task.parts))
@@ -177,7 +177,7 @@ def _write(path: Path, data: bytes) -> None:
 def _words(failure: BaseException) -> str:
     """The reason as Flower words it, then the end of the traceback."""
     lines = "".join(traceback.format_exception(failure))
-    return f"{type(failure)}:<'{failure}'>\n{lines[-MAX_REASON_CHARS // 2 :]}"[:MAX_REASON_CHARS]
+    return f"{type(failure)}:<'{failure}'>\n{lines[-REASON_CHARS // 2 :]}"[:REASON_CHARS]
 
 
 def main() -> None:

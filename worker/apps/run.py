@@ -26,7 +26,7 @@ from protos import app_bundle
 from protos import atoll_apps_pb2 as pb
 from protos.app_signing import signer
 from protos.child_pipe import Gone
-from protos.text_limits import clean
+from protos.text_limits import LINE_CHARS, LINES_CHARS, LINES_CHARS_PER_S, REASON_CHARS, clean
 from worker.apps.code import AppCode, unpack
 from worker.apps.parts import Parts
 from worker.apps.process import AppProcess
@@ -43,9 +43,6 @@ log = structlog.get_logger()
 MAX_LEFT_S = 30 * 86_400.0  # of a message's time to live
 LOAD_WITHIN_S = 600.0  # importing an app and all it needs
 MAX_KEPT = 64  # replies that may have to be sent again
-MAX_REASON_CHARS = 4000
-PRINTED_CHARS, PRINTED_CHARS_PER_S = 256_000, 1000.0  # of all apps: at most 86 MB a day
-LINE_CHARS = 120  # what the log adds to a line
 # Flower's error codes.
 APP_RAISED, REPLY_UNAVAILABLE, APP_CRASHED = 2, 4, 8
 
@@ -60,7 +57,7 @@ class AppContext:
     send: Callable[[pb.FromNode], None]
     epoch: Callable[[], int]  # rises with every new stream: what was under way is sent again
     make_room: Callable[[], None] = lambda: None  # called before an app's code is loaded
-    printing: Budget = field(default_factory=lambda: Budget(PRINTED_CHARS, PRINTED_CHARS_PER_S))
+    printing: Budget = field(default_factory=lambda: Budget(LINES_CHARS, LINES_CHARS_PER_S))
 
     def printed(self, run: str, line: str) -> None:
         """Log what an app printed, as far as all apps here together may fill the log."""
@@ -173,7 +170,7 @@ class HostedRun:
         """Stop at once; ``for_good``: the run is over, its state goes too."""
         if self._ended.is_set:
             return
-        log.info("app.ended", run=f"{self.run:x}", reason=clean(reason, MAX_REASON_CHARS))
+        log.info("app.ended", run=f"{self.run:x}", reason=clean(reason, REASON_CHARS))
         self._ended.set(reason)
         with self._lock:
             entries = list(self._tasks.values())
@@ -295,7 +292,7 @@ class HostedRun:
         lacking = app_bundle.missing_dependencies(self._code.spec) if self._code is not None else []
         if not lacking:
             return ""
-        return f"\nnot installed there: `pip install {shlex.join(lacking)}`"[:MAX_REASON_CHARS]
+        return f"\nnot installed there: `pip install {shlex.join(lacking)}`"[:REASON_CHARS]
 
     def _load(self) -> str:
         """Start the process and have it import the app; returns what went wrong."""
@@ -325,7 +322,7 @@ class HostedRun:
         except Gone:
             self._ended.check()
             self._process = None
-            return process.last_words()[-MAX_REASON_CHARS:]
+            return process.last_words()[-REASON_CHARS:]
         except TimeoutError:
             self._drop_process()
             return f"it was not loaded within {LOAD_WITHIN_S:.0f} s"
@@ -333,7 +330,7 @@ class HostedRun:
             self._drop_process()
         elif self._start is not None:
             process.pipe.send(pb.ToChild(start=self._start))
-        return loaded.error[:MAX_REASON_CHARS]
+        return loaded.error[:REASON_CHARS]
 
     def _begin(self, start: pb.AppStart) -> None:
         if self._start == start:
@@ -434,7 +431,7 @@ class HostedRun:
             words = process.last_words() if isinstance(error, Gone) else str(error)
             self._renew()
             entry.cancel.check()
-            return pb.AppReply(error=APP_CRASHED, reason=words[-MAX_REASON_CHARS:])
+            return pb.AppReply(error=APP_CRASHED, reason=words[-REASON_CHARS:])
 
     def _renew(self) -> None:
         """A fresh process for the next task, started while the reply is on its way."""
@@ -466,7 +463,7 @@ class HostedRun:
     def _refuse(self, kind: Any, reason: str) -> None:
         if self._ended.is_set:
             return
-        reason = clean(reason, MAX_REASON_CHARS, lines=True)
+        reason = clean(reason, REASON_CHARS, lines=True)
         log.warning("app.refused", run=f"{self.run:x}", app=clean(self._app.name, 200), reason=reason)
         self._stand(pb.FromNode(refused=pb.AppRefused(run=self.run, kind=kind, reason=reason)))
 

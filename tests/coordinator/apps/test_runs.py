@@ -371,7 +371,7 @@ def test_a_refusal_said_again_is_old_news_and_its_words_are_cleaned() -> None:
     told = len(fleet.owner)
     [heard] = fleet.fleet().refused
     assert heard.reason.startswith(" [2Jone\ntwo x")
-    assert len(heard.reason) == runs.MAX_REASON_CHARS
+    assert len(heard.reason) == runs.REASON_CHARS
     assert fleet.runs.refused("w-0", refusal) == []
     assert len(fleet.owner) == told
 

@@ -24,12 +24,12 @@ from coordinator.client.client import Client
 from coordinator.client.endpoint import Endpoint
 from coordinator.config import CoordinatorConfig
 from coordinator.server import Running, Server, serve
-from coordinator.services import work as sessions
 from protos import atoll_apps_pb2 as pb
 from protos import atoll_apps_pb2_grpc as rpc
 from protos import atoll_control_pb2 as control
 from protos.credentials import COORDINATOR, JoinToken, channel_credentials, name_options
 from protos.grpc_errors import to_atoll_error
+from protos.text_limits import LINES_CHARS
 from tests.patience import HUNG_S, eventually
 
 ANSWERED_S = 2.0  # a busy machine answers a ping sooner
@@ -363,8 +363,8 @@ def test_lines_of_a_worker_that_floods_the_log_are_counted_and_left_out(
     def lines(server: Server) -> list[str]:
         return [line.fields_json for line in server.shell.logs.after(0, "")[1] if line.event == "worker.log"]
 
-    eventually(lambda: len(running.call(lines)) >= sessions.LOG_CHARS // 9000)
-    assert len(running.call(lines)) < 2 * sessions.LOG_CHARS // 8000
+    eventually(lambda: len(running.call(lines)) >= LINES_CHARS // 9000)
+    assert len(running.call(lines)) < 2 * LINES_CHARS // 8000
 
 
 @pytest.mark.parametrize(

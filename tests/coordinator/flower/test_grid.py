@@ -20,6 +20,7 @@ from coordinator.flower.progress import Shown
 from protos import atoll_apps_pb2 as pb
 from protos import flower_content as content
 from protos import flower_internals as flower
+from protos.text_limits import REASON_CHARS
 from tests.patience import HUNG_S
 
 
@@ -125,7 +126,7 @@ def test_an_errors_words_are_cleaned_and_told_in_one_line() -> None:
     link.say = answer  # type: ignore[method-assign]
     asks = [Message(RecordDict({"c": ConfigRecord({"a": 1})}), n.node, "query") for n in nodes]
     replies = list(grid.send_and_receive(asks, timeout=HUNG_S))
-    assert {len(reply.error.reason) for reply in replies} == {heard.MAX_ERROR_CHARS}
+    assert {len(reply.error.reason) for reply in replies} == {REASON_CHARS}
     assert replies[0].error.reason.startswith(" [2Jbad \nTraceback ]0;x\ny")
     figures = dict(told)["replies"]
     assert (figures["failed"], len(figures["errors"])) == (30, 20)

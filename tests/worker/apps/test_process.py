@@ -15,8 +15,8 @@ from structlog.testing import capture_logs
 
 from hostos.app_guard import Guarded
 from protos import atoll_apps_pb2 as pb
+from protos.text_limits import LINE_CHARS, LINES_CHARS
 from tests.patience import HUNG_S, eventually
-from worker.apps import run as app_run
 from worker.apps.process import AppProcess, _environment
 from worker.apps.run import AppContext
 from worker.apps.store import AppStore
@@ -46,8 +46,8 @@ def test_what_an_app_prints_is_cleaned_and_cannot_fill_the_log(tmp_path: Path) -
     with capture_logs() as logged:
         for number in range(20_000):
             context.printed("5", f"{number} " + "x" * 900)
-    spent = sum(len(line["line"]) + app_run.LINE_CHARS for line in logged)
-    assert 0.9 * app_run.PRINTED_CHARS < spent < 1.1 * app_run.PRINTED_CHARS
+    spent = sum(len(line["line"]) + LINE_CHARS for line in logged)
+    assert 0.9 * LINES_CHARS < spent < 1.1 * LINES_CHARS
     context.printing.take(1e9, 0.0)  # much later
     with capture_logs() as logged:
         context.printed("5", "later")
