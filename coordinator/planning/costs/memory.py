@@ -23,7 +23,7 @@ import numpy as np
 
 from atoll.job import Optimizer, OptimizerName, Precision, Recompute, TrainingSpec
 from atoll.opdag import Kind, LeafRef, OpDag, Source, leaf_refs, op_refs
-from atoll.ops import DEEPEST, cheap_again
+from atoll.ops import DEEPEST, cheap_again, is_layer
 from coordinator.planning.costs.op_seconds import is_trained, leaf_meta, weights_share
 from strategies.exchanges.catalogue import exchange_facts
 
@@ -86,7 +86,10 @@ class MemoryModel:
         self.again = DEEPEST * float(max(cheap, default=0))  # results computed again, at one time
         saved = np.array([float(node.bytes_saved - selective * node.bytes_repeatable) for node in dag.ops])
         self._state, self._saved = prefix(state), prefix(saved)
-        self._owed = prefix(_owed_bytes(dag, training.optimizer, DEEPEST if selective else 0))
+        owed = _owed_bytes(dag, training.optimizer, DEEPEST if selective else 0)
+        # Under autocast an op's own graph keeps the cast arguments and weights, too; layers have none.
+        own = np.array([self.autocast and (selective or not is_layer(node)) for node in dag.ops], dtype=bool)
+        self._owed, self._waiting = prefix(owed), prefix(owed + np.where(own & (owed > 0), saved, 0.0))
         self._trainable, self._tensors, self._tied = prefix(trainable), prefix(tensors), prefix(tied)
         self._moments, self._blocks = _moments(training.optimizer), training.blocks
         self._alone, self._own_copies = training.replicas == "1", own_copies
@@ -148,9 +151,8 @@ class MemoryModel:
         backward and the others wait for their weight gradients; None: all, and nothing waits."""
         if whole is None:
             return in_flight * self.per_micro_bytes(a, b)
-        each = self.per_micro_bytes(a, b, defer=True)
-        waiting = each if self.autocast else float(self._owed[b] - self._owed[a])
-        return min(in_flight, whole) * each + max(0, in_flight - whole) * waiting
+        each, waiting = self.per_micro_bytes(a, b, defer=True), float(self._waiting[b] - self._waiting[a])
+        return min(in_flight, whole) * each + max(0, in_flight - whole) * min(waiting, each)
 
     def bytes(self, a: int, b: int, in_flight: int, whole: int | None = None) -> float:
         """Bytes of a stage that runs ops [a, b) with ``in_flight`` micro-batches; see ``micros_bytes``."""
