@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from coordinator.membership import member as members
 from coordinator.messages import events as ev
@@ -403,9 +403,9 @@ class PipelineDriver:
         self._put(state)
         for item in todo:
             self._obey(before if state.plan is None else state, item)
-        for consequence in CONSEQUENCES:
-            if consequence.when(before, state):
-                consequence.then(self, before, state)
+        for _, when, then in CONSEQUENCES:
+            if when(before, state):
+                then(self, before, state)
 
     def _shown(self, before: JobState, state: JobState) -> None:
         level = "warning" if state.phase in (Phase.PAUSED, Phase.FAILED) else "info"
@@ -488,74 +488,64 @@ def _evaluation_over(before: JobState, state: JobState) -> bool:
     return before.run.awaiting_eval is not None and state.run.awaiting_eval is None
 
 
-class Consequence(NamedTuple):
-    """What follows ``when`` a job goes from one state to the next, and ``why``."""
-
-    why: str
-    when: Callable[[JobState, JobState], bool]
-    then: Callable[[PipelineDriver, JobState, JobState], None]
-
-
-CONSEQUENCES = (
-    Consequence("people read what a job does", _reworded, PipelineDriver._shown),
-    Consequence(
+When = Callable[[JobState, JobState], bool]
+Then = Callable[[PipelineDriver, JobState, JobState], None]
+CONSEQUENCES: tuple[tuple[str, When, Then], ...] = (
+    ("people read what a job does", _reworded, PipelineDriver._shown),
+    (
         "workers may be free, or wanted",
         lambda before, state: before.phase is not state.phase and not _stepping(before, state),
         lambda driver, before, state: setattr(driver.effects, "advance", True),
     ),
-    Consequence(
+    (
         "who watches the job sees its newest figures",
-        lambda before, state: (
-            _reworded(before, state) or before.step != state.step or before.eval_loss != state.eval_loss
-        ),
+        lambda was, now: _reworded(was, now) or (was.step, was.eval_loss) != (now.step, now.eval_loss),
         lambda driver, before, state: driver.effects.emit(do.Notify(state.job)),
     ),
-    Consequence(
+    (
         "newcomers have what they began with: its blobs are needed no more",
         lambda before, state: before.run.moving and not state.run.moving,
         lambda driver, before, state: driver.effects.emit(do.SweepBlobs()),
     ),
-    Consequence(
+    (
         "both held-out losses show what codecs cost",
         lambda before, state: _evaluation_over(before, state) and not state.run.moving,
         PipelineDriver._evaluated,
     ),
-    Consequence(
+    (
         "a job that has its plan, or waits, measures nothing",
         lambda before, state: before.phase in PREPARING and state.phase not in PREPARING,
         lambda driver, before, state: driver.profiling.stop(state.job),
     ),
-    Consequence(
+    (
         "nobody is awaited in a plan that is over, but its workers may be back in a moment",
         lambda before, state: state.phase not in RUNNING,
         PipelineDriver._stopped,
     ),
-    Consequence(
+    (
         "what was learnt of a job's links goes with it",
         lambda before, state: state.phase in ENDED,
         PipelineDriver._over,
     ),
-    Consequence(
+    (
         "a doubt that is settled shows whose fault it was",
         lambda before, state: True,
         lambda driver, before, state: driver.suspicion.stepped(before, state),
     ),
-    Consequence(
+    (
         "newcomers begin with what is stored, once nothing is evaluated",
-        lambda before, state: (
-            before.checkpoint.step != state.checkpoint.step or _evaluation_over(before, state)
-        ),
+        lambda was, now: was.checkpoint.step != now.checkpoint.step or _evaluation_over(was, now),
         lambda driver, before, state: driver.seating.look(state),
     ),
-    Consequence(
+    (
         "who works beside a plan goes with it",
         lambda before, state: before.phase in RUNNING,
         PipelineDriver._beside_over,
     ),
-    Consequence(
+    (
         "steps are repeated of the plan that runs",
         lambda before, state: True,
         lambda driver, before, state: driver.beside.checks.stepped(before, state),
     ),
 )
-"""In this order."""
+"""What follows when a job goes from one state to the next, in this order: why, when, and what."""
