@@ -65,22 +65,6 @@ def event_of(message: do.Message) -> e.Event | None:
     return None
 
 
-def said(message: Any) -> Any:
-    """Return what the coordinator hears of what a session says."""
-    match message:
-        case todo.StageFailed(job, version, step, reason, lost_peer, memory_bytes):
-            return ev.StageFailed(job, version, step, reason, lost_peer, memory_bytes)
-        case todo.ClientFailed(job, at_round, reason, during):
-            return ev.ClientFailed(job, at_round, reason, during)
-        case todo.Refused(request, "", reason):
-            return ev.OpsProbed(request, {}, reason)
-        case todo.Refused(request, peer, reason):
-            return ev.LinkProbed(request, peer, 0.0, 0.0, reason)
-        case todo.Leaving(reason):
-            return ev.Leaving(reason)
-    return message
-
-
 @dataclass
 class Worker(Machine):
     """``coordinator`` is whoever answers at its address; ``peers`` finds the other workers."""
@@ -138,10 +122,9 @@ class Worker(Machine):
     def _perform(self, instruction: todo.Instruction) -> None:
         match instruction:
             case todo.Send(message):
-                told = said(message)
-                self.said(self.name, told)
+                self.said(self.name, message)
                 if self.stream is not None:
-                    self.stream.send(1, told)
+                    self.stream.send(1, message)
             case todo.HangUp(reason):
                 if self.stream is not None:
                     self.stream.end(reason, 1)
