@@ -76,6 +76,23 @@ def one_machine(made: Case, training: TrainingSpec) -> LocalPipeline:
     return LocalPipeline(stage_programs(made.dag, (0,)), training, made.tensors, states=made.states)
 
 
+def both(crew: Crew, whole: LocalPipeline, step: int) -> tuple[list[StepReport], tuple[float, ...]]:
+    """Compute and apply a step on the crew and on one machine; the crew's reports, and the other's norms."""
+    expected = whole.step(step, [crew.made.batches.of(step, micro) for micro in range(FOUR.n_micro)])
+    reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
+    assert loss_of(reports) == expected.loss
+    crew.all("apply", step, expected.gradient_scale)
+    return reports, expected.square_norms
+
+
+def same_bits(crew: Crew, whole: LocalPipeline) -> None:
+    held = whole.snapshot()
+    for run in crew.runs:
+        for name, tensors in run.snapshot().items():
+            for key, value in tensors.items():
+                assert torch.equal(value, held[name][key]), (name, key)
+
+
 @pytest.mark.parametrize(
     ("stages", "schedule", "sites"),
     [
@@ -97,19 +114,11 @@ def test_replicas_end_in_the_bits_of_one_machine(
     crew = Crew(made, assigned(made, FOUR, cuts, schedule, exchange))
     whole = one_machine(made, FOUR)
     for step in range(FOUR.steps):
-        batches = [made.batches.of(step, micro) for micro in range(FOUR.n_micro)]
-        expected = whole.step(step, batches)
-        reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
+        reports, square_norms = both(crew, whole, step)
         assert len(reports) == sum(stages)
-        assert loss_of(reports) == expected.loss
         first = [norm for report in reports[: stages[0]] for norm in report.stage.square_norms]
-        assert tuple(first) == expected.square_norms
-        crew.all("apply", step, expected.gradient_scale)
-    held = whole.snapshot()
-    for run in crew.runs:
-        for name, tensors in run.snapshot().items():
-            for key, value in tensors.items():
-                assert torch.equal(value, held[name][key]), (name, key)
+        assert tuple(first) == square_norms
+    same_bits(crew, whole)
 
 
 @pytest.mark.parametrize("schedule", [ScheduleName.GPIPE, ScheduleName.ZERO_BUBBLE])
@@ -128,15 +137,8 @@ def test_replicas_go_on_without_one_in_the_bits_of_one_machine(
     for step, shares in enumerate((None, ends, ((0, 4),))):
         if shares is not None:
             without(crew, lost if step == 1 else 1, shares, step)
-        expected = whole.step(step, [made.batches.of(step, micro) for micro in range(FOUR.n_micro)])
-        reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
-        assert loss_of(reports) == expected.loss
-        crew.all("apply", step, expected.gradient_scale)
-    held = whole.snapshot()
-    for run in crew.runs:
-        for name, tensors in run.snapshot().items():
-            for key, value in tensors.items():
-                assert torch.equal(value, held[name][key]), (name, key)
+        both(crew, whole, step)
+    same_bits(crew, whole)
 
 
 def test_a_replica_more_begins_with_the_state_of_the_others() -> None:
@@ -158,15 +160,8 @@ def test_a_replica_more_begins_with_the_state_of_the_others() -> None:
                 run = crew.run_of(replace(given, version=2, plan=plan, first_step=step), state)
                 run.open(step)
                 crew.runs.append(run)
-        expected = whole.step(step, [made.batches.of(step, micro) for micro in range(FOUR.n_micro)])
-        reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
-        assert loss_of(reports) == expected.loss
-        crew.all("apply", step, expected.gradient_scale)
-    held = whole.snapshot()
-    for run in crew.runs:
-        for name, tensors in run.snapshot().items():
-            for key, value in tensors.items():
-                assert torch.equal(value, held[name][key]), (name, key)
+        both(crew, whole, step)
+    same_bits(crew, whole)
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -194,15 +189,8 @@ def test_who_missed_a_plan_goes_on_with_other_shares_in_the_bits_of_one_machine(
             )
             for run in crew.runs:
                 run.reconfigure(run.assignment.reconfigured(later, run.assignment.links, step))
-        expected = whole.step(step, [made.batches.of(step, micro) for micro in range(FOUR.n_micro)])
-        reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
-        assert loss_of(reports) == expected.loss
-        crew.all("apply", step, expected.gradient_scale)
-    held = whole.snapshot()
-    for run in crew.runs:
-        for name, tensors in run.snapshot().items():
-            for key, value in tensors.items():
-                assert torch.equal(value, held[name][key]), (name, key)
+        both(crew, whole, step)
+    same_bits(crew, whole)
 
 
 def without(crew: Crew, lost: int, shares: Sequence[tuple[int, int]], step: int) -> None:

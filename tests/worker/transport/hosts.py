@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from random import Random
 from typing import Any
 
 from protos.credentials import Authority, Identity, identity_from, new_key, signing_request
+from tests.patience import HUNG_S
 from worker.transport.contract import TransportConfig, Way
 from worker.transport.frames import Direction, MessageKey
 from worker.transport.network import PeerNetwork
@@ -64,3 +67,23 @@ class Host:
     @property
     def address(self) -> tuple[str, int]:
         return ("127.0.0.1", self.network.port)
+
+
+def whole_and_once(a: Host, b: Host, n_bytes: int) -> Iterator[int]:
+    """Send twelve messages from w-a to w-b; yields after each that came. In the end all have, unchanged."""
+    rng = Random(4711)
+    payloads = [rng.randbytes(n_bytes) for _ in range(12)]
+
+    def send_all() -> None:
+        for number, payload in enumerate(payloads):
+            a.network.send("w-b", key(number), b"", payload)
+
+    sender = threading.Thread(target=send_all)
+    sender.start()
+    got = {}
+    for number in range(len(payloads)):
+        _, k, _, payload = b.delivered.get(timeout=HUNG_S)
+        got[k.micro] = payload
+        yield number
+    sender.join()
+    assert [got[n] for n in range(len(payloads))] == payloads

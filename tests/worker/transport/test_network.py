@@ -29,7 +29,7 @@ from protos.credentials import (
 )
 from tests.fixtures.first_messages import recorded
 from tests.patience import HUNG_S, eventually
-from tests.worker.transport.hosts import PATIENT, Host, enroll, key
+from tests.worker.transport.hosts import PATIENT, Host, enroll, key, whole_and_once
 from worker.transport.contract import Paths, PeerLost, TransportConfig, Way
 from worker.transport.frames import (
     MEASURED,
@@ -526,23 +526,9 @@ def test_ten_thousand_random_mutations_do_no_harm(victim: tuple[Host, Callable[[
 
 def test_a_broken_connection_is_replaced_and_nothing_is_lost_or_doubled(host: Make) -> None:
     a, b = connected(host, TransportConfig(streams=2, silence_s=60, reconnect_s=60))
-    rng = Random(4711)
-    payloads = [rng.randbytes(2 << 20) for _ in range(12)]
-
-    def send_all() -> None:
-        for number, payload in enumerate(payloads):
-            a.network.send("w-b", key(number), b"", payload)
-
-    sender = threading.Thread(target=send_all)
-    sender.start()
-    got = {}
-    for number in range(len(payloads)):
-        _, k, _, payload = b.delivered.get(timeout=HUNG_S)
-        got[k.micro] = payload
+    for number in whole_and_once(a, b, 2 << 20):
         if number % 3 == 0:
             cut(a, 1 + number % 2)
-    sender.join()
-    assert [got[n] for n in range(len(payloads))] == payloads
     assert a.network.flush("w-b", HUNG_S)
     assert b.delivered.empty()
     assert a.losses.empty()

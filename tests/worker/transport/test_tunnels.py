@@ -23,7 +23,7 @@ from protos import relay_tickets as tickets
 from protos.credentials import Authority
 from protos.relay_tickets import Ticket
 from tests.patience import HUNG_S, eventually
-from tests.worker.transport.hosts import Host, enroll, key
+from tests.worker.transport.hosts import Host, enroll, key, whole_and_once
 from worker.transport.contract import Paths, RelayOffer, TransportConfig, Way
 from worker.transport.loop import SHARED
 from worker.transport.tunnels import Tunnel
@@ -350,25 +350,11 @@ def test_two_that_accept_nobody_exchange_tensors_through_the_relay(host: Make, r
 
 def test_a_relay_killed_and_started_anew_loses_and_doubles_nothing(host: Make, relays: Relays) -> None:
     a, b = relayed(host, relays.port)
-    rng = Random(4711)
-    payloads = [rng.randbytes(1 << 20) for _ in range(12)]
-
-    def send_all() -> None:
-        for number, payload in enumerate(payloads):
-            a.network.send("w-b", key(number), b"", payload)
-
-    sender = threading.Thread(target=send_all)
-    sender.start()
-    got = {}
-    for number in range(len(payloads)):
-        _, k, _, payload = b.delivered.get(timeout=HUNG_S)
-        got[k.micro] = payload
+    for number in whole_and_once(a, b, 1 << 20):
         if number in (2, 7):
             relays.kill()
             time.sleep(1.0)  # longer than what a peer that is dialled may be away
             relays.start()
-    sender.join()
-    assert [got[n] for n in range(len(payloads))] == payloads
     assert b.delivered.empty()
     assert a.losses.empty()
     assert b.losses.empty()
