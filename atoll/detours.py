@@ -1,8 +1,8 @@
 """Ops that run another way than torch would run them, because torch's own way is wrong.
 
-Half-precision convolutions on a CPU: oneDNN's kernels for AMX leave parts of some results as memory was
-(torch 2.13: a conv2d of ones in bfloat16 with stride (2, 3), padding (1, 0) and dilation 2 gives 4e14 for 30;
-others differ with stride 7 and groups of 5 channels). They are computed in float32 and rounded once.
+Half-precision convolutions on a CPU: oneDNN's kernels for AMX leave parts of some results as memory was.
+In torch 2.13 a conv2d of ones in bfloat16 with stride (2, 3), padding (1, 0) and dilation 2 gives 4e14 for
+30; others differ with stride 7 and groups of 5 channels. They are computed in float32 and rounded once.
 """
 
 from __future__ import annotations

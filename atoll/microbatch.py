@@ -3,9 +3,9 @@
 Forwards, backwards and weight gradients each go through the micro-batches in ascending order in every
 schedule, so gradients accumulate in one order and the schedule never changes a result.
 
-A backward has two parts (Qi 2024, "Zero Bubble Pipeline Parallelism", section 2): the gradients of what a
-stage received, for which the stage before it waits, and those of its own weights, for which nobody waits
-until the step's end. Where the second part comes later, it fills the time in which a stage would wait.
+A backward has two parts (Qi 2024, "Zero Bubble Pipeline Parallelism", section 2). These are the gradients of
+what a stage received, for which the stage before it waits, and those of its own weights, for which nobody
+waits until the step's end. Where the second part comes later, it fills the time in which a stage would wait.
 With equal stages and a free network that takes the bubble of 1F1B from (S - 1)(F + B + W) to (S - 1) F.
 """
 

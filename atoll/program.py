@@ -2,9 +2,9 @@
 cut.
 
 Planner and worker derive the same programs from the same inputs, so both ends of every link
-agree by construction. Two rules keep sums independent of the cut (DESIGN section 3): the
-gradient of a tensor used in several stages folds down the chain of its users, latest first, and
-a tied parameter's uses are added in descending op order, also down the chain.
+agree by construction. Two rules keep sums independent of the cut (DESIGN section 3). The
+gradient of a tensor used in several stages folds down the chain of its users, latest first. A
+tied parameter's uses are added in descending op order, also down the chain.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Results that cost little to compute again: a micro-batch in flight keeps the call, not the result.
 
 Selective recomputation (Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer
-Models, section 5) for ops whose backward keeps their arguments anyway: of a GELU or a normalisation the
+Models, section 5) for ops whose backward keeps their arguments anyway. Of a GELU or a normalisation the
 result is kept only for the op behind it, and one pass over the arguments gives it again. The kernel and its
 arguments are the same, so the bits are.
 """

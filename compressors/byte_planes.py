@@ -1,6 +1,6 @@
 """Floats as planes of bytes: what is noise apart from what repeats.
 
-The upper 16 bits of a float (all of fp16 and bf16) are rotated left by one, which leaves the exponent
+The upper 16 bits of a float (all of fp16 and bf16) are rotated left by one. That leaves the exponent
 alone in the high byte, with three mantissa bits in fp16, and the sign beside the mantissa in the low
 one. The lower half of fp32 is mantissa and stays as it is. Other dtypes are one plane.
 """

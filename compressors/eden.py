@@ -10,10 +10,10 @@ of levels serves every block: q, the Lloyd-Max quantiser of N(0, 1). The receive
 c the cosine between y and q. t = 1 makes the error least: 36, 12, 3.5 and 0.95 % of |x|^2 at 1, 2,
 3 and 4 bits of Gaussian coordinates. With t = 1 / c^2 <x, x'> = |x|^2 in every packet, for a little
 more (57, 13, 3.6 and 0.96 %). Of rotations drawn from all there are, the mean of x' would then be x
-itself. H D is not all of them: the mean is x as near as a thousand packets can tell where many elements
+itself. H D is not all of them. The mean is x as near as a thousand packets can tell where many elements
 make up a block, and is not where few do (at one bit 2, 1, 0, ... arrives as 2.5, 0, 0, ... always).
-No bias along x is what training wants: with a fixed rotation and t = 1 a GPT's loss, trained through
-links at 3 bits, ended 70 % above the dense one's; with a rotation a packet and t = 1 / c^2 within the
+No bias along x is what training wants. With a fixed rotation and t = 1 a GPT's loss, trained through
+links at 3 bits, ended 70 % above the dense one's. With a rotation a packet and t = 1 / c^2 within the
 spread of seeds (benchmarks.convergence).
 
 Coordinates of y are alike, so a rate between whole bits is a block whose first coordinates take one

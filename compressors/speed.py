@@ -92,7 +92,7 @@ def sustained_on(
     """Rates that a codec of the catalogue can keep up on ``tensor`` (not empty), by ``clock``.
 
     Encodes and decodes in turn until this thread has computed for ``cpu_s`` or ``most_s`` have passed.
-    All of that time counts, divided as the medians of both are: under a quota of processor time a
+    All of that time counts, divided as the medians of both are. Under a quota of processor time a
     short burst fits into what is left of a period, and the kernel lets a thread wait for the next one
     when it comes back from a system call. So clocks around the two see little of it (measured at an
     eighth of a core: 3.8 ms of 24.7).

@@ -1,11 +1,11 @@
 """The values of kept elements: 32, 16, 2 or 1 bit each.
 
-fp32    the value
-fp16    round(v * 2**e) with e such that the largest finite one lands in [2**14, 2**15), one e a
-        packet (float16 tensors: e = 0, exact). |error| <= 2**-11 |v| + 2**-40 max|v|
-2bit    sign, and whether |v| exceeds its group's mean s; decoded as s * low or s * high, the
-        packet's two means of |v|/s. Eight bits of scale a group
-1bit    sign, decoded as the group's mean of |v|. Eight bits of scale a group
+    fp32    the value
+    fp16    round(v * 2**e) with e such that the largest finite one lands in [2**14, 2**15), one e a
+            packet (float16 tensors: e = 0, exact). |error| <= 2**-11 |v| + 2**-40 max|v|
+    2bit    sign, and whether |v| exceeds its group's mean s; decoded as s * low or s * high, the
+            packet's two means of |v|/s. Eight bits of scale a group
+    1bit    sign, decoded as the group's mean of |v|. Eight bits of scale a group
 
 A scale of eight bits is top * 2**(-code/8), top the packet's largest: at most 4.5 % off (2**(1/16)),
 down to 2**-31 of the largest, and zero below.

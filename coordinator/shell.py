@@ -1,6 +1,6 @@
 """The shell around the scheduler: one queue of events, instructions carried out in order.
 
-Events that wait together are handled together and share one journal transaction; nothing is said
+Events that wait together are handled together and share one journal transaction; nothing is sent
 to a worker before the facts it rests on are on the disk. Planning runs in threads (``planner_pool``).
 """
 
@@ -49,7 +49,7 @@ log = structlog.get_logger()
 @dataclass(slots=True)
 class Outbox:
     """One session's bounded outgoing queue; None ends the session. ``task`` serves its stream, and is
-    cancelled with ``overdue`` set where what was queued cannot be said."""
+    cancelled with ``overdue`` set where what was queued cannot be sent."""
 
     worker: str
     session: int
@@ -60,7 +60,7 @@ class Outbox:
     overdue: bool = False
 
     def close(self, reason: str) -> None:
-        """End the session once what is queued was said, or could not be within CLOSE_WITHIN_S."""
+        """End the session once what is queued was sent, or could not be within CLOSE_WITHIN_S."""
         self.reason = self.reason or reason
         self.queue.put_nowait(None)
         if self.task is not None:
@@ -72,7 +72,7 @@ class Outbox:
             self.task.cancel()
 
     def cut_off(self, reason: str) -> None:
-        """End the session; what is queued is not said."""
+        """End the session; what is queued is not sent."""
         while not self.queue.empty():
             self.queue.get_nowait()
         self.close(reason)

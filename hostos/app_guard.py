@@ -2,7 +2,7 @@
 
 The app's process may be killed by the kernel when its parent dies, but not what it started. The guard
 adopts every orphan among its descendants (PR_SET_CHILD_SUBREAPER). So leaving the group or the
-session, or a double fork, leads nowhere: when the app's process ends, or the pipe that our process
+session, or a double fork, leads nowhere. When the app's process ends, or the pipe that our process
 holds closes, by a kill -9 too, it kills them all and ends as the app's process ended. Elsewhere than
 on Linux it kills the app's process group.
 

@@ -1,8 +1,8 @@
 """A home router's door: who may open a connection to a host that accepts none. Pure.
 
 A TCP SYN or a UDP packet reaches a closed host only as the answer to one that this host sent
-from that very port to that very peer and port (so hole punching works as it does through a
-strict home router). Everything else of TCP belongs to a connection that is already open.
+from that very port to that very peer and port. So hole punching works as it does through a
+strict home router. Everything else of TCP belongs to a connection that is already open.
 Other protocols (ping) are not answered.
 """
 

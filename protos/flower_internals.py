@@ -1,9 +1,9 @@
 """The one file that knows Flower's insides; everything else uses ``flwr.app``, ``.clientapp`` and
 ``.serverapp`` alone. Checked against flwr 1.41.
 
-What it takes from inside: the identity that a process's new messages carry, messages with
-metadata of our making, the two types that ``Grid`` names in its signatures, how an app is looked
-up, and the words of the strategy's log from which progress is read.
+It takes from inside the identity that a process's new messages carry and messages with
+metadata of our making. It also takes the two types that ``Grid`` names in its signatures, how an app is
+looked up, and the words of the strategy's log from which progress is read.
 """
 
 from __future__ import annotations

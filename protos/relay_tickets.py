@@ -1,4 +1,4 @@
-"""Tickets with which two workers are joined at a relay, and the few bytes that are said there. Pure.
+"""Tickets with which two workers are joined at a relay, and the few bytes that are exchanged there. Pure.
 
 The relay greets with a nonce. A worker answers with its ticket and a proof that it holds the ticket's key,
 which the coordinator gave it beside the ticket and which never crosses the connection: who overhears a ticket

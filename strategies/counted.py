@@ -1,7 +1,7 @@
 """Count of the numbers about the data that a federated job returns beside the update of its trained tensors.
 
-Each number in a buffer that travels, or in a strategy's own statistics, is an exact sum or mean over samples:
-as many of them as the samples have values give these back bit for bit, though every one alone says nothing
+Each number in a buffer that travels, or in a strategy's own statistics, is an exact sum or mean over samples.
+As many of them as the samples have values give these back bit for bit, though every one alone says nothing
 of a single sample (power sums, by Newton's identities; means of rows that a condition on values parts).
 No type of a value shows that, so they are counted: a round may return half as many as one sample has values.
 So no sample fits into them. All rounds may return half as many as all samples have (docs/decisions/060).

@@ -1,8 +1,8 @@
 """Check that a captured graph measures FedImpro's statistics, and nothing else.
 
 The buffers of class means, deviations and counts go home with each update. So what is written into them
-is compared, op by op, with what ``strategies.fedimpro_module`` is captured as: of each class with at least
-``min_samples`` samples in the micro-batch, mean and deviation of the features, moved towards by a fixed
+is compared, op by op, with what ``strategies.fedimpro_module`` is captured as. That is, of each class with at
+least ``min_samples`` samples in the micro-batch, mean and deviation of the features, moved towards by a fixed
 share, and how many samples those were. Dims: B batch, C classes, D elements of a feature.
 """
 

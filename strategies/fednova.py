@@ -4,8 +4,8 @@
     w  <- w + (sum_k p_k a_k) * sum_k p_k (w_k - w) / a_k
 
 so a client that took more steps does not pull harder. It removes the bias of unequal step counts,
-not the drift of each client. a_k is counted by running the optimizer on gradient 1, which for plain
-SGD gives tau; for momentum rho (tau - rho(1 - rho^tau)/(1 - rho))/(1 - rho); with a proximal term mu
+not the drift of each client. The count a_k is found by running the optimizer on gradient 1, which for plain
+SGD gives tau. For momentum rho it is (tau - rho(1 - rho^tau)/(1 - rho))/(1 - rho); with a proximal term mu
 (1 - (1 - lr mu)^tau)/(lr mu); and is right for Nesterov and for both together too. With AdamW there
 is no such sum: the strategy refuses it. Under quantity skew FedNova may collapse (0.10 against FedAvg's
 0.72 in the authors' own CIFAR-10 table as papers/federated.md 4 quotes it): large p_k times large

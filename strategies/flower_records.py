@@ -96,7 +96,7 @@ def slots_of(arrays: Arrays, prefix: str = "") -> dict[str, dict[str, NumpyArray
 
 
 def roles_of(names: Iterable[str], dtypes: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """(trained, averaged) where nobody said: every floating tensor is trained, but for BatchNorm's
+    """(trained, averaged) by default: every floating tensor is trained, but for BatchNorm's
     running statistics, which no gradient reaches."""
     floating = [name for name in names if np.issubdtype(dtypes[name], np.floating)]
     averaged = [name for name in floating if name.split(".")[-1] in STATISTICS]

@@ -5,10 +5,10 @@
 
 Under top-k most coordinates are kept by one client only, and the mean shrinks them by its p_k. What an
 update holds is where its decoded delta is not zero. Valid for sparse deltas; not with error feedback,
-which returns the lost mass itself (together it counts twice); not under secure aggregation, since the
-server needs to see which coordinates each update holds. gamma 10 overshoots late at 10 % kept on skewed
-data. The weights p_k stay those by samples: replacing them by functions of the ratios cost accuracy where
-it was tried (papers/compression.md 2.1). The formula is a reconstruction there, not the paper's text.
+which returns the lost mass itself (together it counts twice). Not under secure aggregation, since the
+server needs to see which coordinates each update holds. With gamma 10 it overshoots late at 10 % kept on
+skewed data. The weights p_k stay those by samples: replacing them by functions of the ratios cost accuracy
+where it was tried (papers/compression.md 2.1). The formula is a reconstruction there, not the paper's text.
 Source: BCRS+OPWA, ICPP 2024 (arXiv 2408.14736); papers/compression.md 2.1 step 6.
 """
 

@@ -3,7 +3,7 @@
 A selector is pure: (state, candidates, count, round, seed) -> (names, state). Draws follow from the
 seed and the round alone, not from earlier draws, so all strategies compared on one seed see the same rounds
 where they may (papers/federated.md 5, protocol). Selectors that need the losses of candidates ask first
-(``ask``); what came of a round is told by ``learn``.
+(``ask``); what came of a round arrives by ``learn``.
 """
 
 from __future__ import annotations

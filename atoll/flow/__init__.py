@@ -1,5 +1,5 @@
 """Dependence of a captured graph's values on the samples of a micro-batch. Pure; torch's op schemas only.
 
-``value``: what can be said of one value. ``shapes``, ``families``: what each op makes of it. ``walk``: a
+``value``: what is known of one value. ``shapes``, ``families``: what each op makes of it. ``walk``: a
 whole program, with its writes in place.
 """

@@ -243,7 +243,7 @@ class PeerJoined:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """In hex, of a stage's gradients in a step, and of the messages that it took for them; "": not told."""
+    """In hex, of a stage's gradients in a step, and of the messages that it took for them; "": none."""
 
     gradients: StepDigest = ""
     inputs: StepDigest = ""

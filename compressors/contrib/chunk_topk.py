@@ -3,7 +3,7 @@
     v'[i] = sign(v[i]) * s * (low or high) for i in the chunk's k largest, 0 elsewhere;  s = mean |v[S]|
 
 The mathematics of SparseLoCo (64 of 4,096, 2 bits: 146x with its 12-bit positions) and of Psyche (8 of
-4,096, the sign: 964x with 16-bit positions), at fewer bytes: positions of all chunks are either one
+4,096, the sign: 964x with 16-bit positions), at fewer bytes. Positions of all chunks are either one
 number a chunk (``ranking.py``) or one Rice stream, whichever is shorter. Measured on the wire, 6,104
 chunks: 7.53 bits a position and 212x; 10.13 and 1,350x. For gradients and deltas under error feedback.
 Source: papers/peers.md 7.5; DeMo's chunks, papers/decentralized.md 8.6.

@@ -3,9 +3,9 @@
     position = high * 2**b + low;  the k highs of a chunk, ascending and possibly equal, are one of
     C(H + k - 1, k) multisets;  rank = sum over i of C(high[i] + i, i + 1),  i = 0 .. k-1
 
-The lows travel as they are, the rank in the bits that C(H + k - 1, k) needs. b is chosen so that their
-sum is least while the rank fits 62 bits: 8 of 4,096 take 81 bits, 10.13 a position (bound 10.09, Rice
-10.54, 16-bit numbers 16). Every chunk takes the same number of bits, so there is nothing else to say.
+The lows travel as they are, the rank in the bits that C(H + k - 1, k) needs. The split b is chosen so that
+their sum is least while the rank fits 62 bits. Thus 8 of 4,096 take 81 bits, 10.13 a position (bound 10.09,
+Rice 10.54, 16-bit numbers 16). Every chunk takes the same number of bits, so there is nothing else to say.
 Source: the combinatorial number system; Cover 1973 (enumerative source coding).
 """
 

@@ -120,7 +120,7 @@ class Aggregators:
             return ev.AggregatorBroke(request.job, repr(error))
 
     def _exchange(self, worker: _Worker, request: Asked) -> ev.AggregatorEvent:
-        """The answer; TimeoutError once nothing was said for as long as the request allows."""
+        """The answer; TimeoutError once nothing was sent for as long as the request allows."""
         if worker.process is None or not worker.process.alive:
             worker.process = self._started()
         process = worker.process

@@ -176,7 +176,7 @@ class AppDesk:
                 raise BadFrame(f"a message of kind {body!r}, which does not belong here")
 
     def _heed(self, worker: str) -> None:
-        """Count what is logged here and told to owners; one who says it over and over is not heard."""
+        """Count what is logged here and sent to owners; one who says it over and over is not heard."""
         if not self._notices.setdefault(worker, Budget(NOTICES, NOTICES_PER_S)).take(self.now_s()):
             raise BadFrame(
                 f"{worker} came, was ready or refused more than {NOTICES} times at once; once in "

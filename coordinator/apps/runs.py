@@ -1,4 +1,4 @@
-"""Runs of Flower apps: who takes part, what is under way, what is said to whom. Pure.
+"""Runs of Flower apps: who takes part, what is under way, what each is sent. Pure.
 
 A run is opened by its owner, offered to every idle worker that runs apps, begun with some of those
 that are ready, and ended by its owner. From then on each task goes to its node and each reply back;
@@ -196,7 +196,7 @@ class AppRuns:
     # ------------------------------------------------------------ workers
 
     def attends(self, worker: str, hello: pb.AppHello, now_s: float) -> list[Instruction]:
-        """A worker that runs apps is here, or here again; what it may have missed is said again."""
+        """A worker that runs apps is here, or here again; what it may have missed is sent again."""
         self.attending[worker] = None
         for run in list(hello.runs)[:MAX_RUNS]:
             if run not in self.runs:

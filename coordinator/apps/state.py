@@ -172,7 +172,7 @@ def checked_opening(request: pb.AppOpen) -> pb.AppOpen:
 
 
 def checked_begin(request: pb.AppBegin) -> pb.AppBegin:
-    """The beginning when every node can be told of it; BadFrame otherwise."""
+    """The beginning when every node can hear of it; BadFrame otherwise."""
     bounds.count("run_config", request.run_config, MAX_CONFIG_KEYS)
     if request.ByteSize() > MAX_BEGIN_BYTES:
         raise BadFrame(f"a run_config of {request.ByteSize()} bytes; at most {MAX_BEGIN_BYTES} are accepted")

@@ -1,7 +1,7 @@
 """What torch.export follows without a word although the graph does not hold it.
 
 While the module is traced, ``Following`` refuses calls that reach behind the graph (a hook on a tensor, a
-gradient taken within forward, ``.data``), and ``refuse_functions`` looks for functions with a backward of
+gradient taken within forward, ``.data``). ``refuse_functions`` looks for functions with a backward of
 their own in autograd's graph of the loss. While the module runs by itself, ``watching`` refuses what no state
 shows: clocks, the system's random numbers, files, a seed set by forward, hooks on autograd's nodes.
 """

@@ -185,7 +185,7 @@ def watch(
 
 
 def keep_costs(last: pb.JobUpdate, update: pb.JobUpdate) -> None:
-    """Take over what the loss of each stage costs, which is said now and then, from an update before."""
+    """Take over what the loss of each stage costs, which is reported now and then, from an update before."""
     for before, stage in zip(last.stages, update.stages, strict=False):
         same = (before.stage, before.worker) == (stage.stage, stage.worker)
         if same and before.HasField("replace_s") and not stage.HasField("replace_s"):

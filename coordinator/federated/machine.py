@@ -4,7 +4,7 @@ Pure: ``step(state, event, now_s)`` returns the new state and what is to be done
 clients, sends each the model, and closes when each has answered, failed, or is lost, or when the
 deadline has passed; it is summed from what arrived, where that is enough, and repeated where not.
 RoundClosed is journalled with the server's state before anybody hears of it, so that a coordinator
-killed at any moment goes on at the round in flight. What became of an update is said again to a
+killed at any moment goes on at the round in flight. What became of an update is sent again to a
 client that may not have heard it. With too few clients while data owners were asked the job awaits their
 consent, up to its deadline. A client's message that the phase does not know is dropped with its reason.
 """
@@ -220,7 +220,7 @@ def _invite(state: FederationState, event: Invited, now_s: float) -> Outcome:
 
 @TRANSITIONS.on(*FEDERATING)
 def _back(state: FederationState, event: ClientBack, now_s: float) -> Outcome:
-    """It answers Loaded at once where it still holds the job; then the rest is said again."""
+    """It answers Loaded at once where it still holds the job; then the rest is sent again."""
     client = state.clients.get(event.worker)
     if client is None or not client.present:
         return state, []

@@ -46,7 +46,7 @@ def shown(client: Client, update: UpdateReady, codec: str, ratio: float) -> dict
 def measured(client: Client, update: UpdateReady, took_s: float) -> Client:
     """The client with what its update showed of its line and its speed.
 
-    ``took_s`` since it was told to begin, by the coordinator's clock: whatever was neither download nor
+    ``took_s`` since it was sent the order, by the coordinator's clock: whatever was neither download nor
     upload counts as training, or who claims to need no time would have all others hold back more.
     """
     rest_s = took_s - update.download_s - update.upload_s - 2.0 * client.latency_s
@@ -95,7 +95,7 @@ def outcomes(updates: Mapping[str, UpdateReady], clients: Mapping[str, Client]) 
 
 
 def mean_loss(updates: Iterable[UpdateReady]) -> float | None:
-    """The training loss over all participants, by samples; None where nobody told a finite one."""
+    """The training loss over all participants, by samples; None where nobody reported a finite one."""
     known = [(u.n_samples, u.metrics[LOSS]) for u in updates if isfinite(u.metrics.get(LOSS, float("nan")))]
     return weighted(known) if known else None
 
@@ -107,7 +107,7 @@ def weighted(values: Iterable[tuple[float, float]]) -> float:
 
 
 def over_clients(at_round: int, told: Mapping[str, ClientEvaluated]) -> Evaluation:
-    """Means by samples; a metric counts those clients that told a finite one."""
+    """Means by samples; a metric counts those clients that reported a finite one."""
     reports = [told[name] for name in sorted(told)]
     names = sorted({name for report in reports for name in report.metrics})[:MAX_METRICS]
     metrics = {}

@@ -212,7 +212,7 @@ def go_on(state: FederationState, now_s: float) -> Outcome:
 
 
 def train_message(state: FederationState, worker: str, now_s: float) -> TrainRound:
-    """What a participant is told."""
+    """What a participant is sent."""
     codec, ratio = state.ratios[worker]
     message = TrainRound(
         state.job,
@@ -233,7 +233,7 @@ def verdict(state: FederationState, worker: str) -> RoundTaken:
 
 
 def evaluate_message(state: FederationState, worker: str, now_s: float) -> EvaluateRound:
-    """What a client is told that shall evaluate."""
+    """What a client that shall evaluate is sent."""
     within_s = max(0.001, state.due_s - now_s)
     clients = state.assessing.get(worker, ())
     return EvaluateRound(state.job, state.round, model_for(state, worker), within_s, clients)

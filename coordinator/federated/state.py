@@ -134,7 +134,7 @@ class FromClient(Generic[MessageT]):
 
 @dataclass(frozen=True, slots=True)
 class ClientBack:
-    """A client's connection is back: what was under way to it is said again."""
+    """A client's connection is back: what was under way to it is sent again."""
 
     worker: str
 
@@ -258,7 +258,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Without:
-    """A round goes on without this client; said in the log."""
+    """A round goes on without this client; logged."""
 
     round: int
     worker: str
@@ -267,7 +267,7 @@ class Without:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A round is closed; said in the log."""
+    """A round is closed; logged."""
 
     fact: RoundClosed
 
@@ -377,7 +377,7 @@ class FederationState:
         return {name: samples for client in ready for name, samples in client.members.items()}
 
     def of_consent(self, word: Word) -> tuple[str, ...]:
-        """Clients whose data owners said this last."""
+        """Clients whose data owners answered this last."""
         return tuple(sorted(name for name, client in self.clients.items() if client.consent is word))
 
     def bars(self, worker: str) -> bool:

@@ -64,7 +64,7 @@ class CoordinatorGrid(Grid):
     """The Grid of one run; safe for the app's own threads."""
 
     def __init__(self, run: int, run_info: Any, tell: Tell) -> None:
-        """``tell`` is told what happens: ("sent" | "replies" | "nodes", figures)."""
+        """``tell`` hears what happens: ("sent" | "replies" | "nodes", figures)."""
         self._run_id, self._run, self._tell = run, run_info, tell
         self._changed = threading.Condition()
         self._nodes: dict[int, pb.AppNode] = {}
@@ -95,7 +95,7 @@ class CoordinatorGrid(Grid):
     # ------------------------------------------------------------ from the link
 
     def nodes_changed(self, news: pb.AppNodes) -> None:
-        """Who takes part now; what waits for a node that is back is said again."""
+        """Who takes part now; what waits for a node that is back is sent again."""
         with self._changed:
             self._nodes = {node.node: node for node in news.nodes}
             self._away = False
@@ -266,7 +266,7 @@ class CoordinatorGrid(Grid):
     ) -> Iterable[Message]:
         """Send messages and wait for their replies, at most ``timeout`` seconds.
 
-        Nobody can ask for a reply that was not here in time: its node is told to stop.
+        Nobody can ask for a reply that was not here in time: its node is asked to stop.
         """
         started_s = time.monotonic()
         ids = list(self.push_messages(messages))

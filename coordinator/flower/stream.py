@@ -1,7 +1,7 @@
 """The owner's end of an app run: one stream to the coordinator, and parts beside it.
 
 The stream survives a coordinator that is restarted: it is opened again, and ``reopened`` says that
-everything unanswered has to be said once more, for nothing that was there need be there still.
+everything unanswered has to be sent once more, for nothing that was there need be there still.
 """
 
 from __future__ import annotations

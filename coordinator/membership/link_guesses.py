@@ -1,6 +1,6 @@
 """Estimates for pairs of a large fleet that were never measured, from those that were. Pure.
 
-Between two places, and within one, the median of what was measured there; else the slower of what the source
+Between two places, and within one, the median of what was measured there. Else the slower of what the source
 has shown to send and the target to receive, a worker that has shown nothing counting as its place's median,
 and one of a place without figures as ``unknown``.
 """

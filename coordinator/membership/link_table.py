@@ -191,10 +191,9 @@ def infer_shared(
     ``solo``: bit/s of each pair probed alone; ``together``: bit/s of pairs probed at once;
     ``sites``: worker -> site, "" for none. A concurrent probe whose sum stays below 75 % of the
     solo sum shows that its sources (or, when those differ in nothing, its targets) share a
-    rate: the sum, or what one of these flows reached alone, where that is more. Another flow alone
-    that was faster than that shows that the uplink is another's.
-    Members of a site that no concurrent probe covers share the best rate that any
-    of them reached alone, towards and from outside.
+    rate. The rate is the sum, or what one of these flows reached alone, where that is more. Another flow
+    alone that was faster than that shows that the uplink is another's. Members of a site that no concurrent
+    probe covers share the best rate that any of them reached alone, towards and from outside.
     """
     rates: dict[frozenset[str], list[float]] = {}
     for probe in together:

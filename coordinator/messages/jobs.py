@@ -451,7 +451,7 @@ class JobState:
 
     @property
     def next_version(self) -> int:
-        """Version of the next plan: above every one that was said."""
+        """Version of the next plan: above every one that was sent."""
         return max(self.version, self.run.relink.version if self.run.relink is not None else 0) + 1
 
     @property

@@ -111,7 +111,7 @@ def ran_alike(record: JobRecord, step: int) -> bool:
 
 
 def stores_anew(state: JobState, record: JobRecord, rank: int) -> bool:
-    """Whether a rank that keeps its stage is to store it as it is: after replicas were lost nobody can repeat
+    """Whether a rank that keeps its stage is to store it as it is. After replicas were lost nobody can repeat
     the steps before, and who was to store may be among them; or another plan is to begin with it."""
     parts = state.storing.parts.get(state.step)
     due = parts is not None and rank in state.store_ranks - parts.keys()
@@ -119,8 +119,8 @@ def stores_anew(state: JobState, record: JobRecord, rank: int) -> bool:
 
 
 def logged_from(state: JobState, roster: Roster, rank: int, worker: str | None = None) -> int:
-    """Return the step from which on a rank's send log is whole, 0 before it has said so; ``worker``: who has
-    the rank, None: whom the plan says."""
+    """Return the step from which on a rank's send log is whole, 0 before it has reported that; ``worker``:
+    who has the rank, None: whom the plan says."""
     if state.plan is None:
         return 0
     known = roster.workers.get(worker or state.plan.places[rank].worker)

@@ -82,7 +82,7 @@ class Returning:
 
     def gone(self) -> dict[str, str]:
         """Return who cannot go on, and why, once all are back: of those that others were connected with
-        and that hold nothing now, nobody knows what they have said."""
+        and that hold nothing now, nobody knows what they have sent."""
         if self.loaded:
             return {**self.lost, **dict.fromkeys(self.empty, "without its stage")}
         return dict(self.lost)
@@ -308,7 +308,7 @@ def _phase(waiting: JobState, record: JobRecord) -> Phase | None:
 
 
 def _said(record: JobRecord) -> StepCommit | None:
-    """Return the newest commit with every word that it was said with."""
+    """Return the newest commit with everything that it was sent with."""
     commit, announced = record.commit, record.relink
     if commit is None or commit.scale is None:
         return None

@@ -1,7 +1,7 @@
 """Which codec, at which ratio, on which link; and why.
 
 A link is a directed pair of stages. Its dense time R_j is what one micro-batch's traffic occupies
-the scarcest link on its way, everything that the plan sends through that link included: on a
+the scarcest link on its way, everything that the plan sends through that link included. On a
 shared gateway the flows get a share of the rate, and it is that share that decides. Latency is
 left out: a codec does not shorten it, and other micro-batches use the link meanwhile.
 
@@ -172,7 +172,7 @@ def adatopk(
 
     ``names``: of the codecs, the gentlest first, each taken where it reaches. A pair of stages stays
     dense whatever tau is where its links take no longer than ``unnoticed_s`` a micro-batch, since the
-    slowest stage takes longer, and where coding takes longer than it saves: a codec there would cost
+    slowest stage takes longer, and where coding takes longer than it saves. A codec there would cost
     work and the model's loss for nothing.
     """
     slowest = max((link.dense_s for link in links), default=0.0)

@@ -48,7 +48,7 @@ def no_way(peer: str, use: do.RelayUse) -> None:
 
 
 def to_worker(message: do.Message, graphs: GraphStore, way: Way = no_way) -> pb.ToWorker:
-    """The pb2 form of what the scheduler wants said. Reads DAGs for Assign, KeepCopies and Participate."""
+    """The pb2 form of what the scheduler wants sent. Reads DAGs for Assign, KeepCopies and Participate."""
     match message:
         case do.Participate():
             return pb.ToWorker(participate=_participate(message, graphs))

@@ -53,7 +53,7 @@ class ExchangeFacts:
 
     def efficiency_at(self, every: int) -> float:
         """Tokens that an exact way needs to the same held-out loss, over those that this rule needs with a
-        round every ``every`` steps: measured by benchmarks/local_steps.py on the demo's text, interpolated in
+        round every ``every`` steps. Measured by benchmarks/local_steps.py on the demo's text, interpolated in
         the logarithm, held constant outside. 1 for an exact rule and where nothing was measured."""
         if not self.efficiencies:
             return 1.0

@@ -7,7 +7,7 @@ All go on from theta_outer. The inner optimizer's state is not touched. One rank
 too. ``exchange.codec`` codes the changes and their sum; H is ``exchange.every``.
 
 What no total holds of a rank's change (the codec's error; all of it where an owner did not include it) is
-added to its next one: a late rank takes the outer step of the others, and its own steps arrive a round later.
+added to its next one. A late rank takes the outer step of the others, and its own steps arrive a round later.
 (The source drops the slowest, papers/decentralized.md 8.4.) A round of which a rank holds nothing changes
 nothing: it goes on from its own model, whose next change has these steps too. Changes are finite: a round
 refuses any other.

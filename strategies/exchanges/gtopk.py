@@ -8,8 +8,8 @@ losing mass are closed. An entry that the result did not choose goes back to the
 that a merge evicted although the result chose its position (it came through another branch) stays with
 the rank that merged; the source gives it up. So result times weights and residuals add up to the
 contributions. Of a round that fails halfway, a rank keeps all that the total does not hold of it, and
-everything if no total came: its work then arrives late or, where the total had it, twice, but never not
-at all. k follows from ``exchange.ratio``.
+everything if no total came. Its work then arrives late or, where the total had it, twice, but never not
+at all. The number k follows from ``exchange.ratio``.
 Source: gTop-k, arXiv 1901.04359 (papers/compression.md 3).
 """
 

@@ -7,9 +7,9 @@ Volume stays near 2 k (P - 1) / P pairs (position, value) received, whatever P i
 
 - thresholds are exact every ``renew`` rounds and re-used in between, moved by about a percent when
   counts leave 2k/3 .. 5k/4;
-- regions are cut so that each holds an equal share of what is kept: a first phase averages the borders that
-  ranks propose from their own S, every ``repartition`` rounds and after a round in which a region's share of
-  G was more than 1.25 of an equal one (residuals shift fast at first; the source waits);
+- regions are cut so that each holds an equal share of what is kept. A first phase averages the borders that
+  ranks propose from their own S. It comes every ``repartition`` rounds and after a round in which a
+  region's share of G was more than 1.25 of an equal one (residuals shift fast at first; the source waits);
 - an owner sends at most 3k / (2P) sums, its largest. The exact threshold is the k-th largest of what all
   owners sent. So it costs no other message, and follows at once where they sent too many (the source
   gathers all sums for it, and moves sums between owners to balance the gathering).

@@ -4,7 +4,7 @@
     e_i = M_i - P (M_i^T P)^T
 
 Two collectives a round, 4 r (n + m) bytes a matrix for both factors; Q is the next round's start. The
-residual is what this rank's own part lacks. The source subtracts the mean, M_i - P Q^T: both residuals have
+residual is what this rank's own part lacks. The source subtracts the mean, M_i - P Q^T. Both residuals have
 one sum over the ranks, but this one is the smaller at each, by its distance P P^T (M_i - mean M) from the
 mean, and a rank that leaves takes only its own error with it.
 

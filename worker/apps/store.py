@@ -1,11 +1,13 @@
 """Apps on this machine's disk: which ones its owner accepted, their code, parts and states.
 
-Layout in the state folder: ``apps/apps.json`` (bundle hash -> facts, accepted or not),
-``apps/publishers.json`` (publisher -> since when everything that it signs is accepted),
-``apps/offered/`` (bundles that nobody accepted yet, ``worker.apps.offers``), ``apps/code/HASH`` (unpacked, of
-accepted apps alone), ``apps/parts/RUN.X`` (what came),
-``apps/runs/HASH/RUN-NODE`` (Context.state of an app's run, kept until the run ends: another app finds
-none, whatever number its run has).
+In the state folder:
+
+    apps/apps.json           bundle hash -> facts, accepted or not
+    apps/publishers.json     publisher -> since when everything that it signs is accepted
+    apps/offered/            bundles that nobody accepted yet (``worker.apps.offers``)
+    apps/code/HASH           unpacked, of accepted apps alone
+    apps/parts/RUN.X         what came
+    apps/runs/HASH/RUN-NODE  Context.state of an app's run, kept until the run ends; another app finds none
 """
 
 from __future__ import annotations

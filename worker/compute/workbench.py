@@ -67,7 +67,7 @@ class Workbench:
         loads: Callable[[int], None],
         gauge: CodecGauge,
     ) -> None:
-        """``loads``: told the number of an assignment, once nothing more can come of the one before."""
+        """``loads``: called with an assignment's number, once nothing more can come of the one before."""
         self._context, self._post, self._send, self._loads = context, post, send, loads
         self._gauge = gauge
         self.memory_limit_bytes = context.device.memory_limit_bytes  # that a job may add; the daemon's word

@@ -146,7 +146,7 @@ class Stream:
         return await asyncio.to_thread(read, self._method.answer, message)  # peers need the loop meanwhile
 
     async def _write(self, call: Any) -> None:
-        """Send what is queued, and half-close after the last. What breaks the call is told by ``read``."""
+        """Send what is queued, and half-close after the last. ``read`` raises what breaks the call."""
         while True:
             self._wanted.clear()
             while self._queue:

@@ -58,7 +58,7 @@ class Consent:
         self._jobs = {request.job for request in self._store.known()}
 
     def judge(self, m: pb.Participate) -> pb.Consent | None:
-        """Remember an invitation; None where the job may run here, else what the coordinator is told.
+        """Remember an invitation; None where the job may run here, else what the coordinator is sent.
 
         Raises BadFrame or UsageError for one that cannot be judged, StorageError.
         """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Joining:
-    """A federated job as a client is told of it. ``states`` describes every leaf of the programs, inputs
+    """A federated job as a client hears of it. ``states`` describes every leaf of the programs, inputs
     included; ``tensors`` maps every other leaf to its blob."""
 
     job: str

@@ -1,7 +1,7 @@
 """Local training of a federated job: one client's half of a round, under the rule's corrections.
 
 The whole op-DAG runs as one stage. A round is a pure function of (job seed, client, round), of the
-broadcast and of what the client kept: every tensor begins as the broadcast, the client's own state
+broadcast and of what the client kept. Every tensor begins as the broadcast, the client's own state
 or else the job gave it, the optimizer begins anew, samples come in ``atoll.sampling``'s order, and
 random ops draw by (seed, client, round, phase, step, op). Each step's gradient, from the mean loss of
 one micro-batch, is corrected by the rule, then clipped, then given to the optimizer; weight decay

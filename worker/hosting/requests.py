@@ -156,7 +156,7 @@ class Served:
         self.start(m.request, work)
 
     def left_over(self, m: pb.FromCompute) -> None:
-        """Answer what was said before the process heard that another assignment follows, perhaps of the same
+        """Answer what was sent before the process heard that another assignment follows, perhaps of the same
         job: nothing is done for it any more. Raises BadFrame."""
         match m.WhichOneof("body"):
             case "outgoing":

@@ -2,7 +2,7 @@
 
 Contained means: no network but a loopback of its own; no process but its own descendants; no file but
 the system's programs and libraries, this Python and our packages, read-only, and what its ``View``
-names; /tmp and /dev/shm of its own, bounded; no capability, no new privilege, no further user
+names. It has a bounded /tmp and /dev/shm of its own, no capability, no new privilege and no further user
 namespace. Everything else of the file tree, home directories and keys included, is not there.
 
 Run by root, the process keeps user id 0, without capabilities. Files of /proc and /sys that belong to

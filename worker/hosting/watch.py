@@ -1,6 +1,6 @@
 """When an op has run for longer than anything honest does.
 
-Before a stage has trained, what its rehearsal said bounds an op; afterwards three times its longest step
+Before a stage has trained, what its rehearsal measured bounds an op; afterwards three times its longest step
 does. A machine that is busy with other work is no hang: the process must have computed for half of that
 time itself, or be twelve times over it.
 """

@@ -38,7 +38,7 @@ def keep_no_tensors() -> bool:
     """Make glibc give a tensor's memory back when it is freed; False on other platforms.
 
     By itself it learns from the first large block that is freed to keep all below 32 MiB in a heap, where
-    tensors that live long lie between those that do not: a stage's peak was up to half as high again as what
+    tensors that live long lie between those that do not. A stage's peak was up to half as high again as what
     it held.
     """
     return _set(((_M_MMAP_THRESHOLD, TENSOR_BYTES), (_M_TRIM_THRESHOLD, KEPT_BYTES), (_M_ARENA_MAX, 1)))

@@ -117,7 +117,7 @@ class StageRun:
         self._stage.watch_parts(self._part_whole)
 
     def open(self, first_step: int) -> None:
-        """Take messages of the first step; before anybody is told that this stage is loaded."""
+        """Take messages of the first step; before anybody hears that this stage is loaded."""
         self._steps = first_step
         self._expect_first(first_step)
         self._feed.start(first_step)

@@ -98,7 +98,7 @@ class Dialler:
         self.spawn(self._keep(connection, connection.peer, road, 0))
 
     async def _dialled(self, name: str, road: Road, left_s: float) -> Pipe:
-        """A pipe that nothing was said on. Raises ConnectionFailed."""
+        """A pipe that nothing was sent on. Raises ConnectionFailed."""
         identity = self._identity.now if self._identity is not None else None
         if isinstance(road, tuple):
             return DialledPipe(identity, machine_of(name), target_of(road), use_proxy=self.config.use_proxy)

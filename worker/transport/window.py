@@ -105,7 +105,7 @@ class Window:
         return Sent(nbytes, now_s, self._delivered, self._clock_s, self._last_left_s, backlogged)
 
     def acked(self, now_s: float, clock_s: float, nbytes: int, newest: Sent | None) -> None:
-        """``nbytes`` more arrived, with ``newest`` at the latest, which the peer said at ``clock_s`` by its
+        """``nbytes`` more arrived, with ``newest`` at the latest, which the peer sent at ``clock_s`` by its
         clock."""
         self.in_flight -= nbytes
         self._delivered += nbytes

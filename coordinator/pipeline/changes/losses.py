@@ -185,7 +185,7 @@ class Losses:
         return True
 
     def forget(self, job: str) -> None:
-        """A job has other workers, or none: what its stages said of each other is over."""
+        """A job has other workers, or none: what its stages reported of each other is over."""
         self._accused.pop(job, None)
 
     def over(self, job: str) -> None:

@@ -4,7 +4,7 @@ Idle workers that were not there when the job was planned may be worth another c
 their own. Once no more have come for a while, the job is planned twice on the same figures: on its own
 workers, and on those and the idle ones. Where the steps that are left are faster with the second plan by more
 than storing, planning and loading take, the next commit stores the state, and the job is planned anew from
-there: no step is repeated, and an exact plan has the same bits as before.
+there. No step is repeated, and an exact plan has the same bits as before.
 
 Links of newcomers cannot be measured while the job trains. They are taken to be as good as the best between
 its own workers; once it has stopped they are measured before it is planned, so a hope that fails costs the

@@ -270,7 +270,7 @@ class Standbys:
 
     def reassigned(self, state: JobState, replaced: set[int]) -> JobState:
         """Drop those that have a rank now from the standbys of a plan that was reconfigured, and give up
-        those that were repeating steps beside a neighbour that is replaced: what it sent of them goes with
+        those that were repeating steps beside a neighbour that is replaced. What it sent of them goes with
         it, and they would wait for that. ``replaced``: ranks that others had before."""
         plan = state.adopted
         placed = {place.worker for place in plan.places}
@@ -295,7 +295,7 @@ class Standbys:
         self._notify(state, always=True)
 
     def _notify(self, state: JobState, *, always: bool = False) -> None:
-        """Say to the ranks whose neighbours have other standbys than they were told."""
+        """Say to the ranks whose neighbours have other standbys than they have heard of."""
         if state.plan is None or state.phase not in RUNNING:
             return
         roster = self.effects.roster

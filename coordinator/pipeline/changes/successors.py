@@ -1,7 +1,7 @@
 """Which idle workers fit the ranks that are lost, the best first. Pure.
 
 Who takes over has the memory, a way to each neighbour and links that are known to work. Among workers that
-would repeat the same bits the best makes the job the least late in ten minutes: seconds until it
+would repeat the same bits the best makes the job the least late in ten minutes. That counts seconds until it
 has the stage's tensors, seconds of the steps that it repeats, and what it adds to those that follow. Of
 several ranks each goes to a worker of its own; a neighbour that is lost too counts as who takes its place.
 Who stands by for another rank is asked after those that are idle.

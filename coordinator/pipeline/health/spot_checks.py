@@ -2,8 +2,9 @@
 
 Which rank is checked when, ``digests`` draws; who repeats loads the newest checkpoint and is sent what the
 neighbours' send logs hold, beside the plan and without disturbing a step. Whoever departs from what a rank
-has said is one word against another: a third worker of the same class repeats the same steps, and two that
-agree outvote one. Without a third both are named, and the job goes on. Who is needed elsewhere is let go.
+has reported is one word against another: a third worker of the same class repeats the same steps, and two
+that agree outvote one. Without a third both are named, and the job goes on. Who is needed elsewhere is
+let go.
 """
 
 from __future__ import annotations

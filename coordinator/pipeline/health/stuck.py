@@ -223,7 +223,7 @@ class Stuck:
         return seats
 
     def _withheld(self, state: JobState, silent_s: float, allowed: Deadlines) -> Culprit | None:
-        """All have evaluated, and the one that computes the loss has not said it."""
+        """All have evaluated, and the one that computes the loss has not reported it."""
         if state.plan is None or state.phase is not Phase.EVALUATING:
             return None
         worker = state.plan.places[state.plan.evaluator].worker

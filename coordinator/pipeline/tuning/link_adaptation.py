@@ -123,7 +123,7 @@ class Adapting:
         return after.cap if after.cap != known.cap else None
 
     def _warn(self, state: JobState, loss: float, coded_loss: float, at_end: bool) -> None:
-        """No codec will change any more, or none may, as the owner named it: what it costs is said."""
+        """No codec will change any more, or none may, as the owner named it: what it costs is reported."""
         before = self.watched.get(state.job, link_policy.Watch())
         self.watched[state.job], wrong = link_policy.watched(before, loss, coded_loss, self.settings)
         if not wrong:
@@ -156,7 +156,7 @@ class Adapting:
         self.effects.emit(do.ChooseLinks(state.job, self._attempts, state.plan, training, fleet))
 
     def chosen(self, state: JobState, event: LinksChosen) -> Relinked | None:
-        """What the job's machine shall be told; None when nothing that matters is another."""
+        """What the job's machine shall hear; None when nothing that matters is another."""
         asked = self._asked.get(state.job)
         if asked is None or asked.attempt != event.attempt or state.plan is None:
             return None

@@ -118,7 +118,7 @@ def proven(state: State) -> dict[Pair, float]:
 
 
 def _suffers(state: State, settings: Adaptation) -> str:
-    """Why steps take longer than usual, "" where they do not or it cannot be said yet."""
+    """Why steps take longer than usual, "" where they do not or it is not known yet."""
     if len(state.recent_s) < settings.jump_samples or state.usual_s is None:
         return ""
     recent_s = median(state.recent_s)
@@ -147,7 +147,7 @@ def answered(state: State, changed: bool, settings: Adaptation) -> State:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """A job whose codec its owner named: what the evaluations showed, and whether it was said."""
+    """A job whose codec its owner named: what the evaluations showed, and whether it was reported."""
 
     gaps: tuple[float, ...] = ()
     told: bool = False
@@ -205,9 +205,9 @@ def evaluated(
 
 
 def watched(watch: Watch, loss: float, coded_loss: float, settings: Adaptation) -> tuple[Watch, str]:
-    """The guard where the owner named the codec, which stays: what is wrong, "" where it was said.
+    """The guard where the owner named the codec, which stays: what is wrong, "" where it was reported.
 
-    Once said it is not said again until the gap has fallen to half the bound.
+    Once reported it is not reported again until the gap has fallen to half the bound.
     """
     gaps, wrong = _judged(watch.gaps, loss, coded_loss, settings)
     told = watch.told and gaps[-1] > settings.gap / 2

@@ -150,7 +150,7 @@ def begun(state: JobState) -> JobState:
 
 
 def dropped(state: JobState) -> JobState:
-    """The stages are given up. A version that was said is used up: the next plan's is above it."""
+    """The stages are given up. A version that was sent is used up: the next plan's is above it."""
     version = state.version if state.run.relink is None else state.run.relink.version
     return replace(state, version=version, run=replace(state.run, wanted=None, relink=None))
 

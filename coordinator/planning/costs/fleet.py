@@ -1,9 +1,9 @@
 """The machines a plan may use: devices in join order, the links between them, shared uplinks.
 
 A Fleet is a value: the live one is built from probes, one described in a file by ``fleet_file.read_fleet``.
-A transfer from a to b passes, first in first out, every uplink that has a but not b (upwards), the relay that
-joins them, if any, every uplink that has b but not a (downwards), and the pair's own rate. It arrives one
-latency later.
+A transfer from a to b passes, first in first out, every uplink that has a but not b (upwards), the relay,
+if one joins them, and every uplink that has b but not a (downwards). Last comes the pair's own rate.
+It arrives one latency later.
 """
 
 from __future__ import annotations

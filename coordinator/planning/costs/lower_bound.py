@@ -52,7 +52,7 @@ def lower_bound(
     """All three terms and the largest.
 
     ``payload_share`` < 1 turns payload rates back into configured ones, which bound from below.
-    ``in_flight`` (by stage) adds a term that is memory's rather than physics': with q
+    ``in_flight`` (by stage) adds a term that is memory's rather than physics'. With q
     micro-batches in flight, one in q begins only after the one before it has come back,
     E(F_i) + (1 + floor((M - 1) / q)) (from the start of F_i to the end of B_i) + W(B_i).
     """

@@ -3,7 +3,7 @@
 Threads beside the computing one handle them. On a machine with a second core they run beside it; on a
 part of a core they keep it waiting, as much longer as the part is smaller. A message costs each end
 some CPU time whatever its size, every further tensor in it a little more, and on a slow link every
-byte: what trickles in wakes its reader for each packet, what comes fast is read many at a time.
+byte. What trickles in wakes its reader for each packet, what comes fast is read many at a time.
 
 What a message costs comes before it leaves, and after it has arrived. Its bytes are handled while they
 travel: that keeps a stage that has other work from it, and costs one that waits for them nothing.

@@ -472,7 +472,7 @@ def expected_step_s(work: Workload, simulated_s: float) -> float:
     do not.
 
     Where several pairs of stages share a link, who comes first decides who waits, and with times that never
-    vary the same order comes back in every round: eight stages in join order across two gateways took 18.9
+    vary the same order comes back in every round. Eight stages in join order across two gateways took 18.9
     or 24.8 s by how finely their flows took turns, and 21 to 25 s in the lab. The mean over some steps of
     forwards and backwards that vary as they do there does not hang on such a pattern.
     """

@@ -1,0 +1,100 @@
+"""Docs, docstrings and help texts are plain technical English: short sentences, the field's own words."""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = ("atoll", "hostos", "protos", "strategies", "compressors", "coordinator", "worker", "lab")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs")
+MAX_WORDS = 40
+SCREENS_LINES, LINE_CHARS = 100, 110  # of a decision
+BANNED = re.compile(r"\b(?:foretold|put off|set aside|is said again|is asked anew|Doorkeeping)\b")
+DWINDLING = re.compile(r"\b(?:told|whom|said)\b")
+
+LONG_DECISIONS = {"027": 146, "028": 108, "030": 115, "033": 122, "044": 104, "050": 112, "051": 115}
+"""Decisions of more than two screens by number: their lines, which may only shrink."""
+
+STILL = {"README.md": 1, "atoll": 2, "coordinator": 35, "docs": 27, "protos": 2, "strategies": 2, "worker": 9}
+"""Uses of told, whom and said in docs and docstrings, by package: they may only shrink."""
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """Paragraphs and list items of a text, without code, tables and headings."""
+    block: list[str] = []
+    for line in [*re.sub(r"```.*?```", "", text, flags=re.DOTALL).splitlines(), ""]:
+        item = re.match(r"\s*(?:[-*]|\d+\.)\s", line)
+        if block and (item or not line.strip() or line.lstrip().startswith(("|", "#"))):
+            yield " ".join(block)
+            block = []
+        if line.strip() and not line.lstrip().startswith(("|", "#")) and (item or line[:4] != "    "):
+            block.append(line.strip())
+
+
+def sentences(text: str) -> list[str]:
+    """Sentences; one ends where a capital, a quotation or code follows the stop."""
+    return [s for p in paragraphs(text) for s in re.split(r"(?<=[.!?:])\s+(?=[A-Z`*\"(\[])", p)]
+
+
+def words(sentence: str) -> int:
+    """Words of a sentence; code between backticks is one."""
+    return sum(bool(re.search(r"\w", word)) for word in re.sub(r"`[^`]*`", "CODE", sentence).split())
+
+
+def _pages() -> list[Path]:
+    found = [ROOT / page for page in PAGES]
+    return [path for page in found for path in (sorted(page.rglob("*.md")) if page.is_dir() else [page])]
+
+
+def _texts() -> Iterator[tuple[str, str]]:
+    """Pages, docstrings, and help texts of options, each with where it stands."""
+    for path in _pages():
+        yield str(path.relative_to(ROOT)), path.read_text()
+    for package in PRODUCT:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if "_pb2" in path.name:
+                continue
+            where = str(path.relative_to(ROOT))
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    yield where, ast.get_docstring(node) or ""
+                elif isinstance(node, ast.keyword) and node.arg == "help":
+                    yield where, node.value.value if isinstance(node.value, ast.Constant) else ""
+
+
+def test_no_sentence_has_more_than_forty_words() -> None:
+    found = [f"{where}: {s}" for where, text in _texts() for s in sentences(text) if words(s) > MAX_WORDS]
+    assert found == []
+
+
+def test_words_that_readers_would_have_to_learn_do_not_come_back() -> None:
+    assert [where for where, text in _texts() if BANNED.search(text)] == []
+
+
+def test_words_that_dwindle_do_not_come_back() -> None:
+    uses = Counter(where.split("/")[0] for where, text in _texts() for _ in DWINDLING.findall(text))
+    assert {part: n for part, n in uses.items() if n > STILL.get(part, 0)} == {}
+
+
+def test_a_decision_fits_two_screens() -> None:
+    lines = {
+        path.name[:3]: sum(max(1, -(-len(line) // LINE_CHARS)) for line in path.read_text().splitlines())
+        for path in (ROOT / "docs" / "decisions").glob("*.md")
+    }
+    assert {d: n for d, n in lines.items() if n > LONG_DECISIONS.get(d, SCREENS_LINES)} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("One. Two (three) is.", [1, 3]),
+        ("- an item\n- another `a b c` item\n\n    code that is none", [2, 3]),
+        ("| a | table |\n# heading\nand a\nsentence", [3]),
+    ],
+)
+def test_sentences_are_found_in_paragraphs_and_items(text: str, found: list[int]) -> None:
+    assert [words(s) for s in sentences(text)] == found
