@@ -18,7 +18,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,28 +119,20 @@ class AppStore:
         with self._changing() as found:
             before = found.get(app.hash) or KnownApp(app.hash)
             words = {key: getattr(app, key)[:MAX_TEXT_CHARS] for key in ("name", "version", "publisher")}
-            decided = {"accepted_s": before.accepted_s, "refused_s": before.refused_s}
-            found[app.hash] = KnownApp(**(asdict(app) | words | decided))
+            found[app.hash] = replace(app, **words, accepted_s=before.accepted_s, refused_s=before.refused_s)
 
     def accept(self, name: str) -> KnownApp:
         """Accept an app by its hash, or by the first digits of one that was asked for.
 
         UsageError when that names no app, or several.
         """
-        with self._changing() as found:
-            full = self._full(name, found)
-            before = found.get(full, KnownApp(full))
-            found[full] = KnownApp(**(asdict(before) | {"accepted_s": time.time(), "refused_s": 0.0}))
-            return found[full]
+        return self._decided(name, accepted_s=time.time(), refused_s=0.0)
 
     def refuse(self, name: str) -> KnownApp:
         """Refuse an app for good, whoever signed it, and remove its files. UsageError as ``accept``."""
-        with self._changing() as found:
-            full = self._full(name, found)
-            before = found.get(full, KnownApp(full))
-            found[full] = KnownApp(**(asdict(before) | {"accepted_s": 0.0, "refused_s": time.time()}))
-        self.drop_files(full)
-        return found[full]
+        refused = self._decided(name, accepted_s=0.0, refused_s=time.time())
+        self.drop_files(refused.hash)
+        return refused
 
     def revoke(self, name: str) -> KnownApp:
         """Take an acceptance back. UsageError when there is none."""
@@ -149,9 +141,16 @@ class AppStore:
             before = found.get(full)
             if before is None or not before.accepted:
                 raise UsageError(f"app {full[:12]} is not accepted; `atoll-worker apps list` shows what is")
-            found[full] = KnownApp(**(asdict(before) | {"accepted_s": 0.0}))
+            found[full] = replace(before, accepted_s=0.0)
         self.drop_files(full)
         return found[full]
+
+    def _decided(self, name: str, *, accepted_s: float, refused_s: float) -> KnownApp:
+        with self._changing() as found:
+            full = self._full(name, found)
+            known = found.get(full, KnownApp(full))
+            found[full] = replace(known, accepted_s=accepted_s, refused_s=refused_s)
+            return found[full]
 
     def full_name(self, name: str) -> str:
         """The hash that ``name`` stands for. UsageError when that names no app, or several."""
