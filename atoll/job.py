@@ -33,7 +33,7 @@ from atoll.compression import AUTO, Compression
 from atoll.dataset_spec import DataSpec
 from atoll.errors import UsageError
 from atoll.exchange import EXACT, wanted_exchange
-from atoll.federated import FederatedSpec
+from atoll.federated import Federated, FederatedSpec
 from atoll.fields import check_fields
 from atoll.job_checks import check_job
 
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
     from atoll.data import DataSource
     from atoll.exchange import Exchange
-    from atoll.federated import Federated
 
 
 MAX_STANDBYS = 4096
@@ -261,7 +260,7 @@ class Job:
     federated: Federated | None = None
 
     def __post_init__(self) -> None:
-        check_job(self)
+        check_job(self, TrainingSpec, Federated)
 
 
 CHECKPOINT_EVERY_S = 300.0

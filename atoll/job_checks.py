@@ -8,13 +8,10 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from atoll.errors import UsageError
 from atoll.fields import described, instead_of, is_a
-
-if TYPE_CHECKING:
-    from atoll.job import Optimizer, TrainingSpec
 
 MAX_NAME = 200  # characters of a job's name
 _MODULE = "torch.nn.modules.module.Module"
@@ -27,13 +24,11 @@ _WRAPPED = (  # modules around the module that is meant, and where they keep it
 )
 
 
-def check_job(job: Any) -> None:
+def check_job(job: Any, training: type, federated: type) -> None:
     """UsageError for a part that is something else than its declaration says, with what to write instead."""
-    from atoll.job import TrainingSpec
-
     _check_module(job.module)
     _check_examples(job.example_inputs, job.module)
-    if not isinstance(job.training, TrainingSpec):
+    if not isinstance(job.training, training):
         raise UsageError(
             f"training = {described(job.training)}; give {instead_of(job.training, 'TrainingSpec')}"
         )
@@ -45,10 +40,10 @@ def check_job(job: Any) -> None:
         object.__setattr__(job, "metrics", tuple(job.metrics))
     if isinstance(job.metrics, str):
         raise UsageError(f"metrics = {job.metrics!r}; give a tuple, metrics=({job.metrics!r},)")
-    _check_federated(job.federated)
+    _check_federated(job.federated, federated)
 
 
-def check_values(training: TrainingSpec) -> None:
+def check_values(training: Any) -> None:
     """UsageError for a hyper-parameter that no optimizer or schedule takes."""
     _check_optimizer(training.optimizer)
     schedule = training.schedule
@@ -59,7 +54,7 @@ def check_values(training: TrainingSpec) -> None:
         raise UsageError(f"seed = {training.seed}; give a number from 0 to 2**64 - 1")
 
 
-def _check_optimizer(optimizer: Optimizer) -> None:
+def _check_optimizer(optimizer: Any) -> None:
     for name in ("lr", "weight_decay", "eps", "momentum"):
         _from_zero(name, getattr(optimizer, name))
     if not all(0.0 <= beta < 1.0 for beta in optimizer.betas):
@@ -198,8 +193,6 @@ def data_words(data: Any, inputs: Sequence[str]) -> str:
     return f"give {by_name} with an array or tensor for each input, or ByteText(length=64)"
 
 
-def _check_federated(federated: Any) -> None:
-    from atoll.federated import Federated
-
-    if federated is not None and not isinstance(federated, Federated):
-        raise UsageError(f"federated = {described(federated)}; give {instead_of(federated, 'Federated')}")
+def _check_federated(given: Any, federated: type) -> None:
+    if given is not None and not isinstance(given, federated):
+        raise UsageError(f"federated = {described(given)}; give {instead_of(given, 'Federated')}")

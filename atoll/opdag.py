@@ -9,6 +9,7 @@ recalls FusionLLM (unverified against the paper). This module knows nothing of t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
@@ -202,3 +203,9 @@ def arguments(node: OpNode) -> list[Arg]:
     for _, value in node.kwargs:
         walk(value)
     return found
+
+
+def rows_of(inputs: Mapping[str, TensorMeta]) -> int:
+    """Rows of a micro-batch: the inputs' common first dimension; 0 where they have none."""
+    first = {meta.shape[0] if meta.shape else 0 for meta in inputs.values()}
+    return first.pop() if len(first) == 1 else 0

@@ -9,16 +9,12 @@ the "aten" operator set, "aten.NAME.OVERLOAD"; a bare name in the table means ".
 
 from __future__ import annotations
 
-import operator
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from atoll.errors import UnsupportedOp
 from atoll.opdag import Arg, LeafRef, OpNode, OpRef, TensorMeta, TorchLiteral, arguments
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 GETITEM = "builtin.getitem"
 MAX_DEPTH = 4  # tuples within tuples of one argument
@@ -237,7 +233,6 @@ _TRACKED = {
     "aten.unsafe_split_with_sizes.default": "aten.split_with_sizes.default",
 }
 # Uninitialised memory may hold another job's data; a worker hands out zeros instead.
-_UNINITIALISED = frozenset({"aten.empty.memory_format", "aten.empty_like.default", "aten.new_empty.default"})
 
 
 @lru_cache(maxsize=4096)
@@ -255,21 +250,6 @@ def overload(target: str) -> Any:
 def schema(target: str) -> Any:
     """The schema of an allowed op; None of ``builtin.getitem``."""
     return None if target == GETITEM else overload(target)._schema
-
-
-@lru_cache(maxsize=4096)
-def resolve(target: str) -> Callable[..., Any]:
-    """The callable that runs ``target``, with the checks of values that its kernel needs; UnsupportedOp when
-    it is not on the list."""
-    if target == GETITEM:
-        return operator.getitem
-    found: Callable[..., Any] = overload(target)
-    if target in _UNINITIALISED:
-        return lambda *args, **kwargs: found(*args, **kwargs).zero_()
-    from atoll.detours import detoured
-    from atoll.value_guards import guarded
-
-    return guarded(target, detoured(target, found))
 
 
 def weights_may_wait(node: OpNode) -> bool:

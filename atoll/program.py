@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from atoll.bounded import MAX_OPS, MAX_STAGES, MAX_TENSOR_BYTES, Most, Name, Once, Within
-from atoll.opdag import MAX_METRICS, LeafRef, OpDag, OpNode, Source, TensorMeta, leaf_refs, op_refs
-from atoll.rows import rows_of
+from atoll.opdag import MAX_METRICS, LeafRef, OpDag, OpNode, Source, TensorMeta, leaf_refs, op_refs, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from atoll.errors import UsageError
-from atoll.opdag import OpNode, TensorMeta
+from atoll.opdag import OpNode, TensorMeta, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,12 +57,6 @@ def dag_at_rows(dag: OpDag, rows: int) -> OpDag:
 def inputs_at(inputs: Mapping[str, TensorMeta], rows: int) -> dict[str, TensorMeta]:
     """Return the inputs of a micro-batch of so many rows."""
     return {name: TensorMeta((rows, *meta.shape[1:]), meta.dtype) for name, meta in inputs.items()}
-
-
-def rows_of(inputs: Mapping[str, TensorMeta]) -> int:
-    """Rows of a micro-batch: the inputs' common first dimension; 0 where they have none."""
-    first = {meta.shape[0] if meta.shape else 0 for meta in inputs.values()}
-    return first.pop() if len(first) == 1 else 0
 
 
 def same_form(dag: OpDag, other: OpDag) -> bool:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from atoll.effects import may_alias, references
 from atoll.errors import UsageError
+from atoll.kernels import resolve
 from atoll.opdag import Arg, Autocast, LeafRef, OpNode, OpRef, Source, TorchLiteral, op_refs
-from atoll.ops import resolve, schema
+from atoll.ops import schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

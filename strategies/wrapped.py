@@ -7,14 +7,14 @@ NAME again in what is exported. The wrapper's own tensors are named after the st
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from strategies.layout import Arrays
+Array = TypeVar("Array")
 
 NET = "net."
 
 
-def owners(arrays: Arrays) -> Arrays:
+def owners(arrays: Mapping[str, Array]) -> Mapping[str, Array]:
     """The tensors of the owner's module alone, under their own names."""
     return {name.removeprefix(NET): array for name, array in arrays.items() if name.startswith(NET)}

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from atoll.errors import CaptureError, UnsupportedOp, UsageError
 from atoll.federated import MAX_METRICS, checked_name
 from atoll.job import Precision, TrainingSpec
-from atoll.opdag import Kind, LeafRef, OpDag, OpNode, Source, StateMeta, TensorMeta, leaf_refs
+from atoll.opdag import Kind, LeafRef, OpDag, OpNode, Source, StateMeta, TensorMeta, leaf_refs, rows_of
 from atoll.ops import ALLOWED
-from atoll.rows import inputs_at, rows_of, same_form
+from atoll.rows import inputs_at, same_form
 from atoll.schemas import is_random
 from coordinator.capture.cut_rules import Region, settle, written_buffers
 from coordinator.capture.export_errors import remedies

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from atoll.errors import CaptureError, SelfCheckError
 from atoll.execute import Executor
 from atoll.job import Precision
-from atoll.opdag import OpDag
+from atoll.opdag import OpDag, rows_of
 from atoll.program import StageProgram, stage_programs
-from atoll.rows import rows_of
 from coordinator.capture.capture import Captured
 from coordinator.capture.outcome import Outcome, outcome, resized
 from coordinator.capture.python_state import Change, Left, PythonState, ReadLeft

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from atoll.plan import Outlook
-from coordinator.planning.costs.losses import LossCosts, Rank, loss_costs
-from coordinator.planning.costs.snapshots import in_hours, part_bytes
+from coordinator.planning.costs.losses import LossCosts, loss_costs
+from coordinator.planning.costs.snapshots import Rank, in_hours, part_bytes
 from coordinator.planning.costs.timeline import expected_step_s
 from coordinator.planning.op_fence import without_one
 

@@ -19,8 +19,8 @@ import grpc
 import structlog
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed
+from coordinator.services.callers import network_of, worker_of
 from coordinator.services.owners import needed_role
-from coordinator.services.work import network_of, worker_of
 from hostos.budget import Budget
 from protos.connections import Known
 from protos.credentials import presented_in

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from atoll.arrays import dtype_name
 from atoll.errors import AccessDenied, ConnectionFailed, UsageError
 from coordinator.services.blob_rights import Accounts, Role, role_of
-from coordinator.services.work import worker_of
+from coordinator.services.callers import worker_of
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 

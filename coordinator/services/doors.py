@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.errors import AccessDenied, BadFrame, UsageError
 from coordinator.services.blobs import DataService
+from coordinator.services.callers import host_of, worker_of
 from coordinator.services.entry import EntryService
-from coordinator.services.work import host_of, worker_of
 from protos import atoll_control_pb2 as pb
 
 if TYPE_CHECKING:

@@ -30,6 +30,7 @@ from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.pipeline.history import current
 from coordinator.services.blob_rights import StageRole, leaves_of, put_by, role_of
+from coordinator.services.callers import host_of, network_of, worker_of
 from coordinator.services.resolving import resolved
 from coordinator.services.wire import (
     introduction_from,
@@ -40,13 +41,11 @@ from coordinator.services.wire import (
 )
 from coordinator.shell import Outbox, Shell
 from hostos.budget import Budget
-from hostos.networks import customer
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
-from protos.connections import Known, ends_in
-from protos.credentials import peer_name
-from protos.devices import machine_of, named_in
+from protos.connections import Known
+from protos.devices import machine_of
 from protos.grpc_errors import refuse
 from protos.message_sizes import COUNTED_FROM, read
 from protos.telemetry import Event
@@ -70,30 +69,6 @@ REPLACED = (
 _sessions = itertools.count(1)
 
 log = structlog.get_logger()
-
-
-def worker_of(context: Context, insecure: bool) -> str:
-    """The worker id that its certificate, or without TLS its metadata, names; the metadata also say which of
-    that machine's devices calls. Raises AccessDenied."""
-    if insecure:
-        found = dict(context.invocation_metadata() or ()).get("atoll-worker", "")
-        name: str | None = found if isinstance(found, str) else None
-    else:
-        name = peer_name({key: list(values) for key, values in context.auth_context().items()})
-    if not name:
-        raise AccessDenied("this call names no worker; join first with a token")
-    return named_in(name, context.invocation_metadata())
-
-
-def host_of(context: Context) -> str:
-    """The caller's own address as we see it, "" when it has none."""
-    ends = ends_in(context.peer() or "")
-    return ends[0] if ends is not None else ""
-
-
-def network_of(context: Context) -> str:
-    """The caller's address; of IPv6 the /64, which one customer has whole."""
-    return customer(host_of(context))
 
 
 def _place(context: Context) -> str:

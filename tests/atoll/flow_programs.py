@@ -14,9 +14,10 @@ from torch import Tensor
 from atoll.execute import Executor
 from atoll.flow.value import Kind, Value, Vary
 from atoll.flow.walk import Walked
+from atoll.kernels import resolve
 from atoll.opdag import Arg, LeafRef, OpNode, OpRef, Source, TensorMeta
 from atoll.opdag import Kind as OpKind
-from atoll.ops import GETITEM, resolve
+from atoll.ops import GETITEM
 from atoll.program import StageProgram
 
 BATCH = 4

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from atoll import deferred
 from atoll.deferred import Debt, deferring
+from atoll.kernels import resolve
 from atoll.opdag import Kind, OpNode, TensorMeta
-from atoll.ops import LAYERS, resolve
+from atoll.ops import LAYERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,8 +13,9 @@ from atoll.execute import Executor
 from atoll.guards import check_call
 from atoll.indices import Range, index_ranges
 from atoll.job import Precision, TrainingSpec
+from atoll.kernels import resolve
 from atoll.opdag import Arg, Kind, LeafRef, OpDag, OpNode, OpRef, Source, StateMeta, TensorMeta, TorchLiteral
-from atoll.ops import ALLOWED, GETITEM, resolve
+from atoll.ops import ALLOWED, GETITEM
 from atoll.program import StageProgram, stage_programs
 from atoll.rehearse import RehearsalLimits, rehearse
 from atoll.signatures import ENUMERATIONS, TEXTS, parameters

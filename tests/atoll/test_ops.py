@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.errors import UnsupportedOp
+from atoll.kernels import resolve
 from atoll.opdag import Arg, Kind, LeafRef, OpNode, OpRef, Source, TensorMeta, TorchLiteral
-from atoll.ops import ALLOWED, GETITEM, MAX_DEPTH, MAX_LITERALS, MAX_TEXT, check_node, resolve
+from atoll.ops import ALLOWED, GETITEM, MAX_DEPTH, MAX_LITERALS, MAX_TEXT, check_node
 
 LIMIT_BYTES = 1 << 20
 LEFT_OUT = """

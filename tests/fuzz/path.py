@@ -15,8 +15,9 @@ from atoll.errors import AtollError, UnsupportedOp
 from atoll.execute import DTYPES, Executor, torch_literal
 from atoll.guards import check_call
 from atoll.job import Precision
+from atoll.kernels import resolve
 from atoll.opdag import FLOATING, Arg, Kind, OpNode, OpRef, TensorMeta, TorchLiteral
-from atoll.ops import GETITEM, resolve
+from atoll.ops import GETITEM
 from atoll.program import Produced, Received, StageProgram
 from atoll.rehearse import RehearsalLimits, rehearse
 from tests.fuzz.case import Case, Tensorlike, filled, node_of

@@ -19,10 +19,10 @@ until somebody joins (decision 061).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from atoll.job import CHECKPOINT_EVERY_S
-from coordinator.planning.costs.snapshots import SLOWED, DoneAgain, done_again
+from coordinator.planning.costs.snapshots import SLOWED, DoneAgain, Rank, done_again
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,15 +36,6 @@ PLANNED_WITHIN_S = 15.0  # a plan made anew: links of a few newcomers, their ops
 STORING_SHARE = 20.0  # storing takes at most a twentieth of the time: a slow uplink stores rarely
 UPLINK_SHARE = 0.9  # of a neighbour's uplink, the most that a step's messages may take with the standby's
 WORTH_S = 5.0  # that a loss costs less with a standby: below that nobody's machine is asked for it
-
-
-class Rank(NamedTuple):
-    """A stage's worker in a plan."""
-
-    device: int  # in the fleet
-    part_bytes: int  # that its stage stores
-    compute_s: float  # a step
-    takers: int  # idle workers whose memory holds its stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from coordinator.planning.costs.memory import leaf_bytes
 if TYPE_CHECKING:
     from atoll.job import Optimizer
     from coordinator.planning.costs.fleet import Fleet
-    from coordinator.planning.costs.losses import Rank
     from coordinator.planning.costs.timeline import LinkUse
 
 EVERY_S = 20.0  # at least so often while that costs less than ...
@@ -25,6 +24,15 @@ DISK_BYTES_PER_S = 8e6  # that snapshots write to a worker's disk: 0.7 TB a day
 SHARE = 0.25  # of a line's rate that a rank fetches another's part with (worker/hosting/copies.py)
 ORDERS_S = 1.0  # until every rank has written its part, and heard whose it is to fetch
 LEAST_FREE = 0.1  # of a line that training keeps busy
+
+
+class Rank(NamedTuple):
+    """A stage's worker in a plan."""
+
+    device: int  # in the fleet
+    part_bytes: int  # that its stage stores
+    compute_s: float  # a step
+    takers: int  # idle workers whose memory holds its stage
 
 
 def every_s(took_s: float, part_bytes: int, losses_per_s: float) -> float:

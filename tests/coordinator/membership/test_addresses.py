@@ -16,9 +16,9 @@ from coordinator.membership import member
 from coordinator.membership.addresses import Near, nearness, passed_on
 from coordinator.membership.roster import Roster, Worker
 from coordinator.messages.events import Introduction
+from coordinator.services.callers import host_of
 from coordinator.services.resolving import MAX_ADDRESSES, MAX_NAMES, look_up, resolved
 from coordinator.services.wire import introduction_from
-from coordinator.services.work import host_of
 from protos import atoll_control_pb2 as pb
 from tests.patience import HUNG_S
 
