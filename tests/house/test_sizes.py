@@ -18,7 +18,6 @@ LARGER = {
     "worker/hosting/host.py ComputeHost": 615,
     "worker/stage/run.py StageRun": 601,
     "worker/transport/network.py PeerNetwork": 470,
-    "coordinator/services/wire.py to_worker": 75,
     "coordinator/pipeline/machine.py _change": 71,
 }
 """Classes and functions, in lines."""
