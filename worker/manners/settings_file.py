@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import tomlkit
+
 from atoll.errors import StorageError, UsageError
 from hostos.private_files import write_private
 
@@ -21,7 +23,7 @@ OLDER_FILE = "worker.json"  # of 0.4.0 and before
 MAX_FILE_BYTES = 64 << 10
 HEAD = """# Settings of atoll-worker for this state folder; `atoll-worker config` explains each of them.
 # A running worker takes up a change of its limits at once, all others when it joins next. Commands that
-# change a setting write this file anew: comments of your own are lost.
+# change a setting leave comments of your own as they are.
 """
 
 
@@ -45,9 +47,19 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Replace the file. StorageError when the disk refuses."""
-    lines = [f"{name} = {_toml(value)}\n" for name, value in settings.items() if value is not None]
-    write_private(folder / SETTINGS_FILE, (HEAD + "".join(lines)).encode())
+    """Change the file to ``settings``; comments stay. StorageError when the disk refuses."""
+    path = folder / SETTINGS_FILE
+    try:
+        document = tomlkit.parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # there is none yet, or none to keep
+        document = tomlkit.parse(HEAD)
+    given = {name: value for name, value in settings.items() if value is not None}
+    for name in [name for name in document if name not in given]:
+        del document[name]
+    for name, value in given.items():
+        if document.get(name) != value:
+            document[name] = list(value) if isinstance(value, tuple) else value
+    write_private(path, tomlkit.dumps(document).encode())
     (folder / OLDER_FILE).unlink(missing_ok=True)
 
 
@@ -58,13 +70,6 @@ def stamp(folder: Path) -> tuple[int, int, int]:
     except OSError:
         return 0, 0, 0
     return found.st_mtime_ns, found.st_size, found.st_ino
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    # Of what settings hold, JSON differs from TOML in this character alone.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _older(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from worker.config import REMEMBERED, change_settings, make_config, remember
 from worker.manners.applied import Applied, read_applied, write_applied
 from worker.manners.explained import EXPLAINED
 from worker.manners.limits import LIMIT_NAMES
-from worker.manners.settings_file import _toml, read_settings, stamp
+from worker.manners.settings_file import read_settings, stamp, write_settings
 
 VALUES = (
     st.text(st.characters(exclude_categories=("Cs",)))
@@ -28,7 +29,19 @@ VALUES = (
 
 @given(VALUES | st.lists(st.lists(VALUES, max_size=3), max_size=3))
 def test_what_is_written_is_toml_and_the_same_when_it_is_read(value: Any) -> None:
-    assert tomllib.loads(f"a = {_toml(value)}")["a"] == value
+    with tempfile.TemporaryDirectory() as folder:
+        for written in ({"a": 1, "b": 2}, {"a": value}):
+            write_settings(Path(folder), written)
+        assert tomllib.loads((Path(folder) / "settings.toml").read_text(encoding="utf-8")) == {"a": value}
+
+
+def test_comments_of_ones_own_stay_where_a_command_changes_a_setting(tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text("# of the lab\nthreads = 2  # of four\ncpu_percent = 40.0\n")
+    change_settings(tmp_path, {"cpu_percent": 30.0})
+    text = (tmp_path / "settings.toml").read_text()
+    assert "# of the lab\n" in text
+    assert "threads = 2  # of four\n" in text
+    assert "cpu_percent = 30.0\n" in text
 
 
 def test_an_older_versions_settings_become_the_file_with_the_next_join(tmp_path: Path) -> None:
