@@ -40,6 +40,8 @@ TO_WORKER: Mapping[str, type] = {
     "discard": asked.StepDiscard,
     "release": asked.Release,
     "round_taken": asked.RoundTaken,
+    "train_round": asked.TrainRound,
+    "evaluate_round": asked.EvaluateRound,
     "dismiss": asked.Dismiss,
     "revoked": asked.Revoked,
     "authorities": asked.TrustAuthorities,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from atoll.bounded import Amount, At, Blob, Most, Name, Version, Within
+from atoll import bounded
+from atoll.bounded import Amount, At, Most, Name, Version, Within
 from atoll.messages.from_worker import MAX_REPEATED, Reason
 from atoll.plan import LinkSpec
 
+BlobHash = bounded.Blob
 MAX_VERSION = (1 << 32) - 1
 MAX_STEP = (1 << 63) - 1
 MAX_ERAS = 1024  # versions of steps that are repeated
@@ -39,7 +41,7 @@ class StoreCopy:
 
     job: Name
     name: Name
-    blobs: tuple[Blob, ...]
+    blobs: tuple[BlobHash, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,53 @@ class Release:
     job: str
     version: Version
     reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A blob by hash and size."""
+
+    hash: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The broadcast of a round: ``full``, or ``delta`` against ``base`` where a client holds that."""
+
+    full: Blob
+    delta: Blob | None = None
+    base: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainRound:
+    """Train, and put the update into the store coded with ``codec`` at ``ratio``.
+
+    ``clients``: of a population, to be trained in turn, ``order`` the name of their set; ``drawn`` and
+    ``drawn_samples``: how many the round has, and what they have registered together.
+    """
+
+    job: str
+    round: int
+    model: Model
+    codec: str
+    ratio: float
+    deadline_s: float  # from now
+    seed: int
+    order: str = ""
+    clients: tuple[str, ...] = ()
+    drawn: int = 0
+    drawn_samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateRound:
+    job: str
+    round: int
+    model: Model
+    deadline_s: float
+    clients: tuple[str, ...] = ()  # of a population
 
 
 @dataclass(frozen=True, slots=True)

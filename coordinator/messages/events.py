@@ -35,18 +35,10 @@ from atoll.messages.from_worker import StateStored as StateStored
 from atoll.messages.from_worker import StepReady as StepReady
 from atoll.messages.from_worker import UpdateReady as UpdateReady
 from atoll.messages.from_worker import Waits as Waits
+from atoll.messages.to_worker import Blob as Blob
 from atoll.opdag import TensorMeta
 from atoll.plan import LinkSpec, Plan
 from coordinator.messages.facts import Checkpoint
-
-
-@dataclass(frozen=True, slots=True)
-class Blob:
-    """A blob by hash and size."""
-
-    hash: str
-    size: int
-
 
 # ---------------------------------------------------------------- from a worker
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from atoll.job import JobSpec, TrainingSpec
 from atoll.messages.to_worker import Dismiss as Dismiss
+from atoll.messages.to_worker import EvaluateRound as EvaluateRound
+from atoll.messages.to_worker import Model as Model
 from atoll.messages.to_worker import Release as Release
 from atoll.messages.to_worker import Relink as Relink
 from atoll.messages.to_worker import Replay as Replay
@@ -17,9 +19,10 @@ from atoll.messages.to_worker import StepCommit as StepCommit
 from atoll.messages.to_worker import StepDiscard as StepDiscard
 from atoll.messages.to_worker import StepStart as StepStart
 from atoll.messages.to_worker import StoreCopy as StoreCopy
+from atoll.messages.to_worker import TrainRound as TrainRound
 from atoll.messages.to_worker import TrustAuthorities as TrustAuthorities
 from atoll.plan import Plan
-from coordinator.messages.events import Blob, UpdateReady
+from coordinator.messages.events import UpdateReady
 from coordinator.messages.facts import (
     CheckpointStored,
     CheckpointTorn,
@@ -157,45 +160,6 @@ class Participate:
     spec: JobSpec
     tensors: Mapping[str, str]
     owner: str = ""  # who submitted the job
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """The broadcast of a round: ``full``, or ``delta`` against ``base`` where a client holds that."""
-
-    full: Blob
-    delta: Blob | None = None
-    base: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainRound:
-    """Train, and put the update into the store coded with ``codec`` at ``ratio``.
-
-    ``clients``: of a population, to be trained in turn, ``order`` the name of their set; ``drawn`` and
-    ``drawn_samples``: how many the round has, and what they have registered together.
-    """
-
-    job: str
-    round: int
-    model: Model
-    codec: str
-    ratio: float
-    deadline_s: float  # from now
-    seed: int
-    order: str = ""
-    clients: tuple[str, ...] = ()
-    drawn: int = 0
-    drawn_samples: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluateRound:
-    job: str
-    round: int
-    model: Model
-    deadline_s: float
-    clients: tuple[str, ...] = ()  # of a population
 
 
 Message = (

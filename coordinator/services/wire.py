@@ -52,26 +52,6 @@ def to_worker(message: do.Message, graphs: GraphStore, way: Way = no_way) -> pb.
     match message:
         case do.Participate():
             return pb.ToWorker(participate=_participate(message, graphs))
-        case do.TrainRound():
-            train = pb.TrainRound(
-                job=message.job,
-                round=message.round,
-                model=_model(message.model),
-                codec=message.codec,
-                ratio=message.ratio,
-                deadline_s=message.deadline_s,
-                seed=message.seed,
-                order=message.order,
-                clients=message.clients,
-                drawn=message.drawn,
-                drawn_samples=message.drawn_samples,
-            )
-            return pb.ToWorker(train_round=train)
-        case do.EvaluateRound(job, at_round, model, deadline_s, clients):
-            evaluate = pb.EvaluateRound(
-                job=job, round=at_round, model=_model(model), deadline_s=deadline_s, clients=clients
-            )
-            return pb.ToWorker(evaluate_round=evaluate)
         case do.ProbeLink():
             probe = pb.ProbeLink(
                 request=message.request,
@@ -205,13 +185,6 @@ def _participate(message: do.Participate, graphs: GraphStore) -> pb.Participate:
     )
     if len(programs) > 1:
         sent.eval_program.CopyFrom(to_proto(programs[1]))
-    return sent
-
-
-def _model(model: do.Model) -> pb.Model:
-    sent = pb.Model(full=pb.BlobRef(hash=model.full.hash, size=model.full.size), base=model.base)
-    if model.delta is not None:
-        sent.delta.CopyFrom(pb.BlobRef(hash=model.delta.hash, size=model.delta.size))
     return sent
 
 

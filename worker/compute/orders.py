@@ -6,20 +6,16 @@ UsageError of the types' own checks, for what breaks a bound.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from atoll.bounded import MAX_ITEMS
-from atoll.compression import MAX_RATIO
 from atoll.errors import BadFrame
 from atoll.job import Precision
-from atoll.messages.from_worker import MAX_CLIENTS
 from atoll.messages.to_worker import Replay
 from atoll.opdag import leaf_refs
 from atoll.plan import Plan
 from protos import atoll_control_pb2 as pb
 from protos import bounds, coding, convert
-from worker.federated.orders import EvaluateOrder, Joining, ModelRef, TrainOrder
 from worker.machine.op_probe import OpProbe
 from worker.session import wire
 from worker.stage.assignment import Assignment, PeerLink
@@ -77,36 +73,6 @@ def reconfiguration(m: pb.Reconfigure) -> Reconfiguration:
     return Reconfiguration(plan, wire.neighbours(m), m.step, m.standby, m.store)
 
 
-def joining(m: pb.Participate) -> Joining:
-    """A federated job."""
-    return Joining(
-        job=bounds.name("job", m.job),
-        version=m.version,
-        training=convert.from_proto(m.training),
-        federated=convert.from_proto(m.federated),
-        program=convert.from_proto(m.program),
-        eval_program=convert.from_proto(m.eval_program) if m.HasField("eval_program") else None,
-        states=convert.state_from_proto(m.metas),
-        tensors=_tensors(m),
-        batch=bounds.within("batch", m.batch, 1, MAX_BATCH),
-    )
-
-
-def train_order(m: pb.TrainRound) -> TrainOrder:
-    """A round to train."""
-    codec = bounds.name("codec", m.codec)
-    ratio = bounds.number("ratio", m.ratio, 1.0, MAX_RATIO)
-    clients = _clients(m.clients)
-    return TrainOrder(
-        m.round, _model(m.model), codec, ratio, m.seed, m.order, clients, m.drawn, m.drawn_samples
-    )
-
-
-def evaluate_order(m: pb.EvaluateRound) -> EvaluateOrder:
-    """A model to evaluate."""
-    return EvaluateOrder(m.round, _model(m.model), _clients(m.clients))
-
-
 def ops_request(m: pb.ProbeOps) -> OpsRequest:
     """Ops to time."""
     precision = bounds.one_of("precision", m.precision or "fp32", Precision)
@@ -127,23 +93,8 @@ def _op_probe(m: pb.ProbeOp) -> OpProbe:
     )
 
 
-def _tensors(m: pb.Assign | pb.Participate) -> dict[str, str]:
+def _tensors(m: pb.Assign) -> dict[str, str]:
     return {
         bounds.name("tensor", t.name): bounds.blob_hash("blob", t.blob)
         for t in bounds.count("tensors", list(m.tensors), MAX_ITEMS)
     }
-
-
-def _clients(names: Iterable[str]) -> tuple[str, ...]:
-    """Clients of a population, each once."""
-    found = tuple(bounds.count("clients", list(names), MAX_CLIENTS))
-    if len(set(found)) < len(found):
-        raise BadFrame("an order names a client twice")
-    return found
-
-
-def _model(m: pb.Model) -> ModelRef:
-    full = bounds.blob_hash("model", m.full.hash)
-    if not m.HasField("delta"):
-        return ModelRef(full)
-    return ModelRef(full, bounds.blob_hash("delta", m.delta.hash), bounds.blob_hash("base", m.base))

@@ -17,6 +17,7 @@ import structlog
 
 from atoll.errors import AtollError
 from atoll.messages import from_worker as told
+from protos import coding
 from protos.session import to_coordinator
 from strategies.clipping import Clipping
 from worker.cancel import Cancel, Cancelled
@@ -24,7 +25,7 @@ from worker.compute import orders
 from worker.compute.loading import feed_of, load
 from worker.compute.snapshots import Snapshots
 from worker.compute.tasks import Task, Tasks
-from worker.federated.orders import HostAnswer
+from worker.federated.orders import EvaluateOrder, HostAnswer, Joining, TrainOrder
 from worker.federated.participation import Participation
 from worker.federated.trainer import LOSS
 from worker.links.links import LinksAborted
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from protos import atoll_compute_pb2 as compute_pb
     from protos import atoll_control_pb2 as pb
     from worker.context import ComputeContext
-    from worker.federated.orders import TrainOrder
     from worker.links.links import Links
     from worker.machine.codec_speed import CodecGauge
     from worker.stage.reports import LongWait, StepReport
@@ -119,7 +119,9 @@ class Workbench:
             case instructions.JoinFederation(job, version, work):
                 self._for_round(job, 0, "load", lambda c: self._join(work, c))
             case instructions.TrainLocally(job, at_round, order):
-                self._for_round(job, at_round, "train", lambda c: self._train(orders.train_order(order), c))
+                self._for_round(
+                    job, at_round, "train", lambda c: self._train(coding.read(TrainOrder, order), c)
+                )
             case instructions.EvaluateLocally(job, at_round, order):
                 evaluate = partial(self._evaluate_round, order)
                 self._for_round(job, at_round, "evaluate", evaluate)
@@ -344,7 +346,7 @@ class Workbench:
     def _join(self, invitation: compute_pb.ComputeJoin, cancel: Cancel) -> None:
         started_s = time.perf_counter()
         self._drop()
-        work = orders.joining(invitation.invitation)
+        work = coding.read(Joining, invitation.invitation)
         clipping = Clipping(invitation.clip, invitation.noise)
         self._part = Participation(
             work, self._context, cancel, invitation.noise_key, clipping, invitation.statistics
@@ -371,7 +373,7 @@ class Workbench:
         self._post(events.UpdateStored(job, order.round, message, order.order))
 
     def _evaluate_round(self, asked: pb.EvaluateRound, cancel: Cancel) -> None:
-        order = orders.evaluate_order(asked)
+        order = coding.read(EvaluateOrder, asked)
         job = self._participation.joining.job
         found = self._participation.evaluate(order, cancel)
         message = wire_federated.client_evaluated(job, order.round, found)

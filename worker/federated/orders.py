@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from atoll.bounded import At, Blob, Most, Name, Once, OptionalBlob, Within
+from atoll.compression import MAX_RATIO
 from atoll.federated import FederatedSpec
 from atoll.job import TrainingSpec
+from atoll.messages.from_worker import MAX_CLIENTS
 from atoll.opdag import StateMeta, TensorMeta
 from atoll.program import StageProgram
 
@@ -16,21 +19,24 @@ if TYPE_CHECKING:
     from strategies.fixed import FixedSums
     from strategies.values import ClientUpdate
 
+MAX_BATCH = 1 << 24
+Clients = Annotated[tuple[str, ...], Once(), Most(MAX_CLIENTS)]
+
 
 @dataclass(frozen=True)
 class Joining:
     """A federated job as a client hears of it. ``states`` describes every leaf of the programs, inputs
     included; ``tensors`` maps every other leaf to its blob."""
 
-    job: str
+    job: Name
     version: int
     training: TrainingSpec
     federated: FederatedSpec
     program: StageProgram
     eval_program: StageProgram | None
-    states: Mapping[str, StateMeta]
-    tensors: Mapping[str, str]
-    batch: int
+    states: Annotated[Mapping[Name, StateMeta], At("metas")]
+    tensors: Mapping[Name, Blob]
+    batch: Annotated[int, Within(1, MAX_BATCH)]
 
     @property
     def programs(self) -> tuple[StageProgram, ...]:
@@ -45,9 +51,9 @@ class Joining:
 class ModelRef:
     """A broadcast: blob ``full``, or blob ``delta`` from the broadcast known as ``base``."""
 
-    full: str
-    delta: str = ""
-    base: str = ""
+    full: Annotated[Blob, At("full.hash")]
+    delta: Annotated[OptionalBlob, At("delta.hash")] = ""
+    base: OptionalBlob = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +64,11 @@ class TrainOrder:
 
     round: int
     model: ModelRef
-    codec: str
-    ratio: float
+    codec: Name
+    ratio: Annotated[float, Within(1.0, MAX_RATIO)]
     seed: int
     order: str = ""
-    clients: tuple[str, ...] = ()
+    clients: Clients = ()
     drawn: int = 0
     drawn_samples: int = 0
 
@@ -73,7 +79,7 @@ class EvaluateOrder:
 
     round: int
     model: ModelRef
-    clients: tuple[str, ...] = ()
+    clients: Clients = ()
 
 
 @dataclass(frozen=True, slots=True)

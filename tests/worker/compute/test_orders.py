@@ -16,10 +16,11 @@ from atoll.opdag import leaf_refs
 from atoll.plan import LinkSpec, Mask
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
+from protos.coding import read
 from protos.convert import metas_to_proto, state_to_proto, to_proto
 from tests.worker.stage.crew import TRAINING, assign, case, cut_evenly
 from worker.compute import orders
-from worker.federated.orders import EvaluateOrder, ModelRef, TrainOrder
+from worker.federated.orders import MAX_BATCH, EvaluateOrder, Joining, ModelRef, TrainOrder
 from worker.session import wire
 from worker.stage.assignment import Assignment, PeerLink
 from worker.transport.contract import Paths
@@ -154,14 +155,14 @@ def test_a_federated_job_is_decoded_and_its_batch_bounded(stage: Assignment) -> 
         tensors=[job_pb.TensorBlob(name=name, blob=blob) for name, blob in stage.tensors.items()],
         batch=32,
     )
-    found = orders.joining(message)
+    found = read(Joining, message)
     assert (found.job, found.version, found.batch, found.federated) == ("f", 2, 32, spec)
     assert (found.program, found.eval_program) == (stage.program, None)
     assert (found.states, found.tensors) == (stage.states, stage.tensors)
-    for batch in (0, orders.MAX_BATCH + 1):
+    for batch in (0, MAX_BATCH + 1):
         message.batch = batch
         with pytest.raises(BadFrame, match="batch"):
-            orders.joining(message)
+            read(Joining, message)
 
 
 MODEL = pb.Model(full=pb.BlobRef(hash=HASH))
@@ -171,8 +172,8 @@ DELTA = pb.Model(full=pb.BlobRef(hash=HASH), delta=pb.BlobRef(hash="b" * 64), ba
 def test_rounds_are_decoded() -> None:
     train = pb.TrainRound(job="f", round=3, model=DELTA, codec="topk", ratio=8.0, seed=7)
     model = ModelRef(HASH, "b" * 64, "c" * 64)
-    assert orders.train_order(train) == TrainOrder(3, model, "topk", 8.0, 7)
-    assert orders.evaluate_order(pb.EvaluateRound(job="f", round=3, model=MODEL)) == EvaluateOrder(
+    assert read(TrainOrder, train) == TrainOrder(3, model, "topk", 8.0, 7)
+    assert read(EvaluateOrder, pb.EvaluateRound(job="f", round=3, model=MODEL)) == EvaluateOrder(
         3, ModelRef(HASH)
     )
 
@@ -191,7 +192,7 @@ def test_rounds_are_decoded() -> None:
 )
 def test_a_round_that_breaks_a_bound_is_refused(order: pb.TrainRound) -> None:
     with pytest.raises(BadFrame):
-        orders.train_order(order)
+        read(TrainOrder, order)
 
 
 def test_ops_to_time_need_the_shapes_of_what_they_read() -> None:

@@ -168,8 +168,8 @@ def test_an_op_that_is_timed_is_shown_on_the_status_page_until_it_ends(
             instructions.LoadStage("j", 3, ToCompute(load=pb.Assign(job="j\u202e", plan_version=3))),
             "control characters",
         ),
-        (instructions.TrainLocally("j", 3, pb.TrainRound(job="j", round=3)), "codec"),
-        (instructions.EvaluateLocally("j", 3, pb.EvaluateRound(job="j", round=3)), "model"),
+        (instructions.TrainLocally("j", 3, pb.TrainRound(job="j", round=3)), "ModelRef.full"),
+        (instructions.EvaluateLocally("j", 3, pb.EvaluateRound(job="j", round=3)), "ModelRef.full"),
         (instructions.JoinFederation("j", 3, ComputeJoin(invitation=pb.Participate(job="j"))), "Optimizer"),
     ],
 )
