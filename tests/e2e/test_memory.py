@@ -63,7 +63,6 @@ def test_with_half_the_truth_the_job_ends_and_nothing_is_trained_twice() -> None
         facts.look()
         log = (fleet.state.parent / "coordinator.log").read_text()
         assert last.state == "finished", f"{last.reason}\n{log[-3000:]}"
-        assert "killed for memory" in log
         assert any(stage.measured_bytes > stage.planned_bytes > 0 for stage in stages)
         # Whichever stages did not fit: they were killed before a step was committed, or repeated it.
         assert commits(facts.of(job)) == list(range(STEPS))
