@@ -28,7 +28,7 @@ WIDER = {
     "coordinator/membership": 16,
     "coordinator/planning": 25,
     "coordinator/planning/costs": 13,
-    "coordinator/services": 22,
+    "coordinator/services": 23,
     "strategies/exchanges": 19,
     "worker/federated": 14,
     "worker/hosting": 21,
