@@ -64,7 +64,7 @@ class Connections:
             config.blob_dir,
             config.copy_bytes,
             send,
-            lambda holder: self._peers.near(holder, gently=True),
+            lambda holder: self._peers.near(holder),
             owner=config.number,
         )
         self._peers = PeerBlobs(self.network, shared.cache.path, lambda: self.copies.offered)

@@ -2,8 +2,7 @@
 and of the snapshots that the ranks of a plan keep for each other while they train (decision 058).
 
 They lie in the cache of blobs, which does not delete what is kept as a copy, and take no more than the owner
-lends and a quarter of the free disk. A thread fetches them: while the machine is idle for half of the time at
-most, while it trains with a quarter of what the line carries.
+lends and a quarter of the free disk. A thread fetches them, for half of the time at most.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +31,6 @@ log = structlog.get_logger()
 
 FREE_SHARE = 0.25  # of what the disk has free, the most that copies take
 MOST_REST_S = 1.0  # after a piece: a line that stood still is no reason to
-SHARE = 0.35  # of the time, what pieces take of a line beside training; with latencies a quarter of its rate
 MAX_STORING = 8  # copies on their way to the store
 
 
@@ -191,20 +188,16 @@ class Copies:
     def _fetched(self, copy: CopyAsked, cancel: Cancel) -> pb.CopyHeld:
         """Have a copy whole on disk; returns the answer to the coordinator. Raises Cancelled."""
         others = sum(held.bytes for held in self._held.values())
-        came, busy_s, last_s, per_byte_s = 0, 0.0, time.perf_counter(), inf
+        came, busy_s, last_s = 0, 0.0, time.perf_counter()
         room = self._room() - others - self._here(copy)
 
         def progress(nbytes: int) -> None:
-            nonlocal came, busy_s, last_s, per_byte_s
+            nonlocal came, busy_s, last_s
             taken_s = time.perf_counter() - last_s
             came, busy_s = came + nbytes, busy_s + taken_s
             if came > room:
                 raise StorageError(f"copies of more than the {self.lent_bytes} bytes that this worker lends")
-            rest_s = min(taken_s, MOST_REST_S)
-            if copy.working and nbytes:
-                per_byte_s = min(per_byte_s, taken_s / nbytes)
-                rest_s = rest_beside_training_s(taken_s, per_byte_s * nbytes)
-            cancel.wait(rest_s)
+            cancel.wait(min(taken_s, MOST_REST_S))
             last_s = time.perf_counter()
 
         try:
@@ -231,12 +224,6 @@ class Copies:
 
     def _here(self, copy: CopyAsked) -> int:
         return sum(map(self._cache.size, copy.blobs))
-
-
-def rest_beside_training_s(taken_s: float, fastest_s: float) -> float:
-    """Return the pause after a piece that took ``taken_s``, and would take ``fastest_s`` of a line without
-    training: pieces come at the same rate, whatever training leaves of it."""
-    return max(0.0, fastest_s / SHARE - taken_s)
 
 
 def _blobs_of(copies: Sequence[CopyAsked]) -> frozenset[str]:

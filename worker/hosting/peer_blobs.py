@@ -1,8 +1,6 @@
 """Blobs of peers that keep copies, and ours for them, behind everything else that the links carry.
 
-Who fetches asks for a piece at a time, a few at once, so nothing queues at the sender. Who trains meanwhile
-asks ``gently``: for one piece at a time, as large as comes in a quarter of a second, as a line that several
-connections share knows no order among them. The network admits
+Who fetches asks for a piece at a time, a few at once, so nothing queues at the sender. The network admits
 only peers that the coordinator named, and only what is kept as a copy is given away: its hash is known to
 whoever the coordinator told. What comes is as trustworthy as any peer's word: the cache looks at its hash.
 """
@@ -14,7 +12,6 @@ import queue
 import secrets
 import struct
 import threading
-import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
@@ -41,12 +38,9 @@ AT_ONCE = 4
 MOST_UNDER_WAY = 4 * AT_ONCE  # pieces on their way to one peer: confirmations may be late
 MAX_QUEUED = 256  # questions of all peers
 CONNECT_S = 5.0
-ANSWER_S = 10.0
-BEHIND_S = 60.0  # where training may keep the line busy
-LEAST_PIECE_BYTES = 1 << 17
-PIECE_S = 0.25  # of a line that training wants, for which messages wait at most
+ANSWER_S = 60.0  # training's messages come first: behind 8 Mbit/s that two ranks fill, 10 s were too few
 SEND_S = 1.0
-_ASK = struct.Struct("!32sQI")  # hash, offset, most bytes
+_ASK = struct.Struct("!32sQ")  # hash, offset
 _PIECE = struct.Struct("!Q")  # size of the blob
 
 Answer = tuple[int, int, bytes | None]
@@ -65,7 +59,6 @@ class _Question:
     number: int
     name: str
     offset: int
-    most_bytes: int
 
 
 class PeerBlobs:
@@ -92,28 +85,22 @@ class PeerBlobs:
 
     # ------------------------------------------------------------ what we want
 
-    def near(self, holder: PeerLink, *, gently: bool = False) -> NearBlobs:
+    def near(self, holder: PeerLink) -> NearBlobs:
         """Return what a peer keeps as a source of blobs."""
-        return _Near(self, holder, gently)
+        return _Near(self, holder)
 
-    def get(self, link: PeerLink, wanted: list[tuple[str, int]], *, gently: bool = False) -> Iterator[Chunk]:
+    def get(self, link: PeerLink, wanted: list[tuple[str, int]]) -> Iterator[Chunk]:
         """Yield the chunks of each blob, from its offset on. Raises ConnectionFailed where the peer is away,
         does not answer or does not have one."""
         connect_one(self._network, link.worker, link.paths, CONNECT_S)
         answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         left, asked = deque(wanted), dict[int, tuple[str, int]]()
-        at_once, patience_s = (1, BEHIND_S) if gently else (AT_ONCE, ANSWER_S)
-        piece_bytes = LEAST_PIECE_BYTES if gently else PIECE_BYTES
         try:
             while left or asked:
-                while left and len(asked) < at_once:
+                while left and len(asked) < AT_ONCE:
                     blob = left.popleft()
-                    asked[self._ask(link.worker, *blob, piece_bytes, answers)] = blob
-                begun_s = time.monotonic()
-                number, size, data = self._answer(link.worker, answers, patience_s)
-                if gently and data and len(data) == piece_bytes:
-                    fitting = int(len(data) * PIECE_S / max(1e-6, time.monotonic() - begun_s))
-                    piece_bytes = min(PIECE_BYTES, 2 * piece_bytes, max(LEAST_PIECE_BYTES, fitting))
+                    asked[self._ask(link.worker, *blob, answers)] = blob
+                number, size, data = self._answer(link.worker, answers)
                 name, offset = asked.pop(number)
                 if data is None or (not data and offset < size):
                     raise ConnectionFailed(f"{link.worker} cannot send blob {name[:12]}")
@@ -125,20 +112,18 @@ class PeerBlobs:
                 for number in asked:
                     self._open.pop(number, None)
 
-    def _ask(
-        self, peer: str, name: str, offset: int, most_bytes: int, answers: queue.SimpleQueue[Answer]
-    ) -> int:
+    def _ask(self, peer: str, name: str, offset: int, answers: queue.SimpleQueue[Answer]) -> int:
         number = next(self._numbers)
         with self._lock:
             self._open[number] = _Open(peer, answers)
-        self._send(peer, number, ASK, _ASK.pack(bytes.fromhex(name), offset, most_bytes), b"")
+        self._send(peer, number, ASK, _ASK.pack(bytes.fromhex(name), offset), b"")
         return number
 
-    def _answer(self, peer: str, answers: queue.SimpleQueue[Answer], patience_s: float) -> Answer:
+    def _answer(self, peer: str, answers: queue.SimpleQueue[Answer]) -> Answer:
         try:
-            return answers.get(timeout=patience_s)
+            return answers.get(timeout=ANSWER_S)
         except queue.Empty:
-            raise ConnectionFailed(f"{peer} sent nothing of a copy for {patience_s:g} s") from None
+            raise ConnectionFailed(f"{peer} sent nothing of a copy for {ANSWER_S:g} s") from None
 
     # ------------------------------------------------------------ what peers want
 
@@ -166,9 +151,7 @@ class PeerBlobs:
         try:
             with self._path(question.name).open("rb") as file:
                 size = file.seek(0, 2)
-                block = np.empty(
-                    max(0, min(PIECE_BYTES, question.most_bytes, size - question.offset)), np.uint8
-                )
+                block = np.empty(max(0, min(PIECE_BYTES, size - question.offset)), np.uint8)
                 file.seek(question.offset)
                 read = file.readinto(memoryview(block))  # type: ignore[arg-type]
         except OSError:
@@ -225,9 +208,9 @@ class PeerBlobs:
             busy = self._under_way[peer] >= MOST_UNDER_WAY
         if busy or len(header) != _ASK.size:
             return  # no honest peer's
-        name, offset, most_bytes = _ASK.unpack(header)
+        name, offset = _ASK.unpack(header)
         try:
-            self._questions.put_nowait(_Question(peer, number, name.hex(), offset, most_bytes))
+            self._questions.put_nowait(_Question(peer, number, name.hex(), offset))
         except queue.Full:
             return  # it asks somebody else
 
@@ -246,7 +229,6 @@ class _Near:
 
     blobs: PeerBlobs
     holder: PeerLink
-    gently: bool
 
     def get(self, wanted: list[tuple[str, int]]) -> Iterator[Chunk]:
-        return self.blobs.get(self.holder, wanted, gently=self.gently)
+        return self.blobs.get(self.holder, wanted)

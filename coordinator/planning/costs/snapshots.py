@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 EVERY_S = 20.0  # at least so often while that costs less than ...
 CHEAP = 0.01  # ... this share of the time
-SLOWED = 0.05  # of the time that one is under way, what training loses by it: 0.01 to 0.24 measured
+SLOWED = 0.05  # of the time that one is under way, what training loses by it; 0.55 if steps wait for lines
 DISK_BYTES_PER_S = 8e6  # that snapshots write to a worker's disk: 0.7 TB a day
-SHARE = 0.25  # of a line's rate that a rank fetches another's part with (worker/hosting/copies.py)
+SHARE = 0.7  # of a line that a rank fetches another's part with, as measured behind 8 Mbit/s
 ORDERS_S = 1.0  # until every rank has written its part, and heard whose it is to fetch
 LEAST_FREE = 0.1  # of a line that training keeps busy
 

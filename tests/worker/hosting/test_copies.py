@@ -15,7 +15,7 @@ from tests.patience import HUNG_S
 from tests.worker.test_blobs import Store
 from worker.blobs import BlobCache, BlobFiles
 from worker.cancel import Cancel
-from worker.hosting.copies import SHARE, Copies, rest_beside_training_s
+from worker.hosting.copies import Copies
 from worker.session.wire import CopyAsked
 
 SIZE = 1000
@@ -158,11 +158,3 @@ def test_an_error_that_nobody_thought_of_does_not_end_the_thread(kept: Kept) -> 
     assert kept.heard().error == "FileNotFoundError in this worker"
     assert kept.heard().name == "next"
     assert [held.name for held in kept.copies.held] == ["next"]
-
-
-def test_beside_training_pieces_come_at_the_same_rate_however_busy_the_line_is() -> None:
-    """A piece that training has delayed is followed by a shorter pause."""
-    alone_s = 0.1
-    each_s = [taken_s + rest_beside_training_s(taken_s, alone_s) for taken_s in (alone_s, 0.2, 0.28)]
-    assert each_s == pytest.approx([alone_s / SHARE] * 3)
-    assert rest_beside_training_s(1.0, alone_s) == 0.0

@@ -15,7 +15,7 @@ from tests.worker.transport.hosts import Host
 from worker.blobs import BlobCache, BlobFiles
 from worker.cancel import Cancel
 from worker.hosting import peer_blobs
-from worker.hosting.peer_blobs import ASK, JOB, LEAST_PIECE_BYTES, PIECE_BYTES, PeerBlobs
+from worker.hosting.peer_blobs import ASK, JOB, PIECE_BYTES, PeerBlobs
 from worker.stage.assignment import PeerLink
 from worker.transport.contract import Paths
 from worker.transport.frames import Direction, MessageKey
@@ -40,8 +40,7 @@ class Both:
         self.holder = PeerBlobs(holder.network, folder.joinpath, lambda: self.offered)
         self.taker = PeerBlobs(taker.network, folder.joinpath, set)
         self.networks = holder.network, taker.network
-        self.link = PeerLink(holder.network.name, Paths((holder.address,), dial=True))
-        self.near = self.taker.near(self.link)
+        self.near = self.taker.near(PeerLink(holder.network.name, Paths((holder.address,), dial=True)))
         holder.network.admit(taker.network.name)
 
     def close(self) -> None:
@@ -75,32 +74,6 @@ def test_every_byte_comes_in_order_and_from_where_it_is_wanted(both: Both) -> No
     assert found == {name: data[offsets[name] :] for name, data in BLOBS.items()}
     eventually(lambda: not both.holder._under_way)
     assert not both.taker._open
-
-
-def test_who_trains_meanwhile_asks_for_one_piece_at_a_time_as_large_as_comes_in_time(
-    both: Both, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a line that is slow the smallest, of one that is fast the largest soon."""
-    gentle = both.taker.near(both.link, gently=True)
-    asked: list[int] = []
-    ask = both.taker._ask
-
-    def watched(peer: str, name: str, offset: int, most_bytes: int, answers: object) -> int:
-        assert not both.taker._open
-        asked.append(most_bytes)
-        return ask(peer, name, offset, most_bytes, answers)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(both.taker, "_ask", watched)
-    monkeypatch.setattr(peer_blobs, "PIECE_S", 0.0)
-    found = dict.fromkeys(BLOBS, b"")
-    for chunk in gentle.get([(name, 0) for name in BLOBS]):
-        found[chunk.hash] += chunk.data
-    assert found == BLOBS
-    assert set(asked) == {LEAST_PIECE_BYTES}
-    asked.clear()
-    monkeypatch.setattr(peer_blobs, "PIECE_S", HUNG_S)
-    assert sum(len(chunk.data) for chunk in gentle.get([(name, 0) for name in BLOBS])) > PIECE_BYTES
-    assert (asked[0], max(asked)) == (LEAST_PIECE_BYTES, PIECE_BYTES)
 
 
 def test_what_is_not_offered_is_not_sent(both: Both) -> None:
