@@ -13,7 +13,7 @@ from coordinator.federated.state import FederationState, FromClient
 from coordinator.messages import batch as batches
 from coordinator.messages.events import StateStored, StepReady, UpdateReady
 from coordinator.messages.facts import Checkpoint, CheckpointStored
-from coordinator.messages.jobs import STEPPING, FromRank, JobState, Phase, Record, anew
+from coordinator.messages.jobs import STEPPING, Cause, FromRank, JobState, Phase, Record, anew
 from coordinator.pipeline import history, machine
 from coordinator.pipeline.changes import losses
 from coordinator.pipeline.changes.standbys import Standbys
@@ -151,7 +151,7 @@ def another_plan_before_all_is_stored(patch: pytest.MonkeyPatch) -> None:
     honest = machine._settle
 
     def bug(state: JobState) -> Any:
-        return machine._unfit(state, "does not fit") if state.run.unfit else honest(state)
+        return machine._interrupt(state, "does not fit", Cause.UNFIT) if state.run.unfit else honest(state)
 
     patch.setattr(machine, "_settle", bug)
 
