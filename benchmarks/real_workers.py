@@ -74,9 +74,8 @@ class LoopbackFleet:
             )
             self.client = self._connected()
             for n in range(self.workers):
-                name = f"worker{n}"
                 # One after the other: join order is part of a plan that is given by its cut.
-                self._spawn(name, *self.join_command(name), *self.own.get(n, ()))
+                self.join(n)
                 self._wait_for(n + 1)
         except BaseException:
             self.__exit__(None, None, None)
@@ -95,6 +94,11 @@ class LoopbackFleet:
                 process.kill()
                 process.wait()
         self._folder.cleanup()
+
+    def join(self, n: int) -> None:
+        """Start worker ``n``, without waiting for it."""
+        name = f"worker{n}"
+        self._spawn(name, *self.join_command(name), *self.own.get(n, ()))
 
     def daemons(self) -> list[int]:
         """Process ids of the workers' daemons, in join order."""
