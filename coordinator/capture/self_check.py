@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,6 +73,10 @@ class CheckResult:
     total: float = 0.0  # ... and that sum, in evaluation mode
 
 
+class _Deviates(SelfCheckError):
+    """Values differ by more than the precision's tolerance."""
+
+
 def self_check(
     module: nn.Module,
     captured: Captured,
@@ -82,10 +86,29 @@ def self_check(
 ) -> CheckResult:
     """Compare ``captured`` with ``module`` on ``batch`` and ``second``, in training and in evaluation mode.
 
-    Raises SelfCheckError naming the loss, parameters or buffers that differ and by how much, or the Python
-    state that forward changes. The module is left as it was; works on a copy, so it needs its memory twice.
+    A deep network with batch norm turns the rounding of bf16 into half of a gradient, so what deviates there
+    is compared in fp32 before it is refused. Raises SelfCheckError naming the loss, parameters or buffers
+    that differ and by how much, or the Python state that forward changes. The module is left as it was;
+    works on a copy, so it needs its memory twice.
     """
     _refuse_hooks(module)
+    try:
+        return _compared(module, captured, batch, seed, second)
+    except _Deviates:
+        if captured.precision is Precision.FP32:
+            raise
+        with suppress(SelfCheckError):
+            return _compared(module, replace(captured, precision=Precision.FP32), batch, seed, second)
+        raise
+
+
+def _compared(
+    module: nn.Module,
+    captured: Captured,
+    batch: Mapping[str, Tensor],
+    seed: int,
+    second: Mapping[str, Tensor] | None,
+) -> CheckResult:
     plain = _copy(module)
     device = device_of(module, batch)
     state = {
@@ -384,7 +407,7 @@ class _Check:
         ranked = sorted(differences, key=lambda d: -d.relative if d.relative == d.relative else float("-inf"))
         named = "; ".join(str(d) for d in ranked[:MAX_NAMED])
         more = f"; and {len(ranked) - MAX_NAMED} more" if len(ranked) > MAX_NAMED else ""
-        raise SelfCheckError(
+        raise _Deviates(
             f"the captured graph is not the module: {named}{more}. Usual causes: a custom autograd.Function, "
             "a tensor or module hook, a buffer rebound instead of written in place (self.buf = ...), Python "
             "state that changes between calls, a branch on requires_grad or torch.is_grad_enabled(); express "

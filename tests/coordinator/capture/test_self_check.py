@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from atoll import Precision, TrainingSpec
 from atoll.errors import CaptureError, SelfCheckError
 from atoll.opdag import OpDag
 from coordinator.capture.capture import capture
@@ -120,6 +121,42 @@ def test_a_graph_with_one_op_changed_is_refused(
     broken = change(found.train, at, args=changed(found.train.ops[at].args))
     with pytest.raises(SelfCheckError, match=named):
         self_check(example.module, dataclasses.replace(found, train=broken), example.make_batch(1))
+
+
+class DeepNorms(nn.Module):
+    """Eight convolutions with batch norm: half of a gradient of theirs is the rounding of bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 32, 3, padding=1, bias=False)
+        self.rest = nn.Sequential(
+            *(
+                part
+                for _ in range(8)
+                for part in (nn.Conv2d(32, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU())
+            )
+        )
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rest(self.first(x)).mean((2, 3))).logsumexp(1).mean()
+
+
+@pytest.mark.parametrize("eps", [None, 1e-1])
+def test_what_bf16_rounds_is_compared_in_fp32_and_a_wrong_graph_is_refused_all_the_same(
+    eps: float | None,
+) -> None:
+    torch.manual_seed(0)
+    module, batch = DeepNorms(), {"x": torch.randn(8, 3, 32, 32)}
+    found = capture(module, batch, TrainingSpec(steps=1, n_micro=1, precision=Precision.BF16))
+    if eps is None:
+        assert self_check(module, found, batch).worst <= 1e-5  # of fp32
+        return
+    at = next(at for at, node in enumerate(found.train.ops) if node.target == "aten.batch_norm.default")
+    args = found.train.ops[at].args
+    broken = change(found.train, at, args=(*args[:7], eps, *args[8:]))
+    with pytest.raises(SelfCheckError, match="the gradient"):
+        self_check(module, dataclasses.replace(found, train=broken), batch)
 
 
 def test_a_module_whose_loss_is_not_a_number_is_refused() -> None:
