@@ -43,8 +43,19 @@ PURE = [
 ]
 """Files, and wings with every file in them, that touch no clock, thread, file or socket."""
 HALLS = {
-    "coordinator": {"__init__", "server", "shell", "scheduler", "config"},
-    "worker": {"__init__", "daemon", "member", "context", "config", "cancel", "spans", "blobs"},
+    "coordinator": {"__init__", "server", "shell", "planner_pool", "scheduler", "config"},
+    "worker": {
+        "__init__",
+        "daemon",
+        "member",
+        "connections",
+        "shared",
+        "context",
+        "config",
+        "cancel",
+        "spans",
+        "blobs",
+    },
 }
 IMPURE = {
     "socket", "threading", "asyncio", "time", "random", "os", "subprocess", "grpc", "torch",

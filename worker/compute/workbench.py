@@ -269,7 +269,7 @@ class Workbench:
         run, asked = self._loaded, orders.reconfiguration(message)
         later = run.assignment.reconfigured(asked.plan, asked.links, asked.step, standby=asked.standby)
         check(later, self._context.worker)
-        self._say_stood_by(run)
+        _log_stood_by(run)
         # Who is connected may be lost again until then: the new neighbours send when all are loaded.
         self._context.network.connect(later.job, later.version, cancel)
         shared = later.micros != run.assignment.micros
@@ -284,17 +284,6 @@ class Workbench:
         if not later.standby:
             loaded = told.Loaded(later.job, later.version, took_s)
             self._post(events.StageLoaded(later.job, later.version, to_coordinator(loaded)))
-
-    @staticmethod
-    def _say_stood_by(run: StageRun) -> None:
-        """Log what a standby has done, where this was one."""
-        steps, nbytes = run.stood_by
-        if steps:
-            run.stood_by = [0, 0]
-            log.info(
-                "stage.stood_by",
-                job=run.assignment.job, stage=run.assignment.stage, steps=steps, bytes=nbytes,
-            )  # fmt: skip
 
     def _report_waiting(self, wait: LongWait) -> None:
         """Report that nothing comes though every peer lives: nothing else would show it."""
@@ -401,7 +390,7 @@ class Workbench:
         with self._lock:
             run, self._run, self._links = self._run, None, None
         if run is not None:
-            self._say_stood_by(run)
+            _log_stood_by(run)
             run.close()
             restart_peak(self._context.device)
             if self._gauge.left:
@@ -458,3 +447,13 @@ class Workbench:
             status.end()
             duty.rest()
         status.begin(status.encoded(Mark(f"{name}, as a probe", PROBE_S)))
+
+
+def _log_stood_by(run: StageRun) -> None:
+    """Log what a standby has done, where this was one."""
+    steps, nbytes = run.stood_by
+    if steps:
+        run.stood_by = [0, 0]
+        log.info(
+            "stage.stood_by", job=run.assignment.job, stage=run.assignment.stage, steps=steps, bytes=nbytes
+        )
