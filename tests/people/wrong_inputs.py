@@ -277,7 +277,7 @@ MODELS = (
     Case("a model that raises", setup=model("return self.fc(x.reshape(3, 5)).mean()")),
     Case("a model without parameters", setup=model("return x.mean()", "pass")),
     Case(
-        "a model that is not told its sizes yet",
+        "a model whose sizes are not known yet",
         setup=model("return F.cross_entropy(self.fc(x), y)", "self.fc = nn.LazyLinear(4)"),
     ),
     Case("a model on the meta device", "module=Net().to('meta')"),

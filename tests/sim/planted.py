@@ -47,8 +47,8 @@ def commit_before_all_ranks(patch: pytest.MonkeyPatch) -> None:
 
         def bug(state: JobState, event: FromRank[StepReady], now_s: float, honest: Any = honest) -> Any:
             after, todo = honest(state, event, now_s)
-            if after.step == state.step and len(after.ready) == state.n_ranks - 1:
-                missing = next(rank for rank in range(state.n_ranks) if rank not in after.ready)
+            if after.step == state.step and len(after.run.ready) == state.n_ranks - 1:
+                missing = next(rank for rank in range(state.n_ranks) if rank not in after.run.ready)
                 return honest(after, replace(event, rank=missing), now_s)
             return after, todo
 
@@ -63,7 +63,7 @@ def manifest_written_first(patch: pytest.MonkeyPatch) -> None:
         def bug(state: JobState, event: FromRank[StateStored], now_s: float, honest: Any = honest) -> Any:
             after, todo = honest(state, event, now_s)
             done = event.message.step + 1
-            if after.stores.get(done, {}).keys() == {event.rank} and state.n_ranks > 1:
+            if after.storing.parts.get(done, {}).keys() == {event.rank} and state.n_ranks > 1:
                 tensors = {**state.checkpoint.tensors, **event.message.tensors}
                 early = replace(after, checkpoint=Checkpoint(done, tensors))
                 return early, [Record(CheckpointStored(state.job, done, tensors)), *todo]
