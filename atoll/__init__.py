@@ -17,7 +17,7 @@ from atoll.job import (
     TrainingSpec,
 )
 
-__version__ = "0.6.0"
+__version__ = "0.7.0"
 
 __all__ = [
     "ByteText",
