@@ -50,7 +50,7 @@ WITHIN_S = 25.0  # after it: longer than there is between two snapshots
 MOST_AGAIN_S = 30.0
 SETTINGS = ("steps=100000", "eval_batches=0")
 OFF_BY = 1.0 / 3.0  # the most that a plan's words about a loss may be
-FORETOLD = re.compile(
+LOSS_NOTE = re.compile(
     r"costs about (?P<usual_s>\d+) s of training, at most (?P<most_s>\d+) s "
     r"\(a snapshot every (?P<every_s>\d+) s, whole after (?P<took_s>\d+) s\)"
 )
@@ -122,10 +122,10 @@ def lose(fleet: Fleet, job: str, seed: int) -> dict[str, Any]:
     return {"seed": seed, "after_s": round(after_s, 1), "victim": victim, "reason": reason, **found}
 
 
-def foretold(plan: Mapping[str, Any]) -> dict[str, float]:
+def predicted_loss(plan: Mapping[str, Any]) -> dict[str, float]:
     """Return the seconds that a plan's notes name. CommandFailed where they say nothing of a loss."""
     notes = plan["prediction"]["notes"]
-    found = next(filter(None, map(FORETOLD.search, notes)), None)
+    found = next(filter(None, map(LOSS_NOTE.search, notes)), None)
     if found is None:
         raise CommandFailed(f"the plan does not say what a loss costs: {notes}")
     return {name: float(seconds) for name, seconds in found.groupdict().items()}
@@ -176,7 +176,7 @@ def lose_behind(scenario: str, job: str, seed: int) -> dict[str, Any]:
     settings = [*SETTINGS, f"seed={seed}"]
     with recovery.Fleet(scenario, ("--log-json",)) as fleet:
         victim = random_.choice(fleet.scenario.join_order)
-        said = foretold(fleet.plan(job, "even", settings))
+        said = predicted_loss(fleet.plan(job, "even", settings))
         after_s = max(MINUTE_S, said["took_s"] + FIRST_S) + said["every_s"] * (1.0 + random_.random())
         print(f"{scenario}: plan says {said}; {victim} is killed after {after_s:.0f} s", flush=True)
         options = ["--partitioner", "even", *settings_options(settings), "--detach", "--json"]

@@ -42,7 +42,7 @@ MAX_SHOWN = 40  # characters of a value
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _VALUES = (Enum, np.generic, range, slice, frozenset, Decimal, Fraction, datetime.date, datetime.time,
            datetime.timedelta, PurePath, torch.dtype, torch.device)  # fmt: skip
-"""What is told from others of its kind by how it is written."""
+"""Types of values that are compared by how they are written."""
 _CACHE = type(functools.lru_cache(len))
 _DICTS = (dict, OrderedDict, defaultdict)
 _UNREAD = ("torch", "builtins", "numpy", "logging", "threading")  # packages whose objects' inside is theirs

@@ -180,7 +180,7 @@ class JobOptions:
 
 @dataclass(frozen=True)
 class PlanOptions(JobOptions):
-    """The same of those that make one plan, with what workers beside it are for."""
+    """The same for commands that make one plan, with what workers beside it are for."""
 
     standbys: Annotated[
         str,

@@ -54,7 +54,7 @@ def version_at(lineage: Sequence[tuple[int, int]], step: int, version: int) -> i
 
 
 def current(state: JobState, version: int) -> bool:
-    """Whether ``version`` is one of those that the adopted plan has had."""
+    """Whether ``version`` is a version that the adopted plan has had."""
     return version == state.version or any(version == known for known, _ in state.run.lineage)
 
 
