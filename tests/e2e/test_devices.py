@@ -92,7 +92,9 @@ def test_two_devices_of_one_daemon_and_a_worker_elsewhere_train_the_bits_of_one_
 
 def compute_processes(daemon: Daemon) -> list[int]:
     """Process ids of the devices' compute processes."""
-    return [now.child.launched.pid for member in daemon._members if (now := member._host._now) is not None]
+    return [
+        now.child.launched.pid for member in daemon._members if (now := member._host._state.now) is not None
+    ]
 
 
 def spawned(fleet: LoopbackFleet, name: str) -> None:

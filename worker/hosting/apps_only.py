@@ -25,26 +25,26 @@ class AppsOnly(ComputeHost):
 
     def prepare(self) -> None:
         """Find the machine's facts. Raises StorageError, and UsageError for more memory than there is."""
-        make_state_dir(self._config.state_dir)
-        self._device = device_facts(cpu_device(self._config))
+        make_state_dir(self._state.config.state_dir)
+        self._state.device = device_facts(cpu_device(self._state.config))
 
     def start(
         self, worker: str, ports: HostPorts, stopping: Callable[[], bool] = lambda: False
     ) -> control.DeviceFacts:
         """Return the machine's facts."""
-        self._worker, self._ports = worker, ports
+        self._state.worker, self._state.ports = worker, ports
         return self.device
 
     def do(self, instruction: instructions.Instruction) -> None:
         """Refuse what is to be computed; ways are timed as by everybody."""
         match instruction:
             case instructions.TimeOps(request, ops) if ops.ops:
-                self._ports.post(events.Probed(to_coordinator(OpsProbed(request, {}, REASON))))
+                self._state.ports.post(events.Probed(to_coordinator(OpsProbed(request, {}, REASON))))
             case instructions.TimeOps() | instructions.TimeLink():
                 super().do(instruction)
             case instructions.LoadStage(job, version):
-                self._ports.post(events.StageBroke(job, version, 0, REASON))
+                self._state.ports.post(events.StageBroke(job, version, 0, REASON))
             case instructions.JoinFederation(job):
-                self._ports.post(events.TurnBroke(job, 0, "load", REASON))
+                self._state.ports.post(events.TurnBroke(job, 0, "load", REASON))
             case _:
                 pass  # it concerns a computation that there is not

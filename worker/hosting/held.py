@@ -1,19 +1,28 @@
-"""What a compute host knows of the job that it holds, and of the process that computes."""
+"""What the parts of a compute host share: the job that it holds, the process that computes, the device."""
 
 from __future__ import annotations
 
+import itertools
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hostos.budget import Budget
+from protos import atoll_control_pb2 as control
 from worker.hosting.watch import OpWatch
+from worker.machine.own_share import MemoryShare, memory_share
+from worker.machine.speed_file import SpeedFile
+from worker.session import events, instructions
 
 if TYPE_CHECKING:
-    from protos import atoll_control_pb2 as control
+    from atoll.errors import AtollError
+    from protos import atoll_compute_pb2 as pb
+    from worker.config import WorkerConfig
+    from worker.federated.consent import Consent
     from worker.hosting.child import Child
     from worker.hosting.gate import Gate
-    from worker.hosting.requests import Served
-    from worker.session import instructions
+    from worker.hosting.requests import HostPorts, Served
+    from worker.stage.assignment import PeerLink
 
 # Bytes for the coordinator: of spans and logs, of which more is left out; of all, which nothing honest nears.
 SAID_BURST, SAID_PER_S = 16 << 20, 1 << 20
@@ -60,3 +69,72 @@ class Now:
         """Count anew: another stage is given to it. A GPU's allocator does so by itself."""
         if (bound := self.child.launched.bound) is not None:
             bound.restart_peak()
+
+    def leave_gate(self) -> None:
+        """Let no message of its job pass any more."""
+        if self.gate is not None:
+            self.gate.close()
+            self.gate = None
+
+    def abandon(self, reason: str) -> None:
+        """End what is done for the process and its job."""
+        self.leave_gate()
+        if self.served is not None:
+            self.served.cancel_all(reason)
+
+
+class HostState:
+    """State of a compute host. Who changes it, or reads two fields that belong together, holds ``lock``."""
+
+    def __init__(self, config: WorkerConfig, consent: Consent) -> None:
+        self.config, self.consent = config, consent
+        self.worker = ""  # until it has joined; then with its ports
+        self.ports: HostPorts
+        self.speeds = SpeedFile(config.device_dir)
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.numbers = itertools.count(1)
+        self.now: Now | None = None
+        self.held: Held | None = None
+        self.links: tuple[PeerLink, ...] = ()
+        self.probes: set[int] = set()  # requests to time ops that are not answered
+        self.device: control.DeviceFacts | None = None
+        self.own_bytes = 0  # that the worker takes itself of the device's memory
+        self.rates: list[control.CodecSpeed] = []
+        self.failed: AtollError | None = None
+        self.last_death = ""
+        self.share = 1.0  # of the time that may be computed
+        self.wants_codecs = False
+
+    @property
+    def gate(self) -> Gate | None:
+        """The gate of the stage that is held."""
+        return None if self.now is None else self.now.gate
+
+    def memory_under(self, config: WorkerConfig | None = None) -> MemoryShare:
+        """Return how the device's memory is shared under the limits of ``config``, None: as they are now."""
+        facts = self.device or control.DeviceFacts()
+        return memory_share(config or self.config, facts.kind, facts.memory_limit_bytes, self.own_bytes)
+
+    def tell(self, message: pb.ToCompute) -> None:
+        """Send a message to the process, where there is one."""
+        now = self.now
+        if now is not None:
+            now.child.send(message)
+
+    def at(self, version: int, step: int) -> None:
+        """Note how far the job that is held is."""
+        if self.held is not None:
+            self.held.version, self.held.step = version, step
+
+    def report(self, reason: str, *, gone: bool, memory_bytes: int = 0) -> None:
+        """Report that the job that is held cannot go on; ``gone``: nor can it be repeated."""
+        held = self.held
+        if held is None:
+            return
+        if held.federated is None:
+            broke = events.StageBroke(held.job, held.version, held.step, reason, "", gone, memory_bytes)
+            self.ports.post(broke)
+        elif held.turn:
+            during, held.turn = held.turn, ""
+            self.ports.post(events.TurnBroke(held.job, held.step, during, reason))

@@ -19,9 +19,10 @@ from tests.worker.hosting.scripted import Blobs, Network, batches, command, take
 from worker.config import WorkerConfig
 from worker.data.registry import add_dataset, dataset_folder, known_facts
 from worker.federated.consent import Consent
-from worker.hosting import child, host
-from worker.hosting.host import MAX_DEATHS, ComputeHost
+from worker.hosting import child, processes
+from worker.hosting.host import ComputeHost
 from worker.hosting.launch import Launched
+from worker.hosting.processes import MAX_DEATHS
 from worker.hosting.requests import HostPorts
 from worker.machine.own_share import RESERVE_BYTES
 from worker.pipe.keys import from_key
@@ -79,8 +80,8 @@ class World:
 
     @property
     def child(self) -> child.Child:
-        with self.host._lock:  # whoever reports a death starts the next process before it lets go
-            now = self.host._now
+        with self.host._state.lock:  # whoever reports a death starts the next process before it lets go
+            now = self.host._state.now
         assert now is not None
         return now.child
 
@@ -143,7 +144,7 @@ def test_a_stage_goes_on_with_other_neighbours_and_its_log_says_from_where_it_is
     loaded = world.event()
     assert (type(loaded), loaded.version) == (events.StageLoaded, 2)
     assert ("j", 1) in world.network.forgotten
-    assert world.host._links == work.links
+    assert world.host._state.links == work.links
     world.host.do(instructions.DropStage("j", 2, "over"))
     assert world.host.logged_from == 0
 
@@ -407,16 +408,16 @@ def test_what_a_process_asks_for_waits_until_it_reads(start: Start, monkeypatch:
 
 def test_a_process_that_answers_no_ping_is_ended(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     world = start(ping="pass", load="pass")
-    eventually(lambda: world.host._now is not None and world.host._now.ready)
+    eventually(lambda: world.host._state.now is not None and world.host._state.now.ready)
     for name, value in (("PING_S", 0.05), ("PONG_S", 0.3), ("LOOK_S", 0.02)):
-        monkeypatch.setattr(host, name, value)
+        monkeypatch.setattr(processes, name, value)
     world.load()
     assert "it has not answered for" in world.event().reason
 
 
 def test_an_op_that_does_not_end_is_named(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.hosting.watch.SEEN_S", 0.01)
-    monkeypatch.setattr(host, "LOOK_S", 0.02)
+    monkeypatch.setattr(processes, "LOOK_S", 0.02)
     world = start(
         load="from worker.pipe.arena import Arena\n"
         "from worker.pipe.status import ComputeStatus, Mark\n"
@@ -453,7 +454,7 @@ def test_a_job_that_ends_three_processes_is_refused_and_others_are_not(start: St
 def test_a_process_that_ends_at_rest_starts_again_after_a_pause_and_ops_are_refused_meanwhile(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "AGAIN_FIRST_S", HUNG_S)
+    monkeypatch.setattr(processes, "AGAIN_FIRST_S", HUNG_S)
     world = start(
         report_codecs="say(said=control.FromWorker(codec_speeds=control.CodecSpeeds()))",
         time_ops="posted('Probed', message=control.FromWorker("
@@ -462,12 +463,12 @@ def test_a_process_that_ends_at_rest_starts_again_after_a_pause_and_ops_are_refu
     world.host.report_codecs()
     world.sent.get(timeout=HUNG_S)
     world.child.kill("for a test")
-    eventually(lambda: world.host._now is None)
+    eventually(lambda: world.host._state.now is None)
     world.host.do(instructions.TimeOps(9, PROBE))
     answer = world.event().message.ops_probed
     assert answer.request == 9
     assert "for a test" in answer.error
-    world.host._again()  # the pause is over
+    world.host._processes._again()  # the pause is over
     world.sent.get(timeout=HUNG_S)  # the next one was asked for the codecs again
     world.host.do(instructions.TimeOps(9, PROBE))
     assert not world.event().message.ops_probed.error
@@ -486,7 +487,7 @@ def _short_of_descriptors(monkeypatch: pytest.MonkeyPatch, times: int) -> Mock:
 def test_a_process_that_could_not_be_started_is_started_later(
     start: Start, monkeypatch: pytest.MonkeyPatch, loaded: bool
 ) -> None:
-    monkeypatch.setattr(host, "AGAIN_FIRST_S", 0.01)
+    monkeypatch.setattr(processes, "AGAIN_FIRST_S", 0.01)
     world = start(load="posted('StepApplied')")
     if loaded:
         world.load()
@@ -495,7 +496,9 @@ def test_a_process_that_could_not_be_started_is_started_later(
     world.child.kill("for a test")
     if loaded:
         assert world.event().gone
-    eventually(lambda: world.host._now is not None and world.host._now.ready and tried.call_count == 3)
+    eventually(
+        lambda: world.host._state.now is not None and world.host._state.now.ready and tried.call_count == 3
+    )
     assert world.posted.empty()
 
 
@@ -654,14 +657,16 @@ def test_a_suspended_host_has_no_process_and_wakes_with_other_limits(start: Star
     assert world.host.limit_memory(1 << 34, 0)
     world.host.do(instructions.Suspend("by its owner"))
     eventually(lambda: not first.alive)
-    assert world.host._now is None
+    assert world.host._state.now is None
     assert world.host.memory_bytes == 0
     world.host.do(instructions.TimeOps(3, PROBE))
     assert isinstance(world.event(), events.Probed)
     world.host.do(instructions.Wake())
-    eventually(lambda: world.child.alive and world.host._now is not None and world.host._now.ready)
+    eventually(
+        lambda: world.child.alive and world.host._state.now is not None and world.host._state.now.ready
+    )
     assert world.child is not first
-    eventually(lambda: world.host._speeds.read() == f"0.25 {1 << 34}".encode())
+    eventually(lambda: world.host._state.speeds.read() == f"0.25 {1 << 34}".encode())
     facts = world.host.device
     assert facts.memory_limit_bytes + facts.own_memory_bytes == 1 << 34
     bound = world.child.launched.bound
@@ -678,13 +683,13 @@ def test_a_host_makes_room_for_an_app_while_it_holds_no_job(start: Start) -> Non
     first = world.child
     world.host.make_room()
     eventually(lambda: not first.alive)
-    assert world.host._now is None
+    assert world.host._state.now is None
     assert world.host.device.kind  # what is known of it stays known
     world.host.do(instructions.TimeOps(3, PROBE))
     probed = world.event()
     assert (type(probed), probed.message.ops_probed.request) == (events.Probed, 3)
     world.host.make_room()
-    assert world.host._now is None
+    assert world.host._state.now is None
     world.load()
     assert isinstance(world.event(), events.StageLoaded)
     holding = world.child
@@ -692,14 +697,14 @@ def test_a_host_makes_room_for_an_app_while_it_holds_no_job(start: Start) -> Non
     assert world.child is holding
     world.host.do(instructions.DropStage("j", 1, "over"))
     world.host.make_room()
-    assert world.host._now is None
+    assert world.host._state.now is None
     world.host.do(instructions.Suspend("by its owner"))
     world.host.do(instructions.TimeOps(4, PROBE))
     assert isinstance(world.event(), events.Probed)  # answered without a process: the owner has the machine
-    assert world.host._now is None
+    assert world.host._state.now is None
 
 
 def test_a_share_reaches_the_process_that_runs(start: Start) -> None:
     world = start(compute_share="say(codec_speeds=str(m).encode())")
     world.host.limit_share(0.5)
-    eventually(lambda: world.host._speeds.read() == b"0.5")
+    eventually(lambda: world.host._state.speeds.read() == b"0.5")
