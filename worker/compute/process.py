@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -261,17 +262,9 @@ def _end(died: threading.ExceptHookArgs) -> None:
 
 
 def _settings(setup: pb.ComputeSetup) -> ComputeSettings:
-    return ComputeSettings(
-        state_dir=Path(setup.state_dir),
-        device=setup.device,
-        threads=setup.threads,
-        memory_bytes=setup.memory_bytes,
-        gpu_memory_bytes=setup.gpu_memory_bytes,
-        feed_ahead_steps=setup.feed_ahead_steps,
-        feed_bytes=setup.feed_bytes,
-        kept_bytes=setup.kept_bytes,
-        floors=Floors(setup.min_batch, setup.min_samples, setup.min_steps, setup.min_clients),
-    )
+    same = {f.name: getattr(setup, f.name) for f in fields(ComputeSettings) if f.name != "floors"}
+    floors = Floors(setup.min_batch, setup.min_samples, setup.min_steps, setup.min_clients)
+    return ComputeSettings(**same | {"state_dir": Path(setup.state_dir), "floors": floors})
 
 
 def _circumstances(device: Device, cores: float) -> dict[str, object]:
