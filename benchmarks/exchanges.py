@@ -31,7 +31,7 @@ from atoll.errors import UsageError
 from atoll.exchange import Content, Exchange, ExchangeRound, Pattern
 from benchmarks.gossip import LAYERS, LR, Digits, digits
 from benchmarks.harness import execute, parser
-from strategies.exchanges import EXCHANGES, make_rule
+from experiments.exchanges import EXCHANGES, make_rule
 from strategies.exchanges.base import ExchangeRule, Flat
 from tests.inprocess.exchange import Faults, run_round
 from worker.exchange.round import Message

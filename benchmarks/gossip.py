@@ -33,7 +33,7 @@ if not __package__:
 from atoll.errors import UsageError
 from atoll.exchange import Exchange, ExchangeRound
 from benchmarks.harness import execute, parser
-from strategies.exchanges import make_rule
+from experiments.exchanges import make_rule
 from strategies.exchanges.base import Flat
 from tests.inprocess.exchange import run_round
 from tests.inprocess.peers import default_groups

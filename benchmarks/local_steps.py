@@ -36,7 +36,7 @@ from atoll.program import stage_programs
 from benchmarks.harness import conclude, execute, machine, parser
 from coordinator.capture.capture import capture
 from examples.gpt import GPT
-from strategies.exchanges import EXCHANGES
+from experiments.exchanges import EXCHANGES
 from tests.inprocess.network import uniform_network
 from tests.inprocess.peers import LocalPeers, WholeModel
 

@@ -23,7 +23,5 @@ def make_rule(exchange: Exchange) -> ExchangeRule:
     does not have."""
     facts = exchange_facts(exchange.rule)
     facts.check(exchange)
-    rule: ExchangeRule = getattr(import_module(f"strategies.exchanges.{facts.module}"), facts.builder)(
-        exchange
-    )
+    rule: ExchangeRule = getattr(import_module(facts.module), facts.builder)(exchange)
     return rule

@@ -48,11 +48,6 @@ class Flat:
     def size(self) -> int:
         return sum(torch.Size(shape).numel() for shape in self.shapes)
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """The tensors in ``flat`` [size], sharing its memory."""
-        parts = torch.split(flat, [torch.Size(shape).numel() for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
-
 
 @dataclass(frozen=True)
 class Contribution:
@@ -122,11 +117,6 @@ class ExchangeRule(ABC):
     def init(self, flat: Flat, own: Tensor) -> State:
         """State before round 0; ``own`` is the content at that moment, equal at all ranks for models."""
         return None
-
-    def adopted(self, flat: Flat, own: Tensor, state: State) -> State:
-        """State of a rank that joins a job under way, from another rank's ``state`` after the last round; as
-        at the start without what that rank alone needs (residuals). ``own`` is the newcomer's content."""
-        return self.init(flat, own)
 
     @abstractmethod
     def contribute(self, own: Tensor, state: State, at: ExchangeRound, rank: int) -> Contribution:

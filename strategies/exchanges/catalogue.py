@@ -14,9 +14,7 @@ from atoll.errors import PlanError, UsageError
 from atoll.exchange import Content, Exchange, Partners, Pattern
 from atoll.opdag import TensorMeta
 from compressors.catalogue import codec
-from compressors.contrib.ranks import acp_bytes, powersgd_bytes
-from compressors.contrib.sizes import chunk_size, dct_blocks, dct_kept
-from compressors.sparse_sizes import random_k_of, vector_bytes, vector_kept
+from compressors.contrib.sizes import chunk_size
 
 Shapes = Sequence[tuple[int, ...]]
 """Shapes of the exchanged tensors, in the order in which they follow each other."""
@@ -30,7 +28,7 @@ class ExchangeFacts:
 
     name: str
     summary: str  # one line for users
-    module: str  # below ``strategies.exchanges``
+    module: str
     builder: str  # class in it; called with the Exchange
     source: str  # paper and section
     content: Content
@@ -80,16 +78,6 @@ def elements_of(shapes: Shapes) -> int:
 def dense_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     """2 (R - 1) / R of the vector, uncompressed."""
     return 4.0 * elements_of(shapes) * 2.0 * (ranks - 1) / ranks
-
-
-def factor_volume(bytes_of: Callable[[TensorMeta, float], float]) -> Volume:
-    """2 (R - 1) / R of what ``bytes_of`` says of each tensor at the exchange's ratio."""
-
-    def volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
-        once = sum(bytes_of(TensorMeta(tuple(shape), "float32"), exchange.ratio) for shape in shapes)
-        return once * 2.0 * (ranks - 1) / ranks
-
-    return volume
 
 
 def coded_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
@@ -142,34 +130,6 @@ def byte_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     return float(elements_of(shapes))
 
 
-def random_k_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
-    """2 (R - 1) / R of the values that are drawn."""
-    meta = TensorMeta((elements_of(shapes),), "float32")
-    return 4.0 * random_k_of(meta, exchange.ratio) * 2.0 * (ranks - 1) / ranks
-
-
-def tree_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
-    """Of the root, which sends k pairs down ceil(log2 R) times; the others send less."""
-    elements = elements_of(shapes)
-    return vector_bytes(vector_kept(elements, exchange.ratio), elements) * (ranks - 1).bit_length()
-
-
-def region_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
-    """2 (R - 1) / R of k pairs."""
-    elements = elements_of(shapes)
-    return vector_bytes(vector_kept(elements, exchange.ratio), elements) * 2.0 * (ranks - 1) / ranks
-
-
-def demo_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
-    """(R - 1) / R of a rank's pairs and of all that have a mean, positions taken to be independent."""
-    metas = [TensorMeta(tuple(shape), "float32") for shape in shapes]
-    blocks = [dct_blocks(meta).coefficients for meta in metas]
-    kept = sum(b.shape[0] * dct_kept(meta, exchange.ratio) for b, meta in zip(blocks, metas, strict=True))
-    elements = sum(block.elements for block in blocks)
-    union = round(elements * (1.0 - (1.0 - kept / elements) ** ranks))
-    return (vector_bytes(kept, elements) + vector_bytes(union, elements)) * (ranks - 1) / ranks
-
-
 def chunk_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     """A rank's coded chunks, to each other one."""
     return chunk_size(TensorMeta((elements_of(shapes),), "float32"), exchange.ratio) * (ranks - 1)
@@ -181,7 +141,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
         ExchangeFacts(
             name="sum",
             summary="exact data parallelism: gradients of blocks of micro-batches, added in one order",
-            module="mean",
+            module="strategies.exchanges.mean",
             builder="Sum",
             source="papers/compression.md 7 (butterfly), in a fixed order",
             content=Content.GRADIENT,
@@ -194,7 +154,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
         ExchangeFacts(
             name="mean",
             summary="weighted mean of gradients, with error feedback where the codec is lossy",
-            module="mean",
+            module="strategies.exchanges.mean",
             builder="Mean",
             source="papers/compression.md 3 (error feedback), 5 (8-bit all-reduce)",
             content=Content.GRADIENT,
@@ -203,36 +163,9 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             volume=dense_volume,
         ),
         ExchangeFacts(
-            name="powersgd",
-            summary="mean of gradients as two factors of low rank, one averaged after the other",
-            module="powersgd",
-            builder="PowerSgd",
-            source="papers/compression.md 4 (PowerSGD)",
-            content=Content.GRADIENT,
-            partners=Partners.ALL,
-            pattern=Pattern.OWNERS,
-            volume=factor_volume(powersgd_bytes),
-            together=True,
-            phases=2,
-            check=no_codec,
-        ),
-        ExchangeFacts(
-            name="acp_sgd",
-            summary="mean of gradients as one factor of low rank a round, the sides alternating",
-            module="acp_sgd",
-            builder="AcpSgd",
-            source="papers/compression.md 4 (ACP-SGD)",
-            content=Content.GRADIENT,
-            partners=Partners.ALL,
-            pattern=Pattern.OWNERS,
-            volume=factor_volume(acp_bytes),
-            together=True,
-            check=no_codec,
-        ),
-        ExchangeFacts(
             name="diloco",
             summary="many local steps, then an outer Nesterov step along the mean change",
-            module="diloco",
+            module="strategies.exchanges.diloco",
             builder="DiLoCo",
             source="papers/decentralized.md 8.4",
             content=Content.DELTA,
@@ -246,7 +179,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
         ExchangeFacts(
             name="streaming_diloco",
             summary="DiLoCo a fragment at a time, used some steps later: lower peaks, no waiting",
-            module="streaming_diloco",
+            module="strategies.exchanges.streaming_diloco",
             builder="StreamingDiLoCo",
             source="papers/decentralized.md 8.5",
             content=Content.DELTA,
@@ -261,7 +194,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
         ExchangeFacts(
             name="sparseloco",
             summary="many local steps, then the mean of the largest changes of chunks; the rest decays",
-            module="sparseloco",
+            module="strategies.exchanges.sparseloco",
             builder="SparseLoCo",
             source="papers/peers.md 7.5 (SparseLoCo), decentralized.md 8.4",
             content=Content.DELTA,
@@ -276,7 +209,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
         ExchangeFacts(
             name="saps",
             summary="pairs average the elements that a shared seed draws, one in ``ratio``",
-            module="saps",
+            module="strategies.exchanges.saps",
             builder="SapsPsgd",
             source="papers/compression.md 2.2",
             content=Content.MODEL,
@@ -293,7 +226,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
         ExchangeFacts(
             name="swarm",
             summary="bursts of local steps, then the mean with what another published last; nobody waits",
-            module="swarm",
+            module="strategies.exchanges.swarm",
             builder="SwarmSgd",
             source="papers/compression.md 7 (SwarmSGD)",
             content=Content.MODEL,
@@ -308,7 +241,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
         ExchangeFacts(
             name="wagma",
             summary="changing groups average models, everybody every tenth round; late ranks hold nobody up",
-            module="wagma",
+            module="strategies.exchanges.wagma",
             builder="Wagma",
             source="papers/compression.md 7 (WAGMA-SGD)",
             content=Content.MODEL,
@@ -319,68 +252,6 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             check=no_codec,
             own_copies=7,
             efficiencies=((1, 0.81),),
-        ),
-        ExchangeFacts(
-            name="eager",
-            summary="mean of the gradients that are ready at a quorum; late ones join the next round",
-            module="eager",
-            builder="Eager",
-            source="papers/compression.md 7 (eager-SGD)",
-            content=Content.GRADIENT,
-            partners=Partners.ALL,
-            pattern=Pattern.OWNERS,
-            volume=dense_volume,
-        ),
-        ExchangeFacts(
-            name="random_k",
-            summary="gradients at positions drawn from the seed, one in ``ratio``; no position travels",
-            module="random_k",
-            builder="RandomK",
-            source="papers/compression.md 3 (random-k)",
-            content=Content.GRADIENT,
-            partners=Partners.ALL,
-            pattern=Pattern.OWNERS,
-            volume=random_k_volume,
-            check=no_codec,
-        ),
-        ExchangeFacts(
-            name="gtopk",
-            summary="the k largest elements of the sum of all top-k's, merged along a binomial tree",
-            module="gtopk",
-            builder="GTopK",
-            source="papers/compression.md 3 (gTop-k)",
-            content=Content.GRADIENT,
-            partners=Partners.ALL,
-            pattern=Pattern.TREE,
-            volume=tree_volume,
-            check=no_codec,
-        ),
-        ExchangeFacts(
-            name="ok_topk",
-            summary="about the k largest elements of the sum, by re-used thresholds and balanced regions",
-            module="ok_topk",
-            builder="OkTopK",
-            source="papers/compression.md 3 (Ok-Topk)",
-            content=Content.GRADIENT,
-            partners=Partners.ALL,
-            pattern=Pattern.OWNERS,
-            volume=region_volume,
-            together=True,
-            phases=2,
-            check=no_codec,
-        ),
-        ExchangeFacts(
-            name="demo",
-            summary="signs of the mean of the momenta's largest cosine coefficients, for plain SGD",
-            module="demo",
-            builder="Demo",
-            source="papers/decentralized.md 8.6 (DeMo)",
-            content=Content.GRADIENT,
-            partners=Partners.ALL,
-            pattern=Pattern.OWNERS,
-            volume=demo_volume,
-            check=no_codec,
-            efficiencies=((1, 0.47),),
         ),
     )
 }

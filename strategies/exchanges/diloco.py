@@ -20,7 +20,7 @@ next round. A newcomer's model is that state's ``outer``. Source: papers/decentr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,10 +67,6 @@ class DiLoCo(ExchangeRule):
 
     def init(self, flat: Flat, own: Tensor) -> State:
         return OuterState(own.clone(), torch.zeros_like(own))
-
-    def adopted(self, flat: Flat, own: Tensor, state: State) -> State:
-        """The other rank's outer parameters and momentum."""
-        return replace(state, residual=None)
 
     def segments(self, size: int, at: ExchangeRound) -> Sequence[Segment]:
         """Parts of the model that the round exchanges."""

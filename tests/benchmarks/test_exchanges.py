@@ -13,7 +13,7 @@ from atoll.exchange import Content
 from benchmarks import exchanges
 from benchmarks.exchanges import MARGIN, SHAPES, Figures, compare, settings, train
 from benchmarks.gossip import ELEMENTS, digits
-from strategies.exchanges import EXCHANGES
+from experiments.exchanges import EXCHANGES
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,8 @@ import torch
 from atoll.errors import UsageError
 from benchmarks import local_steps
 from benchmarks.local_steps import METHODS, Point, Size, Text, efficiency, key_of, reached, row, train
-from strategies.exchanges import EXCHANGES, exchange_facts
+from experiments.exchanges import EXCHANGES
+from strategies.exchanges import exchange_facts
 
 
 @pytest.fixture(autouse=True)

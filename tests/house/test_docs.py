@@ -18,8 +18,8 @@ from coordinator.cli import main as cli
 from coordinator.client import fleet_file
 from coordinator.planning import planner
 from docs.pages import reference
+from experiments.exchanges import EXCHANGES
 from protos import telemetry
-from strategies.exchanges import EXCHANGES
 from worker.cli import main as worker_cli
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -28,7 +28,6 @@ WIDER = {
     "coordinator/planning": 25,
     "coordinator/planning/costs": 13,
     "coordinator/services": 23,
-    "strategies/exchanges": 19,
     "worker/federated": 14,
     "worker/hosting": 21,
     "worker/machine": 13,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from atoll.exchange import Exchange, ExchangeRound, check_exchange
-from strategies.exchanges import make_rule
+from experiments.exchanges import make_rule
 from strategies.exchanges.base import Flat
 from tests.inprocess.exchange import Answer, later, run_round
 from tests.inprocess.peers import default_groups

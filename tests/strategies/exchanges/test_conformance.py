@@ -7,7 +7,7 @@ import torch
 
 from atoll.errors import UsageError
 from atoll.exchange import Exchange, ExchangeRound, Partners, Pattern
-from strategies.exchanges import EXCHANGES, make_rule
+from experiments.exchanges import EXCHANGES, make_rule
 from strategies.exchanges.base import Flat
 from tests.inprocess.exchange import Faults, run_round
 from tests.strategies.exchanges.butterfly import butterfly_groups

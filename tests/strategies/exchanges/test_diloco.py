@@ -160,18 +160,6 @@ def test_a_round_given_up_changes_nothing_and_its_steps_count_in_the_next() -> N
     assert torch.equal(play(given_up, more, 1)[0].result, play(begin(), more, 1)[0].result)
 
 
-def test_a_newcomer_adopts_the_outer_parameters_and_the_momentum() -> None:
-    own = trained(dict.fromkeys(RANKS, START), 0)
-    answers = play(begin(), own, faults=without(2))
-    state = RULE.adopted(FLAT, START, answers[2].state)
-    assert isinstance(state, OuterState)
-    assert state.residual is None
-    models = {**{rank: answers[rank].result for rank in RANKS}, 9: state.outer}
-    after = play({**states_of(answers), 9: state}, trained(models, 1), 1)
-    assert all(torch.equal(after[0].result, answer.result) for answer in after.values())
-    assert torch.equal(after[9].state.momentum, after[0].state.momentum)
-
-
 def test_settings_of_the_other_form_and_sparse_codecs_are_refused() -> None:
     for exchange in (Exchange("diloco", fragments=4), Exchange("diloco", every=4, delay=1)):
         with pytest.raises(PlanError, match="'streaming_diloco' has both"):

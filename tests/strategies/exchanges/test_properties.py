@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as draw
 
 from atoll.exchange import Content, ExchangeRound
-from strategies.exchanges import EXCHANGES, make_rule
+from experiments.exchanges import EXCHANGES, make_rule
 from strategies.exchanges.base import Contribution, ExchangeRule
 from tests.inprocess.exchange import Answer, Faults, run_round
 from tests.strategies.exchanges.test_conformance import FLAT, RANKS, SETTINGS, groups_of, start
@@ -117,19 +117,3 @@ def test_what_was_given_up_arrives_with_the_next_round(
     wanted = play(name, together, states, at)
     for rank in RANKS:
         assert torch.allclose(late[rank].result, wanted[rank].result, atol=1e-6), rank
-
-
-@pytest.mark.parametrize("name", [name for name, facts in EXCHANGES.items() if facts.alike])
-def test_a_newcomer_holds_what_the_others_hold(name: str) -> None:
-    rule, late = make_rule(SETTINGS[name]), RANKS[-1]
-    own, states = start(name)
-    for number in range(4):
-        at = ExchangeRound(number, RANKS, 5)
-        answers = play(name, own, states, at)
-        for group in groups_of(name, number):
-            assert all(torch.equal(answers[group[0]].result, answers[rank].result) for rank in group)
-        states = {rank: answer.state for rank, answer in answers.items()}
-        own = {rank: answers[rank].result + change for rank, change in noise(number).items()}
-        if number == 1:
-            own[late] = answers[0].result
-            states[late] = rule.adopted(FLAT, own[late], states[0])

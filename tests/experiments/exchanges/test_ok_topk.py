@@ -12,9 +12,8 @@ from torch import Tensor
 from atoll.collective import TOTAL
 from atoll.exchange import Exchange, ExchangeRound
 from compressors.sparse_sizes import vector_kept
-from strategies.exchanges import make_rule
-from strategies.exchanges.base import Flat
-from strategies.exchanges.ok_topk import SUMS, OkState, OkTopK
+from experiments.exchanges import make_rule
+from experiments.exchanges.ok_topk import SUMS, OkState, OkTopK
 from tests.strategies.exchanges.rounds import Rounds, gradients, same_bits
 
 SIZE, RATIO = 20_000, 50.0
@@ -153,13 +152,3 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all_and_changes_no_state() -> 
     answers = rounds.play(own, 1)
     assert all(bool(torch.isnan(answer.result).any()) for answer in answers.values())
     assert all(rounds.states[rank] is before[rank] for rank in before)
-
-
-def test_a_newcomer_takes_borders_and_threshold_and_no_residual() -> None:
-    rounds = Rounds(RULE, 3, SIZE)
-    rounds.play(gradients(3, SIZE))
-    there = rounds.states[1]
-    state = RULE.adopted(Flat(((SIZE,),)), torch.zeros(SIZE), there)
-    assert (state.borders, state.threshold, state.uneven) == (there.borders, there.threshold, there.uneven)
-    assert state.local is None
-    assert not state.residual.any()

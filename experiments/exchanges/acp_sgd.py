@@ -23,6 +23,7 @@ from compressors.contrib.factors import Matrix, orthonormal, sketch
 from compressors.contrib.ranks import acp_rank
 from compressors.selection import all_finite
 from compressors.vector import dense
+from experiments.exchanges.low_rank import Layout, layout_of, row_of
 from strategies.exchanges.base import (
     Contribution,
     Exchanged,
@@ -34,7 +35,6 @@ from strategies.exchanges.base import (
     finite_or,
     weighted,
 )
-from strategies.exchanges.low_rank import Layout, layout_of, row_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,10 +66,6 @@ class AcpSgd(ExchangeRule):
         layout = layout_of(flat, lambda meta: acp_rank(meta, self.exchange.ratio))
         bases = tuple(orthonormal(sketch(columns, rank, START_SEED)) for _, columns, rank in layout.factored)
         return AcpState(layout, 0, bases, torch.zeros(flat.size))
-
-    def adopted(self, flat: Flat, own: Tensor, state: State) -> State:
-        """The other rank's step and bases; a residual is of its own rank's gradients."""
-        return replace(state, residual=torch.zeros(flat.size))
 
     def contribute(self, own: Tensor, state: State, at: ExchangeRound, rank: int) -> Contribution:
         wanted = own + state.residual

@@ -25,6 +25,7 @@ from compressors.contrib.powersgd import START_SEED, phase_p, phase_q, restored
 from compressors.contrib.ranks import powersgd_rank
 from compressors.selection import all_finite
 from compressors.vector import dense
+from experiments.exchanges.low_rank import Layout, layout_of, row_of
 from strategies.exchanges.base import (
     Contribution,
     Exchanged,
@@ -36,7 +37,6 @@ from strategies.exchanges.base import (
     finite_or,
     weighted,
 )
-from strategies.exchanges.low_rank import Layout, layout_of, row_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,10 +69,6 @@ class PowerSgd(ExchangeRule):
         layout = layout_of(flat, lambda meta: powersgd_rank(meta, self.exchange.ratio))
         qs = tuple(sketch(columns, rank, START_SEED) for _, columns, rank in layout.factored)
         return PowerState(layout, qs, torch.zeros(flat.size))
-
-    def adopted(self, flat: Flat, own: Tensor, state: State) -> State:
-        """The other rank's Q; a residual is of its own rank's gradients."""
-        return replace(state, residual=torch.zeros(flat.size))
 
     def contribute(self, own: Tensor, state: State, at: ExchangeRound, rank: int) -> Contribution:
         wanted = own + state.residual

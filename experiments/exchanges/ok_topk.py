@@ -89,10 +89,6 @@ class OkTopK(ExchangeRule):
     def init(self, flat: Flat, own: Tensor) -> State:
         return OkState(torch.zeros(flat.size))
 
-    def adopted(self, flat: Flat, own: Tensor, state: State) -> State:
-        """The other rank's, but for what is its own."""
-        return replace(state, residual=torch.zeros(flat.size), local=None)
-
     def contribute(self, own: Tensor, state: State, at: ExchangeRound, rank: int) -> Contribution:
         wanted = own + state.residual
         vector = dense(weighted(wanted, at.weight_of(rank)))

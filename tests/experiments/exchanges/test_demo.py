@@ -15,7 +15,7 @@ from compressors.contrib.dct_topk import dct_of, inverse_dct
 from compressors.contrib.sizes import dct_blocks, dct_kept
 from compressors.sparse_sizes import vector_bytes
 from compressors.vector import Vector
-from strategies.exchanges import make_rule
+from experiments.exchanges import make_rule
 from tests.strategies.exchanges.rounds import Rounds, gradients, same_bits
 
 SHAPES = ((128, 64), (64,), (40, 30), (7,), ())

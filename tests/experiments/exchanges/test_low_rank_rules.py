@@ -15,10 +15,10 @@ from atoll.opdag import TensorMeta
 from compressors.contrib import acp_sgd, powersgd
 from compressors.contrib.factors import sketch
 from compressors.contrib.ranks import acp_rank, powersgd_rank
-from strategies.exchanges import make_rule
+from experiments.exchanges import make_rule
 from strategies.exchanges.base import ExchangeRule
+from tests.experiments.exchanges.factored import FLAT, RANKS, RATIO, SHAPES, begin, gradients, play, views
 from tests.inprocess.exchange import Faults, run_round
-from tests.strategies.exchanges.factored import FLAT, RANKS, RATIO, SHAPES, begin, gradients, play
 
 Doubles = npt.NDArray[np.float64]
 WEIGHTS = [(), (1.0, 2.0, 5.0)]
@@ -95,15 +95,15 @@ def test_rounds_follow_the_paper_in_numpy(rule: ExchangeRule, weights: tuple[flo
         own = gradients(number)
         answers = play(rule, states, own, number, weights)
         states = {rank: answer.state for rank, answer in answers.items()}
-        views = FLAT.views(answers[1].result)
+        found = views(answers[1].result)
         for at, reference in zip((0, 2), references, strict=True):
             rows = SHAPES[at][0]
-            inputs = {r: FLAT.views(g)[at].reshape(rows, -1).double().numpy() for r, g in own.items()}
+            inputs = {r: views(g)[at].reshape(rows, -1).double().numpy() for r, g in own.items()}
             wanted = reference.step(number, inputs, shares)
-            assert np.allclose(views[at].reshape(rows, -1).numpy(), wanted, atol=1e-4)
+            assert np.allclose(found[at].reshape(rows, -1).numpy(), wanted, atol=1e-4)
         for at in (1, 3):
-            stacked = torch.stack([w * FLAT.views(own[r])[at] for w, r in zip(shares, RANKS, strict=True)])
-            assert torch.allclose(views[at], stacked.sum(0) / sum(shares), atol=1e-6)
+            stacked = torch.stack([w * views(own[r])[at] for w, r in zip(shares, RANKS, strict=True)])
+            assert torch.allclose(found[at], stacked.sum(0) / sum(shares), atol=1e-6)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -141,17 +141,6 @@ def test_a_dead_rank_makes_the_round_count_for_nobody_and_the_next_delivers_all(
     held = 2 * after[0].result + after[0].state.residual + after[1].state.residual
     assert torch.allclose(held, own[0] + own[1], atol=1e-4)
     assert getattr(after[0].state, "step", 1) == 1
-
-
-def test_a_newcomer_takes_anothers_factors_and_no_residual(rule: ExchangeRule) -> None:
-    answers = play(rule, begin(rule), gradients(0))
-    state: Any = rule.adopted(FLAT, torch.zeros(FLAT.size), answers[0].state)
-    assert float(state.residual.abs().max()) == 0.0
-    states = {**{rank: answers[rank].state for rank in RANKS}, 7: state}
-    joined = play(rule, states, gradients(1, (*RANKS, 7)), 1)
-    assert all(torch.equal(joined[0].result, answer.result) for answer in joined.values())
-    for found in zip(*(factors(answer.state) for answer in joined.values()), strict=True):
-        assert all(torch.equal(found[0], factor) for factor in found)
 
 
 def test_what_is_not_finite_reaches_everybody_and_no_state(rule: ExchangeRule) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atoll.exchange import Exchange, ExchangeRound
-from strategies.exchanges import make_rule
+from experiments.exchanges import make_rule
 from tests.inprocess.exchange import Faults, run_round
 
 SIZE = 1000

@@ -37,3 +37,9 @@ def play(
 ) -> dict[int, Answer]:
     ranks = tuple(sorted(own))
     return run_round(rule, own, states, ExchangeRound(number, ranks, 1, weights), [ranks])
+
+
+def views(flat: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors in ``flat``."""
+    parts = torch.split(flat, [torch.Size(shape).numel() for shape in SHAPES])
+    return [part.view(shape) for part, shape in zip(parts, SHAPES, strict=True)]

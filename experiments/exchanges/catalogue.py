@@ -1,0 +1,143 @@
+"""Facts of the gradient rules, as ``strategies.exchanges.catalogue`` has those of the rules of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from atoll.exchange import Content, Exchange, Partners, Pattern
+from atoll.opdag import TensorMeta
+from compressors.contrib.ranks import acp_bytes, powersgd_bytes
+from compressors.contrib.sizes import dct_blocks, dct_kept
+from compressors.sparse_sizes import random_k_of, vector_bytes, vector_kept
+from strategies.exchanges.catalogue import ExchangeFacts, Shapes, Volume, dense_volume, elements_of, no_codec
+
+
+def factor_volume(bytes_of: Callable[[TensorMeta, float], float]) -> Volume:
+    """2 (R - 1) / R of what ``bytes_of`` says of each tensor at the exchange's ratio."""
+
+    def volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+        once = sum(bytes_of(TensorMeta(tuple(shape), "float32"), exchange.ratio) for shape in shapes)
+        return once * 2.0 * (ranks - 1) / ranks
+
+    return volume
+
+
+def random_k_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """2 (R - 1) / R of the values that are drawn."""
+    meta = TensorMeta((elements_of(shapes),), "float32")
+    return 4.0 * random_k_of(meta, exchange.ratio) * 2.0 * (ranks - 1) / ranks
+
+
+def tree_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """Of the root, which sends k pairs down ceil(log2 R) times; the others send less."""
+    elements = elements_of(shapes)
+    return vector_bytes(vector_kept(elements, exchange.ratio), elements) * (ranks - 1).bit_length()
+
+
+def region_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """2 (R - 1) / R of k pairs."""
+    elements = elements_of(shapes)
+    return vector_bytes(vector_kept(elements, exchange.ratio), elements) * 2.0 * (ranks - 1) / ranks
+
+
+def demo_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """(R - 1) / R of a rank's pairs and of all that have a mean, positions taken to be independent."""
+    metas = [TensorMeta(tuple(shape), "float32") for shape in shapes]
+    blocks = [dct_blocks(meta).coefficients for meta in metas]
+    kept = sum(b.shape[0] * dct_kept(meta, exchange.ratio) for b, meta in zip(blocks, metas, strict=True))
+    elements = sum(block.elements for block in blocks)
+    union = round(elements * (1.0 - (1.0 - kept / elements) ** ranks))
+    return (vector_bytes(kept, elements) + vector_bytes(union, elements)) * (ranks - 1) / ranks
+
+
+GRADIENT_RULES = (
+    ExchangeFacts(
+        name="powersgd",
+        summary="mean of gradients as two factors of low rank, one averaged after the other",
+        module="experiments.exchanges.powersgd",
+        builder="PowerSgd",
+        source="papers/compression.md 4 (PowerSGD)",
+        content=Content.GRADIENT,
+        partners=Partners.ALL,
+        pattern=Pattern.OWNERS,
+        volume=factor_volume(powersgd_bytes),
+        together=True,
+        phases=2,
+        check=no_codec,
+    ),
+    ExchangeFacts(
+        name="acp_sgd",
+        summary="mean of gradients as one factor of low rank a round, the sides alternating",
+        module="experiments.exchanges.acp_sgd",
+        builder="AcpSgd",
+        source="papers/compression.md 4 (ACP-SGD)",
+        content=Content.GRADIENT,
+        partners=Partners.ALL,
+        pattern=Pattern.OWNERS,
+        volume=factor_volume(acp_bytes),
+        together=True,
+        check=no_codec,
+    ),
+    ExchangeFacts(
+        name="eager",
+        summary="mean of the gradients that are ready at a quorum; late ones join the next round",
+        module="experiments.exchanges.eager",
+        builder="Eager",
+        source="papers/compression.md 7 (eager-SGD)",
+        content=Content.GRADIENT,
+        partners=Partners.ALL,
+        pattern=Pattern.OWNERS,
+        volume=dense_volume,
+    ),
+    ExchangeFacts(
+        name="random_k",
+        summary="gradients at positions drawn from the seed, one in ``ratio``; no position travels",
+        module="experiments.exchanges.random_k",
+        builder="RandomK",
+        source="papers/compression.md 3 (random-k)",
+        content=Content.GRADIENT,
+        partners=Partners.ALL,
+        pattern=Pattern.OWNERS,
+        volume=random_k_volume,
+        check=no_codec,
+    ),
+    ExchangeFacts(
+        name="gtopk",
+        summary="the k largest elements of the sum of all top-k's, merged along a binomial tree",
+        module="experiments.exchanges.gtopk",
+        builder="GTopK",
+        source="papers/compression.md 3 (gTop-k)",
+        content=Content.GRADIENT,
+        partners=Partners.ALL,
+        pattern=Pattern.TREE,
+        volume=tree_volume,
+        check=no_codec,
+    ),
+    ExchangeFacts(
+        name="ok_topk",
+        summary="about the k largest elements of the sum, by re-used thresholds and balanced regions",
+        module="experiments.exchanges.ok_topk",
+        builder="OkTopK",
+        source="papers/compression.md 3 (Ok-Topk)",
+        content=Content.GRADIENT,
+        partners=Partners.ALL,
+        pattern=Pattern.OWNERS,
+        volume=region_volume,
+        together=True,
+        phases=2,
+        check=no_codec,
+    ),
+    ExchangeFacts(
+        name="demo",
+        summary="signs of the mean of the momenta's largest cosine coefficients, for plain SGD",
+        module="experiments.exchanges.demo",
+        builder="Demo",
+        source="papers/decentralized.md 8.6 (DeMo)",
+        content=Content.GRADIENT,
+        partners=Partners.ALL,
+        pattern=Pattern.OWNERS,
+        volume=demo_volume,
+        check=no_codec,
+        efficiencies=((1, 0.47),),
+    ),
+)
