@@ -14,7 +14,7 @@ from compressors.base import meta_of
 from compressors.contrib import acp_sgd
 from compressors.contrib.factors import orthonormal, sketch
 from compressors.contrib.gaussian_k import GaussianK
-from compressors.indices import decode_positions, encode_positions
+from compressors.indices import encoded
 from compressors.packing import empty, flat
 from compressors.random_k import draw_positions
 from compressors.selection import above, bits_of, largest, place, sampled_threshold, scatter, values_at
@@ -160,16 +160,10 @@ def _half_step(rank: int) -> Callable[[Tensor], Work]:
     return prepare
 
 
-def _index(name: str, decode: bool) -> Callable[[Tensor], Work]:
-    def prepare(tensor: Tensor) -> Work:
-        bits, total = bits_of(tensor), tensor.numel()
-        positions = above(bits, sampled_threshold(bits, _kept(tensor, 0.01)))
-        if not decode:
-            return lambda: encode_positions(positions, total, name)
-        data = encode_positions(positions, total, name)
-        return lambda: decode_positions(data, len(positions), total)
-
-    return prepare
+def _positions(tensor: Tensor) -> Work:
+    bits, total = bits_of(tensor), tensor.numel()
+    positions = above(bits, sampled_threshold(bits, _kept(tensor, 0.01)))
+    return lambda: encoded(positions, total, "zstd")
 
 
 OPERATIONS = (
@@ -204,13 +198,7 @@ OPERATIONS = (
     Operation("low rank half step, r=32", _half_step(32), 0.84, 1.4),
     Operation("lossless encode, fp32", _encode("lossless"), 0.79, 1.5),
     Operation("lossless encode, bf16", _encode("lossless"), 0.68, 1.1, "bfloat16"),
-    Operation("varint positions encode, 1 %", _index("varint", False), 28),
-    Operation("varint positions decode, 1 %", _index("varint", True), 32),
-    Operation("varint and zstd positions encode, 1 %", _index("zstd", False), 26),
-    Operation("elias positions encode, 1 %", _index("elias", False), 51),
-    Operation("elias positions decode, 1 %", _index("elias", True), 14),
-    Operation("bitmap positions encode, 1 %", _index("bitmap", False), 88),
-    Operation("bitmap positions decode, 1 %", _index("bitmap", True), 3),
+    Operation("varint and zstd positions encode, 1 %", _positions, 26),
 )
 """Of the notes' table without what this package does not do: a Bernoulli mask for random-k, zstd over raw
 floats, the fixed 4-bit exponent code and blosc2."""

@@ -95,15 +95,6 @@ def _unpack_rest(data: Bytes, count: int, rest: int) -> Bytes:
     return words.view(np.uint8)[:count]
 
 
-def pack_ones(places: Ints) -> Bytes:
-    """A stream with ones at ``places`` (ascending, unique) that ends with the last one's byte."""
-    if not len(places):
-        return np.empty(0, np.uint8)
-    bits = np.zeros(int(places[-1]) + 1, np.bool_)
-    bits[places] = True
-    return np.packbits(bits, bitorder="little")
-
-
 def unpack_ones(data: Bytes, count: int) -> Ints:
     """The places of exactly ``count`` ones, ascending, the last in the last byte; else BadFrame.
 

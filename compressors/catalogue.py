@@ -286,7 +286,7 @@ CODECS: dict[str, Codec] = {
         ),
         Codec(
             name="chain",
-            summary="codecs one behind the other: top-k, 16-bit values, delta-varint positions, zstd",
+            summary="codecs one behind the other: top-k, 16-bit values, zstd",
             module="contrib.chain",
             builder="DefaultChain",
             source="compression.md 0, 1.3",

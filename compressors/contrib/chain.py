@@ -2,7 +2,7 @@
 
     tensor -> splits: (side bytes, fewer values) -> codec of the values -> byte coders of every part
 
-    Chain([KeepLargest(100, index="varint")], make_compressor("fp16"), [Zstd()])
+    Chain([KeepLargest(100)], make_compressor("fp16"), [Zstd()])
     Chain([KeepLargest(20)], make_compressor("int8_block"))
     Chain([], make_compressor("bf16"), [Zstd()])
 
@@ -15,7 +15,7 @@ The first is ``make_compressor("chain", 100)``.
 Payload: each part behind its length. What a part may be follows from the tensor's meta at both ends,
 so its size is bounded before it is unpacked. What is not finite is selected first and kept by the
 value codec as it keeps such values. Source: papers/compression.md 0 (index and value codecs are
-independent of the selector), 1.3 (delta-varint and zstd).
+independent of the selector), 1.3.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from compressors import make_compressor
 from compressors.base import MAX_HEADER_BYTES, Buffer, Compressor, Packet, State, meta_of
 from compressors.catalogue import CODECS
 from compressors.contrib.sizes import chain_kept, chain_size
-from compressors.indices import BY_NAME, decode_positions, encode_positions, max_encoded_bytes
+from compressors.indices import decode_positions, encode_positions, max_read_bytes
 from compressors.packing import flat, require_floats, zeros
 from compressors.selection import bits_of, largest_in_rows
 from compressors.sparse_sizes import rows_of
@@ -69,24 +69,22 @@ class ByteCoder(Protocol):
 
 
 class KeepLargest:
-    """The largest of each row (``sparse_sizes.rows_of``), positions encoded by ``index``.
+    """The largest of each row (``sparse_sizes.rows_of``).
 
     ``ratio``: of dense bytes to those of the chain with values of 16 bits and zstd.
     """
 
-    def __init__(self, ratio: float = 100.0, *, index: str = "auto") -> None:
-        """Raises ValueError for a ratio below 1 or an index encoding that does not exist."""
-        if not ratio >= 1.0 or index not in ("auto", *BY_NAME):
-            raise ValueError(f"ratio {ratio}, index {index!r}; ratio >= 1, index of {', '.join(BY_NAME)}")
-        self.ratio, self.index = ratio, index
+    def __init__(self, ratio: float = 100.0) -> None:
+        """Raises ValueError for a ratio below 1."""
+        if not ratio >= 1.0:
+            raise ValueError(f"ratio {ratio}; ratio >= 1")
+        self.ratio = ratio
 
     def split(self, tensor: Tensor) -> tuple[bytes, Tensor]:
         meta = meta_of(tensor)
         rows, width = rows_of(meta)
         positions = largest_in_rows(bits_of(tensor), width, chain_kept(meta, self.ratio) // rows)
-        index = "all" if len(positions) == meta.elements else self.index
-        values = flat(tensor)[torch.from_numpy(positions)]
-        return encode_positions(positions, meta.elements, index), values
+        return encode_positions(positions, meta.elements), flat(tensor)[torch.from_numpy(positions)]
 
     def join(self, side: Buffer, values: Tensor, meta: TensorMeta) -> Tensor:
         positions = decode_positions(side, values.numel(), meta.elements)
@@ -98,7 +96,7 @@ class KeepLargest:
         return TensorMeta((chain_kept(meta, self.ratio),), meta.dtype)
 
     def max_side_bytes(self, meta: TensorMeta) -> int:
-        return max_encoded_bytes(chain_kept(meta, self.ratio), meta.elements, self.index)
+        return max_read_bytes(chain_kept(meta, self.ratio), meta.elements)
 
 
 class Zstd:
@@ -124,7 +122,7 @@ class Zstd:
 
 
 class Chain:
-    """The composition above; what ``ratio`` gives by default is top-k, fp16, delta-varint, zstd."""
+    """The composition above; what ``ratio`` gives by default is top-k, fp16, zstd."""
 
     name = "chain"
 
@@ -208,10 +206,10 @@ class Chain:
 
 
 class DefaultChain(Chain):
-    """Top-k of each row, 16-bit values, delta-varint positions, zstd."""
+    """Top-k of each row, 16-bit values, zstd."""
 
     def __init__(self, ratio: float = 100.0) -> None:
-        super().__init__([KeepLargest(ratio, index="varint")], make_compressor("fp16"), [Zstd()])
+        super().__init__([KeepLargest(ratio)], make_compressor("fp16"), [Zstd()])
         self.ratio = ratio
 
     def payload_bytes(self, meta: TensorMeta) -> float:

@@ -46,12 +46,6 @@ def test_the_residual_is_the_sum_and_zero_where_a_tenth_is_kept() -> None:
     assert torch.equal(residual[~kept], 2 * flat[~kept])
 
 
-def test_positions_are_packed_by_zstd_where_the_notes_did_that() -> None:
-    one, two = (operation(f"{name} positions encode, 1 %") for name in ("varint", "varint and zstd"))
-    assert len(two.prepare(SAMPLE)()) < len(one.prepare(SAMPLE)())
-    assert (two.table, two.table_two) == (26, None)
-
-
 # ---------------------------------------------------------------- the verdict
 
 

@@ -67,7 +67,7 @@ VARIANTS: dict[str, Make] = {
     "chain of int8_block": lambda: Chain([KeepLargest(20.0)], make_compressor("int8_block")),
     "chain of bf16 and zstd": lambda: Chain([], make_compressor("bf16"), [Zstd()]),
     "chain of two splits": lambda: Chain(
-        [KeepLargest(4.0, index="elias"), KeepLargest(2.0, index="bitmap")],
+        [KeepLargest(4.0), KeepLargest(2.0)],
         make_compressor("eden", 8.0),
         [Zstd()],
     ),

@@ -11,22 +11,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.errors import BadFrame
-from compressors.bits import Ints, pack, pack_ones, packed_bytes, unpack, unpack_ones
+from compressors.bits import Ints, pack, packed_bytes, unpack, unpack_ones
 from compressors.contrib.ranking import decode_ranks, encode_ranks, plan_ranks
 from compressors.indices import (
-    INDEX_CODECS,
+    ENCODERS,
     MAX_POSITIONS,
     choose,
     decode_positions,
     encode_positions,
+    encoded,
     expected_bytes,
     max_bytes,
-    max_encoded_bytes,
+    max_read_bytes,
     rice_parameter,
 )
 
-NAMES = [codec.name for codec in INDEX_CODECS]
-PARTIAL = [name for name in NAMES if name != "all"]
+PARTIAL = [name for name in ENCODERS if name != "all"]
+OLDER = {
+    "elias": "029fc100010001058283bcbdcfd09f",
+    "varint": "030000037c00b80400910a00ce0f",
+}
+"""Streams of version 0.7.0 in encodings that are no longer written."""
+OF_OLDER = [0, 1, 5, 130, 131, 700, 701, 1999, 2000, 3999]
+
+
+def stream_of(name: str) -> tuple[bytes, int, int]:
+    """A stream in an encoding, the number of its positions, and the total."""
+    if name in OLDER:
+        return bytes.fromhex(OLDER[name]), len(OF_OLDER), 4000
+    return encoded(np.append(uniform(80, 3000), 3999), 4000, name), 81, 4000
 
 
 def uniform(kept: int, total: int, seed: int = 7) -> Ints:
@@ -63,7 +76,7 @@ def test_bits_behind_the_end_are_refused() -> None:
     with pytest.raises(BadFrame, match="behind the end"):
         unpack(packed, 3, 3)
     with pytest.raises(BadFrame):
-        unpack_ones(pack_ones(np.array([1, 9])), 3)
+        unpack_ones(np.packbits([0, 1] + [0] * 7 + [1], bitorder="little"), 3)
 
 
 @pytest.mark.parametrize("name", PARTIAL)
@@ -71,9 +84,15 @@ def test_bits_behind_the_end_are_refused() -> None:
 @given(positions())
 def test_positions_come_back_from_every_encoding(name: str, drawn: tuple[Ints, int]) -> None:
     chosen, total = drawn
-    data = encode_positions(chosen, total, name)
-    assert decode_positions(data, len(chosen), total).tolist() == chosen.tolist()
-    assert len(data) <= max_encoded_bytes(len(chosen), total, name)
+    if len(chosen):
+        data = encoded(chosen, total, name)
+        assert decode_positions(data, len(chosen), total).tolist() == chosen.tolist()
+        assert len(data) <= max(max_read_bytes(len(chosen), total), 1 + -(-total // 8))
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_positions_of_an_older_version_are_read(name: str) -> None:
+    assert decode_positions(*stream_of(name)).tolist() == OF_OLDER
 
 
 @settings(deadline=None, max_examples=100)
@@ -118,19 +137,18 @@ def test_clustered_positions_are_entropy_coded() -> None:
     chosen = (rows + np.arange(0, 256, 4)).reshape(-1).astype(np.int64)  # columns of few rows
     total = 2_560_000
     assert choose(chosen, total) == "zstd"
-    assert len(encode_positions(chosen, total)) < 0.3 * len(encode_positions(chosen, total, "rice"))
+    assert len(encode_positions(chosen, total)) < 0.3 * len(encoded(chosen, total, "rice"))
 
 
 def test_dense_positions_are_a_bitmap_and_all_of_them_nothing() -> None:
     assert choose(uniform(700, 1000), 1000) == "bitmap"
-    assert encode_positions(np.arange(1000), 1000) == bytes((NAMES.index("all"),))
+    assert encode_positions(np.arange(1000), 1000) == bytes((ENCODERS["all"][0],))
 
 
-@pytest.mark.parametrize("name", PARTIAL)
+@pytest.mark.parametrize("name", [*PARTIAL, *OLDER])
 def test_a_changed_stream_is_refused_or_holds_other_valid_positions(name: str) -> None:
     dice = random.Random(5)
-    kept, total = 90, 4000
-    data = encode_positions(uniform(kept, total), total, name)
+    data, kept, total = stream_of(name)
     for _ in range(1500):
         changed = bytearray(data)
         for _ in range(dice.randint(1, 3)):
@@ -146,13 +164,12 @@ def test_a_changed_stream_is_refused_or_holds_other_valid_positions(name: str) -
         assert 0 <= decoded[0] <= decoded[-1] < total
 
 
-@pytest.mark.parametrize("name", PARTIAL)
+@pytest.mark.parametrize("name", [*PARTIAL, *OLDER])
 def test_another_count_or_a_smaller_tensor_is_refused(name: str) -> None:
-    chosen = np.append(uniform(80, 3000), 3999)
-    data = encode_positions(chosen, 4000, name)
-    for kept, total in ((80, 4000), (82, 4000), (81, 3999 if name == "bitmap" else 1500)):
+    data, kept, total = stream_of(name)
+    for other, below in ((kept - 1, total), (kept + 1, total), (kept, 3999 if name == "bitmap" else 1500)):
         with pytest.raises(BadFrame):
-            decode_positions(data, kept, total)
+            decode_positions(data, other, below)
 
 
 @pytest.mark.parametrize(
