@@ -13,6 +13,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
+from atoll.bounded import MAX_DIMS
 from atoll.errors import UnsupportedOp
 from atoll.opdag import Arg, LeafRef, OpNode, OpRef, TensorMeta, TorchLiteral, arguments
 
@@ -21,7 +22,6 @@ MAX_DEPTH = 4  # tuples within tuples of one argument
 MAX_LITERALS = 4096  # leaves of one node's arguments
 MAX_TEXT = 256  # characters of a string argument
 MAX_OUTPUTS = 1024  # of a tuple op
-MAX_DIMS = 16
 
 _POINTWISE = """
     abs abs_ absolute absolute_ acos acos_ acosh acosh_ add:Scalar,Tensor add_:Scalar,Tensor addcdiv

@@ -14,6 +14,7 @@ from enum import IntFlag
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
+from atoll.bounded import MAX_DIMS
 from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
 
@@ -24,7 +25,6 @@ Buffer = bytes | bytearray | memoryview
 
 HEADER_VERSION = 1
 MAX_HEADER_BYTES = 1024
-MAX_DIMS = 16
 DTYPES: tuple[str, ...] = (
     "float64",
     "float32",

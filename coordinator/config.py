@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from atoll.errors import UsageError
-
-GIB = 2**30
-MIB = 2**20
+from hostos.units import GIB, MIB
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,6 @@ import atoll
 from atoll.errors import StorageError, UsageError
 from coordinator.apps.hub import AppDesk
 from coordinator.apps.service import NodeApps, OwnerApps
-from coordinator.client.endpoint import address_text, parse_address
 from coordinator.config import CoordinatorConfig
 from coordinator.messages import instructions as do
 from coordinator.messages.instructions import Addresses
@@ -58,6 +57,7 @@ from coordinator.storage.graph_store import GraphStore
 from coordinator.storage.journal import Fenced, Journal
 from coordinator.storage.mirrored_blobs import blob_store
 from coordinator.storage.run_log import Logs, RunLogs
+from hostos.addresses import join_address, parse_address
 from hostos.descriptors import limit_now, numbers_in_use, raise_limit, shares
 from hostos.folder_lock import FolderLock, Holder
 from hostos.folder_version import claim_version, raise_version
@@ -216,7 +216,7 @@ class Server:
                 sweep_for_ever(self.shell),
             )
         ]
-        self._lock.note(address_text(config.host, entry_port))
+        self._lock.note(join_address(config.host, entry_port))
         join_token = tokens.join_token()
         log.info(
             Event.SERVER_STARTED.value,
@@ -455,7 +455,7 @@ class Server:
     async def _listen(
         self, server: grpc.aio.Server, port: int, identity: CurrentIdentity | None, *, mutual: bool
     ) -> int:
-        address = address_text(self.config.host, port)
+        address = join_address(self.config.host, port)
         try:
             if identity is None:
                 bound = server.add_insecure_port(address)
@@ -475,7 +475,7 @@ class Server:
         host, port = self.config.host, entry_port
         if self.config.advertise:
             host, port = parse_address(self.config.advertise, entry_port)
-        where = address_text("HOST" if host in ANYWHERE else host, port)
+        where = join_address("HOST" if host in ANYWHERE else host, port)
         return f"atoll-worker join {where} " + ("--insecure" if token is None else f"--token {token}")
 
 

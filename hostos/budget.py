@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+REFUSALS, REFUSALS_PER_S = 100, 0.1
+"""Lines of a log about callers that are turned away: who knocks for ever must not fill it."""
+
 
 class Budget:
     """Token bucket: ``burst`` at once, ``per_s`` each second after that; refusals are counted."""

@@ -6,6 +6,8 @@ import re
 
 from atoll.errors import UsageError
 
+MIB, GIB = 2**20, 2**30
+DAY_S = 86_400.0
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 

@@ -16,8 +16,9 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from atoll.errors import BadFrame
+from hostos.units import MIB
 
-KIB, MIB = 2**10, 2**20
+KIB = 2**10
 SMALL_BYTES = 64 * KIB  # of a kind that is not named below
 COUNTED_FROM = 256 * KIB  # bytes of a message: a smaller one takes 9 MB at most
 FREE_PARTS = 65_536  # of any message, beside ...

@@ -18,6 +18,7 @@ from typing import Any
 
 from atoll.errors import UsageError
 from atoll.federated import Floors
+from hostos.addresses import DEFAULT_PORT, join_address
 from hostos.folder_version import claim_version
 from hostos.private_files import state_folder
 from hostos.units import parse_size
@@ -26,7 +27,6 @@ from protos.app_signing import SCHEME, checked_publisher
 from protos.text_limits import plain
 from worker.manners.settings_file import OLDER_FILE, SETTINGS_FILE, read_settings, write_settings
 
-DEFAULT_PORT = 7700
 ANY_APP = "any"
 TOKEN_VARIABLE = "ATOLL_TOKEN"  # noqa: S105 - a variable's name
 FOLDER_VERSION = 2  # raised as docs/decisions/023-versions-of-wire-and-disk.md says; 2: consent in SQLite
@@ -240,25 +240,6 @@ def with_insecure_check(config: WorkerConfig) -> WorkerConfig:
     if config.insecure and config.token:
         raise UsageError("--insecure joins without TLS and takes no --token; leave one of them out")
     return config
-
-
-def parse_address(text: str, default_port: int = DEFAULT_PORT, lowest_port: int = 1) -> tuple[str, int]:
-    """HOST, HOST:PORT, [IPV6]:PORT -> (host, port); UsageError otherwise."""
-    text = text.strip()
-    match = re.fullmatch(r"\[([0-9A-Fa-f:.%]+)\](?::(\d{1,5}))?|([^\s/:\[\]]+)(?::(\d{1,5}))?", text)
-    if match is None and re.fullmatch(r"[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*", text):
-        return text, default_port  # a bare IPv6 address
-    if match is None:
-        raise UsageError(f"address {text!r}; write HOST:PORT, for example 192.0.2.7:{DEFAULT_PORT}")
-    host, port = match[1] or match[3], int(match[2] or match[4] or default_port)
-    if not lowest_port <= port <= 65535:
-        raise UsageError(f"port {port} of {text!r}; give {lowest_port} to 65535")
-    return host, port
-
-
-def join_address(host: str, port: int) -> str:
-    """HOST:PORT, an IPv6 host in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def was_insecure(state_dir: Path) -> bool:

@@ -22,7 +22,7 @@ from atoll.opdag import TensorMeta
 from compressors.base import Packet, State, meta_of
 from compressors.catalogue import codec
 from compressors.contrib.factors import Matrix, dense_payload, dense_tensor, orthonormal, rebuilt, sketch
-from compressors.contrib.ranks import CUT_BYTES, SCALE_BYTES, activation_matrix, cut_rank
+from compressors.contrib.ranks import CUT_BYTES, activation_matrix, cut_rank
 from compressors.packing import (
     flat,
     payload_array,
@@ -31,6 +31,7 @@ from compressors.packing import (
     require_length,
     zeros,
 )
+from compressors.rates import SCALE_BYTES
 
 START_SEED = 0x534654
 TINY = torch.finfo(torch.float32).tiny

@@ -9,12 +9,12 @@ from __future__ import annotations
 from math import prod
 
 from atoll.opdag import DTYPE_BYTES, TensorMeta
+from compressors.rates import SCALE_BYTES
 
 MAX_RANK = 256
 """Above, orthonormalising costs more than the bytes are worth on any link measured."""
 FACTOR_BYTES = 4  # PowerSGD's and ACP-SGD's factors are float32: they are summed
 CUT_BYTES = 2  # low_rank's are float16, scaled to at most 1
-SCALE_BYTES = 4  # a float32 a component
 
 
 def gradient_matrix(meta: TensorMeta) -> tuple[int, int] | None:

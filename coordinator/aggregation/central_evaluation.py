@@ -16,6 +16,7 @@ from atoll.execute import Executor
 from atoll.held_out import HeldOutMeans
 from atoll.program import stage_programs
 from atoll.rows import at_rows
+from compressors.layout import ALIGNMENT
 from coordinator.storage.data_provider import map_value
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from atoll.program import StageProgram
     from coordinator.storage.blob_store import BlobStore
     from strategies.layout import Array
-
-ALIGNMENT = 64
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from coordinator.cli.options import (
 )
 from coordinator.cli.relay import RelayOptions, metrics_address
 from coordinator.cli.render import status_view
-from coordinator.client.endpoint import Endpoint, default_state_dir, parse_address, remember
+from coordinator.client.endpoint import Endpoint, default_state_dir, remember
+from hostos.addresses import parse_address
 from hostos.command_line import AsJson, out, print_json, with_groups
 from hostos.networks import ANYWHERE
 from hostos.units import parse_size

@@ -13,13 +13,14 @@ from typing import Annotated
 import typer
 
 from atoll.errors import UsageError
-from coordinator.client.endpoint import address_text, parse_address
-from coordinator.config import GIB, Relaying
+from coordinator.config import Relaying
 from coordinator.relay.book import RelayLimits
 from coordinator.relay.server import Relay
+from hostos.addresses import join_address, parse_address
 from hostos.command_line import AsJson, out, print_json
 from hostos.descriptors import raise_limit
 from hostos.networks import ANYWHERE
+from hostos.units import GIB
 from protos.relay_tickets import KEY_BYTES, key_file
 
 RELAY_PORT = 7702
@@ -143,11 +144,11 @@ async def _run(
     host = address[0]
     if json:
         print_json(
-            {"address": address_text(host, port), "metrics": f"{page.host}:{page.port}" if page else None}
+            {"address": join_address(host, port), "metrics": f"{page.host}:{page.port}" if page else None}
         )
     else:
-        shown = address_text("HOST" if host in ANYWHERE else host, port)
-        out.print(f"relay listens on {address_text(host, port)}; start the coordinator with:", soft_wrap=True)
+        shown = join_address("HOST" if host in ANYWHERE else host, port)
+        out.print(f"relay listens on {join_address(host, port)}; start the coordinator with:", soft_wrap=True)
         out.print(f"  atoll serve --relay {shown}", soft_wrap=True)
     await ending.wait()
     await served.stop()

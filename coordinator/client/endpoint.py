@@ -16,10 +16,10 @@ from pathlib import Path
 import grpc
 
 from atoll.errors import StorageError, UsageError
+from hostos.addresses import join_address, parse_address
 from hostos.proxies import proxy_option
 from protos.credentials import COORDINATOR, JoinToken, channel_credentials, name_options
 
-DEFAULT_PORT = 7700
 ADDRESS_FILE = "address.json"
 TOKEN_FILE = "owner-token"  # noqa: S105 - a file name
 MAX_FILE_BYTES = 64 * 1024
@@ -39,7 +39,7 @@ class Endpoint:
     @property
     def address(self) -> str:
         """HOST:PORT, an IPv6 host in brackets."""
-        return address_text(self.host, self.port)
+        return join_address(self.host, self.port)
 
     def channel(self) -> grpc.Channel:
         """A channel to the entry port; it connects at the first call."""
@@ -61,32 +61,9 @@ class Endpoint:
         return () if self.token is None else self.token.metadata
 
 
-def address_text(host: str, port: int) -> str:
-    """HOST:PORT, an IPv6 host in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def default_state_dir() -> Path:
     """Return a coordinator's default state folder."""
     return Path.home() / ".local" / "state" / "atoll"
-
-
-def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
-    """HOST, HOST:PORT, [IPV6]:PORT -> (host, port); UsageError otherwise."""
-    text = text.strip()
-    host, port_text = text, ""
-    if text.startswith("["):
-        host, _, rest = text[1:].partition("]")
-        port_text = rest.removeprefix(":")
-    elif text.count(":") == 1:
-        host, _, port_text = text.partition(":")
-    try:
-        port = int(port_text) if port_text else default_port
-    except ValueError:
-        port = -1
-    if not host or any(c.isspace() or c == "/" for c in host) or not 0 <= port <= 65535:
-        raise UsageError(f"address {text!r}; write HOST:PORT, for example 192.0.2.7:{DEFAULT_PORT}")
-    return host, port
 
 
 def remember(state_dir: Path, host: str, port: int, *, insecure: bool) -> None:

@@ -11,6 +11,7 @@ from coordinator.federated.state import Client, Evaluation, FederationState
 from coordinator.messages.events import ClientEvaluated, UpdateReady
 from coordinator.messages.facts import RoundClosed, RoundEvaluated
 from coordinator.messages.jobs import Point
+from strategies.checking import MAX_METRICS
 from strategies.fairness import FIGURES, fairness
 from strategies.selection import Outcome, smoothed
 
@@ -21,7 +22,6 @@ MOST_WAITED = 0.8  # of an upload, which was for the answer
 REMEMBERED = 0.7  # of the uploads before, a round later
 LEAST_S = 1e-6
 RATES_BPS = (1e3, 1e13)
-MAX_METRICS = 64
 OF_A_CLIENT = ("took_s", "download_s", "train_s", "upload_s", "bytes_up", "ratio")
 
 

@@ -27,6 +27,7 @@ from coordinator.flower.readiness import Verdict, judge
 from coordinator.flower.replies import metrics_shown
 from coordinator.flower.stream import AppLink
 from hostos.budget import Budget
+from hostos.command_line import INTERRUPTED
 from protos import atoll_apps_pb2 as pb
 from protos import flower_content as content
 from protos import flower_internals as flower
@@ -43,7 +44,6 @@ SAID_CHARS, SAID_CHARS_PER_S = 256_000, 10_000.0  # of the app's own log lines
 FEWER = "start more workers, or let the app need fewer (min_available_nodes, fraction or --run-config)"
 KEY_BYTES = 16
 ENDS_WITHIN_S = 2.0  # an app whose run was ended; then its process is
-INTERRUPTED = 130
 
 
 class Progress(logging.Handler):

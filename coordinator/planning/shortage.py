@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.job import Recompute
+from hostos.units import MIB
 
 if TYPE_CHECKING:
     from coordinator.planning.problem import Problem
-
-MIB = float(2**20)
 
 
 def shortage(problem: Problem, partitioner: str) -> str:

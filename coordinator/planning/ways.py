@@ -18,6 +18,7 @@ from atoll.exchange import AUTO, EXACT, wanted_exchange
 from coordinator.planning.local_plans import fastest
 from coordinator.planning.problem import Problem
 from coordinator.planning.replicas import MOST_REPLICAS, best_plan, with_blocks
+from hostos.units import DAY_S
 from strategies.exchanges.catalogue import EXCHANGES, exchange_facts
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from atoll.plan import Plan
     from coordinator.planning.planner import PlanRequest
 
-DAY_S = 86_400.0
 EVERY_COUNT = 16  # machines: of more, three counts of replicas are planned, since each takes seconds
 
 

@@ -12,11 +12,10 @@ from math import inf
 from typing import Generic, TypeVar
 
 from atoll.errors import AccessDenied
+from hostos.units import DAY_S
 from protos.relay_tickets import Ticket
 
 T = TypeVar("T")
-MIB, GIB = 2**20, 2**30
-DAY_S = 86_400.0
 CAUSES = ("ticket", "strangers", "full", "connections", "bytes", "day")
 """Why a relay refuses somebody."""
 

@@ -22,7 +22,7 @@ import structlog
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, UsageError
 from coordinator.relay.book import Book, RelayLimits
-from hostos.budget import Budget
+from hostos.budget import REFUSALS, REFUSALS_PER_S, Budget
 from hostos.networks import customer, open_listener
 from hostos.splice import Idle, accept, received, splice, tuned
 from protos.relay_tickets import (
@@ -39,7 +39,6 @@ from protos.relay_tickets import (
 log = structlog.get_logger()
 BACKLOG = 128
 ACCEPT_AGAIN_S = 0.2  # after an accept that failed, as when descriptors have run out
-NOTES, NOTES_PER_S = 100, 0.1  # kept in the log: who knocks for ever must not fill it
 
 
 @dataclass(eq=False, slots=True)
@@ -63,7 +62,7 @@ class Relay:
         self.book: Book[_Guest] = Book(self.limits)
         self._key, self._clock = key, clock
         self._strangers: dict[socket.socket, tuple[str, asyncio.Task[None]]] = {}  # the oldest first
-        self._notes = Budget(NOTES, NOTES_PER_S)
+        self._notes = Budget(REFUSALS, REFUSALS_PER_S)
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
 

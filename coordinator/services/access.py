@@ -21,7 +21,7 @@ import structlog
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed
 from coordinator.services.callers import network_of, worker_of
 from coordinator.services.owners import needed_role
-from hostos.budget import Budget
+from hostos.budget import REFUSALS, REFUSALS_PER_S, Budget
 from protos.connections import Known
 from protos.credentials import presented_in
 from protos.grpc_errors import refuse
@@ -44,7 +44,6 @@ HELLO = "/atoll.v1.Entry/Hello"
 SESSION = "/atoll.v1.Work/Session"
 MAX_ENTRY_BYTES = 64 * 1024
 FIRST_WITHIN_S = 30.0  # for the one message of a newcomer's call, once its token opens
-REFUSALS, REFUSALS_PER_S = 100, 0.1  # kept in the log: who guesses for ever must not fill it
 
 log = structlog.get_logger()
 

@@ -40,7 +40,7 @@ from coordinator.services.wire import (
     to_worker,
 )
 from coordinator.shell import Outbox, Shell
-from hostos.budget import Budget
+from hostos.budget import REFUSALS, REFUSALS_PER_S, Budget
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
 
 INTRODUCTION_WITHIN_S = 10.0
 MAX_LOG_FIELDS_CHARS = 8192
-REFUSALS, REFUSALS_PER_S = 100, 0.1  # kept in the log: a worker that knocks for ever must not fill it
 MAX_SPANS_A_MESSAGE = 20_000
 REPLACED = (
     "another process has taken over this worker's session: it runs from a copy of the same state folder; "

@@ -12,13 +12,14 @@ import pytest
 from coordinator.client.client import connect
 from coordinator.config import Relaying
 from coordinator.server import Running
+from hostos.addresses import join_address, parse_address
 from hostos.networks import customer, open_listener, unmapped
 from protos.credentials import Authority
 from protos.relay_tickets import GREETING_BYTES, nonce_of
 from tests.coordinator.serving import start
 from tests.patience import HUNG_S
 from tests.worker.transport.hosts import Host, enroll, key
-from worker.config import WorkerConfig, join_address, parse_address
+from worker.config import WorkerConfig
 from worker.control.enroll import join
 from worker.machine.device import own_address
 

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from hostos.addresses import parse_address
 from hostos.command_line import TokenFile, given_token
 from hostos.units import parse_size
 from protos.app_bundle import parse_pairs
-from worker.config import parse_address
 
 StateDir = Annotated[
     Path | None,
@@ -98,9 +98,9 @@ class Joining:
         if self.stage_memory:
             found["stage_bytes"] = parse_size(self.stage_memory)
         if self.coordinator is not None:
-            found["host"], found["port"] = parse_address(self.coordinator)
+            found["host"], found["port"] = parse_address(self.coordinator, lowest_port=1)
         if self.listen is not None:
-            found["listen_host"], found["listen_port"] = parse_address(self.listen, 0, lowest_port=0)
+            found["listen_host"], found["listen_port"] = parse_address(self.listen, 0)
         return found
 
 
@@ -132,7 +132,7 @@ class Reach:
             found["inbound"] = False
         if self.advertise:
             # Port 0: the one we listen on.
-            found["advertise"] = tuple(parse_address(a, 0, lowest_port=0) for a in self.advertise)
+            found["advertise"] = tuple(parse_address(a, 0) for a in self.advertise)
         return found
 
 

@@ -7,11 +7,11 @@ import time
 from typing import TYPE_CHECKING
 
 from atoll.errors import BadFrame
+from hostos.addresses import join_address
 from protos import atoll_control_pb2 as pb
 from protos import bounds
 from protos.relay_tickets import GREETING_BYTES, nonce_of
 from protos.text_limits import clean
-from worker.config import join_address
 
 if TYPE_CHECKING:
     from worker.config import WorkerConfig

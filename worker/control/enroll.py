@@ -12,6 +12,7 @@ import structlog
 
 import atoll
 from atoll.errors import AccessDenied, ConnectionFailed, ProtocolMismatch
+from hostos.addresses import join_address
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
@@ -28,7 +29,7 @@ from protos.credentials import (
 from protos.devices import device_metadata, device_name
 from protos.grpc_errors import to_atoll_error
 from protos.text_limits import clean
-from worker.config import WorkerConfig, join_address
+from worker.config import WorkerConfig
 from worker.control.calls import answer, open_async_channel, open_channel
 
 if TYPE_CHECKING:

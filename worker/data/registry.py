@@ -25,6 +25,7 @@ import numpy as np
 
 from atoll.errors import AtollError, StorageError, UsageError
 from atoll.federated import DatasetFacts, FieldFacts, checked_name
+from atoll.messages.from_worker import MAX_DATASETS
 from hostos.private_files import private_folder, write_private
 from worker.config import make_state_dir
 from worker.data.policy import UNSTATED, Policy, policy_from_json
@@ -39,7 +40,6 @@ FOLDER = "data"
 MANIFEST = "manifest.json"
 VERSION = 1
 MAX_MANIFEST_BYTES = 1 << 20
-MAX_DATASETS = 256
 KEPT_FREE_BYTES = 256 << 20  # of the disk, for the worker's own needs
 READ_BYTES = 1 << 20
 

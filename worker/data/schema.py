@@ -20,9 +20,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from atoll.errors import UsageError
+from atoll.federated import MAX_FIELDS
 from worker.data.transforms import DTYPES, Transform, parse_shape, parse_transform
 
-MAX_FIELDS = 64
 MAX_LINE_CHARS = 16_384
 MAX_TRANSFORMS = 16
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")

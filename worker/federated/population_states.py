@@ -30,6 +30,7 @@ from compressors.container import dense_metas, read_dense, write_dense
 from hostos.private_files import write_private
 from strategies.files import client_state_of, slot_arrays
 from strategies.values import ClientState
+from worker.federated.folders import MAX_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +42,6 @@ log = structlog.get_logger()
 
 COUNTS, PENDING, SUFFIX = "counts.json", "pending.json", ".state"
 STATE, LEFT = "state/", "left/"
-MAX_BYTES = 20 << 30  # of one job's states
 CACHED_BYTES = 256 << 20  # that stay mapped
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import structlog
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed
-from hostos.budget import Budget
+from hostos.budget import REFUSALS, REFUSALS_PER_S, Budget
 from protos import PROTOCOL_VERSION
 from protos.credentials import CurrentIdentity
 from protos.devices import machine_of
@@ -55,7 +55,6 @@ MAX_STREAMS = 32
 """Open connections of one peer, with those that broke unnoticed."""
 CLOSE_S = 5.0
 MAX_EXPECTED = 16_384  # peers that the coordinator has named
-REFUSALS, REFUSALS_PER_S = 100, 0.1  # kept in the log: a caller that knocks for ever must not fill it
 
 
 class Shaping(Protocol):

@@ -16,8 +16,8 @@ from atoll.plan import LinkPrediction, Plan, Prediction, StagePrediction, StageS
 from coordinator.cli.admin import parse_duration
 from coordinator.cli.format import in_bytes, in_seconds, plain, share_bar, sparkline
 from coordinator.cli.main import app
-from coordinator.client.endpoint import parse_address
 from coordinator.config import CoordinatorConfig
+from hostos.addresses import parse_address
 from hostos.command_line import run
 from protos import atoll_control_pb2 as pb
 from protos.convert import to_proto

@@ -20,7 +20,7 @@ from atoll.errors import (
     UsageError,
 )
 from coordinator.client.client import Client, connect
-from coordinator.client.endpoint import Endpoint, find_endpoint, parse_address, remember
+from coordinator.client.endpoint import Endpoint, find_endpoint, remember
 from hostos.retries import retrying, stop_after_pauses
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
@@ -50,25 +50,6 @@ def client(server: FakeOwnerServer) -> Iterator[Client]:
 
 
 # ---------------------------------------------------------------- finding the coordinator
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("lab:7000", ("lab", 7000)),
-        ("lab", ("lab", 7700)),
-        ("[::1]:7000", ("::1", 7000)),
-        ("fe80::1", ("fe80::1", 7700)),
-    ],
-)
-def test_addresses_are_read_as_people_write_them(text: str, expected: tuple[str, int]) -> None:
-    assert parse_address(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "lab:port", "lab:70000", "http://lab", "a b:1"])
-def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(UsageError, match="HOST:PORT"):
-        parse_address(text)
 
 
 def test_serve_is_remembered_for_commands_on_the_same_machine(tmp_path: Path) -> None:

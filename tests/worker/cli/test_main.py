@@ -30,7 +30,7 @@ from tests.interrupts import interrupted, own_session
 from tests.patience import HUNG_S
 from worker.cli import main as cli
 from worker.cli import running
-from worker.config import WorkerConfig, make_config, parse_address, remember
+from worker.config import WorkerConfig, make_config, remember
 from worker.control.calls import answer
 from worker.control.enroll import join
 from worker.daemon import Daemon
@@ -269,26 +269,6 @@ def test_sizes_are_read_as_people_write_them(text: str, bytes_: int):
 def test_other_sizes_are_refused(text: str):
     with pytest.raises(UsageError, match="size"):
         parse_size(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "address"),
-    [
-        ("h:1", ("h", 1)),
-        ("h", ("h", 7700)),
-        ("[::1]:5", ("::1", 5)),
-        ("[::1]", ("::1", 7700)),
-        ("fe80::1", ("fe80::1", 7700)),
-    ],
-)
-def test_addresses_are_read_as_people_write_them(text: str, address: tuple[str, int]):
-    assert parse_address(text) == address
-
-
-@pytest.mark.parametrize("text", ["", "h:", "h:x", "h:99999", "h:0", "http://h:1"])
-def test_other_addresses_are_refused(text: str):
-    with pytest.raises(UsageError):
-        parse_address(text)
 
 
 @pytest.mark.parametrize(
