@@ -15,11 +15,8 @@ from __future__ import annotations
 
 from collections import deque
 
-LEAST_SHARE = 0.1
-"""Of the time from sending to acknowledgement: a round trip estimated too long must not leave
-nothing. It also bounds what a message far shorter than the round trip can show."""
-QUICKEST = 0.25
-"""Of the bytes; fewer might be a quirk of the clocks."""
+from worker.transport import TUNED
+
 MAX_BURSTS = 256  # remembered between two calls; a step of training has some dozens
 
 
@@ -44,12 +41,12 @@ class BusyTime:
         bytes, how much counts; ``idle``: nothing is under way any more."""
         now_s = max(now_s, sent_s, self._settled_at_s)
         begun_s = max(self._settled_at_s, sent_s + rtt_s)
-        least_s = LEAST_SHARE * (now_s - max(sent_s, self._settled_at_s))
+        least_s = TUNED.least_busy_share * (now_s - max(sent_s, self._settled_at_s))
         self._busy_s += share * max(now_s - begun_s, least_s)
         self._settled_at_s = now_s
         if idle and self._burst is not None:
             lasted_s = now_s - self._burst[0]
-            self._bursts.append((max(lasted_s - rtt_s, LEAST_SHARE * lasted_s), self._burst[1]))
+            self._bursts.append((max(lasted_s - rtt_s, TUNED.least_busy_share * lasted_s), self._burst[1]))
 
     def broke(self, now_s: float) -> None:
         """What was under way will not all arrive: the time until now tells nothing."""
@@ -59,7 +56,7 @@ class BusyTime:
         """Bytes/s of the quickest bursts since the last call, a burst being all between two times at which
         nothing was under way: those that together are a quarter of the bytes; 0 where there were none."""
         bursts = sorted(self._bursts, key=lambda burst: burst[0] / max(1, burst[1]))
-        wanted = QUICKEST * sum(nbytes for _, nbytes in bursts)
+        wanted = TUNED.quickest_quantile * sum(nbytes for _, nbytes in bursts)
         self._bursts.clear()
         taken_s, taken = 0.0, 0
         for seconds, nbytes in bursts:

@@ -18,6 +18,7 @@ import structlog
 
 from atoll.errors import AtollError, BadFrame
 from protos.text_limits import clean
+from worker.transport import TUNED
 from worker.transport.contract import Way
 from worker.transport.frames import (
     MAX_CONFIRMED,
@@ -41,12 +42,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-SPARE_PING_S = 15.0
-"""Between the pings of a connection that need not show that the peer lives: keeps routers' mappings."""
 MAX_PONGS = 64  # waiting to be sent
 MAX_PINGS = 16  # unanswered
-TOGETHER_BYTES = 32 << 10
-"""Of data that leave as one message, before the last chunk: what an urgent one may have to wait for."""
 _ping_numbers = itertools.count(1)
 
 
@@ -194,7 +191,7 @@ class Connection:
         found: list[bytes] = []
         if self._closing:
             return b""
-        size, enough = 0, min(peer.chunk, TOGETHER_BYTES)
+        size, enough = 0, min(peer.chunk, TUNED.together_bytes)
         while size < enough and len(found) < MAX_FRAMES // 2 - 1 and (chunk := peer.take(self)) is not None:
             payload = chunk.message.payload[chunk.offset : chunk.offset + chunk.length]
             frame = peer.data_frame(chunk)
@@ -233,7 +230,7 @@ class Connection:
             self.fail(f"silent for {now_s - self.heard_s:.1f} s")
             # The others may be as dead: where the peer has moved, all are.
             peer.doubted_until_s = now_s + 2 * config.silence_s
-        every_s = SPARE_PING_S if unused else config.ping_s
+        every_s = TUNED.spare_ping_s if unused else config.ping_s
         if now_s - self._pinged_s >= every_s and now_s - self.heard_s >= every_s / 2:
             self.ping(now_s)
 

@@ -15,10 +15,11 @@ from atoll.backoff import Backoff
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch
 from protos import PROTOCOL_VERSION
 from protos.devices import machine_of
+from worker.transport import TUNED
 from worker.transport.contract import Way
 from worker.transport.frames import Hello, decode, encode
 from worker.transport.measure import round_trip
-from worker.transport.meeting import FIRST_BACKOFF_S, MAX_BACKOFF_S, Road
+from worker.transport.meeting import Road
 from worker.transport.pipes import DialledPipe, Pipe, target_of
 
 if TYPE_CHECKING:
@@ -27,11 +28,6 @@ if TYPE_CHECKING:
     from worker.transport.network import PeerNetwork
     from worker.transport.peer import Peer
     from worker.transport.tunnels import LocalEnds
-
-FAR_RTT_S = 0.008
-FAR_STREAMS = 8
-"""Connections to a peer behind a longer round trip, half of them for each end's data. One TCP flow carries
-at most 1.22 * MSS / (RTT * sqrt(loss)) (papers/peers.md 7.4), and gRPC does not say what a link loses."""
 
 
 class Dialler:
@@ -56,7 +52,7 @@ class Dialler:
     async def first(self, peer: str, roads: Sequence[Road], timeout_s: float) -> tuple[Connection, Road]:
         """The first connection, and what it goes by; on the loop. Raises as ``dial``."""
         deadline_s = time.monotonic() + timeout_s
-        backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
+        backoff = Backoff(TUNED.first_backoff_s, TUNED.max_backoff_s)
         reasons: dict[Road, AtollError] = {}
         while True:
             for road in roads:
@@ -82,8 +78,8 @@ class Dialler:
         self.keep(connection, road)
         if not streams:
             with suppress(ConnectionFailed):
-                far = await asyncio.to_thread(round_trip, peer, 3) > FAR_RTT_S
-                streams = FAR_STREAMS if far else 1
+                far = await asyncio.to_thread(round_trip, peer, 3) > TUNED.far_rtt_s
+                streams = TUNED.far_streams if far else 1
 
         async def add(number: int) -> None:
             connection = None
@@ -142,7 +138,7 @@ class Dialler:
     async def _keep(self, connection: Connection | None, peer: Peer, road: Road, stream: int) -> None:
         """Serve a dialled connection, and replace it when it breaks, until the peer is lost; one through a
         tunnel, until the peer is joined without."""
-        backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
+        backoff = Backoff(TUNED.first_backoff_s, TUNED.max_backoff_s)
         while not peer.gone and not self._network.closed:
             if connection is not None:
                 await self._network.serve(connection)

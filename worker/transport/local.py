@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from worker.transport import TUNED
 from worker.transport.contract import Goodput, Paths, PeerLost, TransportConfig, Way
 from worker.transport.frames import MEASURED, OF_STEPS, Direction, MessageKey
-from worker.transport.measure import ECHOES
 from worker.transport.network import PeerNetwork
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from worker.manners.traffic import Traffic
 
 _NOBODYS = MessageKey("", 0, 0, 0, 0, Direction.EVALUATION_CODED)
-PIECE_BYTES = 8 << 20  # of a measurement
 
 
 @dataclass(slots=True)
@@ -201,7 +200,7 @@ class DeviceNetwork(PeerNetwork):
     def rtt(self, peer: str) -> float:
         if peer not in self._met:
             return super().rtt(peer)
-        return statistics.median(2.0 * self._handing_over_s(peer) for _ in range(ECHOES))
+        return statistics.median(2.0 * self._handing_over_s(peer) for _ in range(TUNED.echoes))
 
     def _handing_over_s(self, peer: str) -> float:
         began_s = time.perf_counter()
@@ -212,7 +211,7 @@ class DeviceNetwork(PeerNetwork):
         """As of ``PeerNetwork``; within the daemon, the rate at which this machine copies memory."""
         if peer not in self._met:
             return super().bandwidth(peer, seconds, max_bytes)
-        piece = np.ones(min(PIECE_BYTES, max(1, max_bytes)), np.uint8)
+        piece = np.ones(min(TUNED.measured_piece_bytes, max(1, max_bytes)), np.uint8)
         place = piece.copy()  # so its pages are there
         copied, began_s = 0, time.perf_counter()
         while copied < max_bytes and time.perf_counter() - began_s < seconds:

@@ -11,8 +11,9 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
+from worker.transport import TUNED
+
 T = TypeVar("T")
-STOP_S = 5.0
 
 
 class _Running(NamedTuple):
@@ -50,7 +51,7 @@ class SharedLoop:
                 return
             running, self._running = self._running, None
         running.loop.call_soon_threadsafe(running.stop.set)
-        running.thread.join(STOP_S)
+        running.thread.join(TUNED.close_within_s)
 
 
 SHARED = SharedLoop()

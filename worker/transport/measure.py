@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from atoll.errors import ConnectionFailed
+from worker.transport import TUNED
 from worker.transport.contract import PeerLost
 from worker.transport.frames import Direction, MessageKey
 
 if TYPE_CHECKING:
     from worker.transport.peer import Peer
 
-ECHOES, ECHO_TIMEOUT_S = 10, 5.0
 _BURST = MessageKey("", 0, 0, 0, 0, Direction.EVALUATION_CODED)
 
 
@@ -29,12 +29,12 @@ def _echo(peer: Peer) -> float:
             raise ConnectionFailed(f"{peer.name} is not connected")
         number = peer.front.ping(time.monotonic())
         peer.echoes[number] = 0.0
-        peer.room.wait_for(lambda: peer.gone or peer.echoes[number] > 0, ECHO_TIMEOUT_S)
+        peer.room.wait_for(lambda: peer.gone or peer.echoes[number] > 0, TUNED.echo_timeout_s)
         took_s = peer.echoes.pop(number)
         if peer.gone:
             raise PeerLost(peer.name, peer.gone)
     if not took_s:
-        raise ConnectionFailed(f"{peer.name} did not answer an echo within {ECHO_TIMEOUT_S:g} s")
+        raise ConnectionFailed(f"{peer.name} did not answer an echo within {TUNED.echo_timeout_s:g} s")
     return took_s
 
 

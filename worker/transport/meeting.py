@@ -16,6 +16,7 @@ import structlog
 
 from atoll.backoff import Backoff
 from atoll.errors import AtollError, ConnectionFailed, ProtocolMismatch
+from worker.transport import TUNED
 from worker.transport.contract import Paths, Way
 from worker.transport.tunnels import Tunnel
 
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.02, 2.0
-REVERSED_AFTER_S = 1.0
-"""So long the end that is to dial has for itself; then the other one dials as well, where it can."""
-DIAL_BACK_AFTER_S = 0.2  # the same where a connection broke
 Road = tuple[str, int] | Tunnel
 """What leads to a peer: its address, or something that both reach."""
 Found = tuple["Connection", Road]
@@ -126,7 +123,7 @@ class Meetings:
         """What this end does, each in its time."""
         found, tunnel = [], self._tunnels.get(peer)
         if paths.addresses:
-            after_s = 0.0 if paths.dial else REVERSED_AFTER_S
+            after_s = 0.0 if paths.dial else TUNED.reversed_after_s
             found.append(self._later(after_s, peer, paths.addresses, timeout_s))
         if tunnel is not None and tunnel.dials:
             found.append(self._later(tunnel.after_s, peer, (tunnel,), timeout_s))
@@ -148,7 +145,7 @@ class Meetings:
 
     async def _answer(self, peer: str, after_s: float) -> None:
         """Accept what the peer dials through the tunnel, until it is joined without."""
-        backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
+        backoff = Backoff(TUNED.first_backoff_s, TUNED.max_backoff_s)
         await asyncio.sleep(after_s)
         while self._ends is not None:
             known, tunnel = self._dialler.known(peer), self._tunnels[peer]
@@ -183,7 +180,7 @@ class Meetings:
 
     async def _find(self, peer: Peer) -> None:
         """Try every way between ends of which one has moved, where none comes about by itself."""
-        await asyncio.sleep(REVERSED_AFTER_S)
+        await asyncio.sleep(TUNED.reversed_after_s)
         if not peer.connections and not peer.gone:
             paths = Paths(self._addresses.get(peer.name, ()), dial=True)
             with suppress(AtollError):
@@ -192,7 +189,7 @@ class Meetings:
     async def _dial_back(self, peer: Peer) -> None:
         within_s = self._dialler.config.handshake_s
         deadline_s = time.monotonic() + within_s
-        await asyncio.sleep(DIAL_BACK_AFTER_S)
+        await asyncio.sleep(TUNED.dial_back_after_s)
         if not peer.connections and not peer.gone:
             with suppress(AtollError):
                 found, road = await self._dialler.first(peer.name, self._addresses[peer.name], within_s)

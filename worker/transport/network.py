@@ -24,6 +24,7 @@ from hostos.budget import REFUSALS, REFUSALS_PER_S, Budget
 from protos import PROTOCOL_VERSION
 from protos.credentials import CurrentIdentity
 from protos.devices import machine_of
+from worker.transport import TUNED
 from worker.transport.connection import Connection
 from worker.transport.contract import (
     Goodput,
@@ -38,7 +39,7 @@ from worker.transport.courtesy import Courtesy
 from worker.transport.dialling import Dialler, greeting
 from worker.transport.frames import MAX_META_BYTES, Hello, MessageKey, encode
 from worker.transport.loop import SHARED, run
-from worker.transport.measure import ECHOES, burst, round_trip
+from worker.transport.measure import burst, round_trip
 from worker.transport.meeting import Meetings
 from worker.transport.peer import Peer
 from worker.transport.pipes import AcceptedPipe, Pipe, PipeServer
@@ -53,7 +54,6 @@ log = structlog.get_logger()
 
 MAX_STREAMS = 32
 """Open connections of one peer, with those that broke unnoticed."""
-CLOSE_S = 5.0
 MAX_EXPECTED = 16_384  # peers that the coordinator has named
 
 
@@ -399,7 +399,7 @@ class PeerNetwork:
 
     def rtt(self, peer: str) -> float:
         """Median round trip of echoes, seconds. Raises PeerLost, ConnectionFailed."""
-        return round_trip(self._known(peer), ECHOES)
+        return round_trip(self._known(peer), TUNED.echoes)
 
     def bandwidth(self, peer: str, seconds: float, max_bytes: int) -> float:
         """Payload bits per second to ``peer``, as its own clock saw a burst arrive.
@@ -509,7 +509,7 @@ class PeerNetwork:
             return
         self.closed = True
         with suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(CLOSE_S)
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(TUNED.close_within_s)
         for peer in self._all_peers():
             peer.lose("closed")
         SHARED.release()

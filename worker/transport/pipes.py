@@ -19,6 +19,7 @@ from hostos.proxies import proxy_option
 from protos.connections import ConnectionBound, Known, PortBound
 from protos.credentials import channel_credentials, name_options, peer_name, server_credentials
 from protos.text_limits import clean
+from worker.transport import TUNED
 from worker.transport.frames import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 aio: Any = grpc.aio  # grpc-stubs lacks half of it
 METHOD = "/atoll.v1.Peer/Frames"
 MAX_REASON_CHARS = 400
-STOP_S = 1.0
-IDLE_S = 30.0  # so long a connection without a stream is kept
 OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -162,7 +161,7 @@ class PipeServer:
             *OPTIONS,
             ("grpc.max_allowed_incoming_connections", self._most),
             ("grpc.server_handshake_timeout_ms", round(1000 * handshake_s)),
-            ("grpc.max_connection_idle_ms", round(1000 * IDLE_S)),
+            ("grpc.max_connection_idle_ms", round(1000 * TUNED.idle_connection_s)),
         ]
         handler = grpc.method_handlers_generic_handler(
             "atoll.v1.Peer", {"Frames": grpc.stream_stream_rpc_method_handler(self._handle)}
@@ -193,7 +192,7 @@ class PipeServer:
 
     async def keep_bounds(self, port: int) -> None:
         """Shut strangers' connections to our port down where they are too many, for ever."""
-        bound = PortBound(self._most, self._most // 2, IDLE_S, self._known)
+        bound = PortBound(self._most, self._most // 2, TUNED.idle_connection_s, self._known)
         await ConnectionBound({port: bound}, time.monotonic).keep()
 
     async def close(self) -> None:

@@ -20,9 +20,8 @@ from protos.relay_tickets import (
     nonce_of,
 )
 from protos.text_limits import clean
+from worker.transport import TUNED
 from worker.transport.contract import RelayOffer
-
-GREET_WITHIN_S = 5.0  # from dialling a relay to its greeting
 
 Address = tuple[str, int]
 
@@ -100,13 +99,13 @@ class RelayTunnel:
         """A stream through this relay, once the peer is there."""
         loop, offer = asyncio.get_running_loop(), self._offer
         try:
-            async with asyncio.timeout(GREET_WITHIN_S):
+            async with asyncio.timeout(TUNED.greet_within_s):
                 proxy = proxy_for(relay[0]) if self._use_proxy else None
                 stream = await (_dialled(relay) if proxy is None else _through(proxy, relay))
         except (OSError, TimeoutError, UsageError) as error:
             raise ConnectionFailed(f"relay {_text(relay)}: {_why(error)}") from None
         try:
-            async with asyncio.timeout(GREET_WITHIN_S):
+            async with asyncio.timeout(TUNED.greet_within_s):
                 nonce = nonce_of(await received(stream, GREETING_BYTES))
             await loop.sock_sendall(stream, answer(offer.ticket, offer.key, nonce))
             word = await received(stream, 1)
@@ -173,7 +172,7 @@ async def _refusal(stream: socket.socket, word: bytes) -> str:
 
 def _why(error: Exception) -> str:
     if isinstance(error, TimeoutError):
-        return f"no answer within {GREET_WITHIN_S:g} s"
+        return f"no answer within {TUNED.greet_within_s:g} s"
     return str(getattr(error, "strerror", None) or error)
 
 

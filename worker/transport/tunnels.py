@@ -19,8 +19,7 @@ from typing import Any, Protocol
 
 from atoll.errors import ConnectionFailed
 from hostos.splice import accept, splice
-
-ACCEPT_WITHIN_S = 10.0  # from a stream to gRPC's connection over it
+from worker.transport import TUNED
 
 
 class Tunnel(Protocol):
@@ -77,7 +76,7 @@ class LocalEnds:
 
     async def _splice_first(self, listener: socket.socket, path: Path, stream: socket.socket) -> None:
         try:
-            async with asyncio.timeout(ACCEPT_WITHIN_S):
+            async with asyncio.timeout(TUNED.accept_within_s):
                 ours, _ = await accept(listener)
         except BaseException:
             stream.close()

@@ -17,23 +17,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from worker.transport import TUNED
 from worker.transport.frames import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 
-SLACK_S = 0.050
-INITIAL_BYTES = 256 << 10
-LEAST_BYTES = 32 << 10
-QUIET_SHARE = 0.25  # of the slack, and of the first window: for what can wait
-PROBE_ROUNDS = 8
-PROBE_SLACK_S = 2 * SLACK_S
-CHUNKS = 8  # of a window: an urgent message waits for one that is being written
-RTT_HORIZON_S = 600.0
-"""Long, as the round trip of a link that is kept full shows its queue: every horizon adds the slack to it."""
-RATE_HORIZON_S = 2.0
-CLOCK_HORIZON_S = 60.0  # in which two clocks drift apart by a few milliseconds
-MOST_LATE_S = 2 * SLACK_S
+PROBE_SLACK_S = 2 * TUNED.slack_s
+MOST_LATE_S = 2 * TUNED.slack_s
 """What is later was lost and sent again. A peer that lies about its clock widens no more than this."""
-LATE_ACKS = 16
-"""Late is a mean over about so many: by the largest both ends would take turns to send a whole window."""
 
 
 class Recent:
@@ -69,8 +58,8 @@ class Window:
 
     def __init__(self, maximum: int) -> None:
         self._maximum = maximum
-        self._rates, self._rtts = Recent(RATE_HORIZON_S), Recent(RTT_HORIZON_S)
-        self._quickest = Recent(CLOCK_HORIZON_S)
+        self._rates, self._rtts = Recent(TUNED.rate_horizon_s), Recent(TUNED.rtt_horizon_s)
+        self._quickest = Recent(TUNED.clock_horizon_s)
         self._late_s = 0.0
         self._delivered = 0
         self._clock_s: float | None = None
@@ -78,8 +67,8 @@ class Window:
         self.in_flight = 0
         self.rate: float | None = None  # bytes/s
         self.rtt_s: float | None = None
-        self.size = self._steady_size = INITIAL_BYTES
-        self._quiet_size = QUIET_SHARE * INITIAL_BYTES
+        self.size = self._steady_size = TUNED.first_window_bytes
+        self._quiet_size = TUNED.quiet_share * TUNED.first_window_bytes
         self._rounds = 0
         self._round_ends = 0  # once so many bytes have been delivered
 
@@ -95,7 +84,10 @@ class Window:
     @property
     def chunk(self) -> int:
         """Bytes of the next chunk, a multiple of 4 KiB."""
-        return max(4 * MIN_CHUNK_BYTES, min(MAX_CHUNK_BYTES, self._steady_size // CHUNKS)) & -MIN_CHUNK_BYTES
+        return (
+            max(4 * MIN_CHUNK_BYTES, min(MAX_CHUNK_BYTES, self._steady_size // TUNED.chunks_a_window))
+            & -MIN_CHUNK_BYTES
+        )
 
     def sent(self, now_s: float, nbytes: int, *, backlogged: bool) -> Sent:
         """A chunk leaves; ``backlogged``: more waits."""
@@ -114,7 +106,7 @@ class Window:
             self._round_ends = self._delivered + self.in_flight
         apart_s = now_s - clock_s
         late_s = min(MOST_LATE_S, apart_s + self._quickest.note(now_s, -apart_s))
-        self._late_s += (late_s - self._late_s) / LATE_ACKS
+        self._late_s += (late_s - self._late_s) / TUNED.late_acks
         # Those of another connection may have come first.
         self._clock_s = clock_s if self._clock_s is None else max(clock_s, self._clock_s)
         if newest is None:
@@ -124,9 +116,9 @@ class Window:
         self._last_left_s = max(self._last_left_s, newest.at_s)
         self.note_rtt(now_s, now_s - late_s - newest.at_s)
         # Without a backlog the sender was the limit: such a sample only counts when it is more.
-        known = self.rate or INITIAL_BYTES / ((self.rtt_s or 0.0) + SLACK_S)
+        known = self.rate or TUNED.first_window_bytes / ((self.rtt_s or 0.0) + TUNED.slack_s)
         if newest.backlogged or rate > known:
-            self._rates.horizon_s = max(RATE_HORIZON_S, 10 * (self.rtt_s or 0.0))
+            self._rates.horizon_s = max(TUNED.rate_horizon_s, 10 * (self.rtt_s or 0.0))
             self.rate = self._rates.note(now_s, rate)
         self._resize()
 
@@ -142,10 +134,12 @@ class Window:
     def _resize(self) -> None:
         if self.rate is not None and self.rtt_s is not None:
             unqueued_s = self.rtt_s + self._late_s
-            self._quiet_size = min(self._maximum, self.rate * (unqueued_s + QUIET_SHARE * SLACK_S))
-            probes = self._rounds % PROBE_ROUNDS == 0
-            self._steady_size = self._within(self.rate * (unqueued_s + SLACK_S))
-            self.size = self._within(self.rate * (unqueued_s + (PROBE_SLACK_S if probes else SLACK_S)))
+            self._quiet_size = min(
+                self._maximum, self.rate * (unqueued_s + TUNED.quiet_share * TUNED.slack_s)
+            )
+            probes = self._rounds % TUNED.probe_rounds == 0
+            self._steady_size = self._within(self.rate * (unqueued_s + TUNED.slack_s))
+            self.size = self._within(self.rate * (unqueued_s + (PROBE_SLACK_S if probes else TUNED.slack_s)))
 
     def _within(self, nbytes: float) -> int:
-        return max(LEAST_BYTES, min(self._maximum, int(nbytes)))
+        return max(TUNED.least_window_bytes, min(self._maximum, int(nbytes)))

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.patience import HUNG_S
-from worker.transport.connection import MAX_PINGS, MAX_PONGS, SPARE_PING_S, TOGETHER_BYTES, Connection
+from worker.transport import TUNED
+from worker.transport.connection import MAX_PINGS, MAX_PONGS, Connection
 from worker.transport.contract import PeerLost, TransportConfig
 from worker.transport.frames import (
     Ack,
@@ -210,7 +211,7 @@ async def test_a_gradient_waits_for_one_message_of_activations_at_most(a: End, b
     await settle()
     a.queue((key(0, Direction.BACKWARD), SMALL))
     messages = await a.pipe.out()
-    assert all(len(message) <= TOGETHER_BYTES + 8000 for message in messages)
+    assert all(len(message) <= TUNED.together_bytes + 8000 for message in messages)
     second = frames(messages[1])[0]
     assert isinstance(second, Data)
     assert second.key.direction is Direction.BACKWARD
@@ -392,7 +393,7 @@ def pings(connection: Connection, seconds: float) -> int:
     before, begun_s = connection._pinged_s, connection.heard_s
     asked = 0
     for tick in range(int(seconds * 10)):
-        connection.heard_s = begun_s + tick / 10 - SPARE_PING_S
+        connection.heard_s = begun_s + tick / 10 - TUNED.spare_ping_s
         connection.asked_s = None
         connection.watch(begun_s + tick / 10, asleep=False)
         asked += connection._pinged_s != before
@@ -406,7 +407,7 @@ async def test_a_spare_connection_is_hardly_pinged_and_not_judged_by_its_silence
     await settle()
     a.peer.used_s = a.connection.heard_s + 60.0
     assert pings(a.connection, 60.0) == pytest.approx(60.0 / CONFIG.ping_s, abs=2)
-    assert pings(spare, 60.0) == pytest.approx(60.0 / SPARE_PING_S, abs=1)
+    assert pings(spare, 60.0) == pytest.approx(60.0 / TUNED.spare_ping_s, abs=1)
     spare.asked_s = spare.heard_s + 1.0
     spare.watch(spare.heard_s + 60.0, asleep=False)
     assert not spare.reason
@@ -421,7 +422,7 @@ async def test_a_peer_that_nothing_was_sent_to_for_long_is_hardly_pinged_until_i
     a: End, b: End
 ) -> None:
     a.peer.used_s = a.connection.heard_s - CONFIG.idle_s - 1.0
-    assert pings(a.connection, 60.0) <= 60.0 / SPARE_PING_S + 1
+    assert pings(a.connection, 60.0) <= 60.0 / TUNED.spare_ping_s + 1
     a.peer.note_sent(a.connection.heard_s + 60.0, key(0), 0)
     assert pings(a.connection, 10.0) >= 10.0 / CONFIG.ping_s - 1
 

@@ -10,17 +10,8 @@ from functools import partial
 
 import pytest
 
-from worker.transport.window import (
-    INITIAL_BYTES,
-    LEAST_BYTES,
-    MOST_LATE_S,
-    PROBE_SLACK_S,
-    QUIET_SHARE,
-    SLACK_S,
-    Recent,
-    Sent,
-    Window,
-)
+from worker.transport import TUNED
+from worker.transport.window import MOST_LATE_S, PROBE_SLACK_S, Recent, Sent, Window
 
 MAXIMUM = 64 << 20
 
@@ -100,7 +91,7 @@ def test_what_can_wait_fills_an_idle_link_and_hardly_holds_up_what_cannot(mbit: 
     link.longest_s, before = 0.0, link.acked[0]
     link.until(22.0)
     assert link.acked[0] - before > 0.9 * 10.0 * link.rate
-    assert link.longest_s < 1.2 * QUIET_SHARE * SLACK_S + link.windows[0].chunk / link.rate
+    assert link.longest_s < 1.2 * TUNED.quiet_share * TUNED.slack_s + link.windows[0].chunk / link.rate
 
 
 def test_a_link_that_grew_is_found_though_the_peer_seldom_has_the_processor() -> None:
@@ -127,13 +118,13 @@ def test_neither_end_gives_way_where_both_send_over_one_queue(
 
 def test_a_window_keeps_between_its_bounds_whatever_the_peer_says() -> None:
     window = Window(1 << 20)
-    assert window.size == INITIAL_BYTES
+    assert window.size == TUNED.first_window_bytes
     now_s = 1.0
     for clock_s in (5.0, 5.0, -1e9, 1e9, 0.0):
         sent = window.sent(now_s, 1 << 18, backlogged=True)
         now_s += 0.01
         window.acked(now_s, clock_s, sent.nbytes, sent)
-        assert LEAST_BYTES <= window.size <= 1 << 20
+        assert TUNED.least_window_bytes <= window.size <= 1 << 20
     assert window.in_flight == 0
 
 
@@ -146,7 +137,9 @@ def test_a_late_acknowledgement_widens_a_window_by_a_bound() -> None:
         window.acked(now_s, now_s - late_s, sent.nbytes, sent)
     assert window.rate is not None
     assert window.rtt_s is not None
-    assert window.size <= max(LEAST_BYTES, window.rate * (window.rtt_s + SLACK_S + MOST_LATE_S))
+    assert window.size <= max(
+        TUNED.least_window_bytes, window.rate * (window.rtt_s + TUNED.slack_s + MOST_LATE_S)
+    )
 
 
 def test_a_pause_of_the_sender_does_not_lower_the_rate() -> None:
