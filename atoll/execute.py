@@ -354,11 +354,6 @@ class Executor:
         self._debt.owed.clear()
         self._fresh = None
 
-    @property
-    def in_flight(self) -> int:
-        """Micro-batches forwarded and not yet backwarded."""
-        return len(self._live)
-
     def _graph(self, micro: int) -> _Micro:
         """The micro-batch's graph, run again when only its inputs were kept."""
         record = self._live.pop(micro)

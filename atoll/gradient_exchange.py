@@ -84,13 +84,6 @@ class Bucket:
         sends = (a for a in self.collective.actions[self.replica] if isinstance(a, Send))
         return frozenset(send.segment for send in sends if send.label == TOTAL)
 
-    @property
-    def sent_bytes(self) -> int:
-        """Payload bytes that this holder sends in a step."""
-        segments = self.collective.segments
-        sent = (a.segment for a in self.collective.actions[self.replica] if hasattr(a, "to"))
-        return ELEMENT_BYTES * sum(segments[segment].size for segment in sent)
-
 
 def joining(
     exchange: Exchange, ranks: Sequence[int], labels: Mapping[int, Sequence[int]], elements: int

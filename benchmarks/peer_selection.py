@@ -29,8 +29,9 @@ import networkx as nx
 import numpy as np
 
 from benchmarks.harness import conclude, execute, parser
-from coordinator.planning.peers import QUANTILES, PeerSelection, simulate
+from coordinator.planning.peers import QUANTILES, best_threshold, simulate
 from strategies.exchanges.matching import Network, Pairs
+from tests.inprocess.pairs import drawn_pairs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -91,12 +92,8 @@ KINDS: dict[str, Callable[[int, np.random.Generator], Floats]] = {
 
 def ours(rates: Floats, seed: int, share: float = 1.0) -> Select:
     """The product's selection, with its search."""
-    return _by_index(PeerSelection.begin(range(len(rates)), rates, seed, share=share))
-
-
-def _by_index(selection: PeerSelection) -> Select:
-    """Rounds of a selection whose peers are named 0 to n - 1."""
-    return lambda number: tuple((int(i), int(j)) for i, j in selection.pairs(number))
+    network = Network.of(rates)
+    return drawn_pairs(Network(network.rate, best_threshold(network, seed, share)), seed)
 
 
 def at_random(n: int, seed: int) -> Select:
@@ -203,7 +200,7 @@ def windows(seeds: int, seed: int) -> dict[str, Any]:
         known = Network.of(uniform(n, draw)).rate
         threshold = float(np.quantile(known[known > 0.0], draw.choice(QUANTILES)))
         network = Network(known, threshold)
-        select = _by_index(PeerSelection(range(n), network, number))
+        select = drawn_pairs(network, number)
         met = np.zeros((ROUNDS // 5, n, n), dtype=np.bool_)
         idle = np.ones((len(met), n), dtype=np.bool_)
         for at in range(len(met)):
@@ -227,14 +224,14 @@ def large(n: int, seed: int) -> dict[str, Any]:
         rates = KINDS[kind](n, np.random.default_rng([seed, 2]))
         network = Network.of(rates)
         begin = time.perf_counter()
-        chosen = PeerSelection.begin(range(n), rates, seed)
+        chosen = ours(rates, seed)
         searched = time.perf_counter() - begin
         round_s = []
         for number in range(ROUNDS // 3):
             begin = time.perf_counter()
-            chosen.pairs(number)
+            chosen(number)
             round_s.append(time.perf_counter() - begin)
-        mine = simulate(network, _by_index(chosen), ROUNDS // 3, seed)
+        mine = simulate(network, chosen, ROUNDS // 3, seed)
         random = simulate(network, at_random(n, seed), ROUNDS // 3, seed)
         result[kind] = {
             "search_s": round(searched, 2),

@@ -150,9 +150,6 @@ class Compressor(Protocol):
     def max_payload_bytes(self, meta: TensorMeta) -> int:
         """No payload for ``meta`` is longer; what the receiver allows."""
 
-    def payload_bytes(self, meta: TensorMeta) -> float:
-        """Expected payload of ``meta``: what the planner counts."""
-
 
 @dataclass(frozen=True, slots=True)
 class Support:
@@ -176,9 +173,6 @@ class SparseCompressor(Compressor, Protocol):
 
     def max_payload_bytes_on(self, meta: TensorMeta) -> int:
         """No payload of ``compress_on`` is longer."""
-
-    def payload_bytes_on(self, meta: TensorMeta) -> float:
-        """Expected payload of ``compress_on``."""
 
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:

@@ -14,8 +14,6 @@ the receiver acknowledges. Keep the old one until then:
     packet, after = codec.compress(gradient, state)
     if send(packet):                       # acknowledged
         state = after
-    else:                                  # given up: the whole gradient waits for the next step
-        state = codec.undelivered(gradient, state)
 
 To send again, send the same packet, or compress again with the old state: it is the same packet. A
 receiver that had it after all must drop the repetition by its key, or the mass counts twice.
@@ -80,20 +78,11 @@ class ErrorFeedback:
         left = self._left(wanted, packet)
         return replace(packet, codec=self.name), Residual(before.error if left is None else left, inner)
 
-    def undelivered(self, tensor: Tensor, state: State = None) -> Residual:
-        """The state after a packet of ``tensor`` that nobody received: all of it waits."""
-        before = _residual(state)
-        error = _sum(tensor, before.error)
-        return Residual(error if all_finite(error) else before.error, before.inner)
-
     def decompress(self, packet: Packet, state: State = None) -> Tensor:
         return self.codec.decompress(replace(packet, codec=self.codec.name))
 
     def max_payload_bytes(self, meta: TensorMeta) -> int:
         return self.codec.max_payload_bytes(meta)
-
-    def payload_bytes(self, meta: TensorMeta) -> float:
-        return self.codec.payload_bytes(meta)
 
     def _left(self, wanted: Tensor, packet: Packet) -> Tensor | None:
         """Return the part of ``wanted`` (overwritten) that ``packet`` does not hold; None where either is not

@@ -73,6 +73,3 @@ class FixedRate(ABC):
 
     def max_payload_bytes(self, meta: TensorMeta) -> int:
         return self.length(meta.elements)
-
-    def payload_bytes(self, meta: TensorMeta) -> float:
-        return float(self.length(meta.elements))

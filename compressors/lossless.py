@@ -23,7 +23,6 @@ from atoll.errors import BadFrame
 from atoll.opdag import DTYPE_BYTES, TensorMeta
 from compressors.base import Packet, State, meta_of
 from compressors.byte_planes import KINDS, Plane, kinds, merge, plane_bytes, split
-from compressors.catalogue import codec
 from compressors.layout import ALIGNMENT, Layout, from_wire, to_wire
 from compressors.packing import TORCH_DTYPES, Bytes
 
@@ -83,9 +82,6 @@ class Lossless:
 
     def max_payload_bytes(self, meta: TensorMeta) -> int:
         return meta.nbytes
-
-    def payload_bytes(self, meta: TensorMeta) -> float:
-        return codec(self.name).size(meta, 1.0)
 
 
 def _encoded(data: Bytes, dtype: str) -> tuple[Bytes, list[int]] | None:

@@ -59,6 +59,3 @@ class Uncompressed:
 
     def max_payload_bytes(self, meta: TensorMeta) -> int:
         return meta.nbytes
-
-    def payload_bytes(self, meta: TensorMeta) -> float:
-        return float(meta.nbytes)

@@ -130,9 +130,6 @@ class RandomK(Scattered):
         size = TORCH_DTYPES[meta.dtype].itemsize
         return size * random_k_most(random_k_of(meta, self.ratio), meta.elements)
 
-    def payload_bytes(self, meta: TensorMeta) -> float:
-        return float(TORCH_DTYPES[meta.dtype].itemsize * random_k_of(meta, self.ratio))
-
     def compress_on(self, tensor: torch.Tensor, support: Support, *, seed: int = 0) -> Packet:
         """The values themselves, not times d/k: the gradient of what was masked, not an estimate."""
         meta = meta_of(tensor)
@@ -153,9 +150,6 @@ class RandomK(Scattered):
 
     def max_payload_bytes_on(self, meta: TensorMeta) -> int:
         return self.max_payload_bytes(meta)
-
-    def payload_bytes_on(self, meta: TensorMeta) -> float:
-        return self.payload_bytes(meta)
 
     # ---------------------------------------------------------------- inside
 

@@ -20,7 +20,7 @@ from compressors.bits import Ints
 from compressors.indices import decode_positions, encode_positions
 from compressors.packing import TORCH_DTYPES, Floats, require_floats, zeros
 from compressors.selection import Keys, all_finite, bits_of, scatter, values_at
-from compressors.sparse_sizes import VALUE_CODECS, max_sparse_bytes, sparse_bytes, value_bytes
+from compressors.sparse_sizes import VALUE_CODECS, max_sparse_bytes, value_bytes
 from compressors.values import decode_values, encode_values
 
 _PARAMS = struct.Struct("<BBQQ")  # form, value codec, kept, groups of values
@@ -29,10 +29,9 @@ _WITH_POSITIONS, _VALUES_ONLY, _NOT_FINITE = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Number of elements that a codec keeps of a tensor: expected and at most, over all its groups."""
+    """Most elements that a codec keeps of a tensor, over all its groups."""
 
     groups: int
-    kept: int
     most: int
 
 
@@ -121,10 +120,6 @@ class Sparse(Scattered):
         keep = self.keep(meta)
         return max_sparse_bytes(keep.most, meta.elements, keep.groups, self.values)
 
-    def payload_bytes(self, meta: TensorMeta) -> float:
-        keep = self.keep(meta)
-        return sparse_bytes(keep.kept, meta.elements, keep.groups, self.values)
-
     # ---------------------------------------------------------------- on another tensor's positions
 
     def compress_on(self, tensor: torch.Tensor, support: Support, *, seed: int = 0) -> Packet:
@@ -155,10 +150,6 @@ class Sparse(Scattered):
     def max_payload_bytes_on(self, meta: TensorMeta) -> int:
         keep = self.keep(meta)
         return value_bytes(keep.most, keep.groups, self.values)
-
-    def payload_bytes_on(self, meta: TensorMeta) -> float:
-        keep = self.keep(meta)
-        return float(value_bytes(keep.kept, keep.groups, self.values))
 
     # ---------------------------------------------------------------- inside
 

@@ -56,18 +56,11 @@ def sample(elements: int, seed: int, dtype: str = "float32") -> torch.Tensor:
     return values.view(-1, WIDTH) if elements % WIDTH == 0 and elements else values
 
 
-def measure(name: str, ratio: float = 1.0, elements: int = 1 << 18, seed: int = 0) -> CodecRate:
-    """Rates of a codec of the catalogue on ``elements`` fp32 Gaussians, with torch's thread count.
-
-    One warm-up and the best of two: some 10 ms for a fast codec at the default size.
-    """
-    return measure_on(name, sample(elements, seed), ratio, seed)
-
-
 def measure_on(
     name: str, tensor: torch.Tensor, ratio: float = 1.0, seed: int = 0, *, repeats: int = 2
 ) -> CodecRate:
-    """``measure`` on a tensor of the caller's (not empty). A codec with a state carries it on."""
+    """Rates of a codec of the catalogue on ``tensor`` (not empty), with torch's thread count. One warm-up and
+    the best of ``repeats``: some 10 ms for a fast codec. A codec with a state carries it on."""
     return rate_of(make_compressor(name, ratio), tensor, seed, repeats=repeats)
 
 

@@ -72,7 +72,7 @@ class TopK(Sparse):
     def keep(self, meta: TensorMeta) -> Keep:
         rows, width, kept = self._sizes(meta)
         most = kept if self.selection == "exact" else min(width, _most(kept))
-        return Keep(rows, rows * kept, rows * most)
+        return Keep(rows, rows * most)
 
     def select(self, bits: Keys, meta: TensorMeta, state: State) -> tuple[Ints, State]:
         _, width, kept = self._sizes(meta)

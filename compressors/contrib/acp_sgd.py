@@ -9,22 +9,20 @@ basis the code is linear in M, so the factors of many workers are summed by one 
 residual needs nobody's answer. Vectors, and matrices that would not shrink, travel dense.
 
 State: step, basis and E (sender), step and basis (receiver; ``AcpSGD.follow``). The first basis is
-seeded by the shape. Whoever rejoins takes a neighbour's step and basis and drops its residual
-(``rejoined``); a packet of another step is refused, never guessed at.
+seeded by the shape. A packet of another step is refused, never guessed at.
 Source: ACP-SGD (arXiv 2306.08881) as papers/compression.md 4 gives it, from its authors' code.
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
 from compressors.base import Packet, State, meta_of
-from compressors.catalogue import codec
 from compressors.contrib.factors import (
     Matrix,
     dense_payload,
@@ -66,11 +64,6 @@ def next_basis(factor: Matrix) -> Matrix:
     """The basis of the next step, on the other side. ``factor`` is the sum over all workers where there
     are several; its scale does not matter."""
     return orthonormal(factor)
-
-
-def rejoined(state: AcpState) -> AcpState:
-    """Return the state of a worker that rejoins, given a neighbour's state."""
-    return replace(state, residual=None)
 
 
 class AcpSGD:
@@ -136,9 +129,6 @@ class AcpSGD:
     def max_payload_bytes(self, meta: TensorMeta) -> int:
         shape = self._shape(meta)
         return meta.nbytes if shape is None else FACTOR_BYTES * shape[2] * max(shape[:2])
-
-    def payload_bytes(self, meta: TensorMeta) -> float:
-        return codec(self.name).size(meta, self.ratio)
 
     def _shape(self, meta: TensorMeta) -> tuple[int, int, int] | None:
         rank, matrix = acp_rank(meta, self.ratio), gradient_matrix(meta)

@@ -33,7 +33,7 @@ from atoll.opdag import TensorMeta
 from compressors import make_compressor
 from compressors.base import MAX_HEADER_BYTES, Buffer, Compressor, Packet, State, meta_of
 from compressors.catalogue import CODECS
-from compressors.contrib.sizes import chain_kept, chain_size
+from compressors.contrib.sizes import chain_kept
 from compressors.indices import decode_positions, encode_positions, max_read_bytes
 from compressors.packing import flat, require_floats, zeros
 from compressors.selection import bits_of, largest_in_rows
@@ -165,12 +165,6 @@ class Chain:
     def max_payload_bytes(self, meta: TensorMeta) -> int:
         return sum(_LENGTH.size + limit + len(self.coders) for limit in self._limits(self._metas(meta)))
 
-    def payload_bytes(self, meta: TensorMeta) -> float:
-        """Without what byte coders may save: an upper estimate."""
-        metas = self._metas(meta)
-        sides = sum(split.max_side_bytes(m) for split, m in zip(self.splits, metas[:-1], strict=True))
-        return self.codec.payload_bytes(metas[-1]) + sides
-
     def _metas(self, meta: TensorMeta) -> list[TensorMeta]:
         """Return the metas of the tensor before each split, and of the values behind the last."""
         metas = [meta]
@@ -211,6 +205,3 @@ class DefaultChain(Chain):
     def __init__(self, ratio: float = 100.0) -> None:
         super().__init__([KeepLargest(ratio)], make_compressor("fp16"), [Zstd()])
         self.ratio = ratio
-
-    def payload_bytes(self, meta: TensorMeta) -> float:
-        return chain_size(meta, self.ratio)

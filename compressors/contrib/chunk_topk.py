@@ -21,7 +21,7 @@ from atoll.opdag import TensorMeta
 from compressors.base import Packet, State, meta_of
 from compressors.bits import Ints, as_bytes
 from compressors.contrib.ranking import RankPlan, decode_ranks, encode_ranks, plan_ranks
-from compressors.contrib.sizes import CHUNK, chunk_bytes, chunk_kept, chunks_of
+from compressors.contrib.sizes import CHUNK, chunk_kept, chunks_of
 from compressors.indices import decode_positions, encode_positions, expected_bytes, max_bytes
 from compressors.packing import Floats, require_floats
 from compressors.selection import bits_of, largest_in_rows, values_at
@@ -88,9 +88,6 @@ class ChunkTopK(Scattered):
         total = chunks * width
         positions = plan.bytes_of(chunks) if plan else max_bytes(chunks * kept, total)
         return value_bytes(chunks * kept, chunks, self.values) + positions
-
-    def payload_bytes(self, meta: TensorMeta) -> float:
-        return chunk_bytes(meta, self.chunk, self._sizes(meta)[2], self.values)
 
     def _sizes(self, meta: TensorMeta) -> tuple[int, int, int]:
         """(chunks, elements of each, kept of each)."""

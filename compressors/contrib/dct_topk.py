@@ -20,7 +20,7 @@ from torch import Tensor
 
 from atoll.opdag import TensorMeta
 from compressors.base import Packet, State, meta_of
-from compressors.contrib.sizes import DctBlocks, dct_blocks, dct_ratio, dct_size
+from compressors.contrib.sizes import DctBlocks, dct_blocks, dct_ratio
 from compressors.packing import TORCH_DTYPES, flat, require_floats, zeros
 from compressors.topk import TopK
 
@@ -66,9 +66,6 @@ class DctTopK:
 
     def max_payload_bytes(self, meta: TensorMeta) -> int:
         return self._topk(meta).max_payload_bytes(dct_blocks(meta).coefficients) if meta.elements else 0
-
-    def payload_bytes(self, meta: TensorMeta) -> float:
-        return dct_size(meta, self.ratio)
 
     def _topk(self, meta: TensorMeta) -> TopK:
         return TopK(dct_ratio(meta, self.ratio))

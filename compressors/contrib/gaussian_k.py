@@ -47,10 +47,10 @@ class GaussianK(Sparse):
             kept = kept_of_row(1, meta.elements, meta.nbytes / self.ratio, self.values)
         else:
             kept = min(meta.elements, max(1, round(self.density * meta.elements)))
-        return Keep(1, kept, kept)
+        return Keep(1, kept)
 
     def select(self, bits: Keys, meta: TensorMeta, state: State) -> tuple[Ints, State]:
-        kept = self.keep(meta).kept
+        kept = self.keep(meta).most
         key = first_threshold(bits, kept, meta.dtype)
         positions = above(bits, key) if key else None
         for _ in range(_LOWERINGS):

@@ -81,10 +81,7 @@ class LowRank:
         return rebuilt((left * scales) @ right.T, meta)
 
     def max_payload_bytes(self, meta: TensorMeta) -> int:
-        return int(self.payload_bytes(meta))
-
-    def payload_bytes(self, meta: TensorMeta) -> float:
-        return codec(self.name).size(meta, self.ratio)
+        return int(codec(self.name).size(meta, self.ratio))
 
 
 def factorise(matrix: Matrix, rank: int) -> tuple[Matrix, Matrix, Matrix]:

@@ -6,14 +6,13 @@ P is n x r and Q is m x r; both travel, 4 r (n + m) bytes, so a packet needs no 
 The three phases are functions: among many workers P and Q are each averaged where the phases meet,
 which two all-reduces do. Vectors, and matrices that would not shrink, travel dense.
 
-State: Q and E. All workers begin with the same Q (seeded by the shape). A worker that rejoins takes
-a neighbour's Q and drops its residual (``rejoined``): an old residual is of another model.
+State: Q and E. All workers begin with the same Q (seeded by the shape).
 Source: PowerSGD (arXiv 1905.13727) as papers/compression.md 4 gives it, from its authors' code.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -58,11 +57,6 @@ def phase_q(matrix: Matrix, p: Matrix) -> tuple[Matrix, Matrix]:
 def restored(basis: Matrix, q: Matrix) -> Matrix:
     """M^ = P Q^T, [n, m]."""
     return basis @ q.T
-
-
-def rejoined(state: PowerState) -> PowerState:
-    """Return the state of a worker that rejoins, given a neighbour's state."""
-    return replace(state, residual=torch.zeros_like(state.residual))
 
 
 class PowerSGD:
@@ -110,7 +104,4 @@ class PowerSGD:
         return rebuilt(restored(basis, q), meta)
 
     def max_payload_bytes(self, meta: TensorMeta) -> int:
-        return int(self.payload_bytes(meta))
-
-    def payload_bytes(self, meta: TensorMeta) -> float:
-        return codec(self.name).size(meta, self.ratio)
+        return int(codec(self.name).size(meta, self.ratio))

@@ -94,10 +94,6 @@ class LinkTable:
         blended = known + weight * (planned * measured_s / predicted_s - known)
         self._drag[pair] = (min(max(blended, DRAG_RANGE[0]), DRAG_RANGE[1]), samples + 1)
 
-    def drag(self, pair: Pair) -> float:
-        """At least 1; the median of the known ones for a pair that has not trained yet."""
-        return self._drag[pair][0] if pair in self._drag else self.usual_drag()
-
     def usual_drag(self) -> float:
         """The median of the known ones."""
         return median(d for d, _ in self._drag.values()) if self._drag else 1.0

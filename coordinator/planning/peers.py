@@ -19,16 +19,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.errors import UsageError
-from strategies.exchanges.matching import PAIRS, Network, Pairs, grid_groups, match, random_words
+from strategies.exchanges.matching import Network, Pairs, match, random_words
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
     Words = NDArray[np.uint64]
-
-Peer = str | int
-PeerPairs = tuple[tuple[Peer, Peer], ...]
 
 QUANTILES = (0.0, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.96)  # 0: no threshold
 SIMULATED_ROUNDS = 100
@@ -37,96 +34,6 @@ MOVED = 0.2  # share by which a rate must move to count as another
 EXACT = 2.0**-24  # contraction of one round that counts as agreement: float32 has no finer one
 
 _SEARCH, _PROBES = 1, 2  # what a draw is for, beside matching's
-
-
-class PeerSelection:
-    """Pairs and groups of every round from ``first_round`` on, under one table of rates."""
-
-    def __init__(
-        self,
-        peers: Sequence[Peer],
-        network: Network,
-        seed: int,
-        first_round: int = 0,
-        past: Sequence[PeerPairs] = (),
-    ) -> None:
-        """``network``: rates in the order of ``peers``, with its threshold; ``past``: as in ``begin``."""
-        if len(set(peers)) != len(peers) or len(peers) != network.n:
-            raise UsageError(f"{len(peers)} peers and rates of {network.n}; give each peer once")
-        self.peers, self.network, self.seed, self.first_round = tuple(peers), network, seed, first_round
-        self._past = [self._indices(pairs) for pairs in past][-network.window :]
-        self._restart()
-
-    @classmethod
-    def begin(
-        cls,
-        peers: Sequence[Peer],
-        rates: Floats,
-        seed: int,
-        first_round: int = 0,
-        past: Sequence[PeerPairs] = (),
-        share: float = 1.0,
-    ) -> PeerSelection:
-        """Search the threshold, then select from ``first_round`` on.
-
-        ``rates`` [n, n]: bytes a second of each ordered pair, NaN or 0 where none can be sent; where latency
-        counts, what a message gets of it: bytes / (bytes / rate + latency). ``past``: pairs of the rounds
-        before, oldest first, so that windows and idle peers are seen through; peers that left are dropped.
-        The search compares sums of floats: machines of different kinds should not each search, but share
-        ``network.threshold``; pairs compare rates alone.
-        ``share`` of the elements that a round averages (SAPS: 1/c). UsageError for rates that are negative or
-        of another shape, a share out of (0, 1].
-        """
-        network = Network.of(rates)
-        threshold = best_threshold(network, seed, share)
-        return cls(peers, Network(network.rate, threshold), seed, first_round, past)
-
-    def pairs(self, round_number: int) -> PeerPairs:
-        """Return the pairs of a round; whoever is in none idles.
-
-        Rounds derive from the first one on: each costs n^2 once, asked in order; one of long ago costs all.
-        """
-        if round_number < self.first_round:
-            raise UsageError(
-                f"round {round_number} is before round {self.first_round}, where selection begins"
-            )
-        self._derive(round_number, round_number + 1)
-        return self._named(self._recent[round_number - self._next])
-
-    def recent(self, before: int) -> tuple[PeerPairs, ...]:
-        """Return the window of rounds that ends before round ``before``: the next selection's ``past``."""
-        self._derive(before - self.network.window, before)
-        held = list(self._recent)[: len(self._recent) + before - self._next]
-        return tuple(self._named(pairs) for pairs in held[-self.network.window :])
-
-    def groups(self, round_number: int, size: int) -> tuple[tuple[Peer, ...], ...]:
-        """Return groups of at most ``size`` peers that average together (``grid_groups``); alone is in none.
-        UsageError when a pair cannot exchange."""
-        if (self.network.rate + np.eye(self.network.n) == 0.0).any():
-            raise UsageError("groups need peers that all reach each other; exchange in pairs instead")
-        found = grid_groups(self.network.n, size, self.seed, round_number)
-        return tuple(tuple(self.peers[at] for at in group) for group in found)
-
-    def _restart(self) -> None:
-        self._recent: deque[Pairs] = deque(self._past, maxlen=2 * self.network.window)
-        self._next = self.first_round
-
-    def _derive(self, first: int, stop: int) -> None:
-        """Hold the rounds from ``first`` (or the first known) to ``stop``."""
-        if self._next - len(self._recent) > max(first, self.first_round - len(self._past)):
-            self._restart()
-        while self._next < stop:
-            words = random_words(self.seed, self._next, PAIRS, 2 * self.network.n)
-            self._recent.append(match(self.network, words, self._recent))
-            self._next += 1
-
-    def _indices(self, pairs: PeerPairs) -> Pairs:
-        place = {peer: i for i, peer in enumerate(self.peers)}
-        known = [sorted((place[a], place[b])) for a, b in pairs if a in place and b in place]
-        return tuple((i, j) for i, j in known)
-
-    def _named(self, pairs: Pairs) -> PeerPairs:
-        return tuple((self.peers[i], self.peers[j]) for i, j in pairs)
 
 
 # ---------------------------------------------------------------- the objective

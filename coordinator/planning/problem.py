@@ -369,11 +369,6 @@ class Problem:
             self._scores[candidate] = self.scheduled(candidate, self.specs(candidate))
         return self._scores[candidate]
 
-    @property
-    def scored(self) -> int:
-        """Number of candidates that the timeline has scored."""
-        return len(self._scores)
-
     def scheduled(self, candidate: Candidate, specs: tuple[LinkSpec, ...]) -> Scored | None:
         """The candidate under these specs with the schedule that suits it; None if it does not fit."""
         try:

@@ -175,8 +175,5 @@ class _Copies:
     def max_payload_bytes(self, meta: TensorMeta) -> int:
         return 4 * meta.elements
 
-    def payload_bytes(self, meta: TensorMeta) -> float:
-        return float(meta.elements)
-
 
 _COPIES = _Copies()

@@ -252,7 +252,7 @@ def test_values_are_freed_after_their_last_use():
     dag = dag_of(op("aten.mul.Tensor", X, 2.0, grad=False), op("aten.add.Tensor", OpRef(0), 1.0, grad=False))
     executor = executor_of(dag, differentiate=False)
     run(executor, torch.ones(4))
-    assert executor.in_flight == 0
+    assert not executor._live
     dead = [slot for segment in executor._segments for step in segment.steps for slot in step[3]]
     assert dead == [executor._op_slots[0]]
 

@@ -136,7 +136,6 @@ def test_the_planner_counts_the_bytes_that_a_packet_really_takes(case: Case, dty
     one, state = codec.compress(normal(meta, 1, scale=1e-3), codec.init(meta), seed=1)
     two, _ = codec.compress(normal(meta, 2, scale=1e-3), state, seed=2)  # acp_sgd's sides alternate
     expected = facts.size(meta, case.ratio)
-    assert codec.payload_bytes(meta) == expected
     assert (len(one.payload) + len(two.payload)) / 2 == pytest.approx(expected, rel=SIZE_TOLERANCE)
     assert facts.payload_bytes(meta, case.ratio) <= meta.nbytes
 
@@ -276,7 +275,6 @@ def test_the_planner_counts_the_bytes_of_a_gradient_at_agreed_positions(case: Ca
     assert size_on is not None
     forward, _ = codec.compress(normal(ACTIVATION), seed=1)
     packet = codec.compress_on(normal(ACTIVATION, 2), codec.support(forward), seed=1)
-    assert codec.payload_bytes_on(ACTIVATION) == size_on(ACTIVATION, case.ratio)
     assert len(packet.payload) == pytest.approx(size_on(ACTIVATION, case.ratio), rel=SIZE_TOLERANCE)
 
 

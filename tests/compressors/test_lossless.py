@@ -117,7 +117,6 @@ def test_the_catalogue_counts_what_a_gaussian_takes() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         _, packet = there_and_back(gaussian((1 << 18,), dtype))
         expected = CODECS["lossless"].payload_bytes(packet.meta, 1.0)
-        assert expected == CODEC.payload_bytes(packet.meta)
         assert abs(len(packet.payload) / expected - 1) < 0.05
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def test_packets_have_the_size_that_the_catalogue_counts(
     second, _, again = sent(codec, tensor, state)
     assert meta_of(back) == meta_of(second) == meta
     mean = (len(packet.payload) + len(again.payload)) / 2
-    assert mean == codec.payload_bytes(meta) == CODECS[name].size(meta, ratio)
+    assert mean == CODECS[name].size(meta, ratio)
     assert len(packet.payload) <= meta.nbytes
 
 
@@ -146,23 +147,16 @@ def test_the_warm_start_finds_the_leading_directions() -> None:
     best = torch.linalg.svdvals(tensor)[rank:].norm()
     errors = []
     for _ in range(8):
-        fresh = powersgd.rejoined(state)
+        fresh = replace(state, residual=torch.zeros_like(state.residual))
         back, state, _ = sent(codec, tensor, fresh)
         errors.append(float((back - tensor).norm() / best))
     assert errors[-1] < 1.02 < errors[0]
 
 
-def test_a_worker_that_rejoins_keeps_the_span_and_drops_its_residual() -> None:
-    _, state, _ = sent(PowerSGD(8.0), gaussian(64, 96))
-    back = powersgd.rejoined(state)
-    assert back.q is state.q
-    assert not back.residual.any()
-
-
 def test_a_zero_gradient_keeps_the_span_found_so_far() -> None:
     codec, tensor = PowerSGD(8.0), decaying(64, 96)
     _, state, _ = sent(codec, tensor)
-    nothing = powersgd.rejoined(state)
+    nothing = replace(state, residual=torch.zeros_like(state.residual))
     back, after, _ = sent(codec, torch.zeros(64, 96), nothing)
     assert not back.any()
     assert torch.equal(after.q, state.q)
@@ -207,18 +201,14 @@ def test_acp_s_factors_are_summed_over_workers_without_an_answer() -> None:
         basis = acp_sgd.next_basis(torch.stack(factors).sum(0))
 
 
-def test_a_packet_of_another_step_is_refused_and_a_rejoiner_takes_a_neighbour_s_state() -> None:
+def test_a_packet_of_another_step_is_refused() -> None:
     codec, tensor = AcpSGD(8.0), gaussian(64, 96)
     first, state = codec.compress(tensor)
-    second, later = codec.compress(tensor, state)
+    second, _ = codec.compress(tensor, state)
     with pytest.raises(BadFrame, match="step 1, this side is at 0"):
         codec.decompress(second)
     with pytest.raises(BadFrame, match="step 0, this side is at 1"):
         codec.decompress(first, state)
-    back = acp_sgd.rejoined(later)
-    assert (back.step, back.residual) == (2, None)
-    third, _ = codec.compress(tensor, later)
-    assert torch.equal(codec.decompress(third, back), codec.decompress(third, later))
 
 
 # ---------------------------------------------------------------- the low-rank cut

@@ -111,7 +111,7 @@ def test_terngrad_is_unbiased_where_nothing_is_clipped_and_sends_five_values_a_b
     assert len(np.unique(decoded)) == 3
     error = np.abs(decoded.mean(axis=0) - x.numpy())
     assert (error <= 4.0 * decoded.std(axis=0) / np.sqrt(600) + 4e-3).all()
-    assert codec.payload_bytes(TensorMeta((1000,), "float32")) == 204
+    assert codec.max_payload_bytes(TensorMeta((1000,), "float32")) == 204
 
 
 def test_terngrad_clips_at_two_and_a_half_sigma() -> None:
@@ -144,8 +144,8 @@ def test_natural_keeps_powers_of_two_and_zero_and_shows_what_is_not_finite() -> 
 
 def test_a_ratio_above_four_halves_qsgds_bytes() -> None:
     meta = TensorMeta((5120,), "float32")
-    assert make_compressor("qsgd", 4.0).payload_bytes(meta) == 5120 + 40
-    assert make_compressor("qsgd", 4.5).payload_bytes(meta) == 2560 + 40
+    assert make_compressor("qsgd", 4.0).max_payload_bytes(meta) == 5120 + 40
+    assert make_compressor("qsgd", 4.5).max_payload_bytes(meta) == 2560 + 40
 
 
 @pytest.mark.parametrize("name", CODES)

@@ -7,13 +7,13 @@ import math
 import pytest
 
 from compressors import CODECS
-from compressors.speed import WIDTH, break_even_bps, measure, sample
+from compressors.speed import WIDTH, break_even_bps, measure_on, sample
 
 
 @pytest.mark.parametrize("name", sorted(CODECS))
 def test_every_codec_can_be_measured(name: str) -> None:
     ratio = 16.0 if CODECS[name].rated else 1.0
-    rate = measure(name, ratio, elements=64 * WIDTH, seed=4711)
+    rate = measure_on(name, sample(64 * WIDTH, 4711), ratio, 4711)
     assert 0 < rate.encode_bytes_per_s < math.inf
     assert 0 < rate.decode_bytes_per_s < math.inf
     assert 0 < rate.bytes_per_element <= 4.1

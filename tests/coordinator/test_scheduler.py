@@ -619,7 +619,7 @@ def test_what_the_ends_take_to_handle_messages_is_no_drag_of_their_link() -> Non
         world.ready("b", forward_s=0.1, backward_s=0.4)
         carried = ev.Goodput("b", 2_000_000, 1.47, 0.02, dense_bytes=2_000_000)
         world.ready("a", forward_s=0.1, backward_s=0.4, handling_s=0.6, links=(carried,))
-    assert world.scheduler.roster.links.table.drag(("a", "b")) == pytest.approx(1.47 / 1.4)
+    assert world.scheduler.roster.links.table.drags()["a", "b"] == pytest.approx(1.47 / 1.4)
 
 
 def test_shrunk_messages_do_not_make_a_fast_line_look_slow() -> None:

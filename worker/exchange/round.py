@@ -146,11 +146,6 @@ class CollectiveRun:
         return [message for number in sorted({n for n, _ in missing}) for message in self._advance(number)]
 
     @property
-    def collective(self) -> Collective:
-        """What all ranks derive alike."""
-        return self._collective
-
-    @property
     def awaited(self) -> frozenset[int]:
         """Ranks from which something is still to come."""
         return frozenset(self._sources[key] for key in self._awaited)

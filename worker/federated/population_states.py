@@ -13,9 +13,7 @@ mapped up to a bound. A client that another host is to train takes its file alon
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import shutil
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
@@ -35,7 +33,6 @@ from worker.federated.folders import MAX_BYTES
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from compressors.container import Metas
     from strategies.layout import Array, Arrays
 
 log = structlog.get_logger()
@@ -136,28 +133,6 @@ class PopulationStates:
         if client not in self._counts:
             raise StorageError(f"no state of client {client!r} is here; it starts anew")
         return self.folder / self._counts[client].file
-
-    def adopt(self, client: str, kept: Kept, source: Path, expected: Metas) -> None:
-        """Take in the state of ``client`` that another host had; it counts at once, as it did there.
-
-        BadFrame unless the file at ``source`` holds exactly ``expected``.
-        """
-        read_dense(source, expected)
-        size = source.stat().st_size
-        self.check_room(self.size, size)
-        mine = Kept(kept.round, _named(client, kept.round), size, kept.codec)
-        path = self.folder / mine.file
-        try:
-            with source.open("rb") as given, path.open("wb") as file:
-                shutil.copyfileobj(given, file)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            raise _refused(path, error) from None
-        before = self._counts.get(client)
-        self._count({**self._counts, client: mine})
-        self._remove([] if before is None else [before])
 
     def forget(self, clients: Collection[str]) -> None:
         """Drop the states of clients that another host has trained since."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from atoll.errors import UsageError
-from coordinator.planning.peers import PeerSelection, best_threshold, simulate
-from strategies.exchanges.matching import Network, Pairs
+from coordinator.planning.peers import best_threshold, simulate
+from strategies.exchanges.matching import Network, Pairs, grid_groups
+from tests.inprocess.pairs import drawn_pairs
 
 ROUNDS = 60
 
@@ -19,12 +20,24 @@ def uniform(n: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).uniform(0.0, 5.0, (n, n))
 
 
-def selection(rates: np.ndarray, seed: int, threshold: float) -> PeerSelection:
-    """Selection with a given threshold: what must hold does so with any."""
-    return PeerSelection(range(len(rates)), Network.of(rates, threshold), seed)
+@dataclass
+class Selection:
+    """Rounds with a given threshold: what must hold does so with any."""
+
+    network: Network
+    pairs: Callable[[int], Pairs]
 
 
-def drawn(seed: int, islands: int = 1) -> PeerSelection:
+def selection(rates: np.ndarray, seed: int, threshold: float) -> Selection:
+    network = Network.of(rates, threshold)
+    return Selection(network, drawn_pairs(network, seed))
+
+
+def searched(rates: np.ndarray, seed: int) -> Selection:
+    return selection(rates, seed, best_threshold(Network.of(rates), seed))
+
+
+def drawn(seed: int, islands: int = 1) -> Selection:
     """2 to 40 peers with uniform or log-normal rates and any threshold up to the fastest pair's rate."""
     draw = np.random.default_rng(seed)
     n = int(draw.integers(2, 41))
@@ -52,7 +65,7 @@ def components(n: int, rounds: Sequence[Pairs]) -> int:
     return sum(find(i) == i for i in range(n))
 
 
-def violations(chosen: PeerSelection, rounds: int = ROUNDS, window: int = 0) -> list[str]:
+def violations(chosen: Selection, rounds: int = ROUNDS, window: int = 0) -> list[str]:
     """Broken promises of ``rounds`` rounds where all peers of a part reach each other, in words."""
     network, n = chosen.network, chosen.network.n
     parts = int(network.parts.max()) + 1
@@ -92,7 +105,7 @@ def test_windows_are_connected_and_nobody_idles_twice_on_a_thousand_seeds(island
 
 def test_searched_thresholds_keep_the_promises_on_32_peers():
     for seed in range(2):
-        assert violations(PeerSelection.begin(range(32), uniform(32, seed), seed), 200) == []
+        assert violations(searched(uniform(32, seed), seed), 200) == []
 
 
 def test_where_not_all_reach_each_other_every_part_is_still_connected():
@@ -124,9 +137,9 @@ def test_one_direction_that_cannot_be_sent_forbids_the_pair():
 
 
 def test_fleets_of_none_and_of_two_have_pairs_where_they_can():
-    assert PeerSelection.begin([], np.zeros((0, 0)), 1).pairs(3) == ()
-    assert PeerSelection.begin(["a", "b"], np.zeros((2, 2)), 1).pairs(3) == ()
-    assert PeerSelection.begin(["a", "b"], np.ones((2, 2)), 1).pairs(3) == (("a", "b"),)
+    assert searched(np.zeros((0, 0)), 1).pairs(3) == ()
+    assert searched(np.zeros((2, 2)), 1).pairs(3) == ()
+    assert searched(np.ones((2, 2)), 1).pairs(3) == ((0, 1),)
 
 
 # ---------------------------------------------------------------- both ends derive the same
@@ -134,16 +147,15 @@ def test_fleets_of_none_and_of_two_have_pairs_where_they_can():
 
 def test_pairs_depend_on_rates_seed_and_round_alone():
     rates = uniform(16, 3)
-    names = [f"w{i}" for i in range(16)]
-    in_order = PeerSelection.begin(names, rates, 5)
+    in_order = searched(rates, 5)
     history = [in_order.pairs(number) for number in range(80)]
-    jumping = PeerSelection.begin(names, rates.copy(), 5)
+    jumping = searched(rates.copy(), 5)
     assert [jumping.pairs(number) for number in (70, 3, 71, 0, 79)] == [
         history[number] for number in (70, 3, 71, 0, 79)
     ]
-    another = PeerSelection.begin(names, rates, 6)
+    another = searched(rates, 6)
     assert history != [another.pairs(number) for number in range(80)]
-    scaled = PeerSelection.begin(names, rates * 2.0**20, 5)  # the unit is of no account
+    scaled = searched(rates * 2.0**20, 5)  # the unit is of no account
     assert [scaled.pairs(number) for number in range(80)] == history
 
 
@@ -156,41 +168,6 @@ def test_pairs_of_a_seed_stay_those_of_earlier_releases():
         ((0, 1), (2, 4), (3, 5)),
         ((0, 4), (1, 2), (3, 5)),
     ]
-
-
-def test_another_selection_sees_the_rounds_before_it():
-    slow_bridge = np.full((7, 7), 0.01)
-    slow_bridge[:4, :4] = slow_bridge[4:, 4:] = 5.0
-    history = []
-    past: tuple = ()
-    for first in range(0, 60, 5):  # re-begun so often that no window lies within one selection
-        network = Network.of(slow_bridge, 5.0)
-        chosen = PeerSelection(range(7), network, 1, first, past)
-        history += [chosen.pairs(number) for number in range(first, first + 5)]
-        chosen.pairs(first + 7)  # looks ahead; what comes before a round does not change
-        past = chosen.recent(first + 5)
-    for first in range(60 - network.window + 1):
-        assert components(7, history[first : first + network.window]) == 1
-    idle = [set(range(7)) - {peer for pair in pairs for peer in pair} for pairs in history]
-    assert not any(before & after for before, after in pairwise(idle))
-
-
-def test_the_rounds_before_one_do_not_depend_on_what_was_asked():
-    rates = uniform(9, 2)
-    chosen = selection(rates, 1, 3.0)
-    window = chosen.network.window
-    expected = tuple(selection(rates, 1, 3.0).pairs(number) for number in range(30 - window, 30))
-    for ahead in (0, 29, 30, 30 + window, 500, 2):
-        chosen.pairs(ahead)
-        assert chosen.recent(30) == expected
-    assert chosen.recent(0) == ()
-    assert len(chosen.recent(3)) == 3
-
-
-def test_peers_that_left_are_dropped_from_the_past():
-    before = PeerSelection.begin(["a", "b", "c"], np.ones((3, 3)), 1)
-    after = PeerSelection.begin(["a", "c"], np.ones((2, 2)), 1, 5, before.recent(5))
-    assert after.pairs(5) == (("a", "c"),)
 
 
 # ---------------------------------------------------------------- the objective
@@ -210,7 +187,7 @@ def test_a_selection_mixes_several_times_faster_than_random_pairs():
     for seed in range(2):
         rates = uniform(32, seed)
         network = Network.of(rates)
-        chosen = simulate(network, PeerSelection.begin(range(32), rates, seed).pairs, 300, 1)
+        chosen = simulate(network, searched(rates, seed).pairs, 300, 1)
         random = simulate(network, at_random(32, seed), 300, 1)
         assert chosen.bottleneck >= 2.5 * random.bottleneck
         assert chosen.per_second >= 5.0 * random.per_second
@@ -259,11 +236,11 @@ def test_a_share_of_the_elements_may_need_another_threshold():
     rates = np.random.default_rng(5).uniform(4.0, 5.0, (12, 12))
     rates[:2] /= 20.0  # two peers at a twentieth: whoever averages all can leave them out every other round
     network = Network.of(rates)
-    chosen = PeerSelection.begin(range(12), rates, 1, share=0.01)
+    chosen = selection(rates, 1, best_threshold(network, 1, 0.01))
     masked = simulate(network, chosen.pairs, 400, 1, share=0.01).per_second
     assert masked >= 0.95 * simulate(network, at_random(12, 1), 400, 1, share=0.01).per_second
     with pytest.raises(UsageError, match="share"):
-        PeerSelection.begin(range(12), rates, 1, share=0.0)
+        best_threshold(network, 1, 0.0)
 
 
 def test_pairs_that_never_join_two_halves_do_not_mix():
@@ -277,24 +254,22 @@ def test_pairs_that_never_join_two_halves_do_not_mix():
 
 @pytest.mark.parametrize(("n", "size", "rounds"), [(16, 4, 2), (8, 2, 3), (27, 3, 3), (64, 8, 2)])
 def test_groups_hold_the_mean_after_log_rounds(n, size, rounds):
-    chosen = selection(np.ones((n, n)), 7, 0.0)
     values = np.random.default_rng(1).normal(size=n)
     for cycle in range(3):
         held = values.copy()
         for number in range(cycle * rounds, (cycle + 1) * rounds):
-            groups = chosen.groups(number, size)
+            groups = grid_groups(n, size, 7, number)
             assert sorted(peer for group in groups for peer in group) == list(range(n))
             for group in groups:
                 held[list(group)] = held[list(group)].mean()
         assert np.ptp(held) < 1e-12
-    assert chosen.groups(0, size) != chosen.groups(rounds, size)
+    assert grid_groups(n, size, 7, 0) != grid_groups(n, size, 7, rounds)
 
 
 def test_groups_of_any_number_of_peers_mix_and_never_exceed_their_size():
-    chosen = selection(np.ones((11, 11)), 7, 0.0)
     values = np.random.default_rng(1).normal(size=11)
     for number in range(40):
-        for group in chosen.groups(number, 4):
+        for group in grid_groups(11, 4, 7, number):
             assert 2 <= len(group) <= 4
             values[list(group)] = values[list(group)].mean()
     assert np.ptp(values) < 1e-6
@@ -304,20 +279,9 @@ def test_groups_of_any_number_of_peers_mix_and_never_exceed_their_size():
 
 
 def test_unusable_requests_are_refused():
-    with pytest.raises(UsageError, match="once"):
-        PeerSelection.begin(["a", "a"], np.ones((2, 2)), 1)
-    with pytest.raises(UsageError, match="once"):
-        PeerSelection.begin(["a"], np.ones((2, 2)), 1)
     with pytest.raises(UsageError, match="at least 0"):
-        PeerSelection.begin(["a", "b"], -np.ones((2, 2)), 1)
+        Network.of(-np.ones((2, 2)))
     with pytest.raises(UsageError, match="shape"):
-        PeerSelection.begin(["a", "b"], np.ones((2, 3)), 1)
-    chosen = PeerSelection.begin(["a", "b", "c"], np.ones((3, 3)), 1, first_round=10)
-    with pytest.raises(UsageError, match="before round 10"):
-        chosen.pairs(9)
+        Network.of(np.ones((2, 3)))
     with pytest.raises(UsageError, match="at least 2"):
-        chosen.groups(10, 1)
-    apart = np.ones((3, 3))
-    apart[0, 1] = 0.0
-    with pytest.raises(UsageError, match="in pairs"):
-        selection(apart, 1, 0.0).groups(0, 2)
+        grid_groups(3, 1, 1, 10)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from atoll.errors import BadFrame, StorageError
+from atoll.errors import StorageError
 from atoll.federated import MAX_RESIDUAL_ROUNDS
 from atoll.opdag import TensorMeta
 from strategies.values import ClientState
@@ -240,39 +240,6 @@ METAS = {
     "state/control/b": TensorMeta((1,), "float64"),
     "left/weights/w": TensorMeta((N,), "float32"),
 }
-
-
-def test_a_client_moves_with_its_file_and_counts_at_its_new_host_alone(tmp_path: Path) -> None:
-    here, there = PopulationStates(tmp_path / "here"), PopulationStates(tmp_path / "there")
-    trained(here, 0, {"a": 1.0, "b": 2.0})
-    here.settle(0, "abc")
-    there.adopt("a", here.clients["a"], here.path("a"), METAS)
-    assert value_of(there, "a") == 1.0
-    assert there.clients["a"].round == 0
-    assert value_of(here, "a") == 1.0  # until the round that trains it there is taken
-    trained(there, 1, {"a": 5.0})
-    there.settle(1, "abc")
-    here.forget(["a", "nobody"])
-    assert (value_of(here, "a"), value_of(here, "b")) == (None, 2.0)
-    assert value_of(PopulationStates(there.folder), "a") == 5.0
-    assert len(list(here.folder.glob("*.state"))) == 1
-    here.adopt("a", there.clients["a"], there.path("a"), METAS)  # and back
-    here.adopt("a", there.clients["a"], there.path("a"), METAS)
-    assert value_of(PopulationStates(here.folder), "a") == 5.0
-    assert len(list(here.folder.glob("*.state"))) == 2
-
-
-def test_a_file_of_another_shape_is_not_adopted_and_one_without_state_has_no_file(tmp_path: Path) -> None:
-    here, there = PopulationStates(tmp_path / "here"), PopulationStates(tmp_path / "there", max_bytes=100)
-    trained(here, 0, {"a": 1.0})
-    here.settle(0, "abc")
-    with pytest.raises(BadFrame):
-        there.adopt("a", here.clients["a"], here.path("a"), {**METAS, "state/x": TensorMeta((1,), "float32")})
-    with pytest.raises(StorageError, match="raise --kept"):
-        there.adopt("a", here.clients["a"], here.path("a"), METAS)
-    assert files(there.folder) == set()
-    with pytest.raises(StorageError, match="no state of client 'b' is here"):
-        here.path("b")
 
 
 def test_clients_that_keep_nothing_leave_nothing(tmp_path: Path) -> None:

@@ -69,14 +69,8 @@ class Largest:
     def max_payload_bytes(self, meta: TensorMeta) -> int:
         return self.kept(meta) * (8 + meta.nbytes // meta.elements)
 
-    def payload_bytes(self, meta: TensorMeta) -> float:
-        return float(self.max_payload_bytes(meta))
-
     def max_payload_bytes_on(self, meta: TensorMeta) -> int:
         return self.kept(meta) * (meta.nbytes // meta.elements)
-
-    def payload_bytes_on(self, meta: TensorMeta) -> float:
-        return float(self.max_payload_bytes_on(meta))
 
 
 class Counting:
@@ -98,9 +92,6 @@ class Counting:
 
     def max_payload_bytes(self, meta: TensorMeta) -> int:
         return meta.nbytes
-
-    def payload_bytes(self, meta: TensorMeta) -> float:
-        return float(meta.nbytes)
 
 
 def raw(flat: torch.Tensor) -> bytes:
