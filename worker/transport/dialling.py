@@ -39,7 +39,7 @@ class Dialler:
         """``identity`` None: no TLS. ``ends`` None: this system has no tunnels."""
         self._network, self._identity, self._ends = network, identity, ends
         self.config = network.config
-        self.known, self.spawn, self.wait_for_moved = network.known, network.spawn, network.wait_for_moved
+        self.known, self.spawn = network.known, network.spawn
 
     async def dial(
         self, peer: str, addresses: Sequence[tuple[str, int]], timeout_s: float

@@ -98,10 +98,10 @@ class DeviceNetwork(PeerNetwork):
         if sibling is None or sibling is self:
             return False
         for one, other in ((self, peer), (sibling, self.name)):
-            with one._changed:
+            with one._peers.changed:
                 new = other not in one._met
                 one._met.add(other)
-                one._changed.notify_all()
+                one._peers.changed.notify_all()
             if new:
                 one._joined_local(other, Way.LOCAL, "")
         return True
@@ -123,9 +123,6 @@ class DeviceNetwork(PeerNetwork):
     def connections(self, peer: str) -> int:
         return 1 if peer in self._met else super().connections(peer)
 
-    def ways(self) -> dict[str, Way]:
-        return super().ways() | dict.fromkeys(self._met, Way.LOCAL)
-
     def reported(self) -> list[tuple[str, Way, str]]:
         return super().reported() + [(peer, Way.LOCAL, "") for peer in sorted(self._met)]
 
@@ -136,7 +133,7 @@ class DeviceNetwork(PeerNetwork):
 
     def _left(self, peer: str) -> None:
         """A device of this daemon has left."""
-        with self._changed:
+        with self._peers.changed:
             if peer not in self._met:
                 return
             self._met.discard(peer)

@@ -72,7 +72,7 @@ class Meetings:
         before, self._addresses[peer] = self._addresses.get(peer, paths.addresses), paths.addresses
         known = self._dialler.known(peer)
         if known is not None and before != paths.addresses:
-            self._dialler.wait_for_moved(known)
+            known.wait_for_moved()
         deadline_s = time.monotonic() + timeout_s
         while not self._connected(peer):
             left_s = deadline_s - time.monotonic()

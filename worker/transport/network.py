@@ -10,8 +10,6 @@ with the reason.
 from __future__ import annotations
 
 import asyncio
-import secrets
-import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
-from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed
+from atoll.errors import AccessDenied, AtollError, BadFrame
 from hostos.budget import REFUSALS, REFUSALS_PER_S, Budget
 from protos import PROTOCOL_VERSION
 from protos.credentials import CurrentIdentity
@@ -29,7 +27,6 @@ from worker.transport.connection import Connection
 from worker.transport.contract import (
     Goodput,
     Paths,
-    PeerLost,
     Receiver,
     RelayOffer,
     TransportConfig,
@@ -41,7 +38,7 @@ from worker.transport.frames import MAX_META_BYTES, Hello, MessageKey, encode
 from worker.transport.loop import SHARED, run
 from worker.transport.measure import burst, round_trip
 from worker.transport.meeting import Meetings
-from worker.transport.peer import Peer
+from worker.transport.peer import Peer, Peers
 from worker.transport.pipes import AcceptedPipe, Pipe, PipeServer
 from worker.transport.relaying import RelayTunnel
 from worker.transport.tunnels import LocalEnds, Tunnel
@@ -95,10 +92,13 @@ class PeerNetwork:
         self.config = config or TransportConfig()
         self.name = name or (identity.name if identity else "")
         self._identity = CurrentIdentity(identity) if identity is not None else None
-        self._lost, self._traffic = lost, traffic
+        self._lost = lost
         self._courtesy = Courtesy(self._urgent_over)
-        self._changed = threading.Condition(threading.RLock())
-        self._peers: dict[str, Peer] = {}
+        self._peers = Peers(
+            lambda name, session: Peer(
+                name, session, self.config, self._receivers, self._loop, traffic, self._courtesy
+            )
+        )
         self._expected: dict[str, None] = {}  # the one named longest ago first
         self._receivers: dict[str, Receiver] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -147,19 +147,10 @@ class PeerNetwork:
         self._loop.call_soon_threadsafe(self._move)
 
     def _move(self) -> None:
-        for peer in self._all_peers():
-            self.wait_for_moved(peer)
+        for peer in self._peers.all():
+            peer.wait_for_moved()
             for connection in list(peer.connections):
                 connection.fail("this machine's address has changed")
-
-    def wait_for_moved(self, peer: Peer) -> None:
-        """Give this peer time to be found, or to find us, at another address; on the loop."""
-        with peer.lock:
-            now_s = time.monotonic()
-            peer.moving_until_s, peer.doubted_until_s = (
-                now_s + self.config.move_s,
-                now_s + 2 * self.config.silence_s,
-            )
 
     def admit(self, peer: str) -> None:
         """Accept connections of this peer from now on; of too many those go that were named longest ago and
@@ -167,13 +158,13 @@ class PeerNetwork:
         self._expected.pop(peer, None)
         self._expected[peer] = None
         if len(self._expected) > MAX_EXPECTED:
-            gone = next((name for name in list(self._expected) if name not in self._peers), None)
+            gone = next((name for name in list(self._expected) if self._peers.find(name) is None), None)
             self._expected.pop(gone or "", None)
 
     def bar(self, peer: str, reason: str) -> None:
         """End this peer's connections and accept none, until it is admitted again."""
         self._expected.pop(peer, None)
-        if (known := self._peers.get(peer)) is not None:
+        if (known := self.known(peer)) is not None:
             self._loop.call_soon_threadsafe(self._lose, known, reason)
 
     def dial(self, peer: str, addresses: Sequence[tuple[str, int]], timeout_s: float) -> tuple[str, int]:
@@ -186,7 +177,7 @@ class PeerNetwork:
         try:
             return run(self._loop, self._dialler.dial(peer, addresses, timeout_s))
         except AtollError:
-            self._forget_unmet(peer)
+            self._peers.forget_unmet(peer)
             raise
 
     def meet(self, peer: str, paths: Paths, timeout_s: float) -> None:
@@ -196,7 +187,7 @@ class PeerNetwork:
         try:
             run(self._loop, self.meetings.meet(peer, paths, timeout_s))
         except AtollError:
-            self._forget_unmet(peer)
+            self._peers.forget_unmet(peer)
             raise
 
     def expect(self, peer: str, paths: Paths, timeout_s: float) -> None:
@@ -207,7 +198,7 @@ class PeerNetwork:
             try:
                 await self.meetings.meet(peer, paths, timeout_s)
             except AtollError as error:
-                self._forget_unmet(peer)
+                self._peers.forget_unmet(peer)
                 log.info("peer.unreachable", peer=peer, reason=str(error))
 
         asyncio.run_coroutine_threadsafe(self._begin(meet()), self._loop)
@@ -215,34 +206,12 @@ class PeerNetwork:
     async def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         self.spawn(work)
 
-    def _forget_unmet(self, peer: str) -> None:
-        """A peer that was never connected is not there to be sent to."""
-        with self._changed:
-            known = self._peers.get(peer)
-            if known is None or known.remote_session is not None:
-                return
-            del self._peers[peer]
-        known.forget(lambda _: True)
-
-    def known(self, peer: str) -> Peer | None:
-        """Return the peer's state, None where it was never met or is lost."""
-        return self._peers.get(peer)
-
-    def wait_for(self, peer: str, timeout_s: float) -> None:
-        """Wait until ``peer`` is connected, whoever dialled. Raises ConnectionFailed."""
-        self.admit(peer)
-        with self._changed:
-            found = self._changed.wait_for(lambda: self.connected(peer), timeout_s)
-        if not found:
-            raise ConnectionFailed(f"{peer} did not connect within {timeout_s:g} s; is its port reachable?")
-
     def connected(self, peer: str) -> bool:
         return self.connections(peer) > 0
 
-    def ways(self) -> dict[str, Way]:
-        """How each connected peer is joined."""
-        with self._changed:
-            return {peer.name: peer.way for peer in self._peers.values() if peer.way is not None}
+    def known(self, peer: str) -> Peer | None:
+        """Return the peer's state, None where it was never met or is lost."""
+        return self._peers.find(peer)
 
     def reported(self) -> list[tuple[str, Way, str]]:
         """What ``joined`` was called with for the peers there are."""
@@ -250,9 +219,7 @@ class PeerNetwork:
 
     def connections(self, peer: str) -> int:
         """How many streams to this peer are open."""
-        with self._changed:
-            known = self._peers.get(peer)
-            return len(known.connections) if known else 0
+        return self._peers.connections(peer)
 
     def attach(
         self, pipe: Pipe, peer: Peer, remote: Hello, way: Way, *, outbound: bool, host: str = ""
@@ -260,8 +227,8 @@ class PeerNetwork:
         if self.shaping is not None:
             pipe = self.shaping.shaped(pipe, remote.label, remote.name, host)
         connection = Connection(pipe, peer, outbound=outbound, summed=self._identity is None, way=way)
-        with self._changed:
-            self._changed.notify_all()
+        with self._peers.changed:
+            self._peers.changed.notify_all()
         self.meetings.attached(peer)
         return connection
 
@@ -271,8 +238,8 @@ class PeerNetwork:
             await connection.run()
         finally:
             peer = connection.peer
-            with self._changed:
-                self._changed.notify_all()
+            with self._peers.changed:
+                self._peers.changed.notify_all()
             if not self.closed:
                 self.meetings.detached(peer, connection)
             if connection.leaving and not peer.connections and not self.closed:
@@ -330,7 +297,7 @@ class PeerNetwork:
 
     def unregister(self, job: str, receiver: Receiver) -> None:
         """Messages of ``job`` are refused from now on, unless another receiver has taken over."""
-        with self._changed:
+        with self._peers.changed:
             if self._receivers.get(job) is receiver:
                 del self._receivers[job]
 
@@ -368,16 +335,16 @@ class PeerNetwork:
         more: bool,
         background: bool,
     ) -> None:
-        self._known(peer).submit(key, header, view, timeout_s, more=more, background=background)
+        self._peers.known(peer).submit(key, header, view, timeout_s, more=more, background=background)
 
     def flush(self, peer: str, timeout_s: float) -> bool:
         """Wait until everything sent to ``peer`` is confirmed; False when it is not in time."""
-        return self._known(peer).flush(timeout_s)
+        return self._peers.known(peer).flush(timeout_s)
 
     def forget(self, job: str, plan_version: int | None = None) -> None:
         """Drop what is queued or half received of a job, up to ``plan_version`` if given; then background
         messages stay queued: who repeats steps repeats those of older versions."""
-        for peer in self._all_peers():
+        for peer in self._peers.all():
             peer.forget(
                 lambda key: key.job == job and (plan_version is None or key.plan_version <= plan_version),
                 background=plan_version is None,
@@ -390,7 +357,7 @@ class PeerNetwork:
 
     def _wake_background(self) -> None:
         """On the loop."""
-        for peer in self._all_peers():
+        for peer in self._peers.all():
             with peer.lock:
                 if peer.outbox.background_held:
                     peer.wake_one()
@@ -399,7 +366,7 @@ class PeerNetwork:
 
     def rtt(self, peer: str) -> float:
         """Median round trip of echoes, seconds. Raises PeerLost, ConnectionFailed."""
-        return round_trip(self._known(peer), TUNED.echoes)
+        return round_trip(self._peers.known(peer), TUNED.echoes)
 
     def bandwidth(self, peer: str, seconds: float, max_bytes: int) -> float:
         """Payload bits per second to ``peer``, as its own clock saw a burst arrive.
@@ -407,18 +374,18 @@ class PeerNetwork:
         Sends at most ``max_bytes`` for at most about ``seconds``, after all other traffic. The
         first half, in which the window still grows, does not count. Raises PeerLost, ConnectionFailed.
         """
-        return burst(self._known(peer), seconds, max_bytes)
+        return burst(self._peers.known(peer), seconds, max_bytes)
 
     def goodput(self) -> list[Goodput]:
         """What was acknowledged of training's boundary tensors since the last call, for every peer."""
-        return [found for peer in self._all_peers() if (found := peer.goodput()).bytes]
+        return [found for peer in self._peers.all() if (found := peer.goodput()).bytes]
 
     def progress(self, peers: Collection[str]) -> int:
         """Chunks of steps sent to these, acknowledged and received so far; stands still when nothing moves.
 
         Of neighbours alone: a send log is read by standbys, however long the computation has hung.
         """
-        return sum(peer.progress for peer in self._all_peers() if peer.name in peers)
+        return sum(peer.progress for peer in self._peers.all() if peer.name in peers)
 
     # ---------------------------------------------------------------- peers
 
@@ -427,46 +394,19 @@ class PeerNetwork:
 
         ``session``: the number under which the peer has just met us, if it has.
         """
-        with self._changed:
-            known = self._peers.get(name)
-            if known is not None and (
-                remote_session is None or known.remote_session in (None, remote_session)
-            ):
-                known.remote_session = remote_session or known.remote_session
-                return known
-            fresh = Peer(
-                name,
-                session or secrets.randbits(63),
-                self.config,
-                self._receivers,
-                self._loop,
-                self._traffic,
-                self._courtesy,
-            )
-            self._peers[name] = fresh
-            fresh.remote_session = remote_session
-        if known is not None:
-            self._lose(known, "restarted")
-        return fresh
-
-    def _known(self, name: str) -> Peer:
-        known = self._peers.get(name)
-        if known is None:
-            raise PeerLost(name, "not connected")
-        return known
-
-    def _all_peers(self) -> list[Peer]:
-        return list(self._peers.values())
+        found, before = self._peers.met(name, remote_session, session)
+        if before is not None:
+            self._lose(before, "restarted")
+        return found
 
     def _lose(self, peer: Peer, reason: str) -> None:
         """On the loop."""
         if not peer.lose(reason):
             return
-        with self._changed:
-            if self._peers.get(peer.name) is peer:
-                del self._peers[peer.name]
+        with self._peers.changed:
+            self._peers.remove(peer)
             receivers = list(self._receivers.values())
-            self._changed.notify_all()
+            self._peers.changed.notify_all()
         for connection in list(peer.connections):
             connection.fail(reason)
         if self.closed:
@@ -485,21 +425,8 @@ class PeerNetwork:
             now_s = time.monotonic()
             asleep = now_s - last_s - tick_s > self.config.ping_s  # we were stopped, not they
             last_s = now_s
-            for peer in self._all_peers():
-                with peer.lock:
-                    for connection in list(peer.connections):
-                        connection.watch(now_s, asleep=asleep)
-                patience_s = max(self.config.reconnect_s, 6 * (peer.window.rtt_s or 0.0))
-                since_s = peer.down_since_s
-                if peer.relayed:
-                    patience_s = max(patience_s, self.config.relay_reconnect_s)
-                    # A relay that is away is nobody's fault here (decision 032), for as long as that.
-                    peer.progress += since_s is not None
-                if now_s < peer.moving_until_s:
-                    peer.progress += since_s is not None
-                    continue
-                if since_s is not None and now_s - since_s > patience_s:
-                    self._lose(peer, peer.down_reason)
+            for peer in self._peers.watched(now_s, asleep=asleep):
+                self._lose(peer, peer.down_reason)
 
     # ---------------------------------------------------------------- the end
 
@@ -510,16 +437,16 @@ class PeerNetwork:
         self.closed = True
         with suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(TUNED.close_within_s)
-        for peer in self._all_peers():
+        for peer in self._peers.all():
             peer.lose("closed")
         SHARED.release()
 
     async def _close(self) -> None:
-        connections = [connection for peer in self._all_peers() for connection in peer.connections]
+        connections = [connection for peer in self._peers.all() for connection in peer.connections]
         for connection in connections:
             connection.close("worker is leaving", leaving=True)
         deadline_s = time.monotonic() + self.config.close_s
-        while any(peer.connections for peer in self._all_peers()) and time.monotonic() < deadline_s:
+        while any(peer.connections for peer in self._peers.all()) and time.monotonic() < deadline_s:
             await asyncio.sleep(0.005)
         for connection in connections:
             connection.fail("closed")

@@ -7,9 +7,10 @@ after a restart or a loss on either side both begin from nothing.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -111,6 +112,13 @@ class Peer:
         if box.behind >= config.max_background_messages:
             return False
         return not box.background_held or box.background_held + nbytes <= config.max_background_bytes
+
+    def wait_for_moved(self) -> None:
+        """Give the peer time to be found, or to find us, at another address; on the loop."""
+        with self.lock:
+            now_s = time.monotonic()
+            self.moving_until_s = now_s + self.config.move_s
+            self.doubted_until_s = now_s + 2 * self.config.silence_s
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything sent is confirmed; False when it is not in time, or the peer lost."""
@@ -310,3 +318,81 @@ class Peer:
             nbytes, self._measured_bytes = self._measured_bytes, 0
             rtt_s, quickest_bps = self.window.rtt_s or 0.0, 8.0 * self._busy.take_quickest()
             return Goodput(self.name, nbytes, self._busy.take(), rtt_s, quickest_bps)
+
+
+class Peers:
+    """The peers of one network by name, whom it has met and not lost. ``changed`` guards them."""
+
+    def __init__(self, make: Callable[[str, int], Peer]) -> None:
+        """``make`` a peer of a name under a session."""
+        self._make = make
+        self._named: dict[str, Peer] = {}
+        self.changed = threading.Condition(threading.RLock())  # notified when somebody was joined or lost
+
+    def find(self, name: str) -> Peer | None:
+        """Return the peer's state, None where it was never met or is lost."""
+        return self._named.get(name)
+
+    def known(self, name: str) -> Peer:
+        """Return the peer's state. Raises PeerLost."""
+        found = self._named.get(name)
+        if found is None:
+            raise PeerLost(name, "not connected")
+        return found
+
+    def all(self) -> list[Peer]:
+        """Every peer."""
+        return list(self._named.values())
+
+    def met(self, name: str, remote_session: int | None, session: int | None) -> tuple[Peer, Peer | None]:
+        """Return the peer's state, and the one that it takes the place of where its session shows that the
+        peer has forgotten that."""
+        with self.changed:
+            before = self._named.get(name)
+            if before is not None and (
+                remote_session is None or before.remote_session in (None, remote_session)
+            ):
+                before.remote_session = remote_session or before.remote_session
+                return before, None
+            fresh = self._named[name] = self._make(name, session or secrets.randbits(63))
+            fresh.remote_session = remote_session
+        return fresh, before
+
+    def forget_unmet(self, name: str) -> None:
+        """A peer that was never connected is not there to be sent to."""
+        with self.changed:
+            found = self._named.get(name)
+            if found is None or found.remote_session is not None:
+                return
+            del self._named[name]
+        found.forget(lambda _: True)
+
+    def remove(self, peer: Peer) -> None:
+        """Forget a peer that is lost, unless another state has taken its place."""
+        if self._named.get(peer.name) is peer:
+            del self._named[peer.name]
+
+    def connections(self, name: str) -> int:
+        """How many streams to this peer are open."""
+        with self.changed:
+            found = self._named.get(name)
+            return len(found.connections) if found else 0
+
+    def watched(self, now_s: float, *, asleep: bool) -> Iterator[Peer]:
+        """Have connections ping and look for silence; yields peers whose time to come back is over.
+        ``asleep``: we were stopped, not they."""
+        for peer in self.all():
+            with peer.lock:
+                for connection in list(peer.connections):
+                    connection.watch(now_s, asleep=asleep)
+            config, since_s = peer.config, peer.down_since_s
+            patience_s = max(config.reconnect_s, 6 * (peer.window.rtt_s or 0.0))
+            if peer.relayed:
+                patience_s = max(patience_s, config.relay_reconnect_s)
+                # A relay that is away is nobody's fault here (decision 032), for as long as that.
+                peer.progress += since_s is not None
+            if now_s < peer.moving_until_s:
+                peer.progress += since_s is not None
+                continue
+            if since_s is not None and now_s - since_s > patience_s:
+                yield peer

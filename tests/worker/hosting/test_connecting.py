@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.patience import HUNG_S
-from tests.worker.transport.hosts import Host
+from tests.worker.transport.hosts import Host, joined
 from worker.cancel import Cancel
 from worker.hosting.connecting import connect, expect
 from worker.stage.assignment import PeerLink
@@ -42,7 +42,7 @@ def test_those_who_are_there_are_connected_while_the_newcomer_still_loads(
         HUNG_S,
         Cancel(),
     )
-    newcomer.network.wait_for("w-a", HUNG_S)
+    joined(newcomer.network, "w-a")
     connect([to_there], newcomer.network, HUNG_S, Cancel())
 
 

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from protos.credentials import Authority, Identity, identity_from, new_key, signing_request
-from tests.patience import HUNG_S
+from tests.patience import HUNG_S, eventually
 from worker.transport.contract import TransportConfig, Way
 from worker.transport.frames import Direction, MessageKey
 from worker.transport.network import PeerNetwork
@@ -67,6 +67,17 @@ class Host:
     @property
     def address(self) -> tuple[str, int]:
         return ("127.0.0.1", self.network.port)
+
+
+def joined(network: PeerNetwork, peer: str) -> None:
+    """Wait until ``peer`` is connected, whoever dialled."""
+    network.admit(peer)
+    eventually(lambda: network.connected(peer))
+
+
+def joined_by(network: PeerNetwork) -> dict[str, Way]:
+    """How each connected peer is joined."""
+    return {peer.name: peer.way for peer in network._peers.all() if peer.way is not None}
 
 
 def whole_and_once(a: Host, b: Host, n_bytes: int) -> Iterator[int]:

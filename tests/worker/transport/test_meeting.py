@@ -20,14 +20,13 @@ class Unreachable:
 
     def __init__(self) -> None:
         self.config = TransportConfig()
-        self.peer: Any = SimpleNamespace(name="w-b", connections=[], way=None, relayed=False, gone=False)
+        self.peer: Any = SimpleNamespace(
+            name="w-b", connections=[], way=None, relayed=False, gone=False, wait_for_moved=lambda: None
+        )
         self.meetings = Meetings(self, None, lambda _: None, lambda *_: None)  # type: ignore[arg-type]
 
     def known(self, peer: str) -> Any:
         return self.peer
-
-    def wait_for_moved(self, peer: Any) -> None:
-        """It has not."""
 
     async def first(self, *_: Any) -> Any:
         await asyncio.sleep(60.0)

@@ -10,7 +10,7 @@ import pytest
 
 from protos.credentials import Authority
 from tests.patience import HUNG_S
-from tests.worker.transport.hosts import Host
+from tests.worker.transport.hosts import Host, joined_by
 from tests.worker.transport.test_tunnels import Door, Make, Relays, exchange, host, leave, relayed, relays
 from worker.transport.contract import Paths, TransportConfig, Way
 
@@ -48,7 +48,7 @@ def test_who_dialled_and_moves_dials_again(host: Make, doors: list[Door]) -> Non
         doors[0].forget()
         a.network.moved()
     exchange(a, b, range(12, 16))
-    assert a.network.ways() == {"w-b": Way.DIRECT}
+    assert joined_by(a.network) == {"w-b": Way.DIRECT}
     unharmed(a, b)
 
 
@@ -63,7 +63,7 @@ def test_who_was_dialled_and_moves_is_dialled_where_it_is_now(host: Make, doors:
     # The coordinator has b's new address once b's session is back; nobody was lost meanwhile.
     a.network.expect("w-b", Paths((doors[1].address,), dial=True), HUNG_S)
     exchange(a, b, range(4, 8))
-    assert a.network.ways() == {"w-b": Way.DIRECT}
+    assert joined_by(a.network) == {"w-b": Way.DIRECT}
     unharmed(a, b)
 
 
@@ -81,7 +81,7 @@ def test_who_moves_to_where_nobody_can_dial_it_is_met_at_the_relay(
     a.network.expect("w-b", Paths((), True, leave(relays.port, dials=True, serial=1)), HUNG_S)
     b.network.expect("w-a", Paths((), True, leave(relays.port, dials=False, serial=1)), HUNG_S)
     exchange(a, b, range(4, 8))
-    assert a.network.ways() == {"w-b": Way.RELAYED}
+    assert joined_by(a.network) == {"w-b": Way.RELAYED}
     unharmed(a, b)
 
 
@@ -95,7 +95,7 @@ def test_an_end_of_a_relayed_pair_moves(host: Make, relays: Relays, doors: list[
         doors[0].forget()
         next(one for one in (a, b) if one.network.name == mover).network.moved()
     exchange(a, b, range(12, 16))
-    assert a.network.ways() == {"w-b": Way.RELAYED}
+    assert joined_by(a.network) == {"w-b": Way.RELAYED}
     unharmed(a, b)
 
 

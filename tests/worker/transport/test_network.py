@@ -29,7 +29,7 @@ from protos.credentials import (
 )
 from tests.fixtures.first_messages import recorded
 from tests.patience import HUNG_S, eventually
-from tests.worker.transport.hosts import PATIENT, Host, enroll, key, whole_and_once
+from tests.worker.transport.hosts import PATIENT, Host, enroll, joined, joined_by, key, whole_and_once
 from worker.transport.contract import Paths, PeerLost, TransportConfig, Way
 from worker.transport.frames import (
     MEASURED,
@@ -117,14 +117,14 @@ def _ended(connection: socket.socket) -> bool:
 def cut(host: Host, count: int) -> None:
     """Break the first ``count`` connections of this host."""
     network = host.network
-    for peer in network._all_peers():
+    for peer in network._peers.all():
         for connection in peer.connections[:count]:
             network._loop.call_soon_threadsafe(connection.fail, "cut by the test")
 
 
 def lose(host: Host, peer: str, reason: str) -> None:
     """Have this host lose a peer."""
-    host.network._loop.call_soon_threadsafe(host.network._lose, host.network._peers[peer], reason)
+    host.network._loop.call_soon_threadsafe(host.network._lose, host.network._peers.known(peer), reason)
 
 
 def connected(
@@ -135,7 +135,7 @@ def connected(
     a.network.shaping = b.network.shaping = shaping
     b.network.admit("w-a")
     a.network.dial("w-b", [b.address], HUNG_S)
-    b.network.wait_for("w-a", HUNG_S)
+    joined(b.network, "w-a")
     return a, b
 
 
@@ -189,8 +189,6 @@ def test_nobody_there_is_a_clear_error(host: Make) -> None:
     a = host("w-a", listen=False)
     with pytest.raises(ConnectionFailed, match=r"cannot reach w-b within 0.2 s \(127.0.0.1:1"):
         a.network.dial("w-b", [("127.0.0.1", 1)], 0.2)
-    with pytest.raises(ConnectionFailed, match="did not connect"):
-        a.network.wait_for("w-b", 0.05)
     with pytest.raises(PeerLost):
         a.network.send("w-b", key(), b"", b"x")
 
@@ -221,9 +219,9 @@ def test_the_other_end_dials_where_the_first_reaches_nobody(host: Make) -> None:
     a, b = host("w-a"), host("w-b")
     b.network.expect("w-a", Paths((a.address,)), HUNG_S)
     a.network.meet("w-b", Paths((NOWHERE,), dial=True), HUNG_S)
-    assert a.network.ways() == {"w-b": Way.REVERSED}
-    b.network.wait_for("w-a", HUNG_S)
-    assert b.network.ways() == {"w-a": Way.DIRECT}
+    assert joined_by(a.network) == {"w-b": Way.REVERSED}
+    joined(b.network, "w-a")
+    assert joined_by(b.network) == {"w-a": Way.DIRECT}
     a.network.send("w-b", key(), b"", b"there")
     assert b.delivered.get(timeout=HUNG_S)[3] == b"there"
 
@@ -232,14 +230,14 @@ def test_the_end_that_is_to_dial_has_its_time_alone(host: Make) -> None:
     a, b = host("w-a"), host("w-b")
     b.network.expect("w-a", Paths((a.address,)), HUNG_S)
     a.network.meet("w-b", Paths((b.address,), dial=True), HUNG_S)
-    assert a.network.ways() == {"w-b": Way.DIRECT}
+    assert joined_by(a.network) == {"w-b": Way.DIRECT}
 
 
 def test_a_stranger_at_the_first_address_does_not_hinder_the_other_direction(host: Make) -> None:
     a, b, c = host("w-a"), host("w-b"), host("w-c")
     b.network.expect("w-a", Paths((a.address,)), HUNG_S)
     a.network.meet("w-b", Paths((c.address,), dial=True), HUNG_S)
-    assert a.network.ways() == {"w-b": Way.REVERSED}
+    assert joined_by(a.network) == {"w-b": Way.REVERSED}
 
 
 def test_two_that_reach_neither_have_every_reason_said(host: Make) -> None:

@@ -23,7 +23,7 @@ from protos import relay_tickets as tickets
 from protos.credentials import Authority
 from protos.relay_tickets import Ticket
 from tests.patience import HUNG_S, eventually
-from tests.worker.transport.hosts import Host, enroll, key, whole_and_once
+from tests.worker.transport.hosts import Host, enroll, joined, joined_by, key, whole_and_once
 from worker.transport.contract import Paths, RelayOffer, TransportConfig, Way
 from worker.transport.loop import SHARED
 from worker.transport.tunnels import Tunnel
@@ -112,15 +112,15 @@ def met(host: Make, board: Switchboard, *, doors: tuple[bool, bool] = (False, Fa
     )
     b.network.expect("w-a", Paths(relay=offer(dials=False)), HUNG_S)
     a.network.meet("w-b", Paths(relay=offer(dials=True)), HUNG_S)
-    b.network.wait_for("w-a", HUNG_S)
+    joined(b.network, "w-a")
     return a, b
 
 
 def test_two_that_accept_nobody_exchange_tensors_through_a_tunnel(host: Make) -> None:
     a, b = met(host, Switchboard())
     assert a.network.port == b.network.port == 0
-    assert a.network.ways() == {"w-b": Way.RELAYED}
-    assert b.network.ways() == {"w-a": Way.RELAYED}
+    assert joined_by(a.network) == {"w-b": Way.RELAYED}
+    assert joined_by(b.network) == {"w-a": Way.RELAYED}
     assert a.ways.get(timeout=HUNG_S) == ("w-b", Way.RELAYED, "fake")
     exchange(a, b, range(4))
 
@@ -130,7 +130,7 @@ def test_a_way_that_works_before_the_tunnels_time_leaves_the_tunnel_unused(host:
     a, b = host("w-a", tunnel=board.end), host("w-b", listen=True, tunnel=board.end)
     b.network.expect("w-a", Paths(relay=offer(dials=False, after_s=HUNG_S)), HUNG_S)
     a.network.meet("w-b", Paths((b.address,), True, offer(dials=True, after_s=HUNG_S)), HUNG_S)
-    assert a.network.ways() == {"w-b": Way.DIRECT}
+    assert joined_by(a.network) == {"w-b": Way.DIRECT}
     assert board.opened == []
 
 
@@ -139,7 +139,7 @@ def test_ways_that_work_at_the_same_moment_all_serve(host: Make) -> None:
     a, b = (host(name, listen=True, tunnel=board.end) for name in ("w-a", "w-b"))
     b.network.expect("w-a", Paths((a.address,), True, offer(dials=False)), HUNG_S)
     a.network.meet("w-b", Paths((b.address,), True, offer(dials=True)), HUNG_S)
-    b.network.wait_for("w-a", HUNG_S)
+    joined(b.network, "w-a")
     for first in range(0, 12, 4):
         exchange(a, b, range(first, first + 4))
     assert a.network.flush("w-b", HUNG_S)
@@ -177,7 +177,7 @@ def test_a_pair_is_joined_directly_once_a_door_opens_and_no_message_is_lost(host
     door = Door(b.network.port)
     b.network.expect("w-a", Paths(relay=offer(dials=False)), HUNG_S)
     a.network.meet("w-b", Paths((door.address,), True, offer(dials=True)), HUNG_S)
-    assert a.network.ways() == {"w-b": Way.RELAYED}
+    assert joined_by(a.network) == {"w-b": Way.RELAYED}
     stop, sent = threading.Event(), queue.SimpleQueue[int]()
 
     def send() -> None:
@@ -194,7 +194,7 @@ def test_a_pair_is_joined_directly_once_a_door_opens_and_no_message_is_lost(host
         door.open()
         ways = [b.ways.get(timeout=HUNG_S)[1] for _ in range(2)]
         assert ways == [Way.RELAYED, Way.REVERSED]
-        eventually(lambda: all(c.way is not Way.RELAYED for c in a.network._peers["w-b"].connections))
+        eventually(lambda: all(c.way is not Way.RELAYED for c in a.network._peers.known("w-b").connections))
     finally:
         stop.set()
         sending.join()
@@ -335,7 +335,7 @@ def relayed(
     a, b = host("w-a", config), host("w-b", config)
     b.network.expect("w-a", Paths(relay=leave(port_b or port_a, dials=False)), HUNG_S)
     a.network.meet("w-b", Paths(relay=leave(port_a, dials=True)), HUNG_S)
-    b.network.wait_for("w-a", HUNG_S)
+    joined(b.network, "w-a")
     return a, b
 
 
@@ -383,10 +383,10 @@ def test_who_was_dialled_dials_back_when_its_address_has_changed(host: Make) -> 
         b.network.expect("w-a", Paths((a.address,)), HUNG_S)
         a.network.meet("w-b", Paths((old.address,), dial=True), HUNG_S)
         exchange(a, b, range(4))
-        assert a.network.ways() == {"w-b": Way.DIRECT}
+        assert joined_by(a.network) == {"w-b": Way.DIRECT}
         old.shut()
         exchange(a, b, range(4, 8))
-        assert a.network.ways() == {"w-b": Way.REVERSED}
+        assert joined_by(a.network) == {"w-b": Way.REVERSED}
     finally:
         old.close()
     assert a.losses.empty()
