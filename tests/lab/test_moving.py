@@ -100,13 +100,13 @@ def test_homes_that_move_in_mid_step_cost_no_step(way: str) -> None:
         if way == "direct":
             for home in ("home1", "home2"):
                 fleet.lab.open_door(home)
-            fleet.until(lambda: set(fleet.ways()) <= {"direct", "reversed"}, "a direct way")
+            fleet.until(lambda: set(fleet.ways()) <= {"direct", "reversed"})
         for home in ("home1", "home2", "home1"):
             fleet.lab.move(home)
             fleet.more_steps(3)
         ways = {"relayed"} if way == "relayed" else {"direct", "reversed"}
         # Both may have dialled the other: each then says "direct".
-        fleet.until(lambda: set(fleet.ways()) <= ways, "the same way")
+        fleet.until(lambda: set(fleet.ways()) <= ways)
         away_s = fleet.away_s()
         assert len(away_s) == 3
         # A busy machine may hold up one of them; a silent worker is given up after 2 s.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,9 +53,9 @@ class Unaware(LabFleet):
             env = self._environment()
             self.relay = self.lab.popen(self.home, command, stdout=log, stderr=log, env=env)
 
-    def _prestarted(self) -> dict[str, subprocess.Popen[bytes]]:
+    def _prestarted(self, hosts: Sequence[str]) -> dict[str, subprocess.Popen[bytes]]:
         self.start_relay()
-        self.processes = super()._prestarted()
+        self.processes = super()._prestarted(hosts)
         return self.processes
 
     def ways(self) -> list[str]:
