@@ -29,7 +29,8 @@ import networkx as nx
 import numpy as np
 
 from benchmarks.harness import conclude, execute, parser
-from coordinator.planning.peers import QUANTILES, best_threshold, simulate
+from coordinator.planning import TUNED
+from coordinator.planning.peers import best_threshold, simulate
 from strategies.exchanges.matching import Network, Pairs
 from tests.inprocess.pairs import drawn_pairs
 
@@ -198,7 +199,7 @@ def windows(seeds: int, seed: int) -> dict[str, Any]:
         draw = np.random.default_rng(number)
         n = int(draw.integers(24, 33))
         known = Network.of(uniform(n, draw)).rate
-        threshold = float(np.quantile(known[known > 0.0], draw.choice(QUANTILES)))
+        threshold = float(np.quantile(known[known > 0.0], draw.choice(TUNED.quantiles)))
         network = Network(known, threshold)
         select = drawn_pairs(network, number)
         met = np.zeros((ROUNDS // 5, n, n), dtype=np.bool_)

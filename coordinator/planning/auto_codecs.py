@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from atoll.compression import AUTO, OFF, Compression
 from atoll.plan import LinkSpec
+from coordinator.planning import TUNED
 from coordinator.planning.costs.codec_costs import DENSE
 from coordinator.planning.ratios import Link, asked_ratio, choose, mask_of, reasoned, within
 
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
 Judge = Callable[[tuple[LinkSpec, ...]], float]
 """Specs (empty: dense) -> predicted step seconds."""
 
-WORTH = 0.99  # of the dense step: at least this much faster, or nothing is compressed
-NEAR = 1.02  # of the fastest found: a milder choice within this is preferred
-EASED = 1.003  # of the step before any pair is eased
-TAUS = 8  # between the slowest link's dense time and the limit
 EASINGS = (float("inf"), 8.0, 3.0, 1.5)  # times tau, for one pair; inf: dense
 
 
@@ -43,20 +40,20 @@ def auto(
     off_s = judge(())
     steps: dict[tuple[LinkSpec, ...], float] = {}
     found = []  # with the tau of each, mildest first
-    for tau in _taus(links, limit, unnoticed_s, max(1, min(TAUS, judgements - 2))):
+    for tau in _taus(links, limit, unnoticed_s, max(1, min(TUNED.taus, judgements - 2))):
         specs = within(links, tau, limit, mask)
         if specs not in steps and not without_codecs(specs):
             steps[specs] = judge(specs)
             found.append((specs, tau))
     fastest = min(steps.values(), default=off_s)
-    if fastest > WORTH * off_s:
+    if fastest > TUNED.compressed_is_worth * off_s:
         why = (
             f"compressing gains {max(0.0, 1 - fastest / off_s):.1%} of a step of {off_s:.3g} s, 1 % is asked"
         )
         return tuple(reasoned(link, LinkSpec(*link.pair), why) for link in links)
-    enough = max(fastest, min(fastest * NEAR, WORTH * off_s))
+    enough = max(fastest, min(fastest * TUNED.near_fastest, TUNED.compressed_is_worth * off_s))
     specs, tau = next((s, t) for s, t in found if steps[s] <= enough)
-    bar = max(steps[specs], min(steps[specs] * EASED, WORTH * off_s))
+    bar = max(steps[specs], min(steps[specs] * TUNED.eased_slows, TUNED.compressed_is_worth * off_s))
     milder = ([within(pair, tau * times, limit, mask) for times in EASINGS] for pair in _by_pair(links))
     specs, step_s = _eased(specs, steps[specs], bar, judge, judgements - len(steps), milder)
     why = f"the step {off_s:.3g} -> {step_s:.3g} s"

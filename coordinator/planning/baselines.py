@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.opdag import Kind, OpDag
+from coordinator.planning import TUNED
 from coordinator.planning.chain import Chain, min_max, min_sum
 from coordinator.planning.problem import Candidate, Problem
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 _BLOCK = re.compile(r"^(?:.*?\.)?\d+(?=\.|$)")
 PROPORTIONAL_POSITIONS = 256
-BALANCE_SLACK = 0.10  # nobody balances by cutting through the middle of an attention
 
 
 def layer_starts(dag: OpDag, at_least: int) -> list[int]:
@@ -60,7 +60,9 @@ def even(problem: Problem) -> Candidate | None:
 def proportional(problem: Problem) -> Candidate | None:
     """Compute in proportion to speed, in join order; None when no such cut fits."""
     positions = problem.coarse(PROPORTIONAL_POSITIONS)
-    return _in_join_order(problem, positions, lambda n: problem.compute[:n][:, positions], BALANCE_SLACK)
+    return _in_join_order(
+        problem, positions, lambda n: problem.compute[:n][:, positions], TUNED.balance_slack
+    )
 
 
 def _in_join_order(

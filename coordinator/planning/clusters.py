@@ -13,16 +13,14 @@ from typing import TYPE_CHECKING
 import networkx as nx
 import numpy as np
 
+from coordinator.planning import TUNED
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
 
-EXACT_NODES = 12
-NEIGHBOURS = 24  # fastest links kept a device in large fleets: Louvain is linear in the edges
-DENSE_NODES = 64
 SEED = 4711
-GAP = 1.5  # a gap in sorted bandwidths smaller than this factor separates nothing
 
 
 def groups(bandwidth_bps: Floats) -> tuple[tuple[int, ...], ...]:
@@ -36,7 +34,7 @@ def groups(bandwidth_bps: Floats) -> tuple[tuple[int, ...], ...]:
         return (tuple(range(n)),) if n else ()
     rate = np.minimum(bandwidth_bps, bandwidth_bps.T)
     upper = rate[np.triu_indices(n, 1)]
-    if upper.max() < GAP * upper.min():
+    if upper.max() < TUNED.bandwidth_gap * upper.min():
         return (tuple(range(n)),)
     found = _louvain(rate)
     if len(found) == 1:
@@ -52,7 +50,7 @@ def _louvain(rate: Floats) -> list[set[int]]:
     weight = np.log2(np.maximum(rate, slowest) / slowest)
     weight[~off] = 0.0
     keep = weight > 0
-    if n > DENSE_NODES:
+    if n > TUNED.dense_nodes:
         keep &= _fastest_links(weight)
     graph = nx.Graph()
     graph.add_nodes_from(range(n))
@@ -66,10 +64,10 @@ def _louvain(rate: Floats) -> list[set[int]]:
 
 
 def _fastest_links(weight: Floats) -> NDArray[np.bool_]:
-    """Each device's NEIGHBOURS fastest links, of those at least half as fast (in log) as its best:
+    """Each device's fastest links, of those at least half as fast (in log) as its best:
     what joins islands is dropped, what holds one together is not."""
     n = len(weight)
-    k = min(NEIGHBOURS, n - 1)
+    k = min(TUNED.neighbours, n - 1)
     cutoff = np.partition(weight, n - k, axis=1)[:, n - k]
     best = weight.max(axis=1)
     keep: NDArray[np.bool_] = weight >= np.maximum(cutoff, 0.5 * best)[:, None]
@@ -82,7 +80,7 @@ def _largest_gap(rate: Floats) -> list[set[int]]:
     tree = _spanning_tree(rate)
     speeds = sorted((rate[a, b] for a, b in tree), reverse=True)
     ratios = [speeds[i] / max(speeds[i + 1], 1e-9) for i in range(len(speeds) - 1)]
-    if not ratios or max(ratios) < GAP:
+    if not ratios or max(ratios) < TUNED.bandwidth_gap:
         return [set(range(n))]
     floor = speeds[int(np.argmax(ratios))]
     graph = nx.Graph()
@@ -119,7 +117,7 @@ def shortest_path(cost: Floats, start: int | None = None, end: int | None = None
         return order[::-1] if backwards else order
     if start is not None and start == end:
         end = None
-    return _held_karp(cost, start, end) if n <= EXACT_NODES else _two_opt(cost, start, end)
+    return _held_karp(cost, start, end) if n <= TUNED.exact_nodes else _two_opt(cost, start, end)
 
 
 def _held_karp(cost: Floats, start: int | None, end: int | None) -> list[int]:

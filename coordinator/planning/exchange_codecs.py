@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from atoll.exchange import AUTO
 from atoll.opdag import TensorMeta
 from compressors.catalogue import codec
+from coordinator.planning import TUNED
 from coordinator.planning.gossip_plans import round_of
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 CODECS = ("none", "int8_block", "int4_block")
 """From the mildest on."""
-SHARE = 0.25  # of a period's computing that a round may last
 MARGIN = (
     0.7  # of that share is what a milder codec than the present one has: a rate that wavers changes nothing
 )
@@ -32,7 +32,7 @@ def fitting(present: str, carried_s: float, computed_s: float) -> str:
     a period whose steps computed for ``computed_s``."""
     for name in CODECS[:-1]:
         smaller = codec(name).size(_MANY, 1.0) / codec(present).size(_MANY, 1.0)
-        share = SHARE if smaller <= 1.0 else SHARE * MARGIN
+        share = TUNED.round_share if smaller <= 1.0 else TUNED.round_share * MARGIN
         if carried_s * smaller <= share * computed_s:
             return name
     return CODECS[-1]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atoll.microbatch import one_f_one_b
+from coordinator.planning import TUNED
 from coordinator.planning.costs.timeline import step_seconds
 from coordinator.planning.shortage import recompute_hint
 
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from coordinator.planning.costs.timeline import Timeline
     from coordinator.planning.costs.workload import Workload
     from coordinator.planning.problem import Problem
-
-BETTER = 0.9
-TRIED_OF_A_KIND = 4
 
 
 def bottleneck(problem: Problem, work: Workload, timeline: Timeline, caps: Sequence[int]) -> tuple[str, str]:
@@ -36,13 +34,13 @@ def bottleneck(problem: Problem, work: Workload, timeline: Timeline, caps: Seque
         return "memory", starved
     labels = [problem.fleet.devices[s.device].label for s in work.stages]
     options: list[tuple[float, str, str]] = []
-    busiest = sorted(range(len(labels)), key=lambda s: -timeline.compute_s[s])[:TRIED_OF_A_KIND]
+    busiest = sorted(range(len(labels)), key=lambda s: -timeline.compute_s[s])[: TUNED.tried_of_a_kind]
     for s in busiest:
         step = step_seconds(_faster_stage(work, s))
         share = timeline.busy_share(s)
         text = f"busy {share:.0%} of the step"
         options.append((step, f"stage {s} on {labels[s]}", text))
-    for name, pairs, busy in _wires(work, timeline, labels)[:TRIED_OF_A_KIND]:
+    for name, pairs, busy in _wires(work, timeline, labels)[: TUNED.tried_of_a_kind]:
         step = step_seconds(_faster_routes(work, pairs))
         options.append((step, name, f"occupied {busy / timeline.step_s:.0%} of the step"))
     options.append((step_seconds(_shorter_ways(work)), "latency", _latency_text(work)))
@@ -62,7 +60,7 @@ def _memory(problem: Problem, work: Workload, timeline: Timeline, caps: Sequence
         one_f_one_b(n, w, n if stage.defers else 0) for w, stage in zip(wanted, work.stages, strict=True)
     ]
     step = step_seconds(work.with_actions(orders))
-    if step > BETTER * timeline.step_s:
+    if step > TUNED.better * timeline.step_s:
         return ""
     worst = min(short, key=lambda s: (caps[s] / (wanted[s] + 1), s))
     label = problem.fleet.devices[work.stages[worst].device].label
@@ -77,10 +75,10 @@ def _faster_stage(work: Workload, s: int) -> Workload:
     stage = work.stages[s]
     faster = replace(
         stage,
-        forward_s=stage.forward_s * BETTER,
-        backward_s=stage.backward_s * BETTER,
-        weights_s=stage.weights_s * BETTER,
-        apart_s=stage.apart_s * BETTER,
+        forward_s=stage.forward_s * TUNED.better,
+        backward_s=stage.backward_s * TUNED.better,
+        weights_s=stage.weights_s * TUNED.better,
+        apart_s=stage.apart_s * TUNED.better,
     )
     return replace(work, stages=(*work.stages[:s], faster, *work.stages[s + 1 :]))
 
@@ -114,7 +112,8 @@ def _faster_routes(work: Workload, pairs: frozenset[tuple[int, int]]) -> Workloa
     scarce = {name for pair in pairs for name, _ in work.routes[pair].resources}
     routes = {
         pair: replace(
-            way, resources=tuple((n, rate / BETTER if n in scarce else rate) for n, rate in way.resources)
+            way,
+            resources=tuple((n, rate / TUNED.better if n in scarce else rate) for n, rate in way.resources),
         )
         for pair, way in work.routes.items()
     }
@@ -122,8 +121,8 @@ def _faster_routes(work: Workload, pairs: frozenset[tuple[int, int]]) -> Workloa
 
 
 def _shorter_ways(work: Workload) -> Workload:
-    routes = {pair: replace(way, latency_s=way.latency_s * BETTER) for pair, way in work.routes.items()}
-    stages = tuple(replace(s, commit_latency_s=s.commit_latency_s * BETTER) for s in work.stages)
+    routes = {pair: replace(way, latency_s=way.latency_s * TUNED.better) for pair, way in work.routes.items()}
+    stages = tuple(replace(s, commit_latency_s=s.commit_latency_s * TUNED.better) for s in work.stages)
     return replace(work, routes=routes, stages=stages)
 
 

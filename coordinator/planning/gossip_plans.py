@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.exchange import PairTable, Pattern
-from coordinator.planning.peers import MOVED, best_threshold
+from coordinator.planning import TUNED
+from coordinator.planning.peers import best_threshold
 from coordinator.planning.transfers import PHASES, coded, exchange_s, owner_transfers, pair_rates
 from strategies.exchanges.catalogue import exchange_facts
 from strategies.exchanges.matching import Network
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from strategies.exchanges.partners import Group
 
     Floats = NDArray[np.float64]
-
-SEEN_ROUNDS = 10  # everybody's turn is among them
 
 
 def with_table(
@@ -69,7 +68,7 @@ def moved_share(before: PairTable, now: PairTable) -> float:
         return 0.0
     old, new = np.array(before.rates) / before.threshold, np.array(now.rates) / now.threshold
     both = (old > 0.0) & (new > 0.0)
-    moved = ((old >= 1.0) != (new >= 1.0)) & (np.abs(new - old) > MOVED * old)
+    moved = ((old >= 1.0) != (new >= 1.0)) & (np.abs(new - old) > TUNED.rate_moved * old)
     return float(moved[both].mean()) if both.any() else 0.0
 
 
@@ -84,11 +83,11 @@ def round_of(
     ranks = tuple(range(len(members)))
     sent, seconds = np.zeros((len(fleet.devices),) * 2), 0.0
     owners = exchange_facts(exchange.rule).pattern is Pattern.OWNERS
-    for number in range(SEEN_ROUNDS):
+    for number in range(TUNED.seen_rounds):
         groups = groups_at(exchange, ranks, len(ranks), seed, number)
         moved = _of_groups(fleet, members, n_bytes, exchange, groups)
-        seconds += exchange_s(fleet, moved, PHASES if owners else 1) / SEEN_ROUNDS
-        sent += moved / SEEN_ROUNDS
+        seconds += exchange_s(fleet, moved, PHASES if owners else 1) / TUNED.seen_rounds
+        sent += moved / TUNED.seen_rounds
     return sent, seconds
 
 

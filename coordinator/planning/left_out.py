@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from coordinator.planning import TUNED
 from coordinator.planning.chain import min_max
 from coordinator.planning.problem import Candidate, Problem, Scored
 
@@ -15,10 +16,6 @@ if TYPE_CHECKING:
     from coordinator.planning.costs.fleet import Fleet
     from coordinator.planning.preselect import Preselection
 
-TRIED = 8  # devices asked about one by one
-LISTED = 64  # reasons in a plan; of a larger fleet the others are counted
-POSITIONS = 48
-
 
 def left_out(problem: Problem, best: Scored) -> tuple[tuple[str, str], ...]:
     """(worker, reason) of every device that the plan does not use."""
@@ -27,7 +24,7 @@ def left_out(problem: Problem, best: Scored) -> tuple[tuple[str, str], ...]:
     found = []
     for i, d in enumerate(spare):
         worker = problem.fleet.devices[d].worker
-        if i < TRIED and len(used) <= 24:
+        if i < TUNED.explained_devices and len(used) <= 24:
             found.append((worker, _reason(problem, best, d)))
         else:
             found.append((worker, f"{len(used)} devices suffice; each further one slows the step"))
@@ -66,12 +63,12 @@ def passed_over(preselection: Preselection, searched: Fleet) -> tuple[tuple[str,
 def summarised(
     reasons: Sequence[tuple[str, str]], beyond: int = 0, among: int = 0
 ) -> tuple[tuple[str, str], ...]:
-    """The first ``LISTED`` reasons, one entry for all others, and one for the ``beyond`` workers of a huge
+    """The first reasons, one entry for all others, and one for the ``beyond`` workers of a huge
     fleet of which only the best ``among`` were timed and probed."""
-    rest = len(reasons) - LISTED
+    rest = len(reasons) - TUNED.listed
     found = tuple(reasons)
     if rest > 1:
-        found = (*found[:LISTED], (f"{rest} more workers", "for reasons like these"))
+        found = (*found[: TUNED.listed], (f"{rest} more workers", "for reasons like these"))
     if beyond:
         why = f"slower, worse linked or not measured yet: a plan is made among the best {among}"
         found = (*found, (f"{beyond} more workers", why))
@@ -93,7 +90,7 @@ def _reason(problem: Problem, best: Scored, device: int) -> str:
 
 def _with(problem: Problem, best: Scored, device: int) -> Iterator[Candidate]:
     """The best plan with ``device`` inserted anywhere, cut anew."""
-    positions = problem.coarse(POSITIONS)
+    positions = problem.coarse(TUNED.left_out_positions)
     devices = best.candidate.devices
     for i in range(len(devices) + 1):
         order = (*devices[:i], device, *devices[i:])

@@ -17,6 +17,7 @@ import numpy as np
 from atoll.errors import NotEnoughMemory, PlanError, UsageError
 from atoll.exchange import AUTO, MOST_PEERS
 from atoll.plan import LinkPrediction, Plan, Prediction, Replica, validate, written_buffers
+from coordinator.planning import TUNED
 from coordinator.planning.exchange_codecs import with_codec
 from coordinator.planning.gossip_plans import hidden_steps, round_of, with_table
 from coordinator.planning.planner import PlanRequest, make_plan
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from coordinator.planning.op_fence import Effort
 
     Floats = NDArray[np.float64]
-
-LEAST_DEADLINE_S = 60.0  # or as long as a period takes: the others go on without who is later
 
 
 def peers_plan(
@@ -175,7 +174,7 @@ def _joined(
     exchange = replace(
         exchange,
         rates=tuple(rank_rates(fleet, members)),
-        deadline_s=max(LEAST_DEADLINE_S, exchange.every * predicted.step_s) + evaluation_s,
+        deadline_s=max(TUNED.least_deadline_s, exchange.every * predicted.step_s) + evaluation_s,
     )
     workers = {stage.worker for stage in stages}
     plan = replace(

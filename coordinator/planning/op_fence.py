@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from coordinator.planning import TUNED
 from coordinator.planning.chain import backwards, extend, min_max, min_sum, threshold
 from coordinator.planning.clusters import groups, visiting_order
 from coordinator.planning.problem import Candidate, Problem, Scored
@@ -64,15 +65,6 @@ class Effort:
         return max(3, min(most, actions // (2 * problem.n_micro * len(candidate.devices))))
 
 
-CEILINGS = (1.0, 1.1, 1.3, 1.7, 3.0)  # of the min-max; a smaller sum may be worth a larger maximum
-SETS_EACH = 8  # of devices, of every size, whose best order is cut
-SPARES = 4  # unused devices tried in place of a used one
-TOLERANCE = 1e-3  # of threshold cuts
-FENCE_SHARE = 0.10  # of the compute, either way from the optimum
-LEFT_OUT = 8  # devices of a plan that are left out one by one, the slowest
-IMPROVES = 1.05  # times what it would need: no local improvement is expected of who takes longer
-
-
 def search(problem: Problem, effort: Effort | None = None) -> list[Scored]:
     """Judged candidates, best first; empty when nothing fits."""
     effort = effort or Effort()
@@ -102,7 +94,9 @@ def without_one(
     within ``within_s``; best first, empty where the bounds say that there is none."""
     effort = effort or Effort()
     positions, whole = problem.coarse(effort.coarse_positions), best.candidate.devices
-    slowest = sorted(range(len(whole)), key=lambda at: (-problem.compute[whole[at], -1], at))[:LEFT_OUT]
+    slowest = sorted(range(len(whole)), key=lambda at: (-problem.compute[whole[at], -1], at))[
+        : TUNED.left_out_one_by_one
+    ]
     cuts: dict[Candidate, float] = {}
     for at in slowest if len(whole) > 1 else ():
         order = (*whole[:at], *whole[at + 1 :])
@@ -110,7 +104,7 @@ def without_one(
             cuts[candidate] = problem.surrogate(candidate)
     near = sorted((v, c.devices, c.starts, c) for c, v in cuts.items() if v <= within_s)
     judged = _judge(problem, [c for _, _, _, c in near], effort)
-    if judged and judged[0].step_s <= IMPROVES * within_s:
+    if judged and judged[0].step_s <= TUNED.improves * within_s:
         better = improve(problem, judged[0], positions, effort)
         if len(better.candidate.devices) == len(whole) - 1:
             judged.insert(0, better)
@@ -240,7 +234,7 @@ def _varied(ranked: Sequence[Order], most: int) -> list[Order]:
     seen = {frozenset(order) for order in kept}
     count = Counter(map(len, seen))
     for order in ranked[most:]:
-        if count[len(order)] < SETS_EACH and frozenset(order) not in seen:
+        if count[len(order)] < TUNED.sets_each and frozenset(order) not in seen:
             seen.add(frozenset(order))
             count[len(order)] += 1
             kept[order] = None
@@ -379,7 +373,7 @@ def _cuts(
             yield _candidate(order, positions, fenced)
         if len(order) > 12:  # the sum term matters less the more micro-batches and stages
             continue
-        for factor in CEILINGS:
+        for factor in TUNED.ceilings:
             cut = min_sum(chain, factor * largest.value * (1 + 1e-9))
             if cut is not None:
                 yield _candidate(order, positions, cut.starts)
@@ -423,7 +417,7 @@ def _fence(
         if group_of[order[j - 1]] == group_of[order[j]]:
             continue
         low, high = moved[j - 1] + 1, (starts[j + 1] if j + 1 < len(starts) else len(positions) - 1) - 1
-        near = [i for i in range(low, high + 1) if abs(share[i] - share[starts[j]]) <= FENCE_SHARE]
+        near = [i for i in range(low, high + 1) if abs(share[i] - share[starts[j]]) <= TUNED.fence_share]
         if near:
             moved[j] = min(near, key=lambda i: (live[i], abs(share[i] - share[starts[j]]), i))
     return tuple(moved)
@@ -441,11 +435,11 @@ def _threshold_cuts(problem: Problem, order: Order) -> Iterator[Candidate]:
         by_device = [reach[float(problem.limits[d])] for d in order]
         if cut is not None and _within_reach(cut, by_device, len(positions) - 1):
             continue  # the best with less in flight, and so with more
-        cut = threshold(chain.compute, chain.link, by_device.__getitem__, value, TOLERANCE)
+        cut = threshold(chain.compute, chain.link, by_device.__getitem__, value, TUNED.cut_tolerance)
         if cut is None:
             return
         # More in flight fits less, so the largest stage only grows.
-        value = cut.value / (1 + TOLERANCE)
+        value = cut.value / (1 + TUNED.cut_tolerance)
         yield _candidate(order[: len(cut.starts)], positions, cut.starts)
 
 
@@ -492,7 +486,7 @@ def _neighbours(
     for a in range(k - 1):
         yield _swapped(candidate, a, a + 1)
     spare = [d for d in range(len(problem.fleet.devices)) if d not in devices]
-    for d in spare[:SPARES]:
+    for d in spare[: TUNED.spares]:
         for j in range(k):
             yield Candidate((*devices[:j], d, *devices[j + 1 :]), starts)
     if k > 1:

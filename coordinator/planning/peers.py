@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.errors import UsageError
+from coordinator.planning import TUNED
 from strategies.exchanges.matching import Network, Pairs, match, random_words
 
 if TYPE_CHECKING:
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
     Words = NDArray[np.uint64]
 
-QUANTILES = (0.0, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.96)  # 0: no threshold
-SIMULATED_ROUNDS = 100
-PROBES = 8  # vectors whose disagreement a simulation follows
-MOVED = 0.2  # share by which a rate must move to count as another
 EXACT = 2.0**-24  # contraction of one round that counts as agreement: float32 has no finer one
 
 _SEARCH, _PROBES = 1, 2  # what a draw is for, beside matching's
@@ -77,7 +74,7 @@ def _nats_of_all(network: Network, history: Sequence[Pairs], seed: int) -> float
 
     Where all agree at once, as two peers do, the vectors begin anew.
     """
-    words = random_words(seed, 0, _PROBES, network.n * PROBES).reshape(network.n, PROBES)
+    words = random_words(seed, 0, _PROBES, network.n * TUNED.vectors).reshape(network.n, TUNED.vectors)
     values = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53 - 0.5
     _normalise(network, values)
     fresh = values.copy()
@@ -120,7 +117,7 @@ def _normalise(network: Network, values: Floats) -> Floats:
 
 
 def best_threshold(network: Network, seed: int, share: float = 1.0) -> float:
-    """Return the rate among ``QUANTILES`` of all pairs' whose rounds mix most per second; 0 is none.
+    """Return the rate among some quantiles of all pairs' whose rounds mix most per second; 0 is none.
 
     About 0.4 s for 32 peers, 13 s for 500.
     """
@@ -129,7 +126,7 @@ def best_threshold(network: Network, seed: int, share: float = 1.0) -> float:
     rates = network.rate[np.triu(network.rate > 0.0)]
     if not rates.size:
         return 0.0
-    quantiles: Iterable[float] = np.quantile(rates, QUANTILES[1:], method="lower").tolist()
+    quantiles: Iterable[float] = np.quantile(rates, TUNED.quantiles[1:], method="lower").tolist()
     thresholds = sorted({0.0, *quantiles})
 
     def mixes(threshold: float) -> float:
@@ -140,6 +137,6 @@ def best_threshold(network: Network, seed: int, share: float = 1.0) -> float:
             past.append(match(limited, random_words(seed, number, _SEARCH, 2 * network.n), past))
             return past[-1]
 
-        return simulate(network, select, SIMULATED_ROUNDS, seed, share).per_second
+        return simulate(network, select, TUNED.simulated_rounds, seed, share).per_second
 
     return max(thresholds, key=mixes)

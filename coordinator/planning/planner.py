@@ -32,7 +32,8 @@ from atoll.plan import (
     validate,
 )
 from atoll.program import stage_programs
-from coordinator.planning.auto_codecs import WORTH, relabelled, settled, without_codecs
+from coordinator.planning import TUNED
+from coordinator.planning.auto_codecs import relabelled, settled, without_codecs
 from coordinator.planning.baselines import even, proportional
 from coordinator.planning.check_cost import check_cost
 from coordinator.planning.costs.lower_bound import lower_bound
@@ -61,9 +62,6 @@ if TYPE_CHECKING:
 PARTITIONERS = ("op_fence", "proportional", "even")
 GIVEN_CUT = "cut:"  # then the positions where stages begin, for experiments and for the oracle
 SCHEDULES = ("auto", *ScheduleName)
-FINALISTS = 4  # dense ones that are judged compressed, compressed ones whose codecs are settled
-REPEATING_GAINS = 0.9  # of the step: hooks, which the estimate leaves out, take 3 to 5 % on slow hosts
-JUDGEMENTS = 60  # timeline runs to settle the codecs of one of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +172,7 @@ def _finished(problem: Problem, scored: Scored, effort: Effort) -> Scored:
     """The same with its links' codecs and the order of its work settled."""
     if problem.compression.mode != AUTO:
         return problem.deferring(scored)
-    judgements = effort.affordable(JUDGEMENTS, problem, scored.candidate)
+    judgements = effort.affordable(TUNED.judgements, problem, scored.candidate)
     coded, dense = problem.deferring(settled(problem, scored, judgements)), _dense(problem)
     plain = dense.score(scored.candidate)
     return coded if plain is None else _worth_coding(coded, dense.deferring(plain), coded)
@@ -208,7 +206,7 @@ def _within_memory(given: Problem, partitioner: str, effort: Effort) -> tuple[Pr
         return given, best, ""
     again = given.recomputing(Recompute.SELECTIVE)
     found = _best(again, partitioner, effort)
-    if found.step_s > REPEATING_GAINS * best.step_s:
+    if found.step_s > TUNED.repeating_gains * best.step_s:
         return given, best, ""
     why = f"cheap results are computed again: within memory a step would else take {best.step_s:.3g} s"
     return again, found, why
@@ -239,14 +237,14 @@ def _best(problem: Problem, partitioner: str, effort: Effort) -> Scored:
         return problem.deferring(found[0])
     dense = _dense(problem)
     plain = plan_candidates(dense, partitioner, effort)
-    also = (problem.score(s.candidate) for s in plain[:FINALISTS])
+    also = (problem.score(s.candidate) for s in plain[: TUNED.finalists])
     ranked = sorted([*found, *(s for s in also if s is not None)], key=lambda s: s.step_s)
     if problem.compression.mode != AUTO:
         return problem.deferring(ranked[0])
-    finalists = dict.fromkeys((*(s.candidate for s in ranked[:FINALISTS]), plain[0].candidate))
+    finalists = dict.fromkeys((*(s.candidate for s in ranked[: TUNED.finalists]), plain[0].candidate))
     judged = []
     for candidate in finalists:
-        judgements = effort.affordable(JUDGEMENTS, problem, candidate)
+        judgements = effort.affordable(TUNED.judgements, problem, candidate)
         scored = problem.score(candidate) or plain[0]
         judged.append(problem.deferring(settled(problem, scored, judgements)))
     best = min(judged, key=lambda s: s.step_s)
@@ -256,7 +254,7 @@ def _best(problem: Problem, partitioner: str, effort: Effort) -> Scored:
 
 def _worth_coding(coded: Scored, uncoded: Scored, stays: Scored) -> Scored:
     """``coded``, or ``uncoded`` where that is about as fast; ``stays``: its candidate, coded."""
-    if coded.step_s <= WORTH * uncoded.step_s:
+    if coded.step_s <= TUNED.compressed_is_worth * uncoded.step_s:
         return coded
     why = f"compressing gains less than 1 % of a step of {uncoded.step_s:.3g} s"
     specs = stays.specs if without_codecs(stays.specs) else relabelled(_plain_specs(stays.specs), why)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from coordinator.planning import TUNED
 from coordinator.planning.clusters import shortest_path
 from coordinator.planning.costs.op_seconds import DEFAULT_GFLOPS
 from coordinator.planning.ratios import assumed_ratio
@@ -28,15 +29,6 @@ if TYPE_CHECKING:
     from coordinator.planning.problem import Problem
 
     Floats = NDArray[np.float64]
-
-SEEDS = 16  # pipelines grown
-FASTEST = 4  # devices that are always chosen, for what they do alone, ...
-LARGEST = 2  # ... and with the most memory, for what must stay together
-ORDERS = 4  # grown pipelines that the search begins with
-SPARE = 1.5  # devices taken of a grown pipeline, over those that it is best with
-TYPICAL_CUT = 0.25  # quantile of the bytes at all cuts: the search prefers cheap ones
-SHORT = 10.0  # cost of lacking all the memory, in steps
-ROOM = 1.25  # memory of the chosen over what the model needs: no cut fills every device
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +68,19 @@ class Preselection:
     @cached_property
     def _room(self) -> float:
         """Bytes of memory with which the model fits in all likelihood, one micro-batch in flight."""
-        return ROOM * self.job.memory.bytes(0, self.job.n_ops, 1)
+        return TUNED.memory_room * self.job.memory.bytes(0, self.job.n_ops, 1)
 
     def choose(self, most: int) -> Selection:
         """Return at most ``most`` workers; more where more make a better pipeline: memory may be short."""
-        most = max(most, FASTEST + LARGEST)
+        most = max(most, TUNED.fastest + TUNED.largest)
         grown = sorted(
             (self._grown(seed, most) for seed in self._seeds()), key=lambda g: (g.step_s, g.members)
         )
         ranked = self._ranked(grown)
-        most = max(most, int(SPARE * grown[0].size) + 1)
+        most = max(most, int(TUNED.spare_devices * grown[0].size) + 1)
         chosen = sorted(ranked[:most])
         place = {device: at for at, device in enumerate(chosen)}
-        orders = [self._order(g.members[: g.size]) for g in grown[:ORDERS]]
+        orders = [self._order(g.members[: g.size]) for g in grown[: TUNED.orders]]
         return Selection(
             tuple(self.fleet.devices[at].worker for at in chosen),
             tuple(tuple(place[d] for d in order) for order in orders if place.keys() >= set(order)),
@@ -98,9 +90,9 @@ class Preselection:
         """All devices, those first of which the best pipelines were grown."""
         by_speed = np.lexsort((np.arange(len(self.seconds)), self.seconds)).tolist()
         by_memory = np.lexsort((self.seconds, -self.limits)).tolist()
-        chosen = dict.fromkeys([*by_speed[:FASTEST], *by_memory[:LARGEST]])
+        chosen = dict.fromkeys([*by_speed[: TUNED.fastest], *by_memory[: TUNED.largest]])
         for found in grown:
-            chosen.update(dict.fromkeys(found.members[: int(SPARE * found.size) + 1]))
+            chosen.update(dict.fromkeys(found.members[: int(TUNED.spare_devices * found.size) + 1]))
         for found in grown:
             chosen.update(dict.fromkeys(found.members))
         return list(chosen | dict.fromkeys(by_speed))
@@ -118,7 +110,7 @@ class Preselection:
         few = max(2, round(self._room / max(float(np.median(self.limits)), 1.0)))
         power = {place: float((1.0 / self.seconds[found[:few]]).sum()) for place, found in members.items()}
         fastest = [members[place][0] for place in sorted(power, key=lambda p: (-power[p], members[p][0]))]
-        return fastest[:SEEDS]
+        return fastest[: TUNED.seeds]
 
     @cached_property
     def _places(self) -> list[str]:
@@ -146,7 +138,7 @@ class Preselection:
         bits = 8.0 / assumed_ratio(self.job.compression)
         traffic = self.job.traffic
         ahead, back = (
-            float(np.quantile(live[inner], TYPICAL_CUT)) * bits
+            float(np.quantile(live[inner], TUNED.typical_cut)) * bits
             for live in (traffic.live_bytes, traffic.live_grad_bytes)
         )
         return ahead, back
@@ -214,7 +206,7 @@ class Preselection:
         fill = alone_s + tolls
         step = fill + (n_micro - 1) * np.maximum(np.maximum(1.0 / rate, slowest), fill / in_flight)
         lacking = np.maximum(0.0, 1.0 - held / self._room)
-        found: Floats = step * (1.0 + SHORT * lacking)
+        found: Floats = step * (1.0 + TUNED.short_cost_steps * lacking)
         return found
 
 
@@ -235,7 +227,7 @@ def candidates(
     worth = _worth(devices, rates_bps)
     by_worth = np.lexsort((np.arange(len(devices)), -worth)).tolist()
     by_memory = sorted(by_worth, key=lambda at: -devices[at].memory_limit_bytes)  # stable
-    chosen = dict.fromkeys(by_memory[: min(LARGEST, most)])
+    chosen = dict.fromkeys(by_memory[: min(TUNED.largest, most)])
     chosen.update(dict.fromkeys(by_worth[: most // 2]))
     members: dict[str, list[int]] = defaultdict(list)
     few = max(2, most // 8)  # of one place

@@ -20,6 +20,7 @@ from atoll.compression import AUTO, OFF, Compression
 from atoll.job import Precision, Recompute
 from atoll.microbatch import ScheduleName, delay_aware_warmup, one_f_one_b
 from atoll.ops import is_layer
+from coordinator.planning import TUNED
 from coordinator.planning.chain import Chain
 from coordinator.planning.costs.codec_costs import coded
 from coordinator.planning.costs.lower_bound import lower_bound
@@ -48,13 +49,11 @@ if TYPE_CHECKING:
     Positions = NDArray[np.intp]
 
 
-DEFERRING_GAINS = 0.97  # of the step: it has to come below, to be worth its memory and what is not predicted
 APART = 0.03
 """Overhead of a split backward, as a share of the weights' seconds, as it reads activations and gradients
 twice; measured on one core with stages of 9 to 25 ms. And CPU seconds of each op with weights ..."""
 LAYER_CPU_S = 1.5e-4  # ... whose products are known by hand ...
 OWN_GRAPH_CPU_S = 4e-4  # ... or that has a graph of its own; all of it out of the caches after each wait
-FILL_SHARE = 0.05  # of the step that filling and emptying the pipeline's links may add
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +255,7 @@ class Problem:
         """Seconds a micro-batch within which a link holds nothing up to speak of.
 
         No link slower than the slowest stage limits the rate of a full pipeline; filling and
-        emptying it passes each of the S - 1 links once each way, which may add FILL_SHARE of the
+        emptying it passes each of the S - 1 links once each way, which may add TUNED.fill_share of the
         M micro-batches' time.
         """
         bounds = candidate.bounds(self.n_ops)
@@ -265,7 +264,7 @@ class Problem:
             for (a, b), d in zip(bounds, candidate.devices, strict=True)
         )
         hops = 2 * max(1, len(bounds) - 1)
-        return pace * min(1.0, FILL_SHARE * self.n_micro / hops)
+        return pace * min(1.0, TUNED.fill_share * self.n_micro / hops)
 
     def specs(self, candidate: Candidate) -> tuple[LinkSpec, ...]:
         """Return the codecs that compression gives the candidate's links; empty when all stay dense.
@@ -402,8 +401,8 @@ class Problem:
         return Scored(candidate, name, depths, step_s, specs)
 
     def deferring(self, scored: Scored) -> Scored:
-        """The same with weight gradients deferred, where that gains DEFERRING_GAINS at least or was asked
-        for; with as few micro-batches held as come within 1 % of the best.
+        """The same with weight gradients deferred, where that gains enough or was asked for; with as few
+        micro-batches held as come within 1 % of the best.
 
         The search does without: it would take twice as long, and deferring shortens what fills and empties
         the pipeline, in which cuts that are about equally good differ little.
@@ -423,7 +422,7 @@ class Problem:
         enough = 1.01 * min(option.step_s for option in options)
         found = next(option for option in options if option.step_s <= enough)
         asked = self.schedule is ScheduleName.ZERO_BUBBLE
-        return found if asked or found.step_s <= DEFERRING_GAINS * scored.step_s else scored
+        return found if asked or found.step_s <= TUNED.deferring_gains * scored.step_s else scored
 
     def _held(self, scored: Scored, work: Workload, most: int) -> tuple[Depth, ...]:
         """Return how many micro-batches each stage holds when it defers what no other stage waits for:

@@ -23,6 +23,7 @@ from atoll.errors import UsageError
 from atoll.opdag import TensorMeta
 from atoll.plan import LinkSpec, Mask
 from compressors.catalogue import CODECS, Use, codec, for_links, link_codecs
+from coordinator.planning import TUNED
 from coordinator.planning.costs.codec_costs import DENSE, ends_s, load_bytes, taken
 
 if TYPE_CHECKING:
@@ -35,12 +36,10 @@ DEFAULT_RATIO = 32.0
 """R of ``adatopk`` and ``auto``, and of a codec that takes a ratio, when none is given: between the 10
 by which a slow link is to shrink at least and the 100 of decentralized.md 1.8."""
 FINE, SPARSE = "eden", "topk"
-"""Codecs of adatopk and of auto's strongest rung: within FINE_RATIOS every element in four to two bits, which
-at equal bytes costs the trained model far less than dropping elements; for more the largest elements alone
-(decision 010)."""
-FINE_RATIOS = (8.0, 16.0)
+"""Codecs of adatopk and of auto's strongest rung: within ``fine_ratios`` every element in four to two bits,
+which at equal bytes costs the trained model far less than dropping elements; for more the largest
+elements alone (decision 010)."""
 TOLERANCE = 1e-3  # of tau, when a ratio is solved for
-ENOUGH = 0.95  # of tau: the ratio that follows from the times alone is near enough
 DIGITS = 4  # of a solved ratio: more would only look exact
 
 _TYPICAL = TensorMeta((1024, 256), "float32")  # a boundary of a small model, to size a codec by
@@ -264,9 +263,9 @@ def _harsh(
     """Return both directions under the first codec that brings them within ``tau``, else under the last."""
     found: dict[tuple[int, int], LinkSpec] = {}
     for name in names:
-        if name == FINE and limit < FINE_RATIOS[0]:
+        if name == FINE and limit < TUNED.fine_ratios[0]:
             continue
-        reach = min(limit, FINE_RATIOS[1]) if name == FINE else limit
+        reach = min(limit, TUNED.fine_ratios[1]) if name == FINE else limit
         found = _sparse(pair, tau, reach, mask, name)
         if reach == limit or all(x.coded_s(found[x.pair]) <= tau * (1 + TOLERANCE) for x in pair):
             break
@@ -303,7 +302,7 @@ def _sparse(
             return specs_at(limit)
         low, high = high, min(limit, 1.25 * high)
     plain = min(limit, _rounded_up(high))
-    if low > 1.0 or takes_s(high) < ENOUGH * tau:
+    if low > 1.0 or takes_s(high) < TUNED.enough * tau:
         while high - low > TOLERANCE * high:
             middle = 0.5 * (low + high)
             low, high = (low, middle) if takes_s(middle) <= most else (middle, high)

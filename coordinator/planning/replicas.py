@@ -24,6 +24,7 @@ from atoll.gradient_exchange import joining, part_labels
 from atoll.job import Recompute
 from atoll.microbatch import ScheduleName, block_ranges
 from atoll.plan import LinkPrediction, Plan, Prediction, Replica, StageSpec, validate, written_buffers
+from coordinator.planning import TUNED
 from coordinator.planning.clusters import groups
 from coordinator.planning.costs.message_costs import bytes_cpu_s
 from coordinator.planning.costs.quota import core_share
@@ -41,12 +42,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-MOST_REPLICAS = 8
-NEARLY = 1.01
-"""Times a flat exchange's step: within sites first is taken up to there. Whether links between sites share an
-uplink is not always known, and it sends less over them."""
 UNITS = 1 << 20  # into which a vector is cut to count what is sent of it
-ROUNDS = 3  # of shares of the blocks after the replicas' predicted speed
 BETWEEN = "/"  # two replicas of a given cut
 SHARE = "@"  # before the micro-batches of a replica of a given cut
 
@@ -109,7 +105,7 @@ def with_blocks(training: TrainingSpec) -> TrainingSpec:
     """
     count = training.replica_count
     if count is None or (training.exchange == AUTO and count == 1):  # replicas are compared
-        count = min(MOST_REPLICAS, training.n_micro)
+        count = min(TUNED.most_replicas, training.n_micro)
     if training.local_exchange is not None or not training.blocks == 1 < count:
         return training
     if count > training.n_micro:
@@ -123,7 +119,7 @@ def with_blocks(training: TrainingSpec) -> TrainingSpec:
 def _fastest(request: PlanRequest, effort: Effort | None) -> Plan:
     """One pipeline, or as many replicas as end a step first."""
     found: list[Plan] = []
-    most = min(MOST_REPLICAS, request.training.blocks, len(request.fleet.devices))
+    most = min(TUNED.most_replicas, request.training.blocks, len(request.fleet.devices))
     for count in range(2, most + 1):
         found += _planned(request, count, effort)
     try:
@@ -187,7 +183,7 @@ def _shared_out(request: PlanRequest, parts: Parts, effort: Effort | None) -> Pl
     shares = shares_of(len(blocks), [1.0] * len(parts))
     tried: dict[tuple[int, ...], Plan] = {}
     known: Known = {}
-    for _ in range(ROUNDS):
+    for _ in range(TUNED.share_rounds):
         if shares in tried:
             break
         ends = [blocks[stop - 1].stop for stop in accumulate(shares)]
@@ -285,7 +281,7 @@ def _together(request: PlanRequest, plans: Sequence[Plan], spans: Sequence[tuple
         ways.append(replace(flat, inner=Exchange(), sites=tuple(site_of[rank] for rank in ranks)))
     found = [replace(plan, exchange=way) for way in ways]
     flatly, *within = (replace(p, prediction=_predicted(request, p, plans)) for p in found)
-    plan = next((p for p in within if _step_s(p) <= NEARLY * _step_s(flatly)), flatly)
+    plan = next((p for p in within if _step_s(p) <= TUNED.nearly * _step_s(flatly)), flatly)
     validate(plan, request.dag, request.training)
     return plan
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from atoll.plan import Outlook
+from coordinator.planning import TUNED
 from coordinator.planning.costs.losses import LossCosts, loss_costs
 from coordinator.planning.costs.snapshots import Rank, in_hours, part_bytes
 from coordinator.planning.costs.timeline import expected_step_s
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from coordinator.planning.costs.fleet import Device
     from coordinator.planning.op_fence import Effort
     from coordinator.planning.problem import Problem, Scored
-
-COMPARED = 4  # plans of one machine fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ def best_expected(
     # codecs and the order of work not settled yet.
     seen = problem.score(fastest.candidate) or fastest
     found = without_one(problem, fastest, costs.expected_s * seen.step_s / fastest.step_s, effort)
-    fewer = [finished(scored) for scored in dict.fromkeys(found[:COMPARED])]
+    fewer = [finished(scored) for scored in dict.fromkeys(found[: TUNED.compared])]
     others = [Ranked(scored, costs_of(problem, scored, beside), costs) for scored in fewer]
     others = [other for other in others if other.costs.again is None]  # who is idle can take any stage over
     if not others:

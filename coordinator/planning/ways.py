@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from atoll.errors import AtollError, NotEnoughMemory, PlanError, UsageError
 from atoll.exchange import AUTO, EXACT, wanted_exchange
+from coordinator.planning import TUNED
 from coordinator.planning.local_plans import fastest
 from coordinator.planning.problem import Problem
-from coordinator.planning.replicas import MOST_REPLICAS, best_plan, with_blocks
+from coordinator.planning.replicas import best_plan, with_blocks
 from hostos.units import DAY_S
 from strategies.exchanges.catalogue import EXCHANGES, exchange_facts
 
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from atoll.job import TrainingSpec
     from atoll.plan import Plan
     from coordinator.planning.planner import PlanRequest
-
-EVERY_COUNT = 16  # machines: of more, three counts of replicas are planned, since each takes seconds
 
 
 class Asked(NamedTuple):
@@ -133,10 +132,10 @@ def _replicated(request: PlanRequest) -> Iterator[Way]:
     """The best plan whose replicas are pipelines, and the best of whole models; why there is none."""
     training = request.training
     blocks = training.n_micro if training.blocks == 1 else training.blocks
-    most = min(MOST_REPLICAS, blocks, len(request.fleet.devices))
+    most = min(TUNED.most_replicas, blocks, len(request.fleet.devices))
     found: list[Way] = []
     refused = "" if most > 1 else f"{len(request.fleet.devices)} machines share out {blocks} blocks"
-    few = len(request.fleet.devices) <= EVERY_COUNT
+    few = len(request.fleet.devices) <= TUNED.every_count
     for count in range(2, most + 1) if few else (n for n in (2, 4, 8) if n <= most):
         try:
             found.append(_way(request, WayKind.REPLICAS, _exact(request, count)))

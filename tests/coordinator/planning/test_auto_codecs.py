@@ -6,7 +6,8 @@ import pytest
 from atoll.compression import Compression
 from atoll.job import TrainingSpec
 from atoll.plan import Mask
-from coordinator.planning.auto_codecs import WORTH, settled
+from coordinator.planning import TUNED
+from coordinator.planning.auto_codecs import settled
 from coordinator.planning.costs.codec_costs import load_bytes
 from coordinator.planning.costs.lower_bound import lower_bound
 from coordinator.planning.costs.timeline import simulate
@@ -47,7 +48,9 @@ def test_auto_is_never_predicted_slower_than_off(partitioner):
         auto = plan_for("auto", fleet, dag, partitioner)
         codecs = {link.codec for link in auto.links}
         assert auto.prediction.step_s <= off * VARIES, f"seed {seed}"
-        assert codecs <= {"none"} or auto.prediction.step_s <= WORTH * off * VARIES, f"seed {seed}"
+        assert codecs <= {"none"} or auto.prediction.step_s <= TUNED.compressed_is_worth * off * VARIES, (
+            f"seed {seed}"
+        )
 
 
 def test_auto_leaves_fast_links_alone_and_says_why():
@@ -86,7 +89,9 @@ def test_a_cut_settled_by_the_timeline_gains_one_percent_or_stays_dense():
         scored = problem.score(candidate)
         found = settled(problem, scored, 30)
         compressed = any(spec.codec != "none" for spec in found.specs)
-        assert found.step_s <= (WORTH if compressed else 1 + 1e-9) * dense.step_s, f"seed {seed}"
+        assert found.step_s <= (TUNED.compressed_is_worth if compressed else 1 + 1e-9) * dense.step_s, (
+            f"seed {seed}"
+        )
         for one in problem.links_between(candidate):
             spec = next(s for s in found.specs if (s.source, s.target) == one.pair)
             assert load_bytes(one.load, spec) <= one.dense_bytes

@@ -10,7 +10,8 @@ import pytest
 from atoll.errors import UsageError
 from atoll.exchange import wanted_exchange
 from atoll.job import TrainingSpec
-from coordinator.planning.exchange_codecs import CODECS, MARGIN, SHARE, fitting
+from coordinator.planning import TUNED
+from coordinator.planning.exchange_codecs import CODECS, MARGIN, fitting
 from tests.coordinator.planning.test_local_plans import ROOMY, TRAINING, planned
 
 OPEN = replace(TRAINING, exchange="diloco:auto")
@@ -50,11 +51,11 @@ def test_the_present_codec_stays_while_its_round_is_within_the_share_and_a_milde
     assert fitting(present, 1e9, computed_s) == CODECS[-1]
     milder = CODECS[CODECS.index(present) - 1] if present != CODECS[0] else None
     if milder is None:
-        assert fitting(present, SHARE * computed_s * 0.99, computed_s) == present
-        assert fitting(present, SHARE * computed_s * 1.01, computed_s) == "int8_block"
+        assert fitting(present, TUNED.round_share * computed_s * 0.99, computed_s) == present
+        assert fitting(present, TUNED.round_share * computed_s * 1.01, computed_s) == "int8_block"
         return
     # Seconds in the present codec that the milder one would make so many shares of the computing.
-    within = {share: share * SHARE * computed_s for share in (MARGIN * 0.9, MARGIN * 1.1)}
+    within = {share: share * TUNED.round_share * computed_s for share in (MARGIN * 0.9, MARGIN * 1.1)}
     smaller = {"int8_block": 0.26, "int4_block": 0.52}[present]  # of the bytes of the milder one, about
     assert fitting(present, within[MARGIN * 0.9] * smaller, computed_s) == milder
     assert fitting(present, within[MARGIN * 1.1] * smaller, computed_s) == present

@@ -10,8 +10,9 @@ from atoll.job import TrainingSpec
 from atoll.opdag import OpDag
 from atoll.plan import Plan, validate
 from coordinator.membership.link_table import LinkTable, measured_fleet
+from coordinator.planning import TUNED
 from coordinator.planning.costs.fleet import Device, Fleet
-from coordinator.planning.left_out import LISTED, summarised
+from coordinator.planning.left_out import summarised
 from coordinator.planning.op_fence import Effort
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.preselect import Preselection, candidates
@@ -164,11 +165,11 @@ def test_whoever_was_not_tried_is_named_with_the_reason_and_long_lists_are_count
     plan = plan_for(gpt_like(4), fleet, Effort(), beyond=9000)
     used, known = {stage.worker for stage in plan.stages}, set(fleet.index)
     *reasons, rest, beyond = plan.left_out
-    assert len(reasons) == LISTED
+    assert len(reasons) == TUNED.listed
     named = [worker for worker, _ in reasons]
     assert used | set(named) <= known
     assert not used & set(named)
-    assert rest == (f"{120 - len(used) - LISTED} more workers", "for reasons like these")
+    assert rest == (f"{120 - len(used) - TUNED.listed} more workers", "for reasons like these")
     assert beyond == (
         "9000 more workers",
         "slower, worse linked or not measured yet: a plan is made among the best 120",
@@ -176,7 +177,7 @@ def test_whoever_was_not_tried_is_named_with_the_reason_and_long_lists_are_count
     passed = [
         why for _, why in reasons if why.startswith("not among the 64 of 120 workers that were tried: ")
     ]
-    assert len(passed) == LISTED - (64 - len(used))
+    assert len(passed) == TUNED.listed - (64 - len(used))
     for why in passed:
         if alone := re.search(r"alone it takes (\S+) s a micro-batch, half of those at most (\S+) s$", why):
             assert float(alone[1]) > float(alone[2])
@@ -187,7 +188,7 @@ def test_whoever_was_not_tried_is_named_with_the_reason_and_long_lists_are_count
 
 
 def test_short_lists_of_reasons_stay_as_they_are():
-    reasons = tuple((f"w{i}", "slow") for i in range(LISTED + 1))
+    reasons = tuple((f"w{i}", "slow") for i in range(TUNED.listed + 1))
     assert summarised(reasons) == reasons
     assert summarised((*reasons, ("last", "slow")))[-1] == ("2 more workers", "for reasons like these")
 

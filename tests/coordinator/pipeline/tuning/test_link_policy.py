@@ -17,8 +17,9 @@ from coordinator.config import Adaptation
 from coordinator.pipeline.tuning import link_policy
 from coordinator.pipeline.tuning.link_policy import CAPS, Decision, State, Watch
 from coordinator.pipeline.tuning.link_rates import Link, Sample, measure, why_off
+from coordinator.planning import TUNED
 from coordinator.planning.auto_codecs import specs_for
-from coordinator.planning.ratios import FINE_RATIOS, assumed_ratio
+from coordinator.planning.ratios import assumed_ratio
 from tests.coordinator.planning.test_ratios import chain, values
 
 PAIR = ("a", "b")
@@ -292,7 +293,7 @@ def codecs_under(compress: str) -> list[str]:
 
 
 def test_each_cap_below_8_gets_the_planner_to_the_codec_that_it_is_for() -> None:
-    assert CAPS[AUTO][0] == CAPS[ADATOPK][0] == FINE_RATIOS[0]
+    assert CAPS[AUTO][0] == CAPS[ADATOPK][0] == TUNED.fine_ratios[0]
     found = [codecs_under(f"auto:{cap:g}") for cap in CAPS[AUTO][:-1]]
     assert found == [["eden", "eden"], ["int8_block", "int8_block"], ["fp16", "bf16"]]
     assert codecs_under("auto:5.6") == ["topk", "topk"]  # why no cap lies in between
