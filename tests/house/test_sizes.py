@@ -15,7 +15,6 @@ PRODUCT = ("atoll", "hostos", "protos", "strategies", "compressors", "coordinato
 MAX_FILE, MAX_CLASS, MAX_FUNCTION, MAX_WING = 700, 400, 70, 12
 
 LARGER = {
-    "worker/stage/run.py StageRun": 601,
     "coordinator/pipeline/machine.py _change": 71,
 }
 """Classes and functions, in lines."""

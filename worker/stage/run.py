@@ -1,8 +1,6 @@
 """A stage's work: the micro-batches of a step, the fold of tied parameters, evaluation.
 
-Runs in one thread. Every wait watches a ``Cancel`` and the links, so that a lost peer or a release
-stops it within ``POLL_S``; weights' gradients that were deferred are taken while a message is
-awaited, a few at a time.
+Runs in one thread; its waits are those of ``worker.stage.messages``.
 Sums, order and exchange follow DESIGN section 3; what travels is queued as soon as it is computed, and
 the transport lets gradients pass activations.
 """
@@ -11,9 +9,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -24,22 +20,19 @@ from torch import Tensor
 from atoll.errors import BadFrame
 from atoll.messages.from_worker import DIGEST_BYTES
 from atoll.microbatch import Work
-from atoll.opdag import TensorMeta
 from worker.cancel import Cancel
 from worker.links.codecs import StageCodecs, lossy
 from worker.machine.cpu import CpuMeter
 from worker.machine.malloc import give_back
-from worker.pipe.status import Waiting
-from worker.spans import Span, Spans
-from worker.stage.expected import Arrival, evaluation_arrivals, gradient_sources, step_arrivals
-from worker.stage.joining import GradientExchange
-from worker.stage.lending import Lent
+from worker.spans import Spans
+from worker.stage.expected import gradient_sources
+from worker.stage.joining import GradientExchange, fold_tied, share_tied
+from worker.stage.messages import Messages
 from worker.stage.ports import HeldOut, MicroBatches, TensorLinks
 from worker.stage.replay import Asks
 from worker.stage.reports import LongWait, Progress, StageReport, StepReport
-from worker.stage.stage import UnusableValue, cpu_copies
-from worker.transport.contract import PeerLost
-from worker.transport.frames import Direction, MessageKey
+from worker.stage.stage import Lent, cpu_copies
+from worker.transport.frames import Direction
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,12 +46,8 @@ if TYPE_CHECKING:
     from worker.stage.local_steps import LocalSteps
     from worker.stage.stage import Stage
 
-POLL_S = 0.25
-LONG_WAIT_S = 60.0
-"""A wait of so long, and of twice the last step, is told, and again when it has doubled."""
 PIECE_S = 0.005
 """What arrives waits about so long while weights' gradients fill the time."""
-MIN_WAIT_SPAN_S = 0.0005
 T = TypeVar("T")
 
 
@@ -87,14 +76,12 @@ class StageRun:
     ) -> None:
         """``notice`` hears of waits that last suspiciously long; ``local`` of a peer that takes steps of its
         own, where steps in between two commits are a period."""
-        self.assignment = assignment
         self.spans, self._progress, self._cpu = meters.spans, meters.progress, meters.cpu
-        self._clock = time.perf_counter
         self._stage, self._links, self._feed, self._held_out = stage, links, feed, held_out
-        self._notice = notice
         self._cpu.forget()
-        self._eras = list(assignment.eras)  # first step -> the plan version from there on, ascending
-        self._asks: Asks | None = None  # while steps are repeated
+        self.messages = Messages(
+            assignment, links, self.spans, self._progress, self._cpu, notice, stage, self._weight_gradients
+        )
         self.stood_by = [0, 0]  # steps that were repeated beside the plan, bytes that came for them
         self._actions = assignment.plan.actions(assignment.rank)
         self._local = local
@@ -103,13 +90,19 @@ class StageRun:
         self._watches = False
         if assignment.buckets:
             self._watch()
-        self._expected: int | None = None  # last step whose messages are taken
         self._steps, self._lent = 0, Lent()  # whose updates the stage has; its tensors that are being read
         self._busy = {Work.FORWARD: 0.0, Work.BACKWARD: 0.0}
-        self._waited_s = 0.0
-        self._step_s = 0.0  # the last one's
         self._optimizer_s = 0.0
         self._finish_s = 0.0
+
+    @property
+    def assignment(self) -> Assignment:
+        """The newest that it was given."""
+        return self.messages.assignment
+
+    def at(self, step: int) -> Assignment:
+        """The assignment under the plan version of ``step``."""
+        return self.messages.at(step)
 
     def _watch(self) -> None:
         """Hear of parts that are whole within backwards; once, as leaves call whoever was named first."""
@@ -119,12 +112,8 @@ class StageRun:
     def open(self, first_step: int) -> None:
         """Take messages of the first step; before anybody hears that this stage is loaded."""
         self._steps = first_step
-        self._expect_first(first_step)
+        self.messages.expect_first(first_step, self._local)
         self._feed.start(first_step)
-
-    def at(self, step: int) -> Assignment:
-        """The assignment under the plan version of ``step``."""
-        return next(assignment for first, assignment in reversed(self._eras) if first <= step)
 
     def relink(self, version: int, first_step: int, links: Sequence[LinkSpec]) -> None:
         """From ``first_step`` on exchange under ``version`` with these codecs.
@@ -132,11 +121,10 @@ class StageRun:
         ValueError when messages of that step are awaited already; UsageError or BadFrame for links
         that cannot be.
         """
-        if self._expected is not None and first_step <= self._expected:
-            raise ValueError(f"new links from step {first_step}, but step {self._expected} has begun to come")
+        self.messages.check_not_begun(first_step)
         later = self.assignment.relinked(version, links)
         self._links.relink(version, first_step, codecs_of(later, self._cpu))
-        self._eras = [*(era for era in self._eras if era[0] < first_step), (first_step, later)]
+        self.messages.change(first_step, later)
 
     def reconfigure(self, later: Assignment, feed: MicroBatches | None = None) -> None:
         """Go on at ``later.first_step`` under its plan, with other neighbours; ``feed``: with these
@@ -159,11 +147,7 @@ class StageRun:
             self._feed = feed
             feed.start(step)
         self._links.reconfigure(later.version, step, codecs_of(later, self._cpu), sends=not later.standby)
-        self._asks = None
-        self._eras = [*(era for era in self._eras if era[0] < step), (step, later)]
-        self.assignment = later
-        self._expected = step - 1
-        self._expect_first(step)
+        self.messages.reconfigure(later, self._local)
         self._cpu.forget()
 
     def replay(
@@ -176,15 +160,15 @@ class StageRun:
         asked = self.assignment.replay
         if asked is None:
             return
-        self._asks = Asks(self.assignment, self._links, asked.first_step, self.assignment.first_step)
+        self.messages.asks = Asks(self.assignment, self._links, asked.first_step, self.assignment.first_step)
         for step, scale in enumerate(asked.scales, asked.first_step):
-            self._expect_up_to(min(step + self._asks.ahead, self.assignment.first_step))
-            self._asks.up_to(step + self._asks.ahead)
+            self.messages.expect_up_to(min(step + self.messages.asks.ahead, self.assignment.first_step))
+            self.messages.asks.up_to(step + self.messages.asks.ahead)
             report = self._again(step, scale, cancel)
             if step + 1 in asked.stores:
                 stored(step)
             notice(report)
-        self._asks = None
+        self.messages.asks = None
         self._cpu.forget()
 
     def repeat(self, step: int, scale: float, newest: int, cancel: Cancel) -> None:
@@ -194,13 +178,13 @@ class StageRun:
         """
         if self._steps != step:
             raise BadFrame(f"step {step} is to be repeated on the state after {self._steps} steps")
-        if self._asks is None:
+        if self.messages.asks is None:
             end = sys.maxsize
-            self._asks = Asks(self.assignment, self._links, step, end, lambda at: self.at(at).version)
+            self.messages.asks = Asks(self.assignment, self._links, step, end, lambda at: self.at(at).version)
         # No further ahead: links may change with the step after.
         ahead = min(step + 1, newest)
-        self._expect_up_to(ahead)
-        self._asks.up_to(ahead)
+        self.messages.expect_up_to(ahead)
+        self.messages.asks.up_to(ahead)
         self._again(step, scale, cancel)
 
     def _again(self, step: int, scale: float, cancel: Cancel) -> StepReport:
@@ -221,20 +205,19 @@ class StageRun:
         if self._local is not None:
             return self._period(self._local, step, cancel)
         # A neighbour may begin the next step before this stage hears of the commit.
-        self._expect_up_to(step + 1)
+        self.messages.expect_up_to(step + 1)
         self._links.step_done(step - 1)
-        over = [first for first, _ in self._eras if first <= step][:-1]
-        self._eras = [era for era in self._eras if era[0] not in over]
+        self.messages.forget_before(step)
         return self._computed(step, cancel)
 
     def _computed(self, step: int, cancel: Cancel) -> StepReport:
         """Do what a step has before its commit."""
         self._busy = {Work.FORWARD: 0.0, Work.BACKWARD: 0.0}
-        self._waited_s = 0.0
+        self.messages.waited_s = 0.0
         self._stage.begin_step(step)
         self._joining = self._begin_exchange(step)
         self._links.take_digest()  # of a step that was given up
-        started_s, computed_s = self._clock(), self._cpu.computed_s
+        started_s, computed_s = self.messages.clock(), self._cpu.computed_s
         for action in self._actions:
             cancel.check()
             if action.work is Work.FORWARD:
@@ -247,15 +230,17 @@ class StageRun:
                 self._backward(step, action, cancel)
             self._progress.tick()
             if self._joining is not None:
-                self._joining.advance(partial(self._arrived, step))
+                self._joining.advance(partial(self.messages.arrived, step))
         computed_s = self._cpu.computed_s - computed_s  # codecs' work, too
-        self._step_s = self._clock() - started_s
-        handling_s = self._step_s - computed_s - self._waited_s
-        self._fold_tied(step, cancel)
+        self.messages.step_s = self.messages.clock() - started_s
+        handling_s = self.messages.step_s - computed_s - self.messages.waited_s
+        fold_tied(self._stage, self.messages, step, cancel)
         if self._joining is not None:
-            self._joining.finish(partial(self._arrived, step), partial(self._awaited, step, cancel))
+            self._joining.finish(
+                partial(self.messages.arrived, step), partial(self.messages.awaited, step, cancel)
+            )
             self._joining = None
-        self._share_tied(step, cancel)
+        share_tied(self._stage, self.messages, step, cancel)
         with self._cpu.computing() as taken:
             report = self._stage.finish_step()
         optimizer_s, self._optimizer_s = self._optimizer_s, 0.0
@@ -267,7 +252,7 @@ class StageRun:
             report,
             self._busy[Work.FORWARD],
             self._busy[Work.BACKWARD],
-            self._waited_s,
+            self.messages.waited_s,
             optimizer_s,
             handling_s,
             self._links.take_digest(),
@@ -277,7 +262,7 @@ class StageRun:
         """Take the steps of a period that are left, and exchange what has come of them."""
         later = self.assignment.plan.last_step(last + 1, self.assignment.training.steps)
         # A neighbour may end the next period before this one hears of the commit.
-        self._expect_rounds(local, (last, later))
+        self.messages.expect_rounds(local, (last, later))
         self._links.step_done(self._steps - 1)
         local.forget_round()
         reports: list[StepReport] = []
@@ -296,10 +281,13 @@ class StageRun:
             reports.append(report)
             if not self._exchange_round(local, last, cancel):
                 return _diverged(local, last)
-        self._waited_s = 0.0
+        self.messages.waited_s = 0.0
         # One moment for all that is to come: who sends a piece now and then keeps nobody longer.
-        take, wait = partial(self._arrived, last), partial(self._within, last, cancel, self._clock())
-        receipt = local.finish(self.assignment, partial(self._send_exchanged, last), take, wait)
+        take, wait = (
+            partial(self.messages.arrived, last),
+            partial(self.messages.within, last, cancel, self.messages.clock()),
+        )
+        receipt = local.finish(self.assignment, partial(self.messages.send_exchanged, last), take, wait)
         count = max(1, len(reports))
         digest = bytes.fromhex(receipt.digest)[:DIGEST_BYTES]
         stage = StageReport(tuple(local.losses), (), True, digest, tuple(local.weights))
@@ -308,7 +296,7 @@ class StageRun:
             stage,
             sum(report.forward_s for report in reports) / count,
             sum(report.backward_s for report in reports) / count,
-            sum(report.waited_s for report in reports) + self._waited_s,
+            sum(report.waited_s for report in reports) + self.messages.waited_s,
             sum(report.optimizer_s for report in reports) / count,
             sum(report.handling_s for report in reports) / count,
             receipt=receipt,
@@ -317,45 +305,14 @@ class StageRun:
     def _exchange_round(self, local: LocalSteps, last: int, cancel: Cancel) -> bool:
         """Begin the round of a period when it is time, or take what came of it; False: nothing to bring."""
         cancel.check()
-        send = partial(self._send_exchanged, last)
+        send = partial(self.messages.send_exchanged, last)
         if not local.contributes:
-            local.advance(self.assignment, send, partial(self._arrived, last))
+            local.advance(self.assignment, send, partial(self.messages.arrived, last))
         elif local.joinable:
             local.contribute(self.assignment, send)
         else:
             return False
         return True
-
-    def _send_exchanged(self, step: int, peer: str, which: Which, value: Tensor) -> None:
-        with self._progress.waiting(peer, "room", step):
-            self._links.send(peer, self._key_of(step, which), value)
-
-    def _within(
-        self, step: int, cancel: Cancel, begun_s: float, which: Which, peer: str, patience: float
-    ) -> Tensor:
-        """Wait for a message of a round. Raises PeerLost past the deadline, counted from ``begun_s``."""
-        exchange, until_s = self.assignment.plan.exchange, None
-        if exchange is not None and exchange.deadline_s:
-            until_s = begun_s + exchange.deadline_s * patience
-        return self._receive_value(self._key_of(step, which), peer, cancel, until_s)
-
-    def _expect_rounds(self, local: LocalSteps, ends: Iterable[int]) -> None:
-        """Take messages of the rounds of periods that end with these steps."""
-        assignment = self.assignment
-        for last in ends:
-            if last <= (-1 if self._expected is None else self._expected):
-                continue
-            self._links.expect(
-                Arrival(
-                    self._key_of(last, one.slot.key(number)),
-                    assignment.plan.places[one.source].worker,
-                    TensorMeta((size,), "uint8"),
-                )
-                for one in local.arrivals(assignment, last)
-                for number, size in enumerate(one.sizes)
-            )
-            self._links.expect(evaluation_arrivals(assignment, last))
-            self._expected = last
 
     def apply(self, step: int, gradient_scale: float) -> None:
         """Commit: the optimizer's step, or the use of a round's result."""
@@ -396,7 +353,7 @@ class StageRun:
                 break
             cancel.check()
             with self.spans.timed("eval", step, micro):
-                self._evaluate_micro(program, direction, step, micro, inputs, cancel)
+                _evaluate(self._stage, self.messages, program, direction, step, micro, inputs, cancel)
             self._progress.tick()
         return self._stage.held_out_figures()
 
@@ -420,17 +377,17 @@ class StageRun:
 
     def _forward(self, step: int, micro: int, cancel: Cancel) -> None:
         program = self.assignment.program
-        inputs = self._take(step, micro, cancel)
+        inputs = self.messages.take(self._feed, step, micro, cancel)
         received: dict[int, Tensor] = {}
         for r in program.received:
-            key = self._key(Direction.FORWARD, step, micro, r.op)
-            received[r.op] = self._receive_value(key, self.assignment.worker_of(r.source), cancel)
-        with self._blaming_sources(program):
+            key = self.messages.key(Direction.FORWARD, step, micro, r.op)
+            received[r.op] = self.messages.receive_value(key, self.assignment.worker_of(r.source), cancel)
+        with self.messages.blaming_sources(program):
             produced = self._timed(
                 Work.FORWARD, step, micro, lambda: self._stage.forward(micro, inputs, received)
             )
-        self._send_all(
-            (target, self._key(Direction.FORWARD, step, micro, p.op), produced[p.op])
+        self.messages.send_all(
+            (target, self.messages.key(Direction.FORWARD, step, micro, p.op), produced[p.op])
             for p in program.produced
             for target in p.targets
         )
@@ -439,98 +396,31 @@ class StageRun:
         program, micro = self.assignment.program, action.micro
         grads: dict[int, Tensor | None] = {}
         for op, source in gradient_sources(program):
-            key = self._key(Direction.BACKWARD, step, micro, op)
-            grads[op] = self._receive(key, self.assignment.worker_of(source), cancel)
+            key = self.messages.key(Direction.BACKWARD, step, micro, op)
+            grads[op] = self.messages.receive(key, self.assignment.worker_of(source), cancel)
         answers = self._timed(action.work, step, micro, lambda: self._stage.backward(micro, grads))
-        self._send_all(
-            (r.grad_to, self._key(Direction.BACKWARD, step, micro, r.op), answers[r.op])
+        self.messages.send_all(
+            (r.grad_to, self.messages.key(Direction.BACKWARD, step, micro, r.op), answers[r.op])
             for r in program.received
             if r.requires_grad
         )
 
     def _weight_gradients(self, step: int) -> None:
         """Of the first micro-batch that owes any, for about PIECE_S."""
-        stage, micro, until_s = self._stage, self._stage.owed, self._clock() + PIECE_S
+        stage, micro, until_s = self._stage, self._stage.owed, self.messages.clock() + PIECE_S
 
         def take() -> None:
             while stage.owed == micro:
                 stage.weight_gradients()
                 self._synchronize()  # or the clock would count launches
-                if self._clock() >= until_s:
+                if self.messages.clock() >= until_s:
                     break
 
         if micro is not None:
             self._timed(Work.WEIGHT, step, micro, take)
             self._progress.tick()
 
-    def _evaluate_micro(
-        self,
-        program: StageProgram,
-        direction: Direction,
-        step: int,
-        micro: int,
-        inputs: Mapping[str, Tensor],
-        cancel: Cancel,
-    ) -> None:
-        received: dict[int, Tensor] = {}
-        for r in program.received:
-            key = self._key(direction, step, micro, r.op)
-            received[r.op] = self._receive_value(key, self.assignment.worker_of(r.source), cancel)
-        tail = self.assignment.evaluates(micro) is not program
-        with self._blaming_sources(program):
-            produced = self._stage.evaluate_micro(micro, inputs, received, tail=tail)
-        for r in program.received:
-            if r.grad_from is None:  # the last to receive it acknowledges
-                self._send(r.source, self._key(direction, step, micro, r.op), None)
-        # A fast stage may be at most a step's micro-batches ahead of the slowest.
-        behind = micro - self.assignment.training.n_micro
-        for p in program.produced:
-            if behind >= 0:
-                key = self._key(direction, step, behind, p.op)
-                self._receive(key, self.assignment.worker_of(p.targets[-1]), cancel)
-            for target in p.targets:
-                self._send(target, self._key(direction, step, micro, p.op), produced[p.op])
-
-    @contextmanager
-    def _blaming_sources(self, program: StageProgram) -> Iterator[None]:
-        """Raise PeerLost of who sent a value that no op may index by."""
-        try:
-            yield
-        except UnusableValue as error:
-            (source,) = (r.source for r in program.received if r.op == error.op)
-            raise PeerLost(self.assignment.worker_of(source), str(error)) from None
-
     # ---------------------------------------------------------------- tied parameters, other replicas
-
-    def _fold_tied(self, step: int, cancel: Cancel) -> None:
-        """Partial sums from the last holder down to the first."""
-        me = self.assignment.stage
-        for tied in self.assignment.program.tied:
-            at = tied.holders.index(me)
-            for block in self._stage.blocks:
-                key = self._key(Direction.TIED_PARTIAL, step, block, tied.index)
-                later: Tensor | None = None
-                if at + 1 < len(tied.holders):
-                    later = self._receive(key, self.assignment.worker_of(tied.holders[at + 1]), cancel)
-                sums = self._stage.tied_partial(tied.name, block, later)
-                if at:
-                    self._send(tied.holders[at - 1], key, sums)
-
-    def _share_tied(self, step: int, cancel: Cancel) -> None:
-        """Send the total from the first holder to every other; where there are replicas, theirs."""
-        me = self.assignment.stage
-        for tied in self.assignment.program.tied:
-            if tied.holders[0] == me:
-                total = self._stage.total(tied.name)
-                self._stage.set_total(tied.name, total)
-                for holder in tied.holders[1:]:
-                    self._send(holder, self._key(Direction.TIED_TOTAL, step, 0, tied.index), total)
-        # Totals last: waiting for one must not hold back another parameter's partial sum.
-        for tied in self.assignment.program.tied:
-            if tied.holders[0] != me:
-                key = self._key(Direction.TIED_TOTAL, step, 0, tied.index)
-                peer = self.assignment.worker_of(tied.holders[0])
-                self._stage.set_total(tied.name, self._receive(key, peer, cancel))
 
     def _begin_exchange(self, step: int) -> GradientExchange | None:
         assignment = self.at(step)
@@ -539,7 +429,7 @@ class StageRun:
 
         def send(peer: str, which: Which, value: Tensor) -> None:
             with self._progress.waiting(peer, "room", step):
-                self._links.send(peer, self._key_of(step, which), value)
+                self._links.send(peer, self.messages.key_of(step, which), value)
 
         return GradientExchange(assignment, self._stage, send)
 
@@ -549,116 +439,7 @@ class StageRun:
             self._joining.part_whole(name, label)
             self._joining_s += self._cpu.at_work_s() - begun_s
 
-    def _arrived(self, step: int, which: Which, peer: str) -> Tensor | None:
-        key = self._key_of(step, which)
-        try:
-            return _nonzero(self._links.receive(key, 0.0), key, peer)
-        except TimeoutError:
-            return None
-
-    def _awaited(self, step: int, cancel: Cancel, which: Which, peer: str) -> Tensor:
-        return self._receive_value(self._key_of(step, which), peer, cancel)
-
-    def _key_of(self, step: int, which: Which) -> MessageKey:
-        direction, micro, edge = which
-        return self._key(direction, step, micro, edge)
-
-    # ---------------------------------------------------------------- waits, sends, clocks
-
-    def _expect_first(self, step: int) -> None:
-        """Take messages of the step, or the period, that comes first."""
-        if self._local is not None:
-            last = self.assignment.plan.last_step(step, self.assignment.training.steps)
-            self._expect_rounds(self._local, (last,))
-        else:
-            self._expect_up_to(step)
-
-    def _expect_up_to(self, step: int) -> None:
-        first = step if self._expected is None else self._expected + 1
-        for number in range(first, step + 1):
-            assignment = self.at(number)
-            self._links.expect(step_arrivals(assignment, number))
-            if self.assignment.standby or number < self.assignment.first_step:
-                continue  # no evaluation is repeated
-            self._links.expect(evaluation_arrivals(assignment, number))
-            if lossy(assignment.pipeline.links):
-                self._links.expect(evaluation_arrivals(assignment, number, Direction.EVALUATION_CODED))
-        self._expected = max(step, self._expected or 0)
-
-    def _key(self, direction: Direction, step: int, micro: int, edge: int) -> MessageKey:
-        return MessageKey(self.assignment.job, self.at(step).version, step, micro, edge, direction)
-
-    def _take(self, step: int, micro: int, cancel: Cancel) -> dict[str, Tensor]:
-        begun_s, started_s = self.spans.now_s(), self._clock()
-        with self._progress.waiting("", "data", step):
-            inputs = self._feed.take(step, micro, cancel)
-        self._note_wait(step, micro, begun_s, self._clock() - started_s, "")
-        return inputs
-
-    def _receive(
-        self, key: MessageKey, peer: str, cancel: Cancel, until_s: float | None = None
-    ) -> Tensor | None:
-        """Wait for a message. Raises PeerLost where it has not come by ``until_s``, if that is given."""
-        try:
-            return self._await(key, peer, cancel, until_s)
-        finally:
-            self._progress.waits = None
-
-    def _receive_value(
-        self, key: MessageKey, peer: str, cancel: Cancel, until_s: float | None = None
-    ) -> Tensor:
-        """Wait for a message that is never a zero mark. Raises PeerLost for one that is, too."""
-        return _nonzero(self._receive(key, peer, cancel, until_s), key, peer)
-
-    def _await(self, key: MessageKey, peer: str, cancel: Cancel, until_s: float | None) -> Tensor | None:
-        told_at_s = max(LONG_WAIT_S, 2 * self._step_s)
-        begun_s, started_s, computed_s = self.spans.now_s(), self._clock(), self._cpu.computed_s
-        while True:
-            cancel.check()
-            owed = self._stage.owed is not None
-            left_s = POLL_S if until_s is None else max(0.0, until_s - self._clock())
-            try:
-                value = self._links.receive(key, 0.0 if owed else min(POLL_S, left_s))
-                break
-            except TimeoutError:
-                if owed:
-                    self._weight_gradients(key.step)
-                    begun_s, started_s, computed_s = self.spans.now_s(), self._clock(), self._cpu.computed_s
-                    continue
-                waited_s = self._clock() - started_s
-                self._progress.waits = Waiting(
-                    peer, key.direction.name.lower(), key.step, time.monotonic() - waited_s
-                )
-                if self._asks is not None:
-                    self._asks.waited(peer, key.step, waited_s)
-                if until_s is not None and self._clock() >= until_s:
-                    why = f"the round's deadline was over before all of it had come; waited {waited_s:.1f} s"
-                    raise PeerLost(peer, why) from None
-                if waited_s >= told_at_s:
-                    told_at_s = 2 * waited_s
-                    self._notice(LongWait(key, peer, waited_s))
-        self._progress.tick()
-        decoding_s = self._cpu.computed_s - computed_s
-        waited_s = max(0.0, self._clock() - started_s - decoding_s)
-        self._note_wait(key.step, key.micro, begun_s, waited_s, peer)
-        return value
-
-    def _note_wait(self, step: int, micro: int, begun_s: float, waited_s: float, peer: str) -> None:
-        self._waited_s += waited_s
-        if waited_s >= MIN_WAIT_SPAN_S:
-            self.spans.add(Span("wait", step, micro, begun_s, begun_s + waited_s, peer))
-
-    def _send_all(self, messages: Iterable[tuple[int, MessageKey, Tensor | None]]) -> None:
-        """What one action sends, in this order."""
-        left = list(messages)
-        while left:
-            stage, key, value = left.pop(0)
-            self._send(stage, key, value, more=any(later == stage for later, *_ in left))
-
-    def _send(self, stage: int, key: MessageKey, value: Tensor | None, *, more: bool = False) -> None:
-        peer = self.assignment.worker_of(stage)
-        with self._progress.waiting(peer, "room", key.step):
-            self._links.send(peer, key, value, more=more)
+    # ---------------------------------------------------------------- clocks
 
     def _timed(self, work: Work, step: int, micro: int, run: Callable[[], T]) -> T:
         with self.spans.timed(work.value, step, micro), self._cpu.computing() as taken:
@@ -672,6 +453,38 @@ class StageRun:
         """A GPU's work is measured where it ends, not where it was queued."""
         if self._stage.device.type == "cuda":
             torch.cuda.synchronize(self._stage.device)
+
+
+def _evaluate(
+    stage: Stage,
+    messages: Messages,
+    program: StageProgram,
+    direction: Direction,
+    step: int,
+    micro: int,
+    inputs: Mapping[str, Tensor],
+    cancel: Cancel,
+) -> None:
+    """Do one micro-batch of an evaluation."""
+    assignment = messages.assignment
+    received: dict[int, Tensor] = {}
+    for r in program.received:
+        key = messages.key(direction, step, micro, r.op)
+        received[r.op] = messages.receive_value(key, assignment.worker_of(r.source), cancel)
+    tail = assignment.evaluates(micro) is not program
+    with messages.blaming_sources(program):
+        produced = stage.evaluate_micro(micro, inputs, received, tail=tail)
+    for r in program.received:
+        if r.grad_from is None:  # the last to receive it acknowledges
+            messages.send(r.source, messages.key(direction, step, micro, r.op), None)
+    # A fast stage may be at most a step's micro-batches ahead of the slowest.
+    behind = micro - assignment.training.n_micro
+    for p in program.produced:
+        if behind >= 0:
+            key = messages.key(direction, step, behind, p.op)
+            messages.receive(key, assignment.worker_of(p.targets[-1]), cancel)
+        for target in p.targets:
+            messages.send(target, messages.key(direction, step, micro, p.op), produced[p.op])
 
 
 def codecs_of(assignment: Assignment, cpu: CpuMeter | None = None) -> StageCodecs:
@@ -690,9 +503,3 @@ def codecs_of(assignment: Assignment, cpu: CpuMeter | None = None) -> StageCodec
 def _diverged(local: LocalSteps, last: int) -> StepReport:
     """Report of a period whose steps made a model that is not finite, though their losses were."""
     return StepReport(last, StageReport(tuple(local.losses), (), finite=False), 0.0, 0.0, 0.0, 0.0)
-
-
-def _nonzero(value: Tensor | None, key: MessageKey, peer: str) -> Tensor:
-    if value is None:
-        raise PeerLost(peer, f"a {key.direction.name.lower()} came as a zero mark: {key}")
-    return value

@@ -7,6 +7,7 @@ finish_step, then either apply (commit) or discard, which leaves no trace of the
 from __future__ import annotations
 
 import math
+import threading
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from atoll.opdag import StateMeta
     from atoll.program import StageProgram
 
+LENT_POLL_S = 0.25
 MAX_OUTPUT_BYTES = 1 << 35  # of one op; a program that declares more is refused
 STATE_KEYS = {
     OptimizerName.ADAMW: ("exp_avg", "exp_avg_sq", "step"),
@@ -453,3 +455,26 @@ def cpu_copies(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[st
         name: {key: tensor.detach().to("cpu", copy=True).contiguous() for key, tensor in found.items()}
         for name, found in tensors.items()
     }
+
+
+class Lent:
+    """Loans of a stage's tensors that another thread reads: nothing changes them until it has. One thread
+    lends and waits, any returns."""
+
+    def __init__(self) -> None:
+        self._loans: list[threading.Event] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._loans)
+
+    def lend(self) -> Callable[[], None]:
+        """Return what is to be called once the tensors have been read."""
+        self._loans.append(threading.Event())
+        return self._loans[-1].set
+
+    def wait(self, waiting: Callable[[], None]) -> None:
+        """Return once all were read; ``waiting`` is called now and then, as a disk may be slow."""
+        while self._loans:
+            while not self._loans[0].wait(LENT_POLL_S):
+                waiting()
+            del self._loans[0]

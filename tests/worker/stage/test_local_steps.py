@@ -295,7 +295,7 @@ def test_who_sends_each_piece_just_in_time_keeps_nobody_beyond_one_deadline(
         return torch.zeros(4096, dtype=torch.uint8)
 
     monkeypatch.setattr(run._links, "receive", trickling)
-    run._clock = lambda: now_s[0]
+    run.messages.clock = lambda: now_s[0]
     with pytest.raises(PeerLost, match="deadline") as lost:
         run.run_step(0, Cancel())
     assert lost.value.peer == "p1"

@@ -24,7 +24,6 @@ from tests.worker.stage.crew import TRAINING, Batches, Case, Crew, assign, case,
 from worker.cancel import Cancel, Cancelled
 from worker.machine.cpu import CpuMeter
 from worker.session import wire as messages
-from worker.stage import run as compute
 from worker.stage.expected import Arrival, evaluation_arrivals, step_arrivals
 from worker.stage.reports import LongWait, StepReport
 from worker.stage.run import StageRun
@@ -103,7 +102,7 @@ def test_on_a_part_of_a_core_what_other_threads_do_counts_as_handling() -> None:
     crew = Crew(made, assign(made, cut_evenly(made.dag, 2), TRAINING, ScheduleName.ONE_F_ONE_B))
     for run in crew.runs:
         used = iter([100.0, 101.0, 200.0, 201.0])  # CPU seconds of the whole process
-        run._cpu = CpuMeter(0.125, cpu_clock=used.__next__)
+        run._cpu = run.messages.cpu = CpuMeter(0.125, cpu_clock=used.__next__)
     handled: list[list[float]] = []
     for step in range(4):
         reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
@@ -160,7 +159,7 @@ def test_a_cancelled_step_stops_while_it_waits_for_a_neighbour() -> None:
 
 
 def test_a_wait_that_lasts_is_told_and_again_when_it_has_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compute, "POLL_S", 0.001)
+    monkeypatch.setattr("worker.stage.messages.POLL_S", 0.001)
     made = case("mlp")
     crew = Crew(made, assign(made, cut_evenly(made.dag, 2), TRAINING, ScheduleName.ONE_F_ONE_B))
     cancel, told = Cancel(), []
@@ -171,7 +170,7 @@ def test_a_wait_that_lasts_is_told_and_again_when_it_has_doubled(monkeypatch: py
             cancel.set("seen")
 
     run = crew.runs[1]
-    run._notice, run._clock = notice, count(0, 25).__next__
+    run.messages.notice, run.messages.clock = notice, count(0, 25).__next__
     with pytest.raises(Cancelled):
         run.run_step(0, cancel)
     assert [wait.waited_s for wait in told] == [75, 150, 300]
