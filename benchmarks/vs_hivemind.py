@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from atoll.exchange import Exchange
 from atoll.job import TrainingSpec
+from atoll.messages.to_worker import PeerLink
 from atoll.microbatch import ScheduleName
 from atoll.opdag import StateMeta
 from atoll.plan import Plan, Replica, StageSpec
@@ -50,7 +51,7 @@ from lab.world import Lab
 from protos.credentials import Identity
 from worker.links.links import Links
 from worker.machine.malloc import keep_chunk_memory
-from worker.stage.assignment import Assignment, PeerLink
+from worker.stage.assignment import Assignment
 from worker.stage.expected import step_arrivals
 from worker.stage.joining import GradientExchange
 from worker.transport.contract import Paths

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import structlog
 
 from atoll.errors import StorageError
+from atoll.messages.to_worker import RelayOffer
 from atoll.worker_names import is_id, with_names
 from coordinator.aggregation.supervisor import Aggregators
 from coordinator.config import CoordinatorConfig
@@ -35,7 +36,6 @@ from coordinator.storage.graph_store import GraphStore
 from coordinator.storage.journal import Fenced, Journal
 from coordinator.storage.promises import Promises
 from coordinator.storage.run_log import Logs, Point, RunLogs
-from protos import atoll_control_pb2 as pb
 from protos import telemetry
 from protos.telemetry import Event as Name
 
@@ -81,7 +81,7 @@ class Outbox:
 class Relays(Protocol):
     """Makes tickets for the relays that are there."""
 
-    def way(self, worker: str, peer: str, use: do.RelayUse) -> pb.RelayWay | None:
+    def way(self, worker: str, peer: str, use: do.RelayUse) -> RelayOffer | None:
         """Return ``worker``'s way to ``peer`` by relays."""
 
 

@@ -143,79 +143,6 @@ class ComputeJoin(_message.Message):
 Global___ComputeJoin: _TypeAlias = ComputeJoin  # noqa: Y015
 
 @_typing.final
-class ComputeRound(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    JOB_FIELD_NUMBER: _builtins.int
-    ROUND_FIELD_NUMBER: _builtins.int
-    TAKEN_FIELD_NUMBER: _builtins.int
-    CLIENTS_FIELD_NUMBER: _builtins.int
-    job: _builtins.str
-    round: _builtins.int
-    taken: _builtins.bool
-    @_builtins.property
-    def clients(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
-    def __init__(
-        self,
-        *,
-        job: _builtins.str = ...,
-        round: _builtins.int = ...,
-        taken: _builtins.bool = ...,
-        clients: _abc.Iterable[_builtins.str] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "job", b"job", "round", b"round", "taken", b"taken"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ComputeRound: _TypeAlias = ComputeRound  # noqa: Y015
-
-@_typing.final
-class ComputeStep(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    JOB_FIELD_NUMBER: _builtins.int
-    PLAN_VERSION_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
-    GRADIENT_SCALE_FIELD_NUMBER: _builtins.int
-    STORE_FIELD_NUMBER: _builtins.int
-    EVALUATE_CODED_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
-    RELINK_FIELD_NUMBER: _builtins.int
-    KEEP_FIELD_NUMBER: _builtins.int
-    job: _builtins.str
-    plan_version: _builtins.int
-    step: _builtins.int
-    gradient_scale: _builtins.float
-    store: _builtins.bool
-    evaluate_coded: _builtins.bool
-    reason: _builtins.str
-    keep: _builtins.bool
-    @_builtins.property
-    def relink(self) -> _atoll_control_pb2.Relink: ...
-    def __init__(
-        self,
-        *,
-        job: _builtins.str = ...,
-        plan_version: _builtins.int = ...,
-        step: _builtins.int = ...,
-        gradient_scale: _builtins.float = ...,
-        store: _builtins.bool = ...,
-        evaluate_coded: _builtins.bool = ...,
-        reason: _builtins.str = ...,
-        relink: _atoll_control_pb2.Relink | None = ...,
-        keep: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["relink", b"relink"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluate_coded", b"evaluate_coded", "gradient_scale", b"gradient_scale", "job", b"job", "keep", b"keep", "plan_version", b"plan_version", "reason", b"reason", "relink", b"relink", "step", b"step", "store", b"store"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ComputeStep: _TypeAlias = ComputeStep  # noqa: Y015
-
-@_typing.final
 class Key(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -401,7 +328,6 @@ class ToCompute(_message.Message):
     RUN_STEP_FIELD_NUMBER: _builtins.int
     APPLY_STEP_FIELD_NUMBER: _builtins.int
     EVALUATE_FIELD_NUMBER: _builtins.int
-    CHANGE_LINKS_FIELD_NUMBER: _builtins.int
     DISCARD_FIELD_NUMBER: _builtins.int
     DROP_FIELD_NUMBER: _builtins.int
     INTERRUPT_FIELD_NUMBER: _builtins.int
@@ -440,17 +366,17 @@ class ToCompute(_message.Message):
     @_builtins.property
     def load(self) -> _atoll_control_pb2.Assign: ...
     @_builtins.property
-    def run_step(self) -> Global___ComputeStep: ...
+    def run_step(self) -> _atoll_control_pb2.StepStart: ...
     @_builtins.property
-    def apply_step(self) -> Global___ComputeStep: ...
+    def apply_step(self) -> _atoll_control_pb2.StepCommit:
+        """the links change first, where it says so"""
+
     @_builtins.property
-    def evaluate(self) -> Global___ComputeStep: ...
+    def evaluate(self) -> _atoll_control_pb2.StepCommit: ...
     @_builtins.property
-    def change_links(self) -> Global___ComputeStep: ...
+    def discard(self) -> _atoll_control_pb2.StepDiscard: ...
     @_builtins.property
-    def discard(self) -> Global___ComputeStep: ...
-    @_builtins.property
-    def drop(self) -> Global___ComputeStep: ...
+    def drop(self) -> _atoll_control_pb2.Release: ...
     @_builtins.property
     def join(self) -> Global___ComputeJoin: ...
     @_builtins.property
@@ -458,7 +384,7 @@ class ToCompute(_message.Message):
     @_builtins.property
     def evaluate_round(self) -> _atoll_control_pb2.EvaluateRound: ...
     @_builtins.property
-    def settle(self) -> Global___ComputeRound: ...
+    def settle(self) -> _atoll_control_pb2.RoundTaken: ...
     @_builtins.property
     def time_ops(self) -> _atoll_control_pb2.ProbeOps: ...
     @_builtins.property
@@ -474,8 +400,8 @@ class ToCompute(_message.Message):
     @_builtins.property
     def reconfigure(self) -> _atoll_control_pb2.Reconfigure: ...
     @_builtins.property
-    def repeat_step(self) -> Global___ComputeStep:
-        """by a hot standby: gradient_scale is that of the step"""
+    def repeat_step(self) -> _atoll_control_pb2.StepCommit:
+        """by a hot standby"""
 
     def __init__(
         self,
@@ -484,17 +410,16 @@ class ToCompute(_message.Message):
         assignment: _builtins.int = ...,
         setup: Global___ComputeSetup | None = ...,
         load: _atoll_control_pb2.Assign | None = ...,
-        run_step: Global___ComputeStep | None = ...,
-        apply_step: Global___ComputeStep | None = ...,
-        evaluate: Global___ComputeStep | None = ...,
-        change_links: Global___ComputeStep | None = ...,
-        discard: Global___ComputeStep | None = ...,
-        drop: Global___ComputeStep | None = ...,
+        run_step: _atoll_control_pb2.StepStart | None = ...,
+        apply_step: _atoll_control_pb2.StepCommit | None = ...,
+        evaluate: _atoll_control_pb2.StepCommit | None = ...,
+        discard: _atoll_control_pb2.StepDiscard | None = ...,
+        drop: _atoll_control_pb2.Release | None = ...,
         interrupt: _builtins.str = ...,
         join: Global___ComputeJoin | None = ...,
         train: _atoll_control_pb2.TrainRound | None = ...,
         evaluate_round: _atoll_control_pb2.EvaluateRound | None = ...,
-        settle: Global___ComputeRound | None = ...,
+        settle: _atoll_control_pb2.RoundTaken | None = ...,
         time_ops: _atoll_control_pb2.ProbeOps | None = ...,
         report_codecs: _builtins.bool = ...,
         arrived: Global___Arrived | None = ...,
@@ -505,15 +430,15 @@ class ToCompute(_message.Message):
         stop: _builtins.bool = ...,
         ping: _builtins.int = ...,
         reconfigure: _atoll_control_pb2.Reconfigure | None = ...,
-        repeat_step: Global___ComputeStep | None = ...,
+        repeat_step: _atoll_control_pb2.StepCommit | None = ...,
         compute_share: _builtins.float = ...,
         memory_limit: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "batch", b"batch", "body", b"body", "change_links", b"change_links", "compute_share", b"compute_share", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "memory_limit", b"memory_limit", "ping", b"ping", "reconfigure", b"reconfigure", "repeat_step", b"repeat_step", "report_codecs", b"report_codecs", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "batch", b"batch", "body", b"body", "compute_share", b"compute_share", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "memory_limit", b"memory_limit", "ping", b"ping", "reconfigure", b"reconfigure", "repeat_step", b"repeat_step", "report_codecs", b"report_codecs", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "assignment", b"assignment", "batch", b"batch", "body", b"body", "change_links", b"change_links", "compute_share", b"compute_share", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "freed", b"freed", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "memory_limit", b"memory_limit", "ping", b"ping", "reconfigure", b"reconfigure", "repeat_step", b"repeat_step", "report_codecs", b"report_codecs", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "assignment", b"assignment", "batch", b"batch", "body", b"body", "compute_share", b"compute_share", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "freed", b"freed", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "memory_limit", b"memory_limit", "ping", b"ping", "reconfigure", b"reconfigure", "repeat_step", b"repeat_step", "report_codecs", b"report_codecs", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["setup", "load", "run_step", "apply_step", "evaluate", "change_links", "discard", "drop", "interrupt", "join", "train", "evaluate_round", "settle", "time_ops", "report_codecs", "arrived", "lost", "answer", "batch", "transferred", "stop", "ping", "reconfigure", "repeat_step", "compute_share", "memory_limit"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["setup", "load", "run_step", "apply_step", "evaluate", "discard", "drop", "interrupt", "join", "train", "evaluate_round", "settle", "time_ops", "report_codecs", "arrived", "lost", "answer", "batch", "transferred", "stop", "ping", "reconfigure", "repeat_step", "compute_share", "memory_limit"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -578,54 +503,6 @@ class ComputeLog(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ComputeLog: _TypeAlias = ComputeLog  # noqa: Y015
-
-@_typing.final
-class Posted(_message.Message):
-    """An event of the session: kind is its class in worker.session.events, message what is to be sent."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KIND_FIELD_NUMBER: _builtins.int
-    JOB_FIELD_NUMBER: _builtins.int
-    PLAN_VERSION_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
-    MESSAGE_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
-    LOST_PEER_FIELD_NUMBER: _builtins.int
-    DURING_FIELD_NUMBER: _builtins.int
-    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
-    kind: _builtins.str
-    job: _builtins.str
-    plan_version: _builtins.int
-    step: _builtins.int
-    """or round"""
-    reason: _builtins.str
-    lost_peer: _builtins.str
-    during: _builtins.str
-    memory_bytes: _builtins.int
-    """as of StageFailed"""
-    @_builtins.property
-    def message(self) -> _atoll_control_pb2.FromWorker: ...
-    def __init__(
-        self,
-        *,
-        kind: _builtins.str = ...,
-        job: _builtins.str = ...,
-        plan_version: _builtins.int = ...,
-        step: _builtins.int = ...,
-        message: _atoll_control_pb2.FromWorker | None = ...,
-        reason: _builtins.str = ...,
-        lost_peer: _builtins.str = ...,
-        during: _builtins.str = ...,
-        memory_bytes: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["during", b"during", "job", b"job", "kind", b"kind", "lost_peer", b"lost_peer", "memory_bytes", b"memory_bytes", "message", b"message", "plan_version", b"plan_version", "reason", b"reason", "step", b"step"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Posted: _TypeAlias = Posted  # noqa: Y015
 
 @_typing.final
 class Wanted(_message.Message):
@@ -848,8 +725,8 @@ class FromCompute(_message.Message):
 
     FREED_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
-    POSTED_FIELD_NUMBER: _builtins.int
     SAID_FIELD_NUMBER: _builtins.int
+    APPLIED_FIELD_NUMBER: _builtins.int
     WANTED_FIELD_NUMBER: _builtins.int
     OUTGOING_FIELD_NUMBER: _builtins.int
     CONNECT_FIELD_NUMBER: _builtins.int
@@ -874,9 +751,13 @@ class FromCompute(_message.Message):
     @_builtins.property
     def ready(self) -> Global___ComputeReady: ...
     @_builtins.property
-    def posted(self) -> Global___Posted: ...
+    def said(self) -> _atoll_control_pb2.FromWorker:
+        """a report of the session, or of spans, logs and codecs"""
+
     @_builtins.property
-    def said(self) -> _atoll_control_pb2.FromWorker: ...
+    def applied(self) -> _atoll_control_pb2.StepStart:
+        """a step that is applied, or repeated by a hot standby"""
+
     @_builtins.property
     def wanted(self) -> Global___WantedList: ...
     @_builtins.property
@@ -902,8 +783,8 @@ class FromCompute(_message.Message):
         *,
         freed: _abc.Iterable[_builtins.int] | None = ...,
         ready: Global___ComputeReady | None = ...,
-        posted: Global___Posted | None = ...,
         said: _atoll_control_pb2.FromWorker | None = ...,
+        applied: _atoll_control_pb2.StepStart | None = ...,
         wanted: Global___WantedList | None = ...,
         outgoing: Global___Outgoing | None = ...,
         connect: Global___JobLinks | None = ...,
@@ -917,11 +798,11 @@ class FromCompute(_message.Message):
         pong: _builtins.int = ...,
         loading: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "body", b"body", "cancel", b"cancel", "codec_speeds", b"codec_speeds", "connect", b"connect", "fetch", b"fetch", "forget", b"forget", "loading", b"loading", "log", b"log", "outgoing", b"outgoing", "pong", b"pong", "posted", b"posted", "ready", b"ready", "said", b"said", "store", b"store", "wanted", b"wanted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "batches", b"batches", "body", b"body", "cancel", b"cancel", "codec_speeds", b"codec_speeds", "connect", b"connect", "fetch", b"fetch", "forget", b"forget", "loading", b"loading", "log", b"log", "outgoing", b"outgoing", "pong", b"pong", "ready", b"ready", "said", b"said", "store", b"store", "wanted", b"wanted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "body", b"body", "cancel", b"cancel", "codec_speeds", b"codec_speeds", "connect", b"connect", "fetch", b"fetch", "forget", b"forget", "freed", b"freed", "loading", b"loading", "log", b"log", "outgoing", b"outgoing", "pong", b"pong", "posted", b"posted", "ready", b"ready", "said", b"said", "store", b"store", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "batches", b"batches", "body", b"body", "cancel", b"cancel", "codec_speeds", b"codec_speeds", "connect", b"connect", "fetch", b"fetch", "forget", b"forget", "freed", b"freed", "loading", b"loading", "log", b"log", "outgoing", b"outgoing", "pong", b"pong", "ready", b"ready", "said", b"said", "store", b"store", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ready", "posted", "said", "wanted", "outgoing", "connect", "forget", "fetch", "store", "batches", "cancel", "codec_speeds", "log", "pong", "loading"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ready", "said", "applied", "wanted", "outgoing", "connect", "forget", "fetch", "store", "batches", "cancel", "codec_speeds", "log", "pong", "loading"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

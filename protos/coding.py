@@ -91,7 +91,7 @@ def write(value: Any, kind: type[Any]) -> Any:
 def form(kind: Any, descriptor: Any) -> Form:
     """Return how a class is read and written. TypeError for a field that its message lacks."""
     hints = get_type_hints(kind, include_extras=True)
-    reads, plain, coded, spread = [], [], [], []
+    reads, plain, coded, spread, inner = [], [], [], [], []
     for field in dataclasses.fields(kind):
         hint, marks = _unwrapped(hints[field.name])
         if any(isinstance(mark, bounded.Unsent) for mark in marks):
@@ -113,8 +113,9 @@ def form(kind: Any, descriptor: Any) -> Form:
         if get_origin(hint) in (Union, UnionType) or (held.message_type is not None and _unset(marks)):
             reads[-1] = (field.name, _present(name, reads[-1][1], _unset(marks)))
         if "." in name:
-            continue  # written by who makes the inner message
-        if code.write is None:
+            outer, _, last = name.partition(".")
+            inner.append((field.name, outer, last, code.write or _same))
+        elif code.write is None:
             plain.append((field.name, name))
         else:
             coded.append((field.name, name, code.write))
@@ -137,6 +138,10 @@ def form(kind: Any, descriptor: Any) -> Form:
                 found[name] = encode(part)
         for held, encode in spread:
             found.update(encode(getattr(value, held)))
+        for held, outer, name, encode in inner:
+            part = getattr(value, held)
+            if part:  # a message whose fields are all unset is left out
+                found.setdefault(outer, {})[name] = encode(part)
         return found
 
     return Form(read_fields, write_fields)
@@ -162,12 +167,20 @@ def _unwrapped(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     return hint, marks
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
 def _got(name: str, decode: Read) -> Read:
     get = attrgetter(name)
     return lambda message: decode(get(message))
 
 
 def _present(name: str, get: Read, otherwise: Any) -> Read:
+    outer, _, last = name.rpartition(".")
+    if outer:
+        holder = attrgetter(outer)
+        return lambda message: get(message) if holder(message).HasField(last) else otherwise
     return lambda message: get(message) if message.HasField(name) else otherwise
 
 

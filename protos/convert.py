@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
@@ -16,7 +15,7 @@ from atoll.errors import BadFrame
 from atoll.exchange import PairTable
 from atoll.federated import FederatedSpec, Option
 from atoll.job import JobSpec, TrainingSpec
-from atoll.opdag import Arg, LeafRef, OpDag, OpNode, OpRef, Source, StateMeta, TensorMeta, TorchLiteral
+from atoll.opdag import Arg, LeafRef, OpDag, OpNode, OpRef, Source, TensorMeta, TorchLiteral
 from atoll.plan import LinkSpec, Plan, Replica, StageSpec, one_replica
 from atoll.program import StageProgram
 from protos import atoll_job_pb2 as pb
@@ -183,32 +182,3 @@ CODES.update(
     }
 )
 coding.CHECKS.update(checks.CHECKS)
-
-
-# ---------------------------------------------------------------- for messages that are not read as a whole
-
-
-def state_to_proto(states: Mapping[str, StateMeta]) -> list[pb.NamedMeta]:
-    """Named parameters, buffers or constants, sorted by name."""
-    entry = pb.NamedMeta.DESCRIPTOR
-    return [pb.NamedMeta(name=name, **coding.fields_of(states[name], entry)) for name in sorted(states)]
-
-
-def metas_to_proto(metas: Mapping[str, TensorMeta]) -> list[pb.NamedMeta]:
-    """Named shapes, sorted by name."""
-    return [pb.NamedMeta(name=name, meta=to_proto(metas[name])) for name in sorted(metas)]
-
-
-def state_from_proto(messages: Sequence[pb.NamedMeta]) -> dict[str, StateMeta]:
-    """Named parameters, buffers or constants; BadFrame when a name repeats."""
-    found: dict[str, StateMeta] = {}
-    for message in bounds.count("named tensors", messages, MAX_ITEMS):
-        if bounds.name("tensor name", message.name) in found:
-            raise BadFrame(f"tensor name {message.name!r} repeats")
-        found[message.name] = coding.read(StateMeta, message)
-    return found
-
-
-def metas_from_proto(messages: Sequence[pb.NamedMeta]) -> dict[str, TensorMeta]:
-    """Named shapes; BadFrame when a name repeats."""
-    return {name: state.meta for name, state in state_from_proto(messages).items()}

@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+import protos.convert  # noqa: F401 - it registers how fields of graphs and plans are read
 from atoll.errors import BadFrame
 from atoll.messages import from_worker as told
 from atoll.messages import to_worker as asked
+from atoll.opdag import leaf_refs
 from protos import atoll_control_pb2 as pb
 from protos import coding
 from protos.bounds import blob_hash, within
 from protos.coding import CHECKS, CODES, Form
+from protos.relay_tickets import MAC_BYTES, TICKET_BYTES
 
 FROM_WORKER: Mapping[str, type] = {
     "heartbeat": told.Heartbeat,
@@ -35,6 +38,15 @@ FROM_WORKER: Mapping[str, type] = {
 }
 """Kinds of what a worker says that its coordinator acts upon, by the field of ``FromWorker``."""
 TO_WORKER: Mapping[str, type] = {
+    "welcome": asked.Welcome,
+    "probe_ops": asked.ProbeOps,
+    "probe_link": asked.ProbeLink,
+    "expect_peer": asked.PeerLink,
+    "assign": asked.Assign,
+    "reconfigure": asked.Reconfigure,
+    "standbys": asked.Standbys,
+    "participate": asked.Participate,
+    "keep_copies": asked.KeepCopies,
     "start": asked.StepStart,
     "commit": asked.StepCommit,
     "discard": asked.StepDiscard,
@@ -47,7 +59,7 @@ TO_WORKER: Mapping[str, type] = {
     "authorities": asked.TrustAuthorities,
     "store_copy": asked.StoreCopy,
 }
-"""The same of what a coordinator says; the rest is made of graphs, or goes on to who computes unread."""
+"""The same of what a coordinator says."""
 _NAMES = {kind: name for kinds in (FROM_WORKER, TO_WORKER) for name, kind in kinds.items()}
 
 
@@ -60,10 +72,13 @@ def from_worker(message: pb.FromWorker) -> Any:
     return coding.read(kind, getattr(message, body or ""))
 
 
-def to_worker(message: pb.ToWorker) -> Any:
-    """Return what a coordinator says. Raises BadFrame where a bound is broken."""
-    body = message.WhichOneof("body") or ""
-    return coding.read(TO_WORKER[body], getattr(message, body))
+def to_worker(message: pb.ToWorker, kinds: Mapping[str, type] = TO_WORKER) -> Any:
+    """Return what a coordinator says, as one of ``kinds``. Raises BadFrame where a bound is broken or the
+    kind is unknown."""
+    body = message.WhichOneof("body")
+    if body is None:
+        raise BadFrame("the coordinator sent a message of a kind this worker does not know; update it")
+    return coding.read(kinds[body], getattr(message, body))
 
 
 def to_coordinator(value: Any) -> pb.FromWorker:
@@ -111,6 +126,32 @@ def _check_commit(commit: asked.StepCommit) -> None:
         within("Relink.first_step", commit.relink.first_step, commit.step + 2, asked.MAX_STEP)
 
 
+def _check_assign(assign: asked.Assign) -> None:
+    within("Assign.rank", assign.rank, 0, len(assign.plan.places) - 1)
+
+
+def check_reconfigure(change: Any) -> None:
+    """A version after the one that it may have been given under. Raises BadFrame."""
+    within("Reconfigure.version", change.version, change.base + 1, asked.MAX_VERSION)
+
+
+def _check_planned(change: asked.Reconfigure) -> None:
+    plan = change.plan
+    if (plan.job, plan.version) != (change.job, change.version):
+        raise BadFrame(f"plan of {plan.job} version {plan.version} said to be version {change.version}")
+
+
+def _check_relay(offer: asked.RelayOffer) -> None:
+    if len(offer.ticket) != TICKET_BYTES or len(offer.key) != MAC_BYTES:
+        raise BadFrame(f"a relay's ticket of {len(offer.ticket)} bytes with a key of {len(offer.key)}")
+
+
+def _check_op(op: asked.OpProbe) -> None:
+    missing = [leaf.name for leaf in leaf_refs(op.node) if leaf.name not in op.leaves]
+    if missing:
+        raise BadFrame(f"op {op.node.target} to time lacks the shape of {missing[:3]}")
+
+
 def check_replay(replay: asked.Replay, end: int, version: int) -> None:
     """Steps to repeat are those before ``end``, under versions before ``version``; of a standby later ones
     follow. Raises BadFrame."""
@@ -131,6 +172,10 @@ def check_replay(replay: asked.Replay, end: int, version: int) -> None:
 
 CHECKS.update(
     {
+        asked.Assign: _check_assign,
+        asked.Reconfigure: _check_planned,
+        asked.RelayOffer: _check_relay,
+        asked.OpProbe: _check_op,
         asked.StepCommit: _check_commit,
         told.Guest: _check_guest,
         told.Introduction: _check_introduction,
@@ -156,5 +201,6 @@ def _written_host_rows(host: told.HostRows | None) -> dict[str, Any]:
     return {} if host is None else coding.fields_of(host, pb.UpdateReady.DESCRIPTOR)
 
 
+CODES["whole"] = Form(lambda message: message, lambda held: {})
 CODES["waits"] = Form(_waits, _written_waits)
 CODES["host rows"] = Form(_host_rows, _written_host_rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from protos.session import to_coordinator
 from worker.blobs import BlobFiles
 from worker.control.bulk import Bulk
 from worker.control.remote_store import metered
@@ -63,7 +64,7 @@ class Connections:
             shared.cache,
             config.blob_dir,
             config.copy_bytes,
-            send,
+            lambda said: send(to_coordinator(said)),
             lambda holder: self._peers.near(holder),
             owner=config.number,
         )

@@ -22,7 +22,7 @@ import structlog
 from atoll.errors import AccessDenied, AtollError
 from atoll.federated import ConsentWord as Word
 from atoll.messages import from_worker as told
-from atoll.messages.to_worker import Revoked, StoreCopy, TrustAuthorities
+from atoll.messages.to_worker import KeepCopies, PeerLink, Revoked, Standbys, StoreCopy, TrustAuthorities
 from compressors import CODECS
 from hostos.networks import ANYWHERE
 from protos import PROTOCOL_VERSION, coding
@@ -44,8 +44,8 @@ from worker.manners.keeper import Manners
 from worker.manners.limits import shown_limits
 from worker.session import events, instructions, machine
 from worker.session import wire as messages
-from worker.session.state import WELCOMED
-from worker.session.wire import Beside, CopiesAsked, PeerExpected, StandbysExpected
+from worker.session.state import WELCOMED, held
+from worker.session.wire import Beside
 from worker.transport.contract import Way
 
 if TYPE_CHECKING:
@@ -213,14 +213,14 @@ class Member:
     def _take_beside(self, event: Beside | ConsentChanged | MannersChanged | AddressChanged) -> None:
         """Handle what changes no phase of the session."""
         match event:
-            case PeerExpected():
-                self._open.network.expect(event.peer, event.paths, EXPECTED_DIAL_S)
-            case StandbysExpected():
+            case PeerLink():
+                self._open.network.expect(event.worker, event.paths, EXPECTED_DIAL_S)
+            case Standbys():
                 self._expect_standbys(event)
             case Revoked(peer, reason):
                 log.warning("peer.revoked", peer=peer, reason=reason)
                 self._open.network.bar(peer, f"its certificate was revoked: {reason}")
-            case CopiesAsked() if not self._state.outdated:
+            case KeepCopies() if not self._state.outdated:
                 self._open.copies.keep(event.copies)
             case StoreCopy() if not self._state.outdated:
                 self._open.copies.store(event)
@@ -246,7 +246,7 @@ class Member:
                 self._apps.attend(self._membership)
             self._host.report_codecs()
             for joined in self._open.network.reported():
-                self._send(_joined(*joined))
+                self._say(_joined(*joined))
             self._say_consent()
         if isinstance(event, events.Release):
             self._consent.close(event.job, event.reason)
@@ -266,7 +266,7 @@ class Member:
     def _perform(self, instruction: instructions.Instruction) -> None:
         match instruction:
             case instructions.Send(message):
-                self._send(messages.to_proto(message))
+                self._say(message)
             case instructions.Reconnect(after_s, reason):
                 log.warning("session.lost", reason=reason, again_in_s=round(after_s, 2))
                 self._stream.reopen(after_s)
@@ -311,7 +311,7 @@ class Member:
                 self._apps = AppHost(self._config, self._host.make_room)
                 if self._welcomed.is_set():
                     self._apps.attend(self._membership)
-        self._send(self._heartbeat())
+        self._say(self._heartbeat())
         log.info("limits.taken_up", paused=manners.paused, **shown_limits(limits))
 
     def _pause(self, manners: Manners) -> None:
@@ -320,7 +320,7 @@ class Member:
         if apps is not None:
             apps.stop()
         self._perform_all(self._handle(events.PauseAsked(manners.paused)))
-        self._send(self._heartbeat())
+        self._say(self._heartbeat())
 
     def _guest(self) -> told.Guest:
         manners, memory_bytes = self._manners, self._host.device.memory_limit_bytes
@@ -342,7 +342,7 @@ class Member:
             # A faulty assignment or commit must be answered, or the job waits for ever.
             log.error("message.refused", reason=str(error))
             if message.WhichOneof("body") in messages.ANSWERED:
-                self._send(messages.to_proto(messages.refusal(message, str(error))))
+                self._say(messages.refusal(message, str(error)))
 
     def _lost_coordinator(self, reason: str) -> None:
         self._events.put(events.Disconnected(reason, self._random.random()))
@@ -351,12 +351,15 @@ class Member:
         self.end = error
         self._events.put(events.Dismiss(str(error), for_good=True))
 
+    def _say(self, message: object) -> None:
+        self._send(to_coordinator(message))
+
     def _send(self, message: pb.FromWorker) -> None:
         if self._consent.sends(message) and not self._stream.send(message):
             log.warning("session.congested", queued=self._config.outgoing_messages)
 
     def _introduce(self) -> pb.FromWorker:
-        config, shared = self._config, self._shared
+        config, shared, stage = self._config, self._shared, held(self._state)
         message = pb.FromWorker(
             introduction=pb.Introduction(
                 protocol=PROTOCOL_VERSION,
@@ -368,9 +371,9 @@ class Member:
                 incarnation=self._incarnation,
                 codec_speeds=self._host.codec_speeds,
                 datasets=registered(config),  # each time: data may have been registered meanwhile
-                held=messages.held_stage(self._state),
+                held=None if stage is None else coding.write(stage, pb.HeldStage),
                 guest=coding.write(self._guest(), pb.GuestLimits),
-                copies=self._open.copies.held,
+                copies=[coding.write(copy, pb.CopyHeld) for copy in self._open.copies.held],
                 copy_bytes=self._open.copies.lent_bytes,
             )
         )
@@ -385,14 +388,13 @@ class Member:
         if self._state.outdated or self._state.phase not in WELCOMED:
             return True  # the session ignores it
         try:
-            answer = self._consent.judge(event.work)
+            answer = self._consent.judge(event.message)
         except AtollError as error:
-            failed = instructions.ClientFailed(event.job, 0, str(error), "load")
-            self._send(messages.to_proto(failed))
+            self._say(told.ClientFailed(event.job, 0, str(error), "load"))
             return False
         if answer is not None:
             self._withdraw(answer)
-            self._send(pb.FromWorker(consent=answer))
+            self._say(answer)
         return answer is None
 
     def _say_consent(self) -> None:
@@ -407,9 +409,9 @@ class Member:
         for answer in answers:
             self._withdraw(answer)
             if answer.job != self._state.job:
-                self._send(pb.FromWorker(consent=answer))
+                self._say(answer)
 
-    def _withdraw(self, answer: pb.Consent) -> None:
+    def _withdraw(self, answer: told.ConsentSaid) -> None:
         """Stop a job that runs here without its consent, whatever the coordinator says."""
         if answer.word != Word.GIVEN and answer.job == self._state.job:
             self._state, todo = machine.handle(
@@ -434,27 +436,25 @@ class Member:
             if idle and silent_s + interval_s / 2 < self._idle_heartbeat_s:
                 continue
             silent_s = 0.0
-            self._send(self._heartbeat())
+            self._say(self._heartbeat())
 
-    def _heartbeat(self) -> pb.FromWorker:
+    def _heartbeat(self) -> told.Heartbeat:
         state = self._state
         found = self._host.waiting
-        return to_coordinator(
-            told.Heartbeat(
-                worker_time_s=time.time(),
-                job=state.job,
-                version=state.version,
-                step=state.repeated if state.standby else state.step,
-                progress=self._host.progress + self._open.network.progress(state.peers),
-                memory_bytes=self._host.memory_bytes,
-                waits=None
-                if found is None
-                else told.Waits(found.peer, found.what, found.step, time.monotonic() - found.since_s),
-                logged_from=self._host.logged_from,
-                guest=self._guest(),
-                memory_peak_bytes=self._host.memory_peak_bytes,
-                sequence=next(self._beats),
-            )
+        return told.Heartbeat(
+            worker_time_s=time.time(),
+            job=state.job,
+            version=state.version,
+            step=state.repeated if state.standby else state.step,
+            progress=self._host.progress + self._open.network.progress(state.peers),
+            memory_bytes=self._host.memory_bytes,
+            waits=None
+            if found is None
+            else told.Waits(found.peer, found.what, found.step, time.monotonic() - found.since_s),
+            logged_from=self._host.logged_from,
+            guest=self._guest(),
+            memory_peak_bytes=self._host.memory_peak_bytes,
+            sequence=next(self._beats),
         )
 
     def _peer_lost(self, peer: str, reason: str) -> None:
@@ -463,13 +463,13 @@ class Member:
     def _peer_joined(self, peer: str, way: Way | None, relay: str) -> None:
         if way is not None:
             log.info("peer.joined", peer=peer, way=str(way), relay=relay or None)
-        self._send(_joined(peer, way, relay))
+        self._say(_joined(peer, way, relay))
 
-    def _expect_standbys(self, expected: StandbysExpected) -> None:
+    def _expect_standbys(self, expected: Standbys) -> None:
         if expected.job != self._state.job or self._state.outdated:
             return
-        self._host.stand_by(expected.job, expected.ranks, checks=expected.checks)
-        for link in expected.links:
+        self._host.stand_by(expected.job, messages.ranks_of(expected.peers), checks=expected.checks)
+        for link in messages.links_of(expected.peers):
             self._open.network.expect(link.worker, link.paths, EXPECTED_DIAL_S)
 
 
@@ -502,6 +502,6 @@ def registered(config: WorkerConfig) -> list[pb.DatasetFacts]:
         return []
 
 
-def _joined(peer: str, way: Way | None, relay: str) -> pb.FromWorker:
+def _joined(peer: str, way: Way | None, relay: str) -> told.PeerJoined:
     """How a peer is joined; None: not any more."""
-    return to_coordinator(told.PeerJoined(peer, way or "", relay))
+    return told.PeerJoined(peer, way or "", relay)

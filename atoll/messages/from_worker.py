@@ -52,6 +52,7 @@ MAX_DRAWN = 4096  # clients of a round
 MAX_CLIENTS = 100_000  # of a population
 MAX_TERMS = 64  # of a host's sums
 MAX_WHY_CHARS = 200  # a client
+MAX_KEY_CHARS = 64  # of the name of a set of clients
 MAX_COPIES = 1024  # of one worker
 MAX_COPY_NAME_CHARS = 200
 MOST_REPLAYED = 4096  # steps whose scales are remembered: repeating more is never worth it
@@ -347,6 +348,7 @@ class StageFailed:
     reason: Reason
     lost_peer: Annotated[str, Plain(empty=True)] = ""
     memory_bytes: Memory = 0  # beyond rest, at which it was ended for want of memory; 0: it was not
+    gone: Annotated[bool, Unsent()] = False  # the stage is lost, with all that it held
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,18 +359,21 @@ class Row:
     steps: int
     loss: float
     square_loss: float
-    seconds: Seconds
+    seconds: Seconds = field(compare=False)
+    coded_bytes: int = 0  # of its own update, had it travelled
 
 
 @dataclass(frozen=True, slots=True)
 class HostRows:
-    """Clients in a host's sum (``stateful``: their states are here), and why others are not; its loads."""
+    """Clients in a host's sum (``stateful``: their states are here), and why others are not; its loads.
+    ``order``: TrainRound's."""
 
     rows: Annotated[Mapping[Client, Row], Most(MAX_DRAWN)]
     refused: Annotated[Mapping[Client, Annotated[str, Clean(MAX_WHY_CHARS)]], Most(MAX_DRAWN)]
     loads: Annotated[Mapping[str, int], Most(MAX_TERMS)]
     sums: Annotated[Mapping[str, int], Most(MAX_TERMS)]
     stateful: bool = False
+    order: Annotated[str, Clean(MAX_KEY_CHARS)] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,6 +398,11 @@ class UpdateReady:
     download_bytes: Moved = 0
     download_s: Seconds = 0.0
     host: Annotated[HostRows | None, Coded("host rows")] = None
+
+    @property
+    def order(self) -> str:
+        """Name of the set of clients that it is of; "" of a data owner's own."""
+        return "" if self.host is None else self.host.order
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,6 +445,7 @@ class ConsentSaid:
     word: ConsentWord
     reason: Reason
     graph: OptionalBlob = ""
+    version: int = 1  # of every invitation
 
 
 @dataclass(frozen=True, slots=True)

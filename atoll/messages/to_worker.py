@@ -1,22 +1,149 @@
-"""What a coordinator says to its workers, as far as both handle it."""
+"""What a coordinator says to its workers, as both handle it.
+
+What a stage or a federated job computes is read by the process that computes it: ``Assign``, ``Reconfigure``,
+``Participate`` and ``ProbeOps`` here are whole, the worker's session has its own part of each.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from atoll import bounded
-from atoll.bounded import Amount, At, Most, Name, Version, Within
-from atoll.messages.from_worker import MAX_REPEATED, Reason
-from atoll.plan import LinkSpec
+from atoll.bounded import (
+    Amount,
+    At,
+    Clean,
+    Inline,
+    Most,
+    Name,
+    Once,
+    OptionalBlob,
+    OptionalHost,
+    Port,
+    Sorted,
+    Unset,
+    Version,
+    Within,
+)
+from atoll.compression import MAX_RATIO
+from atoll.dataset_spec import DataSpec
+from atoll.federated import FederatedSpec
+from atoll.job import Precision, TrainingSpec
+from atoll.messages.from_worker import (
+    MAX_ADDRESSES,
+    MAX_CLIENTS,
+    MAX_COPIES,
+    MAX_KEY_CHARS,
+    MAX_REPEATED,
+    Reason,
+)
+from atoll.opdag import OpNode, StateMeta, TensorMeta, leaf_refs
+from atoll.plan import LinkSpec, Plan
+from atoll.program import StageProgram
 
 BlobHash = bounded.Blob
 MAX_VERSION = (1 << 32) - 1
 MAX_STEP = (1 << 63) - 1
 MAX_ERAS = 1024  # versions of steps that are repeated
 MAX_OVERLAP_S = 366 * 86_400.0
+MAX_HEARTBEAT_S = 3600.0
+MAX_RELAY_S = 60.0
+MAX_PROBES = 20_000
+MAX_PROBE_S = 60.0
+MAX_PROBE_BYTES = 1 << 30
+MAX_HOLDERS = 16
+MAX_BLOB_BYTES = 1 << 44
+MAX_BATCH = 1 << 24
+MAX_ROUND = (1 << 31) - 1  # a round's steps have keys of 64 bits
 
 Step = Annotated[int, Within(0, MAX_STEP)]
+Round = Annotated[int, Within(0, MAX_ROUND)]
+Clients = Annotated[tuple[str, ...], Once(), Most(MAX_CLIENTS)]
+"""Of a population."""
+States = Annotated[Mapping[Name, StateMeta], At("metas"), Sorted()]
+"""Every leaf of a job's programs, inputs included."""
+Addresses = Annotated[tuple[tuple[Annotated[str, bounded.Host()], Port], ...], Most(MAX_ADDRESSES)]
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The first message on a stream; ``term``: of the coordinator that says it, and all that follows."""
+
+    worker: Name
+    heartbeat_s: Annotated[float, Within(0.01, MAX_HEARTBEAT_S)]
+    # Without a job; never shorter than heartbeat_s.
+    idle_heartbeat_s: Annotated[float, Within(0.0, MAX_HEARTBEAT_S)] = 0.0
+    term: int = 0
+    time_s: float = 0.0
+
+
+# ---------------------------------------------------------------- peers
+
+
+@dataclass(frozen=True, slots=True)
+class RelayOffer:
+    """The coordinator's leave to be joined with one peer at its relays; see ``protos.relay_tickets``."""
+
+    # An empty host is the coordinator's own.
+    addresses: Annotated[tuple[tuple[OptionalHost, Port], ...], Most(MAX_ADDRESSES)]
+    ticket: bytes
+    key: bytes = field(repr=False)
+    dials: Annotated[bool, At("dial")]
+    after_s: Annotated[float, Within(0.0, MAX_RELAY_S)]  # other ways have so long before
+    lasts_s: Amount  # from its arrival
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Ways to a peer. ``dial``: this end tries its ``addresses`` first, the peer tries ours soon after."""
+
+    addresses: Annotated[Addresses, At("peer.addresses")] = ()
+    dial: bool = False
+    relay: Annotated[RelayOffer | None, At("peer.relay")] = None
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLink:
+    """A peer, and the ways to it: accept its connections, or dial it where it accepts none of ours."""
+
+    worker: Annotated[Name, At("peer.worker")]
+    paths: Annotated[Paths, Inline()]
+
+
+@dataclass(frozen=True, slots=True)
+class RankPeer:
+    """A neighbour in a plan."""
+
+    rank: int
+    link: Annotated[PeerLink, Inline()]
+
+
+RankPeers = Annotated[tuple[RankPeer, ...], At("peers"), Most(bounded.MAX_STAGES)]
+Holders = Annotated[tuple[PeerLink, ...], Most(MAX_HOLDERS)]
+"""Workers that keep copies of tensors, the nearest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeLink:
+    """Measure the link to a peer."""
+
+    request: int
+    link: Annotated[PeerLink, Inline()]
+    seconds: Annotated[float, Within(0.0, MAX_PROBE_S)]
+    max_bytes: Annotated[int, Within(0, MAX_PROBE_BYTES)]  # 0: the round trip alone
+
+
+@dataclass(frozen=True, slots=True)
+class Standbys:
+    """All workers beside the plan that repeat the steps of a rank's neighbours, each with its rank: to stand
+    by, or as ``checks``, which compare."""
+
+    job: Name
+    version: Version
+    peers: RankPeers
+    checks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +160,28 @@ class TrustAuthorities:
 
     ca_pem: bytes
     left_s: Annotated[float, Within(0.0, MAX_OVERLAP_S)]
+
+
+# ---------------------------------------------------------------- copies
+
+
+@dataclass(frozen=True, slots=True)
+class StageCopy:
+    """A stage's part of a checkpoint to be kept on disk; ``blobs``: with the most bytes that each has.
+    ``working``: also while a stage is computed, from the ``holders``."""
+
+    job: Name
+    name: Name
+    blobs: Mapping[BlobHash, Annotated[int, Within(0, MAX_BLOB_BYTES)]]
+    working: bool = False
+    holders: Holders = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KeepCopies:
+    """Keep these copies, and no others."""
+
+    copies: Annotated[tuple[StageCopy, ...], Most(MAX_COPIES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +214,68 @@ class Replay:
     scales: Annotated[tuple[Amount, ...], At("gradient_scales"), Most(MAX_REPEATED)]
     stores: Annotated[tuple[int, ...], Most(MAX_REPEATED)] = ()
     standby: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """A stage to load. ``tensors`` maps every leaf but the inputs to its blob, of the state after
+    ``first_step`` steps or, where there is a ``replay``, before that."""
+
+    job: Name
+    version: Version
+    training: TrainingSpec
+    program: StageProgram
+    eval_program: StageProgram | None
+    plan: Plan
+    peers: RankPeers
+    tensors: Mapping[Name, BlobHash]
+    states: States
+    data: DataSpec
+    eval_data: DataSpec | None
+    first_step: int
+    replay: Replay | None
+    holders: Holders
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reconfigure:
+    """Keep the stage, begin ``step`` anew with these peers. ``base``: the oldest version that it may have
+    been given under. ``standby``: go on standing by for the rank; without, who stands by takes it. ``store``:
+    store the stage as it is."""
+
+    job: Name
+    version: Version
+    base: Annotated[int, At("base_version")]
+    step: Step
+    plan: Plan
+    peers: RankPeers
+    standby: bool = False
+    store: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OpProbe:
+    """A distinct op to time, and the shapes of what it reads; ``op_inputs``: of ``op_refs(node)``."""
+
+    signature: Name
+    node: Annotated[OpNode, At("op")]
+    op_inputs: tuple[TensorMeta, ...]
+    leaves: Annotated[Mapping[Name, TensorMeta], Sorted()]
+
+    @property
+    def inputs(self) -> tuple[TensorMeta, ...]:
+        """Shapes of all that it reads: of ops, then of leaves in the order of its arguments."""
+        return (*self.op_inputs, *(self.leaves[leaf.name] for leaf in leaf_refs(self.node)))
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeOps:
+    """Time these ops on random inputs; none: answer at once."""
+
+    request: int
+    ops: Annotated[tuple[OpProbe, ...], Most(MAX_PROBES)]
+    precision: Annotated[Precision, Unset(Precision.FP32)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +328,7 @@ class Release:
 class Blob:
     """A blob by hash and size."""
 
-    hash: str
+    hash: BlobHash
     size: int
 
 
@@ -127,26 +338,54 @@ class Model:
 
     full: Blob
     delta: Blob | None = None
-    base: str = ""
+    base: OptionalBlob = ""
+
+
+@dataclass(frozen=True)
+class Participate:
+    """A federated job as a client hears of it. ``tensors`` maps every leaf but the inputs to its blob;
+    ``owner``: who submitted it."""
+
+    job: Name
+    version: int
+    training: TrainingSpec
+    federated: FederatedSpec
+    program: StageProgram
+    eval_program: StageProgram | None
+    states: States
+    tensors: Mapping[Name, BlobHash]
+    batch: Annotated[int, Within(1, MAX_BATCH)]
+    owner: str = ""
+
+    @property
+    def programs(self) -> tuple[StageProgram, ...]:
+        """The training program, and that of the evaluation."""
+        return (self.program,) if self.eval_program is None else (self.program, self.eval_program)
+
+    @property
+    def inputs(self) -> dict[str, TensorMeta]:
+        """Shapes of the programs' inputs."""
+        return {name: self.states[name].meta for program in self.programs for name in program.inputs}
 
 
 @dataclass(frozen=True, slots=True)
 class TrainRound:
     """Train, and put the update into the store coded with ``codec`` at ``ratio``.
 
-    ``clients``: of a population, to be trained in turn, ``order`` the name of their set; ``drawn`` and
-    ``drawn_samples``: how many the round has, and what they have registered together.
+    ``seed``: of what codec and rule draw on this client in this round. ``clients``: of a population, to be
+    trained in turn, ``order`` the name of their set; ``drawn`` and ``drawn_samples``: how many the round has
+    on all hosts, and what they have registered together.
     """
 
     job: str
-    round: int
+    round: Round
     model: Model
-    codec: str
-    ratio: float
+    codec: Name
+    ratio: Annotated[float, Within(1.0, MAX_RATIO)]
     deadline_s: float  # from now
     seed: int
-    order: str = ""
-    clients: tuple[str, ...] = ()
+    order: Annotated[str, Clean(MAX_KEY_CHARS)] = ""
+    clients: Clients = ()
     drawn: int = 0
     drawn_samples: int = 0
 
@@ -154,10 +393,10 @@ class TrainRound:
 @dataclass(frozen=True, slots=True)
 class EvaluateRound:
     job: str
-    round: int
+    round: Round
     model: Model
     deadline_s: float
-    clients: tuple[str, ...] = ()  # of a population
+    clients: Clients = ()
 
 
 @dataclass(frozen=True, slots=True)

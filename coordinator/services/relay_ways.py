@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from atoll.messages.to_worker import RelayOffer
 from coordinator.config import Relaying
 from coordinator.messages.instructions import Addresses, RelayUse
 from protos import atoll_control_pb2 as pb
@@ -23,7 +24,7 @@ class RelayWays:
     config: Relaying
     clock: Callable[[], float]
 
-    def way(self, worker: str, peer: str, use: RelayUse) -> pb.RelayWay | None:
+    def way(self, worker: str, peer: str, use: RelayUse) -> RelayOffer | None:
         """Return ``worker``'s way to ``peer``, None without a relay."""
         if not self.addresses:
             return None
@@ -36,14 +37,8 @@ class RelayWays:
             max_connections=self.config.ticket_connections,
         )
         sealed = seal(self.key, ticket)
-        return pb.RelayWay(
-            addresses=relay_addresses(self.addresses),
-            ticket=sealed,
-            key=ticket_key(self.key, sealed),
-            dial=use.dials,
-            after_s=use.after_s,
-            lasts_s=self.config.ticket_s,
-        )
+        key, lasts_s = ticket_key(self.key, sealed), self.config.ticket_s
+        return RelayOffer(self.addresses, sealed, key, use.dials, use.after_s, lasts_s)
 
 
 def relay_addresses(addresses: Addresses) -> list[pb.Address]:

@@ -13,7 +13,7 @@ from atoll.opdag import OpDag, StateMeta
 from atoll.program import StageProgram, stage_programs
 from coordinator.federated.checks import check_inputs
 from coordinator.messages import peer_tensors
-from coordinator.planning.costs.op_seconds import Probe, probe_ops
+from coordinator.planning.costs.op_seconds import probe_ops
 from coordinator.storage.checkpoints import defect, torn
 from protos.convert import dag_from_bytes
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from atoll.dataset_spec import DataSpec
     from atoll.job import JobSpec
+    from atoll.messages.to_worker import OpProbe
     from atoll.plan import Plan
     from coordinator.storage.blob_store import BlobStore
 
@@ -35,7 +36,7 @@ class Graphs:
 
     train: OpDag
     evaluation: OpDag | None
-    probes: Mapping[str, Probe]
+    probes: Mapping[str, OpProbe]
 
     @property
     def flops(self) -> dict[str, int]:

@@ -14,6 +14,7 @@ from atoll.guards import check_call
 from atoll.indices import Range, index_ranges
 from atoll.job import Precision, TrainingSpec
 from atoll.kernels import resolve
+from atoll.messages.to_worker import OpProbe
 from atoll.opdag import Arg, Kind, LeafRef, OpDag, OpNode, OpRef, Source, StateMeta, TensorMeta, TorchLiteral
 from atoll.ops import ALLOWED, GETITEM
 from atoll.program import StageProgram, stage_programs
@@ -21,7 +22,6 @@ from atoll.rehearse import RehearsalLimits, rehearse
 from atoll.signatures import ENUMERATIONS, TEXTS, parameters
 from atoll.value_guards import index_guarded, sound_bools
 from tests.coordinator.capture.captured import NAMES, honest
-from worker.machine.op_probe import OpProbe
 from worker.machine.op_timing import time_ops
 from worker.stage.stage import Stage
 
@@ -189,7 +189,7 @@ def test_a_probe_is_rehearsed_like_a_stage() -> None:
     small = TensorMeta((1,), FLOAT)
     bomb = replace(node("aten.repeat.default", OpRef(0), (1 << 26,)), outputs=(small,))
     short = node("aten._weight_norm.default", OpRef(0), OpRef(1), 0, out=(4096, 4))
-    probes = [OpProbe("bomb", bomb, (small,), ()), OpProbe("short", short, (METAS["v"], METAS["g"]), ())]
+    probes = [OpProbe("bomb", bomb, (small,), {}), OpProbe("short", short, (METAS["v"], METAS["g"]), {})]
     assert time_ops(probes, max_bytes=1 << 20) == {}
 
 

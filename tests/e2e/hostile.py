@@ -112,6 +112,10 @@ def tell(message: Any) -> None:
     Hostile.process._tell(message)
 
 
+def said(**body: Any) -> None:
+    tell(pb.FromCompute(said=control.FromWorker(**body)))
+
+
 def raw(data: bytes) -> None:
     Hostile.process._pipe._socket.sendall(data)
 
@@ -125,27 +129,23 @@ def endless() -> None:
 
 
 def unknown() -> None:
-    tell(pb.FromCompute(posted=pb.Posted(kind="Dismiss", job="other-1", reason="go")))
+    said(introduction=control.Introduction(name="other-1"))
 
 
 def foreign() -> None:
-    """Word of another job: in the event, which is dropped, then inside the message of one."""
-    tell(pb.FromCompute(posted=pb.Posted(kind="StageBroke", job="other-1", reason="broken by a stranger")))
-    message = control.FromWorker(ready=control.StepReady(job="other-1", plan_version=1, step=AT_STEP))
-    posted = pb.Posted(
-        kind="StepDone", job=Hostile.process.job, plan_version=1, step=AT_STEP, message=message
-    )
-    tell(pb.FromCompute(posted=posted))
+    """Word of another job, which is dropped; then of a worker whose name breaks a line."""
+    said(failed=control.StageFailed(job="other-1", reason="broken by a stranger"))
+    said(failed=control.StageFailed(job=Hostile.process.job, plan_version=1, lost_peer="w\n"))
 
 
 def leaves() -> None:
-    tell(pb.FromCompute(said=control.FromWorker(leaving=control.Leaving(reason="bye"))))
+    said(leaving=control.Leaving(reason="bye"))
 
 
 def floods() -> None:
     log = control.WorkerLog(level="info", event="stage.flood", fields_json="x" * 60_000)
     while True:
-        tell(pb.FromCompute(said=control.FromWorker(log=log)))
+        said(log=log)
 
 
 def twice() -> None:

@@ -171,7 +171,7 @@ def test_every_phase_of_a_machines_table_is_drawn_unless_nothing_leads_there(nam
         ("federated-job", "queued", "Begin", {"gathering"}),
         ("federated-job", "training", "Interrupted", {"paused"}),
         ("session", "connecting", "Welcome", {"idle"}),
-        ("session", "loading", "StageLoaded", {"ready", "standing by"}),
+        ("session", "loading", "Loaded", {"ready", "standing by"}),
         ("session", "draining", "Drained", {"gone"}),
     ],
 )

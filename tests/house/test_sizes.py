@@ -28,7 +28,6 @@ WIDER = {
     "coordinator/services": 23,
     "worker/federated": 14,
     "worker/hosting": 21,
-    "worker/machine": 13,
     "worker/stage": 17,
     "worker/transport": 18,
 }

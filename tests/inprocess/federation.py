@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from atoll.compression import OFF
 from atoll.errors import UsageError
 from atoll.federated import BCRS, parse_uplink, residual_counts
+from atoll.messages.from_worker import EvaluatedRow
 from atoll.program import stage_programs
 from atoll.sampling import client_key
 from compressors.model_file import NONE, Coding, read_update, write_update
@@ -27,7 +28,6 @@ from strategies.selection import Outcome, candidates_of, smoothed
 from strategies.selectors import make_selector
 from strategies.values import Broadcast, ClientState, ClientUpdate
 from worker.federated.local_model import Client, LocalData, LocalModel
-from worker.federated.orders import Evaluated
 from worker.federated.trainer import LOSS, LocalTrainer
 
 if TYPE_CHECKING:
@@ -226,18 +226,18 @@ class LocalFederation:
         chosen, self._selection = self.selector.choose(self._selection, candidates, count, at, seed, losses)
         return chosen
 
-    def evaluate(self) -> Evaluated:
+    def evaluate(self) -> EvaluatedRow:
         """The common model on the owner's held-out data."""
         if self._owner is None:
             raise UsageError("no held-out data; give held_out_data")
         return self.trainer.evaluate(self._owner, self.strategy.configure(self.state), ClientState())
 
-    def evaluate_clients(self, names: Sequence[str] | None = None) -> dict[str, Evaluated]:
+    def evaluate_clients(self, names: Sequence[str] | None = None) -> dict[str, EvaluatedRow]:
         """Evaluate what each client would use, on its own held-out share."""
         broadcast = self.strategy.configure(self.state)
         return {name: self._evaluated(name, broadcast) for name in names or sorted(self.clients)}
 
-    def _evaluated(self, name: str, broadcast: Broadcast) -> Evaluated:
+    def _evaluated(self, name: str, broadcast: Broadcast) -> EvaluatedRow:
         return self.trainer.evaluate(self.clients[name], broadcast, self.client_states[name])
 
     def _loss_of(self, name: str) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from atoll.errors import UsageError
+from atoll.messages.from_worker import Row
 from compressors.container import dense_metas
 from compressors.model_file import read_sums
 from strategies.files import sums_metas, sums_slots
@@ -19,7 +20,7 @@ from strategies.linear import Linear
 from strategies.selection import Outcome
 from tests.inprocess.federation import nbytes
 from worker.federated.host_round import HostRound, train_clients
-from worker.federated.orders import HostAnswer, Row
+from worker.federated.orders import HostAnswer
 from worker.federated.population_states import PopulationStates
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class LocalPopulation:
         total = Accumulator(grid)
         for _, answer, path in answers:
             total.add(self._received(answer, path, grid))
-        rows = {row.client: row for _, answer, _ in answers for row in answer.rows}
+        rows = {name: row for _, answer, _ in answers for name, row in answer.rows.items()}
         down_bytes = nbytes(broadcast.weights, *broadcast.extra.values())
         outcomes = {
             name: Outcome(
@@ -150,7 +151,7 @@ class LocalPopulation:
         terms = sums_slots(self._core, layout, read_sums(path, sums_metas(self._core, layout)))
         path.unlink()
         sums = replace(answer.sums, arrays=terms)
-        check_sums(sums, self._core.grid(sums.clients, sum(row.n_samples for row in answer.rows)))
+        check_sums(sums, self._core.grid(sums.clients, sum(row.n_samples for row in answer.rows.values())))
         return sums
 
     def _fetch(self, host: str, names: Sequence[str]) -> int:
@@ -165,7 +166,7 @@ class LocalPopulation:
     def _settle(self, at_round: int, answers: Sequence[Answer]) -> None:
         """Tell hosts which of their clients were counted, then drop states that lie elsewhere now."""
         for host in self.hosts:
-            counted = {row.client for name, answer, _ in answers if name == host for row in answer.rows}
+            counted = {client for name, answer, _ in answers if name == host for client in answer.rows}
             self.states[host].settle(at_round, counted)
             self.homes.update(dict.fromkeys(counted & self.states[host].clients.keys(), host))
         for host, states in self.states.items():

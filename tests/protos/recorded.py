@@ -273,23 +273,16 @@ class Graphs:
 
 def to_workers() -> dict[str, Message]:
     """What a coordinator says to a worker."""
+    from atoll.messages import to_worker as asked
     from coordinator.messages import instructions as do
     from coordinator.messages.events import Blob
     from coordinator.messages.facts import Era
-    from coordinator.planning.costs.op_seconds import Probe
     from coordinator.services.wire import probe_ops_message, to_worker
-    from protos import atoll_control_pb2 as pb
+    from protos.session import said_to_worker
 
-    def way(peer: str, use: do.RelayUse) -> pb.RelayWay:
-        relays = [pb.Address(port=7702), pb.Address(host="192.0.2.1", port=7702)]
-        return pb.RelayWay(
-            addresses=relays,
-            ticket=b"t" * 91,
-            key=b"k" * 32,
-            dial=use.dials,
-            after_s=use.after_s,
-            lasts_s=60.0,
-        )
+    def way(peer: str, use: do.RelayUse) -> asked.RelayOffer:
+        relays = (("", 7702), ("192.0.2.1", 7702))
+        return asked.RelayOffer(relays, b"t" * 75, b"k" * 32, use.dials, use.after_s, 60.0)
 
     relay = do.RelayUse(True, 2.5)
     addresses = (("192.0.2.1", 7701), ("h", 7))
@@ -333,11 +326,9 @@ def to_workers() -> dict[str, Message]:
     graphs: Any = Graphs()
     found: dict[str, Message] = {name: to_worker(said, graphs, way) for name, said in messages.items()}
     node = replace(NODE, args=(OpRef(0), LeafRef(Source.PARAMETER, "w")))
-    probe = Probe("linear", 0, node, (META,), ((LeafRef(Source.PARAMETER, "w"), META),))
+    probe = asked.OpProbe("linear", node, (META,), {"w": META})
     found["probe ops"] = probe_ops_message(do.ProbeOps(7, "j", ("linear", "gone"), "bf16"), {"linear": probe})
-    found["welcome"] = pb.ToWorker(
-        welcome=pb.Welcome(worker="w-1", heartbeat_s=0.5, time_s=1e9, idle_heartbeat_s=5.0, term=7)
-    )
+    found["welcome"] = said_to_worker(asked.Welcome("w-1", 0.5, 5.0, 7, 1e9))
     found["probe ops, none"] = probe_ops_message(do.ProbeOps(7, "", (), "fp32"), {})
     return found
 

@@ -38,6 +38,11 @@ AGAIN_S = 1.0  # until a neighbour that may not have heard of the plan is asked 
 RECONFIGURE_S = 0.05
 
 
+def whole(message: Any) -> Any:
+    """Return a coordinator's own message, which a simulated session passes on."""
+    return message
+
+
 @dataclass
 class Machine(Process):
     """A process that computes; ``hung``: what it computes now never ends; ``claims``: the worker that it
@@ -83,7 +88,7 @@ class Bench:
     held: Held | None = None
     repeats: Held | None = None  # a stage on its way to the step in flight
     standby: bool = False  # ... that repeats every later step as well
-    queue: deque[todo.RepeatStep | todo.Reconfigure] = field(default_factory=deque)  # of a standby
+    queue: deque[e.StepCommit | e.Reconfigure] = field(default_factory=deque)  # of a standby
     log: SendLog = field(default_factory=SendLog)
     joined: str = ""
     copies: dict[str, ev.CopyHeld] = field(default_factory=dict)
@@ -109,8 +114,8 @@ class Bench:
     def obey(self, instruction: todo.Instruction) -> None:
         """Carry out one instruction; what takes time answers with an event."""
         match instruction:
-            case todo.LoadStage(work=work):
-                self._load(work)
+            case e.Assign(message=work):
+                self._load(whole(work))
             case todo.RunStep(job, version, step) if self.held is not None and self.held.plan.local:
                 self.running, self._due = (job, version, step), False
                 self._asked_s, self._computed_s = self.process.clock.now_s, 0.0
@@ -119,37 +124,36 @@ class Bench:
                 self.running, self._due = (job, version, step), False
                 self._asked_s, self._computed_s = self.process.clock.now_s, 0.0
                 self._later(STEP_S / 2, self._begin)
-            case todo.ApplyStep(job, version, step, scale, store, replay_from, keep):
-                self.log.trim(replay_from, step)
-                self._later(APPLY_S, lambda: self._apply(job, version, step, scale, store, keep))
-            case todo.Reconfigure(repeating=True) | todo.RepeatStep():
-                if isinstance(instruction, todo.RepeatStep):
-                    self.log.trim(instruction.replay_from, instruction.step)
-                self.queue.append(instruction)
+            case e.StepCommit():
+                self.log.trim(instruction.replay_from, instruction.step)
+                self._later(APPLY_S, lambda: self._apply(instruction))
+            case todo.Reconfigure(order, repeating=True) | todo.RepeatStep(order):
+                if isinstance(order, e.StepCommit):
+                    self.log.trim(order.replay_from, order.step)
+                self.queue.append(order)
                 if self.repeats is not None and not self._asking and self._said_loaded:
                     self._repeat()
-            case todo.Reconfigure(job, version, step, work):
-                self._reconfigure(job, version, step, work)
-            case todo.Evaluate(job, version, step):
+            case todo.Reconfigure(change):
+                self._reconfigure(change.job, change.version, change.step, whole(change.message))
+            case todo.Evaluate(commit):
+                job, version, step = commit.job, commit.version, commit.step
                 self._later(EVALUATE_S, lambda: self._evaluate(job, version, step))
-            case todo.DiscardStep() | todo.Interrupt():
+            case e.StepDiscard() | todo.Interrupt():
                 self._stop()
-            case todo.DropStage(job, version):
+            case e.Release(job, version):
                 self.lose()
                 self._forget(lambda key: key[0] == job and key[1] <= version)
-            case todo.ChangeLinks():
-                pass
-            case todo.TimeOps(request, ops):
-                timings = dict.fromkeys(ops.signatures, (0.01, 0.02))
-                self._later(0.1, lambda: self.post(e.Probed(ev.OpsProbed(request, timings))))
-            case todo.TimeLink(request, peer):
-                answer = ev.LinkProbed(request, peer, 0.04, 50e6)
-                self._later(0.05, lambda: self.post(e.Probed(answer)))
-            case todo.JoinFederation(job, version):
+            case e.ProbeOps(request, ops):
+                timings = dict.fromkeys(whole(ops).signatures, (0.01, 0.02))
+                self._later(0.1, lambda: self.post(ev.OpsProbed(request, timings)))
+            case e.ProbeLink(request, link):
+                answer = ev.LinkProbed(request, link.worker, 0.04, 50e6)
+                self._later(0.05, lambda: self.post(answer))
+            case e.Participate(job, version):
                 self._later(LOAD_S, lambda: self._join(job, version))
-            case todo.TrainLocally(job, at_round, order):
-                self._later(ROUND_S, lambda: self._train(job, at_round, order))
-            case todo.EvaluateLocally(job, at_round):
+            case e.TrainRound(job, at_round):
+                self._later(ROUND_S, lambda: self._train(job, at_round, instruction))
+            case e.EvaluateRound(job, at_round):
                 self._later(EVALUATE_S, lambda: self._test(job, at_round))
 
     def lose(self) -> None:
@@ -221,7 +225,7 @@ class Bench:
             gone = [blob for blob in blobs.values() if blob not in disk and not self.has(work, blob)]
             if gone:
                 reason = f"blob {gone[0][:8]} is not there"
-                self.post(e.StageBroke(work.job, work.plan.version, work.first_step, reason))
+                self.post(e.StageFailed(work.job, work.plan.version, work.first_step, reason))
                 return
             self.kept.clear()
             self._loading = False
@@ -290,9 +294,9 @@ class Bench:
             peers = (*held.neighbours.values(), *held.others)
             away = [peer for peer in peers if not self.reaches(peer)]
             if away:
-                self.post(e.StageBroke(job, version, step, "cannot connect", away[0]))
+                self.post(e.StageFailed(job, version, step, "cannot connect", away[0]))
             else:
-                self.post(e.StageLoaded(job, version, ev.Loaded(job, version, RECONFIGURE_S)))
+                self.post(ev.Loaded(job, version, RECONFIGURE_S))
 
         self._later(RECONFIGURE_S, connected)
 
@@ -310,7 +314,7 @@ class Bench:
                 self.held, self.repeats = held, None
             version = work.plan.version
             message = ev.Loaded(work.job, version, LOAD_S, digests=tuple(held.digests))
-            self.post(e.StageLoaded(work.job, version, message))
+            self.post(message)
             if not self.standby:
                 return
         if held.step >= work.first_step and not self._goes_on(held):
@@ -334,10 +338,10 @@ class Bench:
         while self.queue:
             order = self.queue[0]
             assert order.step == held.step, f"{self.process.name} has {held.step} steps, next is {order.step}"
-            if isinstance(order, todo.RepeatStep):
+            if isinstance(order, e.StepCommit):
                 return True
             self.queue.popleft()
-            held.plan = order.work.plan
+            held.plan = whole(order.message).plan
             if not order.standby:
                 self._stop()
                 self.held = held
@@ -363,7 +367,7 @@ class Bench:
         if answer.value is None:
             reason = f"a message of step {answer.step} has left the send log"
             self._stop()
-            self.post(e.StageBroke(held.work.job, held.work.plan.version, held.work.first_step, reason))
+            self.post(e.StageFailed(held.work.job, held.work.plan.version, held.work.first_step, reason))
             return
         key = (answer.job, answer.version, answer.step, answer.forwards)
         if answer.forwards not in self._missing(held):
@@ -417,7 +421,7 @@ class Bench:
             scale = replay.scales[step - replay.first_step]
         else:
             order = self.queue.popleft()
-            assert isinstance(order, todo.RepeatStep)
+            assert isinstance(order, e.StepCommit)
             scale = order.gradient_scale
         given = self._given(held, step) if held.stage == 0 else self.kept[job, version, step, True]
         loss = self._loss
@@ -461,7 +465,7 @@ class Bench:
         if held is not None and waits and peer in (*held.neighbours.values(), *held.others):
             self._stop()
             work = held.work
-            self.post(e.StageBroke(work.job, work.plan.version, work.first_step, reason, peer))
+            self.post(e.StageFailed(work.job, work.plan.version, work.first_step, reason, peer))
 
     # ------------------------------------------------------------ steps
 
@@ -564,7 +568,7 @@ class Bench:
             digest=told(held.tensors, step, used, given, taken),
         )  # fmt: skip
         self.running = None
-        self.post(e.StepDone(job, version, step, message))
+        self.post(message)
 
     # ------------------------------------------------------------ steps of its own
 
@@ -606,9 +610,10 @@ class Bench:
             receipt=local_steps.receipt(held.plan, group, last, result),
         )  # fmt: skip
         self.running = None
-        self.post(e.StepDone(job, version, last, message))
+        self.post(message)
 
-    def _apply(self, job: str, version: int, step: int, scale: float, store: bool, keep: bool) -> None:
+    def _apply(self, commit: e.StepCommit) -> None:
+        job, version, step = commit.job, commit.version, commit.step
         held = self.held
         assert held is not None, f"{self.process.name} applies step {step} and holds nothing"
         if held.plan.local:
@@ -616,13 +621,13 @@ class Bench:
             held.tensors = local_steps.used(held.tensors, step, held.outputs.pop(step), joined)
             held.taken, held.own = 0, ""
         else:
-            held.tensors = update(held.tensors, step, held.outputs.pop(step), scale)
+            held.tensors = update(held.tensors, step, held.outputs.pop(step), commit.gradient_scale)
         held.values.pop(step, None)
         held.step, held.ran = step + 1, version
         self.applied(job, version, step)
         self._forget(lambda key: key[0] == job and key[2] <= step)
-        if store or keep:
-            self._snapshot(held, version, step, keep=keep)
+        if commit.store or commit.keep:
+            self._snapshot(held, version, step, keep=commit.keep)
         self.post(e.StepApplied(job, version, step))
 
     def _snapshot(self, held: Held, version: int, step: int, *, keep: bool = False) -> None:
@@ -634,7 +639,7 @@ class Bench:
             return
         self.process.disk.update(tensors.values())
         job = held.work.job
-        self.post(e.Kept(job, version, step, ev.StateStored(job, version, step, tensors, kept=True)))
+        self.post(ev.StateStored(job, version, step, tensors, kept=True))
 
     def store_copy(self, order: do.StoreCopy) -> None:
         """Put what is on this disk of a copy into the store."""
@@ -652,24 +657,24 @@ class Bench:
         for value in tensors.values():
             self.store(value)
         job = held.work.job
-        self.post(e.Stored(job, version, step, ev.StateStored(job, version, step, tensors)))
+        self.post(ev.StateStored(job, version, step, tensors))
 
     def _evaluate(self, job: str, version: int, step: int) -> None:
         held = self.held
         loss = number(digest("evaluation", step)) if held is not None and held.last else None
-        self.post(e.EvalDone(job, version, step, ev.EvalReady(job, version, step, loss)))
+        self.post(ev.EvalReady(job, version, step, loss))
 
     # ------------------------------------------------------------ federated rounds
 
     def _join(self, job: str, version: int) -> None:
         self.joined = job
-        self.post(e.Joined(job, version, ev.Loaded(job, version, LOAD_S)))
+        self.post(ev.Loaded(job, version, LOAD_S))
 
     def _train(self, job: str, at_round: int, order: Any) -> None:
         blob = digest(self.process.name, self.process.life, job, at_round, order.model.full.hash)
         self.store(blob)
         answer = ev.UpdateReady(job, at_round, blob, 1000, 10, 2, metrics={"loss": 1.0}, train_s=ROUND_S)
-        self.post(e.UpdateStored(job, at_round, answer))
+        self.post(answer)
 
     def _test(self, job: str, at_round: int) -> None:
-        self.post(e.RoundEvaluated(job, at_round, ev.ClientEvaluated(job, at_round, 10, 1.0)))
+        self.post(ev.ClientEvaluated(job, at_round, 10, 1.0))

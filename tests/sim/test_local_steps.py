@@ -78,7 +78,7 @@ def test_a_worker_that_never_loads_a_lost_peers_stage_ends_no_job(monkeypatch: p
             right(self, work)
             return
         reason = "its disk is full"
-        self.post(e.StageBroke(work.job, work.plan.version, work.first_step, reason))
+        self.post(e.StageFailed(work.job, work.plan.version, work.first_step, reason))
 
     monkeypatch.setattr(Bench, "_load", broken)
     crash = Crash(6.0, 0.0, "w1")

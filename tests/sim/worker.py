@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from atoll.federated import DatasetFacts, FieldFacts
+from atoll.messages.to_worker import Paths, PeerLink, RankPeer
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from tests.sim.compute import Bench, Machine
@@ -32,20 +33,28 @@ def introduction(name: str, incarnation: int = 1, **more: Any) -> ev.Introductio
     return ev.Introduction(name, incarnation, "cpu", "model", 1, MEMORY, MEMORY, addresses=addresses, **more)
 
 
+def opaque(message: Any) -> Any:
+    """Return what a session passes on unread."""
+    return message
+
+
+def linked(peers: Iterable[do.RankPeer]) -> tuple[RankPeer, ...]:
+    """Return the neighbours that a session is given."""
+    return tuple(RankPeer(peer.rank, PeerLink(peer.worker, Paths())) for peer in peers)
+
+
 def event_of(message: do.Message) -> e.Event | None:
     """Return the event that a coordinator's message is to a session, None where the shell alone hears it."""
     match message:
-        case do.Assign(job, plan=plan, peers=peers, first_step=first_step, replay=replay):
-            eras = tuple((era.first_step, era.version) for era in replay.eras) if replay is not None else ()
-            names = frozenset(peer.worker for peer in peers)
-            standby = replay is not None and replay.standby
-            local = plan.exchange if plan.local else None
-            steps = message.spec.training.steps
-            return e.Assign(job, plan.version, names, first_step, message, eras, standby, local, steps)
+        case do.Assign(job, plan=plan, peers=peers, first_step=first, replay=replay):
+            steps, whole = message.spec.training.steps, opaque(message)
+            links = linked(peers)
+            return e.Assign(job, plan.version, links, first, whole, replay, (), plan.exchange, steps)
         case do.Reconfigure(job, plan, base, step, peers, standby):
-            names = frozenset(peer.worker for peer in peers)
-            return e.Reconfigure(job, plan.version, base, step, names, message, standby)
+            return e.Reconfigure(job, plan.version, base, step, linked(peers), opaque(message), standby)
         case do.StepStart() | do.StepDiscard() | do.Release() | do.RoundTaken() | do.Dismiss():
+            return message
+        case do.TrainRound() | do.EvaluateRound():
             return message
         case do.StepCommit(job, version, step, scale, store, evaluate, last, keep=keep):
             kept_from = message.replay_from
@@ -53,15 +62,11 @@ def event_of(message: do.Message) -> e.Event | None:
                 job, version, step, scale, store, evaluate, last, replay_from=kept_from, keep=keep
             )
         case do.Participate(job, version):
-            return e.Participate(job, version, message)
-        case do.TrainRound(job, at_round):
-            return e.TrainRound(job, at_round, message)
-        case do.EvaluateRound(job, at_round):
-            return e.EvaluateRound(job, at_round, message)
+            return e.Participate(job, version, opaque(message))
         case do.ProbeOps(request):
-            return e.ProbeOps(request, message)
+            return e.ProbeOps(request, opaque(message))
         case do.ProbeLink(request, peer):
-            return e.ProbeLink(request, peer, message)
+            return e.ProbeLink(request, PeerLink(peer, Paths()), message.seconds, message.max_bytes)
     return None
 
 
@@ -225,13 +230,11 @@ class Worker(Machine):
         self.hear(e.Disconnected(reason, self.clock.random.random()))
 
     def _introduction(self) -> ev.Introduction:
-        found = held(self.session)
-        holds = None if found is None else ev.Held(*astuple(found))
         return introduction(
             self.name,
             self.life,
             datasets=(DIGITS,) if self.data else (),
-            held=holds,
+            held=held(self.session),
             copies=tuple(self.bench.copies.values()),
             copy_bytes=self.copy_bytes,
         )
@@ -285,7 +288,7 @@ class Worker(Machine):
         job, version, step = self.session.job, self.session.version, self.session.step
         if self.session.phase in STAGED:
             self.bench.lose()
-            self.hear(e.StageBroke(job, version, step, "killed", gone=True, memory_bytes=MEMORY))
+            self.hear(e.StageFailed(job, version, step, "killed", gone=True, memory_bytes=MEMORY))
 
     def revive(self) -> None:
         """Start anew, unless that has happened."""

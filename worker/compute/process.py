@@ -16,6 +16,7 @@ from pathlib import Path
 
 from atoll.errors import AtollError
 from atoll.federated import Floors
+from atoll.messages.from_worker import CodecSpeeds
 from protos import atoll_compute_pb2 as pb
 from protos import atoll_control_pb2 as control
 from protos import coding
@@ -47,8 +48,7 @@ from worker.machine.torch_device import (
 )
 from worker.manners.duty import DutyCycle
 from worker.pipe.status import ComputeStatus, DaemonStatus
-from worker.session import events, instructions, wire
-from worker.session.pipe_events import posted
+from worker.session import events, instructions, pipe
 from worker.spans import Spans
 from worker.stage.reports import Progress
 
@@ -73,9 +73,9 @@ class PipeSpeeds:
 class ComputeProcess:
     """All that is computed on one device; ``run`` returns when the daemon is done with it."""
 
-    def __init__(self, pipe: Pipe, arenas: Arenas, setup: pb.ComputeSetup, began_s: float) -> None:
+    def __init__(self, end: Pipe, arenas: Arenas, setup: pb.ComputeSetup, began_s: float) -> None:
         """UsageError when the device is not there."""
-        self._pipe, self._began_s = pipe, began_s
+        self._pipe, self._began_s = end, began_s
         settings = _settings(setup)
         device = find_device(settings)
         prepare(device, settings)
@@ -133,8 +133,8 @@ class ComputeProcess:
         self._bench.start()
         threading.Thread(target=self._count, name="atoll-count", daemon=True).start()
         took_s = time.monotonic() - self._began_s
-        speeds = wire.speeds_to_proto(self._gauge.rates)
-        ready = pb.ComputeReady(device=device_facts(self._device), took_s=took_s, codec_speeds=speeds)
+        known = coding.write(CodecSpeeds(self._gauge.rates), control.CodecSpeeds)
+        ready = pb.ComputeReady(device=device_facts(self._device), took_s=took_s, codec_speeds=known.speeds)
         self._tell(pb.FromCompute(ready=ready))
         while True:
             try:
@@ -153,8 +153,11 @@ class ComputeProcess:
         if kind is None:
             return
         m = getattr(message, kind)
-        do = self._bench.do
+        if kind in ("run_step", "drop"):
+            self._network.tidy()  # sums of tied parameters went through the arena at the last step's end
         match kind:
+            case _ if kind in pipe.INSTRUCTIONS:
+                self._bench.do(pipe.instruction_of(kind, m))
             case "arrived":
                 self._network.arrived(m)
             case "lost":
@@ -165,42 +168,16 @@ class ComputeProcess:
                 self._requests.answered(m.request, m.batch)
             case "transferred":
                 self._requests.transferred(m.request, m.bytes)
-            case "run_step":
-                self._network.tidy()  # sums of tied parameters went through the arena at the last step's end
-                do(instructions.RunStep(m.job, m.plan_version, m.step))
-            case "apply_step":
-                apply = instructions.ApplyStep(
-                    m.job, m.plan_version, m.step, m.gradient_scale, m.store, keep=m.keep
-                )
-                do(apply)
-            case "repeat_step":
-                do(instructions.RepeatStep(m.job, m.plan_version, m.step, m.gradient_scale))
-            case "evaluate":
-                do(instructions.Evaluate(m.job, m.plan_version, m.step, m.evaluate_coded))
-            case "change_links":
-                relink = coding.read(events.Relink, m.relink)
-                do(instructions.ChangeLinks(m.job, m.plan_version, m.step, relink))
-            case "reconfigure":
-                do(instructions.Reconfigure(m.job, m.plan_version, m.step, m))
-            case "discard":
-                do(instructions.DiscardStep(m.job, m.plan_version, m.step, m.reason))
-            case "drop":
-                do(instructions.DropStage(m.job, m.plan_version, m.reason))
-                self._network.tidy()
-            case "interrupt":
-                do(instructions.Interrupt(m))
             case "load":
-                do(instructions.LoadStage(m.job, m.plan_version, message))
+                self._bench.load(m, message.assignment)
+            case "reconfigure":
+                self._bench.reconfigure(m)
             case "join":
-                do(instructions.JoinFederation(m.invitation.job, m.invitation.version, m))
-            case "train":
-                do(instructions.TrainLocally(m.job, m.round, m))
-            case "evaluate_round":
-                do(instructions.EvaluateLocally(m.job, m.round, m))
-            case "settle":
-                do(instructions.SettleRound(m.job, m.round, m.taken, tuple(m.clients)))
+                self._bench.join(m)
             case "time_ops":
-                do(instructions.TimeOps(m.request, m))
+                self._bench.time_ops(m)
+            case "interrupt":
+                self._bench.do(instructions.Interrupt(m))
             case "report_codecs":
                 self._bench.report_codecs()
             case "memory_limit":
@@ -218,8 +195,8 @@ class ComputeProcess:
         except Gone:
             os._exit(0)  # nobody is there to hear of anything that follows
 
-    def _post(self, event: events.Event) -> None:
-        self._tell(pb.FromCompute(posted=posted(event)))
+    def _post(self, report: events.Report) -> None:
+        self._tell(pipe.reported(report))
 
     def _say(self, message: control.FromWorker) -> None:
         self._tell(pb.FromCompute(said=message))
@@ -241,15 +218,15 @@ class ComputeProcess:
             time.sleep(COUNT_S)
 
 
-def serve(pipe: Pipe, arenas: Arenas, began_s: float) -> None:
+def serve(end: Pipe, arenas: Arenas, began_s: float) -> None:
     """The process's life: its setup is the pipe's first message."""
-    setup = pipe.receive(pb.ToCompute()).setup
+    setup = end.receive(pb.ToCompute()).setup
     threading.excepthook = _end
-    log_to(pipe.send)
+    log_to(end.send)
     try:
-        process = ComputeProcess(pipe, arenas, setup, began_s)
+        process = ComputeProcess(end, arenas, setup, began_s)
     except AtollError as error:
-        pipe.send(pb.FromCompute(ready=pb.ComputeReady(error=str(error))))
+        end.send(pb.FromCompute(ready=pb.ComputeReady(error=str(error))))
         return
     process.run()
 

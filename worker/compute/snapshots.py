@@ -12,10 +12,8 @@ import structlog
 
 from atoll.errors import AtollError
 from atoll.messages.from_worker import StateStored
-from protos.session import to_coordinator
 from worker.cancel import Cancel, Cancelled
 from worker.compute.tasks import Tasks, Thread
-from worker.session import events
 from worker.stage import tensor_blobs
 
 if TYPE_CHECKING:
@@ -44,7 +42,7 @@ class Snapshots:
 
     context: ComputeContext
     tasks: Tasks
-    post: Callable[[events.Event], None]
+    post: Callable[[StateStored], None]
     explain: Callable[[Exception], str]
 
     def take(self, run: StageRun, step: int, *, keep: bool = False) -> None:
@@ -91,6 +89,4 @@ class Snapshots:
 
     def _report(self, made: Snapshot, tensors: Mapping[str, str], reason: str = "") -> None:
         job, version, step = made.assignment.job, made.assignment.version, made.step
-        message = to_coordinator(StateStored(job, version, step, tensors, reason, kept=made.keep))
-        event = events.Kept if made.keep else events.Stored
-        self.post(event(job, version, step, message))
+        self.post(StateStored(job, version, step, tensors, reason, kept=made.keep))

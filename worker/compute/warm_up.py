@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from atoll.messages.to_worker import OpProbe
 from atoll.opdag import Kind, LeafRef, OpNode, Source, TensorMeta
-from worker.machine.op_probe import OpProbe
 from worker.machine.op_timing import time_ops
 
 _VALUE = TensorMeta((8, 8), "float32")
@@ -19,4 +19,4 @@ def warm_up() -> None:
     node = OpNode(
         "warm_up", Kind.PARAMETRIC, "aten.linear.default", leaves, (), (_VALUE,), requires_grad=True
     )
-    time_ops([OpProbe("warm_up", node, (), (_VALUE, _VALUE))], sustained_s=0.0)
+    time_ops([OpProbe("warm_up", node, (), {"x": _VALUE, "w": _VALUE})], sustained_s=0.0)

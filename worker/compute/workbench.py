@@ -17,15 +17,16 @@ import structlog
 
 from atoll.errors import AtollError
 from atoll.messages import from_worker as told
+from atoll.messages import to_worker as asked
 from protos import coding
 from protos.session import to_coordinator
 from strategies.clipping import Clipping
 from worker.cancel import Cancel, Cancelled
-from worker.compute import orders
+from worker.compute import reports
 from worker.compute.loading import feed_of, load
 from worker.compute.snapshots import Snapshots
 from worker.compute.tasks import Task, Tasks
-from worker.federated.orders import EvaluateOrder, HostAnswer, Joining, TrainOrder
+from worker.federated.orders import HostAnswer
 from worker.federated.participation import Participation
 from worker.federated.trainer import LOSS
 from worker.links.links import LinksAborted
@@ -33,9 +34,9 @@ from worker.machine import op_timing
 from worker.machine.malloc import give_back
 from worker.machine.torch_device import restart_peak, short_of_memory, torch_device, used_memory_bytes
 from worker.pipe.status import Mark
-from worker.session import events, instructions, wire_federated
+from worker.session import events, instructions
 from worker.session import wire as messages
-from worker.stage.assignment import check
+from worker.stage.assignment import assigned, check
 from worker.transport.contract import PeerLost
 
 if TYPE_CHECKING:
@@ -57,12 +58,12 @@ SHOW_S = 10.0  # between two lines of log about steps that are repeated
 
 
 class Workbench:
-    """Owns the stage. ``do`` may be called from any thread and never waits."""
+    """Owns the stage. What asks it to work may be called from any thread and never waits."""
 
     def __init__(
         self,
         context: ComputeContext,
-        post: Callable[[events.Event], None],
+        post: Callable[[events.Report], None],
         send: Callable[[pb.FromWorker], None],
         loads: Callable[[int], None],
         gauge: CodecGauge,
@@ -101,49 +102,55 @@ class Workbench:
     def do(self, instruction: instructions.Instruction) -> None:
         """Take an instruction of the session that concerns computing."""
         match instruction:
-            case instructions.LoadStage(job, version, work):
-                self._standby = work.load.replay.standby
-                self._for_stage(job, version, 0, lambda c: self._load(work, c))
-            case instructions.RepeatStep(job, version, step, scale):
-                self._newest = step
-                self._for_stage(job, version, step, lambda c: self._repeat(step, scale, c))
-            case instructions.RunStep(job, version, step):
-                self._for_stage(job, version, step, lambda c: self._step(step, c))
-            case instructions.ApplyStep(job, version, step, scale, store, _, keep):
-                apply = partial(self._apply, step, scale, store, keep)
-                self._for_stage(job, version, step, lambda c: apply())
-            case instructions.Evaluate(job, version, step, coded):
-                self._for_stage(job, version, step, lambda c: self._evaluate(step, coded, c))
-            case instructions.ChangeLinks(job, version, step, relink):
-                self._for_stage(job, version, step, lambda c: self._relink(relink))
-            case instructions.JoinFederation(job, version, work):
-                self._for_round(job, 0, "load", lambda c: self._join(work, c))
-            case instructions.TrainLocally(job, at_round, order):
-                self._for_round(
-                    job, at_round, "train", lambda c: self._train(coding.read(TrainOrder, order), c)
-                )
-            case instructions.EvaluateLocally(job, at_round, order):
-                evaluate = partial(self._evaluate_round, order)
-                self._for_round(job, at_round, "evaluate", evaluate)
-            case instructions.SettleRound():
-                self._tasks.submit(lambda c: self._settle(instruction))
-            case instructions.DiscardStep():
+            case instructions.RunStep(step=step):
+                self._for_stage(instruction, lambda c: self._step(step, c))
+            case events.StepCommit() as commit:
+                self._relinks(commit)
+                self._for_stage(commit, lambda c: self._apply(commit))
+            case instructions.RepeatStep(commit):
+                self._relinks(commit)
+                self._newest = commit.step
+                self._for_stage(commit, lambda c: self._repeat(commit.step, commit.gradient_scale, c))
+            case instructions.Evaluate(commit):
+                self._for_stage(commit, lambda c: self._evaluate(commit.step, commit.evaluate_coded, c))
+            case events.StepDiscard():
                 self._tasks.cancel(instruction.reason)
                 self._tasks.submit(lambda c: self._discard())
-            case instructions.DropStage():
+            case events.Release():
                 self.interrupt(instruction.reason)
                 self._tasks.submit(lambda c: self._drop())
             case instructions.Interrupt(reason):
                 self.interrupt(reason, stores=False)
-            case instructions.Reconfigure(job, version, step, work):
-                if not self._standby:  # who stands by has steps to repeat first
-                    self.interrupt("the plan is reconfigured", stores=False)
-                self._standby = work.standby
-                self._for_stage(job, version, step, lambda c: self._reconfigure(work, c))
-            case instructions.TimeOps(request, ops):
-                self._tasks.submit(lambda c: self._time_ops(request, ops))
+            case events.TrainRound(job, at_round):
+                self._for_round(job, at_round, "train", partial(self._train, instruction))
+            case events.EvaluateRound(job, at_round):
+                self._for_round(job, at_round, "evaluate", partial(self._evaluate_round, instruction))
+            case events.RoundTaken() as verdict:
+                self._tasks.submit(lambda c: self._settle(verdict))
             case _:
                 raise TypeError(f"not for the workbench: {instruction!r}")
+
+    def load(self, message: pb.Assign, assignment: int) -> None:
+        """Load a stage, as the assignment of this number."""
+        self._standby = message.replay.standby
+        at = instructions.RunStep(message.job, message.plan_version, 0)
+        self._for_stage(at, lambda c: self._load(message, assignment, c))
+
+    def reconfigure(self, message: pb.Reconfigure) -> None:
+        """Go on with the stage among other neighbours."""
+        if not self._standby:  # who stands by has steps to repeat first
+            self.interrupt("the plan is reconfigured", stores=False)
+        self._standby = message.standby
+        at = instructions.RunStep(message.job, message.plan_version, message.step)
+        self._for_stage(at, lambda c: self._reconfigure(message, c))
+
+    def join(self, message: compute_pb.ComputeJoin) -> None:
+        """Load a federated job."""
+        self._for_round(message.invitation.job, 0, "load", lambda c: self._join(message, c))
+
+    def time_ops(self, message: pb.ProbeOps) -> None:
+        """Time ops."""
+        self._tasks.submit(lambda c: self._time_ops(message))
 
     def report_codecs(self) -> None:
         """Report how fast the codecs are; measures first what is not known, while no stage is held."""
@@ -160,8 +167,9 @@ class Workbench:
     def _idle(self) -> AbstractContextManager[object]:
         return nullcontext() if self._busy else self._context.cpu.resting()
 
-    def _for_stage(self, job: str, version: int, step: int, task: Task) -> None:
-        """Queue a stage's ``task``; its failures are reported to the session."""
+    def _for_stage(self, of: instructions.RunStep | events.StepCommit, task: Task) -> None:
+        """Queue a stage's ``task``; its failures are reported to the session, as ``of`` that step."""
+        failed = partial(events.StageFailed, of.job, of.version, of.step)
 
         def run(cancel: Cancel) -> None:
             try:
@@ -170,19 +178,21 @@ class Workbench:
             except (Cancelled, LinksAborted):
                 raise
             except PeerLost as lost:
-                self._post(events.StageBroke(job, version, step, str(lost), lost.peer))
+                self._post(failed(str(lost), lost.peer))
             except AtollError as error:
-                self._post(events.StageBroke(job, version, step, str(error)))
+                self._post(failed(str(error)))
             except Exception as error:  # any op may fail in its own way
-                log.error("stage.broke", job=job, step=step, exc_info=True)
+                log.error("stage.broke", job=of.job, step=of.step, exc_info=True)
                 bytes_held = self.memory_limit_bytes if short_of_memory(error) else 0
-                words = self._explained(error)
-                self._post(events.StageBroke(job, version, step, words, memory_bytes=bytes_held))
+                self._post(failed(self._explained(error), memory_bytes=bytes_held))
 
         self._tasks.submit(run)
 
     def _for_round(self, job: str, at_round: int, during: str, task: Task) -> None:
         """Queue a federated job's ``task``; its failures are reported to the session."""
+
+        def failed(reason: str) -> None:
+            self._post(events.ClientFailed(job, at_round, reason, during))
 
         def run(cancel: Cancel) -> None:
             try:
@@ -191,10 +201,10 @@ class Workbench:
             except Cancelled:
                 raise
             except AtollError as error:
-                self._post(events.TurnBroke(job, at_round, during, str(error)))
+                failed(str(error))
             except Exception as error:  # any op may fail in its own way
                 log.error("turn.broke", job=job, round=at_round, during=during, exc_info=True)
-                self._post(events.TurnBroke(job, at_round, during, self._explained(error, private=True)))
+                failed(self._explained(error, private=True))
 
         self._tasks.submit(run)
 
@@ -214,11 +224,11 @@ class Workbench:
 
     # ---------------------------------------------------------------- a stage
 
-    def _load(self, asked: compute_pb.ToCompute, cancel: Cancel) -> None:
+    def _load(self, message: pb.Assign, assignment: int, cancel: Cancel) -> None:
         started_s = time.perf_counter()
         self._drop()
-        self._loads(asked.assignment)
-        work = orders.assignment(asked.load)
+        self._loads(assignment)
+        work = assigned(coding.read(asked.Assign, message))
         run, links, fetched = load(work, self._context, cancel, self._report_waiting)
         with self._lock:
             self._run, self._links = run, links
@@ -231,8 +241,7 @@ class Workbench:
             job=work.job, version=work.version, stage=work.stage, took_s=round(took_s, 3),
             fetched_s=round(fetched.seconds, 3), fetched_bytes=fetched.n_bytes,
         )  # fmt: skip
-        said = told.Loaded(work.job, work.version, took_s, digests=digests, fetched_s=fetched.seconds)
-        self._post(events.StageLoaded(work.job, work.version, to_coordinator(said)))
+        self._post(told.Loaded(work.job, work.version, took_s, digests=digests, fetched_s=fetched.seconds))
 
     def _replay(self, run: StageRun, links: Links, replay: Replay, cancel: Cancel) -> tuple[told.Digest, ...]:
         """Repeat the steps since the state that was loaded, until the stage is where its neighbours are;
@@ -266,51 +275,49 @@ class Workbench:
 
     def _reconfigure(self, message: pb.Reconfigure, cancel: Cancel) -> None:
         started_s = time.perf_counter()
-        run, asked = self._loaded, orders.reconfiguration(message)
-        later = run.assignment.reconfigured(asked.plan, asked.links, asked.step, standby=asked.standby)
+        run, change = self._loaded, coding.read(asked.Reconfigure, message)
+        links = messages.links_of(change.peers)
+        later = run.assignment.reconfigured(change.plan, links, change.step, standby=change.standby)
         check(later, self._context.worker)
         _log_stood_by(run)
         # Who is connected may be lost again until then: the new neighbours send when all are loaded.
         self._context.network.connect(later.job, later.version, cancel)
         shared = later.micros != run.assignment.micros
         run.reconfigure(later, feed_of(later, self._context) if shared else None)
-        if asked.store:
-            self._snapshots.take(run, asked.step - 1)
+        if change.store:
+            self._snapshots.take(run, change.step - 1)
         took_s = time.perf_counter() - started_s
         log.info(
             "stage.reconfigured",
-            job=later.job, version=later.version, stage=later.stage, step=asked.step, took_s=round(took_s, 3),
+            job=later.job, version=later.version, stage=later.stage, step=change.step,
+            took_s=round(took_s, 3),
         )  # fmt: skip
         if not later.standby:
-            loaded = told.Loaded(later.job, later.version, took_s)
-            self._post(events.StageLoaded(later.job, later.version, to_coordinator(loaded)))
+            self._post(told.Loaded(later.job, later.version, took_s))
 
     def _report_waiting(self, wait: LongWait) -> None:
         """Report that nothing comes though every peer lives: nothing else would show it."""
-        message = messages.waiting(wait)
-        log.warning("stage.waits", job=wait.key.job, **messages.wait_fields(wait))
-        self._send(message)
+        self._send(reports.waiting(wait))
+        log.warning("stage.waits", job=wait.key.job, **reports.wait_fields(wait))
 
     def _step(self, step: int, cancel: Cancel) -> None:
         run = self._loaded
         report = run.run_step(step, cancel)
         assignment = run.at(step)
         job, version = assignment.job, assignment.version
-        shared = len(assignment.plan.replicas) > 1
-        norms = shared or assignment.training.optimizer.clip_norm is not None
+        norms = len(assignment.plan.replicas) > 1 or assignment.training.optimizer.clip_norm is not None
         used = {} if self._links is None else self._links.codec_use()
-        message = messages.step_ready(job, version, report, norms, used)
-        self._post(events.StepDone(job, version, step, to_coordinator(message)))
+        self._post(reports.step_ready(job, version, report, norms, used))
 
-    def _apply(self, step: int, gradient_scale: float, store: bool, keep: bool) -> None:
-        run = self._loaded
+    def _apply(self, commit: events.StepCommit) -> None:
+        run, step = self._loaded, commit.step
         assignment = run.at(step)
-        run.apply(step, gradient_scale)
-        if store or keep:
-            self._snapshots.take(run, step, keep=not store)
+        run.apply(step, commit.gradient_scale)
+        if commit.store or commit.keep:
+            self._snapshots.take(run, step, keep=not commit.store)
         self._post(events.StepApplied(assignment.job, assignment.version, step))
         spans = run.spans.take()
-        for message in messages.spans(assignment.job, run.assignment.version, assignment.stage, spans):
+        for message in reports.spans(assignment.job, run.assignment.version, assignment.stage, spans):
             self._send(message)
 
     def _evaluate(self, step: int, coded: bool, cancel: Cancel) -> None:
@@ -318,8 +325,13 @@ class Workbench:
         found = run.evaluate(step, cancel)
         through_codecs = run.evaluate(step, cancel, coded=True) if coded else None
         job, version = run.assignment.job, run.at(step).version
-        message = messages.eval_ready(job, version, step, found, through_codecs)
-        self._post(events.EvalDone(job, version, step, to_coordinator(message)))
+        self._post(reports.eval_ready(job, version, step, found, through_codecs))
+
+    def _relinks(self, commit: events.StepCommit) -> None:
+        """Queue the change of links that a commit announces."""
+        relink = commit.relink
+        if relink is not None:
+            self._for_stage(commit, lambda c: self._relink(relink))
 
     def _relink(self, relink: events.Relink) -> None:
         run = self._loaded
@@ -335,7 +347,7 @@ class Workbench:
     def _join(self, invitation: compute_pb.ComputeJoin, cancel: Cancel) -> None:
         started_s = time.perf_counter()
         self._drop()
-        work = coding.read(Joining, invitation.invitation)
+        work = coding.read(asked.Participate, invitation.invitation)
         clipping = Clipping(invitation.clip, invitation.noise)
         self._part = Participation(
             work, self._context, cancel, invitation.noise_key, clipping, invitation.statistics
@@ -343,10 +355,9 @@ class Workbench:
         took_s = time.perf_counter() - started_s
         log.info("job.joined", job=work.job, data=work.federated.data, took_s=round(took_s, 3))
         members = self._part.members
-        said = told.Loaded(work.job, work.version, took_s, members.hash, members.usable)
-        self._post(events.Joined(work.job, work.version, to_coordinator(said)))
+        self._post(told.Loaded(work.job, work.version, took_s, members.hash, members.usable))
 
-    def _train(self, order: TrainOrder, cancel: Cancel) -> None:
+    def _train(self, order: events.TrainRound, cancel: Cancel) -> None:
         job = self._participation.joining.job
         update = self._participation.train(order, cancel)
         log.info(
@@ -358,17 +369,14 @@ class Workbench:
             train_s=round(update.train_s, 3),
             upload_bytes=update.upload_bytes,
         )
-        message = wire_federated.update_ready(job, order, update)
-        self._post(events.UpdateStored(job, order.round, message, order.order))
+        self._post(reports.update_ready(order, update))
 
-    def _evaluate_round(self, asked: pb.EvaluateRound, cancel: Cancel) -> None:
-        order = coding.read(EvaluateOrder, asked)
+    def _evaluate_round(self, order: events.EvaluateRound, cancel: Cancel) -> None:
         job = self._participation.joining.job
         found = self._participation.evaluate(order, cancel)
-        message = wire_federated.client_evaluated(job, order.round, found)
-        self._post(events.RoundEvaluated(job, order.round, message))
+        self._post(reports.client_evaluated(job, order.round, found))
 
-    def _settle(self, verdict: instructions.SettleRound) -> None:
+    def _settle(self, verdict: events.RoundTaken) -> None:
         """Keep or drop an update's state; never cancelled, since the verdict holds whatever comes next."""
         if self._part is None or self._part.joining.job != verdict.job:
             return
@@ -419,15 +427,15 @@ class Workbench:
         if not done:
             self.report_codecs()  # behind those that wait
 
-    def _time_ops(self, request: int, asked: pb.ProbeOps) -> None:
+    def _time_ops(self, message: pb.ProbeOps) -> None:
         device = self._context.device
         error, timings = "", {}
         try:
-            ops = orders.ops_request(asked)
+            probes = coding.read(asked.ProbeOps, message)
             timings = op_timing.time_ops(
-                ops.probes,
+                probes.ops,
                 torch_device(device),
-                ops.precision,
+                probes.precision,
                 OPS_BUDGET_S,
                 int(self.memory_limit_bytes * OPS_BYTES_SHARE),
                 clock=self._context.cpu.at_work_s,
@@ -439,7 +447,7 @@ class Workbench:
             give_back()  # the stage that comes next counts from here
             self._context.status.end()
         found = {signature: (took.forward_s, took.backward_s) for signature, took in timings.items()}
-        self._post(events.Probed(to_coordinator(told.OpsProbed(request, found, error))))
+        self._post(told.OpsProbed(message.request, found, error))
 
     def _watch_probe(self, name: str) -> None:
         status, duty = self._context.status, self._context.duty

@@ -18,9 +18,9 @@ import structlog
 from atoll.errors import BadFrame, StorageError
 from compressors.container import is_coded, most_file_bytes, read_dense, write_dense
 from compressors.model_file import read_delta, read_model
-from worker.federated.orders import ModelRef
 
 if TYPE_CHECKING:
+    from atoll.messages.to_worker import Model
     from compressors.container import Metas
     from worker.blobs import BlobStore
     from worker.cancel import Cancel
@@ -59,15 +59,15 @@ class Models:
                 f"cannot write {folder}: {error.strerror}; choose another --state-dir"
             ) from None
 
-    def fetch(self, ref: ModelRef, cancel: Cancel) -> Fetched:
+    def fetch(self, ref: Model, cancel: Cancel) -> Fetched:
         """The broadcast's arrays. BadFrame when it is not what the rule sends down, ConnectionFailed,
         StorageError, Cancelled."""
-        path, self._arrived, began_s = self._path(ref.full), 0, time.perf_counter()
+        path, self._arrived, began_s = self._path(ref.full.hash), 0, time.perf_counter()
         if not path.is_file():
             self._bring(ref, path, cancel)
         arrays = read_dense(path, self._expected)
         seconds = time.perf_counter() - began_s if self._arrived else 0.0
-        self._trim(ref.full)
+        self._trim(ref.full.hash)
         return Fetched(arrays, self._arrived, seconds)
 
     def clear(self) -> None:
@@ -75,18 +75,18 @@ class Models:
         for path in self._folder.iterdir():
             path.unlink(missing_ok=True)
 
-    def _bring(self, ref: ModelRef, path: Path, cancel: Cancel) -> None:
+    def _bring(self, ref: Model, path: Path, cancel: Cancel) -> None:
         base = self._path(ref.base) if ref.base else None
-        if ref.delta and base is not None and base.is_file():
+        if ref.delta is not None and base is not None and base.is_file():
             try:
-                blob = self._download(ref.delta, cancel)
+                blob = self._download(ref.delta.hash, cancel)
                 known = read_dense(base, self._expected)
                 write_dense(path, read_delta(blob, self._expected, known, ref.base))
             except BadFrame as error:
                 log.warning("model.delta_refused", reason=str(error))
             else:
                 return
-        blob = self._download(ref.full, cancel)
+        blob = self._download(ref.full.hash, cancel)
         if is_coded(blob):
             write_dense(path, read_model(blob, self._expected))
         else:

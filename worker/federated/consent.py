@@ -15,6 +15,7 @@ import structlog
 
 from atoll.errors import AtollError
 from atoll.federated import ConsentWord as Word
+from atoll.messages.from_worker import ConsentSaid
 from protos import atoll_compute_pb2 as compute_pb
 from protos import atoll_control_pb2 as pb
 from worker.data.consent import ConsentStore, Request
@@ -34,7 +35,6 @@ MAX_REPEATED = 64  # words that are said again after a reconnection, the newest 
 LOGGED = NUMBERED | {"loaded", "client_failed", "consent", "log", "spans"}
 """Messages to the coordinator that are logged when they are about a federated job; with numbers: always."""
 MAX_JOBS = 4096  # whose messages are logged, more than are remembered
-VERSION = 1  # of every invitation
 
 
 class Consent:
@@ -57,7 +57,7 @@ class Consent:
     def _remember(self) -> None:
         self._jobs = {request.job for request in self._store.known()}
 
-    def judge(self, m: pb.Participate) -> pb.Consent | None:
+    def judge(self, m: pb.Participate) -> ConsentSaid | None:
         """Remember an invitation; None where the job may run here, else what the coordinator is sent.
 
         Raises BadFrame or UsageError for one that cannot be judged, StorageError.
@@ -78,7 +78,7 @@ class Consent:
         )
         return _said(request)
 
-    def changed(self) -> list[pb.Consent]:
+    def changed(self) -> list[ConsentSaid]:
         """What to tell the coordinator after the owner's word or a policy has changed, and after a
         reconnection: of the newest requests that are not over. Raises StorageError."""
         return [_said(request) for request in self._store.judged_again()[:MAX_REPEATED]]
@@ -145,11 +145,5 @@ class Consent:
         return True
 
 
-def _said(request: Request) -> pb.Consent:
-    return pb.Consent(
-        job=request.job,
-        version=VERSION,
-        word=request.word,
-        reason=request.why,
-        graph=request.terms.graph,
-    )
+def _said(request: Request) -> ConsentSaid:
+    return ConsentSaid(request.job, request.word, request.why, request.terms.graph)

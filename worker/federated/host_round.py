@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from atoll.errors import BadUpdate, JobFailed, UsageError
+from atoll.messages.from_worker import Row
 from atoll.sampling import client_key
 from compressors.model_file import NONE, Coding, read_update, write_sums, write_update
 from strategies.files import parted, sums_arrays, update_arrays, update_metas
 from strategies.fixed import Accumulator, Grid
 from strategies.linear import Linear
-from worker.federated.orders import HostAnswer, Row
+from worker.federated.orders import HostAnswer
 from worker.federated.trainer import LOSS
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ def train_clients(
     if not isinstance(core, Linear):
         raise UsageError(f"{core.name} needs each update apart; its clients cannot be a population")
     broadcast, coding, path = asked.broadcast, asked.coding, asked.path
-    held, rows, refused = Accumulator(asked.grid), [], {}
+    held, refused = Accumulator(asked.grid), {}
+    rows: dict[str, Row] = {}
     with states.begin(broadcast.round, coding.codec) as drafts:
         for client in clients:
             began_s = time.perf_counter()
@@ -77,21 +79,18 @@ def train_clients(
                 refused[client.name] = str(error)
                 continue
             drafts.put(client.name, found.state, left)
-            rows.append(
-                Row(
-                    client.name,
-                    update.n_samples,
-                    update.steps,
-                    update.metrics[LOSS],
-                    found.square_loss,
-                    size,
-                    time.perf_counter() - began_s,
-                )
+            rows[client.name] = Row(
+                update.n_samples,
+                update.steps,
+                update.metrics[LOSS],
+                found.square_loss,
+                time.perf_counter() - began_s,
+                size,
             )
         sums = held.sums()
         stored = write_sums(path, sums_arrays(sums)) if rows else None
         drafts.finish()
-    return HostAnswer(stored, sums, tuple(rows), refused, drafts.stateful)
+    return HostAnswer(stored, sums, rows, refused, drafts.stateful)
 
 
 def _coded(

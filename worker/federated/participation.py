@@ -36,7 +36,7 @@ from worker.federated.floors import check_job
 from worker.federated.host_round import HostRound, train_clients
 from worker.federated.local_model import LocalModel
 from worker.federated.members import Members
-from worker.federated.orders import Assessment, Evaluated, EvaluateOrder, Joining, TrainOrder, Update
+from worker.federated.orders import Assessment, Update
 from worker.federated.population_states import PopulationStates
 from worker.federated.trainer import LocalTrainer
 from worker.machine.malloc import give_back
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
     from atoll.execute import Executor
     from atoll.federated import Floors
+    from atoll.messages.from_worker import EvaluatedRow
+    from atoll.messages.to_worker import EvaluateRound, Participate, TrainRound
     from compressors.container import Stored
     from strategies.base import Strategy
     from strategies.values import ClientUpdate
@@ -70,7 +72,7 @@ class Participation:
 
     def __init__(
         self,
-        joining: Joining,
+        joining: Participate,
         context: ComputeContext,
         cancel: Cancel,
         noise_key: bytes,
@@ -127,7 +129,7 @@ class Participation:
         self._last_sent: int | None = None  # the last round whose update was, perhaps in part
         self._rest()  # until the first broadcast
 
-    def train(self, order: TrainOrder, cancel: Cancel) -> Update:
+    def train(self, order: TrainRound, cancel: Cancel) -> Update:
         """Train one round and store the update. Raises as the constructor, JobFailed, Cancelled."""
         fetched = self._models.fetch(order.model, cancel)
         nbytes, seconds, began_s = fetched.bytes, fetched.seconds, time.perf_counter()
@@ -155,7 +157,7 @@ class Participation:
         return Update(answer, square_loss, stored, train_s, sent, upload_s, nbytes, seconds)
 
     def _train_owner(
-        self, order: TrainOrder, fetched: Fetched, coding: Coding, path: Path, cancel: Cancel
+        self, order: TrainRound, fetched: Fetched, coding: Coding, path: Path, cancel: Cancel
     ) -> tuple[ClientUpdate, float, Stored]:
         """Write the update of this machine's only client; its numbers."""
         state, left = self._store.load(order.round, order.codec)
@@ -177,7 +179,7 @@ class Participation:
         return replace(trained.update, delta={}, extra={}), trained.square_loss, stored
 
     def _train_clients(
-        self, order: TrainOrder, fetched: Fetched, coding: Coding, path: Path, cancel: Cancel
+        self, order: TrainRound, fetched: Fetched, coding: Coding, path: Path, cancel: Cancel
     ) -> HostAnswer:
         """Write the sum over the clients that the order names."""
         core = self._trainer.rule.core
@@ -197,13 +199,13 @@ class Participation:
             cancel,
         )
 
-    def evaluate(self, order: EvaluateOrder, cancel: Cancel) -> Assessment:
+    def evaluate(self, order: EvaluateRound, cancel: Cancel) -> Assessment:
         """Mean loss and metrics of what each client would use, on its held-out share; a population's clients
         that have too little of it are left out."""
         fetched = self._models.fetch(order.model, cancel)
         began_s = time.perf_counter()
         broadcast = broadcast_of(order.round, fetched.arrays)
-        found: dict[str, Evaluated] = {}
+        found: dict[str, EvaluatedRow] = {}
         if order.clients:
             for client in self.members.in_turn(order.clients):
                 held = self._states().load(client.name, order.round, "")
@@ -246,10 +248,10 @@ class Participation:
             self._population = PopulationStates(folder, most)
         return self._population
 
-    def _secret(self, order: TrainOrder) -> bytes:
+    def _secret(self, order: TrainRound) -> bytes:
         """Seed of the noise in an update: another model, round or job draws other noise, and the same order
         again the same, so that no two answers differ by what they hide."""
-        words = f"{self.joining.job}/{order.round}/{order.model.full}".encode()
+        words = f"{self.joining.job}/{order.round}/{order.model.full.hash}".encode()
         return blake2b(words, key=self._noise_key, digest_size=32).digest()
 
     def _noise_seed(self, seed: int) -> int:
@@ -258,7 +260,7 @@ class Participation:
 
 
 def _trainer(
-    joining: Joining,
+    joining: Participate,
     context: ComputeContext,
     cancel: Cancel,
     strategy: Strategy,
@@ -292,7 +294,7 @@ def _watched(executor: Executor, context: ComputeContext, costs: Mapping[int, Op
     executor.watch = OpMarks(context.status, executor.program, costs, context.duty)
 
 
-def check(joining: Joining) -> None:
+def check(joining: Participate) -> None:
     """The rules that coordinator and client both check; BadFrame says which is broken."""
     for program in joining.programs:
         if program.n_stages != 1 or program.received or program.produced:
@@ -313,7 +315,7 @@ def check(joining: Joining) -> None:
             raise BadFrame(f"input {name!r} of shape {shape}, micro-batches of {joining.batch}")
 
 
-def _rehearse(joining: Joining, device: torch.device) -> list[Mapping[int, OpCost]]:
+def _rehearse(joining: Participate, device: torch.device) -> list[Mapping[int, OpCost]]:
     costs: list[Mapping[int, OpCost]] = []
     for program in joining.programs:
         names = (*program.parameters, *program.buffers, *program.constants)
@@ -323,7 +325,7 @@ def _rehearse(joining: Joining, device: torch.device) -> list[Mapping[int, OpCos
     return costs
 
 
-def _tensors(joining: Joining, context: ComputeContext, cancel: Cancel) -> dict[str, Tensor]:
+def _tensors(joining: Participate, context: ComputeContext, cancel: Cancel) -> dict[str, Tensor]:
     """The job's own values, mapped."""
     names = sorted({n for p in joining.programs for n in (*p.parameters, *p.buffers, *p.constants)})
     wanted: dict[str, int] = {}

@@ -5,17 +5,19 @@ The ops of a graph are not looked at here, only hashed: the compute process deco
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from hashlib import sha256
 from math import ceil, prod
 from typing import TYPE_CHECKING
 
 from atoll.errors import BadFrame
-from atoll.federated import parse_uplink
-from atoll.job import stepwise_groups
+from atoll.federated import FederatedSpec, parse_uplink
+from atoll.job import TrainingSpec, stepwise_groups
+from atoll.messages.to_worker import States
 from atoll.sampling import held_out_of
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
-from protos import bounds, convert
+from protos import bounds, coding
 from protos.text_limits import clean
 from strategies import make_strategy
 from strategies.clipping import unclippable
@@ -29,8 +31,7 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
-    from atoll.federated import Federated, FederatedSpec
-    from atoll.job import TrainingSpec
+    from atoll.federated import Federated
     from strategies.base import Strategy
 
 SHOWN_NAMES, NAME_CHARS = 6, 60
@@ -38,15 +39,23 @@ TRAINING_NUMBERS = ("mean loss", "mean squared loss")  # of each round
 Fact = tuple[str, str]
 
 
+@dataclass(frozen=True)
+class _Declared:
+    """What an invitation declares beside its programs."""
+
+    training: TrainingSpec
+    federated: FederatedSpec
+    states: States
+
+
 class Asked:
     """A federated job's invitation. Raises BadFrame or UsageError for what breaks a bound."""
 
     def __init__(self, m: pb.Participate) -> None:
         self._m = m
-        self.training: TrainingSpec = convert.from_proto(m.training)
-        self.federated: FederatedSpec = convert.from_proto(m.federated)
+        declared = coding.read(_Declared, m)
+        self.training, self.federated, states = declared.training, declared.federated, declared.states
         self.strategy: Strategy = make_strategy(self.rule.strategy, self.rule.options)
-        states = convert.state_from_proto(m.metas)
         used = {n for program in self._programs() for n in (*program.parameters, *program.buffers)}
         missing = sorted(used - states.keys())
         if missing:

@@ -24,6 +24,7 @@ from atoll.execute import Executor
 from atoll.federated import Floors
 from atoll.held_out import HeldOutMeans
 from atoll.job import OptimizerName
+from atoll.messages.from_worker import EvaluatedRow
 from atoll.ops import check_node
 from atoll.rehearse import rehearse
 from atoll.rows import at_rows, inputs_at
@@ -35,7 +36,6 @@ from strategies.returned import check_returned, check_rows
 from strategies.values import Done
 from worker.cancel import Cancel
 from worker.federated.floors import check_held_out, check_job, check_update_floors
-from worker.federated.orders import Evaluated
 from worker.federated.working_tensors import WorkingTensors
 from worker.stage.digests import norm
 from worker.stage.optimizers import make_optimizer
@@ -161,7 +161,7 @@ class LocalTrainer:
         cancel: Cancel | None = None,
         *,
         loaded: Callable[[], None] = lambda: None,
-    ) -> Evaluated:
+    ) -> EvaluatedRow:
         """What the model this client would use does on its held-out samples. ``loaded``: as of ``train``."""
         check_broadcast(self.rule, self.layout, broadcast)
         samples = client.split.held_out
@@ -172,7 +172,7 @@ class LocalTrainer:
         loaded()
         batches = self._held_out(samples, client.data.batch)
         loss, metrics = self._measure(client, batches, cancel or Cancel())
-        return Evaluated(sum(map(len, batches)), loss, metrics)
+        return EvaluatedRow(sum(map(len, batches)), loss, metrics)
 
     @property
     def executors(self) -> tuple[Executor, ...]:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from atoll.messages.from_worker import OpsProbed
 from protos import atoll_control_pb2 as control
-from protos.session import to_coordinator
 from worker.config import make_state_dir
 from worker.hosting.host import ComputeHost
 from worker.hosting.requests import HostPorts
@@ -38,13 +37,13 @@ class AppsOnly(ComputeHost):
     def do(self, instruction: instructions.Instruction) -> None:
         """Refuse what is to be computed; ways are timed as by everybody."""
         match instruction:
-            case instructions.TimeOps(request, ops) if ops.ops:
-                self._state.ports.post(events.Probed(to_coordinator(OpsProbed(request, {}, REASON))))
-            case instructions.TimeOps() | instructions.TimeLink():
+            case events.ProbeOps(request, ops) if ops.ops:
+                self._state.ports.post(OpsProbed(request, {}, REASON))
+            case events.ProbeOps() | events.ProbeLink():
                 super().do(instruction)
-            case instructions.LoadStage(job, version):
-                self._state.ports.post(events.StageBroke(job, version, 0, REASON))
-            case instructions.JoinFederation(job):
-                self._state.ports.post(events.TurnBroke(job, 0, "load", REASON))
+            case events.Assign(job, version):
+                self._state.ports.post(events.StageFailed(job, version, 0, REASON))
+            case events.Participate(job):
+                self._state.ports.post(events.ClientFailed(job, 0, REASON, "load"))
             case _:
                 pass  # it concerns a computation that there is not

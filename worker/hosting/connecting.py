@@ -12,9 +12,9 @@ from atoll.errors import AtollError, ConnectionFailed
 from worker.transport.contract import PeerLost
 
 if TYPE_CHECKING:
+    from atoll.messages.to_worker import PeerLink
     from worker.cancel import Cancel
-    from worker.session.wire import LinkRequest
-    from worker.stage.assignment import PeerLink
+    from worker.session.events import ProbeLink
     from worker.transport.contract import Paths
     from worker.transport.network import PeerNetwork
 
@@ -54,14 +54,15 @@ def connect_one(network: PeerNetwork, peer: str, paths: Paths, timeout_s: float)
         network.meet(peer, paths, timeout_s)
 
 
-def time_link(network: PeerNetwork, peer: str, target: LinkRequest) -> tuple[float, float, str]:
+def time_link(network: PeerNetwork, asked: ProbeLink) -> tuple[float, float, str]:
     """Return a link's round trip in seconds, its rate in bits a second, and what went wrong, "" nothing."""
     rtt_s = rate_bps = 0.0
+    peer = asked.link.worker
     try:
-        connect_one(network, peer, target.paths, PROBED_WITHIN_S)
+        connect_one(network, peer, asked.link.paths, PROBED_WITHIN_S)
         rtt_s = network.rtt(peer)
-        if target.max_bytes:  # 0 asks for the round trip alone
-            rate_bps = network.bandwidth(peer, target.seconds, max(target.max_bytes, MIN_PROBE_BYTES))
+        if asked.max_bytes:
+            rate_bps = network.bandwidth(peer, asked.seconds, max(asked.max_bytes, MIN_PROBE_BYTES))
     except AtollError as failed:
         return rtt_s, rate_bps, str(failed)
     return rtt_s, rate_bps, ""

@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING
 import structlog
 
 from atoll.errors import AtollError, StorageError
-from protos import atoll_control_pb2 as pb
+from atoll.messages.from_worker import CopyHeld, CopyStored
 from worker.blobs import BlobFile
 from worker.cancel import Cancel, Cancelled
 
 if TYPE_CHECKING:
-    from atoll.messages.to_worker import StoreCopy
+    from atoll.messages.to_worker import PeerLink, StageCopy, StoreCopy
     from worker.blobs import BlobCache, BlobFiles, NearBlobs
-    from worker.session.wire import CopyAsked
-    from worker.stage.assignment import PeerLink
 
 log = structlog.get_logger()
 
@@ -43,7 +41,7 @@ class Copies:
         cache: BlobCache,
         folder: Path,
         lent_bytes: int,
-        send: Callable[[pb.FromWorker], None],
+        send: Callable[[CopyHeld | CopyStored], None],
         near: Callable[[PeerLink], NearBlobs],
         owner: int = 0,
     ) -> None:
@@ -54,10 +52,10 @@ class Copies:
         self.lent_bytes = lent_bytes
         self._changed = threading.Condition()
         self._idle = self._closed = False
-        self._wanted: tuple[CopyAsked, ...] = ()
-        self._todo: list[CopyAsked] = []
-        self._fetching: CopyAsked | None = None
-        self._held: dict[str, pb.CopyHeld] = {}
+        self._wanted: tuple[StageCopy, ...] = ()
+        self._todo: list[StageCopy] = []
+        self._fetching: StageCopy | None = None
+        self._held: dict[str, CopyHeld] = {}
         self._before: frozenset[str] = frozenset()  # blobs of the copies that were kept before these
         self._own: frozenset[str] = frozenset()  # of the newest snapshot of the stage that is computed here
         self._storing = 0
@@ -65,7 +63,7 @@ class Copies:
         self._thread = threading.Thread(target=self._work, name="atoll-copies", daemon=True)
         self._thread.start()
 
-    def keep(self, copies: Sequence[CopyAsked]) -> None:
+    def keep(self, copies: Sequence[StageCopy]) -> None:
         """Keep these copies, and no others, from now on."""
         with self._changed:
             now, last = _blobs_of(copies), _blobs_of(self._wanted)
@@ -124,7 +122,7 @@ class Copies:
             error = f"{type(failed).__name__} in this worker"
         with self._changed:
             self._storing -= 1
-        self._send(pb.FromWorker(copy_stored=pb.CopyStored(job=wanted.job, name=wanted.name, error=error)))
+        self._send(CopyStored(wanted.job, wanted.name, error))
 
     def may_work(self, idle: bool) -> None:
         """Fetch while there is nothing to compute."""
@@ -144,7 +142,7 @@ class Copies:
             return self._own | _blobs_of([copy for copy in self._wanted if copy.name in self._held])
 
     @property
-    def held(self) -> list[pb.CopyHeld]:
+    def held(self) -> list[CopyHeld]:
         """What is kept whole, for the introduction."""
         with self._changed:
             return list(self._held.values())
@@ -173,21 +171,21 @@ class Copies:
             except Exception as error:  # the next copy must find this thread alive
                 log.exception("copy.not_kept", job=copy.job, name=copy.name)
                 cause = f"{type(error).__name__} in this worker"
-                answer = pb.CopyHeld(job=copy.job, name=copy.name, error=cause)
+                answer = CopyHeld(copy.job, copy.name, error=cause)
             with self._changed:
                 if all(other is not copy for other in self._todo):
                     continue
                 self._todo = [other for other in self._todo if other is not copy]
                 if not answer.error:
                     self._held[copy.name] = answer
-            self._send(pb.FromWorker(copy_held=answer))
+            self._send(answer)
 
-    def _next(self) -> CopyAsked | None:
+    def _next(self) -> StageCopy | None:
         return next((copy for copy in self._todo if self._idle or copy.working), None)
 
-    def _fetched(self, copy: CopyAsked, cancel: Cancel) -> pb.CopyHeld:
+    def _fetched(self, copy: StageCopy, cancel: Cancel) -> CopyHeld:
         """Have a copy whole on disk; returns the answer to the coordinator. Raises Cancelled."""
-        others = sum(held.bytes for held in self._held.values())
+        others = sum(held.n_bytes for held in self._held.values())
         came, busy_s, last_s = 0, 0.0, time.perf_counter()
         room = self._room() - others - self._here(copy)
 
@@ -209,22 +207,22 @@ class Copies:
             log.info("copy.not_kept", job=copy.job, name=copy.name, reason=str(error))
             if isinstance(error, StorageError):
                 self._cache.release(set(copy.blobs) - self.offered, self._owner)
-            return pb.CopyHeld(job=copy.job, name=copy.name, error=str(error)[:500])
+            return CopyHeld(copy.job, copy.name, error=str(error)[:500])
         n_bytes = self._here(copy)
         log.info("copy.kept", job=copy.job, name=copy.name, bytes=n_bytes, fetched_bytes=came)
-        return pb.CopyHeld(job=copy.job, name=copy.name, bytes=n_bytes, fetched_bytes=came, took_s=busy_s)
+        return CopyHeld(copy.job, copy.name, n_bytes, came, busy_s)
 
     def _room(self) -> int:
         try:
             free = shutil.disk_usage(self._folder).free
         except OSError:
             free = 0
-        held = sum(held.bytes for held in self._held.values())
+        held = sum(held.n_bytes for held in self._held.values())
         return min(self.lent_bytes, int(FREE_SHARE * (free + held)))
 
-    def _here(self, copy: CopyAsked) -> int:
+    def _here(self, copy: StageCopy) -> int:
         return sum(map(self._cache.size, copy.blobs))
 
 
-def _blobs_of(copies: Sequence[CopyAsked]) -> frozenset[str]:
+def _blobs_of(copies: Sequence[StageCopy]) -> frozenset[str]:
     return frozenset(blob for copy in copies for blob in copy.blobs)

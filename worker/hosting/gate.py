@@ -24,7 +24,6 @@ from worker.transport.contract import PeerLost
 from worker.transport.frames import NOT_HERE, Direction
 
 if TYPE_CHECKING:
-    from protos import atoll_control_pb2 as control
     from worker.hosting.send_log import SendLog
     from worker.pipe.arena import Allocator, Block
     from worker.transport.frames import MessageKey
@@ -252,11 +251,6 @@ class Gate:
         with self._lock:
             wanted.blocks -= 1
             self._beside_bytes -= beside
-
-
-def ranks_of(message: control.Assign | control.Reconfigure) -> dict[str, int]:
-    """Ranks of the neighbours, by their workers."""
-    return {entry.peer.worker: entry.rank for entry in message.peers}
 
 
 def _asks(key: MessageKey) -> bool:

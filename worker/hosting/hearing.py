@@ -19,8 +19,7 @@ from worker.hosting.limits import descendants, resident_bytes
 from worker.hosting.requests import of_assignment
 from worker.machine.own_share import RESERVE_BYTES, held_bytes, main_share
 from worker.machine.speed_file import MAX_BYTES as MAX_SPEEDS_BYTES
-from worker.session import events, wire
-from worker.session.pipe_events import event_of, turn_over
+from worker.session import events, pipe, wire
 
 if TYPE_CHECKING:
     from protos import atoll_control_pb2 as control
@@ -92,12 +91,12 @@ class Hearing:
                 self._heard_ready(now, m.ready)
             case "loading":
                 now.loading = m.loading
-            case "posted" | "said" if not now.most.take(time.monotonic(), m.ByteSize() + MESSAGE_COST):
+            case "applied" | "said" if not now.most.take(time.monotonic(), m.ByteSize() + MESSAGE_COST):
                 raise BadFrame("it says more than any job has to say")
-            case "posted":
-                self._heard_event(now, m.posted)
-            case "said":
+            case "said" if m.said.WhichOneof("body") in SAID:
                 self._heard_message(now, m.said)
+            case "applied" | "said":
+                self._heard_report(now, pipe.report_of(m))
             case "wanted" if now.gate is not None:
                 now.gate.want(m.wanted.messages)
             case "outgoing":
@@ -157,30 +156,27 @@ class Hearing:
         most = max(0, share.stage_bytes)
         now.child.send(pb.ToCompute(memory_limit=most))
 
-    def _heard_event(self, now: Now, m: pb.Posted) -> None:
-        event, ports = event_of(m), self._state.ports
+    def _heard_report(self, now: Now, report: events.Report) -> None:
+        ports = self._state.ports
         with self._state.lock:
             held = self._state.held
-            if isinstance(event, events.Probed):
-                request = event.message.ops_probed.request
-                if request not in self._state.probes:
+            if isinstance(report, events.OpsProbed):
+                if report.request not in self._state.probes:
                     return  # nobody asked
-                self._state.probes.remove(request)
-            elif held is None or getattr(event, "job", "") != held.job:
+                self._state.probes.remove(report.request)
+            elif held is None or getattr(report, "job", "") != held.job:
                 return  # of a job that was dropped meanwhile
-            elif held.turn == turn_over(event):
+            elif held.turn == pipe.turn_over(report):
                 held.turn = ""
-            if held is not None and held.standby and isinstance(event, events.StepApplied) and now.gate:
-                now.gate.step_over(event.step + 1)
-        if isinstance(event, events.StepDone):
+            if held is not None and held.standby and isinstance(report, events.StepApplied) and now.gate:
+                now.gate.step_over(report.step + 1)
+        if isinstance(report, events.StepReady):
             now.watch.step_done(time.monotonic())
-            wire.add_measured(event.message.ready, ports.network.goodput(), ports.beside_s())
-        ports.post(event)
+            report = wire.measured(report, ports.network.goodput(), ports.beside_s())
+        ports.post(report)
 
     def _heard_message(self, now: Now, message: control.FromWorker) -> None:
-        kind = message.WhichOneof("body")
-        if kind not in SAID:
-            raise BadFrame(f"a message to the coordinator of kind {kind}")
+        kind = message.WhichOneof("body") or ""
         held = self._state.held
         if kind != "codec_speeds" and (held is None or getattr(message, kind).job != held.job):
             return  # of a job that was dropped meanwhile

@@ -12,17 +12,17 @@ from protos import atoll_control_pb2 as control
 from worker.hosting.watch import OpWatch
 from worker.machine.own_share import MemoryShare, memory_share
 from worker.machine.speed_file import SpeedFile
-from worker.session import events, instructions
+from worker.session import events
 
 if TYPE_CHECKING:
     from atoll.errors import AtollError
+    from atoll.messages.to_worker import PeerLink
     from protos import atoll_compute_pb2 as pb
     from worker.config import WorkerConfig
     from worker.federated.consent import Consent
     from worker.hosting.child import Child
     from worker.hosting.gate import Gate
     from worker.hosting.requests import HostPorts, Served
-    from worker.stage.assignment import PeerLink
 
 # Bytes for the coordinator: of spans and logs, of which more is left out; of all, which nothing honest nears.
 SAID_BURST, SAID_PER_S = 16 << 20, 1 << 20
@@ -34,7 +34,7 @@ class Held:
     """A job that is computed here, or was until its process died."""
 
     job: str
-    federated: instructions.JoinFederation | None = None
+    federated: events.Participate | None = None
     standby: bool = False
     version: int = 0
     step: int = 0  # or round
@@ -133,8 +133,8 @@ class HostState:
         if held is None:
             return
         if held.federated is None:
-            broke = events.StageBroke(held.job, held.version, held.step, reason, "", gone, memory_bytes)
+            broke = events.StageFailed(held.job, held.version, held.step, reason, "", memory_bytes, gone)
             self.ports.post(broke)
         elif held.turn:
             during, held.turn = held.turn, ""
-            self.ports.post(events.TurnBroke(held.job, held.step, during, reason))
+            self.ports.post(events.ClientFailed(held.job, held.step, reason, during))

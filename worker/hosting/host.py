@@ -12,21 +12,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from atoll.errors import AtollError, StorageError
 from atoll.messages.from_worker import LinkProbed, OpsProbed
 from hostos.private_files import private_folder
 from protos import atoll_compute_pb2 as pb
 from protos import atoll_control_pb2 as control
-from protos import coding
-from protos.session import to_coordinator
 from worker.config import make_state_dir
 from worker.data.registry import dataset_folder
 from worker.federated.folders import make_job_folder
 from worker.hosting.child import clear_scratch
 from worker.hosting.connecting import expect, time_link
-from worker.hosting.gate import Gate, ranks_of
+from worker.hosting.gate import Gate
 from worker.hosting.hearing import Hearing
 from worker.hosting.held import Held, HostState
 from worker.hosting.processes import LOOK_S, Processes
@@ -34,14 +32,13 @@ from worker.hosting.requests import HostPorts
 from worker.hosting.sandbox import View
 from worker.hosting.send_log import SendLog
 from worker.hosting.watch import OpWatch
-from worker.session import events, instructions
+from worker.session import events, instructions, pipe, wire
 
 if TYPE_CHECKING:
     from worker.config import WorkerConfig
     from worker.federated.consent import Consent
     from worker.machine.own_share import MemoryShare
     from worker.pipe.status import Waiting
-    from worker.session.wire import AssignedStage, LinkRequest, ReconfiguredStage
 
 
 class ComputeHost:
@@ -165,55 +162,43 @@ class ComputeHost:
     def _do(self, instruction: instructions.Instruction) -> None:
         state = self._state
         match instruction:
-            case instructions.LoadStage(job, version, work):
-                self._load(job, version, work)
-            case instructions.RunStep(job, version, step):
+            case events.Assign():
+                self._load(instruction)
+            case instructions.RunStep(_, version, step):
                 state.at(version, step)
                 if state.now is not None:
                     state.now.watch.step_begins(time.monotonic())
                 if state.gate is not None:
                     state.gate.step_over(step)
-                state.tell(pb.ToCompute(run_step=_step(job, version, step)))
+                state.tell(pipe.asked(instruction))
             case instructions.Reconfigure():
                 self._reconfigure(instruction)
-            case instructions.RepeatStep(job, version, step, scale, replay_from):
-                state.at(version, step)
+            case (events.StepCommit() as commit) | instructions.RepeatStep(commit):
+                state.at(commit.version, commit.step)
                 if state.gate is not None:
-                    state.gate.trim_log(replay_from)
-                state.tell(pb.ToCompute(repeat_step=_step(job, version, step, gradient_scale=scale)))
-            case instructions.ApplyStep(job, version, step, scale, store, replay_from, keep):
-                state.at(version, step)
-                if state.gate is not None:
-                    state.gate.trim_log(replay_from)
-                message = _step(job, version, step, gradient_scale=scale, store=store, keep=keep)
-                state.tell(pb.ToCompute(apply_step=message))
-            case instructions.Evaluate(job, version, step, coded):
-                state.at(version, step)
-                state.tell(pb.ToCompute(evaluate=_step(job, version, step, evaluate_coded=coded)))
-            case instructions.ChangeLinks(job, version, step, relink):
-                changed = coding.write(relink, control.Relink)
-                state.tell(pb.ToCompute(change_links=_step(job, version, step, relink=changed)))
-            case instructions.DiscardStep(job, version, step, reason):
-                state.tell(pb.ToCompute(discard=_step(job, version, step, reason=reason)))
-            case instructions.DropStage(job, version, reason):
-                self._drop(job, version, reason)
+                    state.gate.trim_log(commit.replay_from)
+                state.tell(pipe.asked(instruction))
+            case instructions.Evaluate(commit):
+                state.at(commit.version, commit.step)
+                state.tell(pipe.asked(instruction))
+            case events.Release():
+                self._drop(instruction)
             case instructions.Interrupt(reason):
                 state.tell(pb.ToCompute(interrupt=reason))
-            case instructions.JoinFederation():
+            case events.Participate():
                 self._join(instruction)
-            case instructions.TrainLocally(job, at_round, order):
-                self._turn(job, at_round, "train", pb.ToCompute(train=order))
-            case instructions.EvaluateLocally(job, at_round, order):
-                self._turn(job, at_round, "evaluate", pb.ToCompute(evaluate_round=order))
-            case instructions.SettleRound(job, at_round, taken, clients):
-                settle = pb.ComputeRound(job=job, round=at_round, taken=taken, clients=clients)
-                state.tell(pb.ToCompute(settle=settle))
-            case instructions.TimeOps(request, ops) if not ops.ops:
+            case events.TrainRound(job, at_round):
+                self._turn(job, at_round, "train", pipe.asked(instruction))
+            case events.EvaluateRound(job, at_round):
+                self._turn(job, at_round, "evaluate", pipe.asked(instruction))
+            case events.StepDiscard() | events.RoundTaken():
+                state.tell(pipe.asked(instruction))
+            case events.ProbeOps(request, ops) if not ops.ops:
                 # The coordinator times the way here: nothing that computes may stand in it.
-                state.ports.post(events.Probed(to_coordinator(OpsProbed(request, {}, ""))))
-            case instructions.TimeOps(request) if state.now is None and not self._processes.resting:
-                state.ports.post(events.Probed(to_coordinator(OpsProbed(request, {}, state.last_death))))
-            case instructions.TimeOps(request, ops):
+                state.ports.post(OpsProbed(request, {}))
+            case events.ProbeOps(request) if state.now is None and not self._processes.resting:
+                state.ports.post(OpsProbed(request, {}, state.last_death))
+            case events.ProbeOps(request, ops):
                 if state.now is None or state.now.joined:
                     self._processes.launch_for_pool()  # strangers' ops see nobody's data
                 state.probes.add(request)
@@ -222,10 +207,9 @@ class ComputeHost:
                 self._processes.suspend(reason)
             case instructions.Wake():
                 self._processes.wake()
-            case instructions.TimeLink(request, peer, target):
-                arguments = (request, peer, target)
-                name = f"atoll-probe-{peer}"
-                threading.Thread(target=self._time_link, args=arguments, name=name, daemon=True).start()
+            case events.ProbeLink():
+                name = f"atoll-probe-{instruction.link.worker}"
+                threading.Thread(target=self._time_link, args=(instruction,), name=name, daemon=True).start()
             case _:
                 raise TypeError(f"not for the compute host: {instruction!r}")
 
@@ -242,9 +226,9 @@ class ComputeHost:
 
     # ------------------------------------------------------------ jobs
 
-    def _load(self, job: str, version: int, work: AssignedStage) -> None:
-        state = self._state
-        state.held = Held(job, standby=work.message.replay.standby, version=version)
+    def _load(self, asked: events.Assign) -> None:
+        state, job = self._state, asked.job
+        state.held = Held(job, standby=asked.standby, version=asked.version)
         self._processes.check(job)
         if state.now is None or state.now.joined:
             self._processes.launch_for_pool()
@@ -252,38 +236,36 @@ class ComputeHost:
         assert now is not None  # noqa: S101 - launched
         now.leave_gate()
         child = now.child
-        assigned = work.message
-        first_step = assigned.replay.first_step if assigned.HasField("replay") else assigned.first_step
+        first_step = asked.first_step if asked.replay is None else asked.replay.first_step
         folder = state.config.send_log_dir / str(next(state.numbers))
         sent = SendLog(folder, job, state.config.send_log_bytes, first_step)
-        network, ranks = state.ports.network, ranks_of(assigned)
-        now.gate = Gate(job, version, ranks, network, child.incoming, child.send, sent, child.end)
-        now.watch = OpWatch(max(1, assigned.plan.exchange.every))
-        state.links = work.links
+        network, ranks = state.ports.network, wire.ranks_of(asked.peers)
+        now.gate = Gate(job, asked.version, ranks, network, child.incoming, child.send, sent, child.end)
+        now.watch = OpWatch(1 if asked.exchange is None else asked.exchange.every)
+        state.links = wire.links_of(asked.peers)
         network.register(job, now.gate)
-        expect(work.links, network, state.config.peer_timeout_s)
-        state.ports.fetch_from(work.holders)
+        expect(state.links, network, state.config.peer_timeout_s)
+        state.ports.fetch_from(asked.holders)
         now.assigned += 1
         now.restart_peak()
-        child.send(pb.ToCompute(load=assigned, assignment=now.assigned))
+        child.send(pb.ToCompute(load=asked.message, assignment=now.assigned))
 
     def _reconfigure(self, asked: instructions.Reconfigure) -> None:
         state = self._state
-        now, version, step = state.now, asked.version, asked.step
-        work: ReconfiguredStage = asked.work
+        now, change = state.now, asked.change
         if now is None or now.gate is None:
             raise StorageError(f"the stage is gone: {state.last_death}")
         if state.held is not None:
-            state.held.standby = asked.standby
-        state.at(version, step)
-        state.links = work.links
-        expect(work.links, state.ports.network, state.config.peer_timeout_s)
-        now.gate.reconfigure(ranks_of(work.message), version, step, repeating=asked.repeating)
-        now.child.send(pb.ToCompute(reconfigure=work.message))
+            state.held.standby = change.standby
+        state.at(change.version, change.step)
+        state.links = wire.links_of(change.peers)
+        expect(state.links, state.ports.network, state.config.peer_timeout_s)
+        ranks = wire.ranks_of(change.peers)
+        now.gate.reconfigure(ranks, change.version, change.step, repeating=asked.repeating)
+        now.child.send(pb.ToCompute(reconfigure=change.message))
 
-    def _join(self, joining: instructions.JoinFederation) -> None:
-        state = self._state
-        invitation: control.Participate = joining.work
+    def _join(self, joining: events.Participate) -> None:
+        state, invitation = self._state, joining.message
         state.held = Held(joining.job, joining, version=joining.version, turn="load")
         self._processes.check(joining.job)
         config = state.config
@@ -312,17 +294,13 @@ class ComputeHost:
             raise StorageError(f"no process computes here: {state.last_death}")
         state.tell(message)
 
-    def _drop(self, job: str, version: int, reason: str) -> None:
+    def _drop(self, released: events.Release) -> None:
         state = self._state
         state.held = None
         if state.now is not None:
-            state.now.abandon(reason)
-        state.tell(pb.ToCompute(drop=_step(job, version, 0, reason=reason)))
+            state.now.abandon(released.reason)
+        state.tell(pipe.asked(released))
 
-    def _time_link(self, request: int, peer: str, target: LinkRequest) -> None:
-        found = time_link(self._state.ports.network, peer, target)
-        self._state.ports.post(events.Probed(to_coordinator(LinkProbed(request, peer, *found))))
-
-
-def _step(job: str, version: int, step: int, **more: Any) -> pb.ComputeStep:
-    return pb.ComputeStep(job=job, plan_version=version, step=step, **more)
+    def _time_link(self, asked: events.ProbeLink) -> None:
+        found = time_link(self._state.ports.network, asked)
+        self._state.ports.post(LinkProbed(asked.request, asked.link.worker, *found))

@@ -27,8 +27,8 @@ from worker.hosting.connecting import connect_one
 from worker.transport.frames import Direction, MessageKey
 
 if TYPE_CHECKING:
+    from atoll.messages.to_worker import PeerLink
     from worker.blobs import NearBlobs
-    from worker.stage.assignment import PeerLink
     from worker.transport.network import PeerNetwork
 
 JOB = "~copies"  # no job's name

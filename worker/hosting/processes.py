@@ -16,14 +16,13 @@ from atoll.backoff import Backoff
 from atoll.errors import AtollError, UsageError
 from atoll.messages.from_worker import OpsProbed
 from protos import atoll_compute_pb2 as pb
-from protos.session import to_coordinator
 from worker.hosting.child import Child, make_scratch
 from worker.hosting.held import Now
 from worker.hosting.limits import computed_s
 from worker.hosting.requests import Served, unlogged
 from worker.hosting.sandbox import View, chosen
 from worker.machine.lent import gpus_here
-from worker.session import events, instructions
+from worker.session import events
 from worker.transport.contract import TransportConfig
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class Processes:
         self,
         state: HostState,
         heard: Callable[[Child, pb.FromCompute], None],
-        rejoin: Callable[[instructions.JoinFederation], None],
+        rejoin: Callable[[events.Participate], None],
     ) -> None:
         """``heard`` takes what a process says; ``rejoin`` has a federated job go on in a new one."""
         self._state, self._heard, self._rejoin = state, heard, rejoin
@@ -177,7 +176,7 @@ class Processes:
             self._bury(ending.memory_bytes)
 
     def _bury(self, memory_bytes: int) -> None:
-        """Report a death, and start anew; the lock is held. ``memory_bytes``: as of StageBroke."""
+        """Report a death, and start anew; the lock is held. ``memory_bytes``: as of StageFailed."""
         held = self._state.held
         if held is None:
             self.later()
@@ -201,7 +200,7 @@ class Processes:
 
     def _end_probes(self, reason: str) -> None:
         for request in self._state.probes:
-            self._state.ports.post(events.Probed(to_coordinator(OpsProbed(request, {}, reason))))
+            self._state.ports.post(OpsProbed(request, {}, reason))
         self._state.probes.clear()
 
     def later(self) -> None:

@@ -19,14 +19,14 @@ from protos import atoll_control_pb2 as control
 from protos import bounds
 from worker.blobs import BlobFile
 from worker.cancel import Cancel, Cancelled
-from worker.session.events import Probed
+from worker.session.pipe import OF_STAGE
 from worker.transport.contract import PeerLost
 
 if TYPE_CHECKING:
+    from atoll.messages.to_worker import PeerLink
     from worker.blobs import BlobStore
     from worker.hosting.child import Child
     from worker.session import events
-    from worker.stage.assignment import PeerLink
     from worker.transport.network import PeerNetwork
 
 log = structlog.get_logger()
@@ -36,7 +36,7 @@ REPORT_S = 0.1  # between two signs of life
 MAX_BLOBS = 1 << 20
 ROOM_S = 1.0
 
-OF_ASSIGNMENT = frozenset({"wanted", "outgoing", "connect", "forget", "batches"})
+OF_ASSIGNMENT = frozenset({"wanted", "outgoing", "connect", "forget", "batches", "applied"})
 
 Batches = Callable[[control.BatchRequest], Iterable[control.Batch]]
 """The data provider's answer to a request."""
@@ -69,7 +69,7 @@ def unlogged(files: Sequence[BlobFile], left: Callable[[], int]) -> AbstractCont
 def of_assignment(m: pb.FromCompute) -> bool:
     """Whether a message concerns the stage that is held, or was."""
     kind = m.WhichOneof("body")
-    return m.posted.kind != Probed.__name__ if kind == "posted" else kind in OF_ASSIGNMENT
+    return m.said.WhichOneof("body") in OF_STAGE if kind == "said" else kind in OF_ASSIGNMENT
 
 
 class Progress:

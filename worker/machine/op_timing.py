@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,10 +30,11 @@ from atoll.job import Precision
 from atoll.opdag import FLOATING, OpNode, Source, TensorMeta, leaf_refs, op_refs
 from atoll.program import Received, StageProgram
 from atoll.rehearse import RehearsalLimits, rehearse
-from worker.machine.op_probe import OpProbe, OpTiming
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from atoll.messages.to_worker import OpProbe
 
 SUSTAINED_S = 0.025  # of one op's timed window, after its warm-up
 MAX_ROUNDS = 5
@@ -43,6 +44,14 @@ MAX_REPETITIONS = 2000
 SETS_BYTES = 32 << 20  # what the input sets of one op should exceed together
 MAX_SETS = 8
 _POSITION = 1 << 20  # of the probed op, beyond every position it may refer to
+
+
+@dataclass(frozen=True, slots=True)
+class OpTiming:
+    """Seconds of an op on this device."""
+
+    forward_s: float
+    backward_s: float  # 0 where the output requires no gradient
 
 
 def time_ops(
@@ -146,20 +155,19 @@ class _Bench:
         return run
 
     def _bound(self, probe: OpProbe, precision: Precision, generator: torch.Generator) -> Callable[[], Any]:
-        refs, leaves = op_refs(probe.node), leaf_refs(probe.node)
+        refs = op_refs(probe.node)
         program = _program_of(probe, dict(zip(refs, probe.op_inputs, strict=True)))
         bound = _index_bound(probe)
         named = {
-            leaf.name: _random(meta, bound, generator, self.device)
-            for leaf, meta in zip(leaves, probe.leaves, strict=True)
+            leaf.name: _random(probe.leaves[leaf.name], bound, generator, self.device)
+            for leaf in leaf_refs(probe.node)
         }
         executor = Executor(program, self.device, precision)
         executor.load(named)
-        grads = probe.op_grads or tuple(_guess_gradient(probe.node, at) for at in range(len(refs)))
         received = {}
-        for op, meta, wanted in zip(refs, probe.op_inputs, grads, strict=True):
+        for at, (op, meta) in enumerate(zip(refs, probe.op_inputs, strict=True)):
             value = _random(meta, bound, generator, self.device)
-            if wanted and probe.node.requires_grad and meta.dtype in FLOATING:
+            if _guess_gradient(probe.node, at) and probe.node.requires_grad and meta.dtype in FLOATING:
                 value.requires_grad_()
                 self.kept.append(value)
             received[op] = value
@@ -168,7 +176,7 @@ class _Bench:
 
 def _rehearsed(probe: OpProbe, precision: Precision, device: torch.device, max_bytes: int) -> bool:
     """True when the op runs on its shapes and makes what it declares: a peer chose it."""
-    metas = {leaf.name: meta for leaf, meta in zip(leaf_refs(probe.node), probe.leaves, strict=True)}
+    metas = {leaf.name: probe.leaves[leaf.name] for leaf in leaf_refs(probe.node)}
     try:
         program = _program_of(probe, dict(zip(op_refs(probe.node), probe.op_inputs, strict=True)))
         inputs = {name: metas[name] for name in program.inputs}
@@ -259,7 +267,7 @@ def _random(meta: TensorMeta, bound: int, generator: torch.Generator, device: to
 
 def _index_bound(probe: OpProbe) -> int:
     """Integers below it are valid indices into whatever table the op reads: embeddings, classes."""
-    metas = [m for m in (*probe.op_inputs, *probe.leaves) if m.dtype in FLOATING and m.shape]
+    metas = [m for m in probe.inputs if m.dtype in FLOATING and m.shape]
     smallest = min((size for m in metas for size in m.shape), default=2)
     if probe.node.target.startswith("aten.embedding"):
         smallest = metas[0].shape[0] if metas else 2
@@ -281,11 +289,11 @@ def _functional(probe: OpProbe) -> OpProbe:
 
 
 def _probe_bytes(probe: OpProbe) -> int:
-    return sum(m.nbytes for m in (*probe.op_inputs, *probe.leaves, *probe.node.outputs))
+    return sum(m.nbytes for m in (*probe.inputs, *probe.node.outputs))
 
 
 def _known_dtypes(probe: OpProbe) -> bool:
-    return all(m.dtype in DTYPES for m in (*probe.op_inputs, *probe.leaves))
+    return all(m.dtype in DTYPES for m in probe.inputs)
 
 
 def _wait(device: torch.device) -> None:

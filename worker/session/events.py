@@ -1,44 +1,75 @@
-"""Events of a worker's session: of the coordinator, and of its own computation and links. Data only."""
+"""Events of a worker's session: what its coordinator says, what its computation reports, and its links.
+
+Messages are events as they are. Of what the process that computes reads whole, a session reads its own part
+and passes ``message`` on.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, TypeVar
 
+from atoll.bounded import At, Coded, Name, Version
 from atoll.exchange import Exchange
+from atoll.messages.from_worker import ClientEvaluated as ClientEvaluated
+from atoll.messages.from_worker import ClientFailed as ClientFailed
+from atoll.messages.from_worker import EvalReady as EvalReady
+from atoll.messages.from_worker import LinkProbed as LinkProbed
+from atoll.messages.from_worker import Loaded as Loaded
+from atoll.messages.from_worker import OpsProbed as OpsProbed
+from atoll.messages.from_worker import StageFailed as StageFailed
+from atoll.messages.from_worker import StateStored as StateStored
+from atoll.messages.from_worker import StepReady as StepReady
+from atoll.messages.from_worker import UpdateReady as UpdateReady
 from atoll.messages.to_worker import Dismiss as Dismiss
+from atoll.messages.to_worker import EvaluateRound as EvaluateRound
+from atoll.messages.to_worker import Holders, RankPeers, Replay, Step
+from atoll.messages.to_worker import ProbeLink as ProbeLink
 from atoll.messages.to_worker import Release as Release
 from atoll.messages.to_worker import Relink as Relink
 from atoll.messages.to_worker import RoundTaken as RoundTaken
 from atoll.messages.to_worker import StepCommit as StepCommit
 from atoll.messages.to_worker import StepDiscard as StepDiscard
 from atoll.messages.to_worker import StepStart as StepStart
+from atoll.messages.to_worker import TrainRound as TrainRound
+from atoll.messages.to_worker import Welcome as Welcome
+from protos import atoll_control_pb2 as pb
+
+M = TypeVar("M")
+Unread = Annotated[M, Coded("whole")]
+"""The message itself, for who computes."""
 
 # ---------------------------------------------------------------- events: the coordinator's
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome:
-    worker: str
-    heartbeat_s: float
-    idle_heartbeat_s: float = 0.0  # without a job; never shorter than heartbeat_s
-    term: int = 0  # of the coordinator that says it, and all that follows on its stream
-
-
-@dataclass(frozen=True, slots=True)
 class Assign:
-    """A stage to load. ``eras``: (first step, version) of the steps that it repeats by itself before that.
-    ``standby``: beside the plan, to repeat every later step as well."""
+    """A stage to load. With ``replay`` it repeats steps by itself before that."""
 
-    job: str
-    version: int
-    peers: frozenset[str]
+    job: Name
+    version: Version
+    peers: RankPeers
     first_step: int
-    work: Any = field(repr=False, compare=False)  # opaque here: what LoadStage is given
-    eras: tuple[tuple[int, int], ...] = ()
-    standby: bool = False
-    exchange: Exchange | None = None  # of a peer that takes steps of its own, of ``steps`` in all
-    steps: int = 0
+    message: Unread[pb.Assign] = field(repr=False, compare=False)
+    replay: Replay | None = None
+    holders: Holders = ()
+    exchange: Annotated[Exchange | None, At("plan.exchange")] = None
+    steps: Annotated[int, At("training.steps")] = 0  # in all
+
+    @property
+    def local(self) -> Exchange | None:
+        """The exchange, of a peer that takes steps of its own."""
+        return self.exchange if self.exchange is not None and self.exchange.local else None
+
+    @property
+    def eras(self) -> tuple[tuple[int, int], ...]:
+        """(first step, version) of the steps that it repeats by itself."""
+        return tuple((era.first_step, era.version) for era in self.replay.eras) if self.replay else ()
+
+    @property
+    def standby(self) -> bool:
+        """Whether it is beside the plan, to repeat every later step as well."""
+        return self.replay is not None and self.replay.standby
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +77,13 @@ class Reconfigure:
     """The stage that is held stays, under ``version`` from ``step`` on; some of its neighbours are others.
     ``standby``: who stands by goes on with that, else takes the rank."""
 
-    job: str
-    version: int
-    base: int  # the oldest version that this stage may have been assigned, or last reconfigured, under
-    step: int
-    peers: frozenset[str]
-    work: Any = field(repr=False, compare=False)  # opaque here: what the instruction is given
+    job: Name
+    version: Version
+    # The oldest version that this stage may have been assigned, or last reconfigured, under.
+    base: Annotated[int, At("base_version")]
+    step: Step
+    peers: RankPeers
+    message: Unread[pb.Reconfigure] = field(repr=False, compare=False)
     standby: bool = False
 
 
@@ -59,39 +91,17 @@ class Reconfigure:
 class Participate:
     """A federated job wants this worker's data."""
 
-    job: str
+    job: Name
     version: int
-    work: Any = field(repr=False, compare=False)  # opaque here: what JoinFederation is given
-
-
-@dataclass(frozen=True, slots=True)
-class TrainRound:
-    """``key``: names the clients of a population that are to be trained; "": our own data."""
-
-    job: str
-    round: int
-    order: Any = field(repr=False, compare=False)
-    key: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluateRound:
-    job: str
-    round: int
-    order: Any = field(repr=False, compare=False)
+    message: Unread[pb.Participate] = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeOps:
-    request: int
-    ops: Any = field(repr=False, compare=False)
+    """Ops to time."""
 
-
-@dataclass(frozen=True, slots=True)
-class ProbeLink:
     request: int
-    peer: str
-    target: Any = field(repr=False, compare=False)
+    message: Unread[pb.ProbeOps] = field(repr=False, compare=False)
 
 
 # ---------------------------------------------------------------- events: our own
@@ -106,110 +116,12 @@ class Disconnected:
 
 
 @dataclass(frozen=True, slots=True)
-class StageLoaded:
-    job: str
-    version: int
-    message: Any = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class StageBroke:
-    """``gone``: the stage is lost, with all that it held. ``memory_bytes``: beyond rest, at which it was
-    ended for want of memory; 0: it was not."""
-
-    job: str
-    version: int
-    step: int
-    reason: str
-    lost_peer: str = ""
-    gone: bool = False
-    memory_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StepDone:
-    job: str
-    version: int
-    step: int
-    message: Any = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
 class StepApplied:
+    """A step is applied, or repeated by who stands by."""
+
     job: str
-    version: int
+    version: Version
     step: int
-
-
-@dataclass(frozen=True, slots=True)
-class EvalDone:
-    job: str
-    version: int
-    step: int
-    message: Any = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    job: str
-    version: int
-    step: int
-    message: Any = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A snapshot lies on this machine's disk; or why it does not."""
-
-    job: str
-    version: int
-    step: int
-    message: Any = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """A federated job is loaded."""
-
-    job: str
-    version: int
-    message: Any = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateStored:
-    """A round is trained, and its update in the blob store; ``key``: TrainRound's."""
-
-    job: str
-    round: int
-    message: Any = field(repr=False, compare=False)
-    key: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RoundEvaluated:
-    """A round's model is evaluated on our held-out share."""
-
-    job: str
-    round: int
-    message: Any = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class TurnBroke:
-    """``during``: load | train | evaluate."""
-
-    job: str
-    round: int
-    during: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """Ops or a link were measured (or could not be): the answer to send."""
-
-    message: Any = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,9 +152,13 @@ class Drained:
     """Everything was dropped and sent; nothing is left to do."""
 
 
+Report = (
+    Loaded | StageFailed | StepReady | StepApplied | EvalReady | StateStored | OpsProbed | LinkProbed
+    | UpdateReady | ClientEvaluated | ClientFailed
+)  # fmt: skip
+"""What comes of a computation; of a federated job Loaded says that it is joined."""
 Event = (
     Welcome | Assign | StepStart | StepCommit | StepDiscard | Release | Dismiss | ProbeOps | ProbeLink
-    | Disconnected | StageLoaded | StageBroke | StepDone | StepApplied | EvalDone | Stored | Kept | Probed
-    | PeerLost | LeaveAsked | PauseAsked | ResumeAsked | Drained | Participate | TrainRound | EvaluateRound
-    | RoundTaken | Joined | UpdateStored | RoundEvaluated | TurnBroke | Reconfigure
+    | Participate | TrainRound | EvaluateRound | RoundTaken | Reconfigure | Report
+    | Disconnected | PeerLost | LeaveAsked | PauseAsked | ResumeAsked | Drained
 )  # fmt: skip

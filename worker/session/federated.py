@@ -26,7 +26,7 @@ def _invited(state: Session, event: ev.Participate) -> Step:
         if event.version < state.version or (event.version == state.version and state.phase is Phase.JOINING):
             return ignore(state)
         if event.version == state.version and state.phase in MEMBERS:
-            return state, (do.Send(state.joined),)
+            return state, (do.Send(state.joined),) if state.joined else ()
     dropped = drop(state, f"replaced by {event.job} version {event.version}")
     state = replace(
         state,
@@ -41,28 +41,27 @@ def _invited(state: Session, event: ev.Participate) -> Step:
         whole=False,
         unacknowledged=(),
     )
-    return state, (*dropped, do.JoinFederation(event.job, event.version, event.work))
+    return state, (*dropped, event)
 
 
 @TRANSITIONS.on(Phase.JOINING)
-def _joined(state: Session, event: ev.Joined) -> Step:
-    state = replace(state, phase=Phase.ENROLLED, joined=event.message)
-    return send(state, Kind.LOADED, event.message)
+def _joined(state: Session, event: ev.Loaded) -> Step:
+    return send(replace(state, phase=Phase.ENROLLED, joined=event), Kind.LOADED, event)
 
 
 @TRANSITIONS.on(*MEMBERS)
 def _train(state: Session, event: ev.TrainRound) -> Step:
-    answer = _answer(state, Kind.UPDATE, event.round, event.key)
+    answer = _answer(state, Kind.UPDATE, event.round, event.order)
     if answer:
         return state, answer
-    training = state.phase is Phase.TRAINING_ROUND and event.key == state.key
+    training = state.phase is Phase.TRAINING_ROUND and event.order == state.key
     if event.round < state.step or (event.round == state.step and training):
         return ignore(state)
     stopped = _stopped(state, f"round {event.round} begins")
     state = replace(
-        _silenced(state, event.round), phase=Phase.TRAINING_ROUND, step=event.round, key=event.key
+        _silenced(state, event.round), phase=Phase.TRAINING_ROUND, step=event.round, key=event.order
     )
-    return state, (*stopped, do.TrainLocally(event.job, event.round, event.order))
+    return state, (*stopped, event)
 
 
 @TRANSITIONS.on(*MEMBERS)
@@ -77,40 +76,38 @@ def _evaluate(state: Session, event: ev.EvaluateRound) -> Step:
         return ignore(state)
     stopped = _stopped(state, f"round {state.step} is closed")
     state = replace(_silenced(state, event.round), phase=Phase.EVALUATING_ROUND, step=event.round)
-    return state, (*stopped, do.EvaluateLocally(event.job, event.round, event.order))
+    return state, (*stopped, event)
 
 
 @TRANSITIONS.on(*MEMBERS)
 def _settled(state: Session, event: ev.RoundTaken) -> Step:
     state = acknowledged(state, Kind.UPDATE, round=event.round)
-    settle = do.SettleRound(event.job, event.round, event.taken, event.clients)
     if state.phase is Phase.TRAINING_ROUND and event.round == state.step:
         reason = f"round {event.round} was closed: {event.reason}"
-        return replace(state, phase=Phase.ENROLLED), (do.Interrupt(reason), settle)
-    return state, (settle,)
+        return replace(state, phase=Phase.ENROLLED), (do.Interrupt(reason), event)
+    return state, (event,)
 
 
 @TRANSITIONS.on(Phase.TRAINING_ROUND)
-def _stored(state: Session, event: ev.UpdateStored) -> Step:
-    if (event.round, event.key) != (state.step, state.key):
+def _stored(state: Session, event: ev.UpdateReady) -> Step:
+    if (event.round, event.order) != (state.step, state.key):
         return ignore(state)
-    return send(replace(state, phase=Phase.ENROLLED), Kind.UPDATE, event.message, event.round, event.key)
+    return send(replace(state, phase=Phase.ENROLLED), Kind.UPDATE, event, event.round, event.order)
 
 
 @TRANSITIONS.on(Phase.EVALUATING_ROUND)
-def _evaluated(state: Session, event: ev.RoundEvaluated) -> Step:
+def _evaluated(state: Session, event: ev.ClientEvaluated) -> Step:
     if event.round != state.step:
         return ignore(state)
-    return send(replace(state, phase=Phase.ENROLLED), Kind.ROUND_EVALUATED, event.message, event.round)
+    return send(replace(state, phase=Phase.ENROLLED), Kind.ROUND_EVALUATED, event, event.round)
 
 
 @TRANSITIONS.on(Phase.JOINING, Phase.TRAINING_ROUND, Phase.EVALUATING_ROUND)
-def _broke(state: Session, event: ev.TurnBroke) -> Step:
+def _broke(state: Session, event: ev.ClientFailed) -> Step:
     if event.round != state.step:
         return ignore(state)
     loading = state.phase is Phase.JOINING
-    failed = do.ClientFailed(event.job, event.round, event.reason, event.during)
-    return send(replace(state, phase=Phase.FAILED if loading else Phase.ENROLLED), Kind.FAILED, failed)
+    return send(replace(state, phase=Phase.FAILED if loading else Phase.ENROLLED), Kind.FAILED, event)
 
 
 def _answer(state: Session, kind: Kind, at_round: int, key: str = "") -> tuple[do.Send, ...]:

@@ -1,109 +1,56 @@
-"""Instructions of a worker's session to its shell, and its own messages. Data only."""
+"""Instructions of a worker's session to its shell. Most are messages of the coordinator, to be obeyed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated
 
+from atoll.bounded import Inline, Version
 from atoll.messages.from_worker import ClientFailed as ClientFailed
 from atoll.messages.from_worker import Leaving as Leaving
 from atoll.messages.from_worker import LinkProbed as LinkProbed
 from atoll.messages.from_worker import OpsProbed as OpsProbed
 from atoll.messages.from_worker import StageFailed as StageFailed
-from worker.session.events import Relink
-
-
-@dataclass(frozen=True, slots=True)
-class LoadStage:
-    job: str
-    version: int
-    work: Any = field(repr=False, compare=False)
+from worker.session import events as ev
 
 
 @dataclass(frozen=True, slots=True)
 class Reconfigure:
-    """Leave no trace of ``step`` where it is under way, keep the stage, and be connected with the new
-    neighbours under ``version``; answered by StageLoaded of that version. ``repeating``: the steps before are
-    repeated first; ``standby``: and go on being repeated, without an answer."""
+    """Leave no trace of the step where it is under way, keep the stage, and be connected with the new
+    neighbours; answered by Loaded of that version. ``repeating``: the steps before are repeated first, and
+    where the change says ``standby`` go on being repeated, without an answer."""
 
-    job: str
-    version: int
-    step: int
-    work: Any = field(repr=False, compare=False)
+    change: ev.Reconfigure
     repeating: bool = False
-    standby: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    job: str
-    version: int
-    step: int
+    """Compute a step; answered by StepReady."""
 
-
-@dataclass(frozen=True, slots=True)
-class ApplyStep:
     job: str
-    version: int
+    version: Version
     step: int
-    gradient_scale: float
-    store: bool  # snapshot and upload in the background once applied
-    replay_from: int = 0  # messages of earlier steps may leave the send log
-    keep: bool = False  # the same, but on this machine's disk alone
 
 
 @dataclass(frozen=True, slots=True)
 class RepeatStep:
     """Do a committed step of the rank that one stands by for, and apply it; answered by StepApplied."""
 
-    job: str
-    version: int
-    step: int
-    gradient_scale: float
-    replay_from: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class DiscardStep:
-    """Stop computing the step and leave no trace of it."""
-
-    job: str
-    version: int
-    step: int
-    reason: str
+    commit: Annotated[ev.StepCommit, Inline()]
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    job: str
-    version: int
-    step: int
-    coded: bool = False  # once more through the links' codecs
+    """Evaluate the model after a step, as its commit asked; answered by EvalReady."""
 
-
-@dataclass(frozen=True, slots=True)
-class ChangeLinks:
-    """Be ready for the messages of ``relink.first_step`` before the step in front of it begins."""
-
-    job: str
-    version: int
-    step: int  # whose commit announced it
-    relink: Relink
+    commit: Annotated[ev.StepCommit, Inline()]
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
     """Stop the computation under way; its stage stays loaded."""
 
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class DropStage:
-    """Stop at once and forget everything of this job."""
-
-    job: str
-    version: int
     reason: str
 
 
@@ -120,52 +67,10 @@ class Wake:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinFederation:
-    job: str
-    version: int
-    work: Any = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainLocally:
-    job: str
-    round: int
-    order: Any = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluateLocally:
-    job: str
-    round: int
-    order: Any = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class SettleRound:
-    """Keep what came of ``round``, or forget it; of a population, what came of ``clients``."""
-
-    job: str
-    round: int
-    taken: bool
-    clients: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class TimeOps:
-    request: int
-    ops: Any = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class TimeLink:
-    request: int
-    peer: str
-    target: Any = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
 class Send:
-    message: Any
+    """Say this to the coordinator."""
+
+    message: ev.Report | Leaving
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +93,12 @@ class Quit:
     for_good: bool = False
 
 
-Instruction = (
-    LoadStage | RunStep | ApplyStep | DiscardStep | Evaluate | ChangeLinks | Interrupt | DropStage
-    | TimeOps | TimeLink | Send | Reconnect | HangUp | Quit | JoinFederation | TrainLocally | EvaluateLocally
-    | SettleRound | Suspend | Wake | Reconfigure | RepeatStep
+Computing = (
+    ev.Assign | Reconfigure | RunStep | ev.StepCommit | RepeatStep | ev.StepDiscard | Evaluate | ev.Release
+    | ev.Participate | ev.TrainRound | ev.EvaluateRound | ev.RoundTaken | ev.ProbeOps | ev.ProbeLink
+    | Interrupt | Suspend | Wake
 )  # fmt: skip
+"""What concerns computing. StepCommit: take up the links that it names, if any, then apply the step, which
+StepApplied answers. Release: stop at once and forget everything of the job. RoundTaken: keep what came of the
+round, or forget it."""
+Instruction = Computing | Send | Reconnect | HangUp | Quit

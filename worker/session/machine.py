@@ -89,10 +89,10 @@ def _current(state: Session, event: ev.Event) -> bool:
         return job == state.job
     if isinstance(event, ev.StepDiscard):
         return job == state.job and version in state.versions
-    loading = state.phase is Phase.LOADING and isinstance(event, ev.StageBroke)
+    loading = state.phase is Phase.LOADING and isinstance(event, ev.StageFailed)
     if loading and not state.whole and version in state.versions:  # of a step that is repeated
         return job == state.job
-    if loading or isinstance(event, ev.StageLoaded):
+    if loading or isinstance(event, ev.Loaded):
         return job == state.job and version == state.assigned
     return job == state.job and version == state.version_at(getattr(event, "step", 0))
 
@@ -184,9 +184,9 @@ def _assigned(state: Session, event: ev.Assign) -> Step:
         job=event.job,
         assigned=event.version,
         eras=(*event.eras, (event.first_step, event.version)) if event.eras else ((0, event.version),),
-        peers=event.peers,
+        peers=_names(event),
         step=event.first_step,
-        exchange=event.exchange,
+        exchange=event.local,
         steps=event.steps,
         standby=event.standby,
         repeated=0,
@@ -197,7 +197,11 @@ def _assigned(state: Session, event: ev.Assign) -> Step:
     )
     if event.standby:
         state = replace(state, eras=event.eras)  # up to the newest that is announced
-    return state, (*dropped, do.LoadStage(event.job, event.version, event.work))
+    return state, (*dropped, event)
+
+
+def _names(event: ev.Assign | ev.Reconfigure) -> frozenset[str]:
+    return frozenset(peer.link.worker for peer in event.peers)
 
 
 @TRANSITIONS.on(*HOLDING)
@@ -223,9 +227,9 @@ def _released(state: Session, event: ev.Release) -> Step:
 
 
 @TRANSITIONS.on(Phase.LOADING)
-def _loaded(state: Session, event: ev.StageLoaded) -> Step:
+def _loaded(state: Session, event: ev.Loaded) -> Step:
     phase = Phase.STANDING_BY if state.standby else Phase.READY
-    return send(replace(state, phase=phase, whole=True), Kind.LOADED, event.message)
+    return send(replace(state, phase=phase, whole=True), Kind.LOADED, event)
 
 
 @TRANSITIONS.on(Phase.READY)
@@ -238,10 +242,10 @@ def _started(state: Session, event: ev.StepStart) -> Step:
 
 
 @TRANSITIONS.on(Phase.TRAINING)
-def _done(state: Session, event: ev.StepDone) -> Step:
+def _done(state: Session, event: ev.StepReady) -> Step:
     if event.step != state.due:
         return ignore(state)
-    return send(replace(state, phase=Phase.WAITING), Kind.READY, event.message)
+    return send(replace(state, phase=Phase.WAITING), Kind.READY, event)
 
 
 @TRANSITIONS.on(Phase.WAITING)
@@ -249,28 +253,18 @@ def _committed(state: Session, event: ev.StepCommit) -> Step:
     if event.step != state.due:
         return ignore(state)
     state = acknowledged(replace(state, phase=Phase.APPLYING, commit=event), Kind.READY)
-    apply = do.ApplyStep(
-        state.job,
-        state.version,
-        event.step,
-        event.gradient_scale,
-        event.store,
-        event.replay_from,
-        event.keep,
-    )
-    return _relinked(state, event, apply)
+    return _relinked(state, event, event)
 
 
 def _relinked(state: Session, event: ev.StepCommit, apply: do.Instruction) -> Step:
-    """Change the links where the commit says so, in front of carrying it out."""
+    """Carry a commit out; where it says so, the links change in front of that."""
     relink = event.relink
     if relink is None:
         return state, (apply,)
     if relink.version <= state.versions[-1] or relink.first_step < event.step + 2:
         reason = f"links of version {relink.version} from step {relink.first_step} with commit {event.step}"
-        return _broke(state, ev.StageBroke(state.job, event.version, event.step, f"{reason} come too late"))
-    change = do.ChangeLinks(state.job, event.version, event.step, relink)
-    return _with_era(state, relink.first_step, relink.version), (change, apply)
+        return _broke(state, ev.StageFailed(state.job, event.version, event.step, f"{reason} come too late"))
+    return _with_era(state, relink.first_step, relink.version), (apply,)
 
 
 def _with_era(state: Session, first_step: int, version: int) -> Session:
@@ -284,16 +278,15 @@ def _applied(state: Session, event: ev.StepApplied) -> Step:
     if event.step != state.due or state.commit is None:
         return ignore(state)
     if state.commit.evaluate and state.pending is None:
-        evaluate = do.Evaluate(state.job, state.version, event.step, state.commit.evaluate_coded)
-        return replace(state, phase=Phase.EVALUATING), (evaluate,)
+        return replace(state, phase=Phase.EVALUATING), (do.Evaluate(state.commit),)
     return _next(state)
 
 
 @TRANSITIONS.on(Phase.EVALUATING)
-def _evaluated(state: Session, event: ev.EvalDone) -> Step:
+def _evaluated(state: Session, event: ev.EvalReady) -> Step:
     if event.step != state.due:
         return ignore(state)
-    state, sent = send(state, Kind.EVALUATED, event.message)
+    state, sent = send(state, Kind.EVALUATED, event)
     state, todo = _next(state)
     return state, (*sent, *todo)
 
@@ -315,8 +308,7 @@ def _discarded(state: Session, event: ev.StepDiscard) -> Step:
     if event.step != state.due or not state.whole:
         return ignore(state)
     state = acknowledged(state, Kind.READY, Kind.FAILED)
-    discard = do.DiscardStep(state.job, state.version, event.step, event.reason)
-    return replace(state, phase=Phase.READY), (discard,)
+    return replace(state, phase=Phase.READY), (event,)
 
 
 # ---------------------------------------------------------------- beside the plan
@@ -328,8 +320,7 @@ def _repeat(state: Session, event: ev.StepCommit) -> Step:
     if not state.standby or event.step != state.step:
         return ignore(state)
     state = replace(acknowledged(state, Kind.LOADED), step=event.step + 1)
-    repeat = do.RepeatStep(state.job, event.version, event.step, event.gradient_scale, event.replay_from)
-    return _relinked(state, event, repeat)
+    return _relinked(state, event, do.RepeatStep(event))
 
 
 @TRANSITIONS.on(Phase.LOADING, Phase.STANDING_BY)
@@ -391,11 +382,10 @@ def _misfit(state: Session, event: ev.Reconfigure) -> str:
 def _follow(state: Session, event: ev.Reconfigure) -> Step:
     """Take the rank that one stands by for, or go on standing by for it among other neighbours."""
     state = acknowledged(_with_era(state, event.step, event.version), Kind.LOADED)
-    state = replace(state, assigned=event.version, peers=event.peers, standby=event.standby)
+    state = replace(state, assigned=event.version, peers=_names(event), standby=event.standby)
     if not event.standby:
         state = replace(state, phase=Phase.LOADING, whole=False)
-    todo = do.Reconfigure(event.job, event.version, event.step, event.work, True, event.standby)
-    return state, (todo,)
+    return state, (do.Reconfigure(event, repeating=True),)
 
 
 def _reconfigure(state: Session, event: ev.Reconfigure) -> Step:
@@ -404,33 +394,27 @@ def _reconfigure(state: Session, event: ev.Reconfigure) -> Step:
         _with_era(state, event.step, event.version),
         phase=Phase.LOADING,
         assigned=event.version,
-        peers=event.peers,
+        peers=_names(event),
     )
-    return state, (do.Reconfigure(event.job, event.version, event.step, event.work),)
+    return state, (do.Reconfigure(event),)
 
 
 # ---------------------------------------------------------------- what a stage holds, and how it breaks
 
 
 @TRANSITIONS.on(*HOLDING)
-def _stored(state: Session, event: ev.Stored) -> Step:
-    return send(state, Kind.STORED, event.message)
-
-
-@TRANSITIONS.on(*HOLDING)
-def _kept(state: Session, event: ev.Kept) -> Step:
-    """Say it once: the next snapshot makes up for one that nobody heard of."""
-    return state, (do.Send(event.message),)
+def _stored(state: Session, event: ev.StateStored) -> Step:
+    """Say of what is kept here once: the next snapshot makes up for one that nobody heard of."""
+    return (state, (do.Send(event),)) if event.kept else send(state, Kind.STORED, event)
 
 
 @TRANSITIONS.on(
     Phase.LOADING, Phase.READY, Phase.TRAINING, Phase.APPLYING, Phase.EVALUATING, Phase.STANDING_BY
 )
-def _broke(state: Session, event: ev.StageBroke) -> Step:
-    loading = state.phase is Phase.LOADING
-    step = state.step if loading else event.step
-    version = state.assigned if loading else event.version
-    failed = do.StageFailed(event.job, version, step, event.reason, event.lost_peer, event.memory_bytes)
+def _broke(state: Session, event: ev.StageFailed) -> Step:
+    failed = event
+    if state.phase is Phase.LOADING:
+        failed = replace(event, version=state.assigned, step=state.step)
     if state.phase is Phase.EVALUATING:  # the step whose model was to be evaluated is applied
         state = replace(state, step=state.due + 1, commit=None)
     elif state.phase in (Phase.READY, Phase.APPLYING, Phase.STANDING_BY):
@@ -440,7 +424,7 @@ def _broke(state: Session, event: ev.StageBroke) -> Step:
 
 
 @TRANSITIONS.on(Phase.WAITING, Phase.FAILED)
-def _gone(state: Session, event: ev.StageBroke) -> Step:
+def _gone(state: Session, event: ev.StageFailed) -> Step:
     """Between a step's report and its commit nothing computes, but a stage may be lost."""
     return _broke(state, event) if event.gone else ignore(state)
 
@@ -450,7 +434,7 @@ def _peer_lost(state: Session, event: ev.PeerLost) -> Step:
     if event.peer not in state.peers:
         return ignore(state)
     reason = f"lost {event.peer}: {event.reason}"
-    state, sent = _broke(state, ev.StageBroke(state.job, state.version, state.step, reason, event.peer))
+    state, sent = _broke(state, ev.StageFailed(state.job, state.version, state.step, reason, event.peer))
     return state, (do.Interrupt(reason), *sent)
 
 
@@ -458,13 +442,13 @@ def _peer_lost(state: Session, event: ev.PeerLost) -> Step:
 
 
 @TRANSITIONS.on(*WELCOMED, Phase.PAUSED)
-def _probed(state: Session, event: ev.Probed) -> Step:
-    return state, (do.Send(event.message),)
+def _probed(state: Session, event: ev.OpsProbed | ev.LinkProbed) -> Step:
+    return state, (do.Send(event),)
 
 
 @TRANSITIONS.on(Phase.IDLE)
-def _time_ops(state: Session, event: ev.ProbeOps) -> Step:
-    return state, (do.TimeOps(event.request, event.ops),)
+def _time(state: Session, event: ev.ProbeOps | ev.ProbeLink) -> Step:
+    return state, (event,)
 
 
 @TRANSITIONS.on(*HOLDING, Phase.PAUSED)
@@ -472,11 +456,7 @@ def _refuse_ops(state: Session, event: ev.ProbeOps) -> Step:
     return state, (do.Send(do.OpsProbed(event.request, {}, f"busy: {state.phase}")),)
 
 
-@TRANSITIONS.on(Phase.IDLE)
-def _time_link(state: Session, event: ev.ProbeLink) -> Step:
-    return state, (do.TimeLink(event.request, event.peer, event.target),)
-
-
 @TRANSITIONS.on(*HOLDING, Phase.PAUSED)
 def _refuse_link(state: Session, event: ev.ProbeLink) -> Step:
-    return state, (do.Send(do.LinkProbed(event.request, event.peer, 0.0, 0.0, f"busy: {state.phase}")),)
+    refused = do.LinkProbed(event.request, event.link.worker, 0.0, 0.0, f"busy: {state.phase}")
+    return state, (do.Send(refused),)

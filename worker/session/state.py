@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from atoll.exchange import Exchange
-from worker.session.events import Reconfigure, StepCommit
-from worker.session.instructions import DropStage, Instruction, Send
+from atoll.messages.from_worker import Held
+from worker.session.events import Loaded, Reconfigure, Release, Report, StepCommit
+from worker.session.instructions import Instruction, Send
 
 RECENT = 12  # events remembered for error messages
 
@@ -65,7 +66,7 @@ class Kept:
     """A message that is sent again after every welcome until an answer proves that it arrived."""
 
     kind: Kind
-    message: object
+    message: Report
     round: int | None = None  # of a federated job's update or evaluation
     key: str = ""  # of the clients that an update is of
 
@@ -91,7 +92,7 @@ class Session:
     standby: bool = False  # beside the plan; then ``step`` is the next whose commit is awaited, ...
     repeated: int = 0  # ... and so many have been repeated
     key: str = ""  # of the clients of a population in training
-    joined: object = None  # our answer to a federated job's invitation
+    joined: Loaded | None = None  # our answer to a federated job's invitation
     commit: StepCommit | None = None  # being carried out
     pending: Reconfigure | None = None  # comes after the step whose commit is being carried out
     whole: bool = False  # the stage is held as it is after ``step`` steps; of the next no trace that stays
@@ -119,19 +120,9 @@ class Session:
         return tuple(version for _, version in self.eras)
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A stage that is held, for a coordinator that may have been restarted; see ``held``."""
-
-    job: str
-    version: int  # assigned, or last reconfigured under
-    step: int  # in flight, so as many are applied
-    loaded: bool
-    ready: bool  # the step was reported; its commit is awaited or being carried out
-
-
 def held(state: Session) -> Held | None:
-    """Return the stage that a session holds, None where it holds none."""
+    """Return the stage that a session holds, for a coordinator that may have been restarted; None where it
+    holds none."""
     if state.phase not in STAGED or (state.phase is Phase.FAILED and not state.whole):
         return None
     applied = state.phase is Phase.EVALUATING  # the step whose model is evaluated is over
@@ -148,7 +139,7 @@ def ignore(state: Session) -> Step:
     return replace(state, ignored=state.ignored + 1), ()
 
 
-def send(state: Session, kind: Kind, message: object, round: int | None = None, key: str = "") -> Step:
+def send(state: Session, kind: Kind, message: Report, round: int | None = None, key: str = "") -> Step:
     """Send ``message`` now, and after every welcome until it is acknowledged; one of each kind and round."""
     others = tuple(kept for kept in state.unacknowledged if (kept.kind, kept.round) != (kind, round))
     return replace(state, unacknowledged=(*others, Kept(kind, message, round, key))), (Send(message),)
@@ -162,4 +153,4 @@ def acknowledged(state: Session, *kinds: Kind, round: int | None = None) -> Sess
 
 def drop(state: Session, reason: str) -> tuple[Instruction, ...]:
     """Forget the job that is held, where there is one."""
-    return (DropStage(state.job, state.version, reason),) if state.job else ()
+    return (Release(state.job, state.version, reason),) if state.job else ()

@@ -10,22 +10,13 @@ from atoll.errors import BadFrame, PlanError
 from atoll.exchange import Exchange, check_exchange
 from atoll.gradient_exchange import Bucket, buckets, trained_elements
 from atoll.job import TrainingSpec
-from atoll.messages.to_worker import Replay
+from atoll.messages.to_worker import Assign, PeerLink, Replay
 from atoll.microbatch import own_blocks
 from atoll.opdag import StateMeta, TensorMeta
 from atoll.plan import LinkSpec, Plan, Replica, check_figures_by_rank, check_shares
 from atoll.program import StageProgram
 from atoll.rows import inputs_at
 from strategies.exchanges.catalogue import exchange_facts
-from worker.transport.contract import Paths
-
-
-@dataclass(frozen=True, slots=True)
-class PeerLink:
-    """A neighbour in the plan, and the ways to it."""
-
-    worker: str
-    paths: Paths
 
 
 @dataclass(frozen=True)
@@ -171,6 +162,25 @@ class Assignment:
         evaluation = self.eval_program
         tail = evaluation.last if evaluation is not None else None
         return tuple(p for p in (self.program, evaluation, tail) if p is not None)
+
+
+def assigned(asked: Assign) -> Assignment:
+    """The stage that a worker is asked to compute."""
+    return Assignment(
+        asked.job,
+        asked.version,
+        asked.training,
+        asked.program,
+        asked.eval_program,
+        asked.plan,
+        tuple(peer.link for peer in asked.peers),
+        asked.tensors,
+        asked.states,
+        asked.first_step,
+        asked.replay,
+        asked.plan.places[asked.rank].replica,
+        asked.replay is not None and asked.replay.standby,
+    )
 
 
 def _cut(replica: Replica) -> list[object]:

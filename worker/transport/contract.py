@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
 from atoll.errors import ConnectionFailed
+from atoll.messages.to_worker import Paths as Paths
+from atoll.messages.to_worker import RelayOffer as RelayOffer
 from worker.transport.frames import MessageKey
 
 
@@ -26,27 +28,6 @@ class Way(StrEnum):
     DIRECT = "direct"  # dialled from here
     REVERSED = "reversed"  # dialled from there
     RELAYED = "relayed"  # both dialled a relay
-
-
-@dataclass(frozen=True, slots=True)
-class RelayOffer:
-    """The coordinator's leave to be joined with one peer at its relays; see ``protos.relay_tickets``."""
-
-    addresses: tuple[tuple[str, int], ...]  # an empty host is the coordinator's own
-    ticket: bytes
-    key: bytes = field(repr=False)
-    dials: bool
-    after_s: float  # other ways have so long before
-    lasts_s: float  # from its arrival
-
-
-@dataclass(frozen=True, slots=True)
-class Paths:
-    """Ways to a peer. ``dial``: this end tries its ``addresses`` first, the peer tries ours soon after."""
-
-    addresses: tuple[tuple[str, int], ...] = ()
-    dial: bool = False
-    relay: RelayOffer | None = None
 
 
 class Receiver(Protocol):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.job import Optimizer, OptimizerName, Recompute, TrainingSpec
+from atoll.messages.to_worker import OpProbe
 from atoll.opdag import (
     Arg,
     Kind,
@@ -54,17 +55,6 @@ SCALE_RANGE = (0.05, 20.0)
 # Tensors read and written per parameter element in one optimizer step, fp32.
 _APPLY_PASSES = {OptimizerName.SGD: 3, OptimizerName.ADAMW: 7}
 APPLY_OVERHEAD_S = 20e-6  # per parameter tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """A distinct op to time, with what it needs: the ProbeOp message in our own types."""
-
-    signature: str
-    op: int  # a position where it occurs
-    node: OpNode
-    op_inputs: tuple[TensorMeta, ...]  # of ``op_refs(node)``, in that order
-    leaves: tuple[tuple[LeafRef, TensorMeta], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,18 +117,17 @@ def signatures(dag: OpDag) -> tuple[str, ...]:
     return tuple("" if _free(dag, op) else signature(dag, op) for op in range(len(dag.ops)))
 
 
-def probe_ops(dag: OpDag) -> tuple[Probe, ...]:
+def probe_ops(dag: OpDag) -> tuple[OpProbe, ...]:
     """Each distinct op once, in order of first appearance."""
-    found: dict[str, Probe] = {}
+    found: dict[str, OpProbe] = {}
     for op, sig in enumerate(signatures(dag)):
         if sig and sig not in found:
             node = dag.ops[op]
-            found[sig] = Probe(
+            found[sig] = OpProbe(
                 sig,
-                op,
                 node,
                 tuple(dag.ops[r].outputs[0] for r in op_refs(node)),
-                tuple((leaf, leaf_meta(dag, leaf)) for leaf in leaf_refs(node)),
+                {leaf.name: leaf_meta(dag, leaf) for leaf in leaf_refs(node)},
             )
     return tuple(found.values())
 

@@ -7,22 +7,22 @@ from dataclasses import replace
 
 import pytest
 
+from atoll.dataset_spec import DataSpec
 from atoll.errors import AtollError, BadFrame
 from atoll.federated import Federated, FederatedSpec
 from atoll.job import Precision
-from atoll.messages.to_worker import Era, Replay
+from atoll.messages import to_worker as asked
+from atoll.messages.to_worker import Era, PeerLink, Replay
 from atoll.microbatch import ScheduleName
 from atoll.opdag import leaf_refs
 from atoll.plan import LinkSpec, Mask
 from protos import atoll_control_pb2 as pb
-from protos import atoll_job_pb2 as job_pb
 from protos.coding import read
-from protos.convert import metas_to_proto, state_to_proto, to_proto
+from protos.convert import to_proto
+from protos.session import said_to_worker
 from tests.worker.stage.crew import TRAINING, assign, case, cut_evenly
-from worker.compute import orders
-from worker.federated.orders import MAX_BATCH, EvaluateOrder, Joining, ModelRef, TrainOrder
-from worker.session import wire
-from worker.stage.assignment import Assignment, PeerLink
+from worker.session import events, wire
+from worker.stage.assignment import Assignment, assigned
 from worker.transport.contract import Paths
 
 HASH = "a" * 64
@@ -40,41 +40,26 @@ def stage() -> Assignment:
     return replace(given, links=links, tensors=dict.fromkeys(made.tensors, HASH), states=states, first_step=4)
 
 
-def addresses(peer: PeerLink) -> list[pb.Address]:
-    return [pb.Address(host=host, port=port) for host, port in peer.paths.addresses]
-
-
 def sent(stage: Assignment) -> pb.Assign:
     """An assignment as the coordinator sends it."""
-    assert stage.eval_program is not None
-    return pb.Assign(
-        job=stage.job,
-        plan_version=stage.version,
-        training=to_proto(stage.training),
-        program=to_proto(stage.program),
-        eval_program=to_proto(stage.eval_program),
-        plan=to_proto(stage.plan),
-        peers=[
-            pb.RankPeer(
-                rank=1,
-                peer=pb.PeerAddress(
-                    worker=p.worker, addresses=[pb.Address(host=h, port=n) for h, n in p.paths.addresses]
-                ),
-                dial=p.paths.dial,
-            )
-            for p in stage.links
-        ],
-        tensors=[job_pb.TensorBlob(name=name, blob=blob) for name, blob in stage.tensors.items()],
-        metas=state_to_proto(stage.states),
-        first_step=stage.first_step,
-    )
+    data = DataSpec((), 8, 4)
+    said = asked.Assign(
+        stage.job, stage.version, stage.training, stage.program, stage.eval_program, stage.plan,
+        tuple(asked.RankPeer(1, link) for link in stage.links), stage.tensors, stage.states,
+        data, None, stage.first_step, None, (), 0,
+    )  # fmt: skip
+    return said_to_worker(said).assign
+
+
+def loaded(m: pb.Assign) -> Assignment:
+    return assigned(read(asked.Assign, m))
 
 
 def test_an_assignment_passes_the_daemon_unread_and_comes_out_as_it_was_meant(stage: Assignment) -> None:
     event = wire.event_from(pb.ToWorker(assign=sent(stage)))
-    work = getattr(event, "work")  # noqa: B009 - of one kind
-    assert work.links == stage.links
-    assert orders.assignment(work.message) == stage
+    assert isinstance(event, events.Assign)
+    assert wire.links_of(event.peers) == stage.links
+    assert loaded(event.message) == stage
 
 
 def bad(**fields: object) -> Change:
@@ -93,11 +78,11 @@ def bad(**fields: object) -> Change:
         (lambda m: setattr(m.program.ops[0].node, "target", "x" * 5000), "target"),
         (lambda m: setattr(m.training, "n_micro", 0), "n_micro|micro"),
         (lambda m: setattr(m.plan, "schedule", "nonsense"), "schedule"),
-        (lambda m: setattr(m.tensors[0], "blob", "../key"), "blob"),
+        (lambda m: setattr(m.tensors[0], "blob", "../key"), "tensors"),
         (lambda m: setattr(m.tensors[0], "name", "n" * 5000), "tensor"),
         (lambda m: setattr(m.metas[0].meta, "dtype", "float3"), "dtype"),
         (lambda m: m.metas[0].meta.shape.append(1 << 62), "shape|elements|dimension|size"),
-        (lambda m: setattr(m.peers[0].peer, "worker", "w\u202e"), "peer"),
+        (lambda m: setattr(m.peers[0].peer, "worker", "w\u202e"), "worker"),
         (lambda m: setattr(m.peers[0].peer.addresses[0], "port", 70_000), "port"),
         (lambda m: setattr(m, "rank", 2), "rank"),
     ],
@@ -106,7 +91,7 @@ def test_an_assignment_that_breaks_a_bound_is_refused(stage: Assignment, change:
     message = sent(stage)
     change(message)
     with pytest.raises(AtollError, match=why):
-        orders.assignment(message)
+        loaded(message)
 
 
 def repeated(stage: Assignment) -> pb.Assign:
@@ -121,7 +106,7 @@ def repeated(stage: Assignment) -> pb.Assign:
 
 
 def test_steps_to_repeat_run_under_the_versions_of_then(stage: Assignment) -> None:
-    found = orders.assignment(repeated(stage))
+    found = loaded(repeated(stage))
     assert found.replay == Replay(4, (Era(3, 2, ()), Era(5, 6, (LINK,))), (1.0, 0.5, 1.0, 1.0, 0.25), (8,))
     assert [(first, era.version, era.plan.links) for first, era in found.eras] == [
         (2, 3, ()),
@@ -134,48 +119,30 @@ def test_steps_to_repeat_run_under_the_versions_of_then(stage: Assignment) -> No
 def test_other_workers_for_a_plans_stages_are_decoded_and_bounded(stage: Assignment) -> None:
     plan = replace(stage.plan, version=8)
     message = pb.Reconfigure(job="job", plan_version=8, step=5, plan=to_proto(plan), peers=sent(stage).peers)
-    found = orders.reconfiguration(message)
+    found = read(asked.Reconfigure, message)
     assert (found.plan.stages, found.plan.version, found.step) == (plan.stages, 8, 5)
-    assert found.links == stage.links
+    assert wire.links_of(found.peers) == stage.links
     message.plan_version = 9
     with pytest.raises(BadFrame, match="said to be version 9"):
-        orders.reconfiguration(message)
+        read(asked.Reconfigure, message)
 
 
 def test_a_federated_job_is_decoded_and_its_batch_bounded(stage: Assignment) -> None:
     assert stage.eval_program is not None
     spec = FederatedSpec(Federated("fedavg"), "mine", {"x": "image"})
-    message = pb.Participate(
-        job="f",
-        version=2,
-        training=to_proto(stage.training),
-        federated=to_proto(spec),
-        program=to_proto(stage.program),
-        metas=state_to_proto(stage.states),
-        tensors=[job_pb.TensorBlob(name=name, blob=blob) for name, blob in stage.tensors.items()],
-        batch=32,
+    said = asked.Participate(
+        "f", 2, stage.training, spec, stage.program, None, stage.states, stage.tensors, 32
     )
-    found = read(Joining, message)
-    assert (found.job, found.version, found.batch, found.federated) == ("f", 2, 32, spec)
-    assert (found.program, found.eval_program) == (stage.program, None)
-    assert (found.states, found.tensors) == (stage.states, stage.tensors)
-    for batch in (0, MAX_BATCH + 1):
+    message = said_to_worker(said).participate
+    found = read(asked.Participate, message)
+    assert found == said
+    for batch in (0, asked.MAX_BATCH + 1):
         message.batch = batch
         with pytest.raises(BadFrame, match="batch"):
-            read(Joining, message)
+            read(asked.Participate, message)
 
 
 MODEL = pb.Model(full=pb.BlobRef(hash=HASH))
-DELTA = pb.Model(full=pb.BlobRef(hash=HASH), delta=pb.BlobRef(hash="b" * 64), base="c" * 64)
-
-
-def test_rounds_are_decoded() -> None:
-    train = pb.TrainRound(job="f", round=3, model=DELTA, codec="topk", ratio=8.0, seed=7)
-    model = ModelRef(HASH, "b" * 64, "c" * 64)
-    assert read(TrainOrder, train) == TrainOrder(3, model, "topk", 8.0, 7)
-    assert read(EvaluateOrder, pb.EvaluateRound(job="f", round=3, model=MODEL)) == EvaluateOrder(
-        3, ModelRef(HASH)
-    )
 
 
 @pytest.mark.parametrize(
@@ -192,7 +159,7 @@ def test_rounds_are_decoded() -> None:
 )
 def test_a_round_that_breaks_a_bound_is_refused(order: pb.TrainRound) -> None:
     with pytest.raises(BadFrame):
-        read(TrainOrder, order)
+        read(asked.TrainRound, order)
 
 
 def test_ops_to_time_need_the_shapes_of_what_they_read() -> None:
@@ -200,13 +167,14 @@ def test_ops_to_time_need_the_shapes_of_what_they_read() -> None:
     node = made.dag.ops[0]
     message = pb.ProbeOps(request=7, precision="bf16", ops=[pb.ProbeOp(signature="first", op=to_proto(node))])
     with pytest.raises(BadFrame, match="to time lacks the shape of"):
-        orders.ops_request(message)
+        read(asked.ProbeOps, message)
     leaves = {leaf.name: made.states[leaf.name].meta for leaf in leaf_refs(node)}
-    message.ops[0].leaves.extend(metas_to_proto(leaves))
-    found = orders.ops_request(message)
+    for name, meta in leaves.items():
+        message.ops[0].leaves.add(name=name, meta=to_proto(meta))
+    found = read(asked.ProbeOps, message)
     assert (found.request, found.precision) == (7, Precision.BF16)
-    assert found.probes[0].node == node
-    assert found.probes[0].leaves == tuple(leaves.values())
+    assert (found.ops[0].node, found.ops[0].leaves) == (node, leaves)
+    assert found.ops[0].inputs == tuple(leaves.values())
     message.precision = "fp3"
     with pytest.raises(BadFrame, match="precision"):
-        orders.ops_request(message)
+        read(asked.ProbeOps, message)

@@ -86,14 +86,14 @@ def test_it_says_what_it_computes_on_answers_refuses_and_ends(real: Real) -> Non
     # What breaks a bound is the job's failure; torch's own words come through the log.
     real.child.send(pb.ToCompute(load=control.Assign(job="j", plan_version=3), assignment=7))
     assert real.says("loading").loading == 7
-    broke = real.says("posted").posted
-    assert (broke.kind, broke.job, broke.plan_version) == ("StageBroke", "j", 3)
+    broke = real.says("said").said.failed
+    assert (broke.job, broke.plan_version) == ("j", 3)
     assert broke.reason
-    real.child.send(pb.ToCompute(run_step=pb.ComputeStep(job="j", plan_version=3, step=5)))
-    while (said := real.heard.get(timeout=HUNG_S)).WhichOneof("body") != "posted":
+    real.child.send(pb.ToCompute(run_step=control.StepStart(job="j", plan_version=3, step=5)))
+    while (said := real.heard.get(timeout=HUNG_S)).WhichOneof("body") != "said":
         assert (said.log.event, said.log.level) == ("stage.broke", "error")
         assert "no stage is loaded" in json.loads(said.log.fields_json)["exception"]
-    assert "no stage is loaded" in said.posted.reason
+    assert "no stage is loaded" in said.said.failed.reason
     assert real.child.status.memory_bytes > 0
     real.child.send(pb.ToCompute(stop=True))
     assert real.ends.get(timeout=HUNG_S).code == 0

@@ -20,11 +20,11 @@ before = set(sys.modules)
 import torch
 from atoll.job import Precision
 from atoll.opdag import Kind, LeafRef, OpNode, Source, TensorMeta
-from worker.machine.op_probe import OpProbe
+from atoll.messages.to_worker import OpProbe
 from worker.machine.op_timing import time_ops
 meta = TensorMeta((4, 4), "float32")
 node = OpNode("op", Kind.NON_PARAMETRIC, "aten.tanh.default", (LeafRef(Source.INPUT, "x"),), (), (meta,))
-assert time_ops([OpProbe("op", node, (), (meta,))], precision=Precision.BF16, sustained_s=0.0)
+assert time_ops([OpProbe("op", node, (), {"x": meta})], precision=Precision.BF16, sustained_s=0.0)
 weight = torch.ones(4, 4, requires_grad=True)
 torch.autograd.backward([weight @ weight], [weight.detach()])
 print(json.dumps(sorted(set(sys.modules) - before)))

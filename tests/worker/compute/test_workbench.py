@@ -13,7 +13,7 @@ import pytest
 
 from atoll.errors import ConnectionFailed
 from protos import atoll_control_pb2 as pb
-from protos.atoll_compute_pb2 import ComputeJoin, ToCompute
+from protos.atoll_compute_pb2 import ComputeJoin
 from tests.patience import HUNG_S
 from worker.cancel import Cancel
 from worker.compute import loading, workbench
@@ -25,7 +25,7 @@ from worker.machine.cpu import CpuMeter
 from worker.manners.duty import DutyCycle
 from worker.pipe.arena import HEAD_BYTES
 from worker.pipe.status import ComputeStatus, Mark
-from worker.session import instructions
+from worker.session import events, instructions
 from worker.stage import tensor_blobs
 from worker.transport.contract import PeerLost
 
@@ -75,11 +75,11 @@ def test_codec_speeds_are_said_when_they_are_known_and_others_that_wait_come_in_
     bench, posted, said = bench_with(gauge)
     bench.report_codecs()
     gauge.entered.get(timeout=HUNG_S)
-    bench.do(instructions.TimeOps(7, PROBES))
+    bench.time_ops(PROBES)
     gauge.go_on.put(None)
     assert [s.codec for s in said.get(timeout=HUNG_S).codec_speeds.speeds] == ["codec1"]
     gauge.entered.get(timeout=HUNG_S)
-    assert posted.get_nowait().message.ops_probed.request == 7  # done before the second part began
+    assert posted.get_nowait().request == 7  # done before the second part began
     gauge.go_on.put(None)
     assert [s.codec for s in said.get(timeout=HUNG_S).codec_speeds.speeds] == ["codec1", "codec2"]
     assert gauge.waited == [True, False]
@@ -126,7 +126,7 @@ def test_ops_are_timed_by_the_clock_that_training_counts_its_stage_by(
 
     monkeypatch.setattr(op_timing, "time_ops", time_ops)
     bench, posted, _ = bench_with(Gauge(), CpuMeter(0.25, 1, thread_clock=lambda: 2.0))
-    bench.do(instructions.TimeOps(7, PROBES))
+    bench.time_ops(PROBES)
     posted.get(timeout=HUNG_S)
     assert [clock() for clock in clocks] == [8.0]  # 2 s of a quarter of a core
     assert bench.stop(20.0)
@@ -154,33 +154,30 @@ def test_an_op_that_is_timed_is_shown_on_the_status_page_until_it_ends(
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(op_timing, "time_ops", time_ops)
-    bench.do(instructions.TimeOps(7, PROBES))
-    assert "no such kernel" in posted.get(timeout=HUNG_S).message.ops_probed.error
+    bench.time_ops(PROBES)
+    assert "no such kernel" in posted.get(timeout=HUNG_S).error
     assert seen == [Mark("op 'aten.mm.default' (product), as a probe", PROBE_S)]
     assert status.running().mark is None
     assert bench.stop(20.0)
 
 
-@pytest.mark.parametrize(
-    ("instruction", "why"),
-    [
-        (
-            instructions.LoadStage("j", 3, ToCompute(load=pb.Assign(job="j\u202e", plan_version=3))),
-            "control characters",
-        ),
-        (instructions.TrainLocally("j", 3, pb.TrainRound(job="j", round=3)), "ModelRef.full"),
-        (instructions.EvaluateLocally("j", 3, pb.EvaluateRound(job="j", round=3)), "ModelRef.full"),
-        (instructions.JoinFederation("j", 3, ComputeJoin(invitation=pb.Participate(job="j"))), "Optimizer"),
-    ],
-)
+def _loads(bench: Workbench) -> None:
+    bench.load(pb.Assign(job="j\u202e", plan_version=3), 1)
+
+
+def _joins(bench: Workbench) -> None:
+    bench.join(ComputeJoin(invitation=pb.Participate(job="j")))
+
+
+@pytest.mark.parametrize(("ask", "why"), [(_loads, "control characters"), (_joins, "Optimizer")])
 def test_an_order_that_breaks_a_bound_is_a_failure_of_its_job_and_the_bench_goes_on(
-    instruction: instructions.Instruction, why: str
+    ask: Callable[[Workbench], None], why: str
 ) -> None:
     gauge = Gauge()
     bench, posted, said = bench_with(gauge)
-    bench.do(instruction)
+    ask(bench)
     failure = posted.get(timeout=HUNG_S)
-    assert failure.job == "j"
+    assert failure.job[:1] == "j"
     assert why in failure.reason
     bench.report_codecs()
     gauge.entered.get(timeout=HUNG_S)
@@ -205,9 +202,9 @@ def test_a_snapshot_on_its_way_to_the_store_outlives_what_stops_the_step() -> No
         key=lambda c: bench._tasks._pending[c] is not Thread.STORE,
     )
     bench.do(instructions.Interrupt("lost a neighbour"))
-    bench.do(instructions.DiscardStep("j", 1, 3, "lost a neighbour"))
+    bench.do(events.StepDiscard("j", 1, 3, "lost a neighbour"))
     assert (step.is_set, stored.is_set) == (True, False)
-    bench.do(instructions.DropStage("j", 1, "released"))
+    bench.do(events.Release("j", 1, "released"))
     assert stored.is_set
     go_on.set()
     assert bench.stop(20.0)
@@ -234,15 +231,15 @@ def test_a_snapshot_that_finds_no_memory_is_reported_and_the_next_is_stored(
         bench._tasks.submit(write, Thread.WRITE)
     failed, done = (posted.get(timeout=HUNG_S) for _ in range(2))
     assert (failed.step, done.step) == (4, 5)
-    assert "out of memory on a CPU: 1.0 GiB held" in failed.message.stored.error
-    assert not failed.message.stored.tensors
-    assert [tensor.name for tensor in done.message.stored.tensors] == ["w"]
+    assert "out of memory on a CPU: 1.0 GiB held" in failed.error
+    assert not failed.tensors
+    assert list(done.tensors) == ["w"]
     assert bench.stop(20.0)
 
 
 def test_other_neighbours_for_a_stage_that_is_not_there_are_a_failure_of_its_job() -> None:
     bench, posted, _ = bench_with(Gauge())
-    bench.do(instructions.Reconfigure("j", 2, 3, pb.Reconfigure(job="j", plan_version=2, step=3)))
+    bench.reconfigure(pb.Reconfigure(job="j", plan_version=2, step=3))
     failure = posted.get(timeout=HUNG_S)
     assert (failure.job, failure.version, failure.step) == ("j", 2, 3)
     assert "no stage is loaded" in failure.reason
@@ -251,8 +248,8 @@ def test_other_neighbours_for_a_stage_that_is_not_there_are_a_failure_of_its_job
 
 def test_ops_that_break_a_bound_are_answered_with_the_reason() -> None:
     bench, posted, _ = bench_with(Gauge())
-    bench.do(instructions.TimeOps(7, pb.ProbeOps(request=7, precision="fp3")))
-    answer = posted.get(timeout=HUNG_S).message.ops_probed
+    bench.time_ops(pb.ProbeOps(request=7, precision="fp3"))
+    answer = posted.get(timeout=HUNG_S)
     assert (answer.request, list(answer.timings)) == (7, [])
     assert "precision" in answer.error
     assert bench.stop(20.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,7 @@ import pytest
 
 from atoll.errors import BadFrame, StorageError, UsageError
 from protos import atoll_control_pb2 as pb
-from protos import atoll_job_pb2 as job_pb
-from protos.convert import state_to_proto, to_proto
+from protos.session import said_to_worker
 from strategies import counted
 from strategies.clipping import Clipping
 from tests.worker.federated.test_participation import KEY, TRAINING, Server, context, order, same
@@ -31,19 +31,8 @@ FILE = BlobFile(Path("update"), "ab" * 32, 500)
 def invitation(folder: Path, job: str = "job-1", rule: str = "fedavg", **options: Any) -> pb.Participate:
     """What a coordinator sends for the job of ``Server``."""
     joining = Server(folder / "server", rule, **options).joining()
-    m = pb.Participate(
-        job=job,
-        version=1,
-        training=to_proto(TRAINING),
-        federated=to_proto(joining.federated),
-        program=to_proto(joining.program),
-        metas=state_to_proto(joining.states),
-        tensors=[job_pb.TensorBlob(name=n, blob=b) for n, b in sorted(joining.tensors.items())],
-        batch=joining.batch,
-        owner="research",
-    )
-    assert joining.eval_program is not None
-    m.eval_program.CopyFrom(to_proto(joining.eval_program))
+    m = said_to_worker(replace(joining, job=job, version=1, training=TRAINING, owner="research")).participate
+    assert m.HasField("eval_program")
     return m
 
 

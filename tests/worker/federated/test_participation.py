@@ -18,6 +18,7 @@ from safetensors.torch import save
 from atoll.errors import BadFrame, ConnectionFailed, StorageError, UsageError
 from atoll.federated import MAX_RESIDUAL_ROUNDS, Federated, FederatedSpec, Floors
 from atoll.job import TrainingSpec
+from atoll.messages.to_worker import Blob, EvaluateRound, Model, Participate, TrainRound
 from compressors.model_file import Coding, read_update, write_delta, write_model
 from coordinator.capture.capture import capture
 from strategies import make_strategy
@@ -30,7 +31,7 @@ from worker.cancel import Cancel, Cancelled
 from worker.context import ComputeContext, ComputeSettings
 from worker.federated.client_state import ClientStore
 from worker.federated.folders import MAX_BYTES, MAX_JOBS, make_job_folder
-from worker.federated.orders import EvaluateOrder, Joining, ModelRef, TrainOrder, Update
+from worker.federated.orders import Update
 from worker.federated.participation import Participation
 from worker.machine.cpu import CpuMeter
 from worker.machine.device import Device
@@ -66,14 +67,14 @@ class Server:
         self.store.blobs[name] = data
         return name
 
-    def joining(self) -> Joining:
+    def joining(self) -> Participate:
         inputs = {
             n: replace(next(iter(self.model.states.values())), meta=m) for n, m in self.model.inputs.items()
         }
         constants = {n: m for g in (self.found.train, self.found.evaluation) for n, m in g.constants.items()}
         stills = {n: replace(next(iter(inputs.values())), meta=m) for n, m in constants.items()}
         assert self.model.eval_program is not None
-        return Joining(
+        return Participate(
             "federation",
             1,
             TRAINING,
@@ -85,7 +86,7 @@ class Server:
             BATCH,
         )
 
-    def broadcast(self) -> ModelRef:
+    def broadcast(self) -> Model:
         """The model of the round to come, in the downlink's form."""
         made, path = broadcast_arrays(self.rule.configure(self.state)), self.folder / "model"
         write_model(path, made, lossless=self.federated.downlink != "off")
@@ -95,7 +96,7 @@ class Server:
             write_delta(path, made, known, base)
             delta = self.put(path.read_bytes())
         self.before = (full, {n: np.array(a) for n, a in made.items()})
-        return ModelRef(full, delta, base)
+        return Model(Blob(full, 0), Blob(delta, 0) if delta else None, base)
 
     def read(self, update: Update, codec: str = "none", ratio: float = 1.0) -> Any:
         """The update as the aggregator counts it."""
@@ -140,8 +141,8 @@ def joined(server: Server, folder: Path, samples: int = 60, **options: Any) -> P
     return Participation(server.joining(), context(server, folder, mine, **options), Cancel(), KEY)
 
 
-def order(at_round: int, model: ModelRef, codec: str = "none", ratio: float = 1.0) -> TrainOrder:
-    return TrainOrder(at_round, model, codec, ratio, seed=17 + at_round)
+def order(at_round: int, model: Model, codec: str = "none", ratio: float = 1.0) -> TrainRound:
+    return TrainRound("job", at_round, model, codec, ratio, 60.0, seed=17 + at_round)
 
 
 def run_round(
@@ -177,7 +178,7 @@ def test_rounds_over_the_store_are_those_in_one_process_bit_for_bit(
         run_round(server, client, at_round)
     reference = local(server, 3)
     assert same(server.state.weights, reference.state.weights)
-    tested = client.evaluate(EvaluateOrder(3, server.broadcast()), Cancel())
+    tested = client.evaluate(EvaluateRound("job", 3, server.broadcast(), 60.0), Cancel())
     assert tested.found[""] == reference.evaluate_clients()["w-a"]
 
 
@@ -214,11 +215,11 @@ def test_a_model_comes_down_once_for_evaluation_and_the_next_round(tmp_path: Pat
     first = run_round(server, client, 0)
     assert first.download_bytes > 0
     model = server.broadcast()
-    tested = client.evaluate(EvaluateOrder(1, model), Cancel())
+    tested = client.evaluate(EvaluateRound("job", 1, model, 60.0), Cancel())
     assert tested.download_bytes > 0
     again = client.train(order(1, model), Cancel())
     assert (again.download_bytes, again.download_s) == (0, 0.0)
-    assert client.evaluate(EvaluateOrder(1, model), Cancel()).download_bytes == 0
+    assert client.evaluate(EvaluateRound("job", 1, model, 60.0), Cancel()).download_bytes == 0
 
 
 def test_deltas_come_down_where_the_model_before_is_here_and_the_whole_one_elsewhere(tmp_path: Path) -> None:
@@ -227,11 +228,11 @@ def test_deltas_come_down_where_the_model_before_is_here_and_the_whole_one_elsew
     run_round(server, client, 0)
     model = server.broadcast()
     got = client.train(order(1, model), Cancel())
-    assert got.download_bytes == len(server.store.blobs[model.delta])
-    assert fresh.train(order(1, model), Cancel()).download_bytes == len(server.store.blobs[model.full])
-    damaged = replace(model, delta=server.put(b"ATOLLPK1" + bytes(500)))
+    assert got.download_bytes == len(server.store.blobs[model.delta.hash])
+    assert fresh.train(order(1, model), Cancel()).download_bytes == len(server.store.blobs[model.full.hash])
+    damaged = replace(model, delta=Blob(server.put(b"ATOLLPK1" + bytes(500)), 0))
     other = joined(server, tmp_path / "y")
-    other.train(order(0, ModelRef(model.base)), Cancel())
+    other.train(order(0, Model(Blob(model.base, 0))), Cancel())
     taken = other.train(order(1, damaged), Cancel())
     assert taken.stored == got.stored
 
@@ -418,7 +419,7 @@ def test_jobs_that_cannot_run_here_are_refused_with_the_reason(tmp_path: Path) -
     good = server.joining()
     spec = good.federated
 
-    def refused(joining: Joining, kind: type[Exception], why: str, **options: Any) -> None:
+    def refused(joining: Participate, kind: type[Exception], why: str, **options: Any) -> None:
         with pytest.raises(kind, match=why):
             Participation(joining, context(server, tmp_path / "w", **options), Cancel(), KEY)
 
@@ -448,8 +449,8 @@ def test_a_broadcast_that_is_not_the_rules_is_refused_before_it_is_loaded(tmp_pa
     client = joined(server, tmp_path / "w")
     for data in (b"junk", b"ATOLLPK1" + bytes(100), save({"weights/other": torch.zeros(3)})):
         with pytest.raises(BadFrame):
-            client.train(order(0, ModelRef(server.put(data))), Cancel())
+            client.train(order(0, Model(Blob(server.put(data), 0))), Cancel())
     huge = server.put(bytes(1 << 20))
     with pytest.raises(BadFrame, match="at most"):
-        client.train(order(0, ModelRef(huge)), Cancel())
+        client.train(order(0, Model(Blob(huge, 0))), Cancel())
     client.train(order(0, server.broadcast()), Cancel())

@@ -28,8 +28,11 @@ pipe, held = pipe_from(int(sys.argv[1])), ""
 def say(**body):
     pipe.send(pb.FromCompute(**body))
 
-def posted(kind, **fields):
-    say(posted=pb.Posted(kind=kind, job=held, **fields))
+def report(**body):
+    say(said=control.FromWorker(**body))
+
+def applied(step=0):
+    say(applied=control.StepStart(job=held, step=step))
 
 def on_ping(m):
     say(pong=m)

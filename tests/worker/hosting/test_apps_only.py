@@ -18,7 +18,6 @@ from worker.hosting.apps_only import REASON, AppsOnly
 from worker.hosting.requests import HostPorts
 from worker.machine.torch_device import find_device
 from worker.session import events, instructions
-from worker.session.wire import AssignedStage
 
 
 @pytest.fixture
@@ -46,20 +45,20 @@ def host(tmp_path: Path, posted: queue.SimpleQueue[Any], monkeypatch: pytest.Mon
 
 
 def test_a_probe_is_answered_with_the_reason(host: AppsOnly, posted: queue.SimpleQueue[Any]) -> None:
-    host.do(instructions.TimeOps(9, control.ProbeOps(request=9, ops=[control.ProbeOp()])))
-    answer = taken(posted).message.ops_probed
+    host.do(events.ProbeOps(9, control.ProbeOps(request=9, ops=[control.ProbeOp()])))
+    answer = taken(posted)
     assert (answer.request, list(answer.timings), answer.error) == (9, [], REASON)
-    host.do(instructions.TimeOps(10, control.ProbeOps(request=10)))  # of the way alone
-    assert taken(posted).message.ops_probed.error == ""
+    host.do(events.ProbeOps(10, control.ProbeOps(request=10)))  # of the way alone
+    assert taken(posted).error == ""
 
 
 def test_a_job_is_told_why_not_and_is_not_held(host: AppsOnly, posted: queue.SimpleQueue[Any]) -> None:
-    host.do(instructions.LoadStage("j", 4, AssignedStage(control.Assign(job="j", plan_version=4), ())))
-    assert taken(posted) == events.StageBroke("j", 4, 0, REASON)
-    host.do(instructions.JoinFederation("f", 2, control.Participate(job="f", version=2)))
-    assert taken(posted) == events.TurnBroke("f", 0, "load", REASON)
+    host.do(events.Assign("j", 4, (), 0, control.Assign(job="j", plan_version=4)))
+    assert taken(posted) == events.StageFailed("j", 4, 0, REASON)
+    host.do(events.Participate("f", 2, control.Participate(job="f", version=2)))
+    assert taken(posted) == events.ClientFailed("f", 0, REASON, "load")
     for instruction in (
-        instructions.DropStage("j", 4, "over"),
+        events.Release("j", 4, "over"),
         instructions.Suspend("paused"),
         instructions.Wake(),
         instructions.Interrupt("over"),

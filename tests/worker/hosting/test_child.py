@@ -15,6 +15,7 @@ import pytest
 
 from atoll.errors import BadFrame, StorageError
 from protos import atoll_compute_pb2 as pb
+from protos import atoll_control_pb2 as control
 from tests.patience import HUNG_S, eventually
 from tests.worker.hosting.scripted import command
 from worker.hosting import child
@@ -141,7 +142,7 @@ def test_room_is_where_the_process_reads(start: Start, monkeypatch: pytest.Monke
     running = start(discard="while not os.path.exists(m.reason):\n    time.sleep(0.01)")
     gate = running.child.scratch / "go on"
     assert running.child.has_room(0.0)
-    running.child.send(pb.ToCompute(discard=pb.ComputeStep(reason=str(gate))))
+    running.child.send(pb.ToCompute(discard=control.StepDiscard(reason=str(gate))))
     running.child.send(pb.ToCompute(interrupt="x" * (3 << 20)))
     assert not running.child.has_room(0.05)
     threading.Timer(0.05, gate.touch).start()

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from atoll.messages.to_worker import PeerLink
 from tests.patience import HUNG_S
 from tests.worker.transport.hosts import Host, joined
 from worker.cancel import Cancel
 from worker.hosting.connecting import connect, expect
-from worker.stage.assignment import PeerLink
 from worker.transport.contract import Paths, PeerLost
 
 NOWHERE = ("127.0.0.1", 1)

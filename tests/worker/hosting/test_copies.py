@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from protos import atoll_control_pb2 as pb
+from atoll.messages.from_worker import CopyHeld
+from atoll.messages.to_worker import StageCopy
 from tests.patience import HUNG_S
 from tests.worker.test_blobs import Store
 from worker.blobs import BlobCache, BlobFiles
 from worker.cancel import Cancel
 from worker.hosting.copies import Copies
-from worker.session.wire import CopyAsked
 
 SIZE = 1000
 
@@ -32,23 +32,23 @@ class Kept:
     def __init__(self, folder: Path, lent_bytes: int = 100 * SIZE, cache_bytes: int = 1 << 20) -> None:
         self.store = Store(chunk_bytes=SIZE)
         self.cache = BlobCache(folder, cache_bytes)
-        self.said: queue.SimpleQueue[pb.CopyHeld] = queue.SimpleQueue()
+        self.said: queue.SimpleQueue[CopyHeld] = queue.SimpleQueue()
         self.files = BlobFiles(self.store, self.cache)
         self.copies = Copies(
             self.files,
             self.cache,
             folder,
             lent_bytes,
-            lambda message: self.said.put(message.copy_held),
+            self.said.put,  # type: ignore[arg-type]
             lambda holder: self.store,
         )
 
-    def asked(self, name: str, *seeds: str) -> CopyAsked:
+    def asked(self, name: str, *seeds: str) -> StageCopy:
         found = dict(map(blob, seeds))
         self.store.blobs |= found
-        return CopyAsked("job", name, dict.fromkeys(found, 10 * SIZE))
+        return StageCopy("job", name, dict.fromkeys(found, 10 * SIZE))
 
-    def heard(self) -> pb.CopyHeld:
+    def heard(self) -> CopyHeld:
         return self.said.get(timeout=HUNG_S)
 
     def here(self, *seeds: str) -> list[bool]:
@@ -67,12 +67,12 @@ def test_a_copy_is_fetched_once_and_said_with_what_it_took(kept: Kept) -> None:
     copy = kept.asked("one", "a", "b")
     kept.copies.keep([copy])
     first = kept.heard()
-    assert (first.job, first.name, first.bytes, first.fetched_bytes) == ("job", "one", 2 * SIZE, 2 * SIZE)
+    assert (first.job, first.name, first.n_bytes, first.fetched_bytes) == ("job", "one", 2 * SIZE, 2 * SIZE)
     assert kept.copies.held == [first]
     assert kept.copies.offered == set(copy.blobs)
     kept.copies.keep([copy])
     again = kept.heard()
-    assert (again.bytes, again.fetched_bytes) == (2 * SIZE, 0)
+    assert (again.n_bytes, again.fetched_bytes) == (2 * SIZE, 0)
 
 
 def test_nothing_is_fetched_while_there_is_work(kept: Kept) -> None:
@@ -104,7 +104,7 @@ def test_work_ends_a_fetch_that_goes_on_where_it_was(kept: Kept) -> None:
     kept.files.fetch = honest  # type: ignore[method-assign]
     stopped.set()
     kept.copies.may_work(True)
-    assert kept.heard().bytes == 3 * SIZE
+    assert kept.heard().n_bytes == 3 * SIZE
     assert kept.store.asked[-1][0][1] == SIZE, "the first piece had come"
 
 

@@ -12,6 +12,7 @@ from unittest.mock import DEFAULT, Mock
 import pytest
 
 from atoll.errors import AtollError, UsageError
+from atoll.messages.to_worker import Blob, Model, Paths, PeerLink, RankPeer
 from protos import atoll_compute_pb2 as pb
 from protos import atoll_control_pb2 as control
 from tests.patience import HUNG_S, eventually
@@ -27,14 +28,20 @@ from worker.hosting.requests import HostPorts
 from worker.machine.own_share import RESERVE_BYTES
 from worker.pipe.keys import from_key
 from worker.session import events, instructions
-from worker.session.wire import AssignedStage, ReconfiguredStage
-from worker.stage.assignment import PeerLink
-from worker.transport.contract import Paths
 from worker.transport.frames import Direction, MessageKey
 
 Start = Callable[..., "World"]
 KEY = MessageKey("j", 1, 5, 0, 0, Direction.FORWARD)
 PROBE = control.ProbeOps(request=9, ops=[control.ProbeOp()])
+
+
+def neighbour(name: str) -> RankPeer:
+    return RankPeer(1, PeerLink(name, Paths((("192.0.2.1", 1),), dial=True)))
+
+
+def moved() -> instructions.Reconfigure:
+    message = control.Reconfigure(job="j", plan_version=2, step=10)
+    return instructions.Reconfigure(events.Reconfigure("j", 2, 1, 10, (neighbour("w-c"),), message))
 
 
 class World:
@@ -57,10 +64,8 @@ class World:
         return self.host.start("w-a", self.ports)
 
     def load(self, job: str = "j", version: int = 1, first_step: int = 0) -> None:
-        peer = control.RankPeer(rank=1, peer=control.PeerAddress(worker="w-b"))
-        assign = control.Assign(job=job, plan_version=version, peers=[peer], first_step=first_step)
-        work = AssignedStage(assign, (PeerLink("w-b", Paths((("192.0.2.1", 1),), dial=True)),))
-        self.host.do(instructions.LoadStage(job, version, work))
+        message = control.Assign(job=job, plan_version=version)
+        self.host.do(events.Assign(job, version, (neighbour("w-b"),), first_step, message))
 
     def join(self, job: str = "f") -> None:
         if not known_facts(self.state_dir):
@@ -69,11 +74,10 @@ class World:
             add_dataset(self.state_dir, "mine", table, ["x:float32=x", "y:int64=y"])
         invitation = control.Participate(job=job, version=2)
         invitation.federated.data = "mine"
-        self.host.do(instructions.JoinFederation(job, 2, invitation))
+        self.host.do(events.Participate(job, 2, invitation))
 
     def train(self, at_round: int, job: str = "f") -> None:
-        order = control.TrainRound(job=job, round=at_round)
-        self.host.do(instructions.TrainLocally(job, at_round, order))
+        self.host.do(events.TrainRound(job, at_round, Model(Blob("a" * 64, 1)), "none", 1.0, 60.0, 7))
 
     def event(self) -> Any:
         return taken(self.posted)
@@ -106,46 +110,40 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
 def test_a_process_says_what_it_is_and_computes_a_step(start: Start) -> None:
     world = start(
-        load="posted('StageLoaded', plan_version=1,"
-        " message=control.FromWorker(loaded=control.Loaded(job='j', plan_version=1)))",
-        run_step="posted('StepDone', plan_version=1, step=m.step,"
-        " message=control.FromWorker(ready=control.StepReady(job='j', plan_version=1, step=m.step)))",
-        evaluate="say(said=control.FromWorker(spans=control.Spans(job='j')))\n"
-        "say(said=control.FromWorker(spans=control.Spans(job='k')))\n"
-        "say(said=control.FromWorker(log=control.WorkerLog(job='j', event='stage.waits')))",
+        load="report(loaded=control.Loaded(job='j', plan_version=1))",
+        run_step="report(ready=control.StepReady(job='j', plan_version=1, step=m.step))",
+        evaluate="report(spans=control.Spans(job='j'))\n"
+        "report(spans=control.Spans(job='k'))\n"
+        "report(log=control.WorkerLog(job='j', event='stage.waits'))",
     )
     world.load()
-    assert isinstance(world.event(), events.StageLoaded)
+    assert isinstance(world.event(), events.Loaded)
     world.host.do(instructions.RunStep("j", 1, 5))
     done = world.event()
-    assert (type(done), done.job, done.version, done.step) == (events.StepDone, "j", 1, 5)
-    assert [link.peer for link in done.message.ready.links] == ["w-b"]  # what the links measured
-    world.host.do(instructions.Evaluate("j", 1, 5))
+    assert (type(done), done.job, done.version, done.step) == (events.StepReady, "j", 1, 5)
+    assert [link.peer for link in done.links] == ["w-b"]  # what the links measured
+    world.host.do(instructions.Evaluate(events.StepCommit("j", 1, 5, 1.0, False, True, False)))
     said = [world.sent.get(timeout=HUNG_S).WhichOneof("body") for _ in range(2)]
     assert said == ["spans", "log"]  # of its own job alone
 
 
 def test_a_stage_goes_on_with_other_neighbours_and_its_log_says_from_where_it_is_whole(start: Start) -> None:
     world = start(
-        load="posted('StepApplied')",
-        reconfigure="posted('StageLoaded', plan_version=m.plan_version,"
-        " message=control.FromWorker(loaded=control.Loaded(job='j', plan_version=m.plan_version)))",
+        load="applied()",
+        reconfigure="report(loaded=control.Loaded(job='j', plan_version=m.plan_version))",
     )
     assert world.host.logged_from == 0
     world.load(first_step=4)
     world.event()
     assert world.host.logged_from == 4
-    world.host.do(instructions.ApplyStep("j", 1, 9, 1.0, False, replay_from=8))
+    world.host.do(events.StepCommit("j", 1, 9, 1.0, False, False, False, replay_from=8))
     assert world.host.logged_from == 8
-    peer = control.RankPeer(rank=1, peer=control.PeerAddress(worker="w-c"))
-    message = control.Reconfigure(job="j", plan_version=2, step=10, peers=[peer])
-    work = ReconfiguredStage(message, (PeerLink("w-c", Paths((("192.0.2.1", 1),), dial=True)),))
-    world.host.do(instructions.Reconfigure("j", 2, 10, work))
+    world.host.do(moved())
     loaded = world.event()
-    assert (type(loaded), loaded.version) == (events.StageLoaded, 2)
+    assert (type(loaded), loaded.version) == (events.Loaded, 2)
     assert ("j", 1) in world.network.forgotten
-    assert world.host._state.links == work.links
-    world.host.do(instructions.DropStage("j", 2, "over"))
+    assert world.host._state.links == (neighbour("w-c").link,)
+    world.host.do(events.Release("j", 2, "over"))
     assert world.host.logged_from == 0
 
 
@@ -154,22 +152,17 @@ def test_neighbours_are_expected_though_the_stage_is_not_loaded_yet(start: Start
     world.network.joined = False
     world.load()
     assert world.network.expected == ["w-b"]
-    peer = control.RankPeer(rank=1, peer=control.PeerAddress(worker="w-c"))
-    message = control.Reconfigure(job="j", plan_version=2, step=10, peers=[peer])
-    world.host.do(
-        instructions.Reconfigure("j", 2, 10, ReconfiguredStage(message, (PeerLink("w-c", Paths()),)))
-    )
+    world.host.do(moved())
     assert world.network.expected == ["w-b", "w-c"]
 
 
 def test_a_stage_that_is_gone_is_not_reconfigured(start: Start) -> None:
-    world = start(load="posted('StepApplied')")
+    world = start(load="applied()")
     world.load()
     world.event()
     world.child.kill("for a test")
-    assert isinstance(world.event(), events.StageBroke)
-    work = ReconfiguredStage(control.Reconfigure(job="j", plan_version=2), ())
-    world.host.do(instructions.Reconfigure("j", 2, 3, work))
+    assert isinstance(world.event(), events.StageFailed)
+    world.host.do(moved())
     broke = world.event()
     assert "the stage is gone" in broke.reason
 
@@ -209,14 +202,14 @@ def test_tensors_travel_both_ways_through_the_arenas(start: Start) -> None:
         "incoming, outgoing = (Arena(int(sys.argv[i]), int(sys.argv[i + 1])) for i in (2, 4))\n"
         "key = pb.Key(job='j', plan_version=1, step=5, direction=3)\n"
         "say(wanted=pb.WantedList(messages=[pb.Wanted(peer='w-b', key=key, max_bytes=9)]))\n"
-        "posted('StepApplied')",
+        "applied()",
         arrived="data = incoming.block(m.offset, m.size)[::-1]\n"
         "place = outgoing.block(8192, m.size)\n"
         "place[:] = data\n"
         "say(freed=[m.offset])\n"
         "m.key.direction = 0\n"
         "say(outgoing=pb.Outgoing(peer='w-b', key=m.key, header=b'h', offset=8192, size=m.size))",
-        freed="posted('StepApplied', step=m[0])",
+        freed="applied(m[0])",
     )
     world.load()
     world.event()
@@ -242,8 +235,8 @@ def test_a_process_gets_blobs_batches_and_connections_of_its_job(start: Start) -
         "say(connect=pb.JobLinks(request=3))\n"
         "asked = control.BatchRequest(job='j', inputs=['x'], first_step=4, count=2)\n"
         "say(batches=pb.FetchBatches(request=4, batches=asked))",
-        answer="assert not m.kind, m\nposted('StepApplied', step=m.request)",
-        batch="posted('StepApplied', step=100 + m.batch.step)",
+        answer="assert not m.kind, m\napplied(m.request)",
+        batch="applied(100 + m.batch.step)",
     )
     world.load()
     assert sorted(world.event().step for _ in range(6)) == [1, 2, 3, 4, 104, 105]
@@ -255,8 +248,8 @@ def test_a_process_gets_blobs_batches_and_connections_of_its_job(start: Start) -
 def test_batches_of_a_job_that_was_released_meanwhile_are_not_sent(start: Start) -> None:
     world = start(
         load="say(batches=pb.FetchBatches(request=4, batches=control.BatchRequest(job='k')))",
-        answer="posted('StepApplied', step=m.request if m.error == 'cancelled' else 0)",
-        batch="posted('StepApplied', step=100)",
+        answer="applied(m.request if m.error == 'cancelled' else 0)",
+        batch="applied(100)",
     )
     world.load()
     assert world.event().step == 4
@@ -271,15 +264,15 @@ def test_what_was_said_of_the_assignment_before_is_left_and_harms_nobody(start: 
         "say(connect=pb.JobLinks(request=3))\n"
         "say(batches=pb.FetchBatches(request=4, batches=control.BatchRequest(job='j')))\n"
         "say(forget=pb.JobLinks(job='j', plan_version=1))\n"
-        "posted('StageBroke', plan_version=1)\n"
-        "posted('Probed', message=control.FromWorker(ops_probed=control.OpsProbed(request=9)))",
-        answer="posted('StepApplied', step=m.request if m.error == 'cancelled' else 0)",
-        batch="posted('StepApplied', step=100)",
+        "report(failed=control.StageFailed(job='j', plan_version=1))\n"
+        "report(ops_probed=control.OpsProbed(request=9))",
+        answer="applied(m.request if m.error == 'cancelled' else 0)",
+        batch="applied(100)",
     )
-    world.host.do(instructions.TimeOps(9, PROBE))
+    world.host.do(events.ProbeOps(9, PROBE))
     before = world.child
     world.load()
-    assert isinstance(world.event(), events.Probed)
+    assert isinstance(world.event(), events.OpsProbed)
     assert sorted(world.event().step for _ in range(2)) == [3, 4]
     world.load()
     assert sorted(world.event().step for _ in range(2)) == [3, 4]
@@ -307,13 +300,12 @@ _KEY = "key = pb.Key(job={job!r}, plan_version=1, step=5, direction=3)\n"
 BREACHES = {
     "rubbish": ("pipe._socket.sendall(b'\\0\\0\\0\\4' + b'\\xff' * 4)", "a damaged message"),
     "too long": ("pipe._socket.sendall(b'\\xff' * 8)", "a message of 4294967295 bytes"),
-    "no event of ours": ("posted('LeaveAsked')", "an event of kind 'LeaveAsked'"),
-    "another's message": (
-        "posted('StepDone', message=control.FromWorker(ready=control.StepReady(job='k')))",
-        "a message of job 'k' in an event of job",
+    "beyond a bound": (
+        "report(failed=control.StageFailed(job=held, lost_peer='w\\n'))",
+        "StageFailed.lost_peer 'w\\n' holds control characters",
     ),
     "speaks for us": (
-        "say(said=control.FromWorker(leaving=control.Leaving(reason='bye')))",
+        "report(leaving=control.Leaving(reason='bye'))",
         "a message to the coordinator of kind leaving",
     ),
     "our file": (
@@ -365,14 +357,14 @@ def test_whoever_breaks_a_rule_is_ended_with_the_reason_and_another_takes_over(
     )
     world = start(
         setup="global scratch\nscratch = m.scratch_dir\nready()",
-        load=f"{cases}if m.job == 'honest':\n    posted('StepApplied')",
+        load=f"{cases}if m.job == 'honest':\n    applied()",
     )
     seen = {world.child.launched.pid}
     for job, (_, reason) in BREACHES.items():
         monkeypatch.setattr(child, "CLOSED_S", 0.1 if job == "silent end" else HUNG_S)
         world.load(job)
         broke = world.event()
-        assert (type(broke), broke.job, broke.gone) == (events.StageBroke, job, True)
+        assert (type(broke), broke.job, broke.gone) == (events.StageFailed, job, True)
         assert reason in broke.reason, job
         assert "the compute process ended" in broke.reason
         seen.add(world.child.launched.pid)
@@ -400,7 +392,7 @@ def test_what_a_process_asks_for_waits_until_it_reads(start: Start, monkeypatch:
         load="global n\nn = 0\nasked = control.BatchRequest(job='j', inputs=['x'], count=5000)\n"
         "say(batches=pb.FetchBatches(request=1, batches=asked))\ntime.sleep(0.3)",
         batch="global n\nn += 1",
-        answer="posted('StepApplied', step=n)",
+        answer="applied(n)",
     )
     world.load()
     assert world.event().step == 5000
@@ -435,7 +427,7 @@ def test_an_op_that_does_not_end_is_named(start: Start, monkeypatch: pytest.Monk
 
 
 def test_a_job_that_ends_three_processes_is_refused_and_others_are_not(start: Start) -> None:
-    world = start(load="if m.job == 'j':\n    os._exit(3)\nposted('StepApplied')")
+    world = start(load="if m.job == 'j':\n    os._exit(3)\napplied()")
     for _ in range(MAX_DEATHS):
         world.load()
         broke = world.event()
@@ -443,7 +435,7 @@ def test_a_job_that_ends_three_processes_is_refused_and_others_are_not(start: St
         assert "exit code 3" in broke.reason
     world.load()
     refused = world.event()
-    assert isinstance(refused, events.StageBroke)
+    assert isinstance(refused, events.StageFailed)
     assert not refused.gone
     assert "takes no more of job j, which ended its process 3 times" in refused.reason
     assert "exit code 3" in refused.reason
@@ -456,22 +448,21 @@ def test_a_process_that_ends_at_rest_starts_again_after_a_pause_and_ops_are_refu
 ) -> None:
     monkeypatch.setattr(processes, "AGAIN_FIRST_S", HUNG_S)
     world = start(
-        report_codecs="say(said=control.FromWorker(codec_speeds=control.CodecSpeeds()))",
-        time_ops="posted('Probed', message=control.FromWorker("
-        "ops_probed=control.OpsProbed(request=m.request)))",
+        report_codecs="report(codec_speeds=control.CodecSpeeds())",
+        time_ops="report(ops_probed=control.OpsProbed(request=m.request))",
     )
     world.host.report_codecs()
     world.sent.get(timeout=HUNG_S)
     world.child.kill("for a test")
     eventually(lambda: world.host._state.now is None)
-    world.host.do(instructions.TimeOps(9, PROBE))
-    answer = world.event().message.ops_probed
+    world.host.do(events.ProbeOps(9, PROBE))
+    answer = world.event()
     assert answer.request == 9
     assert "for a test" in answer.error
     world.host._processes._again()  # the pause is over
     world.sent.get(timeout=HUNG_S)  # the next one was asked for the codecs again
-    world.host.do(instructions.TimeOps(9, PROBE))
-    assert not world.event().message.ops_probed.error
+    world.host.do(events.ProbeOps(9, PROBE))
+    assert not world.event().error
     assert world.posted.empty()  # no job was concerned
 
 
@@ -488,7 +479,7 @@ def test_a_process_that_could_not_be_started_is_started_later(
     start: Start, monkeypatch: pytest.MonkeyPatch, loaded: bool
 ) -> None:
     monkeypatch.setattr(processes, "AGAIN_FIRST_S", 0.01)
-    world = start(load="posted('StepApplied')")
+    world = start(load="applied()")
     if loaded:
         world.load()
         world.event()
@@ -503,12 +494,12 @@ def test_a_process_that_could_not_be_started_is_started_later(
 
 
 def test_a_stage_without_a_process_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = start(load="posted('StepApplied')")
+    world = start(load="applied()")
     world.host.make_room()
     _short_of_descriptors(monkeypatch, 1)
     world.load()
     broke = world.event()
-    assert (type(broke), broke.gone) == (events.StageBroke, False)
+    assert (type(broke), broke.gone) == (events.StageFailed, False)
     assert broke.reason == "cannot start a compute process: Too many open files"
     world.load("k")
     assert isinstance(world.event(), events.StepApplied)
@@ -516,29 +507,28 @@ def test_a_stage_without_a_process_is_refused(start: Start, monkeypatch: pytest.
 
 def test_ops_that_end_their_process_are_answered_once_and_nobody_hears_of_others(start: Start) -> None:
     world = start(
-        load="posted('Probed', message=control.FromWorker(ops_probed=control.OpsProbed(request=8)))\n"
-        "posted('StepApplied')",
+        load="report(ops_probed=control.OpsProbed(request=8))\napplied()",
         time_ops="os._exit(3)",
     )
     world.load()
     assert isinstance(world.event(), events.StepApplied)  # nobody asked for request 8
-    world.host.do(instructions.DropStage("j", 1, "over"))
-    world.host.do(instructions.TimeOps(9, PROBE))
-    assert "exit code 3" in world.event().message.ops_probed.error
+    world.host.do(events.Release("j", 1, "over"))
+    world.host.do(events.ProbeOps(9, PROBE))
+    assert "exit code 3" in world.event().error
 
 
 def test_the_way_to_the_coordinator_is_timed_without_waiting_for_what_computes(start: Start) -> None:
     world = start(load="time.sleep(600)")
     world.load()
-    world.host.do(instructions.TimeOps(7, control.ProbeOps(request=7)))
-    assert world.posted.get_nowait().message.ops_probed.request == 7
+    world.host.do(events.ProbeOps(7, control.ProbeOps(request=7)))
+    assert world.posted.get_nowait().request == 7
 
 
 def test_what_a_job_said_after_it_was_dropped_is_not_passed_on(start: Start) -> None:
-    world = start(drop="posted('StepApplied', step=1)", load="posted('StepApplied', step=2)")
+    world = start(drop="applied(1)", load="applied(2)")
     world.load()
     assert world.event().step == 2
-    world.host.do(instructions.DropStage("j", 1, "over"))
+    world.host.do(events.Release("j", 1, "over"))
     assert world.network.receivers == {}
     assert ("j", None) in world.network.forgotten
     world.load("k")
@@ -547,35 +537,32 @@ def test_what_a_job_said_after_it_was_dropped_is_not_passed_on(start: Start) -> 
 
 # ------------------------------------------------------------ federated jobs
 
-JOINED = (
-    "posted('Joined', plan_version=2,"
-    " message=control.FromWorker(loaded=control.Loaded(job='f', plan_version=2)))"
-)
+JOINED = "report(loaded=control.Loaded(job='f', plan_version=2))"
 TRAINED = (
-    "posted('UpdateStored', step=m.round,"
-    " message=control.FromWorker(update_ready=control.UpdateReady(job='f', round=m.round)))"
+    "update = control.UpdateReady(job='f', round=m.round)\n"
+    "update.update.hash = 'a' * 64\n"
+    "report(update_ready=update)"
 )
 
 
 def test_a_federated_job_has_a_process_of_its_own_which_strangers_ops_do_not_get(start: Start) -> None:
     world = start(
         join=JOINED,
-        time_ops="posted('Probed', message=control.FromWorker("
-        "ops_probed=control.OpsProbed(request=m.request)))",
-        load="posted('StepApplied')",
+        time_ops="report(ops_probed=control.OpsProbed(request=m.request))",
+        load="applied()",
     )
     shared = world.child
     world.join()
-    assert isinstance(world.event(), events.Joined)
+    assert isinstance(world.event(), events.Loaded)
     own = world.child
     assert own is not shared
     data = dataset_folder(world.state_dir, "mine").absolute()
     assert data in own.view.read_only
     assert [path.parent.name for path in own.view.read_write] == ["federated", "compute"]
     assert data not in shared.view.read_only
-    world.host.do(instructions.DropStage("f", 2, "over"))
-    world.host.do(instructions.TimeOps(9, PROBE))
-    assert world.event().message.ops_probed.request == 9
+    world.host.do(events.Release("f", 2, "over"))
+    world.host.do(events.ProbeOps(9, PROBE))
+    assert world.event().request == 9
     assert data not in world.child.view.read_only
     world.join()
     world.event()
@@ -587,12 +574,12 @@ def test_a_federated_job_has_a_process_of_its_own_which_strangers_ops_do_not_get
 def test_a_federated_job_that_loses_its_process_between_rounds_joins_again_by_itself(start: Start) -> None:
     world = start(join=JOINED, train=TRAINED)
     world.join()
-    assert isinstance(world.event(), events.Joined)
+    assert isinstance(world.event(), events.Loaded)
     world.child.kill("for a test")
-    assert isinstance(world.event(), events.Joined)  # another process's, and no failure before it
+    assert isinstance(world.event(), events.Loaded)  # another process's, and no failure before it
     world.train(4)
     update = world.event()
-    assert (type(update), update.round) == (events.UpdateStored, 4)
+    assert (type(update), update.round) == (events.UpdateReady, 4)
 
 
 def test_a_round_whose_process_dies_has_failed_and_the_next_one_is_trained(start: Start) -> None:
@@ -601,11 +588,11 @@ def test_a_round_whose_process_dies_has_failed_and_the_next_one_is_trained(start
     world.event()
     world.train(4)
     broke = world.event()
-    assert (type(broke), broke.round, broke.during) == (events.TurnBroke, 4, "train")
+    assert (type(broke), broke.round, broke.during) == (events.ClientFailed, 4, "train")
     assert "exit code 3" in broke.reason
     world.train(5)
     found = [world.event(), world.event()]
-    assert [type(event) for event in found] == [events.Joined, events.UpdateStored]
+    assert [type(event) for event in found] == [events.Loaded, events.UpdateReady]
 
 
 def test_a_round_that_was_ordered_while_the_job_is_joined_again_is_not_forgotten(start: Start) -> None:
@@ -616,10 +603,10 @@ def test_a_round_that_was_ordered_while_the_job_is_joined_again_is_not_forgotten
     world.train(4)
     assert world.event().during == "train"
     world.train(5)  # before the next process has said that it joined
-    assert isinstance(world.event(), events.Joined)
+    assert isinstance(world.event(), events.Loaded)
     world.child.kill("for a test")
     broke = world.event()
-    assert (type(broke), broke.round) == (events.TurnBroke, 5)
+    assert (type(broke), broke.round) == (events.ClientFailed, 5)
 
 
 def test_a_federated_job_that_ends_three_processes_is_refused(start: Start) -> None:
@@ -629,9 +616,9 @@ def test_a_federated_job_that_ends_three_processes_is_refused(start: Start) -> N
     for at_round in range(MAX_DEATHS):
         world.train(at_round)
         broke = world.event()
-        assert (type(broke), broke.round) == (events.TurnBroke, at_round)
+        assert (type(broke), broke.round) == (events.ClientFailed, at_round)
         if at_round < MAX_DEATHS - 1:
-            assert isinstance(world.event(), events.Joined)
+            assert isinstance(world.event(), events.Loaded)
     for refused in (lambda: world.train(7), world.join):
         refused()
         broke = world.event()
@@ -659,8 +646,8 @@ def test_a_suspended_host_has_no_process_and_wakes_with_other_limits(start: Star
     eventually(lambda: not first.alive)
     assert world.host._state.now is None
     assert world.host.memory_bytes == 0
-    world.host.do(instructions.TimeOps(3, PROBE))
-    assert isinstance(world.event(), events.Probed)
+    world.host.do(events.ProbeOps(3, PROBE))
+    assert isinstance(world.event(), events.OpsProbed)
     world.host.do(instructions.Wake())
     eventually(
         lambda: world.child.alive and world.host._state.now is not None and world.host._state.now.ready
@@ -676,31 +663,30 @@ def test_a_suspended_host_has_no_process_and_wakes_with_other_limits(start: Star
 
 def test_a_host_makes_room_for_an_app_while_it_holds_no_job(start: Start) -> None:
     world = start(
-        load="posted('StageLoaded', plan_version=1,"
-        " message=control.FromWorker(loaded=control.Loaded(job='j', plan_version=1)))",
-        time_ops="posted('Probed', message=control.FromWorker(ops_probed=control.OpsProbed(request=3)))",
+        load="report(loaded=control.Loaded(job='j', plan_version=1))",
+        time_ops="report(ops_probed=control.OpsProbed(request=3))",
     )
     first = world.child
     world.host.make_room()
     eventually(lambda: not first.alive)
     assert world.host._state.now is None
     assert world.host.device.kind  # what is known of it stays known
-    world.host.do(instructions.TimeOps(3, PROBE))
+    world.host.do(events.ProbeOps(3, PROBE))
     probed = world.event()
-    assert (type(probed), probed.message.ops_probed.request) == (events.Probed, 3)
+    assert (type(probed), probed.request) == (events.OpsProbed, 3)
     world.host.make_room()
     assert world.host._state.now is None
     world.load()
-    assert isinstance(world.event(), events.StageLoaded)
+    assert isinstance(world.event(), events.Loaded)
     holding = world.child
     world.host.make_room()
     assert world.child is holding
-    world.host.do(instructions.DropStage("j", 1, "over"))
+    world.host.do(events.Release("j", 1, "over"))
     world.host.make_room()
     assert world.host._state.now is None
     world.host.do(instructions.Suspend("by its owner"))
-    world.host.do(instructions.TimeOps(4, PROBE))
-    assert isinstance(world.event(), events.Probed)  # answered without a process: the owner has the machine
+    world.host.do(events.ProbeOps(4, PROBE))
+    assert isinstance(world.event(), events.OpsProbed)  # without a process: the owner has the machine
     assert world.host._state.now is None
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import ConnectionFailed
+from atoll.messages.to_worker import PeerLink
 from protos.blob_transfer import Chunk
 from tests.patience import HUNG_S, eventually
 from tests.worker.transport.hosts import Host
@@ -16,7 +17,6 @@ from worker.blobs import BlobCache, BlobFiles
 from worker.cancel import Cancel
 from worker.hosting import peer_blobs
 from worker.hosting.peer_blobs import ASK, JOB, PIECE_BYTES, PeerBlobs
-from worker.stage.assignment import PeerLink
 from worker.transport.contract import Paths
 from worker.transport.frames import Direction, MessageKey
 

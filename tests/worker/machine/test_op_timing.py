@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from atoll.job import Precision
-from atoll.opdag import Arg, Kind, LeafRef, OpNode, OpRef, Source, TensorMeta
-from worker.machine.op_probe import OpProbe, OpTiming
-from worker.machine.op_timing import time_ops
+from atoll.messages.to_worker import OpProbe
+from atoll.opdag import Arg, Kind, LeafRef, OpNode, OpRef, Source, TensorMeta, leaf_refs
+from worker.machine.op_timing import OpTiming, time_ops
 
 ROWS = TensorMeta((8, 16), "float32")
 WEIGHT = TensorMeta((16, 16), "float32")
@@ -27,7 +27,7 @@ def probe(
     grad: bool = True,
 ) -> OpProbe:
     node = OpNode(target, Kind.PARAMETRIC, target, args, (), (output,), requires_grad=grad)
-    return OpProbe(target, node, inputs, leaves)
+    return OpProbe(target, node, inputs, {r.name: m for r, m in zip(leaf_refs(node), leaves, strict=True)})
 
 
 def timed(*probes: OpProbe, **options: object) -> dict[str, OpTiming]:

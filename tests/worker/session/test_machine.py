@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atoll.messages.to_worker import Era, Paths, PeerLink, RankPeer, Replay
+from protos import atoll_control_pb2 as pb
 from worker.session import events as e
 from worker.session import instructions as do
 from worker.session import machine as s
 from worker.session.machine import Phase, Session, handle
 from worker.session.state import Held, held
-
-PEERS = frozenset({"w-b"})
 
 
 def told(state: Session, *events: e.Event) -> tuple[Session, list[do.Instruction]]:
@@ -34,31 +34,47 @@ def commit(step: int, **flags: Any) -> e.StepCommit:
 
 def relinked(step: int, version: int = 2, first_step: int = 6) -> e.StepCommit:
     """A commit that announces new links."""
-    return commit(step, relink=e.Relink(version, first_step, "links"))
+    return commit(step, relink=e.Relink(version, first_step))
 
 
 def through(state: Session, *steps: int) -> Session:
     """Each of the steps computed, committed and applied, under the version it runs under."""
     for step in steps:
         version = state.version_at(step)
-        done, applied = e.StepDone("j", version, step, "ready"), e.StepApplied("j", version, step)
+        done, applied = e.StepReady("j", version, step), e.StepApplied("j", version, step)
         state, _ = told(state, done, replace(commit(step), version=version), applied)
     return state
 
 
-def assigned(version: int = 1, job: str = "j", first_step: int = 4) -> e.Assign:
-    return e.Assign(job, version, PEERS, first_step, "work")
+def peer(name: str) -> RankPeer:
+    return RankPeer(1, PeerLink(name, Paths()))
+
+
+def assigned(version: int = 1, job: str = "j", first_step: int = 4, **more: Any) -> e.Assign:
+    return e.Assign(job, version, (peer("w-b"),), first_step, pb.Assign(), **more)
+
+
+def invited(job: str = "f") -> e.Participate:
+    return e.Participate(job, 1, pb.Participate())
+
+
+def kept(version: int, step: int) -> e.StateStored:
+    return e.StateStored("j", version, step, {})
+
+
+OPS = e.ProbeOps(1, pb.ProbeOps())
+LINK = e.ProbeLink(2, PeerLink("w-b", Paths()), 1.0, 100)
 
 
 JOINED: tuple[e.Event, ...] = (e.Welcome("w-a", 0.5),)
-LOADED: tuple[e.Event, ...] = (*JOINED, assigned(), e.StageLoaded("j", 1, "loaded"))
+LOADED: tuple[e.Event, ...] = (*JOINED, assigned(), e.Loaded("j", 1))
 TRAINING: tuple[e.Event, ...] = (*LOADED, e.StepStart("j", 1, 4))
-WAITING: tuple[e.Event, ...] = (*TRAINING, e.StepDone("j", 1, 4, "ready 4"))
+WAITING: tuple[e.Event, ...] = (*TRAINING, e.StepReady("j", 1, 4))
 EVALUATING: tuple[e.Event, ...] = (*WAITING, commit(4, evaluate=True), e.StepApplied("j", 1, 4))
 
 
 def moved(version: int = 2, step: int = 4, base: int = 1, job: str = "j") -> e.Reconfigure:
-    return e.Reconfigure(job, version, base, step, frozenset({"w-c"}), "news")
+    return e.Reconfigure(job, version, base, step, (peer("w-c"),), pb.Reconfigure())
 
 
 def failures(todo: list[do.Instruction]) -> list[do.StageFailed]:
@@ -69,7 +85,7 @@ def failures(todo: list[do.Instruction]) -> list[do.StageFailed]:
 def test_a_start_of_another_step_than_the_next_is_ignored():
     state, _ = told(Session(), *LOADED)
     assert told(state, e.StepStart("j", 1, 3))[1] == []
-    state, _ = told(state, e.StepStart("j", 1, 4), e.StepDone("j", 1, 4, "ready 4"))
+    state, _ = told(state, e.StepStart("j", 1, 4), e.StepReady("j", 1, 4))
     state, _ = told(state, replace(commit(4), last=True), e.StepApplied("j", 1, 4))
     assert state.phase is Phase.READY
     state, todo = told(state, e.StepStart("j", 1, 4))
@@ -79,11 +95,11 @@ def test_a_start_of_another_step_than_the_next_is_ignored():
 def test_a_step_goes_from_start_to_ready_to_commit_to_the_next():
     state, todo = told(Session(), *WAITING, commit(4), e.StepApplied("j", 1, 4))
     assert todo == [
-        do.LoadStage("j", 1, "work"),
-        do.Send("loaded"),
+        assigned(),
+        do.Send(e.Loaded("j", 1)),
         do.RunStep("j", 1, 4),
-        do.Send("ready 4"),
-        do.ApplyStep("j", 1, 4, 1.0, False),
+        do.Send(e.StepReady("j", 1, 4)),
+        commit(4),
         do.RunStep("j", 1, 5),
     ]
     assert state.phase is Phase.TRAINING
@@ -99,16 +115,16 @@ def test_the_last_commit_leaves_the_stage_ready():
 def test_evaluation_comes_between_the_commit_and_the_next_step():
     state, todo = told(Session(), *WAITING, commit(4, evaluate=True), e.StepApplied("j", 1, 4))
     assert state.phase is Phase.EVALUATING
-    assert todo[-1] == do.Evaluate("j", 1, 4)
-    state, todo = told(state, e.EvalDone("j", 1, 4, "eval 4"))
-    assert todo == [do.Send("eval 4"), do.RunStep("j", 1, 5)]
+    assert todo[-1] == do.Evaluate(commit(4, evaluate=True))
+    state, todo = told(state, e.EvalReady("j", 1, 4, None))
+    assert todo == [do.Send(e.EvalReady("j", 1, 4, None)), do.RunStep("j", 1, 5)]
 
 
 def test_storing_goes_on_beside_the_next_step():
     state, todo = told(Session(), *WAITING, commit(4, store=True), e.StepApplied("j", 1, 4))
-    assert do.ApplyStep("j", 1, 4, 1.0, True) in todo
-    state, todo = told(state, e.Stored("j", 1, 4, "stored 4"))
-    assert todo == [do.Send("stored 4")]
+    assert commit(4, store=True) in todo
+    state, todo = told(state, kept(1, 4))
+    assert todo == [do.Send(kept(1, 4))]
     assert state.phase is Phase.TRAINING
 
 
@@ -118,9 +134,9 @@ def test_a_lost_coordinator_disturbs_no_computation_and_hears_the_result_again()
     assert todo == [do.Reconnect(s.BACKOFF_FIRST_S, "reset")]
     assert state.phase is Phase.WAITING
     state, todo = told(state, e.Welcome("w-a", 0.5))
-    assert todo == [do.Send("ready 4")]
+    assert todo == [do.Send(e.StepReady("j", 1, 4))]
     state, todo = told(state, commit(4))
-    assert todo == [do.ApplyStep("j", 1, 4, 1.0, False)]
+    assert todo == [commit(4)]
 
 
 def test_a_result_that_was_answered_is_not_said_again():
@@ -130,9 +146,9 @@ def test_a_result_that_was_answered_is_not_said_again():
 
 
 def test_a_result_finished_while_the_coordinator_is_away_is_kept():
-    state, _ = told(Session(), *TRAINING, e.Disconnected("reset", 0.0), e.StepDone("j", 1, 4, "ready 4"))
+    state, _ = told(Session(), *TRAINING, e.Disconnected("reset", 0.0), e.StepReady("j", 1, 4))
     _, todo = told(state, e.Welcome("w-a", 0.5))
-    assert todo == [do.Send("ready 4")]
+    assert todo == [do.Send(e.StepReady("j", 1, 4))]
 
 
 def test_back_off_grows_to_its_bound_and_starts_anew_after_a_welcome():
@@ -167,7 +183,7 @@ def test_who_holds_a_stage_comes_back_sooner_as_others_wait_for_it():
         e.StepStart("j", 1, 4),
         e.StepDiscard("j", 1, 3, "late"),
         e.Release("other", 1, "late"),
-        e.StepDone("j", 1, 3, "late"),
+        e.StepReady("j", 1, 3),
         assigned(),
     ],
 )
@@ -188,9 +204,9 @@ def test_a_duplicate_commit_after_the_step_is_ignored():
 
 def test_a_release_drops_everything_of_the_job():
     state, todo = told(Session(), *TRAINING, e.Release("j", 1, "done"))
-    assert todo[-1] == do.DropStage("j", 1, "done")
+    assert todo[-1] == e.Release("j", 1, "done")
     assert (state.phase, state.job, state.unacknowledged) == (Phase.IDLE, "", ())
-    _, todo = told(state, e.StepDone("j", 1, 4, "too late"))
+    _, todo = told(state, e.StepReady("j", 1, 4))
     assert todo == []
 
 
@@ -198,7 +214,7 @@ def test_a_new_plan_version_replaces_the_old_one_at_any_moment():
     for before in (LOADED, TRAINING, WAITING):
         state, _ = told(Session(), *before)
         state, todo = told(state, assigned(2))
-        assert [type(i) for i in todo] == [do.DropStage, do.LoadStage]
+        assert [type(i) for i in todo] == [e.Release, e.Assign]
         assert (state.phase, state.version) == (Phase.LOADING, 2)
 
 
@@ -213,14 +229,14 @@ def test_a_discard_undoes_the_step_and_waits_for_a_start():
     for before in (TRAINING, WAITING):
         state, _ = told(Session(), *before)
         state, todo = told(state, e.StepDiscard("j", 1, 4, "loss is NaN"))
-        assert todo == [do.DiscardStep("j", 1, 4, "loss is NaN")]
+        assert todo == [e.StepDiscard("j", 1, 4, "loss is NaN")]
         assert state.phase is Phase.READY
         _, todo = told(state, e.Disconnected("reset", 0.0), e.Welcome("w-a", 0.5))
-        assert do.Send("ready 4") not in todo
+        assert do.Send(e.StepReady("j", 1, 4)) not in todo
 
 
 def test_a_broken_step_is_told_and_then_discarded():
-    state, todo = told(Session(), *TRAINING, e.StageBroke("j", 1, 4, "out of memory"))
+    state, todo = told(Session(), *TRAINING, e.StageFailed("j", 1, 4, "out of memory"))
     assert todo[-1] == do.Send(do.StageFailed("j", 1, 4, "out of memory"))
     assert state.phase is Phase.FAILED
     state, todo = told(state, e.StepDiscard("j", 1, 4, "stage 1 failed"))
@@ -228,7 +244,7 @@ def test_a_broken_step_is_told_and_then_discarded():
 
 
 def test_a_broken_apply_can_only_be_replaced_by_a_new_plan():
-    state, _ = told(Session(), *WAITING, commit(4), e.StageBroke("j", 1, 4, "disk"))
+    state, _ = told(Session(), *WAITING, commit(4), e.StageFailed("j", 1, 4, "disk"))
     after, todo = handle(state, e.StepDiscard("j", 1, 4, "again"))
     assert todo == ()
     after, todo = handle(after, assigned(2))
@@ -250,20 +266,20 @@ def test_a_lost_stranger_disturbs_nothing():
 
 
 def test_probing_is_refused_while_there_is_work():
-    state, todo = told(Session(), *JOINED, e.ProbeOps(1, "ops"), e.ProbeLink(2, "w-b", "there"))
-    assert todo == [do.TimeOps(1, "ops"), do.TimeLink(2, "w-b", "there")]
+    state, todo = told(Session(), *JOINED, OPS, LINK)
+    assert todo == [OPS, LINK]
     state, _ = told(state, assigned())
-    _, todo = told(state, e.ProbeOps(3, "ops"), e.ProbeLink(4, "w-b", "there"))
+    _, todo = told(state, OPS, LINK)
     assert todo == [
-        do.Send(do.OpsProbed(3, {}, "busy: loading")),
-        do.Send(do.LinkProbed(4, "w-b", 0.0, 0.0, "busy: loading")),
+        do.Send(do.OpsProbed(1, {}, "busy: loading")),
+        do.Send(do.LinkProbed(2, "w-b", 0.0, 0.0, "busy: loading")),
     ]
 
 
 def test_leaving_says_so_drops_the_work_and_ends():
     state, todo = told(Session(), *TRAINING, e.LeaveAsked("Ctrl+C"))
     assert todo[-3:] == [
-        do.DropStage("j", 1, "Ctrl+C"),
+        e.Release("j", 1, "Ctrl+C"),
         do.Send(do.Leaving("Ctrl+C")),
         do.Quit("Ctrl+C", dismissed=False),
     ]
@@ -292,7 +308,7 @@ def test_a_coordinator_of_a_smaller_term_is_hung_up_on_and_nothing_it_says_count
         e.StepDiscard("j", 1, 4, "why"),
         assigned(2),
         e.Release("j", 1, "why"),
-        e.ProbeOps(1, 2),
+        OPS,
     )
     for order in orders:
         after, todo = told(state, order)
@@ -301,17 +317,17 @@ def test_a_coordinator_of_a_smaller_term_is_hung_up_on_and_nothing_it_says_count
     state, todo = told(state, e.Disconnected("hung up", jitter=1.0))
     assert [type(i) for i in todo] == [do.Reconnect]
     state, todo = told(state, e.Welcome("w-a", 0.5, term=3), commit(4))
-    assert todo == [do.Send("ready 4"), do.ApplyStep("j", 1, 4, 1.0, False)]
+    assert todo == [do.Send(e.StepReady("j", 1, 4)), commit(4)]
 
 
 def test_a_coordinator_of_a_greater_term_is_obeyed_and_work_goes_on_meanwhile():
     state, _ = told(Session(), *TRAINING, e.Disconnected("reset", 0.0), e.Welcome("w-a", 0.5, term=9))
     assert (state.term, state.outdated) == (9, False)
     state, _ = told(state, e.Disconnected("reset", 0.0), e.Welcome("w-a", 0.5, term=8))
-    state, todo = told(state, e.StepDone("j", 1, 4, "ready 4"))
+    state, todo = told(state, e.StepReady("j", 1, 4))
     assert (state.phase, state.outdated) == (Phase.WAITING, True)
     state, todo = told(state, e.Disconnected("hung up", 0.0), e.Welcome("w-a", 0.5, term=10))
-    assert todo[-1] == do.Send("ready 4")
+    assert todo[-1] == do.Send(e.StepReady("j", 1, 4))
 
 
 def test_a_worker_that_never_saw_a_coordinator_takes_any_and_one_refused_waits_longer_each_time():
@@ -340,15 +356,15 @@ def test_a_worker_that_never_saw_a_coordinator_takes_any_and_one_refused_waits_l
             Held("j", 1, 5, loaded=True, ready=False),
         ),
         ((*WAITING, commit(4), e.StepApplied("j", 1, 4)), Held("j", 1, 5, loaded=True, ready=False)),
-        ((*WAITING, commit(4), e.StageBroke("j", 1, 4, "disk")), None),
-        ((*TRAINING, e.StageBroke("j", 1, 4, "killed", gone=True)), None),
+        ((*WAITING, commit(4), e.StageFailed("j", 1, 4, "disk")), None),
+        ((*TRAINING, e.StageFailed("j", 1, 4, "killed", gone=True)), None),
         ((*TRAINING, e.PeerLost("w-b", "reset")), Held("j", 1, 4, loaded=True, ready=False)),
         ((*EVALUATING, e.PeerLost("w-b", "reset")), Held("j", 1, 5, loaded=True, ready=False)),
         ((*TRAINING, moved()), Held("j", 2, 4, loaded=False, ready=False)),
-        ((*TRAINING, moved(), e.StageLoaded("j", 2, "loaded")), Held("j", 2, 4, loaded=True, ready=False)),
-        ((*TRAINING, moved(), e.StageBroke("j", 2, 4, "no", "w-c")), Held("j", 2, 4, True, False)),
+        ((*TRAINING, moved(), e.Loaded("j", 2)), Held("j", 2, 4, loaded=True, ready=False)),
+        ((*TRAINING, moved(), e.StageFailed("j", 2, 4, "no", "w-c")), Held("j", 2, 4, True, False)),
         ((*TRAINING, e.Release("j", 1, "why")), None),
-        ((*JOINED, e.Participate("f", 1, "work")), None),
+        ((*JOINED, invited()), None),
     ],
 )
 def test_what_is_held_names_the_steps_applied_and_the_one_that_is_ready(
@@ -371,44 +387,43 @@ def test_a_stage_whose_links_have_changed_names_the_version_that_was_assigned():
 
 def test_new_links_are_made_before_the_step_in_front_of_theirs_and_take_over_at_it():
     state, todo = told(Session(), *WAITING, relinked(4), e.StepApplied("j", 1, 4))
-    assert todo[-3:] == [
-        do.ChangeLinks("j", 1, 4, e.Relink(2, 6, "links")),
-        do.ApplyStep("j", 1, 4, 1.0, False),
+    assert todo[-2:] == [
+        relinked(4),
         do.RunStep("j", 1, 5),
     ]
-    state, todo = told(state, e.StepDone("j", 1, 5, "ready 5"), commit(5), e.StepApplied("j", 1, 5))
-    assert todo[-2:] == [do.ApplyStep("j", 1, 5, 1.0, False), do.RunStep("j", 2, 6)]
+    state, todo = told(state, e.StepReady("j", 1, 5), commit(5), e.StepApplied("j", 1, 5))
+    assert todo[-2:] == [commit(5), do.RunStep("j", 2, 6)]
     assert (state.version, state.phase) == (2, Phase.TRAINING)
-    state, todo = told(state, e.StepDone("j", 2, 6, "ready 6"))
-    assert todo == [do.Send("ready 6")]
+    state, todo = told(state, e.StepReady("j", 2, 6))
+    assert todo == [do.Send(e.StepReady("j", 2, 6))]
 
 
 def test_before_the_step_the_new_version_is_strange_and_after_it_the_old_one():
-    state, _ = told(Session(), *WAITING, relinked(4), e.StepApplied("j", 1, 4), e.StepDone("j", 1, 5, "r"))
+    state, _ = told(Session(), *WAITING, relinked(4), e.StepApplied("j", 1, 4), e.StepReady("j", 1, 5))
     after, _ = handle(state, e.StepCommit("j", 2, 5, 1.0, False, False, False))
     assert after.ignored == state.ignored + 1
-    state, _ = told(state, commit(5), e.StepApplied("j", 1, 5), e.StepDone("j", 2, 6, "r"))
+    state, _ = told(state, commit(5), e.StepApplied("j", 1, 5), e.StepReady("j", 2, 6))
     after, _ = handle(state, commit(6))
     assert after.ignored == state.ignored + 1
     after, todo = handle(state, e.StepCommit("j", 2, 6, 1.0, False, False, False))
-    assert todo == (do.ApplyStep("j", 2, 6, 1.0, False),)
+    assert todo == (e.StepCommit("j", 2, 6, 1.0, False, False, False),)
 
 
 def test_the_evaluation_and_the_snapshot_of_the_last_old_step_are_still_of_the_old_version():
-    state, _ = told(Session(), *WAITING, relinked(4), e.StepApplied("j", 1, 4), e.StepDone("j", 1, 5, "r"))
+    state, _ = told(Session(), *WAITING, relinked(4), e.StepApplied("j", 1, 4), e.StepReady("j", 1, 5))
     state, todo = told(state, commit(5, evaluate=True, store=True), e.StepApplied("j", 1, 5))
-    assert todo[-1] == do.Evaluate("j", 1, 5, False)
-    state, todo = told(state, e.EvalDone("j", 1, 5, "eval 5"))
-    assert todo == [do.Send("eval 5"), do.RunStep("j", 2, 6)]
+    assert todo[-1] == do.Evaluate(commit(5, evaluate=True, store=True))
+    state, todo = told(state, e.EvalReady("j", 1, 5, None))
+    assert todo == [do.Send(e.EvalReady("j", 1, 5, None)), do.RunStep("j", 2, 6)]
     state = through(state, 6, 7)
-    _, todo = told(state, e.Stored("j", 1, 5, "stored 5"))
-    assert todo == [do.Send("stored 5")]
+    _, todo = told(state, kept(1, 5))
+    assert todo == [do.Send(kept(1, 5))]
 
 
 def test_new_links_outlive_the_discard_of_the_step_between():
     state, _ = told(Session(), *WAITING, relinked(4), e.StepApplied("j", 1, 4))
     state, todo = told(state, e.StepDiscard("j", 1, 5, "again"), e.StepStart("j", 1, 5))
-    assert todo == [do.DiscardStep("j", 1, 5, "again"), do.RunStep("j", 1, 5)]
+    assert todo == [e.StepDiscard("j", 1, 5, "again"), do.RunStep("j", 1, 5)]
     state = through(state, 5)
     assert (state.version, state.step) == (2, 6)
 
@@ -419,27 +434,25 @@ def test_a_discard_and_a_release_may_name_either_version(version: int):
         state, _ = told(Session(), *WAITING, relinked(4), e.StepApplied("j", 1, 4))
         state = through(state, *steps)
         discarded, todo = told(state, e.StepDiscard("j", version, state.step, "stage 1 failed"))
-        assert todo == [do.DiscardStep("j", state.version, state.step, "stage 1 failed")]
+        assert todo == [e.StepDiscard("j", version, state.step, "stage 1 failed")]
         assert discarded.phase is Phase.READY
         _, todo = told(state, e.Release("j", version, "done"))
-        assert isinstance(todo[-1], do.DropStage)
+        assert isinstance(todo[-1], e.Release)
 
 
 def test_a_new_plan_replaces_links_that_have_not_begun_even_under_their_number():
     state, _ = told(Session(), *WAITING, relinked(4), e.StepApplied("j", 1, 4))
     state, todo = told(state, assigned(2))
-    assert todo[-1] == do.LoadStage("j", 2, "work")
+    assert todo[-1] == assigned(2)
     assert state.eras == ((0, 2),)
 
 
 def test_a_plan_and_a_release_from_before_the_assignment_stay_ignored_after_new_links():
-    state, _ = told(
-        Session(), *JOINED, assigned(3, first_step=0), e.StageLoaded("j", 3, "loaded"), e.StepStart("j", 3, 0)
-    )
+    state, _ = told(Session(), *JOINED, assigned(3, first_step=0), e.Loaded("j", 3), e.StepStart("j", 3, 0))
     relink = e.Relink(4, 2)
     for step, carried in ((0, relink), (1, None)):
         told_commit = e.StepCommit("j", 3, step, 1.0, False, False, False, carried)
-        state, _ = told(state, e.StepDone("j", 3, step, "r"), told_commit, e.StepApplied("j", 3, step))
+        state, _ = told(state, e.StepReady("j", 3, step), told_commit, e.StepApplied("j", 3, step))
     assert state.version == 4
     for late in (assigned(3), assigned(4), e.Release("j", 2, "late")):
         after, todo = handle(state, late)
@@ -450,7 +463,7 @@ def test_a_plan_and_a_release_from_before_the_assignment_stay_ignored_after_new_
 def test_a_commit_repeated_after_a_lost_connection_brings_the_new_links_once():
     state, _ = told(Session(), *WAITING, e.Disconnected("reset", 0.0), e.Welcome("w-a", 0.5))
     state, todo = told(state, relinked(4), relinked(4), e.StepApplied("j", 1, 4), relinked(4))
-    assert [type(i) for i in todo] == [do.ChangeLinks, do.ApplyStep, do.RunStep]
+    assert [type(i) for i in todo] == [e.StepCommit, do.RunStep]
     assert state.eras == ((0, 1), (6, 2))
 
 
@@ -459,13 +472,13 @@ def test_new_links_that_cannot_be_are_a_failure_that_only_a_new_plan_heals(wrong
     state, todo = told(Session(), *WAITING, commit(4, relink=wrong))
     (failed,) = [i.message for i in todo if isinstance(i, do.Send) and isinstance(i.message, do.StageFailed)]
     assert "too late" in failed.reason
-    assert not any(isinstance(i, do.ApplyStep) for i in todo)
+    assert not any(isinstance(i, e.StepCommit) for i in todo)
     assert (state.phase, state.whole) == (Phase.FAILED, False)
 
 
 def test_later_words_about_links_that_have_not_begun_replace_the_earlier():
     state, _ = told(Session(), *WAITING, relinked(4, 2, 9), e.StepApplied("j", 1, 4))
-    state, _ = told(state, e.StepDone("j", 1, 5, "r"), relinked(5, 3, 7), e.StepApplied("j", 1, 5))
+    state, _ = told(state, e.StepReady("j", 1, 5), relinked(5, 3, 7), e.StepApplied("j", 1, 5))
     assert state.eras == ((0, 1), (7, 3))
     assert [through(state, 6).version, through(state, 6, 7, 8).version] == [3, 3]
 
@@ -476,7 +489,7 @@ def test_what_is_remembered_of_many_new_links_is_bounded():
         version = state.version_at(step)
         relink = e.Relink(state.versions[-1] + 1, step + 2)
         said = replace(commit(step, relink=relink), version=version)
-        done, applied = e.StepDone("j", version, step, "r"), e.StepApplied("j", version, step)
+        done, applied = e.StepReady("j", version, step), e.StepApplied("j", version, step)
         state, _ = told(state, done, said, applied)
     assert state.step == 4 + 3 * s.MAX_ERAS
     assert len(state.eras) <= s.MAX_ERAS + 2
@@ -486,12 +499,12 @@ def test_what_is_remembered_of_many_new_links_is_bounded():
 def test_a_coded_evaluation_is_asked_for_by_the_commit():
     asked = commit(4, evaluate=True, evaluate_coded=True)
     _, todo = told(Session(), *WAITING, asked, e.StepApplied("j", 1, 4))
-    assert todo[-1] == do.Evaluate("j", 1, 4, coded=True)
+    assert todo[-1] == do.Evaluate(asked)
 
 
 # ---------------------------------------------------------------- other neighbours, the same stage
 
-RECONFIGURE = do.Reconfigure("j", 2, 4, "news")
+RECONFIGURE = do.Reconfigure(moved(2, step=4))
 
 
 @pytest.mark.parametrize(
@@ -501,7 +514,7 @@ RECONFIGURE = do.Reconfigure("j", 2, 4, "news")
         TRAINING,
         WAITING,
         (*TRAINING, e.PeerLost("w-b", "reset")),
-        (*TRAINING, e.StageBroke("j", 1, 4, "no answer", "w-b")),
+        (*TRAINING, e.StageFailed("j", 1, 4, "no answer", "w-b")),
         (*TRAINING, e.StepDiscard("j", 1, 4, "again")),
     ],
 )
@@ -510,12 +523,12 @@ def test_a_stage_stays_and_the_step_in_flight_begins_anew_with_other_neighbours(
     state, todo = told(state, moved())
     assert todo == [RECONFIGURE]
     assert (state.phase, state.peers, state.unacknowledged) == (Phase.LOADING, frozenset({"w-c"}), ())
-    late = (e.StepDone("j", 1, 4, "ready 4"), commit(4), e.StageLoaded("j", 1, "late"), moved())
+    late = (e.StepReady("j", 1, 4), commit(4), e.Loaded("j", 1), moved())
     assert told(state, *late)[1] == []
-    state, todo = told(state, e.StageLoaded("j", 2, "loaded"), e.StepStart("j", 2, 4))
-    assert todo == [do.Send("loaded"), do.RunStep("j", 2, 4)]
+    state, todo = told(state, e.Loaded("j", 2), e.StepStart("j", 2, 4))
+    assert todo == [do.Send(e.Loaded("j", 2)), do.RunStep("j", 2, 4)]
     again = replace(commit(4), version=2)
-    state, todo = told(state, e.StepDone("j", 2, 4, "ready"), again, e.StepApplied("j", 2, 4))
+    state, todo = told(state, e.StepReady("j", 2, 4), again, e.StepApplied("j", 2, 4))
     assert todo[-1] == do.RunStep("j", 2, 5)
 
 
@@ -525,19 +538,19 @@ def test_what_is_applied_goes_first_and_its_evaluation_is_left_out(flags: dict[s
     assert (state.phase, held(state)) == (Phase.APPLYING, Held("j", 1, 4, loaded=True, ready=True))
     assert not any(isinstance(i, do.Reconfigure) for i in todo)
     state, todo = told(state, e.StepApplied("j", 1, 4))
-    assert todo == [do.Reconfigure("j", 2, 5, "news")]
+    assert todo == [do.Reconfigure(moved(2, step=5))]
     assert held(state) == Held("j", 2, 5, loaded=False, ready=False)
-    _, todo = told(state, e.Stored("j", 1, 4, "stored 4"))
-    assert todo == [do.Send("stored 4")], "a snapshot is of the version of its step"
+    _, todo = told(state, kept(1, 4))
+    assert todo == [do.Send(kept(1, 4))], "a snapshot is of the version of its step"
 
 
 def test_the_newest_of_two_that_wait_for_an_apply_counts():
     state, _ = told(Session(), *WAITING, commit(4), moved(step=5), moved(3, step=5), moved(step=5))
-    assert told(state, e.StepApplied("j", 1, 4))[1] == [do.Reconfigure("j", 3, 5, "news")]
+    assert told(state, e.StepApplied("j", 1, 4))[1] == [do.Reconfigure(moved(3, step=5))]
 
 
 def test_an_apply_that_breaks_leaves_nothing_to_go_on_with():
-    state, _ = told(Session(), *WAITING, commit(4), moved(step=5), e.StageBroke("j", 1, 4, "disk"))
+    state, _ = told(Session(), *WAITING, commit(4), moved(step=5), e.StageFailed("j", 1, 4, "disk"))
     (failed,) = failures(told(state, moved(3, step=5))[1])
     assert "not whole" in failed.reason
 
@@ -545,24 +558,24 @@ def test_an_apply_that_breaks_leaves_nothing_to_go_on_with():
 def test_an_evaluation_under_way_is_left_for_the_next_neighbours():
     state, todo = told(Session(), *EVALUATING, moved(step=5))
     assert [type(i) for i in todo[-2:]] == [do.Interrupt, do.Reconfigure]
-    assert told(state, e.EvalDone("j", 1, 4, "eval"))[1] == []
+    assert told(state, e.EvalReady("j", 1, 4, None))[1] == []
 
 
 def test_an_evaluation_that_lost_a_neighbour_leaves_the_stage_as_it_was_after_the_step():
     state, todo = told(Session(), *EVALUATING, e.PeerLost("w-b", "reset"))
     assert [(f.version, f.step, f.lost_peer) for f in failures(todo)] == [(1, 4, "w-b")]
-    assert told(state, moved(step=5))[1] == [do.Reconfigure("j", 2, 5, "news")]
+    assert told(state, moved(step=5))[1] == [do.Reconfigure(moved(2, step=5))]
 
 
 def test_a_second_loss_while_the_first_is_being_replaced():
     state, _ = told(Session(), *WAITING, moved())
-    broke = e.StageBroke("j", 2, 0, "cannot connect", "w-c")
+    broke = e.StageFailed("j", 2, 0, "cannot connect", "w-c")
     state, todo = told(state, broke)
     assert [(f.version, f.step) for f in failures(todo)] == [(2, 4)]
     state, todo = told(state, moved(3))
-    assert todo == [do.Reconfigure("j", 3, 4, "news")]
-    state, todo = told(state, moved(4), e.StageLoaded("j", 3, "late"), e.StageLoaded("j", 4, "loaded"))
-    assert todo == [do.Reconfigure("j", 4, 4, "news"), do.Send("loaded")]
+    assert todo == [do.Reconfigure(moved(3, step=4))]
+    state, todo = told(state, moved(4), e.Loaded("j", 3), e.Loaded("j", 4))
+    assert todo == [do.Reconfigure(moved(4, step=4)), do.Send(e.Loaded("j", 4))]
     assert told(state, e.StepStart("j", 4, 4))[1] == [do.RunStep("j", 4, 4)]
 
 
@@ -571,9 +584,9 @@ def test_a_second_loss_while_the_first_is_being_replaced():
     [
         (JOINED, moved(), "holds no stage"),
         (TRAINING, moved(job="k"), "holds no stage"),
-        ((*JOINED, e.Participate("j", 1, "work")), moved(), "holds no stage"),
+        ((*JOINED, invited("j")), moved(), "holds no stage"),
         ((*JOINED, assigned()), moved(), "not whole"),
-        ((*TRAINING, e.StageBroke("j", 1, 4, "killed", gone=True)), moved(), "not whole"),
+        ((*TRAINING, e.StageFailed("j", 1, 4, "killed", gone=True)), moved(), "not whole"),
         (TRAINING, moved(step=5), "after 4 steps, not 5"),
         (WAITING, moved(step=3), "after 4 steps, not 3"),
         ((*WAITING, commit(4)), moved(step=4), "after 4 steps, not 4"),
@@ -589,30 +602,30 @@ def test_what_does_not_fit_is_said(before: tuple[e.Event, ...], asked: e.Reconfi
     assert not any(isinstance(i, do.Reconfigure) for i in todo)
     assert after.job == state.job
     if state.job == asked.job:
-        assert isinstance(told(after, e.Release("j", asked.version, "back"))[1][-1], do.DropStage)
+        assert isinstance(told(after, e.Release("j", asked.version, "back"))[1][-1], e.Release)
 
 
 def test_links_that_have_not_begun_are_forgotten():
     state, _ = told(Session(), *WAITING, relinked(4), e.StepApplied("j", 1, 4), moved(3, step=5))
     assert state.eras == ((0, 1), (5, 3))
-    state, _ = told(state, e.StageLoaded("j", 3, "loaded"), e.StepStart("j", 3, 5))
+    state, _ = told(state, e.Loaded("j", 3), e.StepStart("j", 3, 5))
     assert through(state, 5, 6).version == 3
 
 
 def test_steps_that_are_repeated_are_reported_under_the_versions_that_they_had():
-    news = replace(assigned(4, first_step=9), eras=((0, 1), (6, 3)))
+    news = replace(assigned(4, first_step=9), replay=Replay(5, (Era(1, 0, ()), Era(3, 6, ())), (1.0,) * 4))
     state, todo = told(Session(), *JOINED, news)
-    assert todo == [do.LoadStage("j", 4, "work")]
+    assert todo == [news]
     assert [state.version_at(step) for step in (5, 6, 8, 9)] == [1, 3, 3, 4]
-    state, todo = told(state, e.Stored("j", 3, 8, "stored 8"), e.StageLoaded("j", 4, "loaded"))
-    assert todo == [do.Send("stored 8"), do.Send("loaded")]
+    state, todo = told(state, kept(3, 8), e.Loaded("j", 4))
+    assert todo == [do.Send(kept(3, 8)), do.Send(e.Loaded("j", 4))]
     assert told(state, e.StepStart("j", 4, 9))[1] == [do.RunStep("j", 4, 9)]
 
 
 def test_a_stage_that_cannot_be_repeated_names_the_step_that_waits_for_it():
-    news = replace(assigned(4, first_step=9), eras=((6, 3),))
+    news = replace(assigned(4, first_step=9), replay=Replay(6, (Era(3, 6, ()),), (1.0,) * 3))
     state, _ = told(Session(), *JOINED, news)
-    (failed,) = failures(told(state, e.StageBroke("j", 4, 0, "a message is missing"))[1])
+    (failed,) = failures(told(state, e.StageFailed("j", 4, 0, "a message is missing"))[1])
     assert (failed.version, failed.step) == (4, 9)
 
 
@@ -625,10 +638,10 @@ RELINKS = st.none() | st.builds(e.Relink, st.integers(1, 3), st.integers(0, 5))
 EVENTS = st.one_of(
     st.sampled_from([*JOINED, assigned(), assigned(2), assigned(1, "k"), e.Drained()]),
     st.builds(e.StepStart, st.just("j"), st.integers(1, 4), st.integers(0, 3)),
-    st.builds(e.StageLoaded, st.just("j"), st.integers(1, 4), st.just("loaded")),
-    st.builds(e.StepDone, st.just("j"), st.integers(1, 4), st.integers(0, 3), st.just("ready")),
+    st.builds(e.Loaded, st.just("j"), st.integers(1, 4)),
+    st.builds(e.StepReady, st.just("j"), st.integers(1, 4), st.integers(0, 3)),
     st.builds(e.StepApplied, st.just("j"), st.integers(1, 4), st.integers(0, 3)),
-    st.builds(e.EvalDone, st.just("j"), st.integers(1, 4), st.integers(0, 3), st.just("eval")),
+    st.builds(e.EvalReady, st.just("j"), st.integers(1, 4), st.integers(0, 3), st.none()),
     st.builds(
         e.StepCommit, st.just("j"), st.integers(1, 4), st.integers(0, 3), st.just(1.0), st.booleans(),
         st.booleans(), st.booleans(), st.booleans(), RELINKS,
@@ -636,10 +649,10 @@ EVENTS = st.one_of(
     st.builds(e.StepDiscard, st.just("j"), st.integers(1, 4), st.integers(0, 3), st.just("why")),
     st.builds(
         e.Reconfigure, st.just("j"), st.integers(2, 4), st.integers(0, 3), st.integers(0, 3),
-        st.just(PEERS), st.just("news"),
+        st.just((peer("w-c"),)), st.just(pb.Reconfigure()),
     ),
     st.builds(e.Release, st.sampled_from("jk"), st.integers(1, 2), st.just("why")),
-    st.builds(e.StageBroke, st.just("j"), st.integers(1, 4), st.integers(0, 3), st.just("why")),
+    st.builds(e.StageFailed, st.just("j"), st.integers(1, 4), st.integers(0, 3), st.just("why")),
     st.builds(e.PeerLost, st.just("w-b"), st.just("why")),
     st.builds(e.Disconnected, st.just("why"), st.floats(0, 0.99)),
     st.builds(e.Dismiss, st.just("why"), st.booleans()),
@@ -663,12 +676,12 @@ def test_no_order_of_events_applies_a_step_twice_or_two_at_a_time(events: list[e
         for instruction in todo:
             if isinstance(instruction, do.RunStep):
                 computed = {(instruction.job, instruction.version, instruction.step)}
-            if isinstance(instruction, do.ApplyStep):
+            if isinstance(instruction, e.StepCommit):
                 at = (instruction.job, instruction.version, instruction.step)
                 assert at in computed, "a step was applied that was not the one computed"
                 assert instruction.step not in applied, "a step was applied twice"
                 computed, applied = set(), applied | {instruction.step}
-            if isinstance(instruction, do.LoadStage):
+            if isinstance(instruction, e.Assign):
                 applied = set()
                 assert (instruction.job, instruction.version) != loaded_before
 
@@ -687,7 +700,7 @@ def test_every_event_has_a_handler_in_some_phase():
 def test_a_pause_drops_the_work_frees_the_machine_and_keeps_the_session():
     for before in (LOADED, TRAINING, WAITING):
         state, todo = told(Session(), *before, e.PauseAsked("by its owner"))
-        assert todo[-2:] == [do.DropStage("j", 1, "by its owner"), do.Suspend("by its owner")]
+        assert todo[-2:] == [e.Release("j", 1, "by its owner"), do.Suspend("by its owner")]
         assert (state.phase, state.job, state.unacknowledged) == (Phase.PAUSED, "", ())
         state, todo = told(
             state, commit(4), e.Release("j", 1, "paused"), assigned(2), e.PauseAsked("on battery")
@@ -698,15 +711,15 @@ def test_a_pause_drops_the_work_frees_the_machine_and_keeps_the_session():
         state, todo = told(state, e.ResumeAsked())
         assert (state.phase, todo) == (Phase.IDLE, [do.Wake()])
         _, todo = told(state, assigned(3))
-        assert [type(i) for i in todo] == [do.LoadStage]
+        assert [type(i) for i in todo] == [e.Assign]
 
 
 def test_a_paused_worker_measures_nothing():
     state, _ = told(Session(), *JOINED, e.PauseAsked("by its owner"))
-    _, todo = told(state, e.ProbeOps(3, "ops"), e.ProbeLink(4, "w-b", "there"))
+    _, todo = told(state, OPS, LINK)
     assert todo == [
-        do.Send(do.OpsProbed(3, {}, "busy: paused")),
-        do.Send(do.LinkProbed(4, "w-b", 0.0, 0.0, "busy: paused")),
+        do.Send(do.OpsProbed(1, {}, "busy: paused")),
+        do.Send(do.LinkProbed(2, "w-b", 0.0, 0.0, "busy: paused")),
     ]
 
 

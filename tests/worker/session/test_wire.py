@@ -6,17 +6,16 @@ import pytest
 
 from atoll.errors import BadFrame
 from atoll.exchange import Receipt
-from atoll.held_out import Figures
+from atoll.messages.to_worker import KeepCopies, PeerLink, RankPeer, StageCopy
 from atoll.plan import LinkSpec, Mask
 from protos import atoll_control_pb2 as pb
 from protos.convert import to_proto
 from protos.relay_tickets import TICKET_BYTES
 from protos.session import to_coordinator
+from worker.compute.reports import step_ready
 from worker.links.codec_use import CodecUse
 from worker.session import events
 from worker.session import wire as messages
-from worker.session.state import Phase, Session
-from worker.stage.assignment import PeerLink
 from worker.stage.reports import StageReport, StepReport
 from worker.transport.contract import Goodput, Paths, RelayOffer
 
@@ -40,14 +39,6 @@ def test_a_commit_carries_new_links_and_the_wish_for_a_coded_evaluation() -> Non
 def test_a_welcome_carries_the_term_of_its_coordinator() -> None:
     event = messages.event_from(pb.ToWorker(welcome=pb.Welcome(worker="w", heartbeat_s=0.5, term=7)))
     assert event == events.Welcome("w", 0.5, 0.0, 7)
-
-
-def test_a_session_without_a_stage_introduces_none() -> None:
-    assert messages.held_stage(Session()) is None
-    waiting = Session(phase=Phase.WAITING, job="j", assigned=3, eras=((0, 3), (9, 4)), step=12)
-    assert messages.held_stage(waiting) == pb.HeldStage(
-        job="j", plan_version=3, step=12, loaded=True, ready=True
-    )
 
 
 def test_a_commit_without_new_links_leaves_them_as_they_are() -> None:
@@ -84,9 +75,8 @@ def test_a_steps_report_says_what_the_codecs_did_for_each_peer() -> None:
     report = StepReport(4, StageReport((1.5,), (), True), 0.1, 0.2, 0.0, 0.0)
     goodputs = [Goodput(peer, 10, 0.5, 0.01, 4e6) for peer in ("w-a", "w-b")]
     use = {"w-a": CodecUse(dense_bytes=80, wire_bytes=9, encode_s=0.25, decode_s=0.125)}
-    ready = to_coordinator(messages.step_ready("j", 1, report, False, use)).ready
-    messages.add_measured(ready, goodputs, 0.25)
-    told = {link.peer: (link.bytes, link.dense_bytes, link.encode_s, link.decode_s) for link in ready.links}
+    ready = messages.measured(step_ready("j", 1, report, False, use), goodputs, 0.25)
+    told = {link.peer: (link.n_bytes, link.dense_bytes, link.encode_s, link.decode_s) for link in ready.links}
     assert told == {"w-a": (10, 80, 0.25, 0.125), "w-b": (10, 0, 0.0, 0.0)}
     assert [link.quickest_bps for link in ready.links] == [4e6, 4e6]
     assert ready.handling_s == 0.25  # of the report's own 0 and the daemon's
@@ -94,21 +84,16 @@ def test_a_steps_report_says_what_the_codecs_did_for_each_peer() -> None:
 
 def test_digests_travel_with_a_step() -> None:
     report = StepReport(4, StageReport((), (), True, b"gradient"), 0.1, 0.2, 0.0, 0.0, inputs=b"messages")
-    ready = to_coordinator(messages.step_ready("j", 1, report, False, {})).ready
+    ready = to_coordinator(step_ready("j", 1, report, False, {})).ready
     assert (ready.digest.gradients, ready.digest.inputs) == (b"gradient", b"messages")
 
 
 def test_the_receipt_of_a_round_travels_with_the_digest_of_each_owners_total() -> None:
     receipt = Receipt(3, 0, (0, 2), (0, 2), 1.0, 10, 20, "ab" * 16, totals={0: "01" * 16, 2: "02" * 16})
     report = StepReport(4, StageReport((), (), True), 0.1, 0.2, 0.0, 0.0, receipt=receipt)
-    found = to_coordinator(messages.step_ready("j", 1, report, False, {})).ready.receipt
+    found = to_coordinator(step_ready("j", 1, report, False, {})).ready.receipt
     assert (found.round, list(found.included), found.digest) == (3, [0, 2], "ab" * 16)
     assert {total.owner: total.digest for total in found.totals} == {0: b"\1" * 16, 2: b"\2" * 16}
-
-
-def test_an_evaluation_without_a_coded_loss_says_none() -> None:
-    assert messages.eval_ready("j", 1, 3, Figures(2.0)).coded_loss is None
-    assert messages.eval_ready("j", 1, 3, Figures(2.0), Figures(2.5)).coded_loss == 2.5
 
 
 @pytest.mark.parametrize(
@@ -125,16 +110,14 @@ def test_reasons_are_plain_before_they_are_logged(sent: pb.ToWorker) -> None:
 
 
 def test_a_peer_with_a_name_that_turns_a_line_around_is_refused() -> None:
-    with pytest.raises(BadFrame, match=r"peer 'w.u202e' holds control characters"):
+    with pytest.raises(BadFrame, match=r"worker 'w.u202e' holds control characters"):
         messages.event_from(pb.ToWorker(expect_peer=pb.ExpectPeer(peer=pb.PeerAddress(worker="w\u202e"))))
 
 
 def test_what_codecs_did_for_a_peer_that_was_not_measured_is_left_out() -> None:
     report = StepReport(4, StageReport((1.5,), (), True), 0.1, 0.2, 0.0, 0.0)
-    ready = to_coordinator(
-        messages.step_ready("j", 1, report, False, {"w-a": CodecUse(dense_bytes=80)})
-    ).ready
-    messages.add_measured(ready, [Goodput("w-b", 10, 0.5, 0.01, 4e6)], 0.0)
+    ready = step_ready("j", 1, report, False, {"w-a": CodecUse(dense_bytes=80)})
+    ready = messages.measured(ready, [Goodput("w-b", 10, 0.5, 0.01, 4e6)], 0.0)
     assert [(link.peer, link.dense_bytes) for link in ready.links] == [("w-b", 0)]
 
 
@@ -151,10 +134,10 @@ def moved(**changes: object) -> pb.ToWorker:
 
 def test_a_reconfiguration_carries_its_message_and_the_new_neighbours() -> None:
     sent = moved()
-    links = (PeerLink("w-b", Paths((("10.0.0.2", 7000),), dial=True)),)
-    work = messages.ReconfiguredStage(sent.reconfigure, links)
-    assert messages.event_from(sent) == events.Reconfigure("j", 3, 1, 7, frozenset({"w-b"}), work)
-    assert getattr(messages.event_from(sent), "work") == work  # noqa: B009 - left out of comparisons
+    peers = (RankPeer(1, PeerLink("w-b", Paths((("10.0.0.2", 7000),), dial=True))),)
+    event = messages.event_from(sent)
+    assert event == events.Reconfigure("j", 3, 1, 7, peers, sent.reconfigure)
+    assert event.message is sent.reconfigure  # left out of comparisons
 
 
 @pytest.mark.parametrize(
@@ -218,7 +201,7 @@ def kept(**changes: object) -> pb.ToWorker:
 
 def test_copies_to_keep_are_named_and_bounded() -> None:
     asked = messages.event_from(kept())
-    assert asked == messages.CopiesAsked((messages.CopyAsked("j", "j.3.0-5", {"ab" * 32: 10}),))
+    assert asked == KeepCopies((StageCopy("j", "j.3.0-5", {"ab" * 32: 10}),))
     for wrong in (kept(name=""), kept(job=""), kept(blobs=[pb.BlobRef(hash="../x", size=1)])):
         with pytest.raises(BadFrame):
             messages.event_from(wrong)
@@ -232,9 +215,9 @@ def test_who_computes_is_not_told_who_keeps_copies() -> None:
     message.assign.holders.append(holder)
     event = messages.event_from(message)
     assert isinstance(event, events.Assign)
-    (found,) = event.work.holders
+    (found,) = event.holders
     assert (found.worker, found.paths.addresses, found.paths.dial) == ("w-2", (("h", 7),), True)
-    assert not event.work.message.holders
+    assert not event.message.holders
 
 
 def test_a_commit_says_from_where_on_messages_may_be_wanted_and_never_of_steps_to_come() -> None:
@@ -265,12 +248,12 @@ def test_the_way_by_relays_reaches_the_daemon_and_its_key_no_further() -> None:
     offer = RelayOffer((("", 7702), ("192.0.2.1", 7702)), bytes(TICKET_BYTES), bytes(32), True, 2.5, 600.0)
     peer = pb.PeerAddress(worker="w-b", addresses=[pb.Address(host="192.0.2.2", port=1)], relay=relay())
     expected = messages.event_from(pb.ToWorker(expect_peer=pb.ExpectPeer(peer=peer, dial=True)))
-    assert expected == messages.PeerExpected("w-b", Paths((("192.0.2.2", 1),), True, offer))
+    assert expected == PeerLink("w-b", Paths((("192.0.2.2", 1),), True, offer))
     assign = pb.Assign(job="j", plan_version=1, peers=[pb.RankPeer(rank=1, peer=peer)])
     assigned = messages.event_from(pb.ToWorker(assign=assign))
     assert isinstance(assigned, events.Assign)
-    assert assigned.work.links[0].paths.relay == offer
-    assert not assigned.work.message.peers[0].peer.HasField("relay"), "what computes is given no key"
+    assert assigned.peers[0].link.paths.relay == offer
+    assert not assigned.message.peers[0].peer.HasField("relay"), "what computes is given no key"
 
 
 @pytest.mark.parametrize(

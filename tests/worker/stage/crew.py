@@ -12,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from atoll.job import Optimizer, TrainingSpec
+from atoll.messages.to_worker import PeerLink
 from atoll.microbatch import ScheduleName
 from atoll.opdag import OpDag, StateMeta
 from atoll.plan import LinkSpec, Plan, StageSpec, one_replica
@@ -24,7 +25,7 @@ from tests.patience import HUNG_S
 from tests.worker.links.hub import Hub
 from worker.links.links import NEVER, Links, Network
 from worker.spans import Spans
-from worker.stage.assignment import Assignment, PeerLink
+from worker.stage.assignment import Assignment
 from worker.stage.local_steps import LocalSteps
 from worker.stage.reports import Progress, StepReport
 from worker.stage.run import Meters, StageRun, codecs_of

@@ -9,11 +9,12 @@ import pytest
 from atoll.errors import AtollError, BadFrame, PlanError
 from atoll.exchange import Exchange
 from atoll.job import Recompute, TrainingSpec
+from atoll.messages.to_worker import PeerLink
 from atoll.microbatch import ScheduleName
 from atoll.opdag import StateMeta, TensorMeta
 from atoll.plan import Plan, Replica, StageSpec, one_replica
 from atoll.program import StageProgram
-from worker.stage.assignment import Assignment, PeerLink, check
+from worker.stage.assignment import Assignment, check
 from worker.transport.contract import Paths
 
 TRAINING = TrainingSpec(1, 4, blocks=2)

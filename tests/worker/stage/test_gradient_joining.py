@@ -13,6 +13,7 @@ from atoll.collective import TOTAL
 from atoll.exchange import Exchange
 from atoll.gradient_exchange import Bucket
 from atoll.job import Optimizer, ParamGroup, TrainingSpec
+from atoll.messages.to_worker import PeerLink
 from atoll.microbatch import ScheduleName
 from atoll.plan import Plan, Replica, StageSpec
 from atoll.program import stage_programs
@@ -21,7 +22,7 @@ from tests.inprocess.pipeline import LocalPipeline
 from tests.worker.stage.crew import TRAINING, Case, Crew, case, cut_evenly
 from worker.cancel import Cancel
 from worker.exchange.bucket import Outgoing
-from worker.stage.assignment import Assignment, PeerLink
+from worker.stage.assignment import Assignment
 from worker.stage.expected import step_arrivals
 from worker.stage.joining import GradientExchange
 from worker.stage.reports import StepReport

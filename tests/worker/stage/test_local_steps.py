@@ -15,6 +15,7 @@ from atoll.collective import TOTAL
 from atoll.errors import PlanError
 from atoll.exchange import Exchange, PairTable, Pattern, wanted_exchange
 from atoll.job import Optimizer
+from atoll.messages.to_worker import PeerLink
 from atoll.microbatch import ScheduleName
 from atoll.plan import Plan, Replica, StageSpec
 from atoll.program import stage_programs
@@ -29,7 +30,7 @@ from worker.exchange.carrier import packed
 from worker.exchange.round import Message, digest_of
 from worker.exchange.schedule import Groups
 from worker.stage import local_steps
-from worker.stage.assignment import Assignment, PeerLink, check
+from worker.stage.assignment import Assignment, check
 from worker.stage.joining import Send
 from worker.stage.reports import StepReport
 from worker.transport.contract import Paths, PeerLost

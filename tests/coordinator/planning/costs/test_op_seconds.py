@@ -42,8 +42,8 @@ def test_a_signature_depends_on_shapes_literals_and_gradients_but_not_on_names()
 def test_a_probe_names_every_input_and_leaf_of_its_op():
     dag = gpt_like(1)
     for probe in probe_ops(dag):
-        assert probe.node == dag.ops[probe.op]
-        assert all(leaf.name in dag.parameters or leaf.name in dag.inputs for leaf, _ in probe.leaves)
+        assert probe.node in dag.ops
+        assert all(leaf in dag.parameters or leaf in dag.inputs for leaf in probe.leaves)
         assert len(probe.op_inputs) + len(probe.leaves) == len(probe.node.args)
 
 

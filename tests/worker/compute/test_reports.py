@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import pytest
 
+from atoll.messages.from_worker import EvaluatedRow, Row
+from atoll.messages.to_worker import Blob, Model, TrainRound
 from compressors.container import Stored
 from coordinator.messages import events as ev
 from coordinator.services.wire import message_from
+from protos.session import to_coordinator
 from strategies.fixed import FixedSums, Grid
-from worker.federated.orders import (
-    Assessment,
-    Evaluated,
-    HostAnswer,
-    ModelRef,
-    Row,
-    TrainOrder,
-    Update,
-)
-from worker.session import wire_federated
+from worker.compute import reports
+from worker.federated.orders import Assessment, HostAnswer, Update
 
+MODEL = Model(Blob("cd" * 32, 10))
+ORDER = TrainRound("job-1", 3, MODEL, "none", 1.0, 60.0, 7, "0123456789abcdef", ("x",), 100, 6000)
 GRID = Grid({"trained": 6000.0, "averaged": 6000.0}, {"samples": 6000.0, "weight": 6000.0})
 
 
 def answer(clients: int, refused: int = 0) -> HostAnswer:
-    rows = tuple(Row(f"client-{at:04d}", 60 + at, 6, 0.5 + at, 0.25, 178_000, 0.125) for at in range(clients))
+    rows = {f"client-{at:04d}": Row(60 + at, 6, 0.5 + at, 0.25, 0.125, 178_000) for at in range(clients)}
     sums = FixedSums(
         GRID, {}, dict.fromkeys(GRID.weights, 2**60), dict.fromkeys(GRID.scalars, 2**60), clients
     )
@@ -32,10 +29,8 @@ def answer(clients: int, refused: int = 0) -> HostAnswer:
 
 
 def sent(found: HostAnswer) -> ev.UpdateReady:
-    order = TrainOrder(3, ModelRef("cd" * 32), "none", 1.0, 7, "0123456789abcdef", ("x",), 100, 6000)
     update = Update(found, 0.0, found.stored, 1.5, 170_000, 0.1, 0, 0.0)
-    message = wire_federated.update_ready("job-1", order, update)
-    read = message_from(message)
+    read = message_from(to_coordinator(reports.update_ready(ORDER, update)))
     assert isinstance(read, ev.UpdateReady)
     return read
 
@@ -44,7 +39,7 @@ def test_rows_and_bounds_arrive_and_the_numbers_of_all_are_sums_and_means() -> N
     read = sent(answer(3, refused=1))
     assert read.host is not None
     assert list(read.host.rows) == ["client-0000", "client-0001", "client-0002"]
-    assert read.host.rows["client-0001"] == ev.Row(61, 6, 1.5, 0.25, 0.125)
+    assert read.host.rows["client-0001"] == ev.Row(61, 6, 1.5, 0.25, 0.125, 178_000)
     assert read.host.refused == {"client-9000": "the local loss is nan"}
     assert (dict(read.host.loads), dict(read.host.sums)) == (
         dict.fromkeys(GRID.weights, 2**60),
@@ -62,10 +57,9 @@ def test_an_answer_of_nobody_has_no_blob() -> None:
 
 
 def test_a_row_takes_less_than_200_bytes_and_so_does_a_client_of_an_order() -> None:
-    order = TrainOrder(3, ModelRef("cd" * 32), "none", 1.0, 7, "0123456789abcdef", ("x",), 100, 6000)
     sizes = [
-        wire_federated.update_ready(
-            "job-1", order, Update(answer(n), 0.0, answer(n).stored, 1.5, 1, 0.1, 0, 0.0)
+        to_coordinator(
+            reports.update_ready(ORDER, Update(answer(n), 0.0, answer(n).stored, 1.5, 1, 0.1, 0, 0.0))
         ).ByteSize()
         for n in (1, 101)
     ]
@@ -73,14 +67,12 @@ def test_a_row_takes_less_than_200_bytes_and_so_does_a_client_of_an_order() -> N
 
 
 def test_an_evaluation_of_one_owner_keeps_its_figures_and_that_of_clients_has_their_means() -> None:
-    alone = wire_federated.client_evaluated(
-        "job-1", 1, Assessment({"": Evaluated(7, 0.1, {"accuracy": 0.3})}, 1.0, 0, 0.0)
-    )
-    read = message_from(alone)
+    alone = Assessment({"": EvaluatedRow(7, 0.1, {"accuracy": 0.3})}, 1.0, 0, 0.0)
+    read = message_from(to_coordinator(reports.client_evaluated("job-1", 1, alone)))
     assert isinstance(read, ev.ClientEvaluated)
     assert (read.n_samples, read.loss, dict(read.metrics), dict(read.rows)) == (7, 0.1, {"accuracy": 0.3}, {})
-    found = {"a": Evaluated(1, 1.0, {"accuracy": 0.0}), "b": Evaluated(3, 2.0, {"accuracy": 1.0})}
-    read = message_from(wire_federated.client_evaluated("job-1", 1, Assessment(found, 1.0, 0, 0.0)))
+    found = {"a": EvaluatedRow(1, 1.0, {"accuracy": 0.0}), "b": EvaluatedRow(3, 2.0, {"accuracy": 1.0})}
+    read = message_from(to_coordinator(reports.client_evaluated("job-1", 1, Assessment(found, 1.0, 0, 0.0))))
     assert isinstance(read, ev.ClientEvaluated)
     assert (read.n_samples, read.loss, read.metrics["accuracy"]) == (4, 1.75, 0.75)
     assert read.rows["b"] == ev.EvaluatedRow(3, 2.0, {"accuracy": 1.0})
