@@ -321,7 +321,7 @@ class Peer:
 
 
 class Peers:
-    """The peers of one network by name, whom it has met and not lost. ``changed`` guards them."""
+    """The peers of one network by name, those that it has met and not lost. ``changed`` guards them."""
 
     def __init__(self, make: Callable[[str, int], Peer]) -> None:
         """``make`` a peer of a name under a session."""
