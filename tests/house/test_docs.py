@@ -245,25 +245,3 @@ def test_rows_of_tables_have_as_many_cells_as_their_heads() -> None:
             if found != cells:
                 wrong.append(f"{path.relative_to(ROOT)}:{number}: {found - 1} cells, not {cells - 1}")
     assert wrong == []
-
-
-def _screen_lines(text: str) -> int:
-    """Lines of 110 characters that a page takes, with paragraphs flowing and links as their words."""
-    text = re.sub(r"\]\([^)]*\)", "]", text)
-    lines, paragraph, fenced = 0, "", False
-    for line in (*text.splitlines(), ""):
-        fenced ^= line.startswith("```")
-        alone = fenced or not line.strip() or line.startswith(("|", "#", "```"))
-        if alone or re.match(r"\s*([-*]|\d+\.) ", line):
-            lines += -(-len(paragraph) // 110)
-            paragraph = ""
-        if alone:
-            lines += max(1, -(-len(line) // 110))
-        else:
-            paragraph += f" {line.strip()}"
-    return lines
-
-
-def test_a_decision_fits_two_screens() -> None:
-    sizes = {path.name: _screen_lines(path.read_text()) for path in (DOCS / "decisions").glob("*.md")}
-    assert {name: size for name, size in sizes.items() if size > 100} == {}, "lines of 110 characters"
