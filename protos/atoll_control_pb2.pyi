@@ -1866,7 +1866,7 @@ class ClientFailed(_message.Message):
 Global___ClientFailed: _TypeAlias = ClientFailed  # noqa: Y015
 
 @_typing.final
-class Consent(_message.Message):
+class ConsentSaid(_message.Message):
     """A data owner's word on a job that named its data. word: awaited | given | refused. After ``awaited`` and
     ``refused`` this worker takes no part and is free for other work; after ``given`` it may be invited anew.
     graph: sha256 of what the job would run here; empty where it was not looked at.
@@ -1899,7 +1899,7 @@ class Consent(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Consent: _TypeAlias = Consent  # noqa: Y015
+Global___ConsentSaid: _TypeAlias = ConsentSaid  # noqa: Y015
 
 @_typing.final
 class FromWorker(_message.Message):
@@ -1960,7 +1960,7 @@ class FromWorker(_message.Message):
     @_builtins.property
     def peer_joined(self) -> Global___PeerJoined: ...
     @_builtins.property
-    def consent(self) -> Global___Consent: ...
+    def consent(self) -> Global___ConsentSaid: ...
     @_builtins.property
     def copy_held(self) -> Global___CopyHeld: ...
     @_builtins.property
@@ -1985,7 +1985,7 @@ class FromWorker(_message.Message):
         client_failed: Global___ClientFailed | None = ...,
         codec_speeds: Global___CodecSpeeds | None = ...,
         peer_joined: Global___PeerJoined | None = ...,
-        consent: Global___Consent | None = ...,
+        consent: Global___ConsentSaid | None = ...,
         copy_held: Global___CopyHeld | None = ...,
         copy_stored: Global___CopyStored | None = ...,
     ) -> None: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import protos.convert  # noqa: F401 - it registers how fields of graphs and plans are read
 from atoll.errors import BadFrame
@@ -17,24 +17,11 @@ from protos.bounds import blob_hash, within
 from protos.coding import CHECKS, CODES, Form
 from protos.relay_tickets import MAC_BYTES, TICKET_BYTES
 
+_SAID = {kind.__name__: kind for kind in get_args(told.Message)}
 FROM_WORKER: Mapping[str, type] = {
-    "heartbeat": told.Heartbeat,
-    "codec_speeds": told.CodecSpeeds,
-    "ops_probed": told.OpsProbed,
-    "link_probed": told.LinkProbed,
-    "peer_joined": told.PeerJoined,
-    "loaded": told.Loaded,
-    "failed": told.StageFailed,
-    "ready": told.StepReady,
-    "eval_ready": told.EvalReady,
-    "stored": told.StateStored,
-    "update_ready": told.UpdateReady,
-    "client_evaluated": told.ClientEvaluated,
-    "client_failed": told.ClientFailed,
-    "consent": told.ConsentSaid,
-    "copy_held": told.CopyHeld,
-    "copy_stored": told.CopyStored,
-    "leaving": told.Leaving,
+    field.name: _SAID[kind.name]
+    for field in pb.FromWorker.DESCRIPTOR.fields
+    if (kind := field.message_type) is not None and kind.name in _SAID
 }
 """Kinds of what a worker says that its coordinator acts upon, by the field of ``FromWorker``."""
 TO_WORKER: Mapping[str, type] = {

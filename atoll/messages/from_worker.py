@@ -451,3 +451,10 @@ class ConsentSaid:
 @dataclass(frozen=True, slots=True)
 class Leaving:
     reason: Reason
+
+
+StageMessage = Loaded | StepReady | EvalReady | StateStored | StageFailed
+ClientMessage = UpdateReady | ClientEvaluated | ClientFailed | ConsentSaid
+JobMessage = StageMessage | ClientMessage | CopyHeld | CopyStored
+Message = Heartbeat | CodecSpeeds | OpsProbed | LinkProbed | PeerJoined | Leaving | JobMessage
+"""All that a coordinator acts upon: each stands under its class's name in the schema's ``FromWorker``."""

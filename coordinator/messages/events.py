@@ -6,35 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from atoll.job import JobSpec
-from atoll.messages.from_worker import NO_DIGEST as NO_DIGEST
-from atoll.messages.from_worker import UNLIMITED as UNLIMITED
-from atoll.messages.from_worker import ClientEvaluated as ClientEvaluated
-from atoll.messages.from_worker import ClientFailed as ClientFailed
-from atoll.messages.from_worker import CodecSpeeds as CodecSpeeds
-from atoll.messages.from_worker import ConsentSaid as ConsentSaid
-from atoll.messages.from_worker import CopyHeld as CopyHeld
-from atoll.messages.from_worker import CopyStored as CopyStored
-from atoll.messages.from_worker import Digest as Digest
-from atoll.messages.from_worker import EvalReady as EvalReady
-from atoll.messages.from_worker import EvaluatedRow as EvaluatedRow
-from atoll.messages.from_worker import Goodput as Goodput
-from atoll.messages.from_worker import Guest as Guest
-from atoll.messages.from_worker import Heartbeat as Heartbeat
-from atoll.messages.from_worker import Held as Held
-from atoll.messages.from_worker import HostRows as HostRows
-from atoll.messages.from_worker import Introduction as Introduction
-from atoll.messages.from_worker import Leaving as Leaving
-from atoll.messages.from_worker import LinkProbed as LinkProbed
-from atoll.messages.from_worker import Loaded as Loaded
-from atoll.messages.from_worker import OpsProbed as OpsProbed
-from atoll.messages.from_worker import PeerJoined as PeerJoined
-from atoll.messages.from_worker import RoundReceipt as RoundReceipt
-from atoll.messages.from_worker import Row as Row
-from atoll.messages.from_worker import StageFailed as StageFailed
-from atoll.messages.from_worker import StateStored as StateStored
-from atoll.messages.from_worker import StepReady as StepReady
-from atoll.messages.from_worker import UpdateReady as UpdateReady
-from atoll.messages.from_worker import Waits as Waits
+from atoll.messages import from_worker as told
+from atoll.messages.from_worker import *  # noqa: F403 - what workers say are events as they are
 from atoll.messages.to_worker import Blob as Blob
 from atoll.opdag import TensorMeta
 from atoll.plan import LinkSpec, Plan
@@ -50,36 +23,14 @@ class Malformed:
     reason: str
 
 
-PeerMessage = (
-    Heartbeat
-    | CodecSpeeds
-    | OpsProbed
-    | LinkProbed
-    | PeerJoined
-    | Loaded
-    | StepReady
-    | EvalReady
-    | StateStored
-    | StageFailed
-    | CopyHeld
-    | CopyStored
-    | UpdateReady
-    | ClientEvaluated
-    | ClientFailed
-    | ConsentSaid
-    | Leaving
-    | Malformed
-)
-ClientMessage = UpdateReady | ClientEvaluated | ClientFailed | ConsentSaid
-StageMessage = Loaded | StepReady | EvalReady | StateStored | StageFailed
-JobMessage = StageMessage | ClientMessage | CopyHeld | CopyStored
+PeerMessage = told.Message | Malformed
 
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
     worker: str
     session: int  # unique number of the stream
-    introduction: Introduction
+    introduction: told.Introduction
 
 
 @dataclass(frozen=True, slots=True)

@@ -524,7 +524,7 @@ def test_a_refused_worker_is_let_go_and_shown_as_refused() -> None:
 @pytest.mark.parametrize("broken", [{"word": "perhaps"}, {"graph": "../x"}, {"job": ""}])
 def test_a_word_that_is_none_is_malformed(broken: dict[str, str]) -> None:
     with pytest.raises(BadFrame):
-        message_from(pb.FromWorker(consent=pb.Consent(**{"job": "job-1", "word": "given", **broken})))
+        message_from(pb.FromWorker(consent=pb.ConsentSaid(**{"job": "job-1", "word": "given", **broken})))
 
 
 def test_a_client_whose_owner_limits_it_is_expected_later_before_a_round_shows_it() -> None:
