@@ -317,7 +317,8 @@ class Scheduler:
             self._limited(name, beat.guest)
         held, driver = (beat.job, beat.version), self.driver_of(beat.job)
         stays = beat.job == worker.member.job or (driver is not None and driver.keeps(beat.job))
-        if beat.job and not stays and held == worker.heard_job:  # twice: not just a release on its way
+        # Twice: not just a release on its way. While nothing can be stored one may be deferred.
+        if beat.job and not stays and held == worker.heard_job and not self.effects.storage:
             reason = "this job does not use you any more"
             self.effects.send(name, do.Release(beat.job, beat.version, reason))
         dropped, worker.heard_job = worker.heard_job, held

@@ -122,6 +122,7 @@ class Shell:
     planner: PlannerPool = field(init=False)
     _events: asyncio.Queue[_Posted] = field(default_factory=asyncio.Queue)
     _unwritten: list[Fact] = field(default_factory=list)
+    _deferred: list[do.Instruction] = field(default_factory=list)  # until those are written
     _retry_s: float = 0.0
     _sweeping: asyncio.Lock = field(default_factory=asyncio.Lock)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -207,6 +208,8 @@ class Shell:
         for posted, instructions in todo:
             for instruction in batches.consequences(instructions, durable=failure is None):
                 self._attempt(instruction, now_s)
+            if failure is not None:
+                self._deferred += batches.deferred(instructions)
             _resolve(posted, failure if any(isinstance(i, do.Journal) for i in instructions) else None)
             self._note_commit(posted, instructions)
         later = batches.words(caused)
@@ -273,6 +276,9 @@ class Shell:
             self._retry_s = now_s + RETRY_STORAGE_S
             return
         self._unwritten.clear()
+        deferred, self._deferred = self._deferred, []
+        for instruction in deferred:
+            self._attempt(instruction, now_s)
         self.post(ev.StorageRecovered())
         self._spawn(self.sweep_superseded())
 

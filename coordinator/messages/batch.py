@@ -1,7 +1,8 @@
 """In which order the shell carries out what a batch of events caused: facts, consequences, words for people.
 
 All facts of a batch are made durable first, with one write. Where that fails, nothing is sent that a worker
-would act upon as if they were. What people read comes last: no worker waits for it. Pure.
+would act upon as if they were; who is released keeps what it holds until they are, as a kill of ours would
+bring back the plan before. What people read comes last: no worker waits for it. Pure.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ def facts(batch: Iterable[Caused]) -> list[Fact]:
 
 def consequences(caused: Caused, *, durable: bool) -> list[do.Instruction]:
     """Return what is to be carried out at once; without the batch's facts, what does not rest on them."""
-    return [
-        i
-        for i in caused
-        if not isinstance(i, (*FOR_PEOPLE, do.Journal)) and (durable or not _rests_on_facts(i))
-    ]
+    rest = () if durable else (*CONSEQUENCES, do.Release)
+    return [i for i in caused if not isinstance(i, (*FOR_PEOPLE, do.Journal)) and not _sends(i, rest)]
+
+
+def deferred(caused: Caused) -> list[do.Instruction]:
+    """Return what is carried out once the facts of a batch are durable after all: its releases."""
+    return [i for i in caused if _sends(i, (do.Release,))]
 
 
 def words(batch: Iterable[Caused]) -> list[do.Instruction]:
@@ -46,5 +49,5 @@ def words(batch: Iterable[Caused]) -> list[do.Instruction]:
     return [i for caused in batch for i in caused if isinstance(i, FOR_PEOPLE)]
 
 
-def _rests_on_facts(instruction: do.Instruction) -> bool:
-    return isinstance(instruction, do.SendTo) and isinstance(instruction.message, CONSEQUENCES)
+def _sends(instruction: do.Instruction, kinds: tuple[type, ...]) -> bool:
+    return isinstance(instruction, do.SendTo) and isinstance(instruction.message, kinds)

@@ -505,6 +505,34 @@ def test_a_full_disk_pauses_the_job_and_it_goes_on_by_itself(
     assert owner.watch(job).state == "finished"
 
 
+def test_workers_keep_the_result_until_its_record_is_on_the_disk(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    hold = Hold(stack, 2)
+    fleet(stack, running, 2, ready=hold)
+    owner = Owner(running)
+    job = owner.submit(steps=3)
+    owner.watch(job, lambda u: u.step == hold.at)
+    assert running.server is not None
+    plain, seen = running.server.journal.append, list[do.Instruction]()
+
+    def full(records: Any) -> None:
+        if any(record.kind == "JobEnded" for record in records):
+            raise StorageError("the journal refuses 2 events: database or disk is full")
+        plain(records)
+
+    def released() -> int:
+        return sum(isinstance(i, do.SendTo) and isinstance(i.message, do.Release) for i in list(seen))
+
+    running.call(lambda server: setattr(server.journal, "append", full))
+    running.call(lambda server: setattr(server.shell, "observe", seen.append))
+    hold.release()
+    eventually(lambda: not running.call(lambda server: server.shell.settled))
+    assert running.call(lambda server: released()) == 0
+    running.call(lambda server: setattr(server.journal, "append", plain))
+    assert owner.watch(job).state == "finished"
+    eventually(lambda: released() == 2)
+
+
 def test_a_taken_port_and_secrets_on_disk(stack: ExitStack, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir(mode=0o755)
     running = start(stack, tmp_path / "a")

@@ -153,6 +153,8 @@ class Checks:
         match instruction:
             case do.SendTo(_, do.StepCommit() as commit):
                 self._commit(coordinator, commit)
+            case do.SendTo(worker, do.Release(job)):
+                self._released(coordinator, worker, job)
             case do.AggregateRound():
                 self._counted(instruction)
             case do.Log("worker.quarantined", fields=fields) if str(fields["reason"]).startswith("wrong: "):
@@ -174,7 +176,7 @@ class Checks:
     def _paused(self, coordinator: Coordinator, job: str, reason: str) -> None:
         """Committed steps are done again only where nobody could take over what was lost."""
         record = coordinator.shadow.jobs[job]
-        if record.steps <= record.last_checkpoint.step:
+        if record.steps <= max(record.last_checkpoint.step, self._unwritten(coordinator, job)):
             return
         whole = self._whole(coordinator, job, record)
         if whole and not any(known in reason for known in EXCUSES_OF_REPLICAS):
@@ -193,6 +195,21 @@ class Checks:
             ]
             if len(spare) > EXCUSES.index(excuse):
                 raise Violation(f"{job} takes back steps though {spare} could take over: {reason}")
+
+    @staticmethod
+    def _unwritten(coordinator: Coordinator, job: str) -> int:
+        """Return the step of the newest checkpoint whose record is not on the disk yet, 0 for none."""
+        facts = [f for f in coordinator.unwritten if isinstance(f, CheckpointStored) and f.job == job]
+        return max((fact.step for fact in facts), default=0)
+
+    def _released(self, coordinator: Coordinator, worker: str, job: str) -> None:
+        """Who holds what is trained lets go of it once the checkpoint that it was stored for is durable."""
+        state = coordinator.scheduler.jobs.get(job)
+        if state is None or state.plan is None or state.rank_of(worker) is None:
+            return
+        step = self._unwritten(coordinator, job)
+        if step and not any(known in state.reason for known in EXCUSES):
+            raise Violation(f"{worker} of {job} lets go before step {step} is recorded: {state.reason}")
 
     def _whole(self, coordinator: Coordinator, job: str, record: JobRecord) -> list[str]:
         """Return the workers of a replica that is whole among several, none where none is."""

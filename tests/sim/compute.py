@@ -363,6 +363,8 @@ class Bench:
             return
         if (answer.job, answer.version, answer.step) != (held.work.job, self._era(held), held.step):
             return  # to somebody that this process was before
+        if self._senders(held).get(answer.forwards) != answer.sender:
+            return  # ... in another rank: real workers take a message from the peer that they await it from
         self.progress += 1
         if answer.value is None:
             reason = f"a message of step {answer.step} has left the send log"
@@ -456,7 +458,9 @@ class Bench:
         if value is None and self.held is None:
             self._wanted.append(wanted)
         else:
-            self.send(wanted.by, Kept(wanted.job, wanted.version, wanted.step, wanted.forwards, value))
+            sender = self.process.name
+            answer = Kept(sender, wanted.job, wanted.version, wanted.step, wanted.forwards, value)
+            self.send(wanted.by, answer)
 
     def peer_lost(self, peer: str, reason: str) -> None:
         """A peer that is to send messages again is gone."""

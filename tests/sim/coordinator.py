@@ -127,7 +127,8 @@ class Coordinator(Process):
     shadow: Ledger = field(default_factory=Ledger, init=False)  # fold of what is durable
     _events: list[ev.Event] = field(default_factory=list, init=False)
     _busy: bool = field(default=False, init=False)
-    _unwritten: list[Fact] = field(default_factory=list, init=False)
+    unwritten: list[Fact] = field(default_factory=list, init=False)
+    _deferred: list[do.Instruction] = field(default_factory=list, init=False)  # until those are written
     _sessions: int = field(default=0, init=False)
 
     def start(self) -> None:
@@ -138,14 +139,14 @@ class Coordinator(Process):
         self.scheduler = scheduler_for(self.config, self.folder.fold(), self.clock.now_s)
         self.scheduler.ledger.take_superseded()
         self.promises = Promises()
-        self.outboxes, self._events, self._busy, self._unwritten = {}, [], False, []
+        self.outboxes, self._events, self._busy, self.unwritten, self._deferred = {}, [], False, [], []
         self.after(self.config.liveness.heartbeat_s / 2, self._tick)
         self.after(COMMAND_CHECK_S, self._check)
 
     @property
     def settled(self) -> bool:
         """Whether everything that was decided is on the disk."""
-        return self.alive and not self._busy and not self._unwritten
+        return self.alive and not self._busy and not self.unwritten
 
     def commands(self) -> bool:
         """Whether it may act upon its journal; a coordinator of an earlier term ends at once."""
@@ -185,12 +186,13 @@ class Coordinator(Process):
         if not facts:
             self._perform(caused, durable=True)
             return
-        if self.folder.full or self._unwritten:
-            if not self._unwritten:
+        if self.folder.full or self.unwritten:
+            if not self.unwritten:
                 self.post(ev.StorageFailed("the disk is full"))
                 self.after(RETRY_STORAGE_S, self._retry)
-            self._unwritten += facts
+            self.unwritten += facts
             self._perform(caused, durable=False)
+            self._deferred += [i for instructions in caused for i in batches.deferred(instructions)]
             return
         # The write ends somewhere in this time; a process killed before its end may leave either.
         write_s = self.folder.write_s * (0.5 + self.clock.random.random())
@@ -211,16 +213,16 @@ class Coordinator(Process):
         if self.folder.full:
             self.after(RETRY_STORAGE_S, self._retry)
             return
-        facts, self._unwritten = self._unwritten, []
+        facts, self.unwritten = self.unwritten, []
+        deferred, self._deferred = self._deferred, []
         self._write(facts)
         if self.alive:
+            self._carry_out(deferred)
             self.post(ev.StorageRecovered())
 
     def _perform(self, caused: list[list[do.Instruction]], *, durable: bool) -> None:
         for instructions in caused:
-            for instruction in batches.consequences(instructions, durable=durable):
-                self.performed(instruction)
-                self.carry_out(instruction)
+            self._carry_out(batches.consequences(instructions, durable=durable))
         for instruction in batches.words(caused):
             self.performed(instruction)
             if isinstance(instruction, do.SweepBlobs):
@@ -231,6 +233,11 @@ class Coordinator(Process):
         self._busy = bool(self._events)
         if self._busy:
             self.after(0.0, self._handle)
+
+    def _carry_out(self, instructions: Iterable[do.Instruction]) -> None:
+        for instruction in instructions:
+            self.performed(instruction)
+            self.carry_out(instruction)
 
     def sweep(self) -> None:
         """Delete blobs of replaced checkpoints that nobody counts on."""

@@ -20,6 +20,7 @@ class Wanted:
 class Kept:
     """The answer; ``value`` None: it is not there any more."""
 
+    sender: str
     job: str
     version: int
     step: int

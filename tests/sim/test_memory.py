@@ -14,7 +14,7 @@ from coordinator.messages import instructions as do
 from coordinator.messages.facts import StepCommitted
 from coordinator.messages.jobs import Phase
 from tests.sim.coordinator import Coordinator, Folder
-from tests.sim.faults import Fault, KillCoordinator, KilledForMemory
+from tests.sim.faults import Fault, Freeze, FullDisk, KillCoordinator, KilledForMemory
 from tests.sim.shrink import holding
 from tests.sim.worker import MEMORY
 from tests.sim.world import Scenario, World
@@ -36,6 +36,23 @@ def test_a_stage_killed_at_any_moment_costs_no_committed_step(seed: int) -> None
     committed = [fact.step for fact in world.facts(StepCommitted)]
     if len(faults) == 1:
         assert committed == list(range(STEPS))
+
+
+@pytest.mark.parametrize("kill", [None, KillCoordinator(14.0, 6.0)])
+def test_workers_keep_what_was_stored_for_another_plan_until_its_record_is_on_the_disk(
+    kill: Fault | None,
+) -> None:
+    faults = (KilledForMemory(10.39, 0.0, "w0"), FullDisk(11.76, 7.38), kill)
+    world = holding(Scenario(seed=767, workers=3, faults=tuple(filter(None, faults))))
+    assert world.coordinator.shadow.jobs[JOB].outcome == "finished"
+    assert [fact.step for fact in world.facts(StepCommitted)] == list(range(STEPS))
+
+
+def test_what_a_worker_asked_for_as_another_rank_is_not_taken_in_the_one_that_it_takes_over() -> None:
+    """w3 repeats steps of rank 1 beside the plan, and w0 thaws as w3 repeats the same steps of rank 2."""
+    faults = (Freeze(6.44, 1.47, "w0"), KilledForMemory(7.25, 0.0, "w2"))
+    world = holding(Scenario(seed=7944, workers=4, faults=faults))
+    assert "suspected" not in " ".join(line for _, line in world.clock.story)
 
 
 @dataclass

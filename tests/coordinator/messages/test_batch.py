@@ -9,6 +9,7 @@ from coordinator.messages.facts import StepCommitted
 FACT = StepCommitted("j", 1, 0, 1.0, 5.0)
 COMMIT = do.SendTo("w", do.StepCommit("j", 1, 0, 1.0, False, False, False))
 RELEASE = do.SendTo("w", do.Release("j", 1, "it failed"))
+DISCARD = do.SendTo("w", do.StepDiscard("j", 1, 0, "it begins anew"))
 LINE = do.Log("job.state", "info", "j", {})
 CAUSED = [do.Journal(FACT), LINE, COMMIT, RELEASE, do.Notify("j")]
 
@@ -19,5 +20,6 @@ def test_facts_come_first_and_words_for_people_last() -> None:
     assert batch.words([CAUSED]) == [LINE, do.Notify("j")]
 
 
-def test_where_facts_are_lost_no_worker_acts_on_them_but_all_may_let_go() -> None:
-    assert batch.consequences(CAUSED, durable=False) == [RELEASE]
+def test_where_facts_are_lost_no_worker_acts_on_them_or_lets_go_before_they_are_written() -> None:
+    assert batch.consequences([*CAUSED, DISCARD], durable=False) == [DISCARD]
+    assert batch.deferred([*CAUSED, DISCARD]) == [RELEASE]
