@@ -96,7 +96,7 @@ class Gate:
                 self._waiting.clear()
         if not repeating:
             self._network.forget(self.job, version - 1)
-        self._replays.forget_but({*ranks, *self._standbys})
+        self._replays.forget_but({**self._standbys, **ranks})
         self._sent.drop_from(step)
 
     def stand_by(self, ranks: Mapping[str, int], *, checks: bool = False) -> None:
@@ -104,7 +104,7 @@ class Gate:
         with self._lock:
             self._beside[checks] = ranks
             self._standbys = {**self._beside[False], **self._beside[True]}
-        self._replays.forget_but({*self._standbys, *self._ranks})
+        self._replays.forget_but({**self._standbys, **self._ranks})
 
     def trim_log(self, step: int) -> None:
         """Nobody will ask for messages of steps before ``step``."""

@@ -18,7 +18,7 @@ from worker.transport.contract import PeerLost
 from worker.transport.frames import NOT_HERE, MessageKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Mapping
 
     from worker.hosting.send_log import SendLog
     from worker.transport.network import PeerNetwork
@@ -81,10 +81,11 @@ class Replays:
                 self._due = True
                 self._changed.notify()
 
-    def forget_but(self, peers: Collection[str]) -> None:
-        """Forget what was asked for so far by others than ``peers``."""
+    def forget_but(self, ranks: Mapping[str, int]) -> None:
+        """Forget what was asked for so far by others than these peers, or as another rank than each has now:
+        who stood by for one and takes another asks for the same steps in the same words."""
         with self._changed:
-            self._asked = {asked: what for asked, what in self._asked.items() if asked[0] in peers}
+            self._asked = {at: what for at, what in self._asked.items() if ranks.get(what.peer) == what.rank}
 
     def close(self) -> None:
         """Send nothing more."""

@@ -349,6 +349,23 @@ def test_after_a_reconfiguration_neither_old_messages_nor_lost_peers_pass(setup:
         sent(setup, again, b"abc", "peer")
 
 
+def test_who_stood_by_for_one_rank_and_takes_another_is_sent_what_went_to_that_one(setup: Setup) -> None:
+    """It asks in the same words, and what it is sent may fit: parts for two replicas are of one size."""
+    for name in ("peer", "other", "new"):
+        setup.hub.port(name)
+    setup.gate.reconfigure({"peer": 3, "other": 4}, 2, 5)
+    first, second = KEY._replace(plan_version=2), NEXT._replace(plan_version=2)
+    sent(setup, first, b"abc", "peer")
+    sent(setup, second, b"abc", "other")
+    setup.gate.stand_by({"new": 3})
+    for taken in (first, second):
+        setup.hub.sent.clear()
+        assert setup.send(ask(5, 2), b"", "new")
+        eventually(lambda: setup.hub.sent)
+        assert setup.hub.sent == [("me", "new", taken)]
+        setup.gate.reconfigure({"peer": 3, "new": 4}, 3, 6)
+
+
 def test_who_repeats_steps_while_neighbours_change_twice_does_so_among_those_of_before(setup: Setup) -> None:
     """It hears of the second loss while it loads for the first: its messages of then are no breach."""
     for version, ranks in ((2, {"second": 3}), (3, {"third": 3})):
