@@ -6,7 +6,6 @@ has ended, however slow or busy the machine is.
 
 from __future__ import annotations
 
-import json
 import queue
 import signal
 import subprocess
@@ -147,27 +146,6 @@ def _read(process: subprocess.Popen[str], found: queue.SimpleQueue[str | None]) 
         for line in process.stdout:
             found.put(line)
     found.put(None)
-
-
-class LogReader:
-    """New JSON events of a log that another process writes, as they come."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._at = 0
-
-    def events(self) -> Iterator[dict[str, Any]]:
-        """Every whole line written since the last call that holds an event."""
-        with self._path.open("rb") as log:
-            log.seek(self._at)
-            text = log.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._at += len(whole)
-        for line in whole.splitlines():
-            with suppress(ValueError):
-                found = json.loads(line)
-                if isinstance(found, dict):
-                    yield found
 
 
 @contextmanager

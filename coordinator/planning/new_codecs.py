@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from atoll.plan import LinkSpec
 from coordinator.planning.auto_codecs import specs_for
 from coordinator.planning.costs.timeline import step_seconds
-from coordinator.planning.costs.workload import Wire
 from coordinator.planning.problem import Candidate, Depth, Problem
 from coordinator.planning.ratios import check_compression
 
@@ -30,7 +29,6 @@ def respec(
     fleet: Fleet,
     *,
     compression: Compression | None = None,
-    wire: Wire | None = None,
 ) -> tuple[LinkSpec, ...]:
     """A LinkSpec for every link of ``plan``, in its order, from the estimates in ``fleet``.
 
@@ -40,7 +38,7 @@ def respec(
     """
     wanted = compression or training.compression
     check_compression(wanted)
-    problem, candidate, depths = _problem_of(plan, dag, training, fleet, wire)
+    problem, candidate, depths = _problem_of(plan, dag, training, fleet)
 
     def judge(specs: tuple[LinkSpec, ...]) -> float:
         return step_seconds(problem.workload(candidate, depths, specs))
@@ -60,18 +58,17 @@ def step_with(
     training: TrainingSpec,
     fleet: Fleet,
     specs: tuple[LinkSpec, ...],
-    wire: Wire | None = None,
 ) -> float:
     """Predicted step seconds of ``plan`` on ``fleet`` with its links as in ``specs``."""
-    problem, candidate, depths = _problem_of(plan, dag, training, fleet, wire)
+    problem, candidate, depths = _problem_of(plan, dag, training, fleet)
     return step_seconds(problem.workload(candidate, depths, specs))
 
 
 def _problem_of(
-    plan: Plan, dag: OpDag, training: TrainingSpec, fleet: Fleet, wire: Wire | None
+    plan: Plan, dag: OpDag, training: TrainingSpec, fleet: Fleet
 ) -> tuple[Problem, Candidate, list[Depth]]:
     """Return the plan's problem on its workers alone, and the plan as a candidate for it."""
     workers = fleet.subset([stage.worker for stage in plan.stages])
-    problem = Problem(dag, training, workers, wire=wire or Wire(), recompute=plan.recompute)
+    problem = Problem(dag, training, workers, recompute=plan.recompute)
     candidate = Candidate(tuple(range(len(plan.stages))), tuple(stage.start for stage in plan.stages))
     return problem, candidate, [Depth(stage.warmup, stage.held) for stage in plan.stages]

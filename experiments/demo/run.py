@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from google.protobuf.json_format import ParseDict
 
 from coordinator.cli.format import in_seconds
-from coordinator.cli.processes import LogReader, Processes
+from coordinator.cli.processes import Processes
 from coordinator.cli.render import plan_view
 from experiments.demo.scene import Outcome, Scene, check
 from experiments.demo.shown import Shown
@@ -199,3 +200,24 @@ def _state(processes: Processes, name: str) -> Sequence[str]:
 def _short(job: str) -> str:
     """A path inside the demo's folder by its name alone; one that is relative as it is."""
     return Path(job).name if Path(job).is_absolute() else job
+
+
+class LogReader:
+    """New JSON events of a log that another process writes, as they come."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = 0
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Every whole line written since the last call that holds an event."""
+        with self._path.open("rb") as log:
+            log.seek(self._at)
+            text = log.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._at += len(whole)
+        for line in whole.splitlines():
+            with suppress(ValueError):
+                found = json.loads(line)
+                if isinstance(found, dict):
+                    yield found

@@ -17,13 +17,13 @@ import pytest
 from rich.console import Console
 
 from coordinator.cli.format import plain
-from coordinator.cli.processes import DemoFailed, LogReader, Processes
+from coordinator.cli.processes import DemoFailed, Processes
 from coordinator.client.fleet_file import read_fleet
 from coordinator.client.job_file import load_job
 from coordinator.client.prepare import capture_graphs
 from coordinator.planning.planner import PlanRequest, make_plan
 from examples import demo
-from experiments.demo.run import play, training_progress
+from experiments.demo.run import LogReader, play, training_progress
 from experiments.demo.scene import Lender, Outcome, Scene, check, next_steps, small_scene, summary
 from experiments.demo.shown import Shown
 from lab.loopback import LoopbackLab

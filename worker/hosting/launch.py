@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hostos.app_guard import Guarded, kill_all
 from worker.hosting.limits import OOM_SCORE, MemoryBound, descendants
-from worker.hosting.output import Output, ignore
+from worker.hosting.output import Output
 from worker.hosting.sandbox import Sandbox, View, probe
 
 
@@ -53,12 +53,11 @@ class Launched:
         environment: Mapping[str, str],
         *,
         sandbox: Sandbox | None = None,
-        printed: Callable[[str], None] = ignore,
         at_end: Callable[[], None] = lambda: None,
     ) -> None:
         """``command``: absolute path and arguments; ``descriptors``: of ours that it inherits under their
-        numbers, and that stay open here. ``sandbox``: None for what ``probe`` finds. ``printed`` is
-        called with every line that is printed, ``at_end`` once all processes ended, each in a thread."""
+        numbers, and that stay open here. ``sandbox``: None for what ``probe`` finds. ``at_end``
+        is called once all processes ended, in a thread."""
         self.sandbox = probe(view.device) if sandbox is None else sandbox
         self._view = view
         self._lock = threading.Lock()
@@ -75,7 +74,7 @@ class Launched:
         )
         self._process = self._guarded.process
         _no_core_dump(self._process.pid)
-        self._output = Output(self._process, printed)
+        self._output = Output(self._process)
         # Always there, so that leftovers and the control group go even if nobody asks how it ended.
         threading.Thread(target=self._tell, args=(at_end,), name="atoll-child-end", daemon=True).start()
 

@@ -14,17 +14,15 @@ from typing import TYPE_CHECKING
 from atoll.collective import TOTAL
 from worker.exchange.bucket import BucketRun
 from worker.stage.expected import bucket_key
-from worker.transport.frames import Direction
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from atoll.gradient_exchange import Arriving, Bucket
-    from worker.cancel import Cancel
     from worker.exchange.bucket import Outgoing
     from worker.stage.assignment import Assignment
-    from worker.stage.messages import Messages
     from worker.stage.stage import Stage
+    from worker.transport.frames import Direction
 
     Which = tuple[Direction, int, int]  # direction, micro, edge of a key
 
@@ -113,37 +111,3 @@ class GradientExchange:
         at, arriving = entry
         bucket = self._runs[at].bucket
         return bucket_key(bucket, arriving), self._assignment.holder(bucket, arriving.source)
-
-
-def fold_tied(stage: Stage, messages: Messages, step: int, cancel: Cancel) -> None:
-    """Partial sums from the last holder down to the first."""
-    assignment = messages.assignment
-    me = assignment.stage
-    for tied in assignment.program.tied:
-        at = tied.holders.index(me)
-        for block in stage.blocks:
-            key = messages.key(Direction.TIED_PARTIAL, step, block, tied.index)
-            later: Tensor | None = None
-            if at + 1 < len(tied.holders):
-                later = messages.receive(key, assignment.worker_of(tied.holders[at + 1]), cancel)
-            sums = stage.tied_partial(tied.name, block, later)
-            if at:
-                messages.send(tied.holders[at - 1], key, sums)
-
-
-def share_tied(stage: Stage, messages: Messages, step: int, cancel: Cancel) -> None:
-    """Send the total from the first holder to every other; where there are replicas, theirs."""
-    assignment = messages.assignment
-    me = assignment.stage
-    for tied in assignment.program.tied:
-        if tied.holders[0] == me:
-            total = stage.total(tied.name)
-            stage.set_total(tied.name, total)
-            for holder in tied.holders[1:]:
-                messages.send(holder, messages.key(Direction.TIED_TOTAL, step, 0, tied.index), total)
-    # Totals last: waiting for one must not hold back another parameter's partial sum.
-    for tied in assignment.program.tied:
-        if tied.holders[0] != me:
-            key = messages.key(Direction.TIED_TOTAL, step, 0, tied.index)
-            peer = assignment.worker_of(tied.holders[0])
-            stage.set_total(tied.name, messages.receive(key, peer, cancel))

@@ -26,7 +26,7 @@ from worker.machine.cpu import CpuMeter
 from worker.machine.malloc import give_back
 from worker.spans import Spans
 from worker.stage.expected import gradient_sources
-from worker.stage.joining import GradientExchange, fold_tied, share_tied
+from worker.stage.joining import GradientExchange
 from worker.stage.messages import Messages
 from worker.stage.ports import HeldOut, MicroBatches, TensorLinks
 from worker.stage.replay import Asks
@@ -234,13 +234,13 @@ class StageRun:
         computed_s = self._cpu.computed_s - computed_s  # codecs' work, too
         self.messages.step_s = self.messages.clock() - started_s
         handling_s = self.messages.step_s - computed_s - self.messages.waited_s
-        fold_tied(self._stage, self.messages, step, cancel)
+        _fold_tied(self._stage, self.messages, step, cancel)
         if self._joining is not None:
             self._joining.finish(
                 partial(self.messages.arrived, step), partial(self.messages.awaited, step, cancel)
             )
             self._joining = None
-        share_tied(self._stage, self.messages, step, cancel)
+        _share_tied(self._stage, self.messages, step, cancel)
         with self._cpu.computing() as taken:
             report = self._stage.finish_step()
         optimizer_s, self._optimizer_s = self._optimizer_s, 0.0
@@ -485,6 +485,40 @@ def _evaluate(
             messages.receive(key, assignment.worker_of(p.targets[-1]), cancel)
         for target in p.targets:
             messages.send(target, messages.key(direction, step, micro, p.op), produced[p.op])
+
+
+def _fold_tied(stage: Stage, messages: Messages, step: int, cancel: Cancel) -> None:
+    """Partial sums from the last holder down to the first."""
+    assignment = messages.assignment
+    me = assignment.stage
+    for tied in assignment.program.tied:
+        at = tied.holders.index(me)
+        for block in stage.blocks:
+            key = messages.key(Direction.TIED_PARTIAL, step, block, tied.index)
+            later: Tensor | None = None
+            if at + 1 < len(tied.holders):
+                later = messages.receive(key, assignment.worker_of(tied.holders[at + 1]), cancel)
+            sums = stage.tied_partial(tied.name, block, later)
+            if at:
+                messages.send(tied.holders[at - 1], key, sums)
+
+
+def _share_tied(stage: Stage, messages: Messages, step: int, cancel: Cancel) -> None:
+    """Send the total from the first holder to every other; where there are replicas, theirs."""
+    assignment = messages.assignment
+    me = assignment.stage
+    for tied in assignment.program.tied:
+        if tied.holders[0] == me:
+            total = stage.total(tied.name)
+            stage.set_total(tied.name, total)
+            for holder in tied.holders[1:]:
+                messages.send(holder, messages.key(Direction.TIED_TOTAL, step, 0, tied.index), total)
+    # Totals last: waiting for one must not hold back another parameter's partial sum.
+    for tied in assignment.program.tied:
+        if tied.holders[0] != me:
+            key = messages.key(Direction.TIED_TOTAL, step, 0, tied.index)
+            peer = assignment.worker_of(tied.holders[0])
+            stage.set_total(tied.name, messages.receive(key, peer, cancel))
 
 
 def codecs_of(assignment: Assignment, cpu: CpuMeter | None = None) -> StageCodecs:
