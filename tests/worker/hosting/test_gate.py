@@ -350,7 +350,7 @@ def test_after_a_reconfiguration_neither_old_messages_nor_lost_peers_pass(setup:
 
 
 def test_who_stood_by_for_one_rank_and_takes_another_is_sent_what_went_to_that_one(setup: Setup) -> None:
-    """It asks in the same words, and what it is sent may fit: parts for two replicas are of one size."""
+    """It asks in the same words: its neighbour is the first of either rank's."""
     for name in ("peer", "other", "new"):
         setup.hub.port(name)
     setup.gate.reconfigure({"peer": 3, "other": 4}, 2, 5)
