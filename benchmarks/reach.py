@@ -25,7 +25,7 @@ from benchmarks.code_lines import GENERATED, PRODUCT, ROOT
 from benchmarks.harness import execute
 
 EXAMPLES = ROOT / "tests" / "benchmarks" / "reach"
-AIMS = {"job_option": 5, "worker_option": 5}
+AIMS = {"job_option": 5, "worker_option": 5, "plan_change": 3, "message": 4}
 """Product files that a change of a kind may touch."""
 
 
@@ -58,9 +58,8 @@ def apply(kind: str, tree: Path) -> None:
     AtollError says which place of the example does not fit the tree any more.
     """
     command = ["git", "apply", "-C1", str(EXAMPLES / f"{kind}.patch")]
-    outside = os.environ | {
-        "GIT_CEILING_DIRECTORIES": str(tree.parent)
-    }  # the copy is no part of a repository around it
+    # The copy is no part of a repository around it.
+    outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(tree.parent)}
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True, env=outside)
     if done.returncode:
         raise AtollError(
