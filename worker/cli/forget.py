@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from atoll.errors import StorageError, UsageError
 from hostos.folder_lock import FolderLock
+from worker.cli.manners import LOOK_S
 from worker.cli.running import LOCK_FILE, running_process
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ WHAT = {
     "version": "the folder's version",
 }
 LEFT_S = 10.0
-LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from atoll.errors import AtollError, StorageError
 from atoll.messages.from_worker import CopyHeld, CopyStored
 from worker.blobs import BlobFile
 from worker.cancel import Cancel, Cancelled
+from worker.hosting.send_log import FREE_SHARE
 
 if TYPE_CHECKING:
     from atoll.messages.to_worker import PeerLink, StageCopy, StoreCopy
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-FREE_SHARE = 0.25  # of what the disk has free, the most that copies take
 MOST_REST_S = 1.0  # after a piece: a line that stood still is no reason to
 MAX_STORING = 8  # copies on their way to the store
 

@@ -40,7 +40,7 @@ LOGGED = frozenset(
 NOTHING = (1 << 63) - 1
 """``logged_from`` of a log that holds no step and will hold none."""
 FREE_SHARE = 0.25
-"""Of what the disk has free, the most that the log takes."""
+"""Of what the disk has free, the most that the log takes, and the most that copies do."""
 SEGMENTS = 16
 """The log's bound is so many files: the oldest goes as a whole."""
 MAX_SEGMENT_BYTES = 64 << 20

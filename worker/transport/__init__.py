@@ -30,7 +30,6 @@ class Tunables:
     accept_within_s: float = 10.0  # from a tunnel's stream to gRPC's connection over it
     idle_connection_s: float = 30.0  # without a stream: a handshake saved, a descriptor taken
     close_within_s: float = 5.0  # of the network, and of the loop that it stands on
-    pipe_stops_within_s: float = 1.0
     slack_s: float = 0.050  # of queue beyond a full link: goodput when the link is uneven, against what waits
     first_window_bytes: int = 256 << 10
     least_window_bytes: int = 32 << 10
