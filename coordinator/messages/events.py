@@ -305,18 +305,7 @@ Event = (
     | Uploading
     | Tick
     | Submitted
-    | JobRead
-    | TornFound
-    | JobUnreadable
-    | PlanMade
-    | PlanFailed
-    | LinksChosen
-    | LinksFailed
-    | SwapsJudged
-    | SwapsFailed
-    | FleetJudged
-    | FleetFailed
-    | CancelAsked
+    | JobEvent
     | ForgetAsked
     | AppLent
     | AppReturned
@@ -324,8 +313,4 @@ Event = (
     | StorageFailed
     | StorageRecovered
     | PlanAsked
-    | AggregatorOpened
-    | Aggregated
-    | CentrallyEvaluated
-    | AggregatorBroke
 )

@@ -25,6 +25,7 @@ from atoll.errors import (
     StorageError,
     UsageError,
 )
+from atoll.messages.to_worker import Welcome
 from coordinator.membership.addresses import passed_on
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
@@ -48,6 +49,7 @@ from protos.connections import Known
 from protos.devices import machine_of
 from protos.grpc_errors import refuse
 from protos.message_sizes import COUNTED_FROM, read
+from protos.session import said_to_worker
 from protos.telemetry import Event
 from protos.text_limits import LINE_CHARS, LINES_CHARS, LINES_CHARS_PER_S, clean
 
@@ -142,14 +144,9 @@ class WorkService(rpc.WorkServicer):
     ) -> None:
         shell = self._shell
         liveness = shell.config.liveness
-        welcome = pb.Welcome(
-            worker=worker,
-            heartbeat_s=liveness.heartbeat_s,
-            time_s=shell.clock(),
-            idle_heartbeat_s=liveness.idle_heartbeat_s(len(shell.outboxes) + 1),
-            term=shell.journal.term,
-        )
-        await context.write(pb.ToWorker(welcome=welcome))
+        idle_s = liveness.idle_heartbeat_s(len(shell.outboxes) + 1)
+        welcome = Welcome(worker, liveness.heartbeat_s, idle_s, shell.journal.term, shell.clock())
+        await context.write(said_to_worker(welcome))
         authority = self._authority
         if authority is not None and authority.exchanging:  # it may have begun since the worker's greeting
             left_s = authority.left_s(shell.clock())
