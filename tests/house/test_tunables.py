@@ -15,9 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("atoll", "hostos", "protos", "strategies", "compressors", "coordinator", "worker")
 MANY = 16
-TUNED = ("coordinator.planning", "worker.transport")
-YET = {"worker/hosting": 30}
-"""Wings with more and without the dataclass: their seconds and shares, which may only become fewer."""
+TUNED = ("coordinator.planning", "worker.hosting", "worker.transport")
 TWICE = {
     ("compressors", "ALIGNMENT"): "of a file's content, and of torch's memory",
     ("compressors", "_BLOCK"): "two loops, each as long as fits the cache",
@@ -57,14 +55,14 @@ def _modules() -> Iterator[tuple[str, Path]]:
 
 def _tunes(name: str) -> bool:
     """Seconds and shares; what was measured of a machine's work (``_CPU_S``) is of a formula."""
-    return name.endswith(("_S", "_SHARE")) and not name.endswith(("_CPU_S", "_PER_S"))
+    return name.endswith(("_S", "_SHARE")) and not name.endswith(("_CPU_S", "PER_S"))
 
 
 def test_a_wing_with_many_tuned_numbers_has_them_in_one_dataclass() -> None:
     found = Counter(wing for wing, path in _modules() for name, _ in _constants(path) if _tunes(name))
     tuned = {wing.replace(".", "/") for wing in TUNED}
     assert {w: n for w, n in found.items() if w in tuned} == {}
-    assert {w: n for w, n in found.items() if n > YET.get(w, MANY)} == {}
+    assert {w: n for w, n in found.items() if n > MANY} == {}
 
 
 def test_no_wing_has_the_same_number_under_the_same_name_twice() -> None:

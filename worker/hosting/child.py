@@ -20,6 +20,7 @@ import structlog
 from atoll.errors import AtollError, StorageError
 from protos import atoll_compute_pb2 as pb
 from protos.child_pipe import Gone, Pipe, framed
+from worker.hosting import TUNED
 from worker.hosting.environment import compute_environment
 from worker.hosting.launch import Ending, Launched
 from worker.pipe.arena import Allocator, Arena
@@ -33,10 +34,6 @@ log = structlog.get_logger()
 ARENA_BYTES = 2 << 30
 """Of addresses, each way; memory is taken as far as tensors are under way."""
 MAX_UNREAD_BYTES = 256 << 20
-FREED_AT_ONCE, FREED_BYTES = 32, 8 << 20
-"""Blocks that were read and may wait for a message to travel with."""
-CLOSED_S = 10.0  # from the pipe's end to the process's; on a busy machine its memory takes seconds to go
-ROOM_S = 0.05
 SCRATCH = "compute"
 """The folder of compute processes' own files, each in one named by its daemon's process and a number."""
 _SCRATCH_NAME = re.compile(r"[0-9]+-[0-9]+")
@@ -111,7 +108,7 @@ class Child:
         """A block of the process's arena was read. Takes no lock: the interpreter may call this anywhere."""
         self._freed.append(offset)
         self._freed_bytes += size
-        if len(self._freed) >= FREED_AT_ONCE or self._freed_bytes >= FREED_BYTES:
+        if len(self._freed) >= TUNED.freed_at_once or self._freed_bytes >= TUNED.freed_bytes:
             self._freed_bytes = 0
             self._wake.put(True)
 
@@ -136,7 +133,7 @@ class Child:
         while self.alive and self._unread_bytes > MAX_UNREAD_BYTES // 2:
             if time.monotonic() > deadline_s:
                 return False
-            time.sleep(ROOM_S)
+            time.sleep(TUNED.arena_room_s)
         return True
 
     def end(self, cause: str) -> None:
@@ -161,7 +158,7 @@ class Child:
             while True:
                 self._heard(self, self._pipe.receive(pb.FromCompute()))
         except Gone:
-            if self.launched.wait(CLOSED_S) is None:
+            if self.launched.wait(TUNED.ends_within_s) is None:
                 cause = "it closed its pipe"
         except AtollError as error:
             cause = f"it broke the rules of its pipe: {error}"

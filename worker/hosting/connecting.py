@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from atoll.errors import AtollError, ConnectionFailed
+from worker.hosting import TUNED
 from worker.transport.contract import PeerLost
 
 if TYPE_CHECKING:
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from worker.transport.contract import Paths
     from worker.transport.network import PeerNetwork
 
-POLL_S = 0.1
-PROBED_WITHIN_S = 10.0  # a peer that is only measured
 MIN_PROBE_BYTES = 64 << 10
 
 
@@ -59,7 +58,7 @@ def time_link(network: PeerNetwork, asked: ProbeLink) -> tuple[float, float, str
     rtt_s = rate_bps = 0.0
     peer = asked.link.worker
     try:
-        connect_one(network, peer, asked.link.paths, PROBED_WITHIN_S)
+        connect_one(network, peer, asked.link.paths, TUNED.probed_within_s)
         rtt_s = network.rtt(peer)
         if asked.max_bytes:
             rate_bps = network.bandwidth(peer, asked.seconds, max(asked.max_bytes, MIN_PROBE_BYTES))
@@ -82,7 +81,7 @@ def _together(waits: Sequence[Callable[[], object]], deadline_s: float, cancel: 
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads) and not failures:
-        cancel.wait(POLL_S)
+        cancel.wait(TUNED.connecting_poll_s)
         if time.monotonic() > deadline_s + 2.0:
             break
     if failures:

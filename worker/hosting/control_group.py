@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from worker.hosting import TUNED
+
 GROUPS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
-GONE_WITHIN_S = 2.0  # killed processes leave their group
 _NEARLY_BYTES = 4 << 20  # two large pages: what did not fit
 _ROUNDS = 20  # of moving processes that start others meanwhile
 _LOST = ("cpu.max", "cpuset.cpus", "memory.max", "memory.high", "memory.swap.max")  # by leaving our group
@@ -120,7 +121,7 @@ class ControlGroup:
             if self._removed:
                 return
             self._removed = True
-        until_s = time.monotonic() + GONE_WITHIN_S
+        until_s = time.monotonic() + TUNED.gone_within_s
         while not _removed(self.folder) and time.monotonic() < until_s:
             time.sleep(0.01)
 

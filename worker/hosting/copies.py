@@ -20,7 +20,7 @@ from atoll.errors import AtollError, StorageError
 from atoll.messages.from_worker import CopyHeld, CopyStored
 from worker.blobs import BlobFile
 from worker.cancel import Cancel, Cancelled
-from worker.hosting.send_log import FREE_SHARE
+from worker.hosting import TUNED
 
 if TYPE_CHECKING:
     from atoll.messages.to_worker import PeerLink, StageCopy, StoreCopy
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-MOST_REST_S = 1.0  # after a piece: a line that stood still is no reason to
 MAX_STORING = 8  # copies on their way to the store
 
 
@@ -195,7 +194,7 @@ class Copies:
             came, busy_s = came + nbytes, busy_s + taken_s
             if came > room:
                 raise StorageError(f"copies of more than the {self.lent_bytes} bytes that this worker lends")
-            cancel.wait(min(taken_s, MOST_REST_S))
+            cancel.wait(min(taken_s, TUNED.most_rest_s))
             last_s = time.perf_counter()
 
         try:
@@ -218,7 +217,7 @@ class Copies:
         except OSError:
             free = 0
         held = sum(held.n_bytes for held in self._held.values())
-        return min(self.lent_bytes, int(FREE_SHARE * (free + held)))
+        return min(self.lent_bytes, int(TUNED.free_disk_share * (free + held)))
 
     def _here(self, copy: StageCopy) -> int:
         return sum(map(self._cache.size, copy.blobs))

@@ -18,6 +18,7 @@ import numpy as np
 
 from atoll.errors import BadFrame
 from protos import atoll_compute_pb2 as pb
+from worker.hosting import TUNED
 from worker.hosting.replays import Replays
 from worker.pipe.keys import from_key, to_key
 from worker.transport.contract import PeerLost
@@ -30,11 +31,7 @@ if TYPE_CHECKING:
     from worker.transport.network import PeerNetwork
 
 MAX_WANTED = 1 << 20
-AT_ONCE = 2
-"""Blocks a key may have at a time: one that a lost connection left, one for its repetition."""
 MAX_BESIDE_BYTES = 1 << 30
-FULL_S = 5.0
-"""The compute process keeps within the transport's bounds: who waits so long has broken them."""
 
 
 @dataclass(slots=True)
@@ -146,7 +143,7 @@ class Gate:
 
     def _send(self, m: pb.Outgoing, key: MessageKey, block: Block) -> None:
         try:
-            self._network.send(m.peer, key, m.header, memoryview(block), FULL_S, m.more)  # type: ignore[arg-type]
+            self._network.send(m.peer, key, m.header, memoryview(block), TUNED.full_s, m.more)  # type: ignore[arg-type]
         except PeerLost as lost:
             self.lost(lost.peer, lost.reason)
         except TimeoutError:
@@ -185,7 +182,12 @@ class Gate:
             if _asks(key):
                 return None if total or not self._may_ask(peer, key) else memoryview(bytearray())
             wanted = self._wanted.get(key)
-            if wanted is None or wanted.peer != peer or total > wanted.max_bytes or wanted.blocks >= AT_ONCE:
+            if (
+                wanted is None
+                or wanted.peer != peer
+                or total > wanted.max_bytes
+                or wanted.blocks >= TUNED.blocks_a_key
+            ):
                 return None
             self._begun_s[peer, key] = time.monotonic()
             if not total:

@@ -22,12 +22,13 @@ from protos import atoll_control_pb2 as control
 from worker.config import make_state_dir
 from worker.data.registry import dataset_folder
 from worker.federated.folders import make_job_folder
+from worker.hosting import TUNED
 from worker.hosting.child import clear_scratch
 from worker.hosting.connecting import expect, time_link
 from worker.hosting.gate import Gate
 from worker.hosting.hearing import Hearing
 from worker.hosting.held import Held, HostState
-from worker.hosting.processes import LOOK_S, Processes
+from worker.hosting.processes import Processes
 from worker.hosting.requests import HostPorts
 from worker.hosting.sandbox import View
 from worker.hosting.send_log import SendLog
@@ -72,7 +73,7 @@ class ComputeHost:
             if now is not None:
                 self._processes.settle_in(now)
             while state.device is None and state.failed is None and not stopping():
-                state.changed.wait(LOOK_S)
+                state.changed.wait(TUNED.process_look_s)
             if state.failed is not None:
                 raise state.failed
         self._processes.watch()

@@ -26,12 +26,10 @@ from enum import StrEnum
 
 import psutil
 
+from worker.hosting import TUNED
 from worker.hosting.control_group import SYSTEM_SHORT, ControlGroup
 
-SLACK_BYTES = 32 << 20  # page tables, stacks, heap edges: not what a job allocates
-DATA_SLACK_BYTES = 512 << 20  # addresses that are reserved and not used: arenas, stacks of threads
 MOST_PROCESSES = 256
-LOOK_EVERY_S = 0.1
 MOST_TEXT_BYTES = 64 << 10  # of a file of /proc
 OOM_SCORE = 1000  # short of memory, the system ends a guest's computing before anything else
 
@@ -142,7 +140,7 @@ class MemoryBound:
         self.baseline_bytes, self._rest_bytes = resident_bytes(members), _sum_of(members, "VmRSS")
         self.added_bytes = added_bytes
         self._peak_bytes = 0  # as last looked at
-        more = added_bytes + shared_bytes + SLACK_BYTES
+        more = added_bytes + shared_bytes + TUNED.slack_bytes
         self._most_bytes = self.baseline_bytes + more
         found = ControlGroup.create()
         self.group = found if isinstance(found, ControlGroup) else None
@@ -201,7 +199,7 @@ class MemoryBound:
             self.group.remove()
 
     def _look(self) -> None:
-        while not self._closed.wait(LOOK_EVERY_S):
+        while not self._closed.wait(TUNED.memory_look_s):
             members = descendants(self._root)
             if not members:
                 return None
@@ -226,7 +224,7 @@ def _limit_data(processes: list[int], more: int) -> None:
     if not sys.platform.startswith("linux"):
         return
     for process in processes:
-        most = _status(process).get("VmData", 0) + 2 * more + DATA_SLACK_BYTES
+        most = _status(process).get("VmData", 0) + 2 * more + TUNED.data_slack_bytes
         with contextlib.suppress(OSError, ValueError):  # it ended, or has a lower limit already
             resource.prlimit(process, resource.RLIMIT_DATA, (most, most))
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from atoll.errors import ConnectionFailed
 from protos.blob_transfer import Chunk
+from worker.hosting import TUNED
 from worker.hosting.connecting import connect_one
 from worker.transport.frames import Direction, MessageKey
 
@@ -33,13 +34,8 @@ if TYPE_CHECKING:
 
 JOB = "~copies"  # no job's name
 ASK, PIECE, ABSENT = range(3)  # MessageKey.micro; its step is the question's number
-PIECE_BYTES = 1 << 20
-AT_ONCE = 4
-MOST_UNDER_WAY = 4 * AT_ONCE  # pieces on their way to one peer: confirmations may be late
+MOST_UNDER_WAY = 4 * TUNED.peer_pieces_at_once  # pieces on their way to one peer: confirmations may be late
 MAX_QUEUED = 256  # questions of all peers
-CONNECT_S = 5.0
-ANSWER_S = 60.0  # training's messages come first: behind 8 Mbit/s that two ranks fill, 10 s were too few
-SEND_S = 1.0
 _ASK = struct.Struct("!32sQ")  # hash, offset
 _PIECE = struct.Struct("!Q")  # size of the blob
 
@@ -92,12 +88,12 @@ class PeerBlobs:
     def get(self, link: PeerLink, wanted: list[tuple[str, int]]) -> Iterator[Chunk]:
         """Yield the chunks of each blob, from its offset on. Raises ConnectionFailed where the peer is away,
         does not answer or does not have one."""
-        connect_one(self._network, link.worker, link.paths, CONNECT_S)
+        connect_one(self._network, link.worker, link.paths, TUNED.peer_connect_s)
         answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         left, asked = deque(wanted), dict[int, tuple[str, int]]()
         try:
             while left or asked:
-                while left and len(asked) < AT_ONCE:
+                while left and len(asked) < TUNED.peer_pieces_at_once:
                     blob = left.popleft()
                     asked[self._ask(link.worker, *blob, answers)] = blob
                 number, size, data = self._answer(link.worker, answers)
@@ -121,9 +117,9 @@ class PeerBlobs:
 
     def _answer(self, peer: str, answers: queue.SimpleQueue[Answer]) -> Answer:
         try:
-            return answers.get(timeout=ANSWER_S)
+            return answers.get(timeout=TUNED.peer_answer_s)
         except queue.Empty:
-            raise ConnectionFailed(f"{peer} sent nothing of a copy for {ANSWER_S:g} s") from None
+            raise ConnectionFailed(f"{peer} sent nothing of a copy for {TUNED.peer_answer_s:g} s") from None
 
     # ------------------------------------------------------------ what peers want
 
@@ -151,7 +147,7 @@ class PeerBlobs:
         try:
             with self._path(question.name).open("rb") as file:
                 size = file.seek(0, 2)
-                block = np.empty(max(0, min(PIECE_BYTES, size - question.offset)), np.uint8)
+                block = np.empty(max(0, min(TUNED.peer_piece_bytes, size - question.offset)), np.uint8)
                 file.seek(question.offset)
                 read = file.readinto(memoryview(block))  # type: ignore[arg-type]
         except OSError:
@@ -167,7 +163,7 @@ class PeerBlobs:
     def _send(self, peer: str, number: int, kind: int, header: bytes, payload: bytes | memoryview) -> None:
         key = MessageKey(JOB, 0, number, kind, 0, Direction.COPY)
         try:
-            self._network.send(peer, key, header, payload, SEND_S)
+            self._network.send(peer, key, header, payload, TUNED.peer_send_s)
         except TimeoutError:
             raise ConnectionFailed(f"no room for a message to {peer}") from None
 
@@ -186,7 +182,7 @@ class PeerBlobs:
             return None if total else memoryview(bytearray())
         with self._lock:
             asked = self._open.get(key.step)
-        if asked is None or asked.peer != peer or total > PIECE_BYTES:
+        if asked is None or asked.peer != peer or total > TUNED.peer_piece_bytes:
             return None
         return memoryview(bytearray(total))
 

@@ -16,6 +16,7 @@ from atoll.backoff import Backoff
 from atoll.errors import AtollError, UsageError
 from atoll.messages.from_worker import OpsProbed
 from protos import atoll_compute_pb2 as pb
+from worker.hosting import TUNED
 from worker.hosting.child import Child, make_scratch
 from worker.hosting.held import Now
 from worker.hosting.limits import computed_s
@@ -36,12 +37,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 MAX_DEATHS = 3
-READY_S = 300.0  # from its start: importing torch takes 2 s on a core, and there are eighths of one
-LOOK_S = 0.25
-PING_S, PONG_S = 5.0, 60.0
-AGAIN_FIRST_S, AGAIN_MOST_S = 0.5, 60.0  # a new process after one that died without work
-CLOSE_S = 0.5
-FROZEN_S = 5.0  # between two looks: this process stood still itself
 
 
 class Processes:
@@ -56,7 +51,7 @@ class Processes:
         """``heard`` takes what a process says; ``rejoin`` has a federated job go on in a new one."""
         self._state, self._heard, self._rejoin = state, heard, rejoin
         self._deaths: Counter[str] = Counter()
-        self._backoff = Backoff(AGAIN_FIRST_S, AGAIN_MOST_S)
+        self._backoff = Backoff(TUNED.again_first_s, TUNED.again_most_s)
         self._pausing = False  # before the next process is started
         self._stopping = threading.Event()
         self._suspended = False
@@ -106,7 +101,7 @@ class Processes:
         if before is not None:
             before.abandon(reason)
             name = "atoll-compute-close"
-            threading.Thread(target=before.child.close, args=(CLOSE_S,), name=name, daemon=True).start()
+            threading.Thread(target=before.child.close, args=(TUNED.close_s,), name=name, daemon=True).start()
 
     def settle_in(self, now: Now) -> None:
         """Tell a process who it computes for."""
@@ -226,21 +221,21 @@ class Processes:
         """Thread: end what hangs."""
         looked_s = time.monotonic()
         pinged_s = 0.0
-        while not self._stopping.wait(LOOK_S):
+        while not self._stopping.wait(TUNED.process_look_s):
             now, now_s = self._state.now, time.monotonic()
-            frozen, looked_s = now_s - looked_s > FROZEN_S, now_s
+            frozen, looked_s = now_s - looked_s > TUNED.frozen_s, now_s
             if now is None:
                 continue
             if frozen:  # the whole machine was: nobody is late
                 now.watch.forget()
                 now.answered_s = now_s
             child = now.child
-            if now_s - pinged_s > PING_S:
+            if now_s - pinged_s > TUNED.ping_s:
                 pinged_s = now_s
                 child.send(pb.ToCompute(ping=1))
             late = now.watch.overdue(child.status.running(), now_s, partial(computed_s, child.launched.pid))
             silent_s = now_s - now.answered_s
-            if late is None and silent_s > (PONG_S if now.ready else READY_S):
+            if late is None and silent_s > (TUNED.pong_s if now.ready else TUNED.ready_s):
                 late = f"it has not answered for {silent_s:.0f} s"
             if late is not None:
                 log.error("op.overdue", reason=late)

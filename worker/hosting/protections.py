@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from worker.hosting import TUNED
 from worker.hosting.control_group import memory_groups
-from worker.hosting.limits import LOOK_EVERY_S
 from worker.hosting.sandbox import Sandbox
 
 
@@ -33,7 +33,7 @@ class Protections:
         """By what means memory is bounded."""
         if not self.no_group:
             return "control group"
-        look = f"watchdog every {LOOK_EVERY_S:g} s"
+        look = f"watchdog every {TUNED.memory_look_s:g} s"
         return f"RLIMIT_DATA and {look}" if self.data_limit else look
 
     def words(self) -> list[Protection]:

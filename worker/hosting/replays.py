@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from atoll.errors import StorageError
+from worker.hosting import TUNED
 from worker.transport.contract import PeerLost
 from worker.transport.frames import NOT_HERE, MessageKey
 
@@ -28,8 +29,6 @@ log = structlog.get_logger()
 MAX_ASKED = 8
 """Steps that a peer may have asked for. What it asked for first makes way, not the lowest step: an assignment
 before may have come to higher ones."""
-ROOM_S = 0.2
-"""A peer whose queue is full makes way for the others."""
 
 
 @dataclass(eq=False)
@@ -122,7 +121,7 @@ class Replays:
                     record.key,
                     record.header,
                     record.payload,
-                    ROOM_S,
+                    TUNED.replay_room_s,
                     background=self._stands_by(asked.peer),
                 )
                 asked.at = record.next
@@ -140,7 +139,7 @@ class Replays:
     def _refuse(self, asked: _Asked, reason: str) -> None:
         try:
             key = asked.key._replace(micro=NOT_HERE)
-            self._network.send(asked.peer, key, reason.encode()[:500], b"", ROOM_S)
+            self._network.send(asked.peer, key, reason.encode()[:500], b"", TUNED.replay_room_s)
         except (PeerLost, TimeoutError):
             return  # it asks again, or somebody else does
 

@@ -19,6 +19,7 @@ from protos import atoll_control_pb2 as control
 from protos import bounds
 from worker.blobs import BlobFile
 from worker.cancel import Cancel, Cancelled
+from worker.hosting import TUNED
 from worker.session.pipe import OF_STAGE
 from worker.transport.contract import PeerLost
 
@@ -32,9 +33,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 MAX_REQUESTS = 64
-REPORT_S = 0.1  # between two signs of life
 MAX_BLOBS = 1 << 20
-ROOM_S = 1.0
 
 OF_ASSIGNMENT = frozenset({"wanted", "outgoing", "connect", "forget", "batches", "applied"})
 
@@ -82,7 +81,7 @@ class Progress:
     def __call__(self, nbytes: int) -> None:
         """So many bytes more have come or gone."""
         self.bytes += nbytes
-        if time.monotonic() - self._said_s >= REPORT_S:
+        if time.monotonic() - self._said_s >= TUNED.report_s:
             self._said_s = time.monotonic()
             transferred = pb.Transferred(request=self._number, bytes=self.bytes)
             self._child.send(pb.ToCompute(transferred=transferred))
@@ -147,7 +146,7 @@ class Served:
 
         def work(cancel: Cancel, _: Progress) -> int:
             for batch in self._batches(m.batches):
-                while not child.has_room(ROOM_S):
+                while not child.has_room(TUNED.request_room_s):
                     cancel.check()
                 cancel.check()
                 child.send(pb.ToCompute(batch=pb.FetchedBatch(request=m.request, batch=batch)))

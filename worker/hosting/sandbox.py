@@ -24,12 +24,12 @@ from pathlib import Path
 from atoll.errors import UsageError
 from protos.child_process import PACKAGES_ROOT
 from protos.text_limits import clean
+from worker.hosting import TUNED
 from worker.hosting.environment import compute_environment, foreign_torch
 
 BUBBLEWRAP = "bwrap"
 PACKAGES = ("atoll", "compressors", "hostos", "protos", "strategies", "worker")
 TEMPORARY_BYTES = 1 << 30  # of /tmp, and of /dev/shm
-PROBE_TIMEOUT_S = 20.0
 # Of the system; what is not there is left out. Libraries of drivers lie in /usr, or where a container's
 # runtime puts them. From /sys: cores, caches and quotas, by which kernels and threads are chosen.
 _SYSTEM_TOP = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")  # folders, or links into /usr
@@ -183,7 +183,7 @@ def _run(command: list[str]) -> tuple[str, str]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             env=compute_environment(),
-            timeout=PROBE_TIMEOUT_S,
+            timeout=TUNED.sandbox_probe_s,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -23,6 +23,7 @@ import structlog
 
 from atoll.errors import StorageError
 from hostos.private_files import private_folder
+from worker.hosting import TUNED
 from worker.transport.frames import Buffer, Direction, MessageKey
 
 log = structlog.get_logger()
@@ -39,15 +40,7 @@ LOGGED = frozenset(
 )
 NOTHING = (1 << 63) - 1
 """``logged_from`` of a log that holds no step and will hold none."""
-FREE_SHARE = 0.25
-"""Of what the disk has free, the most that the log takes, and the most that copies do."""
-SEGMENTS = 16
-"""The log's bound is so many files: the oldest goes as a whole."""
 MAX_SEGMENT_BYTES = 64 << 20
-COPIED_BYTES = 64 << 10
-"""A shorter payload is copied, so that its block of the arena is free at once."""
-WRITE_BYTES = 256 << 10
-"""So much waits, of however many steps, until somebody asks: each write costs a thread's wakening."""
 MAX_PENDING_BYTES = 128 << 20
 """Appended and not on disk: a disk that falls so far behind costs the log its steps."""
 MAX_STEPS = 1 << 17
@@ -133,7 +126,7 @@ class SendLog:
             return
         which = (key.plan_version, rank, key.micro, key.edge, int(key.direction))
         head = _RECORD.pack(*which, len(header), len(payload)) + header
-        if len(payload) <= COPIED_BYTES:
+        if len(payload) <= TUNED.copied_bytes:
             payload = bytes(payload)
         if wait and self._pending_bytes + len(payload) > MAX_PENDING_BYTES // 2:
             self._drain()
@@ -152,7 +145,7 @@ class SendLog:
             if self._pending_bytes > MAX_PENDING_BYTES and len(self._pending) > 1:
                 log.warning("send_log.behind", job=self._job, step=key.step, bytes=self._pending_bytes)
                 self._give_up(key.step)
-            self._due = self._due or self._pending_bytes >= WRITE_BYTES
+            self._due = self._due or self._pending_bytes >= TUNED.write_bytes
             if self._due:
                 self._wake.notify()
 
@@ -272,13 +265,15 @@ class SendLog:
         """The file that a step goes to. StorageError where the disk has no room for one."""
         with self._lock:
             newest = self._segments[-1] if self._segments else None
-            most = min(MAX_SEGMENT_BYTES, self._limit // SEGMENTS)
+            most = min(MAX_SEGMENT_BYTES, self._limit // TUNED.segments)
             if newest is not None and (newest.size < most or newest.last_step >= step.number):
                 newest.last_step = max(newest.last_step, step.number)
                 return newest
             held = sum(segment.size for segment in self._segments)
         private_folder(self._folder)
-        limit = min(self._max_bytes, int(FREE_SHARE * (shutil.disk_usage(self._folder).free + held)))
+        limit = min(
+            self._max_bytes, int(TUNED.free_disk_share * (shutil.disk_usage(self._folder).free + held))
+        )
         self._numbers += 1
         segment = _Segment(self._folder / str(self._numbers), last_step=step.number)
         os.close(os.open(segment.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))

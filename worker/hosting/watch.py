@@ -11,15 +11,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from worker.hosting import TUNED
 from worker.pipe.status import Running
-
-LEAST_S = 5.0
-SEEN_S = 1.0  # shorter ones cost no look at the process
-UNKNOWN_S = 60.0
-MOST_S = 6 * 3600.0
-STEPS_KNOWN = 2  # afterwards every op has run
-LONGEST_STEPS = 3.0
-WORKED_SHARE, PATIENCE = 0.5, 12.0
 
 
 @dataclass(slots=True)
@@ -53,19 +46,23 @@ class OpWatch:
         if running.begun != self._begun:
             self._begun, self._since_s, self._since_cpu_s = running.begun, now_s, None
         took_s = now_s - self._since_s
-        if running.mark is None or took_s < SEEN_S:
+        if running.mark is None or took_s < TUNED.seen_s:
             return None
         if self._since_cpu_s is None:
             self._since_cpu_s = cpu_s()
         allowed_s = self._allowed_s(running.mark.allowed_s)
         if took_s <= allowed_s:
             return None
-        worked = cpu_s() - self._since_cpu_s > WORKED_SHARE * allowed_s
-        if not (worked or took_s > PATIENCE * allowed_s):
+        worked = cpu_s() - self._since_cpu_s > TUNED.worked_share * allowed_s
+        if not (worked or took_s > TUNED.patience * allowed_s):
             return None
         return f"{running.mark.name} has run for {took_s:.0f} s; what is honest ends within {allowed_s:.0f} s"
 
     def _allowed_s(self, rehearsed_s: float) -> float:
-        if self._steps >= STEPS_KNOWN:
-            return max(LEAST_S, LONGEST_STEPS * self._step_s)
-        return min(MOST_S, rehearsed_s) if math.isfinite(rehearsed_s) and rehearsed_s > 0 else UNKNOWN_S
+        if self._steps >= TUNED.steps_known:
+            return max(TUNED.least_deadline_s, TUNED.longest_steps * self._step_s)
+        return (
+            min(TUNED.most_deadline_s, rehearsed_s)
+            if math.isfinite(rehearsed_s) and rehearsed_s > 0
+            else TUNED.unknown_deadline_s
+        )

@@ -9,6 +9,7 @@ import queue
 import resource
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,9 @@ class Running:
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    monkeypatch.setattr(child, "CLOSED_S", HUNG_S)  # how it ended is known, however late it does
+    monkeypatch.setattr(
+        child, "TUNED", replace(child.TUNED, ends_within_s=HUNG_S)
+    )  # how it ended is known, however late it does
     made: list[Running] = []
 
     def begin(heard: Callable[[pb.FromCompute], object] | None = None, **handlers: str) -> Running:
@@ -111,7 +114,7 @@ def test_a_process_that_does_not_stop_is_ended(start: Start) -> None:
 )
 def test_every_end_has_its_reason(start: Start, monkeypatch: pytest.MonkeyPatch, code: str, how: str) -> None:
     if "it closed its pipe" in how:
-        monkeypatch.setattr(child, "CLOSED_S", 0.1)
+        monkeypatch.setattr(child, "TUNED", replace(child.TUNED, ends_within_s=0.1))
     running = start(interrupt=f"print('last words', flush=True)\n{code}")
     running.child.send(pb.ToCompute(interrupt=""))
     ending = running.end()

@@ -13,8 +13,8 @@ from atoll.errors import BadFrame
 from protos import atoll_compute_pb2 as pb
 from tests.patience import eventually
 from tests.worker.links.hub import Hub
-from worker.hosting import gate
-from worker.hosting.gate import AT_ONCE, Gate
+from worker.hosting import TUNED, gate
+from worker.hosting.gate import Gate
 from worker.hosting.replays import MAX_ASKED
 from worker.hosting.send_log import SendLog
 from worker.pipe import arena as arenas
@@ -103,7 +103,7 @@ def test_a_message_without_bytes_takes_no_room(setup: Setup) -> None:
 
 def test_a_key_has_so_many_blocks_at_a_time_and_another_once_one_is_gone(setup: Setup) -> None:
     setup.want(KEY)
-    filling = [setup.gate.expect("peer", KEY, 10) for _ in range(AT_ONCE)]
+    filling = [setup.gate.expect("peer", KEY, 10) for _ in range(TUNED.blocks_a_key)]
     assert None not in filling
     assert setup.gate.expect("peer", KEY, 10) is None
     filling.pop()  # a connection was lost
@@ -112,7 +112,7 @@ def test_a_key_has_so_many_blocks_at_a_time_and_another_once_one_is_gone(setup: 
 
 def test_a_block_counts_until_the_compute_process_has_read_it(setup: Setup) -> None:
     setup.want(KEY)
-    for _ in range(AT_ONCE):
+    for _ in range(TUNED.blocks_a_key):
         assert setup.send(KEY, b"abc")
     assert not setup.send(KEY, b"abc")
     setup.gate.freed(setup.places()[:1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import queue
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import DEFAULT, Mock
@@ -49,7 +50,7 @@ class World:
 
     def __init__(self, state_dir: Path, handlers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(child, "COMMAND", command(handlers))
-        monkeypatch.setattr(child, "CLOSED_S", HUNG_S)
+        monkeypatch.setattr(child, "TUNED", replace(child.TUNED, ends_within_s=HUNG_S))
         self.posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.sent: queue.SimpleQueue[control.FromWorker] = queue.SimpleQueue()
         self.network, self.blobs = Network(), Blobs()
@@ -361,7 +362,9 @@ def test_whoever_breaks_a_rule_is_ended_with_the_reason_and_another_takes_over(
     )
     seen = {world.child.launched.pid}
     for job, (_, reason) in BREACHES.items():
-        monkeypatch.setattr(child, "CLOSED_S", 0.1 if job == "silent end" else HUNG_S)
+        monkeypatch.setattr(
+            child, "TUNED", replace(child.TUNED, ends_within_s=0.1 if job == "silent end" else HUNG_S)
+        )
         world.load(job)
         broke = world.event()
         assert (type(broke), broke.job, broke.gone) == (events.StageFailed, job, True)
@@ -401,15 +404,15 @@ def test_what_a_process_asks_for_waits_until_it_reads(start: Start, monkeypatch:
 def test_a_process_that_answers_no_ping_is_ended(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     world = start(ping="pass", load="pass")
     eventually(lambda: world.host._state.now is not None and world.host._state.now.ready)
-    for name, value in (("PING_S", 0.05), ("PONG_S", 0.3), ("LOOK_S", 0.02)):
-        monkeypatch.setattr(processes, name, value)
+    quick = replace(processes.TUNED, ping_s=0.05, pong_s=0.3, process_look_s=0.02)
+    monkeypatch.setattr(processes, "TUNED", quick)
     world.load()
     assert "it has not answered for" in world.event().reason
 
 
 def test_an_op_that_does_not_end_is_named(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.hosting.watch.SEEN_S", 0.01)
-    monkeypatch.setattr(processes, "LOOK_S", 0.02)
+    monkeypatch.setattr("worker.hosting.watch.TUNED", replace(processes.TUNED, seen_s=0.01))
+    monkeypatch.setattr(processes, "TUNED", replace(processes.TUNED, process_look_s=0.02))
     world = start(
         load="from worker.pipe.arena import Arena\n"
         "from worker.pipe.status import ComputeStatus, Mark\n"
@@ -446,7 +449,7 @@ def test_a_job_that_ends_three_processes_is_refused_and_others_are_not(start: St
 def test_a_process_that_ends_at_rest_starts_again_after_a_pause_and_ops_are_refused_meanwhile(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "AGAIN_FIRST_S", HUNG_S)
+    monkeypatch.setattr(processes, "TUNED", replace(processes.TUNED, again_first_s=HUNG_S))
     world = start(
         report_codecs="report(codec_speeds=control.CodecSpeeds())",
         time_ops="report(ops_probed=control.OpsProbed(request=m.request))",
@@ -478,7 +481,7 @@ def _short_of_descriptors(monkeypatch: pytest.MonkeyPatch, times: int) -> Mock:
 def test_a_process_that_could_not_be_started_is_started_later(
     start: Start, monkeypatch: pytest.MonkeyPatch, loaded: bool
 ) -> None:
-    monkeypatch.setattr(processes, "AGAIN_FIRST_S", 0.01)
+    monkeypatch.setattr(processes, "TUNED", replace(processes.TUNED, again_first_s=0.01))
     world = start(load="applied()")
     if loaded:
         world.load()

@@ -13,10 +13,10 @@ import pytest
 
 from tests.patience import eventually
 from tests.worker.hosting.launching import WAYS, ended, launched, life, read_line, sandbox_for
-from worker.hosting import limits
+from worker.hosting import TUNED, limits
 from worker.hosting.control_group import ControlGroup, memory_groups
 from worker.hosting.launch import Ending, Launched
-from worker.hosting.limits import MOST_PROCESSES, SLACK_BYTES, Means, descendants, resident_bytes
+from worker.hosting.limits import MOST_PROCESSES, Means, descendants, resident_bytes
 
 MIB = 1 << 20
 ADDED = 64 * MIB
@@ -119,7 +119,7 @@ def test_who_adds_what_it_may_is_left_alone(way: str, means: Means) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_memory_that_is_shared_with_us_does_not_count(way: str, means: Means) -> None:
-    size = ADDED + 4 * SLACK_BYTES
+    size = ADDED + 4 * TUNED.slack_bytes
     code = f"""{READY}
 kept = mmap.mmap(-1, {size})
 for n in range({size >> 20}): kept.write(bytes(1 << 20))
@@ -182,7 +182,7 @@ def test_a_tree_is_counted_without_who_stands_above_it(means: Means) -> None:
         assert bounded.made.pid not in found
     assert descendants(bounded.made.pid) == []
     assert resident_bytes([bounded.made.pid]) == 0
-    assert limits.LOOK_EVERY_S <= 0.1
+    assert limits.TUNED.memory_look_s <= 0.1
 
 
 @pytest.mark.parametrize("way", WAYS)

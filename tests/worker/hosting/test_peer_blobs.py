@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from tests.patience import HUNG_S, eventually
 from tests.worker.transport.hosts import Host
 from worker.blobs import BlobCache, BlobFiles
 from worker.cancel import Cancel
-from worker.hosting import peer_blobs
-from worker.hosting.peer_blobs import ASK, JOB, PIECE_BYTES, PeerBlobs
+from worker.hosting import TUNED, peer_blobs
+from worker.hosting.peer_blobs import ASK, JOB, PeerBlobs
 from worker.transport.contract import Paths
 from worker.transport.frames import Direction, MessageKey
 
@@ -26,7 +27,10 @@ def blob(seed: str, size: int) -> tuple[str, bytes]:
     return hashlib.sha256(data).hexdigest(), data
 
 
-BLOBS = dict(blob(str(at), size) for at, size in enumerate((10, PIECE_BYTES, 2 * PIECE_BYTES + 17, 1, 333)))
+BLOBS = dict(
+    blob(str(at), size)
+    for at, size in enumerate((10, TUNED.peer_piece_bytes, 2 * TUNED.peer_piece_bytes + 17, 1, 333))
+)
 
 
 class Both:
@@ -50,8 +54,8 @@ class Both:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_blobs, "CONNECT_S", HUNG_S)
-    monkeypatch.setattr(peer_blobs, "ANSWER_S", HUNG_S)
+    monkeypatch.setattr(peer_blobs, "TUNED", replace(peer_blobs.TUNED, peer_connect_s=HUNG_S))
+    monkeypatch.setattr(peer_blobs, "TUNED", replace(peer_blobs.TUNED, peer_answer_s=HUNG_S))
 
 
 @pytest.fixture
@@ -92,8 +96,8 @@ def test_a_holder_that_says_nothing_or_goes_away_is_given_up(
 ) -> None:
     name = next(iter(BLOBS))
     list(both.near.get([(name, 0)]))
-    monkeypatch.setattr(peer_blobs, "ANSWER_S", 0.2)
-    monkeypatch.setattr(peer_blobs, "CONNECT_S", 0.2)
+    monkeypatch.setattr(peer_blobs, "TUNED", replace(peer_blobs.TUNED, peer_answer_s=0.2))
+    monkeypatch.setattr(peer_blobs, "TUNED", replace(peer_blobs.TUNED, peer_connect_s=0.2))
     both.networks[0].unregister(JOB, both.holder)
     with pytest.raises(ConnectionFailed, match="sent nothing"):
         list(both.near.get([(name, 0)]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_an_answer_names_the_peer_that_was_not_reached(fake: FakeChild) -> None:
 
 
 def test_what_comes_is_reported_and_counted(fake: FakeChild, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "REPORT_S", 0.0)
+    monkeypatch.setattr(requests, "TUNED", replace(requests.TUNED, report_s=0.0))
 
     def fetch(wanted: object, cancel: Cancel, progress: Callable[[int], None]) -> None:
         assert wanted == {HASH: 9}

@@ -6,6 +6,7 @@ import os
 import threading
 from collections import namedtuple
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def log(folder: Path) -> Iterator[SendLog]:
     eventually(lambda: not folder.exists())
 
 
-@pytest.mark.parametrize("size", [0, 5, send_log.COPIED_BYTES + 1, send_log.WRITE_BYTES + 1])
+@pytest.mark.parametrize("size", [0, 5, send_log.TUNED.copied_bytes + 1, send_log.TUNED.write_bytes + 1])
 def test_messages_of_a_step_come_back_by_stage_and_in_order(log: SendLog, folder: Path, size: int) -> None:
     for step in (3, 4, 5):
         for micro in range(3):
@@ -150,7 +151,7 @@ def test_a_disk_that_is_too_slow_costs_the_steps_and_holds_up_nobody(
     log: SendLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(send_log, "MAX_PENDING_BYTES", 2_500)
-    monkeypatch.setattr(send_log, "WRITE_BYTES", 1_000)
+    monkeypatch.setattr(send_log, "TUNED", replace(send_log.TUNED, write_bytes=1_000))
     go_on, write = threading.Event(), SendLog._write_step
 
     def slow(*arguments: object) -> None:

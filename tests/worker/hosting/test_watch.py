@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from worker.hosting.watch import LEAST_S, LONGEST_STEPS, MOST_S, PATIENCE, STEPS_KNOWN, UNKNOWN_S, OpWatch
+from worker.hosting import TUNED
+from worker.hosting.watch import OpWatch
 from worker.pipe.status import Mark, Running
 
 PRODUCT = Running(5, Mark("op 'aten.mm.default' (product)", 61.0))
@@ -20,7 +21,7 @@ def never() -> float:
 def trained(step_s: float) -> OpWatch:
     """A watch that has seen a stage train."""
     watch = OpWatch()
-    for step in range(STEPS_KNOWN):
+    for step in range(TUNED.steps_known):
         watch.step_begins(100.0 * step)
         watch.step_done(100.0 * step + step_s)
     return watch
@@ -45,9 +46,9 @@ def test_ops_that_follow_each_other_and_rest_between_steps_are_fine() -> None:
 
 def test_a_process_that_is_given_no_time_is_late_only_after_patience() -> None:
     watch = OpWatch()
-    for now_s in (0.0, 1.0, 62.0, 61.0 * PATIENCE):
+    for now_s in (0.0, 1.0, 62.0, 61.0 * TUNED.patience):
         assert watch.overdue(PRODUCT, now_s, lambda: 3.0) is None
-    assert watch.overdue(PRODUCT, 61.0 * PATIENCE + 1, lambda: 3.0) is not None
+    assert watch.overdue(PRODUCT, 61.0 * TUNED.patience + 1, lambda: 3.0) is not None
 
 
 def test_work_counts_from_the_ops_begin_and_not_from_the_processs() -> None:
@@ -60,7 +61,7 @@ def test_work_counts_from_the_ops_begin_and_not_from_the_processs() -> None:
 
 @pytest.mark.parametrize("step_s", [0.5, 40.0])
 def test_after_some_steps_the_longest_bounds_every_op(step_s: float) -> None:
-    allowed_s = max(LEAST_S, LONGEST_STEPS * step_s)
+    allowed_s = max(TUNED.least_deadline_s, TUNED.longest_steps * step_s)
     watch = trained(step_s)
     watch.overdue(PRODUCT, 1000.0, never)
     watch.overdue(PRODUCT, 1001.0, lambda: 0.0)
@@ -70,7 +71,13 @@ def test_after_some_steps_the_longest_bounds_every_op(step_s: float) -> None:
 
 @pytest.mark.parametrize(
     ("claimed_s", "allowed_s"),
-    [(math.nan, UNKNOWN_S), (math.inf, UNKNOWN_S), (-1.0, UNKNOWN_S), (0.0, UNKNOWN_S), (1e30, MOST_S)],
+    [
+        (math.nan, TUNED.unknown_deadline_s),
+        (math.inf, TUNED.unknown_deadline_s),
+        (-1.0, TUNED.unknown_deadline_s),
+        (0.0, TUNED.unknown_deadline_s),
+        (1e30, TUNED.most_deadline_s),
+    ],
 )
 def test_a_bound_that_the_process_made_up_counts_for_little(claimed_s: float, allowed_s: float) -> None:
     watch, running = OpWatch(), Running(1, Mark("op", claimed_s))
@@ -92,9 +99,9 @@ def test_time_in_which_the_whole_machine_stood_still_does_not_count() -> None:
 
 def test_of_a_period_of_steps_each_counts_its_share() -> None:
     watch = OpWatch(period=50)
-    for order in range(STEPS_KNOWN):
+    for order in range(TUNED.steps_known):
         watch.step_begins(1000.0 * order)
         watch.step_done(1000.0 * order + 500.0)  # 10 s a step
     watch.overdue(PRODUCT, 5000.0, never)
-    assert watch.overdue(PRODUCT, 5000.0 + LONGEST_STEPS * 10.0, lambda: 40.0) is None
-    assert watch.overdue(PRODUCT, 5001.0 + LONGEST_STEPS * 10.0, lambda: 80.0) is not None
+    assert watch.overdue(PRODUCT, 5000.0 + TUNED.longest_steps * 10.0, lambda: 40.0) is None
+    assert watch.overdue(PRODUCT, 5001.0 + TUNED.longest_steps * 10.0, lambda: 80.0) is not None
