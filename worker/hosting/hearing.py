@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from atoll.errors import BadFrame, UsageError
+from atoll.messages.from_worker import MAX_REASON_CHARS
 from hostos.budget import Budget
 from protos import atoll_compute_pb2 as pb
 from protos.text_limits import clean
@@ -32,7 +33,6 @@ log = structlog.get_logger()
 SAID = frozenset({"spans", "log", "codec_speeds"})
 """Messages to the coordinator that a compute process sends by itself."""
 MESSAGE_COST = 1000  # bytes, beside its own
-MAX_REASON_CHARS = 2000
 LEVELS = frozenset({"debug", "info", "warning", "error", "critical", "exception"})
 BURST, PER_S = 1 << 20, 64 << 10  # characters
 EVENT = re.compile(r"[a-z][a-z_.]{0,60}")
