@@ -10,7 +10,7 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import structlog
@@ -29,7 +29,7 @@ from coordinator.storage.graph_store import Graphs, GraphStore
 
 log = structlog.get_logger()
 
-Judged = do.ChooseLinks | do.JudgeSwaps | do.JudgeFleet
+Judged = do.ChooseLinks | do.JudgeFleet
 """Questions about a running job."""
 
 
@@ -129,7 +129,7 @@ class PlannerPool:
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def _plan_request(self, asked: do.MakePlan | do.JudgeFleet, beyond: int = 0) -> PlanRequest:
+    def _plan_request(self, asked: do.MakePlan, beyond: int = 0) -> PlanRequest:
         spec = asked.spec
         graphs = self.graphs.graphs(spec.dag_hash, spec.eval_dag_hash)
         return PlanRequest(
@@ -155,34 +155,38 @@ class PlannerPool:
         links = respec(plan, graphs.train, request.training, request.fleet)
         return ev.LinksChosen(request.job, request.attempt, links)
 
-    def _judge_swaps(self, request: do.JudgeSwaps) -> ev.SwapsJudged:
-        plan = request.plan
+    def _judge_fleet(self, request: do.JudgeFleet) -> ev.FleetJudged:
+        plan, spec = request.plan, request.spec
         dag = self.graphs.graphs(plan.dag_hash, plan.eval_dag_hash).train
         workers = [place.worker for place in plan.places]
 
         def step_s(these: list[str]) -> float:
             moved = plan.moved(plan.version, these)
-            return step_with(moved, dag, request.training, request.fleet, moved.links)
+            return step_with(moved, dag, spec.training, request.fleet, moved.links)
 
         swapped_s = {
             (rank, worker): step_s([*workers[:rank], worker, *workers[rank + 1 :]])
             for rank, worker in request.swaps
             if worker not in workers
         }
-        return ev.SwapsJudged(request.job, request.attempt, step_s(workers), swapped_s)
-
-    def _judge_fleet(self, request: do.JudgeFleet) -> ev.FleetJudged:
-        own, grown = grown_fleet(self._plan_request(request), request.own)
-        workers = tuple(place.worker for place in grown.places)
-        steps_s = exact_step_s(own), exact_step_s(grown)
-        return ev.FleetJudged(request.job, request.attempt, *steps_s, workers, shape(grown))
+        found = ev.FleetJudged(request.job, request.attempt, step_s(workers) if swapped_s else 0.0, swapped_s)
+        if not request.own:
+            return found
+        make = do.MakePlan(request.job, request.attempt, plan.version + 1, spec, request.fleet)
+        own, grown = grown_fleet(self._plan_request(make), request.own)
+        return replace(
+            found,
+            own_s=exact_step_s(own),
+            grown_s=exact_step_s(grown),
+            workers=tuple(place.worker for place in grown.places),
+            shape=shape(grown),
+        )
 
 
 _JUDGES: dict[
     type[Judged],
-    tuple[Callable[[PlannerPool, Any], ev.Event], type[ev.LinksFailed | ev.SwapsFailed | ev.FleetFailed]],
+    tuple[Callable[[PlannerPool, Any], ev.Event], type[ev.LinksFailed | ev.FleetFailed]],
 ] = {
     do.ChooseLinks: (PlannerPool._choose_links, ev.LinksFailed),
-    do.JudgeSwaps: (PlannerPool._judge_swaps, ev.SwapsFailed),
     do.JudgeFleet: (PlannerPool._judge_fleet, ev.FleetFailed),
 }

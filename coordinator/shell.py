@@ -310,7 +310,7 @@ class Shell:
                 self.moved(instruction)
             case do.MakePlan():
                 self._spawn(self.planner.make_plan(instruction))
-            case do.ChooseLinks() | do.JudgeSwaps() | do.JudgeFleet():
+            case do.ChooseLinks() | do.JudgeFleet():
                 self._spawn(self.planner.judge(instruction))
             case do.ReadJob(job):
                 self._spawn(self.planner.read_job(instruction, self.scheduler.ledger.jobs[job]))

@@ -124,33 +124,19 @@ class LinksChosen:
 
 
 @dataclass(frozen=True, slots=True)
-class SwapsJudged:
-    """Predicted seconds of a step of the running plan, and by (rank, worker) with that swap."""
-
-    job: str
-    attempt: int
-    step_s: float
-    swapped_s: Mapping[tuple[int, str], float]
-
-
-@dataclass(frozen=True, slots=True)
-class SwapsFailed:
-    job: str
-    attempt: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class FleetJudged:
-    """Predicted seconds of what an exact step teaches: with the best plan of a job's own workers, and
-    ``grown_s`` with that of a fleet that has grown, on ``workers``; ``shape``: in words."""
+    """Predicted seconds of a step of the running plan, and by (rank, worker) with that swap. Where plans were
+    compared, of what an exact step teaches: with the best plan of a job's own workers, and ``grown_s`` with
+    that of a fleet that has grown, on ``workers``; ``shape``: in words."""
 
     job: str
     attempt: int
-    step_s: float
-    grown_s: float
-    workers: tuple[str, ...]
-    shape: str
+    step_s: float = 0.0
+    swapped_s: Mapping[tuple[int, str], float] = field(default_factory=dict)
+    own_s: float = 0.0
+    grown_s: float = 0.0
+    workers: tuple[str, ...] = ()
+    shape: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +242,6 @@ JobEvent = (
     | PlanFailed
     | LinksChosen
     | LinksFailed
-    | SwapsJudged
-    | SwapsFailed
     | FleetJudged
     | FleetFailed
     | CancelAsked

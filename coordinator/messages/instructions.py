@@ -236,28 +236,17 @@ class ChooseLinks:
 
 
 @dataclass(frozen=True, slots=True)
-class JudgeSwaps:
-    """Predict a running plan's step as it is and with an idle worker in one rank's place, for each of
-    ``swaps`` (rank, worker); answers SwapsJudged or SwapsFailed with the same attempt."""
+class JudgeFleet:
+    """Predict a running plan's step as it is and with a worker of ``fleet`` in one rank's place, for each of
+    ``swaps`` (rank, worker). Plan the job on its ``own`` workers alone, and on all of ``fleet``, unless
+    there are none. Answers FleetJudged or FleetFailed with the same attempt."""
 
     job: str
     attempt: int
     plan: Plan
-    training: TrainingSpec
-    fleet: Fleet
-    swaps: tuple[tuple[int, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class JudgeFleet:
-    """Plan a running job on its ``own`` workers alone, and on all of ``fleet``; answers FleetJudged or
-    FleetFailed with the same attempt. ``version``: that the plan would have."""
-
-    job: str
-    attempt: int
-    version: int
     spec: JobSpec
     fleet: Fleet
+    swaps: tuple[tuple[int, str], ...]
     own: tuple[str, ...]
 
 
@@ -402,7 +391,6 @@ Instruction = (
     | ReadJob
     | MakePlan
     | ChooseLinks
-    | JudgeSwaps
     | JudgeFleet
     | OpenAggregator
     | AggregateRound

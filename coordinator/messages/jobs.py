@@ -112,7 +112,7 @@ class PlanChange:
     ``sources``: what ranks load and repeat steps from; all others hold their stages, as standbys perhaps. Of
     a plan that is to be made every rank's. ``suspects``: of what the change is for, beside those who go.
     ``instead``: why nobody takes over what is lost, where whole replicas go on without it; ``for_now``: who
-    joins might.
+    joins might. ``late_s``: by which the job would end later, below 0 sooner; of what nobody is lost for.
     """
 
     plan: Plan | None
@@ -122,6 +122,7 @@ class PlanChange:
     suspects: frozenset[str] = frozenset()
     instead: str = ""
     for_now: bool = False
+    late_s: float = 0.0
 
     @property
     def workers(self) -> tuple[str, ...]:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from coordinator.messages import events as ev
 from coordinator.messages.jobs import ENDED, GATHERS, PREPARING, RUNNING, Event, JobState, Phase
 from coordinator.pipeline.changes.copies import Copies
-from coordinator.pipeline.changes.joining import Joining
-from coordinator.pipeline.changes.replanning import Replanning
+from coordinator.pipeline.changes.newcomers import Newcomers
 from coordinator.pipeline.changes.standbys import Standbys
 from coordinator.pipeline.changes.successors import alike
 from coordinator.pipeline.health.spot_checks import SpotChecks
@@ -26,13 +25,11 @@ if TYPE_CHECKING:
     from coordinator.messages.facts import Checkpoint
     from coordinator.pipeline.health.suspicion import Suspicion
 
-Judged = ev.SwapsJudged | ev.SwapsFailed | ev.FleetJudged | ev.FleetFailed
-
 
 @dataclass(slots=True)
 class Beside:
     """Of all jobs that are cut into stages; ``put``: keep a job's state, ``step``: step its machine,
-    ``timed``: see ``Joining``."""
+    ``timed``: see ``Newcomers``."""
 
     effects: Effects
     jobs: Mapping[str, JobState]
@@ -44,26 +41,23 @@ class Beside:
     copies: Copies = field(init=False)
     rings: Rings = field(init=False)
     standbys: Standbys = field(init=False)
-    joining: Joining = field(init=False)
+    newcomers: Newcomers = field(init=False)
     checks: SpotChecks = field(init=False)
-    replanning: Replanning = field(init=False)
 
     def __post_init__(self) -> None:
         self.copies = Copies(self.effects)
         self.rings = Rings(self.effects, self.step)
-        self.standbys = Standbys(self.effects, self.put, self.step)
+        self.standbys = Standbys(self.effects, self.put)
         self.checks = SpotChecks(self.effects, self.suspicion, self.step, self._workers_wanted, alike)
-        self.joining = Joining(self.effects, self.standbys, self.timed, self.checks.make_way)
-        self.replanning = Replanning(self.effects, self.timed)
+        self.newcomers = Newcomers(self.effects, self.standbys, self.timed, self.checks.make_way)
 
     def tick(self, returning: Collection[str]) -> None:
         """Let time pass; ``returning``: jobs whose workers are awaited after our restart."""
         for job in list(self.jobs):
             if self.jobs[job].phase in RUNNING and job not in returning:
                 others_wait = self._pool_wanted()
-                newcomers = self.joining.tick(self.jobs[job], others_wait=others_wait)
-                self.standbys.tick(self.jobs[job], others_wait=others_wait, newcomers=newcomers)
-                self.replanning.tick(self.jobs[job], others_wait=others_wait)
+                untimed = self.newcomers.tick(self.jobs[job], others_wait=others_wait)
+                self.standbys.tick(self.jobs[job], others_wait=others_wait, untimed=untimed)
         self.checks.tick(self.jobs)
         self.rings.tick({job: state for job, state in self.jobs.items() if job not in returning})
         self.copies.tick(self.jobs)
@@ -72,8 +66,7 @@ class Beside:
         """A job's plan is over."""
         self.standbys.over(state)
         self.rings.over(state)
-        self.joining.over(state.job)
-        self.replanning.over(state.job)
+        self.newcomers.over(state.job)
 
     def heard(self, worker: str, message: ev.CopyHeld | ev.CopyStored) -> None:
         """Take in what a worker says of a copy."""
@@ -83,18 +76,6 @@ class Beside:
             return
         self.copies.heard(worker, message)
         self.rings.kept(state, worker, message)
-
-    def judged(self, event: Judged) -> None:
-        """Take in what a swap, or a larger fleet, would be worth."""
-        match event:
-            case ev.SwapsJudged(job):
-                self.joining.judged(self.jobs[job], event)
-            case ev.SwapsFailed():
-                self.joining.failed(event)
-            case ev.FleetJudged(job):
-                self.replanning.judged(self.jobs[job], event)
-            case ev.FleetFailed():
-                self.replanning.failed(event)
 
     def sources(self) -> list[Checkpoint]:
         """Return the checkpoints that somebody beside a plan loads, or will: newer ones may be stored."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from coordinator.membership import member as members
@@ -44,8 +45,9 @@ from coordinator.messages.jobs import (
 from coordinator.pipeline import history, machine, periods
 from coordinator.pipeline.assigning import assignment, of_neighbours, reconfiguration, said_to
 from coordinator.pipeline.beside import Beside
+from coordinator.pipeline.changes.choice import Changes
 from coordinator.pipeline.changes.losses import Losses
-from coordinator.pipeline.changes.seats import Seats
+from coordinator.pipeline.changes.seats import places
 from coordinator.pipeline.health.doubt import as_failure
 from coordinator.pipeline.health.evidence import Guilt
 from coordinator.pipeline.health.stuck import Stuck
@@ -54,9 +56,8 @@ from coordinator.pipeline.history import current
 from coordinator.pipeline.restart import Returns
 from coordinator.pipeline.tuning.calibration import learn
 from coordinator.pipeline.tuning.link_adaptation import Adapting
-from coordinator.pipeline.tuning.pair_tables import PairTables
 from coordinator.pipeline.tuning.profiling import Hold, Profiling
-from coordinator.pipeline.tuning.round_codecs import RoundCodecs
+from coordinator.pipeline.tuning.rounds import Rounds
 from coordinator.pipeline.turns import Turns
 from protos.telemetry import Event as Name
 
@@ -82,9 +83,8 @@ class PipelineDriver:
     stuck: Stuck = field(init=False)
     suspicion: Suspicion = field(init=False)
     losses: Losses = field(init=False)
-    seating: Seats = field(init=False)
-    pair_tables: PairTables = field(init=False)
-    round_codecs: RoundCodecs = field(init=False)
+    changes: Changes = field(init=False)
+    rounds: Rounds = field(init=False)
     beside: Beside = field(init=False)
     returns: Returns = field(init=False)
     turns: Turns = field(init=False)
@@ -106,9 +106,10 @@ class PipelineDriver:
         )
         dead_after_s, make_way = self.config.liveness.dead_after_s, self.beside.checks.make_way
         self.losses = Losses(self.effects, self.profiling, dead_after_s, self._step, make_way)
-        self.seating = Seats(self.effects, self._step, self.beside.replanning, make_way)
-        self.pair_tables = PairTables(self.effects, self._step)
-        self.round_codecs = RoundCodecs(self._step)
+        self.rounds = Rounds(self.effects)
+        at_places = partial(places, roster=self.effects.roster)
+        others = (self.beside.newcomers.candidates, self.rounds.candidates)
+        self.changes = Changes(self.effects, self._step, make_way, at_places, others)
         self.returns = Returns(
             self.effects, self.jobs, self.profiling, self.adapting, self.losses, self._step, self.reconnected
         )
@@ -173,8 +174,10 @@ class PipelineDriver:
                 self._links_chosen(event)
             case ev.LinksFailed():
                 self.adapting.failed(event)
-            case ev.SwapsJudged() | ev.SwapsFailed() | ev.FleetJudged() | ev.FleetFailed():
-                self.beside.judged(event)
+            case ev.FleetJudged(job):
+                self.beside.newcomers.judged(self.jobs[job], event)
+            case ev.FleetFailed():
+                self.beside.newcomers.failed(event)
             case _:
                 self.effects.drop(type(event).__name__, f"{event.job} is cut into stages", event.job)
 
@@ -324,7 +327,8 @@ class PipelineDriver:
         self._step(message.job, FromRank(rank, message))
         if self.jobs[message.job].step > state.step:
             self._committed = self.jobs[message.job]
-            self.beside.standbys.swap(self.jobs[message.job])
+            if any(standby.swap for standby in state.standbys.values()):
+                self.changes.look(self.jobs[message.job], self.beside.standbys.candidates)
 
     def _has_repeated(self, state: JobState, rank: int, message: ev.Loaded) -> bool:
         """Whether a rank is loaded now that has taken over a lost one's steps."""
@@ -359,9 +363,7 @@ class PipelineDriver:
         self.stuck.tick(here)
         self.suspicion.tick(self.jobs)
         for state in list(self.jobs.values()):
-            self.seating.look(state)
-            self.pair_tables.look(self.jobs[state.job])
-            self.round_codecs.look(self.jobs[state.job])
+            self.changes.look(state)
         self.beside.tick(self.returns.of)
 
     def storage_failed(self, reason: str) -> None:
@@ -419,7 +421,7 @@ class PipelineDriver:
 
     def _over(self, before: JobState, state: JobState) -> None:
         self.adapting.over(state.job)
-        self.round_codecs.over(state.job)
+        self.rounds.over(state.job)
 
     def _beside_over(self, before: JobState, state: JobState) -> None:
         if self.jobs[state.job].phase not in RUNNING:
@@ -535,7 +537,7 @@ CONSEQUENCES: tuple[tuple[str, When, Then], ...] = (
     (
         "newcomers begin with what is stored, once nothing is evaluated",
         lambda was, now: was.checkpoint.step != now.checkpoint.step or _evaluation_over(was, now),
-        lambda driver, before, state: driver.seating.look(state),
+        lambda driver, before, state: driver.changes.look(state),
     ),
     (
         "who works beside a plan goes with it",

@@ -86,7 +86,7 @@ def of_kind(name: str) -> Label:
 
 def coordinator(points: Points, *, steady: bool) -> None:
     from coordinator import server, shell
-    from coordinator.pipeline.changes import joining
+    from coordinator.pipeline.changes import newcomers
     from coordinator.services import work
     from coordinator.storage import journal
     from coordinator.storage.blob_store import BlobStore
@@ -112,7 +112,7 @@ def coordinator(points: Points, *, steady: bool) -> None:
     points.around(shell.Shell, "attach", always("attach"))
     points.around(work, "to_worker", saying)
     if steady:
-        joining.LEAST_GAIN = 1.0
+        newcomers.LEAST_GAIN = 1.0
     server.SNAPSHOT_EVERY = 50  # type: ignore[attr-defined]
     journal.SNAPSHOTS = 1_000_000  # so many are kept, and with them every record
 

@@ -264,14 +264,6 @@ class Coordinator(Process):
                 self._later(PLAN_S, self.plan(instruction))
             case do.ChooseLinks(job, attempt):
                 self._later(PLAN_S, ev.LinksFailed(job, attempt, "the simulated planner chooses none"))
-            case do.JudgeSwaps(job, attempt, plan, swaps=swaps):
-                workers = [place.worker for place in plan.places]
-                swapped = {
-                    (rank, name): self.step_s([*workers[:rank], name, *workers[rank + 1 :]])
-                    for rank, name in swaps
-                    if name not in workers
-                }
-                self._later(PLAN_S, ev.SwapsJudged(job, attempt, self.step_s(workers), swapped))
             case do.JudgeFleet():
                 self._later(PLAN_S, self.judge_fleet(instruction))
             case do.OpenAggregator(job, _, at_round, state):
@@ -315,17 +307,27 @@ class Coordinator(Process):
         return ev.PlanMade(asked.job, asked.attempt, plan)
 
     def judge_fleet(self, asked: do.JudgeFleet) -> ev.Event:
-        """Compare the plans of a job's own workers and of a fleet that has grown, as ``grown_s`` says."""
-        plans = [
-            self.plan(do.MakePlan(asked.job, 0, asked.version, asked.spec, fleet))
+        """Predict swaps as ``step_s`` says; compare the plans of a job's own workers and of a fleet that has
+        grown, as ``grown_s`` says."""
+        workers = [place.worker for place in asked.plan.places]
+        swapped = {
+            (rank, name): self.step_s([*workers[:rank], name, *workers[rank + 1 :]])
+            for rank, name in asked.swaps
+            if name not in workers
+        }
+        found = ev.FleetJudged(asked.job, asked.attempt, self.step_s(workers), swapped)
+        if not asked.own:
+            return found
+        own, grown = (
+            self.plan(do.MakePlan(asked.job, 0, asked.plan.version + 1, asked.spec, fleet))
             for fleet in (asked.fleet.subset(asked.own), asked.fleet)
-        ]
-        own, grown = plans
+        )
         if not isinstance(own, ev.PlanMade) or not isinstance(grown, ev.PlanMade):
-            return ev.FleetFailed(asked.job, asked.attempt, "no plan")
-        workers = tuple(place.worker for place in grown.plan.places)
-        seconds = self.grown_s(len(own.plan.places), len(workers))
-        return ev.FleetJudged(asked.job, asked.attempt, 1.0, seconds, workers, f"{len(workers)} workers")
+            return found
+        all_of_them = tuple(place.worker for place in grown.plan.places)
+        seconds = self.grown_s(len(own.plan.places), len(all_of_them))
+        words = f"{len(all_of_them)} workers"
+        return replace(found, own_s=1.0, grown_s=seconds, workers=all_of_them, shape=words)
 
     def _pipeline(self, spec: JobSpec, workers: Sequence[str], micros: tuple[int, int]) -> Replica:
         ops, n = len(spec.tensors), len(workers)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coordinator.messages.facts import PlanAdopted, StepCommitted, from_record
-from coordinator.pipeline.changes import replanning
+from coordinator.pipeline.changes import newcomers
 from tests.sim.faults import Crash, Fault, Freeze, KillCoordinator, Leave
 from tests.sim.world import Scenario, World, told
 
@@ -19,8 +19,8 @@ STEPS = 70
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have jobs of a minute planned anew."""
-    monkeypatch.setattr(replanning, "SETTLED_S", 3.0)
-    monkeypatch.setattr(replanning, "PLANNED_WITHIN_S", 1.0)
+    monkeypatch.setattr(newcomers, "SETTLED_S", 3.0)
+    monkeypatch.setattr(newcomers, "PLANNED_WITHIN_S", 1.0)
 
 
 def grown(*faults: Fault, gain: float = 2.0, seed: int = 1, **changes: Any) -> World:

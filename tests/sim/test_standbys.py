@@ -8,6 +8,7 @@ import pytest
 
 from coordinator.messages.facts import PlanAdopted, Reconfigured, StepCommitted
 from coordinator.messages.jobs import JobState
+from coordinator.pipeline.changes import newcomers
 from tests.sim.faults import Crash, Fault, KillCoordinator, Leave
 from tests.sim.world import Scenario, World
 
@@ -88,7 +89,10 @@ def test_at_any_moment_with_standbys_and_with_the_coordinator(seed: int) -> None
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_faster_worker_that_joins_takes_a_place_and_no_step_is_done_twice(seed: int) -> None:
+def test_a_faster_worker_that_joins_takes_a_place_and_no_step_is_done_twice(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(newcomers, "SETTLED_S", 5.0)
     world = World(Scenario(seed=seed, workers=4, standbys=None, steps=STEPS))
     joiner = world.workers["w3"]
     for worker in world.workers.values():

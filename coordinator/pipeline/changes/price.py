@@ -39,6 +39,11 @@ class Price:
     pause_s: float
     left: int
 
+    @property
+    def late_s(self) -> float:
+        """Seconds by which the job would end later, below 0 sooner."""
+        return self.pause_s - self.saved_s * self.left
+
     def pays(self, least: float = 0.0) -> bool:
         """Whether a change is worth its pause, and saves at least a share of a step."""
         return self.saved_s >= least * self.usual_s and self.saved_s * self.left > WORTH * self.pause_s

@@ -1,110 +1,44 @@
 """Ranks of lost peers, and replicas that are missing, which idle workers take. Pure.
 
-Those that are there store what a newcomer begins with at a commit, of peers with local steps at the end of a
-period, and go on. With the checkpoint all connect anew, the newcomers among them: a peer takes the steps of
-the period that is under way, and the others keep those that they have taken. A replica more is a copy of one
-that is there, cut alike, and all share out the step's blocks anew, where the steps that are left save more
-than the pause takes. A step or period that ends before that is stored waits for it. Where a fleet that has
-grown is worth another plan (``replanning``), all begin with that checkpoint.
+Those that are there store what a newcomer begins with (``choice``). A peer takes the steps of the period that
+is under way, and the others keep those that they have taken. A replica more is a copy of one that is there,
+cut alike, and all share out the step's blocks anew, where the steps that are left save more than the pause
+takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
 from atoll.exchange import Exchange
 from coordinator.membership.link_table import MIN_BANDWIDTH_BPS
 from coordinator.membership.member import NO_RANK
-from coordinator.messages.jobs import ENDED, STEPPING, Cause, Event, JobState, PlanChange, Seating, moved
-from coordinator.pipeline.changes.price import pause_s, priced
+from coordinator.messages.jobs import Cause, JobState, PlanChange, moved
+from coordinator.pipeline.changes.price import Price, pause_s, priced
 from coordinator.pipeline.changes.reconfigure import at_hand
 from coordinator.pipeline.changes.successors import Successors, computed_s, devices_of, seconds_of, slower
 from coordinator.pipeline.changes.whole_replicas import pipeline_s, share_of, shared, stage_s
 from coordinator.pipeline.joined import ranks_of
-from coordinator.pipeline.tuning.pair_tables import newer_table
+from coordinator.pipeline.tuning.rounds import newer_table
 from coordinator.planning.costs.fleet import UNKNOWN
 
 if TYPE_CHECKING:
     from atoll.plan import Plan, Replica
-    from coordinator.membership.effects import Effects
     from coordinator.membership.roster import Roster
-    from coordinator.pipeline.changes.replanning import Replanning
-
-AGAIN_S = 60.0  # after places were given, until others are; twice as long each time that they were not kept
 
 
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """Places that workers were given last; ``times``: how often in a row without a step that they did."""
-
-    workers: tuple[str, ...]
-    step: int
-    times: int
-    until_s: float  # nobody is given one before
-
-
-@dataclass(slots=True)
-class Seats:
-    """Of all jobs; ``step``: step a job's machine, ``make_way``: let those go who repeat steps to compare."""
-
-    effects: Effects
-    step: Callable[[str, Event], None]
-    replanning: Replanning
-    make_way: Callable[[], None]
-    _given: dict[str, _Given] = field(default_factory=dict)  # by job
-
-    def look(self, state: JobState) -> None:
-        """Have idle workers take the ranks of lost peers, or be a replica, as soon as the state is stored."""
-        if state.phase in ENDED:
-            self._given.pop(state.job, None)
-        if state.phase not in STEPPING or state.plan is None:
-            return
-        if self.effects.storage or state.step >= state.steps:
-            return
-        chosen = self._chosen(state)
-        wanted = chosen is not None or bool(self.replanning.due(state))
-        if not wanted or state.checkpoint.step != state.step:
-            if wanted != state.run.seating:
-                self.step(state.job, Seating(wanted))
-            return
-        if chosen is None:
-            if state.run.awaiting_eval is None:
-                self.step(state.job, self.replanning.stop(state))
-            return
-        self._give(state, chosen)
-
-    def _chosen(self, state: JobState) -> PlanChange | None:
-        """Return who takes which ranks, or makes the plan one of a replica more; who does not keep its place
-        is not asked for ever."""
-        given = self._given.get(state.job)
-        if given is not None and self._kept(state, given):
-            del self._given[state.job]
-        elif given is not None and (self.effects.now_s < given.until_s or state.step == given.step):
-            return None  # failures that no step follows end a job
-        roster = self.effects.roster
-        if state.local:
-            return seats(state, roster)
-        return another_replica(state, roster) if not state.failures else None
-
-    @staticmethod
-    def _kept(state: JobState, given: _Given) -> bool:
-        """Whether all who were given a place have done a step there."""
-        return state.step > given.step and all(state.rank_of(w) is not None for w in given.workers)
-
-    def _give(self, state: JobState, chosen: PlanChange) -> None:
-        label, newcomers = self.effects.label, sorted(chosen.sources)
+def places(state: JobState, roster: Roster) -> Iterator[PlanChange]:
+    """Yield who takes which ranks of lost peers, or makes the plan one of a replica more."""
+    chosen = (
+        seats(state, roster) if state.local else None if state.failures else another_replica(state, roster)
+    )
+    if chosen is not None:
+        label, newcomers = roster.label, sorted(chosen.sources)
         taken = ", ".join(f"{label(chosen.workers[rank])} joins as rank {rank}" for rank in newcomers)
-        before = self._given.get(state.job)
-        times = before.times + 1 if before is not None else 1
-        self.make_way()
-        until_s = self.effects.now_s + AGAIN_S * 2.0 ** (times - 1)
-        names = tuple(chosen.workers[rank] for rank in newcomers)
-        self._given[state.job] = _Given(names, state.step, times, until_s)
-        words = f"{taken}, with the state after {state.step} steps"
-        self.step(state.job, replace(chosen, reason=words))
+        yield replace(chosen, reason=f"{taken}, with the state after {state.step} steps")
 
 
 # ---------------------------------------------------------------- peers
@@ -139,7 +73,8 @@ def seats(state: JobState, roster: Roster) -> PlanChange | None:
     there = [rank for rank in range(state.n_ranks) if rank not in absent]
     table = newer_table(state, roster, workers, there, predicted=True)
     exchange = replace(plan.exchange, pairs=table) if table is not None and plan.exchange else None
-    return moved(state, workers, chosen, Cause.CHOSEN, "", absent=absent, exchange=exchange)
+    found = moved(state, workers, chosen, Cause.CHOSEN, "", absent=absent, exchange=exchange)
+    return replace(found, late_s=-inf)  # nothing is worth more than a peer that is missing
 
 
 # ---------------------------------------------------------------- a replica more
@@ -162,11 +97,13 @@ def another_replica(state: JobState, roster: Roster) -> PlanChange | None:
     if not all(seconds):  # of speeds nothing is known: as long for each micro-batch
         seconds = [float(share_of(replica)) for replica in replicas]
     grown = _grown(roster, plan, number, replicas, seconds)
-    if grown is None or not _worth(state, replicas, seconds, grown):
+    price = _priced(state, replicas, seconds, grown) if grown is not None else None
+    if grown is None or price is None or not price.pays():
         return None
     newcomers = [rank for rank, place in enumerate(grown.places) if place.worker in workers]
     grown = replace(grown, version=state.next_version)
-    return PlanChange(grown, dict.fromkeys(newcomers, state.checkpoint), Cause.CHOSEN, "")
+    sources = dict.fromkeys(newcomers, state.checkpoint)
+    return PlanChange(grown, sources, Cause.CHOSEN, "", late_s=price.late_s)
 
 
 def _workers(state: JobState, roster: Roster, plan: Plan, number: int) -> list[str] | None:
@@ -243,9 +180,11 @@ def _on(replica: Replica, workers: Iterator[str]) -> Replica:
     return replace(replica, stages=tuple(replace(s, worker=next(workers)) for s in replica.stages))
 
 
-def _worth(state: JobState, replicas: Sequence[Replica], seconds: Sequence[float], grown: Plan) -> bool:
-    """Whether the steps that are left save more than standing still for the newcomers takes; ``seconds``: of
+def _priced(
+    state: JobState, replicas: Sequence[Replica], seconds: Sequence[float], grown: Plan
+) -> Price | None:
+    """Return the price of standing still for the newcomers, None where no step was measured; ``seconds``: of
     each of the ``replicas``, the last of which is new, for the share that it has there."""
     shares = zip(grown.replicas, replicas, seconds, strict=True)
     after_s = max(took_s * share_of(new) / share_of(old) for new, old, took_s in shares)
-    return bool(state.run.step_times_s) and priced(state, max(seconds[:-1]), after_s, pause_s(state)).pays()
+    return priced(state, max(seconds[:-1]), after_s, pause_s(state)) if state.run.step_times_s else None

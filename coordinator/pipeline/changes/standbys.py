@@ -2,21 +2,21 @@
 
 A standby costs the job nothing: one that fails, lags or dies is given up, and another may be chosen.
 Nothing of it is journalled; after a restart of the coordinator standbys are chosen anew. One may be to
-replace a rank's worker although nobody is lost (``joining``): it does so after the commit of a step, when
+replace a rank's worker although nobody is lost (``newcomers``): it does so after the commit of a step, when
 only a few are left to repeat. Where it comes no nearer, as on lines that training keeps busy, it takes the
 place all the same. Training waits until it has repeated the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from coordinator.membership import member as members
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
-from coordinator.messages.jobs import RUNNING, Cause, Event, JobState, Phase, Standby, moved
+from coordinator.messages.jobs import RUNNING, Cause, JobState, Phase, PlanChange, Standby, moved
 from coordinator.pipeline import history
 from coordinator.pipeline.assigning import assignment, beside, neighbours, rank_peer, reconfiguration
 from coordinator.pipeline.changes import reconfigure
@@ -40,20 +40,19 @@ MOVES_S = 5.0  # or three steps: in which somebody that computes shows progress
 
 @dataclass(slots=True)
 class Standbys:
-    """Standbys of all jobs; ``put``: keep a job's state, ``step``: step its machine."""
+    """Standbys of all jobs; ``put``: keep a job's state."""
 
     effects: Effects
     put: Callable[[JobState], None]
-    step: Callable[[str, Event], None]
     _resting: dict[str, float] = field(default_factory=dict)  # worker -> until when
     _looked_s: dict[str, float] = field(default_factory=dict)  # by job
     _said: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)  # (job, worker) -> standbys
 
     # ------------------------------------------------------------ come and go
 
-    def tick(self, state: JobState, *, others_wait: bool, newcomers: frozenset[str] = frozenset()) -> None:
-        """Let time pass; ``others_wait``: the pool is wanted for something else; ``newcomers`` are not asked
-        yet, as they may take a place."""
+    def tick(self, state: JobState, *, others_wait: bool, untimed: frozenset[str] = frozenset()) -> None:
+        """Let time pass; ``others_wait``: the pool is wanted for something else; ``untimed`` workers are not
+        asked yet."""
         if state.standbys and (others_wait or state.spec.standbys == 0):
             self.give_up(state, "the pool is wanted for another job")
             return
@@ -73,7 +72,7 @@ class Standbys:
             return
         self._looked_s[state.job] = now_s
         record = self.effects.ledger.jobs[state.job]
-        found = choose(state, record, self.effects.roster, self.resting() | newcomers)
+        found = choose(state, record, self.effects.roster, self.resting() | untimed)
         if found is not None:
             self.begin(state, found)
 
@@ -88,7 +87,7 @@ class Standbys:
         beats_s = 4 * self.effects.roster.liveness.heartbeat_s
         return MOST_BEHIND + beats_s / max(1e-3, state.median_step_s or 1e-3)
 
-    def begin(self, state: JobState, chosen: Chosen, swap: str = "", saved_s: float = 0.0) -> JobState:
+    def begin(self, state: JobState, chosen: Chosen, swap: str = "", saved_s: float = 0.0) -> None:
         """Have an idle worker stand by for a rank; ``swap``: why it is to take its place, which saves
         ``saved_s`` a step."""
         now_s, roster = self.effects.now_s, self.effects.roster
@@ -121,7 +120,6 @@ class Standbys:
             reason=swap or chosen.why,
         )
         self.effects.emit(do.Notify(state.job))
-        return state
 
     @staticmethod
     def _as_it_sees(state: JobState, standby: Standby) -> JobState:
@@ -224,23 +222,23 @@ class Standbys:
     def _said_to(commit: do.StepCommit) -> do.StepCommit:
         return replace(commit, store=False, evaluate=False, evaluate_coded=False)
 
-    def swap(self, state: JobState) -> None:
-        """Right after a commit: have a standby take its rank's place that is to, where that still pays."""
-        plan = state.plan
-        if state.phase is not Phase.TRAINING or plan is None or state.run.ready:
+    def candidates(self, state: JobState) -> Iterator[PlanChange]:
+        """Yield right after a commit that a standby takes its rank's place that is to, where that still
+        pays."""
+        if state.phase is not Phase.TRAINING or state.run.ready:
             return
         for standby in list(state.standbys.values()):
             if not standby.swap or not self._takes_it(state, standby):
                 continue
-            left = state.steps - state.step
-            if not Price(0.0, standby.saved_s, self._left_s(state, standby), left).pays():
+            price = Price(0.0, standby.saved_s, self._left_s(state, standby), state.steps - state.step)
+            if not price.pays():
                 state = self.drop(state, standby, f"too few steps are left: {standby.swap}")
                 continue
-            workers = [place.worker for place in plan.places]
+            workers = [place.worker for place in state.adopted.places]
             workers[standby.rank] = standby.worker
             if all(self.effects.roster.workers[w].session is not None for w in workers):
-                self.step(state.job, moved(state, workers, (), Cause.CHOSEN, standby.swap))
-                return
+                change = moved(state, workers, (), Cause.CHOSEN, standby.swap)
+                yield replace(change, late_s=price.late_s)
 
     def _takes_it(self, state: JobState, standby: Standby) -> bool:
         """Whether one that is to take a place holds a state, moves on, and is close or comes no nearer."""

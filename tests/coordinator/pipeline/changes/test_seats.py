@@ -17,7 +17,8 @@ from coordinator.membership.roster import Roster
 from coordinator.messages.events import StepReady
 from coordinator.messages.jobs import Event, JobState, PlanChange
 from coordinator.pipeline import machine
-from coordinator.pipeline.changes.seats import Seats, another_replica, seats
+from coordinator.pipeline.changes.choice import Changes
+from coordinator.pipeline.changes.seats import another_replica, places, seats
 from tests.coordinator.pipeline.changes.test_whole_replicas import planned
 from tests.coordinator.pipeline.changes.test_whole_replicas import state as replicated
 from tests.coordinator.pipeline.test_periods import DILOCO, SAPS, loaded, lose, ready, training
@@ -128,12 +129,16 @@ def test_who_joins_has_rates_though_no_round_has_shown_any(n_bytes: int) -> None
     exchange = replace(state.plan.exchange, pairs=PairTable(tuple(without.reshape(-1).tolist()), 4e6))
     plan = replace(state.plan, exchange=exchange, prediction=foretold(state.plan, n_bytes))
     found = list[Event]()
-    effects = SimpleNamespace(roster=roster_of(w0=1.0, w2=1.0, new=1.0), now_s=0.0, storage="", label=str)
-    nothing = SimpleNamespace(due=lambda state: "")
-    seating = Seats(
-        cast("Any", effects), lambda job, event: found.append(event), cast("Any", nothing), lambda: None
+    roster = roster_of(w0=1.0, w2=1.0, new=1.0)
+    effects = cast("Any", SimpleNamespace(roster=roster, now_s=0.0, storage=""))
+    changes = Changes(
+        effects,
+        lambda job, event: found.append(event),
+        lambda: None,
+        lambda state: places(state, roster),
+        (),
     )
-    seating.look(replace(state, plan=plan))
+    changes.look(replace(state, plan=plan))
     (event,) = found
     assert isinstance(event, PlanChange)
     assert event.plan is not None

@@ -11,8 +11,9 @@ from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.events import Held
 from coordinator.messages.jobs import JobState, Phase
-from coordinator.pipeline.changes import joining, replanning, standbys
-from coordinator.pipeline.changes.joining import JUDGED_WITHIN_S
+from coordinator.pipeline.changes import newcomers, standbys
+from coordinator.pipeline.changes.newcomers import TIMED_WITHIN_S
+from coordinator.pipeline.changes.price import Price
 from coordinator.pipeline.changes.standby import Chosen
 from coordinator.services.views import job_update
 from tests.coordinator.pipeline.changes.test_reconfigure import JOB, commits, leave, moves, spec, step
@@ -20,6 +21,12 @@ from tests.coordinator.pipeline.changes.test_standbys import has_repeated, only,
 from tests.coordinator.pipeline.test_restart import back
 from tests.coordinator.pipeline.tuning.test_relink import pipeline
 from tests.sim.scripted import Scripted
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have newcomers judged after five seconds."""
+    monkeypatch.setattr(newcomers, "SETTLED_S", 5.0)
 
 
 def training(share: float, steps: int = 200, **changes: Any) -> Scripted:
@@ -175,29 +182,29 @@ def test_who_times_no_ops_does_not_keep_others_from_being_judged() -> None:
     passes(world, 6.0)
     world.done.clear()
     world.join("k")
-    passes(world, JUDGED_WITHIN_S - 10.0)
-    assert world.all(do.JudgeSwaps) == []
+    passes(world, TIMED_WITHIN_S - 10.0)
+    assert world.all(do.JudgeFleet) == []
     passes(world, 10.0)
-    tried = {worker for judged in world.all(do.JudgeSwaps) for _, worker in judged.swaps}
+    tried = {worker for judged in world.all(do.JudgeFleet) for _, worker in judged.swaps}
     assert tried == {"j", "k"}
 
 
 def test_of_more_pairs_than_one_look_may_try_those_of_who_was_not_judged_go_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(joining, "MOST_SWAPS", 2)
+    monkeypatch.setattr(newcomers, "MOST_SWAPS", 2)
     world = training(1.0)
     world.done.clear()
     world.join("k", "l")
-    passes(world, 2 * joining.LOOK_S)
-    tried = {worker for judged in world.all(do.JudgeSwaps) for _, worker in judged.swaps}
+    passes(world, 2 * newcomers.LOOK_S)
+    tried = {worker for judged in world.all(do.JudgeFleet) for _, worker in judged.swaps}
     assert tried >= {"k", "l"}
 
 
 @pytest.mark.parametrize(("share", "steps"), [(0.97, 200), (0.5, 12), (1.2, 200)])
 def test_who_gains_too_little_or_too_late_stays_in_the_pool(share: float, steps: int) -> None:
     world = training(share, steps)
-    assert world.all(do.JudgeSwaps)
+    assert world.all(do.JudgeFleet)
     assert not any(standby.swap for standby in world.state().standbys.values())
 
 
@@ -210,14 +217,15 @@ def test_a_job_that_wants_no_standbys_is_not_looked_at() -> None:
         seconds(world, 1)
     world.join("j")
     passes(world, 70.0)
-    assert world.all(do.JudgeSwaps) == []
+    assert world.all(do.JudgeFleet) == []
 
 
 def slow_to_load(state: JobState) -> JobState:
     return replace(state, run=replace(state.run, load_s={0: 30.0, 1: 60.0}))
 
 
-def test_who_stands_by_already_is_the_one_that_replaces() -> None:
+def test_who_stands_by_already_is_the_one_that_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(newcomers, "LOOK_S", 6.0)
     world = training(1.0)
     pipeline(world).jobs[JOB] = slow_to_load(world.state())
     seconds(world, 2)
@@ -235,27 +243,27 @@ def asked(world: Scripted, worker: str) -> list[type]:
     found: list[type] = []
     for instruction in world.done:
         match instruction:
-            case do.JudgeSwaps():
-                found.append(do.JudgeSwaps)
+            case do.JudgeFleet():
+                found.append(do.JudgeFleet)
             case do.SendTo(to, do.ProbeOps() | do.Assign() as message) if to == worker:
                 found.append(type(message))
     return list(dict.fromkeys(found))
 
 
-def test_who_joins_is_judged_with_ops_that_it_has_timed_before_it_stands_by_for_a_loss() -> None:
+def test_who_joins_times_ops_before_it_stands_by_for_a_loss_and_is_judged_all_the_same() -> None:
     """Who stands by times nothing: it would be taken for a machine of unknown speed ever after."""
     world = standing("a", "b", "c", standbys=3)
     world.done.clear()
     world.join("j")
     passes(world, 8.0)
-    assert asked(world, "j") == [do.ProbeOps, do.JudgeSwaps, do.Assign]
+    assert asked(world, "j") == [do.ProbeOps, do.Assign, do.JudgeFleet]
 
 
 def test_who_times_no_ops_stands_by_all_the_same() -> None:
     world = standing("a", "b", "c", standbys=3)
     silent(world, "j")
     world.join("j")
-    passes(world, JUDGED_WITHIN_S - 1.0)
+    passes(world, TIMED_WITHIN_S - 1.0)
     assert world.state().standbys == {}
     passes(world, 2.0)
     assert only(world).worker == "j"
@@ -271,7 +279,7 @@ def test_after_a_restart_the_job_is_read_again_to_judge_who_joins() -> None:
     back(world, "j", None)
     passes(world, 8.0)
     assert len(world.all(do.ReadJob)) == 1
-    assert asked(world, "j") == [do.ProbeOps, do.JudgeSwaps, do.Assign]
+    assert asked(world, "j") == [do.ProbeOps, do.Assign, do.JudgeFleet]
 
 
 def test_a_job_that_cannot_be_read_while_it_trains_trains_on() -> None:
@@ -285,9 +293,12 @@ def test_a_job_that_cannot_be_read_while_it_trains_trains_on() -> None:
 def test_a_wish_for_another_plan_ends_where_the_plan_that_it_was_compared_with_does() -> None:
     world = standing("a", "b", "c", "d")
     has_repeated(world, 4)
-    wishes = pipeline(world).beside.replanning
-    wishes._wishes[JOB] = replanning._Wish("a larger fleet", frozenset(), world.state().run.assigned)
-    assert wishes.due(world.state()) == "a larger fleet"
+    wishes = pipeline(world).beside.newcomers
+    price = Price(1.0, 0.5, 1.0, 100)
+    wish = newcomers._Wish(price, "a larger fleet", frozenset(), world.state().run.assigned)
+    wishes._looks[JOB].wish = wish
+    assert [change.reason for change in wishes.candidates(world.state())] == ["a larger fleet"]
     leave(world, world.holders()[only(world).rank])
     world.load()
-    assert (wishes.due(world.state()), wishes._wishes) == ("", {})
+    assert list(wishes.candidates(world.state())) == []
+    assert wishes._looks[JOB].wish is None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -10,7 +12,8 @@ from coordinator.messages.events import Goodput
 from coordinator.messages.facts import Reconfigured
 from coordinator.messages.jobs import Event, JobState, Phase, PlanChange
 from coordinator.pipeline import machine
-from coordinator.pipeline.tuning.round_codecs import RoundCodecs
+from coordinator.pipeline.changes.choice import Changes
+from coordinator.pipeline.tuning.rounds import Rounds
 from tests.coordinator.pipeline.test_periods import DILOCO, facts, loaded, ready, training
 
 
@@ -28,56 +31,48 @@ def after(state: JobState, busy_s: float) -> JobState:
     return state
 
 
-def looked(codecs: RoundCodecs, state: JobState, found: list[Event]) -> list[Event]:
-    found.clear()
-    codecs.look(state)
-    return list(found)
-
-
-def watching() -> tuple[RoundCodecs, list[Event]]:
-    found: list[Event] = []
-    return RoundCodecs(lambda job, event: found.append(event)), found
+def looked(state: JobState) -> list[PlanChange]:
+    return list(Rounds(SimpleNamespace(now_s=0.0)).candidates(state))  # type: ignore[arg-type]
 
 
 def test_a_slow_round_gets_a_codec_and_a_quick_one_loses_it_again() -> None:
-    codecs, found = watching()
     state = asking("diloco:auto")
-    assert looked(codecs, state, found) == []  # nothing was exchanged yet
+    assert looked(state) == []  # nothing was exchanged yet
     state = after(state, 30.0)
-    (event,) = looked(codecs, state, found)
-    assert isinstance(event, PlanChange)
+    (event,) = looked(state)
     assert event.plan is not None
     assert "in int4_block, in none until now" in event.reason
-    assert looked(codecs, state, found) == []  # once a round
     moved, todo = machine.step(state, event, 9.0)
+    assert looked(moved) == []  # until another round has shown what it carries
     (fact,) = facts(todo, Reconfigured)
     assert moved.plan is not None
     assert fact.exchange == moved.plan.exchange == replace(DILOCO, codec="int4_block")
     state = after(loaded(moved), 0.001)
     assert state.step == 8
-    (event,) = looked(codecs, state, found)
-    assert isinstance(event, PlanChange)
+    (event,) = looked(state)
     assert event.plan is not None
     assert event.plan.exchange == DILOCO
 
 
 @pytest.mark.parametrize("asked", ["diloco", "diloco:int8_block", "sparseloco"])
 def test_nothing_changes_where_the_job_names_what_it_wants(asked: str) -> None:
-    codecs, found = watching()
-    assert looked(codecs, after(asking(asked), 100.0), found) == []
+    assert looked(after(asking(asked), 100.0)) == []
 
 
 def test_a_round_that_fits_changes_nothing() -> None:
-    codecs, found = watching()
-    assert looked(codecs, after(asking("diloco:auto"), 0.9), found) == []
+    assert looked(after(asking("diloco:auto"), 0.9)) == []
 
 
 def test_nothing_changes_after_the_last_round() -> None:
     """An evaluation that is awaited there would be given up for it."""
-    codecs, found = watching()
     state = asking("diloco:auto")
     state = replace(state, spec=replace(state.spec, training=replace(state.spec.training, steps=4)))
     state = after(state, 30.0)
     state = replace(state, phase=Phase.EVALUATING, run=replace(state.run, awaiting_eval=4))
     assert (state.step, state.steps) == (4, 4)
-    assert looked(codecs, state, found) == []
+    found = list[Event]()
+    effects = cast("Any", SimpleNamespace(now_s=0.0, storage=""))
+    rounds = Rounds(effects).candidates
+    assert list(rounds(state)), "before the last round it would"
+    Changes(effects, lambda job, event: found.append(event), lambda: None, rounds, ()).look(state)
+    assert found == []
