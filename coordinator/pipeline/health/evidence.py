@@ -12,6 +12,8 @@ from enum import StrEnum
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
+from atoll.backoff import doubled_s
+
 if TYPE_CHECKING:
     from coordinator.membership.effects import Effects
 
@@ -116,4 +118,4 @@ class Guilt:
             record.last_s = now_s
         record = self._records[blamed.worker]
         record.quarantines += 1
-        return float(min(LONGEST_BACKOFF_S, BACKOFF_S * 2.0 ** (record.quarantines - 1)))
+        return doubled_s(BACKOFF_S, record.quarantines, LONGEST_BACKOFF_S)
