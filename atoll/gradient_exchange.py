@@ -14,7 +14,6 @@ is not stepped, and that is not the same as a gradient of zeros.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
@@ -118,33 +117,36 @@ def part_labels(plan: Plan, replica: int) -> tuple[int, ...]:
     return (0,) if 0 in blocks else tuple(blocks)
 
 
-def first_uses(program: StageProgram) -> dict[str, int]:
-    """Return the op that first uses each parameter of a stage, of those whose first use is in this stage."""
-    elsewhere = {tied.name for tied in program.tied if tied.holders[0] != program.stage}
+def first_uses(programs: Iterable[StageProgram]) -> dict[str, int]:
+    """Return the op that first uses each parameter of a stage, of those whose first use is in this stage;
+    ``programs``: of its pieces, in their order."""
     found: dict[str, int] = {}
-    for op, node in program.ops:
-        for leaf in leaf_refs(node):
-            if leaf.source is Source.PARAMETER and leaf.name not in elsewhere:
-                found.setdefault(leaf.name, op)
+    for program in programs:
+        elsewhere = {tied.name for tied in program.tied if tied.holders[0] != program.stage}
+        for op, node in program.ops:
+            for leaf in leaf_refs(node):
+                if leaf.source is Source.PARAMETER and leaf.name not in elsewhere:
+                    found.setdefault(leaf.name, op)
     return found
 
 
 def buckets(
-    plan: Plan, replica: int, program: StageProgram, elements: Mapping[str, int]
+    plan: Plan, replica: int, programs: Sequence[StageProgram], elements: Mapping[str, int]
 ) -> tuple[Bucket, ...]:
-    """Return what the holder of ``program`` in a replica exchanges, in the order in which it is finished.
+    """Return what a stage of these pieces exchanges in a replica, in the order in which it is finished.
 
     ``elements``: of the trained parameters. Empty in a plan of one replica, and where peers exchange changes.
     """
     if len(plan.replicas) < 2 or plan.exchange is None or plan.local:
         return ()
-    uses = {name: op for name, op in first_uses(program).items() if name in elements}
-    starts = [[stage.start for stage in other.stages] for other in plan.replicas]
+    uses = {name: op for name, op in first_uses(programs).items() if name in elements}
+    pieces = [other.pieces for other in plan.replicas]
     firsts = list(accumulate((len(other.stages) for other in plan.replicas), initial=0))
     held: dict[tuple[int, ...], list[str]] = {}
     for name, op in reversed(uses.items()):
         ranks = tuple(
-            first + bisect_right(begins, op) - 1 for first, begins in zip(firsts, starts, strict=False)
+            first + next(p.stage for p in reversed(placed) if p.piece.start <= op)
+            for first, placed in zip(firsts, pieces, strict=False)
         )
         held.setdefault(ranks, []).append(name)
     labels = {number: part_labels(plan, number) for number in range(len(plan.replicas))}

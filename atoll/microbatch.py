@@ -11,11 +11,16 @@ With equal stages and a free network that takes the bubble of 1F1B from (S - 1)(
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from math import ceil
+from heapq import merge
+from math import ceil, inf
+from typing import TYPE_CHECKING, NamedTuple
 
 from atoll.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 
 class Work(StrEnum):
@@ -27,10 +32,28 @@ class Work(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Piece of work of a micro-batch."""
+    """Work of a micro-batch on a piece of a stage."""
 
     work: Work
     micro: int
+    piece: int = 0  # number among the pieces of the stage
+
+
+class Depth(NamedTuple):
+    """Number of micro-batches that a piece has in flight beyond one after the other."""
+
+    warmup: int  # forwards before the first backward
+    held: int = 0  # most micro-batches that hold activations, where backwards come in two parts
+
+    @property
+    def in_flight(self) -> int:
+        """Most micro-batches that hold activations, if there are as many."""
+        return max(self.warmup + 1, self.held)
+
+    @property
+    def whole(self) -> int | None:
+        """Most of them before the end of their backward; None where weight gradients do not wait."""
+        return self.warmup + 1 if self.held else None
 
 
 class ScheduleName(StrEnum):
@@ -94,6 +117,41 @@ def one_f_one_b(n_micro: int, warmup: int, held: int = 0, *, first: int = 0) -> 
     if held:
         actions.extend(Action(Work.WEIGHT, m) for m in range(owed, first + n_micro))
     return tuple(actions)
+
+
+def in_turn(depths: Sequence[Depth], n_micro: int, first: int = 0) -> tuple[Action, ...]:
+    """Actions of a stage that has a piece for each of ``depths``: each piece's own 1F1B, one order for all.
+
+    Depths never rise from a piece to the next. With a warm-up of w, the forward of micro-batch m on a piece
+    comes at the time 2 m - w, its backward at 2 m + w. The last piece of a pipeline does one of each in a
+    time of 2. What an action waits for comes at an earlier time, or at the same one and sooner in an order
+    that all stages have: forwards, first pieces first, then backwards, last pieces first. So stages never
+    wait in a circle.
+    """
+    if len(depths) == 1:
+        return one_f_one_b(n_micro, *depths[0], first=first)
+    pieces = (_timed(one_f_one_b(n_micro, *depth, first=first), depth, at) for at, depth in enumerate(depths))
+    return tuple(action for _, action in merge(*pieces, key=lambda timed: timed[0]))
+
+
+def _timed(
+    actions: Sequence[Action], depth: Depth, piece: int
+) -> Iterator[tuple[tuple[float, bool, int], Action]]:
+    """Actions of a piece with what orders them; weight gradients come with the action after them."""
+    waiting: list[Action] = []
+    for action in actions:
+        action = replace(action, piece=piece)
+        if action.work is Work.WEIGHT:
+            waiting.append(action)
+            continue
+        ahead = action.work is Work.FORWARD
+        when = 2 * action.micro + (-depth.warmup if ahead else depth.warmup)
+        key = (float(when), not ahead, piece if ahead else -piece)
+        for one in (*waiting, action):
+            yield key, one
+        waiting.clear()
+    for one in waiting:
+        yield (inf, True, 0), one
 
 
 def delay_aware_warmup(

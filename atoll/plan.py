@@ -2,23 +2,24 @@
 
 A Plan is fenced by (job, version): every message carries both, and a worker drops what does not
 match. It has one or more replicas of the pipeline, each for a share of the step's micro-batches and each
-with a cut of its own; what several of them have in common is joined by the plan's exchange. A stage is an
-interval of the training DAG's canonical op order and one of the evaluation DAG's. ``validate`` is the shared
-rule that planner and worker both check.
+with a cut of its own; what several of them have in common is joined by the plan's exchange. A stage is one
+piece or several: a piece is an interval of the training DAG's canonical op order and one of the evaluation
+DAG's. Pieces are numbered in that order, and links are named by them; where each stage has one piece, these
+are the stages' own numbers. ``validate`` is the shared rule that planner and worker both check.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from atoll.bounded import MAX_ARGS, MAX_STAGES, At, Coded, Most, Name, OptionalBlob, Unsent, Unset, Within
 from atoll.compression import MAX_RATIO
 from atoll.errors import PlanError
 from atoll.exchange import Exchange, check_exchange
 from atoll.job import Recompute, TrainingSpec
-from atoll.microbatch import Action, ScheduleName, block_ranges, gpipe, one_f_one_b
+from atoll.microbatch import Action, Depth, ScheduleName, Work, block_ranges, in_turn
 from atoll.opdag import FLOATING, OpDag, Source, leaf_refs
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 
 MAX_MICROS = 4096  # of a step
+MAX_PIECES = 16  # of a stage
 MAX_MEMORY_TERMS = 32
 MAX_MEMORY_SCALE = 1e3
 Micros = Annotated[int, Within(0, MAX_MICROS)]
@@ -33,16 +35,50 @@ Stage = Annotated[int, Within(0, MAX_STAGES - 1)]
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """Half-open op intervals that a worker runs in one go."""
+
+    start: int
+    stop: int
+    eval_start: int
+    eval_stop: int
+    warmup: Micros  # forwards before the first backward; n_micro for GPipe
+    held: Micros = 0  # zero-bubble: most micro-batches that hold activations; 0: backwards are whole
+
+
+@dataclass(frozen=True, slots=True)
 class StageSpec:
-    """Half-open op intervals and the worker that runs them."""
+    """A worker's first piece, and the worker that runs it and the ``further`` ones, ascending."""
 
     start: int
     stop: int
     eval_start: int
     eval_stop: int
     worker: Annotated[Name, Coded("one worker")]
-    warmup: Micros  # forwards before the first backward; n_micro for GPipe
-    held: Micros = 0  # zero-bubble: most micro-batches that hold activations; 0: backwards are whole
+    warmup: Micros
+    held: Micros = 0
+    further: Annotated[tuple[Piece, ...], Most(MAX_PIECES - 1)] = ()
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """All of its pieces, in their order."""
+        first = Piece(self.start, self.stop, self.eval_start, self.eval_stop, self.warmup, self.held)
+        return (first, *self.further)
+
+    def with_pieces(self, pieces: Sequence[Piece]) -> StageSpec:
+        """Return the same worker with these pieces, ascending and at least one."""
+        p = pieces[0]
+        return StageSpec(
+            p.start, p.stop, p.eval_start, p.eval_stop, self.worker, p.warmup, p.held, tuple(pieces[1:])
+        )
+
+
+class PlacedPiece(NamedTuple):
+    """A piece of a replica; its number among the replica's pieces is its position in their order."""
+
+    piece: Piece
+    stage: int
+    turn: int  # number among the pieces of its stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +100,7 @@ class Mask(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """Codec of the tensors from one stage to another; fixed within a plan version."""
+    """Codec of the tensors from one piece to another; fixed within a plan version."""
 
     source: Stage
     target: Stage
@@ -144,11 +180,36 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A whole pipeline for some of the step's micro-batches; its links name its own stages."""
+    """A whole pipeline for some of the step's micro-batches; its links name its own pieces."""
 
     micros: Annotated[tuple[int, int], At("start", "stop")]  # half-open, on borders of blocks
     stages: Annotated[tuple[StageSpec, ...], Most(MAX_STAGES)]
     links: tuple[LinkSpec, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[PlacedPiece, ...]:
+        """All pieces in the order of the DAG's ops."""
+        placed = (
+            PlacedPiece(piece, at, turn)
+            for at, stage in enumerate(self.stages)
+            for turn, piece in enumerate(stage.pieces)
+        )
+        return tuple(sorted(placed, key=lambda one: one.piece.start))
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Position where each piece begins, ascending."""
+        return tuple(one.piece.start for one in self.pieces)
+
+    @property
+    def eval_starts(self) -> tuple[int, ...]:
+        """Position of the evaluation DAG where each piece begins."""
+        return tuple(one.piece.eval_start for one in self.pieces)
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The worker of each piece."""
+        return tuple(self.stages[one.stage].worker for one in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,13 +300,20 @@ class Plan:
 
     def actions(self, rank: int) -> tuple[Action, ...]:
         """Return the actions of a rank in a step, in order, on the micro-batches of its replica."""
+        first, stop = self.replicas[self.places[rank].replica].micros
+        return in_turn(self._depths(rank, stop - first), stop - first, first)
+
+    def held_out_turns(self, rank: int, count: int) -> tuple[Action, ...]:
+        """Return the forwards of a rank in an evaluation of so many micro-batches, in order."""
+        turns = in_turn(self._depths(rank, count), count)
+        return tuple(turn for turn in turns if turn.work is Work.FORWARD)
+
+    def _depths(self, rank: int, n_micro: int) -> list[Depth]:
         place = self.places[rank]
-        replica = self.replicas[place.replica]
-        first, stop = replica.micros
+        pieces = self.replicas[place.replica].stages[place.stage].pieces
         if self.schedule is ScheduleName.GPIPE:
-            return gpipe(stop - first, first)
-        spec = replica.stages[place.stage]
-        return one_f_one_b(stop - first, spec.warmup, spec.held, first=first)
+            return [Depth(n_micro)] * len(pieces)
+        return [Depth(piece.warmup, piece.held) for piece in pieces]
 
     def relinked(self, version: int, links: Sequence[LinkSpec]) -> Plan:
         """Return a plan of one replica under a later version that differs in its codecs alone."""
@@ -338,24 +406,30 @@ def _check_cut(replica: Replica, dag: OpDag, where: str) -> None:
         raise PlanError(f"{where}plan has no stages")
     expected = 0
     allowed = set(dag.cuttable())
-    for index, stage in enumerate(replica.stages):
-        if stage.start != expected or stage.stop <= stage.start:
+    pieces = replica.pieces
+    for piece, index, _ in pieces:
+        if piece.start != expected or piece.stop <= piece.start:
             raise PlanError(
-                f"{where}stage {index} covers ops [{stage.start}, {stage.stop}), expected to begin at "
+                f"{where}stage {index} covers ops [{piece.start}, {piece.stop}), expected to begin at "
                 f"{expected} and hold at least one op"
             )
-        if stage.start and stage.start not in allowed:
+        if piece.start and piece.start not in allowed:
             raise PlanError(
-                f"{where}stage {index} begins at op {stage.start}, inside a group that must stay whole"
+                f"{where}stage {index} begins at op {piece.start}, inside a group that must stay whole"
             )
-        expected = stage.stop
+        expected = piece.stop
     if expected != len(dag.ops):
         raise PlanError(f"{where}stages end at op {expected}, the DAG has {len(dag.ops)}")
+    if [stage.start for stage in replica.stages] != sorted(stage.start for stage in replica.stages):
+        raise PlanError(f"{where}stages are not in the order of their first pieces")
+    if any(
+        [p.start for p in stage.pieces] != sorted(p.start for p in stage.pieces) for stage in replica.stages
+    ):
+        raise PlanError(f"{where}a stage's pieces are not in their order")
     for link in replica.links:
-        if max(link.source, link.target) >= len(replica.stages):
+        if max(link.source, link.target) >= len(pieces):
             raise PlanError(
-                f"{where}a link from stage {link.source} to {link.target}, but there are "
-                f"{len(replica.stages)} stages"
+                f"{where}a link from piece {link.source} to {link.target}, but there are {len(pieces)} pieces"
             )
 
 

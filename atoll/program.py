@@ -10,7 +10,7 @@ tied parameter's uses are added in descending op order, also down the chain.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from atoll.bounded import MAX_OPS, MAX_STAGES, MAX_TENSOR_BYTES, Most, Name, Once, Within
 from atoll.opdag import MAX_METRICS, LeafRef, OpDag, OpNode, Source, TensorMeta, leaf_refs, op_refs, rows_of
@@ -86,6 +86,13 @@ class StageProgram:
     def last(self) -> StageProgram | None:
         """The tail where the last held-out micro-batch goes through it: one of fewer rows than the others."""
         return self.tail if self.tail is not None and self.tail.rows < self.rows else None
+
+
+class PiecePrograms(NamedTuple):
+    """What a piece of a stage computes in training, and in an evaluation where there is one."""
+
+    train: StageProgram
+    evaluation: StageProgram | None
 
 
 def stage_programs(dag: OpDag, starts: Sequence[int]) -> tuple[StageProgram, ...]:

@@ -938,6 +938,7 @@ class StageSpec(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     WARMUP_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    FURTHER_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     stop: _builtins.int
     eval_start: _builtins.int
@@ -949,6 +950,10 @@ class StageSpec(_message.Message):
     def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """exactly one"""
 
+    @_builtins.property
+    def further(self) -> _containers.RepeatedCompositeFieldContainer[Global___Piece]:
+        """of the same worker, behind the one that stands here"""
+
     def __init__(
         self,
         *,
@@ -959,17 +964,54 @@ class StageSpec(_message.Message):
         workers: _abc.Iterable[_builtins.str] | None = ...,
         warmup: _builtins.int = ...,
         held: _builtins.int = ...,
+        further: _abc.Iterable[Global___Piece] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eval_start", b"eval_start", "eval_stop", b"eval_stop", "held", b"held", "start", b"start", "stop", b"stop", "warmup", b"warmup", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eval_start", b"eval_start", "eval_stop", b"eval_stop", "further", b"further", "held", b"held", "start", b"start", "stop", b"stop", "warmup", b"warmup", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StageSpec: _TypeAlias = StageSpec  # noqa: Y015
 
 @_typing.final
+class Piece(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    EVAL_START_FIELD_NUMBER: _builtins.int
+    EVAL_STOP_FIELD_NUMBER: _builtins.int
+    WARMUP_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    stop: _builtins.int
+    eval_start: _builtins.int
+    eval_stop: _builtins.int
+    warmup: _builtins.int
+    held: _builtins.int
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        stop: _builtins.int = ...,
+        eval_start: _builtins.int = ...,
+        eval_stop: _builtins.int = ...,
+        warmup: _builtins.int = ...,
+        held: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eval_start", b"eval_start", "eval_stop", b"eval_stop", "held", b"held", "start", b"start", "stop", b"stop", "warmup", b"warmup"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Piece: _TypeAlias = Piece  # noqa: Y015
+
+@_typing.final
 class LinkSpec(_message.Message):
+    """by the pieces' numbers in the order of ops"""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SOURCE_FIELD_NUMBER: _builtins.int

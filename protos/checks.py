@@ -193,19 +193,20 @@ def _check_reads(position: int, node: OpNode, known: set[int], leaves: dict[Sour
 
 
 def check_stage(stage: StageSpec) -> None:
-    """Both intervals go forward."""
-    within("stop of a stage", stage.stop, 0, MAX_OPS)
-    within("start of a stage", stage.start, 0, stage.stop)
-    within("eval_stop of a stage", stage.eval_stop, 0, MAX_OPS)
-    within("eval_start of a stage", stage.eval_start, 0, stage.eval_stop)
+    """Both intervals of each piece go forward."""
+    for piece in stage.pieces:
+        within("stop of a stage", piece.stop, 0, MAX_OPS)
+        within("start of a stage", piece.start, 0, piece.stop)
+        within("eval_stop of a stage", piece.eval_stop, 0, MAX_OPS)
+        within("eval_start of a stage", piece.eval_start, 0, piece.eval_stop)
 
 
 def check_replica(replica: Replica) -> None:
-    """Its links name stages that it has."""
-    last = len(replica.stages) - 1
+    """Its links name pieces that it has."""
+    last = sum(len(stage.pieces) for stage in replica.stages) - 1
     for link in replica.links:
-        within("source stage of a link", link.source, 0, last)
-        within("target stage of a link", link.target, 0, last)
+        within("source of a link", link.source, 0, last)
+        within("target of a link", link.target, 0, last)
 
 
 def check_plan(plan: Plan) -> None:

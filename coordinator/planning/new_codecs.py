@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from atoll.microbatch import Depth
 from atoll.plan import LinkSpec
 from coordinator.planning.auto_codecs import specs_for
 from coordinator.planning.costs.timeline import step_seconds
-from coordinator.planning.problem import Candidate, Depth, Problem
+from coordinator.planning.problem import Candidate, Problem
 from coordinator.planning.ratios import check_compression
 
 if TYPE_CHECKING:

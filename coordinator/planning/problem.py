@@ -12,13 +12,13 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from atoll.compression import AUTO, OFF, Compression
 from atoll.job import Precision, Recompute
-from atoll.microbatch import ScheduleName, delay_aware_warmup, one_f_one_b
+from atoll.microbatch import Depth, ScheduleName, delay_aware_warmup, one_f_one_b
 from atoll.ops import is_layer
 from coordinator.planning import TUNED
 from coordinator.planning.chain import Chain
@@ -65,23 +65,6 @@ class Candidate:
 
     def bounds(self, n_ops: int) -> list[tuple[int, int]]:
         return list(zip(self.starts, (*self.starts[1:], n_ops), strict=True))
-
-
-class Depth(NamedTuple):
-    """Number of micro-batches that a stage has in flight beyond one after the other."""
-
-    warmup: int  # forwards before the first backward
-    held: int = 0  # most micro-batches that hold activations, where backwards come in two parts
-
-    @property
-    def in_flight(self) -> int:
-        """Most micro-batches that hold activations, if there are as many."""
-        return max(self.warmup + 1, self.held)
-
-    @property
-    def whole(self) -> int | None:
-        """Most of them before the end of their backward; None where weight gradients do not wait."""
-        return self.warmup + 1 if self.held else None
 
 
 @dataclass(frozen=True)

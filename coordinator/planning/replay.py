@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from atoll.compression import OFF
 from atoll.job import Recompute
-from atoll.microbatch import one_f_one_b
+from atoll.microbatch import Depth, one_f_one_b
 from coordinator.planning.costs.timeline import simulate
 from coordinator.planning.costs.workload import Wire
-from coordinator.planning.problem import Candidate, Depth, Problem
+from coordinator.planning.problem import Candidate, Problem
 
 if TYPE_CHECKING:
     from atoll.plan import Plan, Replica

@@ -33,7 +33,7 @@ def of_all(found: Case, plan: Plan) -> dict[int, tuple[Bucket, ...]]:
         rank: buckets(
             plan,
             place.replica,
-            programs[rank],
+            [programs[rank]],
             trained_elements(programs[rank].parameters, found.states, found.training.optimizer),
         )
         for rank, place in enumerate(plan.places)

@@ -17,7 +17,7 @@ from atoll.kernels import resolve
 from atoll.messages.to_worker import OpProbe
 from atoll.opdag import Arg, Kind, LeafRef, OpDag, OpNode, OpRef, Source, StateMeta, TensorMeta, TorchLiteral
 from atoll.ops import ALLOWED, GETITEM
-from atoll.program import StageProgram, stage_programs
+from atoll.program import PiecePrograms, StageProgram, stage_programs
 from atoll.rehearse import RehearsalLimits, rehearse
 from atoll.signatures import ENUMERATIONS, TEXTS, parameters
 from atoll.value_guards import index_guarded, sound_bools
@@ -376,7 +376,9 @@ def test_a_stage_refuses_another_stage_s_index_out_of_range() -> None:
     dag = looked_up()
     _, second = stage_programs(dag, [0, 1])
     states = {"w": StateMeta(TABLE, True)}
-    stage = Stage(second, None, TrainingSpec(1, 1), {"w": {"value": torch.ones(10, 4)}}, states=states)
+    stage = Stage(
+        [PiecePrograms(second, None)], TrainingSpec(1, 1), {"w": {"value": torch.ones(10, 4)}}, states=states
+    )
     stage.begin_step(0)
     with pytest.raises(BadFrame, match="the value of op 0, from another stage, holds the index 77"):
         stage.forward(0, {}, {0: torch.tensor([0, 77, 1])})

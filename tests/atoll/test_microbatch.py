@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.errors import UsageError
-from atoll.microbatch import Action, Work, block_ranges, gpipe, one_f_one_b, own_blocks
+from atoll.microbatch import Action, Depth, Work, block_ranges, gpipe, in_turn, one_f_one_b, own_blocks
 
 
 @given(n_micro=st.integers(1, 20), warmup=st.integers(0, 25), held=st.integers(0, 25))
@@ -55,3 +55,36 @@ def test_a_replicas_blocks_are_whole() -> None:
     for micros in ((0, 3), (1, 4), (3, 3)):
         with pytest.raises(UsageError, match="no whole blocks"):
             own_blocks(7, 3, micros)
+
+
+@given(st.data())
+def test_stages_of_several_pieces_never_wait_in_a_circle(data: st.DataObject) -> None:
+    n_pieces, n_micro = data.draw(st.integers(1, 10)), data.draw(st.integers(1, 9))
+    owners = data.draw(st.lists(st.integers(0, 4), min_size=n_pieces, max_size=n_pieces))
+    warmups = data.draw(st.lists(st.integers(0, n_micro + 2), min_size=n_pieces, max_size=n_pieces))
+    held = data.draw(st.sampled_from([0, 1, 4]))
+    depths = [Depth(warmup, held) for warmup in sorted(warmups, reverse=True)]
+    mine = {owner: [at for at in range(n_pieces) if owners[at] == owner] for owner in set(owners)}
+    left = {
+        owner: list(reversed(in_turn([depths[at] for at in pieces], n_micro)))
+        for owner, pieces in mine.items()
+    }
+    done: set[tuple[bool, int, int]] = set()  # forward, piece, micro-batch
+
+    def ready(at: int, action: Action) -> bool:
+        if action.work is Work.WEIGHT:
+            return True
+        if action.work is Work.FORWARD:
+            return at == 0 or (True, at - 1, action.micro) in done
+        later = (False, at + 1, action.micro) if at + 1 < n_pieces else (True, at, action.micro)
+        return later in done
+
+    while any(left.values()):
+        moved = False
+        for owner, actions in left.items():
+            while actions and ready(at := mine[owner][actions[-1].piece], actions[-1]):
+                action = actions.pop()
+                if action.work is not Work.WEIGHT:
+                    done.add((action.work is Work.FORWARD, at, action.micro))
+                moved = True
+        assert moved, "all wait"

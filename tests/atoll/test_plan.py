@@ -91,7 +91,7 @@ def test_valid_plans_are_valid() -> None:
         (plan(replace(ONE, stages=cut(0, 2, names="ab"))), "stage 1 begins at op 2, inside a group"),
         (plan(replace(ONE, stages=ONE.stages[:1])), "stages end at op 1, the DAG has 3"),
         (plan(replace(ONE, stages=ONE.stages[1:])), "expected to begin at 0"),
-        (plan(replace(ONE, links=(LinkSpec(0, 2),))), "a link from stage 0 to 2, but there are 2"),
+        (plan(replace(ONE, links=(LinkSpec(0, 2),))), "a link from piece 0 to 2, but there are 2"),
         (plan(replace(ONE, stages=cut(0, 1, names="aa"))), "two places: a"),
         (plan(FIRST), "replicas end at micro-batch 2, the step has 4"),
         (plan(SECOND), "expected to begin at 0"),

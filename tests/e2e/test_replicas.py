@@ -80,7 +80,7 @@ def buckets_of(given: Case, plan: Plan, rank: int) -> tuple[Bucket, ...]:
     starts = [stage.start for stage in plan.replicas[place.replica].stages]
     program = stage_programs(given.dag, starts)[place.stage]
     elements = trained_elements(program.parameters, given.states, given.training.optimizer)
-    return buckets(plan, place.replica, program, elements)
+    return buckets(plan, place.replica, [program], elements)
 
 
 def test_two_replicas_of_the_whole_model_end_in_the_bits_of_one_machine(three: LoopbackFleet) -> None:

@@ -115,7 +115,7 @@ def test_every_host_of_the_lab_lends_what_the_scenario_says() -> None:
     assert [lender.name for lender in scene.workers] == ["fast1", "slow1", "fast2", "slow2"]
     for lender in scene.workers:
         given = dict(zip(lender.options[::2], lender.options[1::2], strict=True))
-        assert given["--stage-memory"] == "28MiB"
+        assert given["--stage-memory"] == "30MiB"
         assert given["--site"] == lender.name[:-1]
     assert scene.training == ("--steps", "30", "--for", "45s")
     assert demo.scene_of(lab, 7).training == ("--steps", "7")

@@ -18,6 +18,7 @@ from atoll.collective import group_size
 from atoll.errors import UsageError
 from atoll.exchange import Content, Exchange, ExchangeRound, Partners, Pattern, check_exchange
 from atoll.microbatch import one_f_one_b
+from atoll.program import PiecePrograms
 from strategies.exchanges import exchange_facts, make_rule
 from strategies.exchanges.base import Flat
 from tests.inprocess.exchange import Answer, later, run_round
@@ -104,8 +105,7 @@ class LocalPeers:
         self._micros = micros or [range(training.n_micro)] * ranks
         self.stages = [
             Stage(
-                program,
-                model.eval_program,
+                [PiecePrograms(program, model.eval_program)],
                 replace(training, n_micro=len(own), blocks=1)
                 if micros
                 else replace(training, seed=training.seed + rank),

@@ -14,13 +14,14 @@ import torch
 
 from atoll.block_sums import fold
 from atoll.microbatch import Action, ScheduleName, Work, gpipe, one_f_one_b
+from atoll.program import PiecePrograms
 from compressors.base import meta_of, parse_packet
 from compressors.layout import from_wire, to_wire
 from worker.links.codec_use import CodecUse
 from worker.links.codecs import StageCodecs, lossy
 from worker.stage.reports import StageReport
 from worker.stage.stage import Stage
-from worker.transport.frames import Direction, MessageKey
+from worker.transport.frames import Direction, End, MessageKey
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -68,8 +69,7 @@ class LocalPipeline:
         self._actions = actions or usual_actions(len(programs), training.n_micro)
         self.stages = [
             Stage(
-                program,
-                eval_programs[at] if eval_programs else None,
+                [PiecePrograms(program, eval_programs[at] if eval_programs else None)],
                 training,
                 tensors,
                 devices[at % len(devices)],
@@ -85,12 +85,12 @@ class LocalPipeline:
     def relink(self, links: Sequence[LinkSpec]) -> None:
         """Exchange with these codecs from the next step on; a pair of stages without one exchanges exact
         tensors, as all do before."""
-        names = [str(stage) for stage in range(len(self.programs))]
+        ends = [End(str(stage)) for stage in range(len(self.programs))]
         evaluations = self.eval_programs or (None,) * len(self.programs)
         self.lossy = lossy(links)
         self._codecs = [
-            StageCodecs(program, evaluation, links, names, self.training.seed)
-            for program, evaluation in zip(self.programs, evaluations, strict=True)
+            StageCodecs([PiecePrograms(*both)], links, ends, self.training.seed)
+            for both in zip(self.programs, evaluations, strict=True)
         ]
 
     def codec_use(self) -> dict[tuple[int, int], CodecUse]:
@@ -257,7 +257,7 @@ class _Walk:
         if action.work is Work.FORWARD:
             self.forward(stage, action.micro)
         elif action.work is Work.WEIGHT:
-            while self.pipeline.stages[stage].owed == action.micro:
+            while self.pipeline.stages[stage].pieces[0].owed == action.micro:
                 self.pipeline.stages[stage].weight_gradients()
         else:
             self.backward(stage, action.micro)

@@ -6,13 +6,14 @@ has the same bits for any number of hosts, any dealing, and where a host is lost
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from atoll.errors import UsageError
 from atoll.messages.from_worker import Row
-from compressors.container import dense_metas
+from compressors.container import dense_metas, read_dense
 from compressors.model_file import read_sums
 from strategies.files import sums_metas, sums_slots
 from strategies.fixed import Accumulator, FixedSums, check_sums, real
@@ -21,7 +22,7 @@ from strategies.selection import Outcome
 from tests.inprocess.federation import nbytes
 from worker.federated.host_round import HostRound, train_clients
 from worker.federated.orders import HostAnswer
-from worker.federated.population_states import PopulationStates
+from worker.federated.population_states import Kept, PopulationStates
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,6 +53,20 @@ class PopulationRound:
     refused: Mapping[str, str]  # why a client that was drawn is not counted
     uploaded_bytes: Mapping[str, int]
     moved: int  # clients whose state went to another host
+
+
+class MovingStates(PopulationStates):
+    """States of which a host takes in those that another had, as if it had fetched them."""
+
+    def adopt(self, client: str, kept: Kept, source: Path) -> None:
+        """Take in the state of ``client`` at ``source``; it counts at once, as it did there. BadFrame for
+        another file."""
+        read_dense(source, dense_metas(source))
+        path = self.folder / f"{client}-{kept.round}-moved"
+        shutil.copyfile(source, path)
+        mine, before = Kept(kept.round, path.name, path.stat().st_size, kept.codec), self._counts.get(client)
+        self._count({**self._counts, client: mine})
+        self._remove([] if before is None else [before])
 
 
 class _Lost(Exception):
@@ -160,7 +175,7 @@ class LocalPopulation:
         for name in away:
             source = self.states[self.homes[name]]
             path = source.path(name)
-            self.states[host].adopt(name, source.clients[name], path, dense_metas(path))
+            self.states[host].adopt(name, source.clients[name], path)
         return len(away)
 
     def _settle(self, at_round: int, answers: Sequence[Answer]) -> None:
@@ -172,5 +187,5 @@ class LocalPopulation:
         for host, states in self.states.items():
             states.forget([client for client in states.clients if self.homes[client] != host])
 
-    def _opened(self, host: str) -> PopulationStates:
-        return PopulationStates(self.folder / host)
+    def _opened(self, host: str) -> MovingStates:
+        return MovingStates(self.folder / host)

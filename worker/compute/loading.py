@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from atoll.errors import ConnectionFailed
@@ -24,6 +24,7 @@ from worker.transport.contract import PeerLost
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from atoll.program import StageProgram
     from atoll.rehearse import OpCost
     from worker.context import ComputeContext
     from worker.machine.device import Device
@@ -45,8 +46,7 @@ def load(
     with context.spans.timed("load", assignment.first_step):
         tensors, fetched = _tensors(assignment, context, cancel)
         stage = Stage(
-            assignment.program,
-            assignment.eval_program,
+            assignment.pieces,
             assignment.own_training,
             tensors,
             device,
@@ -116,7 +116,7 @@ def _tensors(
     assignment: Assignment, context: ComputeContext, cancel: Cancel
 ) -> tuple[dict[str, dict[str, Tensor]], Fetched]:
     """Return the stage's tensors, and what it took until they were on this machine's disk."""
-    programs = [p for p in (assignment.program, assignment.eval_program) if p is not None]
+    programs = [p for both in assignment.pieces for p in both if p is not None]
     names = sorted({n for p in programs for n in (*p.parameters, *p.buffers, *p.constants)})
     wanted: dict[str, int] = {}
     for name in names:
@@ -142,10 +142,10 @@ def _tensors(
 
 def feed_of(assignment: Assignment, context: ComputeContext) -> feed.Feed:
     """Return what fetches the micro-batches of a stage's share of each step, not started."""
-    program, training = assignment.program, assignment.training
+    training = assignment.training
     return feed.Feed(
         context.fetch_of(assignment.job, assignment.micros),
-        feed.input_rules(program, assignment.inputs(program), assignment.states),
+        _rules(assignment, [program for program, _ in assignment.pieces]),
         assignment.micros,
         training.steps,
         context.config.feed_ahead_steps,
@@ -159,10 +159,7 @@ def _held_out(
     fetch, count = context.fetch_of(assignment.job, None), assignment.training.eval_batches
 
     def rules_of(micro: int) -> dict[str, feed.InputRule]:
-        program = assignment.evaluates(micro)
-        if program is None:
-            return {}
-        return feed.input_rules(program, assignment.inputs(program), assignment.states)
+        return _rules(assignment, [assignment.evaluates(micro, at) for at in range(len(assignment.pieces))])
 
     full, last = rules_of(0), rules_of(count - 1)
 
@@ -170,3 +167,12 @@ def _held_out(
         return feed.held_out(fetch, [*[full] * (count - 1), last], cancel)
 
     return batches
+
+
+def _rules(assignment: Assignment, programs: Iterable[StageProgram | None]) -> dict[str, feed.InputRule]:
+    """Rules of everything that these programs of a stage take."""
+    return feed.joined_rules(
+        feed.input_rules(program, assignment.inputs(program), assignment.states)
+        for program in programs
+        if program is not None
+    )

@@ -38,12 +38,12 @@ from compressors.base import (
 from compressors.catalogue import Use
 from worker.links.codec_use import CodecUse
 from worker.machine.cpu import CpuMeter, Taken
-from worker.transport.frames import EXCHANGED, MEASURED, Direction, MessageKey
+from worker.transport.frames import EXCHANGED, MEASURED, Direction, End, MessageKey, about
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from atoll.program import StageProgram
+    from atoll.program import PiecePrograms, StageProgram
 
 NOTHING = TensorMeta((0,), "uint8")  # a zero mark's shape is the declared one: it need not travel
 
@@ -91,6 +91,11 @@ def packet_seed(seed: int, key: MessageKey) -> int:
     return seed
 
 
+def _support_of(key: MessageKey) -> tuple[int, int, int]:
+    """(step, micro, op) of a value and of its gradient."""
+    return key.step, key.micro, about(key)
+
+
 class StageCodecs:
     """Codecs, states and supports of one stage's messages under one plan version.
 
@@ -99,22 +104,21 @@ class StageCodecs:
 
     def __init__(
         self,
-        program: StageProgram | None = None,
-        eval_program: StageProgram | None = None,
+        pieces: Iterable[PiecePrograms] = (),
         links: Iterable[LinkSpec] = (),
-        workers: Sequence[str] = (),
+        ends: Sequence[End] = (),
         seed: int = 0,
         cpu: CpuMeter | None = None,
         *,
         exchanges_bytes: bool = False,
     ) -> None:
-        """``workers[stage]`` names the peer; without a program everything travels exactly. ``cpu``: of the
-        thread that computes. ``exchanges_bytes``: parts and totals are messages of a round, coded already.
+        """``ends`` of all the pipeline's pieces; without ``pieces`` everything travels exactly. ``cpu``: of
+        the thread that computes. ``exchanges_bytes``: parts and totals are a round's messages, coded already.
 
         UsageError for a codec that is unknown or that no link can carry.
         """
         self.use: dict[str, CodecUse] = {}
-        self._seed, self._cpu, self._workers = seed, cpu or CpuMeter(), workers
+        self._seed, self._cpu, self._ends = seed, cpu or CpuMeter(), ends
         self._pairs = _Pairs(links)
         self._exchanged = BYTES if exchanges_bytes else EXACT
         self._outgoing: dict[tuple[str, Direction, int], Coding] = {}
@@ -122,10 +126,10 @@ class StageCodecs:
         self._supports: dict[tuple[int, int, int], Support] = {}  # (step, micro, op)
         self._states: dict[tuple[Direction, int, Coding], tuple[int, int, State]] = {}
         self._last: tuple[MessageKey, Coding, Tensor, Packet] | None = None
-        if self._pairs and program is not None:
+        for program, evaluation in pieces if self._pairs else ():
             self._learn(program)
-        if self._pairs and eval_program is not None:
-            self._learn_evaluation(eval_program)
+            if evaluation is not None:
+                self._learn_evaluation(evaluation)
 
     def coding(self, peer: str, key: MessageKey, *, sending: bool) -> Coding:
         """Coding of the message to (``sending``) or from ``peer``."""
@@ -188,7 +192,7 @@ class StageCodecs:
                 return packet
         seed = packet_seed(self._seed, key)
         if coding.on_support:
-            support = self._supports[key.step, key.micro, key.edge]
+            support = self._supports[_support_of(key)]
             return cast("SparseCompressor", coding.codec).compress_on(tensor, support, seed=seed)
         packet, state = coding.codec.compress(tensor, self._state(coding, key, tensor), seed=seed)
         self._states[key.direction, key.edge, coding] = (key.step, key.micro, state)
@@ -198,7 +202,7 @@ class StageCodecs:
 
     def _decode(self, coding: Coding, key: MessageKey, packet: Packet) -> Tensor:
         if coding.on_support:
-            support = self._supports[key.step, key.micro, key.edge]
+            support = self._supports[_support_of(key)]
             return cast("SparseCompressor", coding.codec).decompress_on(packet, support)
         self._keep_support(coding, key, packet)
         return coding.codec.decompress(packet)
@@ -206,7 +210,7 @@ class StageCodecs:
     def _keep_support(self, coding: Coding, key: MessageKey, packet: Packet) -> None:
         if coding.keeps_support and key.direction is Direction.FORWARD:
             support = cast("SparseCompressor", coding.codec).support(packet)
-            self._supports[key.step, key.micro, key.edge] = support
+            self._supports[_support_of(key)] = support
 
     def _state(self, coding: Coding, key: MessageKey, tensor: Tensor) -> State:
         step, micro, state = self._states.get((key.direction, key.edge, coding), (-1, -1, None))
@@ -222,19 +226,19 @@ class StageCodecs:
         for p in program.produced:
             meta, alone = metas[p.op], p.requires_grad and len(p.targets) == 1
             for target in p.targets:
-                self._note(True, target, forward, p.op, self._pairs.value(me, target, meta, alone))
+                self._note(me, target, forward, p.op, self._pairs.value(me, target, meta, alone))
             if p.requires_grad:
                 coding = self._pairs.gradient(p.grad_from, me, meta, alone)
-                self._note(False, p.grad_from, backward, p.op, coding)
+                self._note(p.grad_from, me, backward, p.op, coding)
         for r in program.received:
             alone = r.requires_grad and r.grad_from is None and r.grad_to == r.source
-            self._note(False, r.source, forward, r.op, self._pairs.value(r.source, me, r.meta, alone))
+            self._note(r.source, me, forward, r.op, self._pairs.value(r.source, me, r.meta, alone))
             if r.requires_grad:
                 coding = self._pairs.gradient(me, r.grad_to, r.meta, alone)
-                self._note(True, r.grad_to, backward, r.op, coding)
+                self._note(me, r.grad_to, backward, r.op, coding)
                 if r.grad_from is not None:
                     coding = self._pairs.gradient(r.grad_from, me, r.meta, False)
-                    self._note(False, r.grad_from, backward, r.op, coding)
+                    self._note(r.grad_from, me, backward, r.op, coding)
 
     def _learn_evaluation(self, program: StageProgram) -> None:
         """Note evaluation's codecs: values use training's; acknowledgements carry nothing and need none."""
@@ -242,14 +246,16 @@ class StageCodecs:
         direction = Direction.EVALUATION_CODED
         for p in program.produced:
             for target in p.targets:
-                self._note(True, target, direction, p.op, self._pairs.value(me, target, metas[p.op], False))
+                self._note(me, target, direction, p.op, self._pairs.value(me, target, metas[p.op], False))
         for r in program.received:
             coding = self._pairs.value(r.source, me, r.meta, False)
-            self._note(False, r.source, direction, r.op, coding)
+            self._note(r.source, me, direction, r.op, coding)
 
-    def _note(self, sending: bool, stage: int, direction: Direction, op: int, coding: Coding) -> None:
-        table = self._outgoing if sending else self._incoming
-        table[self._workers[stage], direction, op] = coding
+    def _note(self, source: int, target: int, direction: Direction, op: int, coding: Coding) -> None:
+        """Note the codec of a message from one piece to another: one of them is this stage's."""
+        sender, receiver, edge = self._ends[source], self._ends[target], self._ends[target].edge(op)
+        self._outgoing[receiver.worker, direction, edge] = coding
+        self._incoming[sender.worker, direction, edge] = coding
 
 
 class _Pairs:

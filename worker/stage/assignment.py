@@ -13,10 +13,11 @@ from atoll.job import TrainingSpec
 from atoll.messages.to_worker import Assign, PeerLink, Replay
 from atoll.microbatch import own_blocks
 from atoll.opdag import StateMeta, TensorMeta
-from atoll.plan import LinkSpec, Plan, Replica, check_figures_by_rank, check_shares
-from atoll.program import StageProgram
+from atoll.plan import LinkSpec, PlacedPiece, Plan, Replica, check_figures_by_rank, check_shares
+from atoll.program import PiecePrograms, StageProgram, TiedParameter
 from atoll.rows import inputs_at
 from strategies.exchanges.catalogue import exchange_facts
+from worker.transport.frames import End
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,27 @@ class Assignment:
     replay: Replay | None = None
     replica: int = 0  # number of the one that the stage is of
     standby: bool = False  # beside the plan: repeats later steps as well, and sends nothing
+    further: tuple[PiecePrograms, ...] = ()  # of the same stage, in the order of its pieces
+
+    @property
+    def pieces(self) -> tuple[PiecePrograms, ...]:
+        """The programs of the stage's pieces, in their order."""
+        return (PiecePrograms(self.program, self.eval_program), *self.further)
+
+    @cached_property
+    def ends(self) -> tuple[End, ...]:
+        """Where messages of each of its pipeline's pieces go."""
+        return tuple(End(self.pipeline.stages[stage].worker, turn) for _, stage, turn in self.placed)
+
+    @cached_property
+    def placed(self) -> tuple[PlacedPiece, ...]:
+        """The pieces of the stage's pipeline, by number."""
+        return self.pipeline.pieces
 
     @property
     def stage(self) -> int:
-        return self.program.stage
+        """Its number among the stages of its pipeline."""
+        return self.placed[self.program.stage].stage
 
     @property
     def pipeline(self) -> Replica:
@@ -73,16 +91,25 @@ class Assignment:
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
         """Gradients that are exchanged with the other replicas; none where peers exchange changes."""
-        names = [name for name in self.program.parameters if name in self.states]
+        programs = [program for program, _ in self.pieces]
+        names = dict.fromkeys(name for p in programs for name in p.parameters if name in self.states)
         elements = trained_elements(names, self.states, self.training.optimizer)
-        return buckets(self.plan, self.replica, self.program, elements)
+        return buckets(self.plan, self.replica, programs, elements)
 
     @property
     def peers(self) -> frozenset[str]:
         return frozenset(link.worker for link in self.links)
 
-    def worker_of(self, stage: int) -> str:
-        return self.pipeline.stages[stage].worker
+    def worker_of(self, number: int) -> str:
+        """The worker of a piece."""
+        return self.ends[number].worker
+
+    def total_to(self, tied: TiedParameter) -> tuple[int, ...]:
+        """The pieces that a tied parameter's total is sent to: one of each worker but the first holder's."""
+        first: dict[str, int] = {}
+        for number in tied.holders:
+            first.setdefault(self.worker_of(number), number)
+        return tuple(first.values())[1:]
 
     def holder(self, bucket: Bucket, replica: int) -> str:
         """The worker that has a bucket's gradients in another replica."""
@@ -94,8 +121,8 @@ class Assignment:
         BadFrame for a link of a stage that the plan does not have.
         """
         worst = max((max(link.source, link.target) for link in links), default=0)
-        if worst >= len(self.pipeline.stages):
-            raise BadFrame(f"a link names stage {worst} of {len(self.pipeline.stages)}")
+        if worst >= len(self.placed):
+            raise BadFrame(f"a link names piece {worst} of {len(self.placed)}")
         if len(self.plan.replicas) > 1:  # whose codecs stay
             return replace(self, version=version, plan=replace(self.plan, version=version))
         return replace(self, version=version, plan=self.plan.relinked(version, links))
@@ -130,7 +157,7 @@ class Assignment:
         """
         if plan.local or self.plan.local:
             return self.replica if _work(plan) == _work(self.plan) else None
-        rank = plan.rank_of(self.worker_of(self.stage))
+        rank = plan.rank_of(self.pipeline.stages[self.stage].worker)
         if rank is None or (plan.blocks, plan.recompute) != (self.plan.blocks, self.plan.recompute):
             return None
         place = plan.places[rank]
@@ -149,19 +176,18 @@ class Assignment:
         metas = {name: self.states[name].meta for name in program.inputs}
         return inputs_at(metas, program.rows) if program.rows else metas
 
-    def evaluates(self, micro: int) -> StageProgram | None:
+    def evaluates(self, micro: int, piece: int = 0) -> StageProgram | None:
         """Return the program that a held-out micro-batch goes through: the last may have fewer rows."""
-        program = self.eval_program
+        program = self.pieces[piece].evaluation
         if program is None or micro < self.training.eval_batches - 1:
             return program
         return program.last or program
 
     @property
     def programs(self) -> tuple[StageProgram, ...]:
-        """The training program, and those of the evaluation."""
-        evaluation = self.eval_program
-        tail = evaluation.last if evaluation is not None else None
-        return tuple(p for p in (self.program, evaluation, tail) if p is not None)
+        """Piece by piece the training program, and those of the evaluation."""
+        found = ((train, held_out, held_out and held_out.last) for train, held_out in self.pieces)
+        return tuple(program for piece in found for program in piece if program is not None)
 
 
 def assigned(asked: Assign) -> Assignment:
@@ -185,7 +211,7 @@ def assigned(asked: Assign) -> Assignment:
 
 def _cut(replica: Replica) -> list[object]:
     """What a replica's stages compute, whatever its share of a step."""
-    return [(s.start, s.stop, s.eval_start, s.eval_stop, s.held > 0) for s in replica.stages]
+    return [(p.start, p.stop, p.eval_start, p.eval_stop, p.held > 0, s) for p, s, _ in replica.pieces]
 
 
 def _work(plan: Plan) -> tuple[object, ...]:
@@ -197,18 +223,21 @@ def _work(plan: Plan) -> tuple[object, ...]:
 
 def check(assignment: Assignment, me: str) -> None:
     """The rules that planner and worker both check; PlanError or BadFrame says which is broken."""
-    plan, program = assignment.plan, assignment.program
+    plan = assignment.plan
     if (plan.job, plan.version) != (assignment.job, assignment.version):
         raise BadFrame(f"plan of {plan.job} version {plan.version} assigned as version {assignment.version}")
     if not 0 <= assignment.replica < len(plan.replicas):
         raise PlanError(f"replica {assignment.replica} of a plan of {len(plan.replicas)} replicas")
     _check_exchange(plan, assignment.rank)
-    stages = assignment.pipeline.stages
-    if program.n_stages != len(stages) or not 0 <= program.stage < len(stages):
-        raise BadFrame(f"stage {program.stage} of {program.n_stages}, but the plan has {len(stages)}")
-    stage = stages[program.stage]
-    if stage.worker != me:
-        raise BadFrame(f"stage {program.stage} belongs to {stage.worker}, this is {me}")
+    placed = assignment.placed
+    for program, _ in assignment.pieces:
+        if program.n_stages != len(placed) or not 0 <= program.stage < len(placed):
+            raise BadFrame(f"stage {program.stage} of {program.n_stages}, but the plan has {len(placed)}")
+        if (worker := assignment.worker_of(program.stage)) != me:
+            raise BadFrame(f"stage {program.stage} belongs to {worker}, this is {me}")
+    numbers = [program.stage for program, _ in assignment.pieces]
+    if numbers != [at for at, one in enumerate(placed) if one.stage == assignment.stage]:
+        raise BadFrame(f"pieces {numbers} of stage {assignment.stage}, which the plan has otherwise")
     training = assignment.training
     if (plan.n_micro, plan.blocks) != (training.n_micro, training.blocks):
         raise BadFrame(
@@ -218,9 +247,12 @@ def check(assignment: Assignment, me: str) -> None:
     check_shares(plan)
     strangers = _neighbours(assignment) - assignment.peers - {me}
     if strangers:
-        raise BadFrame(f"stage {program.stage} exchanges tensors with {sorted(strangers)}, no address given")
+        raise BadFrame(
+            f"stage {assignment.stage} exchanges tensors with {sorted(strangers)}, no address given"
+        )
     _check_leaves(assignment)
-    written = [name for name in program.buffers if assignment.states[name].mutated]
+    buffers = {name for program, _ in assignment.pieces for name in program.buffers}
+    written = sorted(name for name in buffers if assignment.states[name].mutated)
     if written and len(plan.replicas) > 1:
         raise PlanError(
             f"training writes {written[0]}, and replicas would each write their own; train with one"
@@ -228,7 +260,7 @@ def check(assignment: Assignment, me: str) -> None:
     for bucket in assignment.buckets:
         if bucket.holders[assignment.replica] != assignment.rank:
             raise BadFrame(
-                f"stage {program.stage} uses {bucket.names[0]} first, which the plan has elsewhere"
+                f"stage {assignment.stage} uses {bucket.names[0]} first, which the plan has elsewhere"
             )
 
 
@@ -243,7 +275,7 @@ def _check_exchange(plan: Plan, rank: int) -> None:
         return
     check_exchange(exchange)
     for replica in plan.replicas:
-        starts = [stage.start for stage in replica.stages]
+        starts = list(replica.starts)
         if starts[:1] != [0] or starts != sorted(set(starts)):
             raise PlanError(f"stages of a replica that begin at ops {starts[:8]}")
     exact = (exchange.rule, exchange.every, exchange.codec) == ("sum", 1, "none")
@@ -261,7 +293,7 @@ def _check_exchange(plan: Plan, rank: int) -> None:
 
 
 def _check_leaves(assignment: Assignment) -> None:
-    programs = [p for p in (assignment.program, assignment.eval_program) if p is not None]
+    programs = [p for both in assignment.pieces for p in both if p is not None]
     tensors = {n for p in programs for n in (*p.parameters, *p.buffers, *p.constants)}
     inputs = {n for p in programs for n in p.inputs}
     undescribed = (tensors | inputs) - set(assignment.states)
@@ -275,27 +307,30 @@ def _check_leaves(assignment: Assignment) -> None:
 
 def _neighbours(assignment: Assignment) -> set[str]:
     """Workers that this stage sends to or receives from."""
-    stages: set[int] = set()
-    program = assignment.program
-    for received in program.received:
-        stages.update({received.source, received.grad_to})
-        if received.grad_from is not None:
-            stages.add(received.grad_from)
-    for produced in program.produced:
-        stages.update({*produced.targets, produced.grad_from})
-    for tied in program.tied:
-        at = tied.holders.index(program.stage)
-        stages.update(tied.holders if at == 0 else (tied.holders[0], tied.holders[at - 1]))
-        stages.update(tied.holders[at + 1 : at + 2])
-    evaluation = assignment.eval_program
-    if evaluation is not None:
-        stages.update(received.source for received in evaluation.received)
-        stages.update(target for produced in evaluation.produced for target in produced.targets)
-    count = len(assignment.pipeline.stages)
-    if stages and max(stages) >= count:
-        raise BadFrame(f"stage {assignment.stage} refers to stage {max(stages)} of {count}")
+    numbers = {number for both in assignment.pieces for number in _linked(*both)}
+    if numbers and max(numbers) >= len(assignment.placed):
+        raise BadFrame(f"stage {assignment.stage} refers to stage {max(numbers)} of {len(assignment.placed)}")
     others = {rank for bucket in assignment.buckets for rank in bucket.holders}
     if assignment.plan.local:
         others |= set(assignment.plan.present)
     places = assignment.plan.places
-    return {assignment.worker_of(stage) for stage in stages} | {places[rank].worker for rank in others}
+    return {assignment.worker_of(number) for number in numbers} | {places[rank].worker for rank in others}
+
+
+def _linked(program: StageProgram, evaluation: StageProgram | None) -> set[int]:
+    """Numbers of the pieces that a piece sends to or receives from."""
+    numbers: set[int] = set()
+    for received in program.received:
+        numbers.update({received.source, received.grad_to})
+        if received.grad_from is not None:
+            numbers.add(received.grad_from)
+    for produced in program.produced:
+        numbers.update({*produced.targets, produced.grad_from})
+    for tied in program.tied:
+        at = tied.holders.index(program.stage)
+        numbers.update(tied.holders if at == 0 else (tied.holders[0], tied.holders[at - 1]))
+        numbers.update(tied.holders[at + 1 : at + 2])
+    if evaluation is not None:
+        numbers.update(received.source for received in evaluation.received)
+        numbers.update(target for produced in evaluation.produced for target in produced.targets)
+    return numbers

@@ -35,37 +35,47 @@ class Arrival:
 
 def step_arrivals(assignment: Assignment, step: int) -> Iterator[Arrival]:
     """Messages of one training step, in no order that matters."""
-    program = assignment.program
-    nodes = dict(program.ops)
-
-    def key(direction: Direction, micro: int, edge: int) -> MessageKey:
-        return MessageKey(assignment.job, assignment.version, step, micro, edge, direction)
-
-    for micro in assignment.micros:
-        for r in program.received:
-            yield Arrival(key(Direction.FORWARD, micro, r.op), assignment.worker_of(r.source), r.meta)
-            if r.requires_grad and r.grad_from is not None:
-                peer = assignment.worker_of(r.grad_from)
-                yield Arrival(key(Direction.BACKWARD, micro, r.op), peer, r.meta)
-        for p in program.produced:
-            if p.requires_grad:
-                peer = assignment.worker_of(p.grad_from)
-                yield Arrival(key(Direction.BACKWARD, micro, p.op), peer, nodes[p.op].outputs[0])
-    for tied in program.tied:
-        meta = assignment.states[tied.name].meta
-        at = tied.holders.index(program.stage)
-        if at + 1 < len(tied.holders):
-            peer = assignment.worker_of(tied.holders[at + 1])
-            for block in assignment.blocks:
-                yield Arrival(key(Direction.TIED_PARTIAL, block, tied.index), peer, meta)
-        if at:
-            peer = assignment.worker_of(tied.holders[0])
-            yield Arrival(key(Direction.TIED_TOTAL, 0, tied.index), peer, meta)
+    for program, _ in assignment.pieces:
+        yield from _piece_arrivals(assignment, program, step)
     for bucket in assignment.buckets:
         for arriving in bucket.arriving:
             size = bucket.collective.segments[arriving.segment].size
             peer = assignment.holder(bucket, arriving.source)
-            yield Arrival(key(*bucket_key(bucket, arriving)), peer, TensorMeta((size,), "float32"))
+            direction, micro, edge = bucket_key(bucket, arriving)
+            key = MessageKey(assignment.job, assignment.version, step, micro, edge, direction)
+            yield Arrival(key, peer, TensorMeta((size,), "float32"))
+
+
+def _piece_arrivals(assignment: Assignment, program: StageProgram, step: int) -> Iterator[Arrival]:
+    """Messages that come for a piece from other workers."""
+    nodes = dict(program.ops)
+    me = assignment.worker_of(program.stage)
+
+    def arrival(
+        direction: Direction, micro: int, at: int, source: int, meta: TensorMeta
+    ) -> Iterator[Arrival]:
+        if (peer := assignment.worker_of(source)) != me:
+            edge = assignment.ends[program.stage].edge(at)
+            yield Arrival(
+                MessageKey(assignment.job, assignment.version, step, micro, edge, direction), peer, meta
+            )
+
+    for micro in assignment.micros:
+        for r in program.received:
+            yield from arrival(Direction.FORWARD, micro, r.op, r.source, r.meta)
+            if r.requires_grad and r.grad_from is not None:
+                yield from arrival(Direction.BACKWARD, micro, r.op, r.grad_from, r.meta)
+        for p in program.produced:
+            if p.requires_grad:
+                yield from arrival(Direction.BACKWARD, micro, p.op, p.grad_from, nodes[p.op].outputs[0])
+    for tied in program.tied:
+        meta = assignment.states[tied.name].meta
+        at = tied.holders.index(program.stage)
+        for later in tied.holders[at + 1 : at + 2]:
+            for block in assignment.blocks:
+                yield from arrival(Direction.TIED_PARTIAL, block, tied.index, later, meta)
+        if program.stage in assignment.total_to(tied):
+            yield from arrival(Direction.TIED_TOTAL, 0, tied.index, tied.holders[0], meta)
 
 
 def bucket_key(bucket: Bucket, message: Arriving | Outgoing) -> tuple[Direction, int, int]:
@@ -80,19 +90,23 @@ def evaluation_arrivals(
 ) -> Iterator[Arrival]:
     """Messages of the evaluation after ``step``: forward values, and their acknowledgements,
     which keep a fast stage from running ahead of a slow one."""
-    program = assignment.eval_program
-    if program is None:
-        return
+    for at, (train, _) in enumerate(assignment.pieces):
+        me = assignment.worker_of(train.stage)
 
-    def key(micro: int, op: int) -> MessageKey:
-        return MessageKey(assignment.job, assignment.version, step, micro, op, direction)
+        def key(micro: int, op: int, number: int = train.stage) -> MessageKey:
+            edge = assignment.ends[number].edge(op)
+            return MessageKey(assignment.job, assignment.version, step, micro, edge, direction)
 
-    for micro in range(assignment.training.eval_batches):
-        program = assignment.evaluates(micro) or program
-        for r in program.received:
-            yield Arrival(key(micro, r.op), assignment.worker_of(r.source), r.meta)
-        for p in program.produced:
-            yield Arrival(key(micro, p.op), assignment.worker_of(p.targets[-1]), EMPTY)
+        for micro in range(assignment.training.eval_batches):
+            program = assignment.evaluates(micro, at)
+            if program is None:
+                break
+            for r in program.received:
+                if (peer := assignment.worker_of(r.source)) != me:
+                    yield Arrival(key(micro, r.op), peer, r.meta)
+            for p in program.produced:
+                if (peer := assignment.worker_of(p.targets[-1])) != me:
+                    yield Arrival(key(micro, p.op), peer, EMPTY)
 
 
 def gradient_sources(program: StageProgram) -> list[tuple[int, int]]:

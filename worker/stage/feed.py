@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -215,3 +215,17 @@ def input_rules(
     leaves = {name: state.meta for name, state in states.items()} | dict(inputs)
     ranges = index_ranges(program, Shapes(program, leaves, inputs)).inputs
     return {name: InputRule(inputs[name], ranges.get(name)) for name in program.inputs}
+
+
+def joined_rules(of_pieces: Iterable[Mapping[str, InputRule]]) -> dict[str, InputRule]:
+    """Return the rules of a stage's inputs: of one that several pieces take, what all of them accept."""
+    found: dict[str, InputRule] = {}
+    for rules in of_pieces:
+        for name, rule in rules.items():
+            before = found.get(name)
+            if before is not None and before.bounds is not None and rule.bounds is not None:
+                rule = InputRule(rule.meta, before.bounds.both(rule.bounds))
+            elif before is not None:
+                rule = InputRule(rule.meta, rule.bounds or before.bounds)
+            found[name] = rule
+    return found

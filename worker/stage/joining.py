@@ -46,7 +46,7 @@ class GradientExchange:
         )
         self._bucket_of = {name: at for at, run in enumerate(self._runs) for name in run.bucket.names}
         self._missing: dict[tuple[int, int], set[str]] = {}  # gradients whose part is not whole
-        tied = {tied.name for tied in assignment.program.tied}
+        tied = {tied.name for program, _ in assignment.pieces for tied in program.tied}
         self._tied = {at for at, run in enumerate(self._runs) if tied & set(run.bucket.names)}
 
     def part_whole(self, name: str, label: int) -> None:

@@ -10,13 +10,14 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
 from worker.links.codecs import lossy
 from worker.pipe.status import Waiting
 from worker.spans import Span
 from worker.stage.expected import Arrival, evaluation_arrivals, step_arrivals
+from worker.stage.piece import UnusableValue
 from worker.stage.reports import LongWait
-from worker.stage.stage import UnusableValue
 from worker.transport.contract import PeerLost
 from worker.transport.frames import Direction, MessageKey
 
@@ -55,16 +56,17 @@ class Messages:
         cpu: CpuMeter,
         notice: Callable[[LongWait], None],
         stage: Stage,
-        fill: Callable[[int], None],
+        fill: Callable[[int, int], None],
     ) -> None:
         """``notice`` hears of waits that last suspiciously long; while ``stage`` owes weights' gradients,
-        ``fill`` takes some of a step."""
+        ``fill`` takes some of a step on a piece."""
         self.assignment = assignment
         self._links, self._spans, self._progress, self.cpu = links, spans, progress, cpu
         self.clock: Callable[[], float] = time.perf_counter
         self.notice, self._stage, self._fill = notice, stage, fill
         self.eras = list(assignment.eras)  # first step -> the plan version from there on, ascending
         self.asks: Asks | None = None  # while steps are repeated
+        self._own: dict[MessageKey, Tensor | None] = {}  # from one piece of this stage to another
         self._expected: int | None = None  # last step whose messages are taken
         self.waited_s = 0.0
         self.step_s = 0.0  # the last one's
@@ -133,22 +135,51 @@ class Messages:
             self._links.expect(evaluation_arrivals(assignment, last))
             self._expected = last
 
+    def begin(self) -> None:
+        """Forget what pieces have handed on to each other: a step, or an evaluation, begins."""
+        self._own.clear()
+
     def key(self, direction: Direction, step: int, micro: int, edge: int) -> MessageKey:
         """Key of a message under the plan version of its step."""
         return MessageKey(self.assignment.job, self.at(step).version, step, micro, edge, direction)
+
+    def key_to(self, piece: int, direction: Direction, step: int, micro: int, about: int) -> MessageKey:
+        """Key of a message to a piece about an op or a tied parameter."""
+        return self.key(direction, step, micro, self.assignment.ends[piece].edge(about))
 
     def key_of(self, step: int, which: Which) -> MessageKey:
         """Key of an exchange's message."""
         direction, micro, edge = which
         return self.key(direction, step, micro, edge)
 
-    def take(self, feed: MicroBatches, step: int, micro: int, cancel: Cancel) -> dict[str, Tensor]:
-        """Wait for the stage's inputs of a micro-batch."""
+    def take(
+        self, feed: MicroBatches, program: StageProgram, step: int, micro: int, cancel: Cancel
+    ) -> dict[str, Tensor]:
+        """Wait for a piece's inputs of a micro-batch."""
+        if not program.inputs:
+            return {}
         begun_s, started_s = self._spans.now_s(), self.clock()
         with self._progress.waiting("", "data", step):
             inputs = feed.take(step, micro, cancel)
         self._note_wait(step, micro, begun_s, self.clock() - started_s, "")
-        return inputs
+        return {name: inputs[name] for name in program.inputs}
+
+    def here(self, piece: int) -> bool:
+        """Whether a piece is one of this stage's own."""
+        return self.assignment.placed[piece].stage == self.assignment.stage
+
+    def receive_from(self, piece: int, key: MessageKey, cancel: Cancel) -> Tensor | None:
+        """Wait for what a piece sends; what one of this stage's own hands on is here. BadFrame for actions
+        in an order in which it is not."""
+        if not self.here(piece):
+            return self.receive(key, self.assignment.worker_of(piece), cancel)
+        if key not in self._own:
+            raise BadFrame(f"piece {piece} has not made what another of this stage needs: {key}")
+        return self._own.pop(key)
+
+    def receive_value_from(self, piece: int, key: MessageKey, cancel: Cancel) -> Tensor:
+        """Wait for what is never a zero mark. Raises PeerLost for one that is, too."""
+        return _nonzero(self.receive_from(piece, key, cancel), key, self.assignment.worker_of(piece))
 
     def receive(
         self, key: MessageKey, peer: str, cancel: Cancel, until_s: float | None = None
@@ -191,14 +222,14 @@ class Messages:
         begun_s, started_s, computed_s = self._spans.now_s(), self.clock(), self.cpu.computed_s
         while True:
             cancel.check()
-            owed = self._stage.owed is not None
+            owing = self._stage.owing
             left_s = POLL_S if until_s is None else max(0.0, until_s - self.clock())
             try:
-                value = self._links.receive(key, 0.0 if owed else min(POLL_S, left_s))
+                value = self._links.receive(key, 0.0 if owing is not None else min(POLL_S, left_s))
                 break
             except TimeoutError:
-                if owed:
-                    self._fill(key.step)
+                if owing is not None:
+                    self._fill(key.step, owing[0])
                     begun_s, started_s, computed_s = self._spans.now_s(), self.clock(), self.cpu.computed_s
                     continue
                 waited_s = self.clock() - started_s
@@ -231,18 +262,23 @@ class Messages:
             yield
         except UnusableValue as error:
             (source,) = (r.source for r in program.received if r.op == error.op)
+            if self.here(source):
+                raise
             raise PeerLost(self.assignment.worker_of(source), str(error)) from None
 
     def send_all(self, messages: Iterable[tuple[int, MessageKey, Tensor | None]]) -> None:
         """What one action sends, in this order."""
         left = list(messages)
         while left:
-            stage, key, value = left.pop(0)
-            self.send(stage, key, value, more=any(later == stage for later, *_ in left))
+            piece, key, value = left.pop(0)
+            self.send(piece, key, value, more=any(later == piece for later, *_ in left))
 
-    def send(self, stage: int, key: MessageKey, value: Tensor | None, *, more: bool = False) -> None:
-        """Send a message to a stage of this replica."""
-        peer = self.assignment.worker_of(stage)
+    def send(self, piece: int, key: MessageKey, value: Tensor | None, *, more: bool = False) -> None:
+        """Send a message to a piece of this replica; to one of this stage it is handed on."""
+        if self.here(piece):
+            self._own[key] = value
+            return
+        peer = self.assignment.worker_of(piece)
         with self._progress.waiting(peer, "room", key.step):
             self._links.send(peer, key, value, more=more)
 

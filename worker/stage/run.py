@@ -7,7 +7,6 @@ the transport lets gradients pass activations.
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from atoll.held_out import Figures
     from atoll.microbatch import Action
     from atoll.plan import LinkSpec
-    from atoll.program import StageProgram
     from worker.stage.assignment import Assignment
     from worker.stage.joining import Which
     from worker.stage.local_steps import LocalSteps
@@ -215,17 +213,18 @@ class StageRun:
         self._busy = {Work.FORWARD: 0.0, Work.BACKWARD: 0.0}
         self.messages.waited_s = 0.0
         self._stage.begin_step(step)
+        self.messages.begin()
         self._joining = self._begin_exchange(step)
         self._links.take_digest()  # of a step that was given up
         started_s, computed_s = self.messages.clock(), self._cpu.computed_s
         for action in self._actions:
             cancel.check()
             if action.work is Work.FORWARD:
-                self._forward(step, action.micro, cancel)
+                self._forward(step, action, cancel)
             elif action.work is Work.WEIGHT:
-                while self._stage.owed == action.micro:
+                while self._stage.pieces[action.piece].owed == action.micro:
                     cancel.check()
-                    self._weight_gradients(step)
+                    self._weight_gradients(step, action.piece)
             else:
                 self._backward(step, action, cancel)
             self._progress.tick()
@@ -341,19 +340,22 @@ class StageRun:
         """Means over the held-out rows, None where another stage computes them. ``coded``: through the links'
         codecs; then None everywhere when none of them loses anything."""
         self._cpu.forget()  # what this takes is not the next step's
-        program = self.assignment.eval_program
-        if program is None or (coded and not lossy(self.at(step).pipeline.links)):
+        evaluates = any(evaluation is not None for _, evaluation in self.assignment.pieces)
+        if not evaluates or (coded and not lossy(self.at(step).pipeline.links)):
             return None
         direction = Direction.EVALUATION_CODED if coded else Direction.EVALUATION
-        batches = self._held_out(cancel)
-        for micro in itertools.count():
-            with self._progress.waiting("", "data", step):
-                inputs = next(batches, None)
-            if inputs is None:
-                break
+        batches, held = self._held_out(cancel), dict[int, Mapping[str, Tensor]]()
+        self.messages.begin()
+        last = len(self.assignment.pieces) - 1
+        plan, count = self.assignment.plan, self.assignment.training.eval_batches
+        for turn in plan.held_out_turns(self.assignment.rank, count):
+            if turn.piece == 0:
+                with self._progress.waiting("", "data", step):
+                    held[turn.micro] = next(batches)
             cancel.check()
-            with self.spans.timed("eval", step, micro):
-                _evaluate(self._stage, self.messages, program, direction, step, micro, inputs, cancel)
+            inputs = held.pop(turn.micro) if turn.piece == last else held[turn.micro]
+            with self.spans.timed("eval", step, turn.micro):
+                _evaluate(self._stage, self.messages, turn, direction, step, inputs, cancel)
             self._progress.tick()
         return self._stage.held_out_figures()
 
@@ -375,43 +377,46 @@ class StageRun:
 
     # ---------------------------------------------------------------- one micro-batch
 
-    def _forward(self, step: int, micro: int, cancel: Cancel) -> None:
-        program = self.assignment.program
-        inputs = self.messages.take(self._feed, step, micro, cancel)
+    def _forward(self, step: int, action: Action, cancel: Cancel) -> None:
+        (program, _), micro, messages = self.assignment.pieces[action.piece], action.micro, self.messages
+        inputs = messages.take(self._feed, program, step, micro, cancel)
         received: dict[int, Tensor] = {}
         for r in program.received:
-            key = self.messages.key(Direction.FORWARD, step, micro, r.op)
-            received[r.op] = self.messages.receive_value(key, self.assignment.worker_of(r.source), cancel)
-        with self.messages.blaming_sources(program):
+            key = messages.key_to(program.stage, Direction.FORWARD, step, micro, r.op)
+            received[r.op] = messages.receive_value_from(r.source, key, cancel)
+        with messages.blaming_sources(program):
             produced = self._timed(
-                Work.FORWARD, step, micro, lambda: self._stage.forward(micro, inputs, received)
+                Work.FORWARD, step, micro, lambda: self._stage.forward(micro, inputs, received, action.piece)
             )
-        self.messages.send_all(
-            (target, self.messages.key(Direction.FORWARD, step, micro, p.op), produced[p.op])
+        messages.send_all(
+            (target, messages.key_to(target, Direction.FORWARD, step, micro, p.op), produced[p.op])
             for p in program.produced
             for target in p.targets
         )
 
     def _backward(self, step: int, action: Action, cancel: Cancel) -> None:
-        program, micro = self.assignment.program, action.micro
+        (program, _), micro, messages = self.assignment.pieces[action.piece], action.micro, self.messages
         grads: dict[int, Tensor | None] = {}
         for op, source in gradient_sources(program):
-            key = self.messages.key(Direction.BACKWARD, step, micro, op)
-            grads[op] = self.messages.receive(key, self.assignment.worker_of(source), cancel)
-        answers = self._timed(action.work, step, micro, lambda: self._stage.backward(micro, grads))
-        self.messages.send_all(
-            (r.grad_to, self.messages.key(Direction.BACKWARD, step, micro, r.op), answers[r.op])
+            key = messages.key_to(program.stage, Direction.BACKWARD, step, micro, op)
+            grads[op] = messages.receive_from(source, key, cancel)
+        answers = self._timed(
+            action.work, step, micro, lambda: self._stage.backward(micro, grads, action.piece)
+        )
+        messages.send_all(
+            (r.grad_to, messages.key_to(r.grad_to, Direction.BACKWARD, step, micro, r.op), answers[r.op])
             for r in program.received
             if r.requires_grad
         )
 
-    def _weight_gradients(self, step: int) -> None:
-        """Of the first micro-batch that owes any, for about PIECE_S."""
-        stage, micro, until_s = self._stage, self._stage.owed, self.messages.clock() + PIECE_S
+    def _weight_gradients(self, step: int, piece: int) -> None:
+        """Of the first micro-batch that a piece owes any of, for about PIECE_S."""
+        held, until_s = self._stage.pieces[piece], self.messages.clock() + PIECE_S
+        micro = held.owed
 
         def take() -> None:
-            while stage.owed == micro:
-                stage.weight_gradients()
+            while held.owed == micro:
+                self._stage.weight_gradients(piece)
                 self._synchronize()  # or the clock would count launches
                 if self.messages.clock() >= until_s:
                     break
@@ -458,76 +463,82 @@ class StageRun:
 def _evaluate(
     stage: Stage,
     messages: Messages,
-    program: StageProgram,
+    turn: Action,
     direction: Direction,
     step: int,
-    micro: int,
     inputs: Mapping[str, Tensor],
     cancel: Cancel,
 ) -> None:
-    """Do one micro-batch of an evaluation."""
-    assignment = messages.assignment
+    """Put one micro-batch of an evaluation through a piece."""
+    assignment, micro = messages.assignment, turn.micro
+    program = assignment.evaluates(micro, turn.piece)
+    if program is None:
+        return
     received: dict[int, Tensor] = {}
     for r in program.received:
-        key = messages.key(direction, step, micro, r.op)
-        received[r.op] = messages.receive_value(key, assignment.worker_of(r.source), cancel)
-    tail = assignment.evaluates(micro) is not program
+        key = messages.key_to(program.stage, direction, step, micro, r.op)
+        received[r.op] = messages.receive_value_from(r.source, key, cancel)
+    tail = program is not assignment.pieces[turn.piece].evaluation
+    own = {name: inputs[name] for name in program.inputs}
     with messages.blaming_sources(program):
-        produced = stage.evaluate_micro(micro, inputs, received, tail=tail)
+        produced = stage.evaluate_micro(micro, own, received, tail=tail, piece=turn.piece)
     for r in program.received:
-        if r.grad_from is None:  # the last to receive it acknowledges
-            messages.send(r.source, messages.key(direction, step, micro, r.op), None)
+        if r.grad_from is None and not messages.here(r.source):  # the last to receive it acknowledges
+            messages.send(r.source, messages.key_to(r.source, direction, step, micro, r.op), None)
     # A fast stage may be at most a step's micro-batches ahead of the slowest.
     behind = micro - assignment.training.n_micro
     for p in program.produced:
-        if behind >= 0:
-            key = messages.key(direction, step, behind, p.op)
-            messages.receive(key, assignment.worker_of(p.targets[-1]), cancel)
+        if behind >= 0 and not messages.here(p.targets[-1]):
+            key = messages.key_to(program.stage, direction, step, behind, p.op)
+            messages.receive_from(p.targets[-1], key, cancel)
         for target in p.targets:
-            messages.send(target, messages.key(direction, step, micro, p.op), produced[p.op])
+            messages.send(target, messages.key_to(target, direction, step, micro, p.op), produced[p.op])
 
 
 def _fold_tied(stage: Stage, messages: Messages, step: int, cancel: Cancel) -> None:
     """Partial sums from the last holder down to the first."""
-    assignment = messages.assignment
-    me = assignment.stage
-    for tied in assignment.program.tied:
-        at = tied.holders.index(me)
-        for block in stage.blocks:
-            key = messages.key(Direction.TIED_PARTIAL, step, block, tied.index)
-            later: Tensor | None = None
-            if at + 1 < len(tied.holders):
-                later = messages.receive(key, assignment.worker_of(tied.holders[at + 1]), cancel)
-            sums = stage.tied_partial(tied.name, block, later)
-            if at:
-                messages.send(tied.holders[at - 1], key, sums)
+    # The last pieces first: what they hand on within the stage is here when the others ask for it.
+    for piece, (program, _) in reversed(list(enumerate(messages.assignment.pieces))):
+        for tied in program.tied:
+            at = tied.holders.index(program.stage)
+            for block in stage.blocks:
+                later: Tensor | None = None
+                if at + 1 < len(tied.holders):
+                    key = messages.key_to(program.stage, Direction.TIED_PARTIAL, step, block, tied.index)
+                    later = messages.receive_from(tied.holders[at + 1], key, cancel)
+                sums = stage.tied_partial(tied.name, block, later, piece)
+                if at:
+                    target = tied.holders[at - 1]
+                    key = messages.key_to(target, Direction.TIED_PARTIAL, step, block, tied.index)
+                    messages.send(target, key, sums)
 
 
 def _share_tied(stage: Stage, messages: Messages, step: int, cancel: Cancel) -> None:
     """Send the total from the first holder to every other; where there are replicas, theirs."""
-    assignment = messages.assignment
-    me = assignment.stage
-    for tied in assignment.program.tied:
-        if tied.holders[0] == me:
-            total = stage.total(tied.name)
-            stage.set_total(tied.name, total)
-            for holder in tied.holders[1:]:
-                messages.send(holder, messages.key(Direction.TIED_TOTAL, step, 0, tied.index), total)
+    pieces = messages.assignment.pieces
+    tied = {tied.name: tied for program, _ in pieces for tied in program.tied}.values()
+    for each in tied:
+        targets = messages.assignment.total_to(each)
+        if messages.here(each.holders[0]) and targets:
+            total = stage.total(each.name)
+            stage.set_total(each.name, total)
+            for target in targets:
+                key = messages.key_to(target, Direction.TIED_TOTAL, step, 0, each.index)
+                messages.send(target, key, total)
     # Totals last: waiting for one must not hold back another parameter's partial sum.
-    for tied in assignment.program.tied:
-        if tied.holders[0] != me:
-            key = messages.key(Direction.TIED_TOTAL, step, 0, tied.index)
-            peer = assignment.worker_of(tied.holders[0])
-            stage.set_total(tied.name, messages.receive(key, peer, cancel))
+    for each in tied:
+        if not messages.here(each.holders[0]):
+            first = next(filter(messages.here, each.holders))
+            key = messages.key_to(first, Direction.TIED_TOTAL, step, 0, each.index)
+            stage.set_total(each.name, messages.receive_from(each.holders[0], key, cancel))
 
 
 def codecs_of(assignment: Assignment, cpu: CpuMeter | None = None) -> StageCodecs:
     """The codecs of a stage's links under one plan version; ``cpu``: of the thread that computes."""
     return StageCodecs(
-        assignment.program,
-        assignment.eval_program,
+        assignment.pieces,
         assignment.pipeline.links,
-        [stage.worker for stage in assignment.pipeline.stages],
+        assignment.ends,
         assignment.training.seed,
         cpu,
         exchanges_bytes=assignment.plan.local,

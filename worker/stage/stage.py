@@ -1,4 +1,4 @@
-"""One stage of a job: its executor, its share of the optimizer, and the step's bookkeeping.
+"""One stage of a job: its pieces, its share of the optimizer, and the step's bookkeeping.
 
 A step is begin_step, the plan's forwards and backwards, the folding of tied parameters,
 finish_step, then either apply (commit) or discard, which leaves no trace of the step.
@@ -13,24 +13,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from atoll.block_sums import BlockSums, fold
-from atoll.calls import Shapes
-from atoll.errors import BadFrame, JobFailed, PlanError, UsageError
-from atoll.execute import DTYPES, Executor
-from atoll.held_out import Figures, HeldOutMeans
-from atoll.indices import IndexRanges, index_ranges
+from atoll.block_sums import fold
+from atoll.errors import PlanError, UsageError
 from atoll.job import OptimizerName, Recompute, stepwise_groups
-from atoll.microbatch import Work, own_blocks
+from atoll.microbatch import own_blocks
 from atoll.ops import check_node
-from atoll.rows import inputs_at
-from atoll.value_guards import out_of_range, sound_bools
+from atoll.program import PiecePrograms
 from worker.stage.digests import norms_and_digest
 from worker.stage.optimizers import FusedOptimizer, make_optimizer
+from worker.stage.piece import Held, StagePiece, leaf_names
 from worker.stage.reports import StageReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from atoll.execute import Executor
+    from atoll.held_out import Figures
     from atoll.job import TrainingSpec
     from atoll.microbatch import Action
     from atoll.opdag import StateMeta
@@ -44,31 +42,23 @@ STATE_KEYS = {
 }
 
 
-class UnusableValue(BadFrame):
-    """A value from another stage that no op may index by; ``op`` names the one that made it."""
-
-    def __init__(self, op: int, why: str) -> None:
-        super().__init__(f"the value of op {op}, from another stage, {why}")
-        self.op = op
-
-
 class Stage:
-    """A StageProgram with its tensors, ready to train; not thread-safe.
+    """Pieces of a pipeline with their tensors, ready to train; ``programs`` of each. Not thread-safe.
 
-    ``tensors[name]["value"]`` is a parameter, buffer or constant; further keys are optimizer
+    A tensor of several pieces is held once, and a trained parameter stepped once; each use has a gradient of
+    its own. ``tensors[name]["value"]`` is a parameter, buffer or constant; further keys are optimizer
     state (``STATE_KEYS``). ``states`` says which parameters were frozen and which dtype an input
     has; without it every parameter trains and inputs are taken as they come. ``actions``
     are those of a step: which micro-batches, all of them unless given, and whether backwards leave weights'
     gradients to ``weight_gradients``. Actions on as many micro-batches as the training has, whatever their
     numbers, are all of a step: a peer's own share where it takes steps by itself.
     UnsupportedOp for a node that no honest capture makes, UsageError for missing or misshapen
-    tensors, PlanError when the evaluation program needs state that another stage trains.
+    tensors, PlanError when an evaluation program needs state that another stage trains.
     """
 
     def __init__(
         self,
-        program: StageProgram,
-        eval_program: StageProgram | None,
+        programs: Sequence[PiecePrograms],
         training: TrainingSpec,
         tensors: Mapping[str, Mapping[str, Tensor]],
         device: torch.device | str = "cpu",
@@ -77,65 +67,57 @@ class Stage:
         recompute: Recompute = Recompute.OFF,
         actions: Sequence[Action] = (),
     ) -> None:
-        tail = eval_program.last if eval_program else None
-        for each in (program, eval_program, tail):
-            for _, node in each.ops if each else ():
+        for each in (every := _every(programs)):
+            for _, node in each.ops:
                 check_node(node, MAX_OUTPUT_BYTES)
-        self.program = program
         self.training = training
         self.device = torch.device(device)
         self._states = states or {}
-        groups = stepwise_groups(program.parameters, training.optimizer)
+        self._parameter_names = tuple(dict.fromkeys(n for p in programs for n in p.train.parameters))
+        groups = stepwise_groups(self._parameter_names, training.optimizer)
         self.frozen = frozenset(
             name
-            for name in program.parameters
+            for name in self._parameter_names
             if groups[name].frozen or (name in self._states and not self._states[name].requires_grad)
         )
-        leaves = _leaf_names(program) | (_leaf_names(eval_program) if eval_program else set())
-        self._values = self._load(tensors, leaves)
-        self._ranges = self._index_ranges(program)
-        self._executor = Executor(
-            program,
-            self.device,
-            training.precision,
-            training.seed,
-            recompute=recompute,
-            defer=any(action.work is Work.INPUT for action in actions),
-            indices=self._ranges.computed,
-        )
-        self._executor.load(self._values, self.frozen)
-        self.trainable = tuple(n for n in program.parameters if n in self._executor.uses)
+        _check_evaluation(programs, self._states)
+        self._values = self._load(tensors, every)
         self.blocks = _blocks(training, actions)
-        self._sums = BlockSums(
-            self._executor.uses, self._executor.late, self.blocks, {t.name for t in program.tied}
+        held = Held(self._values, self.frozen, self._states, self.device)
+        own = [[action for action in actions if action.piece == at] for at in range(len(programs))]
+        self.pieces = tuple(
+            StagePiece(both, training, held, recompute, turns, self.blocks)
+            for both, turns in zip(programs, own, strict=True)
         )
-        self._followed = {t.name for t in program.tied if t.holders[0] != program.stage}
+        self.trainable = tuple(dict.fromkeys(n for piece in self.pieces for n in piece.trainable))
+        # The piece with the first use of all, of parameters whose first holder is here.
+        self._first = {n: piece for piece in self.pieces for n in piece.trainable if n not in piece.followed}
+        self._followed = frozenset(self.trainable) - set(self._first)
         self._optimizer = self._make_optimizer(tensors)
-        self._evaluator = self._make_evaluator(eval_program) if eval_program else None
-        self._tail = self._make_evaluator(tail) if tail else None
         self._step = 0
-        self._losses: dict[int, Tensor] = {}
-        self._weights: dict[int, Tensor] = {}  # of the same micro-batches, where losses are sums over counts
-        self._held_out = HeldOutMeans(eval_program) if eval_program else None
         self._totals: dict[str, Tensor | None] = {}
-        self._rollback: dict[str, Tensor] = {}
-        self._eval_rollback: dict[str, Tensor] = {}
+
+    @property
+    def program(self) -> StageProgram:
+        """The training program of the first piece."""
+        return self.pieces[0].program
 
     @property
     def executors(self) -> tuple[Executor, ...]:
-        """What computes: of the training program, and of the evaluation programs where there are some."""
-        return tuple(e for e in (self._executor, self._evaluator, self._tail) if e is not None)
+        """What computes, piece by piece: the training program's, then the evaluation programs'."""
+        return tuple(executor for piece in self.pieces for executor in piece.executors)
 
     @property
     def written_buffers(self) -> dict[str, Tensor]:
         """Buffers that training writes, themselves."""
-        return {name: self._executor.buffers[name] for name in self._executor.mutated_buffers}
+        executors = [piece.executor for piece in self.pieces]
+        return {name: e.buffers[name] for e in executors for name in e.mutated_buffers}
 
     @property
     def norm_names(self) -> tuple[str, ...]:
         """Parameters of StageReport.square_norms: in order of first use, a tied one only at its
-        first holder, so that the norms of all stages in a row do not depend on the cut."""
-        return tuple(n for n in self.trainable if n not in self._followed)
+        first holder, so that each is in the norms of one stage whatever the cut."""
+        return tuple(n for piece in self.pieces for n in piece.trainable if n not in piece.followed)
 
     @property
     def trained(self) -> Mapping[str, torch.nn.Parameter]:
@@ -147,77 +129,75 @@ class Stage:
         step under way discarded. UsageError for others."""
         self.discard()
         self.blocks = _blocks(self.training, actions)
-        self._sums.share(self.blocks)
+        for piece in self.pieces:
+            piece.sums.share(self.blocks)
 
     def begin_step(self, step: int) -> None:
         """Open ``step``: no gradients, no micro-batches in flight, buffers remembered. A step that
         was begun and neither applied nor discarded is discarded."""
         self.discard()
         self._step = step
-        self._rollback = {n: self._executor.buffers[n].clone() for n in self._executor.mutated_buffers}
+        for piece in self.pieces:
+            piece.begin_step(step)
 
     def forward(
-        self, micro: int, inputs: Mapping[str, Tensor], received: Mapping[int, Tensor]
+        self, micro: int, inputs: Mapping[str, Tensor], received: Mapping[int, Tensor], piece: int = 0
     ) -> dict[int, Tensor]:
-        """Forward of one micro-batch; returns the values that later stages use, detached."""
-        out = self._executor.forward(
-            self._step, micro, self._on_device(inputs), self._taken(received, self._ranges)
-        )
-        self._take_loss(out, self.program, micro)
-        return out
+        """Forward of one micro-batch on a piece; returns the values that later pieces use, detached."""
+        return self.pieces[piece].forward(micro, inputs, received)
 
-    def backward(self, micro: int, grads: Mapping[int, Tensor | None]) -> dict[int, Tensor | None]:
-        """Backward of one micro-batch; None, given or returned, is the zero-gradient mark."""
-        moved = {op: None if g is None else self._moved(g) for op, g in grads.items()}
-        self._sums.backward_begins(micro)
-        # Gradients of sums are divided as the step is committed: what later micro-batches count is not known.
-        divisor = self.training.n_micro if self.program.weight is None else 1
-        answers = self._executor.backward(micro, moved, divisor)
-        self._sums.backward_done(micro, self.owed)
-        return answers
+    def backward(
+        self, micro: int, grads: Mapping[int, Tensor | None], piece: int = 0
+    ) -> dict[int, Tensor | None]:
+        """Backward of one micro-batch on a piece; None, given or returned, is the zero-gradient mark."""
+        return self.pieces[piece].backward(micro, grads)
 
     @property
-    def owed(self) -> int | None:
-        """The first micro-batch with weights whose gradients are still to be taken."""
-        return self._executor.owed
+    def owing(self) -> tuple[int, int] | None:
+        """(piece, micro-batch) whose weight gradients are to be taken next; None where none are owed."""
+        found = ((at, piece.owed) for at, piece in enumerate(self.pieces))
+        return min(
+            ((at, micro) for at, micro in found if micro is not None), key=lambda f: f[1], default=None
+        )
 
-    def weight_gradients(self) -> None:
-        """Take those of one op's weights, the first that are owed; nothing when none are."""
-        self._executor.weight_gradients()
-        self._sums.weights_done(self.owed)
+    def weight_gradients(self, piece: int = 0) -> None:
+        """Take those of one op's weights, the first that a piece owes; nothing when none are."""
+        self.pieces[piece].weight_gradients()
 
-    def tied_partial(self, name: str, block: int, later: Tensor | None) -> Tensor | None:
-        """Later holders' partial sum plus this stage's own uses of a tied parameter in a block; the first
+    def tied_partial(self, name: str, block: int, later: Tensor | None, piece: int = 0) -> Tensor | None:
+        """Later holders' partial sum plus a piece's own uses of a tied parameter in a block; the first
         holder's is the block's sum. Call it for blocks ascending."""
-        partial = self._sums.partial(name, block, None if later is None else self._moved(later))
-        if name not in self._followed:
-            self._sums.add(name, block, partial)
+        held = self.pieces[piece]
+        partial = held.sums.partial(name, block, None if later is None else later.to(self.device))
+        if name not in held.followed:
+            held.sums.add(name, block, partial)
         return partial
 
     def watch_parts(self, notice: Callable[[str, int], None]) -> None:
         """Have ``notice(parameter, block)`` called within backwards when a part is whole, on the thread that
         computes; nowhere but on a CPU, where that is so."""
         if self.device.type == "cpu":
-            self._sums.watch(notice)
+            for piece in self.pieces:
+                piece.sums.watch(notice)
 
     @property
     def whole_blocks(self) -> tuple[int, ...]:
         """Blocks of micro-batches whose gradients are summed, but for tied parameters."""
-        return self._sums.whole
+        return min((piece.sums.whole for piece in self.pieces), key=len)
 
     def parts(self, name: str) -> Mapping[int, Tensor | None]:
         """Return sums of a parameter of ``norm_names`` by block, ascending: what replicas join by adding
         them in this order. Where this stage's blocks begin the step, one under 0 for all of them."""
-        return self._sums.parts(name)
+        return self._first[name].sums.parts(name)
 
     def total(self, name: str) -> Tensor | None:
         """Return a parameter's whole gradient: what an exchange has set, else the sum of ``parts``."""
-        return self._totals[name] if name in self._totals else fold(self._sums.parts(name).values())
+        return self._totals[name] if name in self._totals else fold(self.parts(name).values())
 
     def set_total(self, name: str, total: Tensor | None) -> None:
         """Take a parameter's whole gradient, as its first holder or an exchange computed it."""
         # The fused optimizers read gradients flat, in the parameters' own order.
-        self._totals[name] = None if total is None else self._moved(total).contiguous()
+        self._totals[name] = None if total is None else total.to(self.device).contiguous()
 
     def finish_step(self) -> StageReport:
         """Put the step's gradients in place and report; call after every set_total. A parameter without one
@@ -227,7 +207,8 @@ class Stage:
         gradients = [self._parameters[name].grad for name in self.norm_names]
         norms, digest = norms_and_digest(gradients, self.device)
         squares = tuple(norm**2 for norm in norms)
-        losses, weights = self._step_losses()
+        computed = (piece.step_losses() for piece in self.pieces if piece.losses)
+        losses, weights = next(computed, ((), ()))
         return StageReport(losses, squares, all(map(math.isfinite, squares)), digest, weights)
 
     def apply(self, gradient_scale: float = 1.0) -> None:
@@ -253,9 +234,8 @@ class Stage:
     def discard(self) -> None:
         """Leave no trace of the step, nor of an evaluation that did not end: gradients dropped, mutated
         buffers as before."""
-        self._undo_evaluation()
-        for name, value in self._rollback.items():
-            self._executor.buffers[name].copy_(value)
+        for piece in self.pieces:
+            piece.undo()
         self._forget()
 
     def evaluate_micro(
@@ -265,33 +245,16 @@ class Stage:
         received: Mapping[int, Tensor],
         *,
         tail: bool = False,
+        piece: int = 0,
     ) -> dict[int, Tensor]:
         """Forward of one held-out micro-batch through the evaluation program; ``tail``: the last, with fewer
         rows."""
-        evaluator, means = self._tail if tail else self._evaluator, self._held_out
-        if evaluator is None or means is None:
-            raise UsageError("this job has no evaluation program; give it held-out data at submit")
-        if not self._eval_rollback:
-            self._eval_rollback = {n: evaluator.buffers[n].clone() for n in evaluator.mutated_buffers}
-        ranges = self._index_ranges(evaluator.program)
-        out = evaluator.forward(self._step, micro, self._on_device(inputs), self._taken(received, ranges))
-        if evaluator.program.loss is not None:
-            means.add(out, evaluator.program.rows)
-        return _produced_only(out, evaluator.program)
+        return self.pieces[piece].evaluate_micro(micro, inputs, received, tail=tail)
 
     def held_out_figures(self) -> Figures | None:
         """Means over the rows evaluated since the last call; None without any, and where others have them."""
-        found = None if self._held_out is None else self._held_out.take()
-        self._undo_evaluation()
-        return found
-
-    def _undo_evaluation(self) -> None:
-        """Buffers as they were before it, no figures."""
-        for name, value in self._eval_rollback.items():
-            self._evaluator.buffers[name].copy_(value)  # type: ignore[union-attr]
-        self._eval_rollback = {}
-        if self._held_out is not None:
-            self._held_out.take()
+        found = [piece.held_out_figures() for piece in self.pieces]
+        return next((figures for figures in found if figures is not None), None)
 
     def snapshot(self) -> dict[str, dict[str, Tensor]]:
         """CPU copies of parameters, their optimizer state and buffers, as safetensors takes them."""
@@ -301,10 +264,12 @@ class Stage:
         """Parameters, their optimizer state and buffers: themselves, which the next ``apply`` changes, but
         copies of the buffers that training writes."""
         written = self.written_buffers
+        buffers = dict.fromkeys(n for piece in self.pieces for n in piece.program.buffers)
+        followed = {n for piece in self.pieces for n in piece.followed} - set(self._first)
         found = {
             name: {"value": self._values[name].clone() if name in written else self._values[name]}
-            for name in (*self.program.parameters, *self.program.buffers)
-            if name not in self._followed
+            for name in (*self._parameter_names, *buffers)
+            if name not in followed
         }
         if self._optimizer is not None:
             for name in self.norm_names:
@@ -312,10 +277,13 @@ class Stage:
                     found[name][key] = value
         return found
 
-    def _load(self, tensors: Mapping[str, Mapping[str, Tensor]], names: Collection[str]) -> dict[str, Tensor]:
+    def _load(
+        self, tensors: Mapping[str, Mapping[str, Tensor]], programs: Sequence[StageProgram]
+    ) -> dict[str, Tensor]:
+        names = leaf_names(programs)
         missing = sorted(name for name in names if "value" not in tensors.get(name, {}))
         if missing:
-            raise UsageError(f"stage {self.program.stage} lacks {len(missing)} tensors: {missing[:5]}")
+            raise UsageError(f"stage {programs[0].stage} lacks {len(missing)} tensors: {missing[:5]}")
         values = {}
         for name in names:
             value = tensors[name]["value"].detach()
@@ -350,78 +318,34 @@ class Stage:
             key: stored[key].detach().to(self.device, torch.float32, copy=True).contiguous() for key in keys
         }
 
-    def _make_evaluator(self, program: StageProgram) -> Executor:
-        trained = {n for n in program.parameters if n not in self.program.parameters}
-        trained |= {
-            n
-            for n in program.buffers
-            if n not in self.program.buffers and n in self._states and self._states[n].mutated
-        }
-        if trained:
-            raise PlanError(
-                f"stage {program.stage} evaluates with {sorted(trained)[:3]}, which another stage trains; "
-                "cut the evaluation DAG where the training DAG is cut"
-            )
-        evaluator = Executor(
-            program, self.device, self.training.precision, self.training.seed, differentiate=False
-        )
-        evaluator.load(self._values)
-        return evaluator
-
-    def _on_device(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        moved = {}
-        for name, value in inputs.items():
-            state = self._states.get(name)
-            dtype = DTYPES[state.meta.dtype] if state is not None else value.dtype
-            # A copy of our own, aligned like every other tensor: kernels may look at that.
-            moved[name] = value.to(self.device, dtype, copy=True)
-        return moved
-
-    def _index_ranges(self, program: StageProgram) -> IndexRanges:
-        """Bounds of the values that the program indexes by; none where the leaves' shapes are not known."""
-        names = (*_leaf_names(program), *program.inputs)
-        if any(name not in self._states for name in names):
-            return IndexRanges({}, {}, {})
-        metas = {name: self._states[name].meta for name in names}
-        if program.rows:
-            metas |= inputs_at({name: metas[name] for name in program.inputs}, program.rows)
-        return index_ranges(program, Shapes(program, metas, {}))
-
-    def _taken(self, received: Mapping[int, Tensor], ranges: IndexRanges) -> dict[int, Tensor]:
-        """Other stages' values on this device, after a look at what an op will index by. UnusableValue."""
-        for op, bounds in ranges.received.items():
-            if (why := out_of_range(received[op], bounds)) is not None:
-                raise UnusableValue(op, why)
-        return {op: self._moved(sound_bools(value)) for op, value in received.items()}
-
-    def _moved(self, value: Tensor) -> Tensor:
-        return value.to(self.device)
-
-    def _take_loss(self, out: dict[int, Tensor], program: StageProgram, micro: int) -> None:
-        if program.loss is None:
-            return
-        self._losses[micro] = out[program.loss]
-        if program.weight is not None:
-            self._weights[micro] = out.pop(program.weight)
-        if all(p.op != program.loss for p in program.produced):
-            del out[program.loss]
-
-    def _step_losses(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Losses by micro-batch, and their weights where the losses are sums."""
-        divisor = self.training.n_micro if self.program.weight is None else 1
-        losses = tuple(float(self._losses[micro]) / divisor for micro in sorted(self._losses))
-        return losses, tuple(counted(self._weights[micro]) for micro in sorted(self._weights))
-
     def _forget(self) -> None:
-        self._executor.reset()
-        self._executor.zero_gradients()
-        self._sums.clear()
+        for piece in self.pieces:
+            piece.forget()
         for parameter in self._parameters.values():
             parameter.grad = None
-        self._losses.clear()
-        self._weights.clear()
         self._totals.clear()
-        self._rollback = {}
+
+
+def _every(programs: Sequence[PiecePrograms]) -> list[StageProgram]:
+    """The programs of all pieces, with those of a last held-out micro-batch of fewer rows."""
+    found = [each for both in programs for each in both if each is not None]
+    return found + [each.last for each in found if each.last is not None]
+
+
+def _check_evaluation(programs: Sequence[PiecePrograms], states: Mapping[str, StateMeta]) -> None:
+    """Raise PlanError where an evaluation reads state that another stage trains."""
+    parameters = {name for both in programs for name in both.train.parameters}
+    buffers = {name for both in programs for name in both.train.buffers}
+    for number, both in ((p.train.stage, p.evaluation) for p in programs):
+        if both is None:
+            continue
+        trained = {name for name in both.parameters if name not in parameters}
+        trained |= {n for n in both.buffers if n not in buffers and n in states and states[n].mutated}
+        if trained:
+            raise PlanError(
+                f"stage {number} evaluates with {sorted(trained)[:3]}, which another stage trains; "
+                "cut the evaluation DAG where the training DAG is cut"
+            )
 
 
 def _blocks(training: TrainingSpec, actions: Sequence[Action]) -> Mapping[int, range]:
@@ -431,22 +355,6 @@ def _blocks(training: TrainingSpec, actions: Sequence[Action]) -> Mapping[int, r
     if (len(span), training.blocks) == (training.n_micro, 1):
         return {0: span}
     return own_blocks(training.n_micro, training.blocks, (span.start, span.stop))
-
-
-def counted(weight: Tensor) -> float:
-    """Return a micro-batch's weight; JobFailed for one that is no count."""
-    found = float(weight)
-    if not (math.isfinite(found) and found >= 0.0):
-        raise JobFailed(f"the model returned a weight of {found}; return how much the loss sums over, from 0")
-    return found
-
-
-def _leaf_names(program: StageProgram) -> set[str]:
-    return {*program.parameters, *program.buffers, *program.constants}
-
-
-def _produced_only(out: dict[int, Tensor], program: StageProgram) -> dict[int, Tensor]:
-    return {p.op: out[p.op] for p in program.produced}
 
 
 def cpu_copies(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:

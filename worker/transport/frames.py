@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
+from atoll.bounded import MAX_OPS
 from atoll.errors import BadFrame
 from protos.text_limits import clean
 
@@ -105,6 +106,23 @@ class MessageKey(NamedTuple):
     micro: int
     edge: int
     direction: Direction
+
+
+class End(NamedTuple):
+    """Where messages of a piece go: its worker, and its number among the pieces there."""
+
+    worker: str
+    turn: int = 0
+
+    def edge(self, at: int) -> int:
+        """Return the edge of messages to this piece about an op or a tied parameter: those to several pieces
+        of one worker differ."""
+        return at + MAX_OPS * self.turn
+
+
+def about(key: MessageKey) -> int:
+    """Return what a message of a piece is about: an op or a tied parameter."""
+    return key.edge % MAX_OPS
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ import pytest
 
 from atoll.compression import Compression
 from atoll.job import TrainingSpec
+from atoll.microbatch import Depth
 from atoll.plan import Mask
 from coordinator.planning import TUNED
 from coordinator.planning.auto_codecs import settled
@@ -13,7 +14,7 @@ from coordinator.planning.costs.lower_bound import lower_bound
 from coordinator.planning.costs.timeline import simulate
 from coordinator.planning.new_codecs import respec, step_with
 from coordinator.planning.planner import PlanRequest, make_plan
-from coordinator.planning.problem import Candidate, Depth, Problem
+from coordinator.planning.problem import Candidate, Problem
 from tests.coordinator.planning.dags import chain_dag, gpt_like
 from tests.coordinator.planning.fleets import random_fleet, two_islands
 from tests.coordinator.planning.timeline_oracle import step_seconds

@@ -8,7 +8,7 @@ import pytest
 from atoll.device_class import DeviceClass
 from atoll.errors import NotEnoughMemory, NoWorkers, PlanError, UsageError
 from atoll.job import Precision, Recompute, TrainingSpec
-from atoll.microbatch import ScheduleName
+from atoll.microbatch import Depth, ScheduleName
 from atoll.opdag import OpDag
 from atoll.plan import validate
 from coordinator.planning.baselines import layer_starts
@@ -16,7 +16,7 @@ from coordinator.planning.costs.fleet import Fleet
 from coordinator.planning.costs.lower_bound import lower_bound
 from coordinator.planning.op_fence import Effort
 from coordinator.planning.planner import PlanRequest, make_plan, plan_candidates
-from coordinator.planning.problem import Candidate, Depth, Problem
+from coordinator.planning.problem import Candidate, Problem
 from tests.coordinator.planning.dags import chain_dag, gpt_like
 from tests.coordinator.planning.fleets import eight_hosts, random_fleet, two_islands
 

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from atoll.compression import Compression
 from atoll.errors import UsageError
 from atoll.job import TrainingSpec
+from atoll.microbatch import Depth
 from atoll.opdag import TensorMeta
 from atoll.plan import LinkSpec, Mask
 from compressors.catalogue import CODECS, takes
 from coordinator.planning.costs.codec_costs import ends_s, load_bytes, tensor_bytes
 from coordinator.planning.costs.traffic import Crossing, LinkLoad
-from coordinator.planning.problem import Candidate, Depth, Problem
+from coordinator.planning.problem import Candidate, Problem
 from coordinator.planning.ratios import (
     TOLERANCE,
     Link,

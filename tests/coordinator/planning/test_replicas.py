@@ -67,7 +67,7 @@ def test_bytes_of_the_exchange_are_those_of_the_messages() -> None:
     programs = [p for r in plan.replicas for p in stage_programs(DAG, [s.start for s in r.stages])]
     for rank, place in enumerate(plan.places):
         elements = trained_elements(programs[rank].parameters, DAG.parameters, request.training.optimizer)
-        for bucket in buckets(plan, place.replica, programs[rank], elements):
+        for bucket in buckets(plan, place.replica, [programs[rank]], elements):
             for action in bucket.collective.actions[place.replica]:
                 if hasattr(action, "to"):
                     to = plan.places[bucket.holders[action.to]].worker

@@ -164,7 +164,7 @@ def test_new_links_that_come_too_late_are_refused(gpt2: Case) -> None:
 
 def test_new_links_may_name_only_stages_of_the_plan(gpt2: Case) -> None:
     crew = crew_of(gpt2, ())
-    with pytest.raises(BadFrame, match="stage 7 of 3"):
+    with pytest.raises(BadFrame, match="piece 7 of 3"):
         crew.runs[0].relink(2, 5, [LinkSpec(0, 7, "lossless")])
 
 

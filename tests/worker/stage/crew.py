@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -15,8 +15,8 @@ from atoll.job import Optimizer, TrainingSpec
 from atoll.messages.to_worker import PeerLink
 from atoll.microbatch import ScheduleName
 from atoll.opdag import OpDag, StateMeta
-from atoll.plan import LinkSpec, Plan, StageSpec, one_replica
-from atoll.program import StageProgram, stage_programs
+from atoll.plan import LinkSpec, Piece, Plan, StageSpec, one_replica
+from atoll.program import PiecePrograms, StageProgram, stage_programs
 from coordinator.capture.capture import capture
 from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.evaluation_cut import evaluation_intervals
@@ -127,21 +127,30 @@ def assign(
     training: TrainingSpec,
     schedule: ScheduleName,
     links: Sequence[LinkSpec] = (),
+    owners: Sequence[int] = (),
 ) -> list[Assignment]:
-    programs, evaluations = made.programs(starts)
-    names = [f"w-{at}" for at in range(len(starts))]
+    """``owners``: the stage of each piece, numbered by their first pieces; one each unless given."""
+    programs = [PiecePrograms(*both) for both in zip(*made.programs(starts), strict=True)]
+    owners = owners or range(len(starts))
     held = len(starts) if schedule is ScheduleName.ZERO_BUBBLE else 0
+    pieces = [Piece(start, start + 1, 0, 1, len(starts) - at - 1, held) for at, start in enumerate(starts)]
+    names = [f"w-{stage}" for stage in range(max(owners) + 1)]
+    mine = [[at for at, owner in enumerate(owners) if owner == stage] for stage in range(len(names))]
+    blank = StageSpec(0, 0, 0, 0, "", 0)
     stages = tuple(
-        StageSpec(start, start + 1, 0, 1, names[at], len(starts) - at - 1, held)
-        for at, start in enumerate(starts)
+        replace(blank, worker=name).with_pieces([pieces[at] for at in numbers])
+        for name, numbers in zip(names, mine, strict=True)
     )
     replicas = one_replica(training.n_micro, stages, links)
     plan = Plan("job", 1, "", "", "test", schedule, training.n_micro, replicas, blocks=training.blocks)
     peers = tuple(PeerLink(name, Paths()) for name in names)
     return [
-        Assignment("job", 1, training, p, evaluations[at], plan, peers, {}, made.states, 0)
-        for at, p in enumerate(programs)
-    ]
+        Assignment(
+            "job", 1, training, *programs[numbers[0]], plan, peers, {}, made.states, 0,
+            further=tuple(programs[at] for at in numbers[1:]),
+        )
+        for numbers in mine
+    ]  # fmt: skip
 
 
 class Crew:
@@ -167,11 +176,10 @@ class Crew:
         self, assignment: Assignment, tensors: Mapping[str, Mapping[str, Tensor]] | None = None
     ) -> StageRun:
         """A run of the assigned stage, from ``tensors`` or, without any, from the captured ones."""
-        me, local = assignment.worker_of(assignment.stage), None
+        me, local = assignment.worker_of(assignment.program.stage), None
         tensors = self.made.tensors if tensors is None else tensors
         stage = Stage(
-            assignment.program,
-            assignment.eval_program,
+            assignment.pieces,
             assignment.own_training,
             tensors,
             states=self.made.states,
@@ -179,14 +187,14 @@ class Crew:
         )
         if assignment.plan.local:
             local = LocalSteps(assignment, stage, tensors)
-        program = assignment.eval_program
-        assert program is not None
+        trains = {name for program, _ in assignment.pieces for name in program.inputs}
+        evaluates = {name for _, program in assignment.pieces if program for name in program.inputs}
 
         def held_out(cancel: Cancel) -> Iterator[Mapping[str, Tensor]]:
             for batch in self.made.batches.held_out():
-                yield {name: batch[name] for name in program.inputs}
+                yield {name: batch[name] for name in evaluates}
 
-        feed = Given(self.made.batches, assignment.program.inputs)
+        feed = Given(self.made.batches, sorted(trains))
         spans = Spans()
         network = self.network_of(me)
         announce = getattr(network, "announce", lambda _: None)

@@ -22,8 +22,8 @@ from tests.inprocess.pipeline import LocalPipeline
 from tests.patience import HUNG_S
 from tests.worker.stage.crew import TRAINING, Batches, Case, Crew, assign, case, cut_evenly, scale_of
 from worker.cancel import Cancel, Cancelled
+from worker.compute import reports as told_of
 from worker.machine.cpu import CpuMeter
-from worker.session import wire as messages
 from worker.stage.expected import Arrival, evaluation_arrivals, step_arrivals
 from worker.stage.reports import LongWait, StepReport
 from worker.stage.run import StageRun
@@ -81,6 +81,55 @@ def test_a_tied_parameters_blocks_fold_over_links_to_the_bits_of_one_machine(sch
         assert [r.stage.step_loss.mean for r in reports if r.stage.losses] == [losses[step]]
         crew.all("apply", step, scale_of(reports))
     assert_same(crew.snapshot(), reference.snapshot())
+
+
+SEVERAL_PIECES = [
+    ("gpt2", 4, (0, 1, 2, 0)),  # the ring: both uses of a tied table are on one device
+    ("gpt2", 5, (0, 1, 0, 1, 0)),
+    ("gpt2", 6, (0, 1, 2, 2, 1, 0)),  # the V
+    ("branches", 4, (0, 1, 1, 0)),
+    ("branches", 5, (0, 1, 2, 0, 1)),
+    ("mlp", 3, (0, 1, 0)),
+    ("mlp", 3, (0, 0, 0)),
+]
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("schedule", [ScheduleName.ONE_F_ONE_B, ScheduleName.ZERO_BUBBLE])
+@pytest.mark.parametrize(("name", "pieces", "owners"), SEVERAL_PIECES)
+def test_stages_of_several_pieces_end_in_the_bits_of_one(
+    name: str, pieces: int, owners: tuple[int, ...], schedule: ScheduleName, blocks: int
+) -> None:
+    made, training = case(name), replace(TRAINING, blocks=blocks)
+    reference, losses, held_out = local(made, training)
+    assignments = assign(made, cut_evenly(made.dag, pieces), training, schedule, owners=owners)
+    crew = Crew(made, assignments)
+    for step in range(training.steps):
+        reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
+        assert len(reports) == max(owners) + 1
+        assert [r.stage.step_loss.mean for r in reports if r.stage.losses] == [losses[step]]
+        crew.all("apply", step, scale_of(reports))
+        found = [one.loss for one in crew.all("evaluate", step, Cancel()) if isinstance(one, Figures)]
+        assert found == [held_out[step]]
+    assert_same(crew.snapshot(), reference.snapshot())
+    declared = {
+        (arrival.peer, a.worker_of(a.program.stage), arrival.key)
+        for a in assignments
+        for step in range(training.steps)
+        for arrival in (*step_arrivals(a, step), *evaluation_arrivals(a, step))
+    }
+    assert set(crew.hub.sent) == declared, "nothing goes from a device to itself, or undeclared"
+    assert len(crew.hub.sent) == len(declared)
+
+
+def test_a_tied_table_of_both_ends_is_not_sent_where_one_device_has_them() -> None:
+    made = case("gpt2")
+    ring = assign(made, cut_evenly(made.dag, 4), TRAINING, ScheduleName.ONE_F_ONE_B, owners=(0, 1, 2, 0))
+    chain = assign(made, cut_evenly(made.dag, 4), TRAINING, ScheduleName.ONE_F_ONE_B)
+    tied = {Direction.TIED_PARTIAL, Direction.TIED_TOTAL}
+    sent = [{a.key.direction for each in those for a in step_arrivals(each, 0)} for those in (ring, chain)]
+    assert not sent[0] & tied
+    assert tied <= sent[1]
 
 
 @pytest.mark.parametrize("schedule", [ScheduleName.ONE_F_ONE_B, ScheduleName.ZERO_BUBBLE])
@@ -177,7 +226,7 @@ def test_a_wait_that_lasts_is_told_and_again_when_it_has_doubled(monkeypatch: py
     assert {(wait.peer, wait.key.direction, wait.key.micro) for wait in told} == {
         ("w-0", Direction.FORWARD, 0)
     }
-    line = json.loads(messages.waiting(told[0]).log.fields_json)
+    line = json.loads(told_of.waiting(told[0]).log.fields_json)
     (edge,) = {arrival.key.edge for arrival in step_arrivals(run.assignment, 0)} & {told[0].key.edge}
     expected = {"peer": "w-0", "direction": "forward", "step": 0, "micro": 0, "edge": edge, "waited_s": 75}
     assert line == expected
@@ -214,7 +263,7 @@ def test_an_index_out_of_range_is_the_fault_of_the_stage_that_sent_it() -> None:
     crew = Crew(made, assign(made, cut_evenly(made.dag, 2), TRAINING, ScheduleName.ONE_F_ONE_B))
     second = sent_forward(crew, lambda arrival: torch.zeros(arrival.meta.shape))
     op = second.assignment.program.received[0].op
-    second._stage._ranges = IndexRanges({}, {op: Range(1, 9)}, {})
+    second._stage.pieces[0]._ranges = IndexRanges({}, {op: Range(1, 9)}, {})
     with pytest.raises(PeerLost, match="holds the index 0") as lost:
         second.run_step(0, Cancel())
     assert lost.value.peer == "w-0"
@@ -249,20 +298,20 @@ def test_deferred_weight_gradients_are_taken_while_a_stage_waits() -> None:
     first._stage.forward = held_back  # type: ignore[method-assign]
     take, backward = last._stage.weight_gradients, last._stage.backward
 
-    def noted(micro: int, grads: Mapping[int, Tensor | None]) -> dict[int, Tensor | None]:
+    def noted(micro: int, grads: Mapping[int, Tensor | None], piece: int) -> dict[int, Tensor | None]:
         backwards.append(micro)
-        return backward(micro, grads)
+        return backward(micro, grads, piece)
 
-    def taken() -> None:
-        take()
-        if last._stage.owed is None and len(backwards) == TRAINING.n_micro - 1:
+    def taken(piece: int) -> None:
+        take(piece)
+        if last._stage.owing is None and len(backwards) == TRAINING.n_micro - 1:
             slow.set()
 
     last._stage.backward = noted  # type: ignore[method-assign]
     last._stage.weight_gradients = taken  # type: ignore[method-assign]
     crew.all("run_step", 0, Cancel())
     assert slow.is_set()
-    assert last._stage.owed is None
+    assert last._stage.owing is None
     kinds = [(span.kind, span.micro) for span in last.spans.take() if span.kind in "FIW"]
     at_last = kinds.index(("F", TRAINING.n_micro - 1))
     assert {micro for kind, micro in kinds[:at_last] if kind == "W"} == set(range(TRAINING.n_micro - 1))

@@ -20,7 +20,7 @@ from atoll.job import (
     TrainingSpec,
 )
 from atoll.opdag import Arg, Kind, LeafRef, OpDag, OpNode, OpRef, Source, StateMeta, TensorMeta
-from atoll.program import stage_programs
+from atoll.program import PiecePrograms, stage_programs
 from tests.inprocess.pipeline import LocalPipeline
 from worker.stage.reports import StageReport
 from worker.stage.stage import Stage
@@ -331,7 +331,7 @@ def test_cuda_alone_and_with_a_cpu_agrees_with_cpu(precision: Precision, devices
 
 def test_the_stage_type_is_what_the_daemon_builds():
     program = stage_programs(net(), [0])[0]
-    stage = Stage(program, None, spec(), tensors(), torch.device("cpu"))
+    stage = Stage([PiecePrograms(program, None)], spec(), tensors(), torch.device("cpu"))
     stage.begin_step(0)
     for micro, batch in enumerate(batches(0)):
         assert stage.forward(micro, batch, {}) == {}

@@ -4,12 +4,12 @@ from dataclasses import replace
 import pytest
 
 from atoll.job import TrainingSpec
-from atoll.microbatch import gpipe, one_f_one_b
+from atoll.microbatch import Depth, gpipe, one_f_one_b
 from coordinator.planning.costs.lower_bound import lower_bound
 from coordinator.planning.costs.timeline import expected_step_s, simulate, step_bytes
 from coordinator.planning.costs.traffic import Hop
 from coordinator.planning.costs.workload import Route, StageLoad, Wire, Workload
-from coordinator.planning.problem import Candidate, Depth, Problem
+from coordinator.planning.problem import Candidate, Problem
 from tests.coordinator.planning.dags import chain_dag, gpt_like
 from tests.coordinator.planning.fleets import random_fleet, two_islands
 from tests.coordinator.planning.timeline_oracle import step_seconds
