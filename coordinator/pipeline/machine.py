@@ -25,7 +25,6 @@ from coordinator.messages.facts import (
     JobEnded,
     PlanAdopted,
     Reconfigured,
-    began,
 )
 from coordinator.messages.instructions import StepCommit, StepDiscard, StepStart
 from coordinator.messages.jobs import (
@@ -64,7 +63,8 @@ from coordinator.messages.jobs import (
     Waits,
 )
 from coordinator.pipeline import commits, joined, periods, snapshots
-from coordinator.pipeline.changes.whole_replicas import renumbered, reshares
+from coordinator.pipeline.changes.reconfigure import carried_over
+from coordinator.pipeline.changes.whole_replicas import reshares
 from coordinator.pipeline.health import disputes
 from coordinator.pipeline.health.doubt import diverged, doubted, words
 from coordinator.pipeline.history import staleness
@@ -527,55 +527,8 @@ def _change(state: JobState, event: PlanChange, now_s: float) -> Outcome:
     counts &= event.cause.counts or (event.cause is Cause.UNFIT and state.run.unfit)
     if counts and _too_often(state, event.cause):
         return _interrupt(state, event.reason, event.cause)
-    held, reshared = [before.places[rank].worker for rank in before.present], reshares(before, plan)
-    if reshared:
-        state = renumbered(state, before, plan)
-    elif event.cause is Cause.UNFIT and state.step > state.checkpoint.step:
-        state = replace(
-            state,
-            run=replace(state.run, unfit=True),
-            storing=replace(state.storing, parts={state.step: {}, **state.storing.parts}),
-        )
-    # Of steps before, who has stood by stores nothing: a checkpoint that lacks its part will not be whole.
-    promoted = {
-        rank: state.standbys[rank].source if rank in state.standbys else None
-        for rank, (was, is_now) in enumerate(zip(before.places, plan.places, strict=False))
-        if not reshared and was.worker != is_now.worker and rank not in event.sources
-    }
-    stores = {done: parts for done, parts in state.storing.parts.items() if promoted.keys() <= parts.keys()}
-    moved = replace(
-        state,
-        phase=Phase.LOADING,
-        reason=event.reason,
-        version=plan.version,
-        plan=plan,
-        failures=state.failures + counts,
-        broken=state.broken + (counts and event.cause is Cause.BROKEN),
-        ring=snapshots.reconfigured(state.ring),
-        run=replace(
-            state.run,
-            lost={rank: state.run.lost.get(rank, event.reason) for rank in plan.absent},
-            seating=False,
-            unfit=state.run.unfit and (state.step in stores or state.step == state.checkpoint.step),
-            assigned=plan.version,
-            first_step=state.step,
-            moving=True,
-            source=state.checkpoint,
-            loaded=frozenset(),
-            promoted=promoted,
-            ready={},
-            reports={},
-            awaiting_eval=None,
-            eval_owed=state.run.eval_owed or state.run.awaiting_eval is not None,
-            begun_s=None,
-            wanted=None,
-            relink=None,
-            lineage=began(state.run.lineage, plan.version, state.step),
-        ),
-        storing=replace(
-            state.storing, parts=stores, owed=state.storing.owed or len(stores) < len(state.storing.parts)
-        ),
-    )
+    held = [before.places[rank].worker for rank in before.present]
+    moved = carried_over(state, event, before, plan, counts)
     stay = {plan.places[rank].worker for rank in plan.present}
     left = tuple(worker for worker in held if worker not in stay)
     todo: list[Todo] = [Record(_fact_of(state, before, plan, event)), Placed(left, event.reason)]

@@ -14,11 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("atoll", "hostos", "protos", "strategies", "compressors", "coordinator", "worker")
 MAX_FILE, MAX_CLASS, MAX_FUNCTION, MAX_WING = 700, 400, 70, 12
 
-LARGER = {
-    "coordinator/pipeline/machine.py _change": 71,
-}
-"""Classes and functions, in lines."""
-
 WIDER = {
     "compressors/contrib": 19,
     "coordinator/cli": 28,
@@ -63,7 +58,7 @@ def test_files_classes_and_functions_keep_to_their_limits() -> None:
     for name, size, most in _sizes():
         if size >= sizes.get(name, (0, 0))[0]:
             sizes[name] = (size, most)
-    assert _over(sizes, LARGER) == []
+    assert _over(sizes, {}) == []
 
 
 def test_a_wing_has_at_most_twelve_files() -> None:

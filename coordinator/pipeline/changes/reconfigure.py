@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING
 
 from atoll.plan import Plan
 from coordinator.membership.member import Phase as Membership
-from coordinator.messages.jobs import Cause, JobState, PlanChange, anew, moved
+from coordinator.messages.facts import began
+from coordinator.messages.jobs import Cause, JobState, Phase, PlanChange, anew, moved
+from coordinator.pipeline import snapshots
 from coordinator.pipeline.assigning import neighbours
 from coordinator.pipeline.changes import whole_replicas
 from coordinator.pipeline.changes.successors import Successors
+from coordinator.pipeline.changes.whole_replicas import renumbered, reshares
 from coordinator.pipeline.history import begun, logged_from, not_repeatable
 
 if TYPE_CHECKING:
@@ -195,3 +198,57 @@ def _unlogged(state: JobState, roster: Roster, newcomers: frozenset[int], ready:
             if logged > state.checkpoint.step:
                 return f"stage {places[other].stage} has its messages from step {logged} on only"
     return ""
+
+
+def carried_over(state: JobState, change: PlanChange, before: Plan, plan: Plan, counts: bool) -> JobState:
+    """Return the job's state under the next plan: everybody keeps what is committed, and the step in flight
+    begins anew. ``counts``: as an interruption."""
+    reshared = reshares(before, plan)
+    if reshared:
+        state = renumbered(state, before, plan)
+    elif change.cause is Cause.UNFIT and state.step > state.checkpoint.step:
+        state = replace(
+            state,
+            run=replace(state.run, unfit=True),
+            storing=replace(state.storing, parts={state.step: {}, **state.storing.parts}),
+        )
+    # Of steps before, who has stood by stores nothing: a checkpoint that lacks its part will not be whole.
+    promoted = {
+        rank: state.standbys[rank].source if rank in state.standbys else None
+        for rank, (was, is_now) in enumerate(zip(before.places, plan.places, strict=False))
+        if not reshared and was.worker != is_now.worker and rank not in change.sources
+    }
+    stores = {done: parts for done, parts in state.storing.parts.items() if promoted.keys() <= parts.keys()}
+    return replace(
+        state,
+        phase=Phase.LOADING,
+        reason=change.reason,
+        version=plan.version,
+        plan=plan,
+        failures=state.failures + counts,
+        broken=state.broken + (counts and change.cause is Cause.BROKEN),
+        ring=snapshots.reconfigured(state.ring),
+        run=replace(
+            state.run,
+            lost={rank: state.run.lost.get(rank, change.reason) for rank in plan.absent},
+            seating=False,
+            unfit=state.run.unfit and (state.step in stores or state.step == state.checkpoint.step),
+            assigned=plan.version,
+            first_step=state.step,
+            moving=True,
+            source=state.checkpoint,
+            loaded=frozenset(),
+            promoted=promoted,
+            ready={},
+            reports={},
+            awaiting_eval=None,
+            eval_owed=state.run.eval_owed or state.run.awaiting_eval is not None,
+            begun_s=None,
+            wanted=None,
+            relink=None,
+            lineage=began(state.run.lineage, plan.version, state.step),
+        ),
+        storing=replace(
+            state.storing, parts=stores, owed=state.storing.owed or len(stores) < len(state.storing.parts)
+        ),
+    )
