@@ -34,7 +34,8 @@ def test_a_killed_worker_is_replaced_from_the_pool_and_nothing_is_lost(tmp_path)
                 killed.kill()
                 killed.wait()
         assert killed is not None
-        assert (update.state, update.plan_version) == ("finished", 2), update.reason
+        assert update.state == "finished", update.reason
+        assert update.plan_version > 1
         path = tmp_path / "model.safetensors"
         fleet.client.export(reply.job, path)
     found, expected = load_file(path), run_local(case, (0,)).state
