@@ -59,7 +59,7 @@ def test_with_half_the_truth_a_stage_is_killed_the_job_ends_and_nothing_is_train
     prepared = prepare(tied_llama())
     own, most = unlimited(prepared)
     # The half-told planner takes the same plan again: it counts half of what its largest stage holds.
-    limit = ("--memory", f"{(own + 3 * most // 4) // MIB}MiB")
+    limit = ("--memory", f"{(own + 2 * most // 3) // MIB}MiB")
     with HalfFleet(2, options=limit) as fleet:
         job = fleet.client.submit(prepared).job
         facts = Facts(fleet.state / "journal.sqlite")
