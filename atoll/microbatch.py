@@ -30,6 +30,9 @@ class Work(StrEnum):
     WEIGHT = "W"  # the rest, at the latest; sooner where the stage waits for something
 
 
+_BACKWARDS = (Work.BACKWARD, Work.INPUT)
+
+
 @dataclass(frozen=True, slots=True)
 class Action:
     """Work of a micro-batch on a piece of a stage."""
@@ -128,16 +131,22 @@ def in_turn(depths: Sequence[Depth], n_micro: int, first: int = 0) -> tuple[Acti
     that all stages have: forwards, first pieces first, then backwards, last pieces first. So stages never
     wait in a circle.
     """
-    if len(depths) == 1:
-        return one_f_one_b(n_micro, *depths[0], first=first)
-    pieces = (_timed(one_f_one_b(n_micro, *depth, first=first), depth, at) for at, depth in enumerate(depths))
+    return merged([one_f_one_b(n_micro, *depth, first=first) for depth in depths])
+
+
+def merged(of_pieces: Sequence[Sequence[Action]]) -> tuple[Action, ...]:
+    """Return the actions of a stage's pieces in one order (``in_turn``), each with the number of its piece;
+    ``of_pieces``: lists of ``one_f_one_b`` on the same micro-batches."""
+    if len(of_pieces) == 1:
+        return tuple(of_pieces[0])
+    pieces = (_timed(actions, at) for at, actions in enumerate(of_pieces))
     return tuple(action for _, action in merge(*pieces, key=lambda timed: timed[0]))
 
 
-def _timed(
-    actions: Sequence[Action], depth: Depth, piece: int
-) -> Iterator[tuple[tuple[float, bool, int], Action]]:
+def _timed(actions: Sequence[Action], piece: int) -> Iterator[tuple[tuple[float, bool, int], Action]]:
     """Actions of a piece with what orders them; weight gradients come with the action after them."""
+    first = next((at for at, action in enumerate(actions) if action.work in _BACKWARDS), len(actions))
+    warmup = sum(action.work is Work.FORWARD for action in actions[:first]) - 1
     waiting: list[Action] = []
     for action in actions:
         action = replace(action, piece=piece)
@@ -145,7 +154,7 @@ def _timed(
             waiting.append(action)
             continue
         ahead = action.work is Work.FORWARD
-        when = 2 * action.micro + (-depth.warmup if ahead else depth.warmup)
+        when = 2 * action.micro + (-warmup if ahead else warmup)
         key = (float(when), not ahead, piece if ahead else -piece)
         for one in (*waiting, action):
             yield key, one

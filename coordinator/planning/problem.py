@@ -329,8 +329,8 @@ class Problem:
         for hops in (work.forward, work.backward):
             for hop in hops:
                 if s in (hop.source, hop.target) and s == max(hop.source, hop.target):
-                    way = work.routes[hop.source, hop.target]
-                    ways.append(way.latency_s + 8.0 * hop.n_bytes / way.rate_bps)
+                    way = work.routes.get((hop.source, hop.target))
+                    ways.append(way.latency_s + 8.0 * hop.n_bytes / way.rate_bps if way is not None else 0.0)
         return max(ways)
 
     def surrogate(self, candidate: Candidate) -> float:

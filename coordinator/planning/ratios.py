@@ -136,6 +136,7 @@ def links_of(work: Workload, loads: Sequence[LinkLoad], devices: Sequence[Device
     header = work.wire.header_bytes
     bits: dict[str, float] = {}
     flows: dict[str, int] = {}
+    loads = [load for load in loads if (load.source, load.target) in work.routes]  # between two devices
     for load in loads:
         for name, _ in work.routes[load.source, load.target].resources:
             bits[name] = bits.get(name, 0.0) + 8.0 * (load.n_bytes + header * len(load.tensors))

@@ -74,11 +74,16 @@ def lower_bound(
     for x in transfers:
         begin, end = _around(work, x, (early_f, early_b, late_f, late_b))
         found.append(LowerBound(begin + m * x.seconds + end, "one-way", f"link {x.source}>{x.target}"))
-        for name, rate in work.routes[x.source, x.target].resources:
+        way = work.routes.get((x.source, x.target))
+        for name, rate in way.resources if way is not None else ():
             shared.setdefault(name, []).append((begin, x.bits / rate, end))
     for name, uses in shared.items():
         total = min(u[0] for u in uses) + m * sum(u[1] for u in uses) + min(u[2] for u in uses)
         found.append(LowerBound(total, "shared", name))
+    for those in work.together:
+        if len(those) > 1:  # a device does the work of all its pieces
+            work_s = sum(m * (stages[i].forward_s + stages[i].backward_s) for i in those)
+            found.append(LowerBound(work_s, "stage", f"stage {those[0]}"))
     best = max(found, key=lambda bound: bound.step_s)
     kinds = ("stage", "one-way", "shared")
     terms = tuple((kind, max((f.step_s for f in found if f.term == kind), default=0.0)) for kind in kinds)
@@ -89,10 +94,10 @@ def _transfers(work: Workload, payload_share: float) -> list[_Transfer]:
     found = []
     for backward, hops in ((False, work.forward), (True, work.backward)):
         for hop in hops:
-            way = work.routes[hop.source, hop.target]
-            bits = 8.0 * hop.n_bytes * payload_share
-            seconds = bits / way.rate_bps
-            found.append(_Transfer(hop.source, hop.target, backward, bits, seconds, way.latency_s))
+            way = work.routes.get((hop.source, hop.target))
+            bits = 8.0 * hop.n_bytes * payload_share if way is not None else 0.0
+            seconds, latency_s = (bits / way.rate_bps, way.latency_s) if way is not None else (0.0, 0.0)
+            found.append(_Transfer(hop.source, hop.target, backward, bits, seconds, latency_s))
     return found
 
 

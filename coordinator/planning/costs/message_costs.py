@@ -49,7 +49,10 @@ def handled(work: Workload, devices: Sequence[Device]) -> Workload:
     """``work`` with the seconds that its messages take around the actions; ``devices`` by stage."""
     messages_s, bytes_s = [0.0] * len(work.stages), [0.0] * len(work.stages)
     for hop in (*work.forward, *work.backward):
-        rate_bps = work.routes[hop.source, hop.target].rate_bps
+        way = work.routes.get((hop.source, hop.target))
+        if way is None:  # between two pieces of one device
+            continue
+        rate_bps = way.rate_bps
         for end in (hop.source, hop.target):
             messages_s[end] += message_cpu_s(hop.messages)
             bytes_s[end] += bytes_cpu_s(hop.n_bytes, rate_bps)

@@ -1,7 +1,8 @@
 """Event simulation of one training step of a plan: when every micro-batch runs and is sent.
 
-Stages run their actions in order; an action starts when the stage is free and all it needs has arrived;
-under a quota of CPU time one that starts after a rest ends a little sooner. Weight gradients that were
+Stages run their actions in order; an action starts when the stage is free and all it needs has arrived.
+Where a device has several stages these take turns (``_InTurn``) and hand each other what they make at once.
+Under a quota of CPU time one that starts after a rest ends a little sooner. Weight gradients that were
 deferred are taken in pieces whenever a stage would wait, the rest when their turn comes. What a stage
 produces in an action goes out when the action ends, as one bundle to each peer; sends overlap compute, and
 the stage is free once it has handled the bytes. Each ordered pair of stages is one wire that carries one
@@ -19,7 +20,7 @@ step after the commit, so the time from commit to commit is the steady state's s
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from heapq import heappop, heappush
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from atoll.microbatch import Work
+from atoll.microbatch import Work, merged
 
 if TYPE_CHECKING:
     from coordinator.planning.costs.traffic import Hop, TiedExchange
@@ -243,9 +244,11 @@ class _Simulation:
         ]
         self._build_wires()
         for hop in work.forward:
-            self.stages[hop.source].out_forward.append(self._out(hop))
+            if (hop.source, hop.target) in self.wires:
+                self.stages[hop.source].out_forward.append(self._out(hop))
         for hop in work.backward:
-            self.stages[hop.source].out_backward.append(self._out(hop))
+            if (hop.source, hop.target) in self.wires:
+                self.stages[hop.source].out_backward.append(self._out(hop))
         self.partial_in = {(i, t.holders[-1]) for i, t in enumerate(work.tied)}
         self.ready: list[float] = [0.0] * n
 
@@ -253,7 +256,7 @@ class _Simulation:
         work = self.work
         users: dict[str, int] = {}
         for route in work.routes.values():
-            for name, _ in route.resources[:-1]:
+            for name, _ in route.resources if self.work.several else route.resources[:-1]:
                 users[name] = users.get(name, 0) + 1
         shared = {name: i for i, name in enumerate(n for n, count in users.items() if count > 1)}
         self.resource_free = [0.0] * len(shared)
@@ -271,12 +274,7 @@ class _Simulation:
         return self.wires[hop.source, hop.target], bits, hop.messages
 
     def run(self) -> None:
-        for stage in self.stages:
-            load = stage.load
-            begin = load.commit_latency_s
-            if self.spans is not None and load.apply_s:
-                self.spans.append(Span("opt", stage.index, stage.index, 0, begin, begin + load.apply_s))
-            self._go_on(stage, begin + load.apply_s)
+        self._begin_step()
         heap = self.heap
         while heap:
             now, kind, _, what, more = heappop(heap)
@@ -289,6 +287,17 @@ class _Simulation:
                 self._begin(now, what, bundle)  # type: ignore[arg-type]
             else:
                 self._tied_arrived(now, what, *more)  # type: ignore[arg-type]
+
+    def _begin_step(self) -> None:
+        for stage in self.stages:
+            self._go_on(stage, self._applied(stage, stage.load.commit_latency_s))
+
+    def _applied(self, stage: _Stage, begin: float) -> float:
+        """When a stage's optimizer, which begins its step at ``begin``, has ended it."""
+        end = begin + stage.load.apply_s
+        if self.spans is not None and end > begin:
+            self.spans.append(Span("opt", stage.index, stage.index, 0, begin, end))
+        return end
 
     def _push(self, at: float, kind: int, what: _Stage | _Wire, more: tuple[object, ...] = ()) -> None:
         self.sequence += 1
@@ -344,7 +353,10 @@ class _Simulation:
         stage.at += 1
         if stage.at < len(stage.actions):
             self._go_on(stage, free_s)
-            return
+        else:
+            self._stage_done(now, stage, free_s)
+
+    def _stage_done(self, now: float, stage: _Stage, free_s: float) -> None:
         stage.done_s = self.ready[stage.index] = now
         for i, tied in enumerate(self.work.tied):
             self._fold_tied(now, stage.index, i, tied)
@@ -364,12 +376,15 @@ class _Simulation:
         if at:
             bits = self.work.wire.bits_of(tied.blocks * tied.n_bytes, tied.blocks)
             partials = (Cargo.TIED_PARTIAL, i, bits, tied.blocks)
-            self._send(now, self.wires[s, tied.holders[at - 1]], partials)
+            self._send_tied(now, s, tied.holders[at - 1], partials)
             return
         self.ready[s] = max(self.ready[s], now)
         bits = self.work.wire.bits_of(tied.n_bytes, 1)
         for other in tied.holders[1:]:
-            self._send(now, self.wires[s, other], (Cargo.TIED_TOTAL, i, bits, 1))
+            self._send_tied(now, s, other, (Cargo.TIED_TOTAL, i, bits, 1))
+
+    def _send_tied(self, now: float, s: int, other: int, bundle: _Bundle) -> None:
+        self._send(now, self.wires[s, other], bundle)
 
     # ------------------------------------------------------------ wires
 
@@ -435,6 +450,66 @@ class _Simulation:
             self._start(stage, stage.free_s)
 
 
+class _InTurn(_Simulation):
+    """Stages of one device take turns, in the one order of all their actions."""
+
+    def __init__(self, work: Workload, keep_spans: bool, factors: Factors | None = None) -> None:
+        super().__init__(work, keep_spans, factors)
+        self.beside: dict[int, list[_Stage]] = {}  # by stage: all of its device
+        self.turns: dict[int, Iterator[_Stage]] = {}
+        self.here: dict[tuple[Work, int], list[_Stage]] = {}  # who has at once what a stage makes
+        for those in work.together:
+            stages = [self.stages[s] for s in those]
+            order = iter([stages[a.piece] for a in merged([stage.actions for stage in stages])])
+            self.beside.update(dict.fromkeys(those, stages))
+            self.turns.update(dict.fromkeys(those, order))
+        for work_kind, hops in ((Work.FORWARD, work.forward), (Work.BACKWARD, work.backward)):
+            for hop in hops:
+                if (hop.source, hop.target) not in self.wires:
+                    self.here.setdefault((work_kind, hop.source), []).append(self.stages[hop.target])
+
+    def _begin_step(self) -> None:
+        for those in self.work.together:
+            free_s = self.stages[those[0]].load.commit_latency_s
+            for s in those:
+                free_s = self._applied(self.stages[s], free_s)
+            self._go_on(self.stages[those[0]], free_s)
+
+    def _go_on(self, stage: _Stage, free_s: float) -> None:
+        following = next(self.turns[stage.index], None)
+        if following is not None:
+            super()._go_on(following, free_s)
+
+    def _start(self, stage: _Stage, free_s: float) -> None:
+        begin = stage.here_s[stage.at]
+        for other in self.beside[stage.index]:
+            if begin > free_s and not stage.owed_s and other.owed_s > 0.0:
+                filled_s = other.fill(free_s, begin)
+                self._bar(other, Work.WEIGHT, free_s, filled_s)
+                free_s = filled_s
+        super()._start(stage, free_s)
+
+    def _action_done(self, now: float, stage: _Stage) -> None:
+        action = stage.actions[stage.at]
+        ahead = action.work is Work.FORWARD
+        if action.work is not Work.WEIGHT:
+            for other in self.here.get((Work.FORWARD if ahead else Work.BACKWARD, stage.index), ()):
+                turn = (other.forward_turns if ahead else other.backward_turns)[action.micro]
+                other.here_s[turn] = max(other.here_s[turn], now)
+                other.missing[turn] -= 1
+        super()._action_done(now, stage)
+
+    def _stage_done(self, now: float, stage: _Stage, free_s: float) -> None:
+        super()._stage_done(now, stage, free_s)
+        self._go_on(stage, free_s)
+
+    def _send_tied(self, now: float, s: int, other: int, bundle: _Bundle) -> None:
+        if (s, other) in self.wires:
+            super()._send_tied(now, s, other, bundle)
+        elif bundle[0] is Cargo.TIED_PARTIAL:
+            self._tied_arrived(now, self.stages[other], bundle[0], bundle[1])
+
+
 def simulate(work: Workload, keep_spans: bool = False) -> Timeline:
     """Simulate one step of ``work``.
 
@@ -492,7 +567,7 @@ def expected_step_s(work: Workload, simulated_s: float) -> float:
 
 
 def _finished(work: Workload, keep_spans: bool, factors: Factors | None = None) -> _Simulation:
-    run = _Simulation(work, keep_spans, factors)
+    run = (_InTurn if work.several else _Simulation)(work, keep_spans, factors)
     run.run()
     stuck = [stage.index for stage in run.stages if stage.done_s is None]
     if stuck:

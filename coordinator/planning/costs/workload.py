@@ -91,8 +91,21 @@ class Workload:
     forward: tuple[Hop, ...]
     backward: tuple[Hop, ...]
     tied: tuple[TiedExchange, ...]
-    routes: dict[tuple[int, int], Route]  # by stage pair; every pair that sends
+    routes: dict[tuple[int, int], Route]  # by stage pair; every pair that sends, on two devices
     wire: Wire
+
+    @property
+    def together(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each device, ascending: several where it has several pieces of the pipeline."""
+        found: dict[int, list[int]] = {}
+        for at, stage in enumerate(self.stages):
+            found.setdefault(stage.device, []).append(at)
+        return tuple(map(tuple, found.values()))
+
+    @property
+    def several(self) -> bool:
+        """Whether a device has several stages."""
+        return len({stage.device for stage in self.stages}) < len(self.stages)
 
     def with_actions(self, actions: Sequence[tuple[Action, ...]]) -> Workload:
         """The same work in another order."""
@@ -105,7 +118,8 @@ def routes_of(fleet: Fleet, devices: Sequence[int], cut: Cut) -> dict[tuple[int,
     pairs = {(hop.source, hop.target) for hop in (*cut.forward, *cut.backward)}
     for tied in cut.tied:
         pairs.update(tied.ways)
-    return {(s, t): route(fleet, devices[s], devices[t]) for s, t in sorted(pairs)}
+    apart = sorted((s, t) for s, t in pairs if devices[s] != devices[t])
+    return {(s, t): route(fleet, devices[s], devices[t]) for s, t in apart}
 
 
 def route(fleet: Fleet, source: int, target: int) -> Route:

@@ -14,6 +14,7 @@ from collections.abc import Generator
 from functools import partial
 from typing import Any
 
+from atoll.microbatch import merged
 from coordinator.planning.costs.workload import Workload
 from tests.sim.clock import Clock
 
@@ -122,25 +123,35 @@ class Pipeline:
     def send(
         self, rank: int, pair: tuple[int, int], n_bytes: int, messages: int, key: tuple[Any, ...]
     ) -> None:
+        if pair not in self.wires:  # two pieces of one device
+            self.signals[key].fire(self.clock)
+            return
         bits = (n_bytes + messages * self.work.wire.header_bytes) * 8.0
         self.wires[pair].put(Bundle(rank, bits, messages, self.signals[key]))
 
     def later(self, delay_s: float, key: tuple[Any, ...]) -> None:
         self.clock.after(delay_s, partial(self.signals[key].fire, self.clock))
 
-    def stage(self, s: int) -> Process:
-        work, load = self.work, self.work.stages[s]
+    def device(self, stages: tuple[int, ...]) -> Process:
+        work = self.work
+        turns = merged([work.stages[s].actions for s in stages])
         for step in range(self.steps):
-            yield self.signals["begin", step, s]
-            yield load.apply_s
+            for s in stages:
+                yield self.signals["begin", step, s]
+            yield sum(work.stages[s].apply_s for s in stages)
             debt, left = 0.0, 0  # of weight gradients: seconds, micro-batches
-            for action in load.actions:
-                m = action.micro
+            of_piece = {s: len(work.stages[s].actions) for s in stages}
+            for turn, action in enumerate(turns):
+                m, s = action.micro, stages[action.piece]
+                load = work.stages[s]
+                of_piece[s] -= 1
                 if action.work == "W":
                     left -= 1
                     due = max(0.0, debt - left * load.weights_s)
                     yield due
                     debt -= due
+                    if not of_piece[s]:
+                        self.signals["computed", step, s].fire(self.clock)
                     continue
                 hops, rank, way = (work.forward, 3, "F") if action.work == "F" else (work.backward, 0, "B")
                 for hop in hops:
@@ -161,13 +172,15 @@ class Pipeline:
                     if hop.source == s:
                         key = (way, step, s, hop.target, m)
                         self.send(rank, (s, hop.target), hop.n_bytes, hop.messages, key)
-                if action is not load.actions[-1]:
+                if not of_piece[s]:
+                    self.signals["computed", step, s].fire(self.clock)
+                if turn + 1 < len(turns):
                     yield load.bytes_s
-            self.signals["computed", step, s].fire(self.clock)
-            for i, tied in enumerate(work.tied):
-                if s in tied.holders:
-                    yield self.signals["total", step, i, s]
-            self.later(load.commit_latency_s, ("ready", step, s))
+            for s in stages:
+                for i, tied in enumerate(work.tied):
+                    if s in tied.holders:
+                        yield self.signals["total", step, i, s]
+                self.later(work.stages[s].commit_latency_s, ("ready", step, s))
 
     def tied_holder(self, step: int, i: int, s: int) -> Process:
         tied = self.work.tied[i]
@@ -201,8 +214,8 @@ class Pipeline:
             for i, tied in enumerate(self.work.tied):
                 for s in tied.holders:
                     advance(clock, self.tied_holder(step, i, s))
-        for s in range(len(self.work.stages)):
-            advance(clock, self.stage(s))
+        for stages in self.work.together:
+            advance(clock, self.device(stages))
         advance(clock, self.coordinator())
         while clock.step(math.inf):
             pass

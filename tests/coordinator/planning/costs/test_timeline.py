@@ -109,6 +109,28 @@ def random_work(seed: int) -> Workload:
     return work
 
 
+def in_pieces(seed: int) -> Workload:
+    """Pipelines of which some devices have several pieces, tied parameters among them."""
+    draw = random.Random(seed)
+    n_devices, n_pieces = draw.randrange(1, 5), draw.randrange(3, 8)
+    training = TrainingSpec(10, draw.choice([1, 2, 5, 8]), blocks=1)
+    dag = chain_dag(seed, 40, skips=0.3, tied=seed % 2 == 0)
+    problem = Problem(dag, training, random_fleet(seed, n_devices))
+    starts = (0, *sorted(draw.sample(range(1, 40), n_pieces - 1)))
+    devices = tuple(draw.randrange(n_devices) for _ in starts)
+    warmups = sorted((draw.randrange(problem.n_micro + 1) for _ in starts), reverse=True)
+    return problem.workload(Candidate(devices, starts), [Depth(warmup) for warmup in warmups])
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_devices_of_several_pieces_take_turns_as_in_an_independent_simulation(block: int) -> None:
+    for seed in range(block * 40, block * 40 + 40):
+        work = in_pieces(seed)
+        found = simulate(work).step_s
+        assert found == pytest.approx(step_seconds(work), rel=1e-9), f"seed {seed}"
+        assert lower_bound(work).step_s <= found * (1 + 1e-9), f"seed {seed}"
+
+
 @pytest.mark.parametrize("block", range(5))
 def test_the_timeline_agrees_with_an_independent_simulation_with_shared_uplinks(block):
     for seed in range(block * 40, block * 40 + 40):
