@@ -10,7 +10,7 @@ from atoll.microbatch import ScheduleName
 from benchmarks.oracle import every_link
 from compressors import catalogue
 from tests.inprocess.pipeline import LocalPipeline
-from tests.patience import HUNG_S
+from tests.patience import HUNG_S, eventually
 from tests.worker.stage.crew import TRAINING, Crew, assign, case, cut_evenly
 from worker.cancel import Cancel
 from worker.stage.reports import StepReport
@@ -30,7 +30,7 @@ def networks() -> Iterator[dict[str, PeerNetwork]]:
     found = {name: PeerNetwork(None, ("127.0.0.1", 0), config=PATIENT, name=name) for name in ("w-0", "w-1")}
     found["w-1"].admit("w-0")
     found["w-0"].dial("w-1", [("127.0.0.1", found["w-1"].port)], HUNG_S)
-    found["w-1"].wait_for("w-0", HUNG_S)
+    eventually(lambda: found["w-1"].connected("w-0"))
     yield found
     for network in found.values():
         network.close()

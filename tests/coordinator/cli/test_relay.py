@@ -92,7 +92,7 @@ def test_a_coordinator_keeps_the_key_of_its_relay_and_names_it_to_workers(tmp_pa
             port = running.started.relay_port
             assert greeted(("127.0.0.1", port))[1] == ""
             way = running.call(lambda server: server.shell.relays.way("w-a", "w-b", USE))
-            assert [(a.host, a.port) for a in way.addresses] == [("", port)]
+            assert list(way.addresses) == [("", port)]
             keys.append(tickets.key_file(tmp_path / "state" / "relay-key"))
             tickets.opened(keys[-1], way.ticket, 0.0)
         assert greeted(("127.0.0.1", port))[1] != ""

@@ -33,8 +33,8 @@ def round_of(exchange: Exchange, size: int = 60) -> tuple[dict[int, CollectiveRu
 
 def over_the_wire(message: Message, run: CollectiveRun, settings: Contribution) -> Message:
     slot = Slot(message.segment, message.label)
-    (one,) = [a for a in arriving(run.collective, run.rank, settings) if a.slot == slot]
-    most = most_bytes(run.collective, slot, settings)
+    (one,) = [a for a in arriving(run._collective, run.rank, settings) if a.slot == slot]
+    most = most_bytes(run._collective, slot, settings)
     for size, piece in zip(one.sizes, split(packed(message), most), strict=True):
         assert len(piece) <= size
         one.pieces.append(piece.clone())
@@ -61,7 +61,7 @@ def test_messages_arrive_as_they_were_sent(rule: str, monkeypatch: pytest.Monkey
 
 def test_parts_are_waited_for_before_totals() -> None:
     runs, settings = round_of(Exchange("diloco"))
-    labels = [one.slot.label == TOTAL for one in arriving(runs[1].collective, 1, settings)]
+    labels = [one.slot.label == TOTAL for one in arriving(runs[1]._collective, 1, settings)]
     assert labels == sorted(labels)
     assert True in labels
     assert False in labels
@@ -71,7 +71,7 @@ def test_no_two_pieces_of_a_round_share_a_key() -> None:
     runs, settings = round_of(Exchange("diloco"))
     keys = [
         one.slot.key(piece)
-        for one in arriving(runs[0].collective, 0, settings)
+        for one in arriving(runs[0]._collective, 0, settings)
         for piece in range(len(pieces_of(3 * carrier.PIECE_BYTES + 1)))
     ]
     assert len(keys) == len(set(keys))
