@@ -104,6 +104,10 @@ class Assignment:
         """The worker of a piece."""
         return self.ends[number].worker
 
+    def here(self, number: int) -> bool:
+        """Whether a piece is one of this stage's own."""
+        return self.placed[number].stage == self.stage
+
     def total_to(self, tied: TiedParameter) -> tuple[int, ...]:
         """The pieces that a tied parameter's total is sent to: one of each worker but the first holder's."""
         first: dict[str, int] = {}

@@ -49,16 +49,14 @@ def step_arrivals(assignment: Assignment, step: int) -> Iterator[Arrival]:
 def _piece_arrivals(assignment: Assignment, program: StageProgram, step: int) -> Iterator[Arrival]:
     """Messages that come for a piece from other workers."""
     nodes = dict(program.ops)
-    me = assignment.worker_of(program.stage)
 
     def arrival(
         direction: Direction, micro: int, at: int, source: int, meta: TensorMeta
     ) -> Iterator[Arrival]:
-        if (peer := assignment.worker_of(source)) != me:
+        if not assignment.here(source):
             edge = assignment.ends[program.stage].edge(at)
-            yield Arrival(
-                MessageKey(assignment.job, assignment.version, step, micro, edge, direction), peer, meta
-            )
+            key = MessageKey(assignment.job, assignment.version, step, micro, edge, direction)
+            yield Arrival(key, assignment.worker_of(source), meta)
 
     for micro in assignment.micros:
         for r in program.received:
@@ -91,7 +89,6 @@ def evaluation_arrivals(
     """Messages of the evaluation after ``step``: forward values, and their acknowledgements,
     which keep a fast stage from running ahead of a slow one."""
     for at, (train, _) in enumerate(assignment.pieces):
-        me = assignment.worker_of(train.stage)
 
         def key(micro: int, op: int, number: int = train.stage) -> MessageKey:
             edge = assignment.ends[number].edge(op)
@@ -102,11 +99,11 @@ def evaluation_arrivals(
             if program is None:
                 break
             for r in program.received:
-                if (peer := assignment.worker_of(r.source)) != me:
-                    yield Arrival(key(micro, r.op), peer, r.meta)
+                if not assignment.here(r.source):
+                    yield Arrival(key(micro, r.op), assignment.worker_of(r.source), r.meta)
             for p in program.produced:
-                if (peer := assignment.worker_of(p.targets[-1])) != me:
-                    yield Arrival(key(micro, p.op), peer, EMPTY)
+                if not assignment.here(p.targets[-1]):
+                    yield Arrival(key(micro, p.op), assignment.worker_of(p.targets[-1]), EMPTY)
 
 
 def gradient_sources(program: StageProgram) -> list[tuple[int, int]]:

@@ -164,14 +164,10 @@ class Messages:
         self._note_wait(step, micro, begun_s, self.clock() - started_s, "")
         return {name: inputs[name] for name in program.inputs}
 
-    def here(self, piece: int) -> bool:
-        """Whether a piece is one of this stage's own."""
-        return self.assignment.placed[piece].stage == self.assignment.stage
-
     def receive_from(self, piece: int, key: MessageKey, cancel: Cancel) -> Tensor | None:
         """Wait for what a piece sends; what one of this stage's own hands on is here. BadFrame for actions
         in an order in which it is not."""
-        if not self.here(piece):
+        if not self.assignment.here(piece):
             return self.receive(key, self.assignment.worker_of(piece), cancel)
         if key not in self._own:
             raise BadFrame(f"piece {piece} has not made what another of this stage needs: {key}")
@@ -262,7 +258,7 @@ class Messages:
             yield
         except UnusableValue as error:
             (source,) = (r.source for r in program.received if r.op == error.op)
-            if self.here(source):
+            if self.assignment.here(source):
                 raise
             raise PeerLost(self.assignment.worker_of(source), str(error)) from None
 
@@ -275,7 +271,7 @@ class Messages:
 
     def send(self, piece: int, key: MessageKey, value: Tensor | None, *, more: bool = False) -> None:
         """Send a message to a piece of this replica; to one of this stage it is handed on."""
-        if self.here(piece):
+        if self.assignment.here(piece):
             self._own[key] = value
             return
         peer = self.assignment.worker_of(piece)

@@ -483,12 +483,12 @@ def _evaluate(
     with messages.blaming_sources(program):
         produced = stage.evaluate_micro(micro, own, received, tail=tail, piece=turn.piece)
     for r in program.received:
-        if r.grad_from is None and not messages.here(r.source):  # the last to receive it acknowledges
+        if r.grad_from is None and not assignment.here(r.source):  # the last to receive it acknowledges
             messages.send(r.source, messages.key_to(r.source, direction, step, micro, r.op), None)
     # A fast stage may be at most a step's micro-batches ahead of the slowest.
     behind = micro - assignment.training.n_micro
     for p in program.produced:
-        if behind >= 0 and not messages.here(p.targets[-1]):
+        if behind >= 0 and not assignment.here(p.targets[-1]):
             key = messages.key_to(program.stage, direction, step, behind, p.op)
             messages.receive_from(p.targets[-1], key, cancel)
         for target in p.targets:
@@ -519,7 +519,7 @@ def _share_tied(stage: Stage, messages: Messages, step: int, cancel: Cancel) -> 
     tied = {tied.name: tied for program, _ in pieces for tied in program.tied}.values()
     for each in tied:
         targets = messages.assignment.total_to(each)
-        if messages.here(each.holders[0]) and targets:
+        if messages.assignment.here(each.holders[0]) and targets:
             total = stage.total(each.name)
             stage.set_total(each.name, total)
             for target in targets:
@@ -527,8 +527,8 @@ def _share_tied(stage: Stage, messages: Messages, step: int, cancel: Cancel) -> 
                 messages.send(target, key, total)
     # Totals last: waiting for one must not hold back another parameter's partial sum.
     for each in tied:
-        if not messages.here(each.holders[0]):
-            first = next(filter(messages.here, each.holders))
+        if not messages.assignment.here(each.holders[0]):
+            first = next(filter(messages.assignment.here, each.holders))
             key = messages.key_to(first, Direction.TIED_TOTAL, step, 0, each.index)
             stage.set_total(each.name, messages.receive_from(each.holders[0], key, cancel))
 
