@@ -1,7 +1,7 @@
 """Messages of a stage's steps: which are taken, the waits for them, and what is sent.
 
 Every wait watches a ``Cancel`` and the links, so that a lost peer or a release stops it within ``POLL_S``;
-weights' gradients that were deferred are taken while a message is awaited, a few at a time.
+weight gradients that were deferred are taken while a message is awaited, a few at a time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.25
 LONG_WAIT_S = 60.0
-"""A wait of so long, and of twice the last step, is told, and again when it has doubled."""
+"""A wait of so long, and of twice the last step, is reported, and again when it has doubled."""
 MIN_WAIT_SPAN_S = 0.0005
 
 
@@ -58,7 +58,7 @@ class Messages:
         stage: Stage,
         fill: Callable[[int, int], None],
     ) -> None:
-        """``notice`` hears of waits that last suspiciously long; while ``stage`` owes weights' gradients,
+        """``notice`` hears of waits that last suspiciously long; while ``stage`` owes weight gradients,
         ``fill`` takes some of a step on a piece."""
         self.assignment = assignment
         self._links, self._spans, self._progress, self.cpu = links, spans, progress, cpu
