@@ -172,8 +172,8 @@ def _mean(reports: Sequence[tuple[int, StepReady]], at: int) -> StepLoss:
         for share, report in reports
     ]
     finite = [(loss, weight) for loss, weight in found if math.isfinite(loss) and weight > 0.0]
-    whole = sum(weight for _, weight in finite)
-    mean = sum(weight * loss for loss, weight in finite) / whole if finite else math.nan
+    whole = math.fsum(weight for _, weight in finite)  # exact sums: the figure has no order of peers in it
+    mean = math.fsum(weight * loss for loss, weight in finite) / whole if finite else math.nan
     odd = sum(weight > 0.0 and not math.isfinite(loss) for loss, weight in found)
     return StepLoss(mean, sum(weight for _, weight in found), odd, len(found))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterator
 from contextlib import closing
@@ -61,7 +62,7 @@ def in_one_process(case: Case, exchange: Exchange) -> Run:
     losses = []
     for step in range(case.training.steps):
         figures = peers.step(step, lambda rank, at: [case.batches(at)[m] for m in SHARES[rank]])
-        whole = sum(len(share) * loss for share, loss in zip(SHARES, figures.losses, strict=True))
+        whole = math.fsum(len(share) * loss for share, loss in zip(SHARES, figures.losses, strict=True))
         losses.append((whole / case.training.n_micro,))
     if exchange.gossips:  # whose last round makes one model
         models = {rank: flat_values(stage.trained) for rank, stage in enumerate(peers.stages)}

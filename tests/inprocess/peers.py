@@ -7,6 +7,7 @@ micro-batches; a rule of gradients exchanges before the optimizer's step, others
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -57,7 +58,7 @@ class StepFigures:
     @property
     def loss(self) -> float:
         """Mean over the ranks."""
-        return sum(self.losses) / len(self.losses)
+        return math.fsum(self.losses) / len(self.losses)
 
 
 @dataclass(frozen=True)
