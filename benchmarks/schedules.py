@@ -6,20 +6,35 @@ orders compute the same; else the benchmark ends with exit code 1. A short job g
 so that all plans are made by a fleet that has trained once.
 
   python -m benchmarks.schedules --scenario four_slow --json
+
+With --idealised nothing runs: schedules in closed form, equal stages, timed by the planner's timeline, those
+that no policy chooses among them (``benchmarks.idealised``).
+
+  python -m benchmarks.schedules --idealised --json
 """
 
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from benchmarks.harness import SCHEDULED, LabFleet, conclude, execute, machine, need_lab, parser, steady
+from benchmarks.idealised import Times, chimera, lead, plain, rows
 from coordinator.planning.planner import GIVEN_CUT
 
 SCHEDULES = ("1f1b", "zero-bubble")
 SETTINGS = ("MICRO_BATCH=6", "n_micro=8")  # 130 ms a micro-batch and stage in four_slow
 REFRESHER = "even"  # gives every worker a stage
 REFRESHING_STEPS = 4
+IDEALISED = {
+    "trained weights": Times(20, 40, 20),
+    "frozen weights, adapters": Times(20, 20, 0),
+}
+DEVICES = (4, 8)
+MICRO_BATCHES = (1, 2, 4)  # times the devices
+HOPS_MS = (0, 2, 10, 40)  # one way
 
 
 def compare(scenario: str, job: str, settings: list[str], steps: int, rounds: int) -> dict[str, Any]:
@@ -69,13 +84,44 @@ def told(plan: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def idealised() -> dict[str, Any]:
+    """Print a table of each case, size and delay, and return all with the figures of the papers."""
+    found: dict[str, Any] = {}
+    for case, times in IDEALISED.items():
+        found[case] = {"rows": [], "lead": []}
+        for n_devices, hop_ms in product(DEVICES, HOPS_MS):
+            delayed = replace(times, hop_ms=hop_ms)
+            sizes = [rows(delayed, n_devices, n_devices * factor) for factor in MICRO_BATCHES]
+            print(f"\n{case}: {delayed}; {n_devices} devices, hop {hop_ms} ms\n")
+            print(_table(sizes), flush=True)
+            found[case]["rows"] += [row for size in sizes for row in size]
+            found[case]["lead"] += map(lead, sizes)
+    whole = IDEALISED["trained weights"]
+    over = {n: plain(4, n).step_ms(whole) / chimera(4, n).step_ms(whole) for n in (4, 8)}
+    print(f"\nchimera on four devices: 1f1b takes {over[4]:.3f} of its step at N=4, {over[8]:.3f} at N=8")
+    return {"chimera_n4": over[4], "chimera_n8": over[8], "cases": found}
+
+
+def _table(sizes: list[list[dict[str, Any]]]) -> str:
+    """A line a schedule: steps in ms and their share of 1f1b's, the most that it holds."""
+    lines = [["schedule", *(f"N={size[0]['n_micro']}" for size in sizes), "activations", "weights"]]
+    lines.append(["---"] * len(lines[0]))
+    for same in zip(*sizes, strict=True):
+        steps = [f"{row['step_ms']:g} ({row['faster_than_1f1b']:.2f})" for row in same]
+        lines.append([same[0]["schedule"], *steps, f"{same[-1]['activations']:g}", f"{same[0]['weights']:g}"])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
 def main() -> int:
     """Print a line a run and, with --json, one object (a list for several scenarios)."""
     options = parser(__doc__, scenario="four_slow", job="examples/gpt.py")
     options.add_argument("--steps", type=int, default=10)
     options.add_argument("--rounds", type=int, default=3, help="alternations of both orders")
     options.add_argument("--set", action="append", default=[], help="job override")
+    options.add_argument("--idealised", action="store_true", help="schedules in closed form, without a lab")
     args = options.parse_args()
+    if args.idealised:
+        return conclude(idealised(), args.json)
     need_lab(args.json)
     settings = [f"steps={SCHEDULED}", f"seed={args.seed}", "eval_batches=0", *SETTINGS, *args.set]
     found = []

@@ -458,9 +458,13 @@ class _InTurn(_Simulation):
         self.beside: dict[int, list[_Stage]] = {}  # by stage: all of its device
         self.turns: dict[int, Iterator[_Stage]] = {}
         self.here: dict[tuple[Work, int], list[_Stage]] = {}  # who has at once what a stage makes
-        for those in work.together:
+        for device, those in enumerate(work.together):
             stages = [self.stages[s] for s in those]
-            order = iter([stages[a.piece] for a in merged([stage.actions for stage in stages])])
+            order = iter(
+                [self.stages[s] for s in work.turns[device]]
+                if work.turns
+                else [stages[a.piece] for a in merged([stage.actions for stage in stages])]
+            )
             self.beside.update(dict.fromkeys(those, stages))
             self.turns.update(dict.fromkeys(those, order))
         for work_kind, hops in ((Work.FORWARD, work.forward), (Work.BACKWARD, work.backward)):

@@ -93,6 +93,7 @@ class Workload:
     tied: tuple[TiedExchange, ...]
     routes: dict[tuple[int, int], Route]  # by stage pair; every pair that sends, on two devices
     wire: Wire
+    turns: tuple[tuple[int, ...], ...] = ()  # of each device: whose turn it is; empty: as warm-ups say
 
     @property
     def together(self) -> tuple[tuple[int, ...], ...]:
@@ -110,7 +111,7 @@ class Workload:
     def with_actions(self, actions: Sequence[tuple[Action, ...]]) -> Workload:
         """The same work in another order."""
         stages = tuple(replace(stage, actions=a) for stage, a in zip(self.stages, actions, strict=True))
-        return replace(self, stages=stages)
+        return replace(self, stages=stages, turns=())
 
 
 def routes_of(fleet: Fleet, devices: Sequence[int], cut: Cut) -> dict[tuple[int, int], Route]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Generator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -134,7 +135,12 @@ class Pipeline:
 
     def device(self, stages: tuple[int, ...]) -> Process:
         work = self.work
-        turns = merged([work.stages[s].actions for s in stages])
+        if work.turns:
+            lists = {s: iter(work.stages[s].actions) for s in stages}
+            order = work.turns[work.together.index(stages)]
+            turns = tuple(replace(next(lists[s]), piece=stages.index(s)) for s in order)
+        else:
+            turns = merged([work.stages[s].actions for s in stages])
         for step in range(self.steps):
             for s in stages:
                 yield self.signals["begin", step, s]
