@@ -1,33 +1,49 @@
-"""Costs of each op of a captured graph: measured once on example inputs, by running it.
+"""Costs of each op of a captured graph: found by running it once on shapes alone.
 
-The run gives actual shapes, dtypes and who needs a gradient. FLOPs come from torch's own
-formulas for matrix products, convolutions and attention, and from a few operations per element
-for the rest; bytes saved are what autograd really keeps, each storage counted once.
+The run gives actual shapes, dtypes and who needs a gradient, and neither computes nor allocates. FLOPs come
+from torch's own formulas for matrix products, convolutions and attention, and from a few operations per
+element for the rest; bytes saved are what autograd keeps, each storage counted once. What only a kernel
+refuses, an index or a label, is looked for with the example inputs' own whole numbers.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from atoll.effects import effects
 from atoll.errors import AtollError, CaptureError
-from atoll.execute import Executor
+from atoll.execute import DTYPES, Executor, torch_literal
 from atoll.job import Precision
-from atoll.opdag import LeafRef, OpDag, OpNode, OpRef, Source, TensorMeta, leaf_refs, op_refs
-from atoll.ops import GETITEM
+from atoll.kernels import resolve
+from atoll.opdag import (
+    Autocast,
+    LeafRef,
+    OpDag,
+    OpNode,
+    OpRef,
+    Source,
+    TensorMeta,
+    TorchLiteral,
+    leaf_refs,
+    op_refs,
+)
+from atoll.ops import GETITEM, schema
 from atoll.program import stage_programs
 from atoll.repeats import repeatable
 from coordinator.capture.torch_export import meta_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import AbstractContextManager
 
 # Operations per element of the output (of the input where that is larger), forward; the
 # backward of the same op is taken to cost as much. Everything not named here costs 1.
@@ -47,6 +63,8 @@ _NO_ARITHMETIC_NAMES = """
 """
 _NO_ARITHMETIC = frozenset(_NO_ARITHMETIC_NAMES.split())
 _READS_ROWS = frozenset(("embedding", "gather", "index", "index_select"))
+# Their kernels on a CPU keep a work space that no shape tells of.
+_KEEPS_UNSEEN = frozenset(("aten.lstm.input", "aten.lstm.data"))
 # Attention's backward recomputes the scores: five products for the forward's two.
 _ATTENTION_BACKWARD = 2.5
 
@@ -145,38 +163,102 @@ def measured(
     device: torch.device,
 ) -> OpDag:
     """``dag`` with the actual metas and costs of every op; ``state`` is left as it is."""
-    # Buffers may be written by the run.
-    leaves = {name: t.clone() if name in dag.buffers else t for name, t in state.items()}
     (program,) = stage_programs(dag, [0])
     frozen = [name for name, meta in dag.parameters.items() if not meta.requires_grad]
-    executor = Executor(program, device, precision, differentiate=dag.training)
-    flops = _Flops()
     cheap = repeatable(program, effects(program).values)
-    ledger = _Ledger(dag, {**leaves, **executor.buffers}, flops, cheap)
-    with (
-        torch.random.fork_rng(),
-        torch.autograd.graph.saved_tensors_hooks(ledger.pack, lambda packed: packed),
-        flops,
-    ):
-        executor.load(leaves, frozen, ledger.observe)
-        try:
-            executor.forward(0, 0, inputs, {}, ledger.observe)
-        except AtollError:
-            raise
-        except Exception as error:  # a kernel may refuse what the export let pass, such as a label's type
-            raise _refused(dag, ledger, error) from error
+    with torch.random.fork_rng(), _on_shapes(dag):
+        leaves = {name: _blank(tensor, device) for name, tensor in state.items()}
+        given = {name: _blank(tensor, device) for name, tensor in inputs.items()}
+        executor = Executor(program, device, precision, differentiate=dag.training)
+        ledger = _Ledger(dag, {**leaves, **executor.buffers}, _Flops(), cheap)
+        with (
+            torch.autograd.graph.saved_tensors_hooks(ledger.pack, lambda packed: packed),
+            ledger.flops,
+        ):
+            executor.load(leaves, frozen, ledger.observe)
+            try:
+                executor.forward(0, 0, given, {}, ledger.observe)
+            except AtollError:
+                raise
+            except Exception as error:  # a label of another shape than its logits'
+                at = next(at for at in range(len(dag.ops)) if at not in ledger.nodes)
+                raise _refused(dag.ops[at], error) from error
     executor.reset()
     for position, tensor in ledger.late.items():
         # A write through a view may have made it differentiable after the op that made it.
         if tensor.requires_grad:
             ledger.nodes[position] = replace(ledger.nodes[position], requires_grad=True)
     metas = dict(enumerate(ledger.nodes[p].outputs for p in range(len(dag.ops))))
-    return replace(dag, ops=tuple(_priced(dag, ledger, metas, p) for p in range(len(dag.ops))))
+    found = replace(dag, ops=tuple(_priced(dag, ledger, metas, p) for p in range(len(dag.ops))))
+    _try_whole_numbers(found, inputs, precision, device)
+    return found
 
 
-def _refused(dag: OpDag, ledger: _Ledger, error: Exception) -> CaptureError:
-    """The op that was to be run next cannot be run on the example inputs."""
-    node = dag.ops[next(at for at in range(len(dag.ops)) if at not in ledger.nodes)]
+def _on_shapes(dag: OpDag) -> AbstractContextManager[object]:
+    """Fake tensors; real ones for a graph with an op whose kernel keeps more than its shapes say."""
+    return nullcontext() if any(node.target in _KEEPS_UNSEEN for node in dag.ops) else FakeTensorMode()
+
+
+def _blank(tensor: Tensor, device: torch.device) -> Tensor:
+    """Zeros in the tensor's layout: as an index, a valid one."""
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    zeros = torch.zeros(extent if tensor.numel() else 0, dtype=tensor.dtype, device=device)
+    return zeros.as_strided(tensor.shape, tensor.stride())
+
+
+def _try_whole_numbers(
+    dag: OpDag, inputs: Mapping[str, Tensor], precision: Precision, device: torch.device
+) -> None:
+    """Run what reads whole numbers that follow from the inputs alone: tokens, positions, labels.
+
+    CaptureError for the op that a kernel refuses. Other operands are one zero each, seen in all its places.
+    """
+    values: dict[int, Tensor] = {}
+    given = {name: tensor.to(device, copy=True) for name, tensor in inputs.items() if _is_whole(tensor)}
+    default = Autocast(precision is Precision.BF16, "bfloat16")
+
+    def value(arg: Any) -> Any:
+        if isinstance(arg, tuple):
+            return [value(item) for item in arg]
+        if isinstance(arg, TorchLiteral):
+            return torch_literal(arg, device)
+        if isinstance(arg, OpRef) and arg.op in values:
+            return values[arg.op]
+        if isinstance(arg, LeafRef) and arg.source is Source.INPUT and arg.name in given:
+            return given[arg.name]
+        if isinstance(arg, OpRef | LeafRef):
+            meta = dag.ops[arg.op].outputs[0] if isinstance(arg, OpRef) else _leaf_meta(dag, arg)
+            return torch.zeros((), dtype=DTYPES[meta.dtype], device=device).expand(meta.shape)
+        return arg
+
+    for position, node in enumerate(dag.ops):
+        ops, leaves = op_refs(node), leaf_refs(node)
+        of_inputs = [given.get(leaf.name) for leaf in leaves if leaf.source is Source.INPUT]
+        tensors = [t for t in (*map(values.get, ops), *of_inputs) if t is not None]
+        if node.random or node.is_tuple or not any(tensor.dtype != torch.bool for tensor in tensors):
+            continue
+        declared = schema(node.target)
+        if len(tensors) < len(ops) + len(leaves) and declared is not None and declared.is_mutable:
+            continue  # one zero stands for all of a tensor, which cannot be written
+        setting = node.autocast or default
+        try:
+            with (
+                torch.no_grad(),
+                torch.autocast(device.type, DTYPES[setting.dtype], enabled=setting.enabled),
+            ):
+                kwargs = {name: value(arg) for name, arg in node.kwargs}
+                result = resolve(node.target)(*map(value, node.args), **kwargs)
+        except Exception as error:  # a kernel may refuse what the export let pass, such as a label's type
+            raise _refused(node, error) from error
+        if len(tensors) == len(ops) + len(leaves) and _is_whole(result):
+            values[position] = result
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _refused(node: OpNode, error: Exception) -> CaptureError:
     text = " ".join(str(error).split())[:240]
     return CaptureError(
         f"op {node.target} in {node.module_path or 'the module'} at {node.source_line} fails on the example "

@@ -10,13 +10,16 @@ A loss is a mean, and a step's loss the mean of its micro-batches' means, unless
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from atoll.errors import CaptureError
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
 ITEMS = "num_items_in_batch"
 TRIED = 1e-3  # relative: a mean in bf16 has no more digits
+SHOWN_CLASSES = 8  # of a cross entropy's stand-in
 
 
 @dataclass(frozen=True)
@@ -153,19 +157,46 @@ def modes_kept(module: nn.Module) -> Iterator[list[tuple[nn.Module, bool]]]:
 
 def sums_items(module: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
     """Whether the module sums its loss over its targets where it is called with ``num_items_in_batch=1``, as
-    models of transformers do that accept it: found out in evaluation mode, which changes nothing."""
+    models of transformers do that accept it: found out in evaluation mode, which changes nothing. Shapes and
+    cross entropies of numbers of our own tell it at once; a module that does not run so is run on its inputs.
+    """
     if not _says_so(module):
         return False
-    try:
-        with modes_kept(module), torch.random.fork_rng(), torch.no_grad():
-            module.train(False)
-            summed = outcome(module, inputs, items=True)
-            mean = loss_of(module(**inputs))
-    except Exception:  # noqa: BLE001 - a model may do anything with an argument that it does not know
+    for trial in (partial(_on_shapes, module, inputs), partial(_on_inputs, module, inputs)):
+        with suppress(Exception):  # a model may do anything with an argument that it does not know
+            return trial()
+    return False
+
+
+def _on_shapes(module: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
+    # Neither a copy of the weights nor a matrix product: with a billion of them one takes many seconds.
+    named = (*module.named_parameters(), *module.named_buffers())
+    with FakeTensorMode() as shapes:
+        state = {name: torch.empty(t.shape, dtype=t.dtype, device=t.device) for name, t in named}
+        given = {name: torch.empty(t.shape, dtype=t.dtype, device=t.device) for name, t in inputs.items()}
+
+    def call(values: dict[str, Any]) -> object:
+        with shapes, _StandIns():
+            return functional_call(module, state, (), values)
+
+    return _sums(module, call, given)
+
+
+def _on_inputs(module: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
+    return _sums(module, lambda given: module(**given), inputs)
+
+
+def _sums(module: nn.Module, call: Callable[[dict[str, Any]], object], inputs: Mapping[str, Tensor]) -> bool:
+    targets = _Targets()
+    with modes_kept(module), torch.random.fork_rng(), torch.no_grad():
+        module.train(False)
+        with targets:
+            loss = loss_of(call({**inputs, ITEMS: 1}))
+        count = targets.count(loss)
+        mean = loss_of(call(dict(inputs)))
+    if count is None:
         return False
-    if summed.weight is None:
-        return False
-    weight, total = float(summed.weight), float(summed.loss)
+    weight, total = float(count), float(loss)
     # Class weights, parts that are no cross entropy: then the mean is not the sum over the count.
     return weight == 0.0 or abs(float(mean) * weight - total) <= TRIED * abs(total)
 
@@ -223,6 +254,36 @@ class _Targets(TorchFunctionMode):
             return None
         target, ignored = self.calls[0]
         return (target != ignored).sum().to(loss.device)
+
+
+class _StandIns(TorchFunctionMode):
+    """Gives cross entropies numbers where there are shapes: the same ones at each call of as many targets.
+    What follows from them alone has numbers too; with anything else that is added to a loss it fails."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.cross_entropy:
+            given = inspect.signature(func).bind(*args, **kwargs)
+            given.apply_defaults()
+            with unset_fake_temporarily():
+                given.arguments |= _shown(given.arguments["target"].numel(), given.arguments["ignore_index"])
+                return func(*given.args, **given.kwargs)
+        tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
+        if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _shown(count: int, ignored: int) -> dict[str, Tensor]:
+    """Logits and targets of a cross entropy's stand-in, every third of them to be left out."""
+    generator = torch.Generator().manual_seed(count)
+    logits = torch.randn(count, SHOWN_CLASSES, generator=generator)
+    target = torch.randint(SHOWN_CLASSES, (count,), generator=generator)
+    target[1::3] = ignored
+    return {"input": logits, "target": target}
 
 
 def _member(output: object, name: str) -> object:

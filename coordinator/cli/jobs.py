@@ -80,13 +80,13 @@ def plan(
     ways: Sequence[Way] = ()
     request: PlanRequest | None = None
     if fleet is not None:
-        job = _cut(options.read(jobfile))
+        job = _cut(options.read(jobfile, shapes_only=True))
         found, request, ways = _local_plan(job, jobfile, fleet, options, common.json)
         names: Mapping[str, str] = {device.worker: device.label for device in request.fleet.devices}
     else:
         with common.client() as client:
             need_workers(client)
-            job = _cut(options.load(jobfile))
+            job = _cut(options.load(jobfile, shapes_only=True))
             found, names = _live_plan(client, job, jobfile, options, common.json)
     if plot is not None:
         from coordinator.cli.plot import plot_plan

@@ -146,9 +146,10 @@ class JobOptions:
     ] = None
     trace: Trace = False
 
-    def read(self, path: Path, *more: str) -> Job:
+    def read(self, path: Path, *more: str, shapes_only: bool = False) -> Job:
         """The job of a file with its overrides, ``more`` last; UsageError for local steps
-        without a rule that has them, and for a compression that links cannot do."""
+        without a rule that has them, and for a compression that links cannot do. ``shapes_only``: as of
+        ``load_job``."""
         from coordinator.client.job_file import load_job
         from coordinator.planning.ratios import check_compression
 
@@ -161,7 +162,8 @@ class JobOptions:
             ("spot_checks", self.spot_checks),
         )
         items = [f"{name}={value}" for name, value in given if value is not None]
-        job = load_job(path, [*(self.sets or []), *items, *more], full_trace=self.trace)
+        overrides = [*(self.sets or []), *items, *more]
+        job = load_job(path, overrides, full_trace=self.trace, shapes_only=shapes_only)
         check_compression(job.training.compression)  # before the capture, which takes its time
         if job.training.local_exchange is None and self.local_steps is not None:
             raise UsageError(
@@ -170,11 +172,11 @@ class JobOptions:
             )
         return job
 
-    def load(self, path: Path, *more: str) -> Job:
+    def load(self, path: Path, *more: str, shapes_only: bool = False) -> Job:
         """The job that ``read`` finds, with a block of micro-batches for each replica that it may have."""
         from coordinator.planning.replicas import with_blocks
 
-        job = self.read(path, *more)
+        job = self.read(path, *more, shapes_only=shapes_only)
         return replace(job, training=with_blocks(job.training))
 
 

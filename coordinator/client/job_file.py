@@ -12,8 +12,12 @@ import sys
 import traceback
 import types
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from atoll.errors import AtollError, UsageError
 from atoll.fields import described
@@ -23,13 +27,34 @@ from hostos.installation import check_beside
 
 _serial = itertools.count(1)  # every load is a module of its own, even of the same file
 MAX_SHOWN = 400  # characters of what the file raised
+LARGE_BYTES = 1 << 20  # of a tensor from which on drawing its values takes time and memory
+# In-place fills of torch.Tensor, torch.nn.init and transformers' own init with random values.
+_KINDS = ("", "trunc_", "kaiming_", "xavier_")
+_FILLS = {f"{kind}{name}_" for kind in _KINDS for name in ("normal", "uniform")} | {"orthogonal_"}
 
 
-def load_job(path: Path, overrides: Sequence[str] = (), *, full_trace: bool = False) -> Job:
+class _Unfilled(TorchFunctionMode):
+    """Leaves large tensors as they were allocated where they would be filled at random: their pages are never
+    touched, so a model of a billion weights takes neither its memory nor the seconds of drawing them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        filled = args[0] if args else kwargs.get("tensor")
+        large = isinstance(filled, Tensor) and filled.nbytes >= LARGE_BYTES
+        if large and getattr(func, "__name__", "") in _FILLS:
+            return filled
+        return func(*args, **kwargs)
+
+
+def load_job(
+    path: Path, overrides: Sequence[str] = (), *, full_trace: bool = False, shapes_only: bool = False
+) -> Job:
     """The Job that ``path``'s ``job()`` returns, with ``overrides`` such as "optimizer.lr=3e-4".
 
     Raises UsageError naming the file's own line when it raises; ``full_trace`` lets the file's
-    exception through as it is.
+    exception through as it is. ``shapes_only``: large weights are not drawn at random, for who only plans.
     """
     module = load_module(path, full_trace=full_trace)
     knobs = [item for item in overrides if item.partition("=")[0].strip().isupper()]
@@ -38,7 +63,7 @@ def load_job(path: Path, overrides: Sequence[str] = (), *, full_trace: bool = Fa
     make = getattr(module, "job", None)
     if not callable(make):
         raise UsageError(f"{path} has no function job(); define one that returns an atoll.Job")
-    with blaming(path, full_trace):
+    with blaming(path, full_trace), _Unfilled() if shapes_only else nullcontext():
         made = make()
     if not isinstance(made, Job):
         raise UsageError(f"{path}: job() returned {described(made)}; return an atoll.Job")

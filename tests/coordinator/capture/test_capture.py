@@ -15,6 +15,7 @@ from atoll.errors import CaptureError, UnsupportedOp
 from atoll.job import Optimizer, ParamGroup, Precision, TrainingSpec
 from atoll.opdag import Kind, LeafRef, OpDag, OpRef, Source, TorchLiteral, leaf_refs, op_refs
 from atoll.ops import GETITEM
+from coordinator.capture import outcome
 from coordinator.capture.capture import Captured, capture, op_uses
 from coordinator.capture.self_check import self_check
 from tests.models import MODELS, Example
@@ -515,6 +516,66 @@ def test_views_cost_nothing_and_parameters_are_not_counted_as_saved() -> None:
     weights = sum(p.numel() * 4 for p in example.module.parameters())
     assert saved > 0
     assert saved != weights
+
+
+class Classes(nn.Module):
+    """Labels against logits of tokens: what only a kernel refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 6)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.embedding(x)), labels.roll(1))
+
+
+@pytest.mark.parametrize(
+    ("x", "labels", "says"),
+    [
+        (
+            torch.zeros(4, dtype=torch.long),
+            torch.full((4,), 5),
+            r"cross_entropy_loss.*Target 5 is out of bounds",
+        ),
+        (torch.full((4,), 7), torch.zeros(4, dtype=torch.long), r"embedding.*index out of range"),
+        (torch.zeros(4, dtype=torch.long), torch.zeros(4, dtype=torch.int32), r"cross_entropy_loss.*Long"),
+    ],
+)
+def test_numbers_that_a_kernel_refuses_are_found_though_costs_are_of_shapes(
+    x: Tensor, labels: Tensor, says: str
+) -> None:
+    capture(Classes(), {"x": torch.zeros(4, dtype=torch.long), "labels": torch.zeros(4, dtype=torch.long)})
+    with pytest.raises(CaptureError, match=says):
+        capture(Classes(), {"x": x, "labels": labels})
+
+
+def test_costs_read_no_weight() -> None:
+    def graph(fill: float) -> OpDag:
+        module = Classes()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.fill_(fill)
+        tokens = torch.zeros(4, dtype=torch.long)
+        return capture(module, {"x": tokens, "labels": tokens}).train
+
+    assert graph(float("nan")) == graph(1.0)
+
+
+def test_the_work_space_of_an_lstm_is_counted() -> None:
+    """Its kernel keeps more than the op's results, which shapes alone do not say."""
+    found = capture(Recurrent(nn.LSTM), X).train
+    (lstm,) = positions(found, "aten.lstm")
+    results = sum(meta.nbytes for meta in found.ops[lstm].outputs)
+    assert found.ops[lstm].bytes_saved > 3 * results
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "resnet"])
+def test_whether_a_loss_is_a_sum_is_found_from_shapes_as_from_the_inputs(name: str) -> None:
+    example = MODELS[name]()
+    module, inputs = _arguments(example)[:2]
+    trials = [trial(module, inputs) for trial in (outcome._on_shapes, outcome._on_inputs)]
+    assert trials[0] == trials[1] == (name in ("gpt2", "llama"))
 
 
 def test_metas_follow_the_precision() -> None:

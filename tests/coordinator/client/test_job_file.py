@@ -19,7 +19,7 @@ from atoll import (
     TrainingSpec,
 )
 from atoll.errors import AtollError, UsageError
-from coordinator.client.job_file import blaming, load_job, load_module
+from coordinator.client.job_file import LARGE_BYTES, blaming, load_job, load_module
 from coordinator.client.overrides import override_job
 
 GOOD = """
@@ -209,3 +209,51 @@ def test_a_job_files_own_constants_can_be_set_by_name() -> None:
         load_job(gpt, ["WIDHT=3"])
     with pytest.raises(UsageError, match="give a int"):
         load_job(gpt, ["MICRO_BATCH=three"])
+
+
+LARGE = """
+import torch
+from atoll import Job, Rows, TrainingSpec
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.large = torch.nn.Linear(1024, 512)
+        self.small = torch.nn.Linear(512, 2)
+        self.scale = torch.nn.Parameter(torch.ones(1024))
+
+    def forward(self, x):
+        return self.small(self.large(x * self.scale)).square().mean()
+
+def job():
+    x = torch.zeros(2, 1024)
+    return Job(Net(), {"x": x}, Rows({"x": torch.zeros(8, 1024)}), TrainingSpec(steps=10, n_micro=2), "large")
+"""
+
+
+def test_weights_of_a_model_that_is_only_planned_are_not_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _write(tmp_path, LARGE)
+    drawn = load_job(path).module.state_dict()
+    filled: list[int] = []
+    uniform = torch.Tensor.uniform_
+    monkeypatch.setattr(
+        torch.Tensor, "uniform_", lambda t, *a, **k: (filled.append(t.nbytes), uniform(t, *a, **k))[1]
+    )
+    blank = load_job(path, shapes_only=True).module.state_dict()
+    assert filled
+    assert max(filled) < LARGE_BYTES <= drawn["large.weight"].nbytes
+    assert {name: t.shape for name, t in blank.items()} == {name: t.shape for name, t in drawn.items()}
+    assert torch.equal(blank["scale"], drawn["scale"])
+    assert float(blank["small.weight"].abs().max()) > 0.0
+
+
+def test_a_plan_of_shapes_is_the_plan_of_the_weights(tmp_path: Path) -> None:
+    from coordinator.client.prepare import capture_graphs
+
+    path = _write(tmp_path, LARGE)
+    graphs = [capture_graphs(load_job(path, shapes_only=only)) for only in (False, True)]
+    assert graphs[0].blob.hash == graphs[1].blob.hash
+    assert graphs[0].eval_blob.hash == graphs[1].eval_blob.hash
