@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf
+from math import ceil, inf
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -34,7 +34,9 @@ from coordinator.planning.costs.traffic import Hop
 from coordinator.planning.costs.workload import Route, StageLoad, Wire, Workload
 
 FREE = Wire(per_message_s=0.0, header_bytes=0, commit_s=0.0)
-DEEPEST = 4  # times the usual warm-up that schedules of the product may take where links are slow
+DEPTHS = (0.5, 0.75, 0.875, 1.0, 1.5, 2.0, 3.0, 4.0)
+"""Warm-ups that are tried, in those of a pipeline whose stages each wait for all behind them. Deeper ones are
+for links with delay, shallower ones for a V, in which a micro-batch passes two pieces of a device."""
 
 
 class Turn(NamedTuple):
@@ -150,26 +152,28 @@ def gpipe(n_devices: int, n_micro: int) -> Schedule:
     return _in_turn(range(n_devices), n_micro, [n_micro] * n_devices)
 
 
-def one_stage(n_devices: int, n_micro: int, deep: int, *, deferred: bool = False) -> Schedule:
-    """Return 1F1B with ``deep`` times the usual warm-up, or zero-bubble."""
-    warmups = [min(n_micro - 1, deep * later) for later in reversed(range(n_devices))]
-    return _in_turn(range(n_devices), n_micro, warmups, n_devices + 1 if deferred else 0)
+def one_stage(n_devices: int, n_micro: int, deep: float, held: int = 0) -> Schedule:
+    """Return 1F1B with ``deep`` times the usual warm-up; with ``held``, zero-bubble."""
+    return _in_turn(range(n_devices), n_micro, _warmups(n_devices, n_micro, deep), held)
 
 
-def in_a_v(n_devices: int, n_micro: int, deep: int, *, deferred: bool = False) -> Schedule:
+def in_a_v(n_devices: int, n_micro: int, deep: float, held: int = 0) -> Schedule:
     """Return 1F1B of two pieces a device, the last device's beside each other."""
     devices = [*range(n_devices), *reversed(range(n_devices))]
-    warmups = [min(n_micro - 1, deep * later) for later in reversed(range(2 * n_devices))]
-    return _in_turn(devices, n_micro, warmups, 2 * n_devices if deferred else 0)
+    return _in_turn(devices, n_micro, _warmups(2 * n_devices, n_micro, deep), held)
 
 
-def replicas(n_devices: int, n_micro: int, deep: int, *, deferred: bool = False) -> Schedule:
+def replicas(n_devices: int, n_micro: int, deep: float, held: int = 0) -> Schedule:
     """Return two pipelines of half of the devices, each for half of the micro-batches."""
     _even(n_devices, n_micro)
     half = n_devices // 2
-    one = one_stage(half, n_micro // 2, deep, deferred=deferred)
+    one = one_stage(half, n_micro // 2, deep, held)
     beside = tuple(tuple(turn._replace(stage=turn.stage + half) for turn in turns) for turns in one.turns)
     return Schedule(tuple(range(n_devices)), 2, (*one.turns, *beside))
+
+
+def _warmups(n_stages: int, n_micro: int, deep: float) -> list[int]:
+    return [min(n_micro - 1, ceil(deep * later)) for later in reversed(range(n_stages))]
 
 
 def _in_turn(devices: Sequence[int], n_micro: int, warmups: Sequence[int], held: int = 0) -> Schedule:
@@ -308,14 +312,16 @@ def _even(n_devices: int, n_micro: int) -> None:
 
 # ---------------------------------------------------------------- the table
 
-PRODUCT: dict[str, Callable[[int, int, int], Schedule]] = {
-    "gpipe": lambda n_devices, n_micro, _: gpipe(n_devices, n_micro),
+Family = Callable[[int, int, float, int], Schedule]  # devices, micro-batches, depth, held
+
+PRODUCT: dict[str, Family] = {
+    "gpipe": lambda n_devices, n_micro, *_: gpipe(n_devices, n_micro),
     "1f1b": one_stage,
-    "zero-bubble": partial(one_stage, deferred=True),
+    "zero-bubble": one_stage,
     "v": in_a_v,
-    "v-zero-bubble": partial(in_a_v, deferred=True),
+    "v-zero-bubble": in_a_v,
     "replicas": replicas,
-    "replicas, zero-bubble": partial(replicas, deferred=True),
+    "replicas, zero-bubble": replicas,
 }
 BIDIRECTIONAL: dict[str, Callable[[int, int], Schedule]] = {
     "chimera": chimera,
@@ -330,20 +336,23 @@ OTHERS: dict[str, Callable[[int, int], Schedule]] = {
 
 def plain(n_devices: int, n_micro: int) -> Schedule:
     """Return 1F1B with the warm-up of links without delay: what published figures compare with."""
-    return one_stage(n_devices, n_micro, 1)
+    return one_stage(n_devices, n_micro, 1.0)
+
+
+def built(name: str, n_devices: int, n_micro: int) -> list[Schedule]:
+    """Return the schedules of that name: of the product's, one for each warm-up and number held."""
+    if name in OTHERS:
+        return [OTHERS[name](n_devices, n_micro)]
+    held = [n_devices // 2, n_devices, n_devices + 1, 2 * n_devices] if "zero-bubble" in name else [0]
+    depths = DEPTHS if name.startswith("v") else [deep for deep in DEPTHS if deep == int(deep)]
+    return [PRODUCT[name](n_devices, n_micro, deep, most) for deep in depths for most in held]
 
 
 def soonest(name: str, n_devices: int, n_micro: int, times: Times) -> tuple[float, Schedule]:
-    """Return the milliseconds of a step and the schedule of that name.
-
-    Those of the product have the best warm-up of up to DEEPEST times the usual one, the least of several.
-    """
-    if name in OTHERS:
-        schedule = OTHERS[name](n_devices, n_micro)
-        return schedule.step_ms(times), schedule
-    tried = [PRODUCT[name](n_devices, n_micro, deep) for deep in range(1, 1 + DEEPEST)]
-    step_ms, at = min((schedule.step_ms(times), at) for at, schedule in enumerate(tried))
-    return step_ms, tried[at]
+    """Return the milliseconds of the fastest step of that name and its schedule: of several the one that
+    holds the least."""
+    timed = [(schedule.step_ms(times), schedule) for schedule in built(name, n_devices, n_micro)]
+    return min(timed, key=lambda found: (found[0], max(found[1].most_held())))
 
 
 def rows(times: Times, n_devices: int, n_micro: int) -> list[dict[str, Any]]:
