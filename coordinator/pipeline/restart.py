@@ -21,8 +21,8 @@ from coordinator.messages import instructions as do
 from coordinator.messages.events import Held
 from coordinator.messages.facts import JobRecord
 from coordinator.messages.instructions import Relink, StepCommit
-from coordinator.messages.jobs import ENDED, Event, FromRank, JobState, Phase, Resumed, anew
-from coordinator.pipeline.changes.reconfigure import at_hand
+from coordinator.messages.jobs import ENDED, Cause, Event, FromRank, JobState, Phase, Resumed, anew
+from coordinator.pipeline.changes.recovery import at_hand
 from coordinator.pipeline.history import begun
 from coordinator.pipeline.tuning.profiling import Hold
 from coordinator.pipeline.tuning.relink import AHEAD
@@ -152,7 +152,10 @@ class Returns:
         if why and back is not None and state.plan is not None:
             self.missed(state, back, state.plan.places[stored.rank].worker, why)
             return True
-        return bool(why) and self.losses.moved(state, stored.rank, why)
+        if not why:
+            return False
+        words = f"{self.effects.label(state.workers[stored.rank])} {why}"
+        return self.losses.go_on(state, {stored.rank}, words, Cause.BROKEN, back=False)
 
     def tick(self) -> None:
         """Let time pass."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from coordinator.messages.jobs import STEPPING, JobState, Standby
 from coordinator.pipeline.assigning import neighbours
-from coordinator.pipeline.changes.price import LossCost, loss_costs, repeated_s
-from coordinator.pipeline.changes.successors import Successors
+from coordinator.pipeline.changes.recovery import loss_prices
+from coordinator.pipeline.changes.successors import Successors, repeated_s
 from coordinator.pipeline.history import not_repeatable
 from coordinator.planning.costs.losses import UPLINK_SHARE, WORTH_S
 
@@ -49,21 +49,18 @@ def choose(state: JobState, record: JobRecord, roster: Roster, resting: frozense
     ``resting``: workers that are not to be asked now."""
     if len(state.standbys) >= wanted(state) or not_repeatable(state, record):
         return None
-    costs = loss_costs(state, record, roster)
+    pauses_s = [price.pause_s for price in loss_prices(state, record, roster)]
     notice_s = roster.liveness.dead_after_s
     ranks = [rank for rank in range(state.n_ranks) if rank not in state.standbys]
-    for rank in sorted(ranks, key=lambda rank: -costs[rank].seconds):
-        saved_s = costs[rank].seconds - notice_s
+    for rank in sorted(ranks, key=lambda rank: -pauses_s[rank]):
+        saved_s = pauses_s[rank] - notice_s
         if state.spec.standbys is None and saved_s < WORTH_S:
             continue
         worker = best(state, roster, rank, resting)
         if worker:
-            return Chosen(worker, rank, _why(costs[rank], saved_s))
+            why = f"a loss would cost {pauses_s[rank]:.1f} s without it, {notice_s:.1f} s with it"
+            return Chosen(worker, rank, why)
     return None
-
-
-def _why(cost: LossCost, saved_s: float) -> str:
-    return f"a loss would cost {cost.seconds:.1f} s without it, {cost.seconds - saved_s:.1f} s with it"
 
 
 def best(state: JobState, roster: Roster, rank: int, resting: frozenset[str]) -> str:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 from coordinator.membership import member as members
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
-from coordinator.messages.jobs import RUNNING, Cause, JobState, Phase, PlanChange, Standby, moved
+from coordinator.messages.jobs import RUNNING, Cause, JobState, Phase, PlanChange, Price, Standby, moved
 from coordinator.pipeline import history
 from coordinator.pipeline.assigning import assignment, beside, neighbours, rank_peer, reconfiguration
-from coordinator.pipeline.changes import reconfigure
-from coordinator.pipeline.changes.price import Price, repeated_s
+from coordinator.pipeline.changes import recovery
 from coordinator.pipeline.changes.standby import Chosen, choose, wanted
+from coordinator.pipeline.changes.successors import repeated_s
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
@@ -230,7 +230,8 @@ class Standbys:
         for standby in list(state.standbys.values()):
             if not standby.swap or not self._takes_it(state, standby):
                 continue
-            price = Price(0.0, standby.saved_s, self._left_s(state, standby), state.steps - state.step)
+            left_s, steps = self._left_s(state, standby), state.steps - state.step
+            price = Price(left_s, saved_s=standby.saved_s, left=steps)
             if not price.pays():
                 state = self.drop(state, standby, f"too few steps are left: {standby.swap}")
                 continue
@@ -238,7 +239,7 @@ class Standbys:
             workers[standby.rank] = standby.worker
             if all(self.effects.roster.workers[w].session is not None for w in workers):
                 change = moved(state, workers, (), Cause.CHOSEN, standby.swap)
-                yield replace(change, late_s=price.late_s)
+                yield replace(change, price=price)
 
     def _takes_it(self, state: JobState, standby: Standby) -> bool:
         """Whether one that is to take a place holds a state, moves on, and is close or comes no nearer."""
@@ -249,7 +250,7 @@ class Standbys:
             return False  # it may be frozen, or hang
         close = state.step - standby.step <= CLOSE_STEPS + self._unseen(state)
         close |= self._left_s(state, standby) <= CLOSE_S
-        ready = reconfigure.standing_by_for(state, self.effects.roster, {standby.rank})
+        ready = recovery.standing_by_for(state, self.effects.roster, {standby.rank})
         return bool(ready) and (close or self._stays_behind(state, standby))
 
     def _left_s(self, state: JobState, standby: Standby) -> float:

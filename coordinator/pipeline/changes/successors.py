@@ -123,8 +123,7 @@ class Successors:
 
     def _late_s(self, step_s: float) -> float:
         """Return the seconds that a worker repeats steps, and by which it makes those longer that follow."""
-        state, prediction = self.state, self._plan.prediction
-        usual_s = state.median_step_s or (prediction.step_s if prediction is not None else 0.0)
+        state, usual_s = self.state, self.state.usual_step_s
         left = state.steps - state.step
         if usual_s > 0:
             left = min(left, int(HORIZON_S / usual_s))
@@ -221,6 +220,40 @@ def slower(roster: Roster, fleet: Mapping[str, Device], worker: str, than: str) 
 
     one_s, other_s = unit_s(worker), unit_s(than)
     return one_s / other_s if one_s > 0 and other_s > 0 else 1.0
+
+
+def loaded_s(state: JobState, roster: Roster, rank: int, worker: str) -> tuple[float, str]:
+    """Return the seconds until a worker has loaded a rank's stage, and where its tensors are until then."""
+    fetching, measured_s = Fetching(state, roster), state.run.load_s.get(rank, 0.0)
+    found, n_bytes = fetching.by(rank, worker), fetching.part_bytes(rank)
+    if found.here:
+        return measured_s - state.run.fetched_s.get(rank, 0.0), f"on the disk of {worker}"
+    place = f"on the disk of {found.holders[0]}" if found.holders else "in the store"
+    if not n_bytes:
+        return measured_s, place
+    load_s = measured_s - state.run.fetched_s.get(rank, 0.0) + found.seconds
+    return load_s, f"{place}, {found.seconds:.1f} s from {worker}"
+
+
+def repeated_s(
+    state: JobState, roster: Roster, rank: int, worker: str, fleet: Mapping[str, Device] | None = None
+) -> float:
+    """Return what a step takes that a worker repeats of a rank: computing, or the messages that it is sent
+    where they take longer. Its own messages are not sent again. ``fleet``: the devices of both, where the
+    caller has them."""
+    plan = state.adopted
+    busy_s, has_it = computed_s(state, rank), plan.places[rank].worker
+    if worker != has_it:
+        both = fleet or devices_of(roster, (worker, has_it), state.spec.training.precision.value)
+        busy_s *= slower(roster, both, worker, has_it)
+    sent_s = 0.0
+    for other in neighbours(plan, rank):
+        theirs, sender = state.run.reports.get(other), plan.places[other].worker
+        known = roster.links.table.get(sender, worker) or roster.links.table.get(sender, has_it)
+        for link in theirs.links if theirs is not None else ():
+            if link.peer == has_it and known is not None:
+                sent_s = max(sent_s, 8 * link.n_bytes / known.bandwidth_bps)
+    return max(busy_s, sent_s)
 
 
 def _predicted_workers(plan: Plan) -> list[str]:
