@@ -45,6 +45,10 @@ FEDERATING = GATHERS | {Phase.TRAINING, Phase.AGGREGATING, Phase.EVALUATING}
 STEPPING = frozenset({Phase.TRAINING, Phase.EVALUATING})
 ENDED = frozenset({Phase.FINISHED, Phase.FAILED, Phase.CANCELLED})
 
+RECENT = 21  # times of steps, or of rounds, kept for medians
+MAX_FAILURES = 3  # of stages, or of the aggregator, without a committed step or a closed round in between
+RESTART_GRACE_S = 15.0  # for the workers of a running job to come back after our restart
+
 
 BESIDE = 1 << 31
 """Versions of plans from here on are of nobody who trains: who repeats steps beside a plan is given one."""

@@ -27,7 +27,9 @@ from coordinator.messages.facts import (
 from coordinator.messages.instructions import StepCommit, StepDiscard, StepStart
 from coordinator.messages.jobs import (
     ENDED,
+    MAX_FAILURES,
     PREPARING,
+    RECENT,
     RUNNING,
     STEPPING,
     WAITING,
@@ -68,10 +70,8 @@ from coordinator.pipeline.history import staleness
 from coordinator.pipeline.tuning import relink
 from coordinator.planning.costs.losses import STORING_SHARE
 
-RECENT = 21  # step times kept for medians
-SHORT_SHARE = 5.0  # ... and a fifth where send logs are short: one that holds less than that takes always is
-MAX_FAILURES = 3  # of stages, without a committed step in between, ...
-MOST_LOSSES = 12  # ... and of these and losses together
+SHORT_SHARE = 5.0  # times what storing takes, between checkpoints where send logs are short: some always are
+MOST_LOSSES = 12  # and of stages that failed, without a committed step in between
 ROLLED_BACK = "rolled_back"  # metric: steps after its own, up to its value, are done again
 TWICE = 2  # a worker has not stored its part: the next time is not waited for
 NOBODY: Mapping[str, int] = {}

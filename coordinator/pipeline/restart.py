@@ -21,7 +21,17 @@ from coordinator.messages import instructions as do
 from coordinator.messages.events import Held
 from coordinator.messages.facts import JobRecord
 from coordinator.messages.instructions import Relink, StepCommit
-from coordinator.messages.jobs import ENDED, Cause, Event, FromRank, JobState, Phase, Resumed, anew
+from coordinator.messages.jobs import (
+    ENDED,
+    RESTART_GRACE_S,
+    Cause,
+    Event,
+    FromRank,
+    JobState,
+    Phase,
+    Resumed,
+    anew,
+)
 from coordinator.pipeline.changes.recovery import at_hand
 from coordinator.pipeline.history import begun
 from coordinator.pipeline.tuning.profiling import Hold
@@ -35,8 +45,7 @@ if TYPE_CHECKING:
     from coordinator.pipeline.tuning.profiling import Profiling
 
 
-RESTART_GRACE_S = 15.0  # for the workers of a running job to come back after our restart, ...
-REPLACED_AFTER_S = 4.0  # ... unless others can take over: who holds a stage tries every second
+REPLACED_AFTER_S = 4.0  # of our restart, where others can take over: who holds a stage tries every second
 
 
 @dataclass(slots=True)
