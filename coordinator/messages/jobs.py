@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from atoll.exchange import Exchange
 from atoll.job import JobSpec
-from atoll.plan import LinkSpec, Plan, Prediction
+from atoll.plan import LinkSpec, Plan, Prediction, StagePrediction
 from atoll.step_loss import StepLoss
 from coordinator.messages.events import StageMessage, StepReady
 from coordinator.messages.facts import Checkpoint, Fact
@@ -491,6 +491,12 @@ class JobState:
     def prediction(self) -> Prediction | None:
         """What was predicted of the plan that runs."""
         return self.plan.prediction if self.plan is not None else None
+
+    @property
+    def predicted(self) -> tuple[StagePrediction, ...]:
+        """What was predicted of each rank, nothing where that is not known."""
+        stages = self.prediction.stages if self.prediction is not None else ()
+        return stages if len(stages) == self.n_ranks else ()
 
     @property
     def next_version(self) -> int:

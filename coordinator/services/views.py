@@ -16,7 +16,7 @@ from coordinator.pipeline.changes.recovery import loss_prices, loss_words
 from coordinator.pipeline.changes.standby import standby_words
 from coordinator.pipeline.driver import PipelineDriver
 from coordinator.pipeline.periods import exchange_words
-from coordinator.pipeline.tuning.memory import measured_bytes, predicted_stages
+from coordinator.pipeline.tuning.memory import measured_bytes
 from coordinator.services.views_federated import federated_status
 from protos import atoll_control_pb2 as pb
 from protos.convert import to_proto
@@ -90,10 +90,10 @@ def job_update(
 
 
 def _stages(state: JobState, step_s: float | None, roster: Roster) -> Iterable[pb.StageStatus]:
-    planned = predicted_stages(state)
+    planned = state.predicted
     for at, place in enumerate(state.plan.places if state.plan else ()):
         report = state.run.reports.get(at)
-        busy_s = report.forward_s + report.backward_s + report.optimizer_s if report else 0.0
+        busy_s = report.computed_s if report else 0.0
         yield pb.StageStatus(
             stage=place.stage,
             worker=place.worker,

@@ -181,9 +181,8 @@ class Standbys:
         """Take in how far they are, as their heartbeats say."""
         found = dict(state.standbys)
         for rank, standby in state.standbys.items():
-            known = self.effects.roster.workers.get(standby.worker)
-            beat = known.beat if known is not None else None
-            if beat is None or beat.job != state.job:
+            beat = self.effects.roster.beat_of(standby.worker, state.job)
+            if beat is None:
                 continue
             # One that was just asked has repeated nothing; its last words may be about another rank.
             heard = standby.heard or beat.step == 0

@@ -198,12 +198,9 @@ def devices_of(roster: Roster, workers: Iterable[str], precision: str, job: str 
 def computed_s(state: JobState, rank: int) -> float:
     """Return the seconds that a rank computed in its last step, as predicted where it has not reported one; 0
     where neither is known."""
-    report, prediction = (
-        state.run.reports.get(rank),
-        state.plan.prediction if state.plan is not None else None,
-    )
-    busy_s = report.forward_s + report.backward_s + report.optimizer_s if report is not None else 0.0
-    return busy_s or (prediction.stages[rank].compute_s if prediction is not None else 0.0)
+    report = state.run.reports.get(rank)
+    busy_s = report.computed_s if report is not None else 0.0
+    return busy_s or (state.predicted[rank].compute_s if state.predicted else 0.0)
 
 
 def slower(roster: Roster, fleet: Mapping[str, Device], worker: str, than: str) -> float:

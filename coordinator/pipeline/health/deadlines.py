@@ -60,8 +60,7 @@ def deadlines(state: JobState, slowdown: float = 1.0) -> Deadlines:
 
 def storing_s(state: JobState) -> float:
     """Return how long the stages may take to load or to store what they hold."""
-    prediction = state.plan.prediction if state.plan is not None else None
-    most = max((stage.memory_bytes for stage in prediction.stages), default=0) if prediction else 0
+    most = max((stage.memory_bytes for stage in state.predicted), default=0)
     return MOVING_SILENT_S + most / SLOWEST_BYTES_PER_S
 
 
@@ -73,9 +72,8 @@ def _replay_s(state: JobState) -> float:
 
 def _step_s(state: JobState) -> float:
     """Return the longest of what was predicted and measured; 0 when neither is known."""
-    prediction = state.plan.prediction if state.plan is not None else None
-    predicted_s = prediction.step_s if prediction is not None and math.isfinite(prediction.step_s) else 0.0
-    return max((predicted_s, *state.run.step_times_s))
+    predicted_s = state.prediction.step_s if state.prediction is not None else 0.0
+    return max((predicted_s if math.isfinite(predicted_s) else 0.0, *state.run.step_times_s))
 
 
 def _evaluation_s(state: JobState, step_s: float) -> float:
