@@ -13,7 +13,7 @@ from coordinator.membership.roster import Roster, Worker, flops_of
 from coordinator.messages.events import UNLIMITED, Guest
 from coordinator.messages.jobs import ENDED, JobState
 from coordinator.pipeline.changes.recovery import loss_prices, loss_words
-from coordinator.pipeline.changes.standby import standby_words
+from coordinator.pipeline.changes.standbys import standby_words
 from coordinator.pipeline.driver import PipelineDriver
 from coordinator.pipeline.periods import exchange_words
 from coordinator.pipeline.tuning.memory import measured_bytes

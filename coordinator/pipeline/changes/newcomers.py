@@ -24,7 +24,7 @@ from atoll.backoff import doubled_s
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import STEPPING, Cause, anew
 from coordinator.pipeline.changes.choice import pause_s, priced
-from coordinator.pipeline.changes.standby import FEWEST_STEPS, Chosen, wanted
+from coordinator.pipeline.changes.standbys import FEWEST_STEPS, Chosen, Standbys, wanted
 from coordinator.pipeline.changes.successors import repeated_s, seconds_of
 from coordinator.pipeline.health.doubt import left_out
 from coordinator.pipeline.history import not_repeatable
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from coordinator.membership.roster import Fingerprint
     from coordinator.messages.events import FleetFailed, FleetJudged
     from coordinator.messages.jobs import JobState, PlanChange, Price
-    from coordinator.pipeline.changes.standbys import Standbys
 
 SETTLED_S = 30.0  # since the last worker came
 LOOK_S = 60.0  # between two looks at places, where nobody has come
