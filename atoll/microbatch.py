@@ -125,11 +125,15 @@ def one_f_one_b(n_micro: int, warmup: int, held: int = 0, *, first: int = 0) -> 
 def in_turn(depths: Sequence[Depth], n_micro: int, first: int = 0) -> tuple[Action, ...]:
     """Actions of a stage that has a piece for each of ``depths``: each piece's own 1F1B, one order for all.
 
-    Depths never rise from a piece to the next. With a warm-up of w, the forward of micro-batch m on a piece
-    comes at the time 2 m - w, its backward at 2 m + w. The last piece of a pipeline does one of each in a
-    time of 2. What an action waits for comes at an earlier time, or at the same one and sooner in an order
-    that all stages have: forwards, first pieces first, then backwards, last pieces first. So stages never
-    wait in a circle.
+    Depths never rise from a piece to the next. The forwards that a piece runs before its first backward come
+    first, those of earlier pieces before others': where links are slow, micro-batches are under way soonest.
+    After them, with a warm-up of w, the forward of micro-batch m comes at the time 2 m - w, its backward at
+    2 m + w; the last piece of a pipeline does one of each in a time of 2. Backwards of a piece that has no
+    forward after them come last, those of later pieces first.
+
+    What an action waits for comes at an earlier time, or at the same one and sooner in an order that all
+    stages have: forwards, first pieces first, then backwards, last pieces first. So stages never wait in a
+    circle.
     """
     return merged([one_f_one_b(n_micro, *depth, first=first) for depth in depths])
 
@@ -147,15 +151,20 @@ def _timed(actions: Sequence[Action], piece: int) -> Iterator[tuple[tuple[float,
     """Actions of a piece with what orders them; weight gradients come with the action after them."""
     first = next((at for at, action in enumerate(actions) if action.work in _BACKWARDS), len(actions))
     warmup = sum(action.work is Work.FORWARD for action in actions[:first]) - 1
+    last = all(action.work is not Work.FORWARD for action in actions[first:])
     waiting: list[Action] = []
-    for action in actions:
+    for at, action in enumerate(actions):
         action = replace(action, piece=piece)
         if action.work is Work.WEIGHT:
             waiting.append(action)
             continue
         ahead = action.work is Work.FORWARD
-        when = 2 * action.micro + (-warmup if ahead else warmup)
-        key = (float(when), not ahead, piece if ahead else -piece)
+        when = 2.0 * action.micro + (-warmup if ahead else warmup)
+        if at < first:
+            when = -inf
+        elif last:
+            when = inf
+        key = (when, not ahead, piece if ahead else -piece)
         for one in (*waiting, action):
             yield key, one
         waiting.clear()

@@ -67,10 +67,13 @@ class StageSpec:
 
     def with_pieces(self, pieces: Sequence[Piece]) -> StageSpec:
         """Return the same worker with these pieces, ascending and at least one."""
-        p = pieces[0]
-        return StageSpec(
-            p.start, p.stop, p.eval_start, p.eval_stop, self.worker, p.warmup, p.held, tuple(pieces[1:])
-        )
+        return stage_of(self.worker, pieces)
+
+
+def stage_of(worker: str, pieces: Sequence[Piece]) -> StageSpec:
+    """Return the stage of a worker that runs these pieces, ascending and at least one."""
+    p = pieces[0]
+    return StageSpec(p.start, p.stop, p.eval_start, p.eval_stop, worker, p.warmup, p.held, tuple(pieces[1:]))
 
 
 class PlacedPiece(NamedTuple):
@@ -197,6 +200,11 @@ class Replica:
         return tuple(sorted(placed, key=lambda one: one.piece.start))
 
     @property
+    def evaluated(self) -> bool:
+        """Whether its stages evaluate."""
+        return any(piece.eval_stop for stage in self.stages for piece in stage.pieces)
+
+    @property
     def starts(self) -> tuple[int, ...]:
         """Position where each piece begins, ascending."""
         return tuple(one.piece.start for one in self.pieces)
@@ -210,6 +218,13 @@ class Replica:
     def workers(self) -> tuple[str, ...]:
         """The worker of each piece."""
         return tuple(self.stages[one.stage].worker for one in self.pieces)
+
+    @property
+    def codecs(self) -> dict[tuple[str, str], LinkSpec]:
+        """The codec between two workers; where several of their pieces exchange, one that is coded."""
+        workers = self.workers
+        ordered = sorted(self.links, key=lambda link: link.codec != "none")
+        return {(workers[link.source], workers[link.target]): link for link in ordered}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,13 @@ more devices than the model has blocks, without those that have the fewest ops.
 Every run's losses are compared with op_fence's of its round: a fast pipeline that computes something
 else would show here, and the benchmark then ends with exit code 1.
 A short job goes before, not measured, so that all plans are made by a fleet that has trained once.
+A model whose parameters torch cannot tie across ranks is compared with one that ties none, of the same size:
+--rival-set gives it, and its losses are then another model's.
 
   python -m benchmarks.pipeline_vs_torch --scenario two_islands --json
   python -m benchmarks.pipeline_vs_torch --scenario cross_region --only torch_gpipe torch_1f1b --rounds 3
+  python -m benchmarks.pipeline_vs_torch --scenario homes --job benchmarks/tied_gpt_job.py --set n_micro=4 \
+    --only one_piece torch_1f1b torch_gpipe --rival-set TIED=False
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
 
 Losses = Mapping[str, Mapping[int, Sequence[float]]]  # name -> round -> of each step
 
-OURS = ("op_fence", "proportional", "even")
+OURS = ("op_fence", "one_piece", "proportional", "even")
 RIVALS = {"torch_gpipe": "gpipe", "torch_1f1b": "1f1b"}
 # What torch's pipelining does not offer across ranks is left out on both sides.
 SAME_MATHS = ("optimizer.clip_norm=none", "optimizer.weight_decay=0")
@@ -47,7 +51,13 @@ LOSS_TOLERANCE = 2e-3  # relative; the rival's initial weights and order of sums
 
 
 def compare(
-    scenario: str, job: str, settings: list[str], steps: int, rounds: int, wanted: Sequence[str]
+    scenario: str,
+    job: str,
+    settings: list[str],
+    steps: int,
+    rounds: int,
+    wanted: Sequence[str],
+    of_rivals: Sequence[str] = (),
 ) -> dict[str, Any]:
     """One scenario: ``rounds`` alternating runs of everything ``wanted``, of op_fence in any case."""
     ours = [name for name in OURS if name == "op_fence" or name in wanted]
@@ -73,14 +83,15 @@ def compare(
             order = hosts_of(fleet, plans["op_fence"], loaded.module)
             for name, schedule in rivals.items():
                 try:
-                    run = fleet.rival(job, order, schedule, steps, settings)
+                    run = fleet.rival(job, order, schedule, steps, [*settings, *of_rivals])
                 except CommandFailed as error:
                     refused[name] = str(error)[-500:]
                     continue
                 losses[name][number] = run["loss"]
                 rates[name].append(samples / steady(run["step_s"]))
                 tell(number, name, rates)
-    strayed = strays(losses, "op_fence")
+    followed = {name: runs for name, runs in losses.items() if not of_rivals or name in ours}
+    strayed = strays(followed, "op_fence")
     return {
         "scenario": fleet.scenario.name,
         "samples_per_s": {name: round(statistics.median(r), 4) for name, r in rates.items() if r},
@@ -111,7 +122,10 @@ def hosts_of(fleet: LabFleet, plan: dict[str, Any], module: Module) -> list[str]
 def summary(plan: dict[str, Any]) -> dict[str, Any]:
     """The cut, its devices and its prediction."""
     return {
-        "stages": [(s["start"], s["stop"], s["workers"][0]) for s in plan["stages"]],
+        "stages": [
+            ([(p["start"], p["stop"]) for p in (s, *s.get("further", ()))], s["workers"][0])
+            for s in plan["stages"]
+        ],
         "schedule": plan["schedule"],
         "recompute": plan["recompute"],
         "predicted_s": plan["prediction"]["step_s"],
@@ -137,6 +151,7 @@ def main() -> int:
     options.add_argument("--steps", type=int, default=8)
     options.add_argument("--rounds", type=int, default=2, help="alternations of everything")
     options.add_argument("--set", action="append", default=[], help="job override")
+    options.add_argument("--rival-set", action="append", default=[], help="job override for torch alone")
     everything = (*OURS, *RIVALS)
     options.add_argument("--only", nargs="+", default=everything, choices=everything, help="beside op_fence")
     args = options.parse_args()
@@ -151,7 +166,7 @@ def main() -> int:
     ]
     found = []
     for scenario in args.scenario or ("two_islands",):
-        result = compare(scenario, args.job, settings, args.steps, args.rounds, args.only)
+        result = compare(scenario, args.job, settings, args.steps, args.rounds, args.only, args.rival_set)
         found.append(result)
         best = result["samples_per_s"].get("op_fence", 0.0)
         print(f"{result['scenario']}: samples/s (op_fence over it), measured / lower bound")

@@ -24,11 +24,11 @@ from benchmarks.harness import execute
 from coordinator.config import Probing
 from coordinator.membership.link_guesses import guesses
 from coordinator.membership.link_table import LinkTable, measured_fleet
-from coordinator.planning.clusters import groups
 from coordinator.planning.costs.fleet import UNKNOWN, Device
-from coordinator.planning.op_fence import Effort
 from coordinator.planning.planner import PlanRequest, make_plan
-from coordinator.planning.preselect import candidates
+from coordinator.planning.search.clusters import groups
+from coordinator.planning.search.op_fence import Effort
+from coordinator.planning.search.preselect import candidates
 from tests.coordinator.planning.dags import gpt_like
 from tests.coordinator.planning.fleets import islands, random_fleet
 

@@ -26,14 +26,14 @@ from benchmarks.oracle import Case, Run
 from benchmarks.waits import came_about
 from coordinator.client.client import Client, connect
 from coordinator.client.prepare import Prepared, prepare
-from coordinator.planning.planner import GIVEN_CUT
+from coordinator.planning.baselines import GIVEN_CUT
 from coordinator.planning.replicas import BETWEEN, SHARE
 from protos.convert import from_proto
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from atoll.plan import Plan
+    from atoll.plan import Plan, Replica
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -117,9 +117,9 @@ class LoopbackFleet:
         """The end of a daemon's output."""
         return (Path(self._folder.name) / f"{name}.log").read_text(errors="replace")[-4000:]
 
-    def run(self, case: Case, starts: Sequence[int]) -> Run:
+    def run(self, case: Case, starts: Sequence[int], owners: Sequence[int] = ()) -> Run:
         """Train a case of the oracle over the workers, cut at ``starts``; a Runner."""
-        return self.train(prepare(as_job(case), partitioner=cut_at(starts)))
+        return self.train(prepare(as_job(case), partitioner=cut_at(starts, owners)))
 
     def run_replicas(self, case: Case, plan: Plan) -> Run:
         """Train a case by the cuts, shares and schedule of a plan, on the workers as they joined."""
@@ -182,20 +182,26 @@ class LoopbackFleet:
             raise JobFailed(f"worker {count} did not join: {self.log(f'worker{count - 1}')}")
 
 
-def cut_at(starts: Sequence[int]) -> str:
-    """The partitioner that begins a stage at each of ``starts``."""
-    return GIVEN_CUT + ",".join(str(start) for start in starts[1:])
+def cut_at(starts: Sequence[int], owners: Sequence[int] = ()) -> str:
+    """The partitioner that begins a piece at each of ``starts``; ``owners``: the number of the device of
+    each, where one has several."""
+    cut = GIVEN_CUT + ",".join(str(start) for start in starts[1:])
+    return f"{cut}:{','.join(map(str, owners))}" if owners else cut
 
 
 def cuts_of(plan: Plan) -> str:
     """The partitioner that makes the replicas of a plan, with their shares of the micro-batches."""
-    if len(plan.replicas) == 1:
-        return cut_at([stage.start for stage in plan.stages])
-    pieces = []
-    for replica in plan.replicas:
-        starts = ",".join(str(stage.start) for stage in replica.stages[1:])
-        pieces.append(f"{starts}{SHARE}{replica.micros[1] - replica.micros[0]}")
-    return GIVEN_CUT + BETWEEN.join(pieces)
+    cuts = [cut_of(replica) for replica in plan.replicas]
+    if len(cuts) == 1:
+        return GIVEN_CUT + cuts[0]
+    shares = (f"{SHARE}{replica.micros[1] - replica.micros[0]}" for replica in plan.replicas)
+    return GIVEN_CUT + BETWEEN.join(cut + share for cut, share in zip(cuts, shares, strict=True))
+
+
+def cut_of(replica: Replica) -> str:
+    """Where a replica's pieces begin, and whose they are where a stage has several."""
+    owners = [one.stage for one in replica.pieces] if len(replica.pieces) > len(replica.stages) else ()
+    return cut_at(replica.starts, owners).removeprefix(GIVEN_CUT)
 
 
 def as_job(case: Case) -> Job:

@@ -46,7 +46,7 @@ from benchmarks.harness import (
 )
 from coordinator.client.job_file import load_job
 from coordinator.client.prepare import prepare
-from coordinator.planning.planner import GIVEN_CUT
+from coordinator.planning.baselines import GIVEN_CUT
 from worker.hosting.send_log import SendLog
 from worker.transport.frames import Direction, MessageKey
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.harness import SCHEDULED, LabFleet, conclude, execute, machine, need_lab, parser, steady
 from benchmarks.idealised import Times, chimera, lead, plain, rows
-from coordinator.planning.planner import GIVEN_CUT
+from coordinator.planning.baselines import GIVEN_CUT
 
 SCHEDULES = ("1f1b", "zero-bubble")
 SETTINGS = ("MICRO_BATCH=6", "n_micro=8")  # 130 ms a micro-batch and stage in four_slow

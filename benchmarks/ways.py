@@ -35,9 +35,10 @@ from compressors.vector import dense
 from coordinator.capture.capture import capture
 from coordinator.client.fleet_file import read_fleet
 from coordinator.client.job_file import load_job
+from coordinator.planning.baselines import GIVEN_CUT
 from coordinator.planning.costs.fleet import Fleet
 from coordinator.planning.gossip_plans import hidden_steps
-from coordinator.planning.planner import GIVEN_CUT, PlanRequest, make_plan
+from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
 from coordinator.planning.transfers import rank_rates
 from coordinator.planning.ways import Way, WayKind, compare_ways

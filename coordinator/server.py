@@ -79,7 +79,7 @@ from protos.telemetry import Event
 
 LOCK_FILE = "serving"
 KEPT = ("journal.sqlite", "blobs", "ca", "address.json", LOCK_FILE)  # by which a state folder is known as one
-FOLDER_VERSION = 4  # raised as docs/decisions/023-versions-of-wire-and-disk.md says
+FOLDER_VERSION = 5  # raised as docs/decisions/023-versions-of-wire-and-disk.md says
 OLDEST_FOLDER = 1  # that is read as it is
 MAX_STREAMS = 128  # of one connection to the entry port
 CONNECTIONS_A_SESSION = 4  # of a worker: the session, blobs, those before a renewal, apps

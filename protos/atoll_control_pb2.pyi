@@ -2267,6 +2267,7 @@ class Assign(_message.Message):
     REPLAY_FIELD_NUMBER: _builtins.int
     HOLDERS_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
+    FURTHER_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     first_step: _builtins.int
@@ -2304,6 +2305,10 @@ class Assign(_message.Message):
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExpectPeer]:
         """workers that keep the blobs as copies and send them, the nearest first"""
 
+    @_builtins.property
+    def further(self) -> _containers.RepeatedCompositeFieldContainer[Global___PiecePrograms]:
+        """behind program: of the stage's further pieces, in their order"""
+
     def __init__(
         self,
         *,
@@ -2322,14 +2327,41 @@ class Assign(_message.Message):
         replay: Global___Replay | None = ...,
         holders: _abc.Iterable[Global___ExpectPeer] | None = ...,
         rank: _builtins.int = ...,
+        further: _abc.Iterable[Global___PiecePrograms] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "eval_program", b"eval_program", "plan", b"plan", "program", b"program", "replay", b"replay", "training", b"training"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "eval_program", b"eval_program", "first_step", b"first_step", "holders", b"holders", "job", b"job", "metas", b"metas", "peers", b"peers", "plan", b"plan", "plan_version", b"plan_version", "program", b"program", "rank", b"rank", "replay", b"replay", "tensors", b"tensors", "training", b"training"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "eval_program", b"eval_program", "first_step", b"first_step", "further", b"further", "holders", b"holders", "job", b"job", "metas", b"metas", "peers", b"peers", "plan", b"plan", "plan_version", b"plan_version", "program", b"program", "rank", b"rank", "replay", b"replay", "tensors", b"tensors", "training", b"training"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Assign: _TypeAlias = Assign  # noqa: Y015
+
+@_typing.final
+class PiecePrograms(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRAM_FIELD_NUMBER: _builtins.int
+    EVAL_PROGRAM_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def program(self) -> _atoll_job_pb2.StageProgram: ...
+    @_builtins.property
+    def eval_program(self) -> _atoll_job_pb2.StageProgram:
+        """unset: no evaluation"""
+
+    def __init__(
+        self,
+        *,
+        program: _atoll_job_pb2.StageProgram | None = ...,
+        eval_program: _atoll_job_pb2.StageProgram | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["eval_program", b"eval_program", "program", b"program"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eval_program", b"eval_program", "program", b"program"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PiecePrograms: _TypeAlias = PiecePrograms  # noqa: Y015
 
 @_typing.final
 class Replay(_message.Message):

@@ -40,7 +40,7 @@ from atoll.messages.from_worker import (
     Reason,
 )
 from atoll.opdag import OpNode, StateMeta, TensorMeta, leaf_refs
-from atoll.plan import LinkSpec, Plan
+from atoll.plan import MAX_PIECES, LinkSpec, Plan
 from atoll.program import StageProgram
 
 BlobHash = bounded.Blob
@@ -217,9 +217,18 @@ class Replay:
 
 
 @dataclass(frozen=True, slots=True)
+class FurtherPiece:
+    """Programs of a piece behind a stage's first one."""
+
+    program: StageProgram
+    eval_program: StageProgram | None
+
+
+@dataclass(frozen=True, slots=True)
 class Assign:
     """A stage to load. ``tensors`` maps every leaf but the inputs to its blob, of the state after
-    ``first_step`` steps or, where there is a ``replay``, before that."""
+    ``first_step`` steps or, where there is a ``replay``, before that. ``further``: programs of its pieces
+    behind the first one, of training and of an evaluation."""
 
     job: Name
     version: Version
@@ -236,6 +245,7 @@ class Assign:
     replay: Replay | None
     holders: Holders
     rank: int
+    further: Annotated[tuple[FurtherPiece, ...], Most(MAX_PIECES - 1)] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import networkx as nx
 import numpy as np
 
-from coordinator.planning.clusters import groups
+from coordinator.planning.search.clusters import groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

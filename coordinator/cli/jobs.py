@@ -125,8 +125,9 @@ def _local_plan(
     from coordinator.client.fleet_file import read_fleet
     from coordinator.client.job_file import blaming
     from coordinator.client.prepare import capture_graphs
+    from coordinator.planning.baselines import GIVEN_CUT
     from coordinator.planning.chosen import chosen_plan
-    from coordinator.planning.planner import GIVEN_CUT, PlanRequest
+    from coordinator.planning.planner import PlanRequest
     from coordinator.planning.replicas import with_blocks
     from coordinator.planning.ways import WayKind, compare_ways
 

@@ -97,7 +97,9 @@ class JobOptions:
             help="Override a job field, e.g. optimizer.lr=3e-4; may repeat.",
         ),
     ] = None
-    partitioner: Annotated[str, typer.Option(help="op_fence, proportional or even.")] = "op_fence"
+    partitioner: Annotated[
+        str, typer.Option(help="op_fence, one_piece (of the model a device), proportional or even.")
+    ] = "op_fence"
     schedule: Annotated[str, typer.Option(help="auto, gpipe, 1f1b or zero-bubble.")] = "auto"
     compress: Annotated[
         str | None,

@@ -87,10 +87,11 @@ def draw_gantt(
     numbers: list[tuple[float, float, int, bool]] = []
     first = 0
     for number, (replica, step) in enumerate(zip(plan.replicas, steps, strict=True)):
-        workers = [stage.worker for stage in replica.stages]
-        mine = rows[first : first + len(workers)]
+        workers = replica.workers
+        mine = rows[first : first + len(replica.stages)]
+        row_of = [mine[one.stage] for one in replica.pieces]
         for span in step.spans:
-            row = mine[span.source]
+            row = row_of[span.source]
             length = span.end_s - span.start_s
             if span.source != span.target:
                 ends = (workers[span.source], workers[span.target])
@@ -110,7 +111,7 @@ def draw_gantt(
             if shade and length > inch_s * (text_width(str(span.micro), 5.5) + 0.05):
                 numbers.append((span.start_s + length / 2, row.y - 0.07, span.micro, shade < 0.6))
         _commit(axes, step, mine)
-        first += len(workers)
+        first += len(mine)
     shapes = sum(map(len, bars.values()))
     for (colour, order), found in bars.items():
         gap = 0.012 * inch_s  # between bars that touch

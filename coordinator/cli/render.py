@@ -32,7 +32,8 @@ def plan_view(plan: Plan, names: Names) -> RenderableType:
         parts += [_links_table(plan, prediction, names), _verdict(prediction, names)]
     parts += [
         Text(f"{_name(names, source)} > {_name(names, target)}: {spec.reason}", style=DIM)
-        for (source, target), spec in _links_by_workers(plan).items()
+        for replica in plan.replicas
+        for (source, target), spec in replica.codecs.items()
         if spec.reason
     ]
     for worker, why in plan.left_out:
@@ -55,14 +56,6 @@ def memory_view(plan: Plan, names: Names) -> RenderableType:
     return table
 
 
-def _links_by_workers(plan: Plan) -> dict[tuple[str, str], LinkSpec]:
-    return {
-        (replica.stages[spec.source].worker, replica.stages[spec.target].worker): spec
-        for replica in plan.replicas
-        for spec in replica.links
-    }
-
-
 def _stages_table(plan: Plan, prediction: Prediction | None, names: Names) -> Table:
     several = len(plan.replicas) > 1
     more = ("replica", "micro-batches") if several else ()
@@ -71,7 +64,8 @@ def _stages_table(plan: Plan, prediction: Prediction | None, names: Names) -> Ta
         replica = plan.replicas[place.replica]
         stage, (first, stop) = replica.stages[place.stage], replica.micros
         row = [str(place.replica), f"{first}-{stop - 1}"] if several else []
-        row += [str(place.stage), _name(names, stage.worker), f"{stage.start}-{stage.stop - 1}"]
+        ops = ", ".join(f"{piece.start}-{piece.stop - 1}" for piece in stage.pieces)
+        row += [str(place.stage), _name(names, stage.worker), ops]
         if prediction is not None and rank < len(prediction.stages):
             found = prediction.stages[rank]
             share = found.memory_bytes / found.memory_limit_bytes if found.memory_limit_bytes else 0.0
@@ -85,7 +79,7 @@ def _links_table(plan: Plan, prediction: Prediction, names: Names) -> Table:
     """Links with what they carry; with codec and ratio where compression was asked for."""
     from coordinator.planning.ratios import label  # numpy, which most commands do without
 
-    specs = _links_by_workers(plan)
+    specs = {ends: spec for replica in plan.replicas for ends, spec in replica.codecs.items()}
     chosen = any(spec.reason for spec in specs.values())
     more = ("codec", "gradients", "of dense") if chosen else ()
     table = _table("link", "bytes a step", "busy a step", "busy", *more)

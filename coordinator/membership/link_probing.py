@@ -39,8 +39,8 @@ from coordinator.membership.link_table import (
 from coordinator.membership.pairs import PairMap
 from coordinator.membership.survey import Survey
 from coordinator.messages.events import LinkProbed
-from coordinator.planning.clusters import groups
 from coordinator.planning.costs.network import LinkEstimate, Pair, Uplink
+from coordinator.planning.search.clusters import groups
 
 MAX_TOGETHER = 12  # concurrent probes of one fleet
 NEAR_RTT_S = 0.02  # a home's, a campus's or a cluster's own network is quicker

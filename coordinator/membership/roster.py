@@ -38,7 +38,7 @@ from coordinator.planning.costs.codec_costs import judge_speeds
 from coordinator.planning.costs.fleet import HOPED, UNKNOWN, Device, Fleet
 from coordinator.planning.costs.network import LinkEstimate, Pair
 from coordinator.planning.costs.op_seconds import SCALE_RANGE, refresh_scale
-from coordinator.planning.preselect import candidates
+from coordinator.planning.search.preselect import candidates
 
 MAX_QUOTA_PERIOD_S = 1.0  # the kernel has no longer one
 MOST_CODECS = 200  # whose speeds one worker may state, in all its messages
@@ -311,11 +311,6 @@ class Roster:
     @property
     def idle_count(self) -> int:
         return len(self._idle)
-
-    def beat_of(self, worker: str, job: str) -> Heartbeat | None:
-        """Return a worker's newest heartbeat, None where it is about another job, or none."""
-        beat = self.workers[worker].beat if worker in self.workers else None
-        return beat if beat is not None and beat.job == job else None
 
     def addresses(self, worker: str, caller: str) -> Addresses:
         """Return the addresses of ``worker`` that ``caller`` may be asked to dial; none: nowhere."""

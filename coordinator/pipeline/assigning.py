@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
-from atoll.plan import Plan
+from atoll.plan import Plan, StageSpec
 from coordinator.membership.roster import Roster
 from coordinator.messages import instructions as do
 from coordinator.messages import peer_tensors
@@ -110,17 +110,23 @@ def neighbours(plan: Plan, rank: int) -> set[int]:
     places = plan.places
     mine = places[rank]
     replica = plan.replicas[mine.replica]
-    ends = [{link.source, link.target} for link in replica.links] or [set(range(len(replica.stages)))]
+    owner = [one.stage for one in replica.pieces]
+    ends = [{owner[link.source], owner[link.target]} for link in replica.links]
+    ends = ends or [set(range(len(replica.stages)))]
     stages = set().union(*(pair for pair in ends if mine.stage in pair)) - {mine.stage}
     own = replica.stages[mine.stage]
     found = set()
     for at in plan.present:
         place = places[at]
-        spec = plan.replicas[place.replica].stages[place.stage]
-        overlaps = max(spec.start, own.start) < min(spec.stop, own.stop)
-        if overlaps if place.replica != mine.replica else place.stage in stages:
+        theirs = plan.replicas[place.replica].stages[place.stage]
+        if _overlap(own, theirs) if place.replica != mine.replica else place.stage in stages:
             found.add(at)
     return found
+
+
+def _overlap(one: StageSpec, other: StageSpec) -> bool:
+    """Whether two stages hold a part of the same ops."""
+    return any(max(a.start, b.start) < min(a.stop, b.stop) for a in one.pieces for b in other.pieces)
 
 
 def of_neighbours(plan: Plan, rank: int, report: StepReady) -> StepReady:

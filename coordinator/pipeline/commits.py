@@ -95,7 +95,7 @@ def store_due(state: JobState, done: int, now_s: float) -> bool:
 def can_evaluate(state: JobState) -> bool:
     """Whether there is held-out data and a cut of the evaluation graph that goes with the plan."""
     held_out = state.spec.eval_data is not None and state.spec.training.eval_batches > 0
-    return held_out and state.plan is not None and all(r.stages[-1].eval_stop for r in state.plan.replicas)
+    return held_out and state.plan is not None and all(r.evaluated for r in state.plan.replicas)
 
 
 def evaluation_due(state: JobState, done: int) -> bool:

@@ -1,23 +1,26 @@
-"""The two partitions a user would try first, both with the devices in the order they joined.
+"""The two partitions a user would try first, and given ones, with the devices in the order they joined.
 
 ``even``: as many layers for each device; a layer is a repeated block of the model
 (``transformer.h.0``) where there are at least as many as devices, else a parametric op; stages
 begin where a layer does. ``proportional``: compute in proportion to speed (decentralized.md 1.8,
 3). Neither looks at links. Under memory limits both become the nearest partition that fits: the
-min-max of layers or seconds over the cuts that do.
+min-max of layers or seconds over the cuts that do. A given cut (``cut:26,65``,
+``cut:26,65:0,1,0``) says where pieces begin and whose they are.
 """
 
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from atoll.errors import PlanError, UsageError
 from atoll.opdag import Kind, OpDag
 from coordinator.planning import TUNED
-from coordinator.planning.chain import Chain, min_max, min_sum
 from coordinator.planning.problem import Candidate, Problem
+from coordinator.planning.search.chain import Chain, min_max, min_sum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 _BLOCK = re.compile(r"^(?:.*?\.)?\d+(?=\.|$)")
 PROPORTIONAL_POSITIONS = 256
+GIVEN_CUT = "cut:"  # then where pieces begin, and whose they are: for experiments and for the oracle
 
 
 def layer_starts(dag: OpDag, at_least: int) -> list[int]:
@@ -95,3 +99,38 @@ def _depths(n_devices: int, n_micro: int) -> Iterator[list[int]]:
     yield [min(n_micro, 2 * (n_devices - s) - 1) for s in range(n_devices)]
     yield [min(n_micro, n_devices - s) for s in range(n_devices)]
     yield [1] * n_devices
+
+
+def given_pieces(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return where pieces begin, and the number of the device that has each, of ``26,65`` or
+    ``26,65:0,1,0``. UsageError for another form."""
+    cut, _, owners = text.partition(":")
+    try:
+        starts = (0, *sorted({int(part) for part in cut.split(",") if part.strip()}))
+        whose = tuple(int(part) for part in owners.split(",")) if owners else tuple(range(len(starts)))
+    except ValueError:
+        raise UsageError(f"{GIVEN_CUT}{text}: give op positions, for example {GIVEN_CUT}26,65") from None
+    if len(whose) != len(starts) or list(dict.fromkeys(whose)) != list(range(len(set(whose)))):
+        raise UsageError(
+            f"{GIVEN_CUT}{text}: give the device of each of the {len(starts)} pieces, numbered as they first "
+            f"come, for example {GIVEN_CUT}26,65:0,1,0"
+        )
+    if any(a == b for a, b in pairwise(whose)):
+        raise UsageError(f"{GIVEN_CUT}{text}: two pieces in a row are on one device: they are one")
+    return starts, whose
+
+
+def given_cut(problem: Problem, text: str) -> Candidate:
+    """Pieces that begin at 0 and at the given op positions, on the devices as they joined.
+
+    UsageError when the model cannot be cut there, PlanError while there are fewer devices than are named.
+    """
+    starts, owners = given_pieces(text)
+    allowed = set(problem.dag.cuttable())
+    wrong = [start for start in starts[1:] if start not in allowed]
+    if wrong:
+        raise UsageError(f"{GIVEN_CUT}{text}: the model cannot be cut at op {wrong[0]} of {problem.n_ops}")
+    wanted, devices = len(set(owners)), len(problem.fleet.devices)
+    if wanted > devices:
+        raise PlanError(f"{GIVEN_CUT}{text} makes {wanted} stages, {devices} devices are free")
+    return Candidate(owners, starts)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from atoll.exchange import Exchange
     from atoll.plan import Plan
     from coordinator.planning.local_plans import Sharing
-    from coordinator.planning.op_fence import Effort
     from coordinator.planning.planner import PlanRequest
+    from coordinator.planning.search.op_fence import Effort
 
 
 def chosen_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:

@@ -25,14 +25,15 @@ EMPTY_COST = 1e-3  # bytes: an empty interval is a last resort among equals
 
 
 def evaluation_intervals(
-    dag: OpDag, starts: Sequence[int], eval_dag: OpDag, live_bytes: NDArray[np.int64]
+    dag: OpDag, starts: Sequence[int], owners: Sequence[int], eval_dag: OpDag, live_bytes: NDArray[np.int64]
 ) -> tuple[tuple[int, int], ...] | None:
-    """Half-open op intervals of ``eval_dag`` by stage, or None.
+    """Half-open op intervals of ``eval_dag`` by piece, or None.
 
-    ``starts``: where the training stages begin in ``dag``; ``live_bytes`` [ops + 1]: bytes
-    across each position of ``eval_dag``.
+    ``starts``: where the training pieces begin in ``dag``; ``owners``: whose they are, as what one of a
+    stage's pieces holds its others hold, too; ``live_bytes`` [ops + 1]: bytes across each position of
+    ``eval_dag``.
     """
-    holders = _holders(dag, starts)
+    holders = _holders(dag, starts, owners)
     n_stages, n = len(starts), len(eval_dag.ops)
     forbidden = np.zeros((n_stages, n + 1), dtype=np.int64)
     for op, node in enumerate(eval_dag.ops):
@@ -70,12 +71,13 @@ def _least_bytes(
     return tuple((int(positions[a]), int(positions[b])) for a, b in pairwise(bounds))
 
 
-def _holders(dag: OpDag, starts: Sequence[int]) -> dict[LeafRef, set[int]]:
+def _holders(dag: OpDag, starts: Sequence[int], owners: Sequence[int]) -> dict[LeafRef, set[int]]:
+    pieces = {owner: [at for at, other in enumerate(owners) if other == owner] for owner in owners}
     found: dict[LeafRef, set[int]] = {}
     for op, node in enumerate(dag.ops):
         for leaf in leaf_refs(node):
             if _stateful(dag, leaf):
-                found.setdefault(leaf, set()).add(bisect_right(starts, op) - 1)
+                found.setdefault(leaf, set()).update(pieces[owners[bisect_right(starts, op) - 1]])
     return found
 
 

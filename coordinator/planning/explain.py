@@ -33,13 +33,14 @@ def bottleneck(problem: Problem, work: Workload, timeline: Timeline, caps: Seque
     if starved:
         return "memory", starved
     labels = [problem.fleet.devices[s.device].label for s in work.stages]
+    number = {at: stage for stage, those in enumerate(work.together) for at in those}
     options: list[tuple[float, str, str]] = []
     busiest = sorted(range(len(labels)), key=lambda s: -timeline.compute_s[s])[: TUNED.tried_of_a_kind]
     for s in busiest:
         step = step_seconds(_faster_stage(work, s))
         share = timeline.busy_share(s)
         text = f"busy {share:.0%} of the step"
-        options.append((step, f"stage {s} on {labels[s]}", text))
+        options.append((step, f"stage {number[s]} on {labels[s]}", text))
     for name, pairs, busy in _wires(work, timeline, labels)[: TUNED.tried_of_a_kind]:
         step = step_seconds(_faster_routes(work, pairs))
         options.append((step, name, f"occupied {busy / timeline.step_s:.0%} of the step"))
@@ -63,9 +64,10 @@ def _memory(problem: Problem, work: Workload, timeline: Timeline, caps: Sequence
     if step > TUNED.better * timeline.step_s:
         return ""
     worst = min(short, key=lambda s: (caps[s] / (wanted[s] + 1), s))
+    number = next(at for at, those in enumerate(work.together) if worst in those)
     label = problem.fleet.devices[work.stages[worst].device].label
     return (
-        f"stage {worst} on {label} has room for {caps[worst]} of the {min(n, wanted[worst] + 1)} "
+        f"stage {number} on {label} has room for {caps[worst]} of the {min(n, wanted[worst] + 1)} "
         f"micro-batches in flight that the delays ask for; with room the step would take {step:.3g} s "
         f"({recompute_hint(problem)}lower the micro-batch size or raise its memory limit)"
     )

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from coordinator.planning import TUNED
-from coordinator.planning.chain import min_max
 from coordinator.planning.problem import Candidate, Problem, Scored
+from coordinator.planning.search.chain import min_max
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from coordinator.planning.costs.fleet import Fleet
-    from coordinator.planning.preselect import Preselection
+    from coordinator.planning.search.preselect import Preselection
 
 
 def left_out(problem: Problem, best: Scored) -> tuple[tuple[str, str], ...]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from atoll.exchange import Exchange
-    from coordinator.planning.op_fence import Effort
+    from coordinator.planning.search.op_fence import Effort
 
     Floats = NDArray[np.float64]
 
@@ -156,7 +156,7 @@ def _joined(
         )
         for part, (start, stop) in zip(parts, spans, strict=True)
     ]
-    evaluated = all(plan.stages[-1].eval_stop for plan in plans)
+    evaluated = all(plan.only.evaluated for plan in plans)
     stages = [
         plan.stages[0] if evaluated else replace(plan.stages[0], eval_start=0, eval_stop=0) for plan in plans
     ]

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from atoll.microbatch import Depth
 from atoll.plan import LinkSpec
 from coordinator.planning.auto_codecs import specs_for
 from coordinator.planning.costs.timeline import step_seconds
-from coordinator.planning.problem import Candidate, Problem
+from coordinator.planning.problem import Candidate, Problem, candidate_of
 from coordinator.planning.ratios import check_compression
 
 if TYPE_CHECKING:
     from atoll.compression import Compression
     from atoll.job import TrainingSpec
+    from atoll.microbatch import Depth
     from atoll.opdag import OpDag
     from atoll.plan import Plan
     from coordinator.planning.costs.fleet import Fleet
@@ -71,5 +71,4 @@ def _problem_of(
     """Return the plan's problem on its workers alone, and the plan as a candidate for it."""
     workers = fleet.subset([stage.worker for stage in plan.stages])
     problem = Problem(dag, training, workers, recompute=plan.recompute)
-    candidate = Candidate(tuple(range(len(plan.stages))), tuple(stage.start for stage in plan.stages))
-    return problem, candidate, [Depth(stage.warmup, stage.held) for stage in plan.stages]
+    return problem, *candidate_of(plan.only, workers)

@@ -1,6 +1,6 @@
 """OpDag + Fleet -> Plan: the three partitioners, and the prediction a Plan carries.
 
-``op_fence`` chooses devices, order and cut (``coordinator.planning.op_fence``); ``even`` and
+``op_fence`` chooses devices, order and cut (``coordinator.planning.search.op_fence``); ``even`` and
 ``proportional`` take the devices as they joined (``coordinator.planning.baselines``). Whatever made the
 cut, the timeline predicts its step and says what bounds it.
 
@@ -24,29 +24,31 @@ from atoll.microbatch import ScheduleName
 from atoll.plan import (
     LinkPrediction,
     LinkSpec,
+    Piece,
     Plan,
     Prediction,
     StagePrediction,
-    StageSpec,
     one_replica,
+    stage_of,
     validate,
 )
 from atoll.program import stage_programs
 from coordinator.planning import TUNED
 from coordinator.planning.auto_codecs import relabelled, settled, without_codecs
-from coordinator.planning.baselines import even, proportional
+from coordinator.planning.baselines import GIVEN_CUT, even, given_cut, proportional
 from coordinator.planning.check_cost import check_cost
 from coordinator.planning.costs.lower_bound import lower_bound
+from coordinator.planning.costs.memory import Together
 from coordinator.planning.costs.timeline import expected_step_s, step_bytes, step_seconds
 from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.costs.workload import Wire
 from coordinator.planning.evaluation_cut import evaluation_intervals
 from coordinator.planning.explain import bottleneck
 from coordinator.planning.left_out import left_out, passed_over, summarised
-from coordinator.planning.op_fence import Effort, search
-from coordinator.planning.preselect import Preselection
 from coordinator.planning.problem import Candidate, Problem, Scored
 from coordinator.planning.ratios import check_compression
+from coordinator.planning.search.op_fence import Effort, search
+from coordinator.planning.search.preselect import Preselection
 from coordinator.planning.shortage import shortage
 from coordinator.planning.standby_worth import Ranked, best_expected, costs_of
 
@@ -59,8 +61,9 @@ if TYPE_CHECKING:
     from coordinator.planning.costs.timeline import Timeline
     from coordinator.planning.costs.workload import Workload
 
-PARTITIONERS = ("op_fence", "proportional", "even")
-GIVEN_CUT = "cut:"  # then the positions where stages begin, for experiments and for the oracle
+ONE_PIECE = "one_piece"  # op_fence, but no device has several pieces
+SEARCHED = ("op_fence", ONE_PIECE)
+PARTITIONERS = (*SEARCHED, "proportional", "even")
 SCHEDULES = ("auto", *ScheduleName)
 
 
@@ -92,6 +95,8 @@ def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
     Raises NoWorkers, NotEnoughMemory (by how much and where), UsageError for unknown names.
     """
     effort = effort or Effort()
+    if request.partitioner == ONE_PIECE:
+        effort = replace(effort, rings=0)
     (problem, best, why), others = _searched(request, effort)
     ranked = _ranked(problem, best, request, effort)
     best = ranked.scored if ranked is not None else best
@@ -103,7 +108,7 @@ def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
         plan, note = _with_evaluation(plan, request.dag, request.eval_dag, request.training)
         notes += [note] if note else []
     notes += _mixed_classes(problem, best)
-    reasons = left_out(problem, best) if request.partitioner == "op_fence" else _unused(problem, best)
+    reasons = left_out(problem, best) if request.partitioner in SEARCHED else _unused(problem, best)
     if ranked is not None and ranked.standby is not None:
         own, why = ranked.standby.worker, "it is worth more as a standby"
         reasons = tuple((worker, why if worker == own else reason) for worker, reason in reasons)
@@ -127,7 +132,7 @@ def _searched(request: PlanRequest, effort: Effort) -> tuple[_Found, tuple[tuple
     since it is thorough with few devices, the likeliest of these again.
     """
     fleet, most = request.fleet, effort.candidates
-    if request.partitioner != "op_fence" or len(fleet.devices) <= effort.few:
+    if request.partitioner not in SEARCHED or len(fleet.devices) <= effort.few:
         return _within_memory(_problem(request), request.partitioner, effort), ()
     one = _problem(replace(request, fleet=fleet.subset([fleet.devices[0].worker])))
     preselection = Preselection(fleet, one)
@@ -163,7 +168,7 @@ def _ranked(problem: Problem, fastest: Scored, request: PlanRequest, effort: Eff
     if request.beyond or request.training.replica_count != 1 or request.training.local_exchange is not None:
         return None
     beside = [device for device in request.fleet.devices if device.worker not in problem.fleet.index]
-    if request.partitioner != "op_fence" or request.standbys == 0:
+    if request.partitioner not in SEARCHED or request.standbys == 0:
         return Ranked(fastest, costs_of(problem, fastest, beside))
     return best_expected(problem, fastest, beside, effort, lambda scored: _finished(problem, scored, effort))
 
@@ -269,7 +274,7 @@ def plan_candidates(problem: Problem, partitioner: str, effort: Effort | None = 
     """Judged candidates of a partitioner, best first, at least one."""
     known_partitioner(partitioner)
     given = partitioner.startswith(GIVEN_CUT)
-    if partitioner == "op_fence":
+    if partitioner in SEARCHED:
         found = search(problem, effort)
     else:
         if given:
@@ -291,25 +296,6 @@ def known_partitioner(name: str) -> None:
         )
 
 
-def given_cut(problem: Problem, text: str) -> Candidate:
-    """Stages that begin at 0 and at the given op positions, on the devices as they joined.
-
-    UsageError when the model cannot be cut there, PlanError while there are fewer devices than stages.
-    """
-    try:
-        starts = (0, *sorted({int(part) for part in text.split(",") if part.strip()}))
-    except ValueError:
-        raise UsageError(f"{GIVEN_CUT}{text}: give op positions, for example {GIVEN_CUT}26,65") from None
-    allowed = set(problem.dag.cuttable())
-    wrong = [start for start in starts[1:] if start not in allowed]
-    if wrong:
-        raise UsageError(f"{GIVEN_CUT}{text}: the model cannot be cut at op {wrong[0]} of {problem.n_ops}")
-    devices = len(problem.fleet.devices)
-    if len(starts) > devices:
-        raise PlanError(f"{GIVEN_CUT}{text} makes {len(starts)} stages, {devices} devices are free")
-    return Candidate(tuple(range(len(starts))), starts)
-
-
 def predict(problem: Problem, scored: Scored, notes: tuple[str, ...] = ()) -> Prediction:
     """Return the timeline's prediction for a scored candidate."""
     work, timeline = problem.timeline(scored, keep_spans=False)
@@ -326,17 +312,7 @@ def predict(problem: Problem, scored: Scored, notes: tuple[str, ...] = ()) -> Pr
         bottleneck=where,
         reason=why,
         stages=_stage_predictions(problem, scored, work, timeline),
-        links=tuple(
-            LinkPrediction(
-                names[u.source],
-                names[u.target],
-                u.n_bytes,
-                u.busy_s,
-                step_bytes(dense, u.source, u.target)[0],
-                u.under_way_s,
-            )
-            for u in timeline.links
-        ),
+        links=_link_predictions(timeline, dense, names),
         commit_s=timeline.commit_s,
         single_machine_s=single_s,
         single_machine=single,
@@ -346,6 +322,24 @@ def predict(problem: Problem, scored: Scored, notes: tuple[str, ...] = ()) -> Pr
             *_single_machine_note(problem, scored, single_s, single),
         ),
     )
+
+
+def _link_predictions(
+    timeline: Timeline, dense: Workload, names: Sequence[str]
+) -> tuple[LinkPrediction, ...]:
+    """What each worker sends each other, of all pieces; ``names`` by piece."""
+    found: dict[tuple[str, str], LinkPrediction] = {}
+    for u in timeline.links:
+        pair = (names[u.source], names[u.target])
+        before = found.get(pair, LinkPrediction(*pair, 0, 0.0))
+        found[pair] = LinkPrediction(
+            *pair,
+            before.bytes_per_step + u.n_bytes,
+            before.busy_s + u.busy_s,
+            before.dense_bytes_per_step + step_bytes(dense, u.source, u.target)[0],
+            before.under_way_s + u.under_way_s,
+        )
+    return tuple(found.values())
 
 
 def _needed(problem: Problem, scored: Scored, work: Workload) -> Workload:
@@ -373,11 +367,13 @@ def _problem(request: PlanRequest) -> Problem:
 
 def _bare_plan(problem: Problem, best: Scored, request: PlanRequest) -> Plan:
     candidate = best.candidate
+    pieces = [
+        Piece(a, b, 0, 0, *depth)
+        for (a, b), depth in zip(candidate.bounds(problem.n_ops), best.depths, strict=True)
+    ]
     stages = tuple(
-        StageSpec(a, b, 0, 0, problem.fleet.devices[d].worker, *depth)
-        for (a, b), d, depth in zip(
-            candidate.bounds(problem.n_ops), candidate.devices, best.depths, strict=True
-        )
+        stage_of(problem.fleet.devices[candidate.devices[those[0]]].worker, [pieces[at] for at in those])
+        for those in candidate.together
     )
     work = problem.workload(candidate, best.depths)
     specs = {(spec.source, spec.target): spec for spec in best.specs}
@@ -399,24 +395,28 @@ def _bare_plan(problem: Problem, best: Scored, request: PlanRequest) -> Plan:
 def _with_evaluation(plan: Plan, dag: OpDag, eval_dag: OpDag, training: TrainingSpec) -> tuple[Plan, str]:
     """The plan with evaluation intervals; without them and with a note where none are possible."""
     live = Traffic(eval_dag, training.optimizer).live_bytes
-    found = evaluation_intervals(dag, [s.start for s in plan.stages], eval_dag, live)
+    (replica,) = plan.replicas
+    found = evaluation_intervals(dag, replica.starts, [one.stage for one in replica.pieces], eval_dag, live)
     if found is None:
         note = (
             "no evaluation: the evaluation graph uses parameters in an order that this cut cannot "
             "follow; evaluate the exported weights instead"
         )
         return plan, note
-    stages = tuple(
-        replace(stage, eval_start=a, eval_stop=b) for stage, (a, b) in zip(plan.stages, found, strict=True)
-    )
-    links = {pair: LinkSpec(*pair) for pair in _eval_pairs(eval_dag, found)}
+    intervals: dict[int, list[Piece]] = {}
+    for one, (a, b) in zip(replica.pieces, found, strict=True):
+        intervals.setdefault(one.stage, []).append(replace(one.piece, eval_start=a, eval_stop=b))
+    stages = tuple(stage.with_pieces(intervals[at]) for at, stage in enumerate(plan.stages))
+    workers = replica.workers
+    pairs = ((s, t) for s, t in _eval_pairs(eval_dag, found) if workers[s] != workers[t])
+    links = {pair: LinkSpec(*pair) for pair in pairs}
     links |= {(link.source, link.target): link for link in plan.links}
     ordered = tuple(links[pair] for pair in sorted(links))
     return replace(plan, replicas=one_replica(plan.n_micro, stages, ordered)), ""
 
 
 def _eval_pairs(eval_dag: OpDag, intervals: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Stage pairs that send only in evaluation (an interval may be empty)."""
+    """Piece pairs that send in evaluation (an interval may be empty)."""
     programs = stage_programs(eval_dag, [a for a, _ in intervals])
     return {(p.stage, target) for p in programs for value in p.produced for target in value.targets}
 
@@ -426,23 +426,28 @@ def _stage_predictions(
 ) -> tuple[StagePrediction, ...]:
     found = []
     bounds = scored.candidate.bounds(problem.n_ops)
-    for i, ((a, b), stage, depth) in enumerate(zip(bounds, work.stages, scored.depths, strict=True)):
-        device = problem.fleet.devices[stage.device]
-        once, tied = problem.memory.gradients(a, b)
-        in_flight = min(depth.in_flight, problem.n_micro)
-        of_model = problem.memory.terms(a, b, in_flight, depth.whole)
+    for those in scored.candidate.together:
+        stages = [work.stages[at] for at in those]
+        device = problem.fleet.devices[stages[0].device]
+        held = Together(problem.memory, [bounds[at] for at in those])
+        once, tied = held.gradients()
+        of_model = held.terms([problem.in_flight(scored.depths[at]) for at in those])
         heap = device.heap_share * sum(of_model.values())
         terms = (*of_model.items(), ("heap", heap), *device.beside)
+        compute_s = sum(timeline.compute_s[at] for at in those)
+        codec_s = problem.n_micro * sum(stage.codec_s for stage in stages)
         found.append(
             StagePrediction(
                 worker=device.worker,
                 # Without its codecs' seconds: compared with what the stage's ops are measured to take.
-                compute_s=timeline.compute_s[i] - problem.n_micro * stage.codec_s,
-                busy_share=timeline.busy_share(i),
+                compute_s=compute_s - codec_s,
+                busy_share=compute_s / timeline.step_s if timeline.step_s else 0.0,
                 memory_bytes=round(device.memory_scale * sum(n_bytes for _, n_bytes in terms)),
                 memory_limit_bytes=device.memory_limit_bytes,
-                codec_s=problem.n_micro * stage.codec_s,
-                handling_s=2 * problem.n_micro * (stage.action_s + stage.bytes_s) - stage.bytes_s,
+                codec_s=codec_s,
+                handling_s=sum(
+                    2 * problem.n_micro * (stage.action_s + stage.bytes_s) - stage.bytes_s for stage in stages
+                ),
                 gradient_bytes=round(once),
                 tied_gradient_bytes=round(tied),
                 memory_scale=device.memory_scale,

@@ -1,9 +1,9 @@
 """A planning problem: a DAG, how it is trained, a fleet; and what any candidate would cost.
 
-A Candidate is an order of devices with the position where each begins. ``Problem`` turns one
-into a Workload, compressed as the training asks, chooses how many micro-batches each stage may
-have in flight, and asks the timeline. Results are kept, since searches come back to the same
-candidate.
+A Candidate is an order of devices with the position where each begins; a device that stands in it more than
+once has several pieces of the pipeline. ``Problem`` turns one into a Workload, compressed as the training
+asks, chooses how many micro-batches each piece may have in flight, and asks the timeline. Results are kept,
+since searches come back to the same candidate.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from atoll.job import Precision, Recompute
 from atoll.microbatch import Depth, ScheduleName, delay_aware_warmup, one_f_one_b
 from atoll.ops import is_layer
 from coordinator.planning import TUNED
-from coordinator.planning.chain import Chain
 from coordinator.planning.costs.codec_costs import coded
 from coordinator.planning.costs.lower_bound import lower_bound
-from coordinator.planning.costs.memory import MemoryModel, prefix
+from coordinator.planning.costs.memory import MemoryModel, Together, prefix
 from coordinator.planning.costs.message_costs import handled
 from coordinator.planning.costs.op_seconds import OpTable, apply_seconds
 from coordinator.planning.costs.quota import core_share, quota_of
@@ -32,6 +31,7 @@ from coordinator.planning.costs.timeline import Timeline, simulate, step_seconds
 from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.costs.workload import StageLoad, Wire, Workload, route, routes_of
 from coordinator.planning.ratios import Link, asked_ratio, assumed_ratio, choose, links_of, mask_of, within
+from coordinator.planning.search.chain import Chain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from atoll.job import TrainingSpec
     from atoll.microbatch import Action
     from atoll.opdag import OpDag, OpNode
-    from atoll.plan import LinkSpec
-    from coordinator.planning.chain import Bools
+    from atoll.plan import LinkSpec, Replica
     from coordinator.planning.costs.fleet import Fleet
+    from coordinator.planning.search.chain import Bools
 
     Floats = NDArray[np.float64]
     Positions = NDArray[np.intp]
@@ -58,13 +58,39 @@ OWN_GRAPH_CPU_S = 4e-4  # ... or that has a graph of its own; all of it out of t
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Devices (indices in the fleet) in pipeline order, and the op where each begins."""
+    """The device (index in the fleet) of each piece in pipeline order, and the op where the piece begins."""
 
     devices: tuple[int, ...]
     starts: tuple[int, ...]
 
     def bounds(self, n_ops: int) -> list[tuple[int, int]]:
         return list(zip(self.starts, (*self.starts[1:], n_ops), strict=True))
+
+    @property
+    def together(self) -> tuple[tuple[int, ...], ...]:
+        """The pieces of each device, ascending; devices in the order of their first pieces."""
+        found: dict[int, list[int]] = {}
+        for at, device in enumerate(self.devices):
+            found.setdefault(device, []).append(at)
+        return tuple(map(tuple, found.values()))
+
+    @property
+    def several(self) -> bool:
+        """Whether a device has several pieces."""
+        return len(set(self.devices)) < len(self.devices)
+
+
+def joined(devices: Sequence[int], starts: Sequence[int]) -> Candidate:
+    """Return the candidate of these pieces; of those in a row that one device has it makes one."""
+    kept = [at for at in range(len(devices)) if not at or devices[at] != devices[at - 1]]
+    return Candidate(tuple(devices[at] for at in kept), tuple(starts[at] for at in kept))
+
+
+def candidate_of(replica: Replica, fleet: Fleet) -> tuple[Candidate, list[Depth]]:
+    """Return a replica as a candidate on ``fleet``, which has its workers, and the depths of its pieces."""
+    pieces = replica.pieces
+    devices = tuple(fleet.index[worker] for worker in replica.workers)
+    return Candidate(devices, replica.starts), [Depth(one.piece.warmup, one.piece.held) for one in pieces]
 
 
 @dataclass(frozen=True)
@@ -195,15 +221,17 @@ class Problem:
     ) -> Workload:
         """The candidate's step for the timeline, its links as in ``specs``."""
         cut = self.traffic.cut(candidate.starts)
+        applies = self._applies_s(candidate)
         stages = []
-        for (a, b), d, depth in zip(candidate.bounds(self.n_ops), candidate.devices, depths, strict=True):
+        bounds = candidate.bounds(self.n_ops)
+        for (a, b), d, depth, apply_s in zip(bounds, candidate.devices, depths, applies, strict=True):
             device = self.fleet.devices[d]
             stages.append(
                 StageLoad(
                     device=d,
                     forward_s=float(self.forward[d, b] - self.forward[d, a]),
                     backward_s=float(self.backward[d, b] - self.backward[d, a]),
-                    apply_s=apply_seconds(*self.memory.trained(a, b), self.training, device),
+                    apply_s=apply_s,
                     commit_latency_s=device.coordinator.latency_s,
                     actions=_actions(self.n_micro, depth),
                     weights_s=float(self.weights[d, b] - self.weights[d, a]),
@@ -218,6 +246,15 @@ class Problem:
         if specs:
             work = coded(work, self.traffic.loads(candidate.starts), specs, devices)
         return handled(work, devices)
+
+    def _applies_s(self, candidate: Candidate) -> list[float]:
+        """Return the seconds of the optimizer by piece: a device takes its step with its first one."""
+        bounds, found = candidate.bounds(self.n_ops), [0.0] * len(candidate.devices)
+        for those in candidate.together:
+            trained = Together(self.memory, [bounds[at] for at in those]).trained()
+            device = self.fleet.devices[candidate.devices[those[0]]]
+            found[those[0]] = apply_seconds(*trained, self.training, device)
+        return found
 
     def undisturbed(self, work: Workload) -> Workload:
         """``work`` on the rates that its links have shown, whatever training's messages got of them."""
@@ -242,10 +279,10 @@ class Problem:
         M micro-batches' time.
         """
         bounds = candidate.bounds(self.n_ops)
-        pace = max(
-            float(self.compute[d, b] - self.compute[d, a])
-            for (a, b), d in zip(bounds, candidate.devices, strict=True)
-        )
+        took = np.zeros(len(self.fleet.devices))
+        for (a, b), d in zip(bounds, candidate.devices, strict=True):
+            took[d] += self.compute[d, b] - self.compute[d, a]
+        pace = float(took.max())
         hops = 2 * max(1, len(bounds) - 1)
         return pace * min(1.0, TUNED.fill_share * self.n_micro / hops)
 
@@ -269,22 +306,31 @@ class Problem:
         return self._specs[candidate]
 
     def caps(self, candidate: Candidate) -> list[int]:
-        """Most micro-batches in flight by stage; raises Infeasible when a stage cannot hold one."""
-        found = []
-        for (a, b), d in zip(candidate.bounds(self.n_ops), candidate.devices, strict=True):
-            cap = self.memory.in_flight_cap(a, b, self.limits[d])
-            if cap < 1:
-                raise Infeasible(f"ops [{a}, {b}) on {self.fleet.devices[d].label}")
-            found.append(cap)
+        """Most micro-batches in flight by piece; raises Infeasible when a device cannot hold one of each."""
+        bounds, found = candidate.bounds(self.n_ops), [0] * len(candidate.devices)
+        for those in candidate.together:
+            device, pieces = candidate.devices[those[0]], [bounds[at] for at in those]
+            limit = self.limits[device]
+            if len(pieces) == 1:
+                caps = [self.memory.in_flight_cap(*pieces[0], limit)]
+            else:
+                caps = Together(self.memory, pieces).caps(limit, ends=those[-1] == len(found) - 1)
+            for at, cap in zip(those, caps, strict=True):
+                found[at] = cap
+            if min(caps) < 1:
+                raise Infeasible(f"ops {pieces} on {self.fleet.devices[device].label}")
         return found
+
+    def in_flight(self, depth: Depth) -> tuple[int, int | None]:
+        """Return how many micro-batches of a piece hold anything at most, and before their backward's end."""
+        return min(depth.in_flight, self.n_micro), depth.whole
 
     def short_of_memory(self, scored: Scored) -> bool:
         """Return whether a stage would have more micro-batches in flight if memory allowed."""
-        caps = self.caps(scored.candidate)
-        return any(
-            cap < self.n_micro and depth.in_flight >= cap
-            for cap, depth in zip(caps, scored.depths, strict=True)
-        )
+        caps = list(zip(self.caps(scored.candidate), scored.depths, strict=True))
+        if scored.candidate.several:
+            caps.pop()  # the last piece of all never needs more than one, and has no more
+        return any(cap < self.n_micro and depth.in_flight >= cap for cap, depth in caps)
 
     def on(self, fleet: Fleet, likely: tuple[tuple[int, ...], ...] = ()) -> Problem:
         """The same job on another fleet."""
@@ -306,8 +352,7 @@ class Problem:
         wait for as many forwards as the first one), or plain 1F1B's are taken. A depth never
         rises from a stage to the next: that pipeline would wait for itself.
         """
-        slowest = max(work.stages, key=lambda s: s.forward_s + s.backward_s)
-        both = (slowest.forward_s, slowest.backward_s)
+        both = max((self._both_s(work, those) for those in work.together), key=sum)
         depths = [0]
         for s in range(len(caps) - 1, 0, -1):
             depths.append(
@@ -322,6 +367,12 @@ class Problem:
             found.append(_non_rising(shrunk, caps))
             found.append(_non_rising([len(caps) - s - 1 for s in range(len(caps))], caps))
         return list(dict.fromkeys(found))
+
+    @staticmethod
+    def _both_s(work: Workload, those: Sequence[int]) -> tuple[float, float]:
+        """Seconds of a micro-batch's forwards and backwards on one device."""
+        stages = [work.stages[at] for at in those]
+        return sum(stage.forward_s for stage in stages), sum(stage.backward_s for stage in stages)
 
     def _hop_s(self, work: Workload, s: int) -> float:
         """Delay plus transfer into stage s: half of there and back, from wherever it receives."""
@@ -392,6 +443,8 @@ class Problem:
         """
         if self.schedule not in (None, ScheduleName.ZERO_BUBBLE) or scored.schedule is ScheduleName.GPIPE:
             return scored
+        if scored.candidate.several:
+            return scored  # what each piece may hold is a question of its own
         candidate, specs = scored.candidate, scored.specs
         work = self.workload(candidate, scored.depths, specs)
         least = scored.depths[0].warmup + 1

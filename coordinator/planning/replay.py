@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from atoll.compression import OFF
 from atoll.job import Recompute
-from atoll.microbatch import Depth, one_f_one_b
+from atoll.microbatch import one_f_one_b
 from coordinator.planning.costs.timeline import simulate
 from coordinator.planning.costs.workload import Wire
-from coordinator.planning.problem import Candidate, Problem
+from coordinator.planning.problem import Problem, candidate_of
 
 if TYPE_CHECKING:
     from atoll.plan import Plan, Replica
@@ -44,13 +44,10 @@ def timelines(request: PlanRequest, plan: Plan) -> tuple[Timeline, ...]:
 
 
 def _workload(problem: Problem, replica: Replica) -> Workload:
-    stages = replica.stages
     share = replica.micros[1] - replica.micros[0]
-    devices = tuple(problem.fleet.index[stage.worker] for stage in stages)
-    candidate = Candidate(devices, tuple(stage.start for stage in stages))
-    # GPipe's warm-up is all of the step's micro-batches, which acts as all of the replica's.
-    depths = [Depth(stage.warmup, stage.held) for stage in stages]
+    candidate, depths = candidate_of(replica, problem.fleet)
     sending = problem.workload(candidate, depths).routes
     specs = [link for link in replica.links if (link.source, link.target) in sending]
     work = problem.workload(candidate, depths, specs if problem.compression.mode != OFF else ())
+    # GPipe's warm-up is all of the step's micro-batches, which acts as all of the replica's.
     return replace(work, n_micro=share).with_actions([one_f_one_b(share, *depth) for depth in depths])

@@ -25,12 +25,13 @@ from atoll.job import Recompute
 from atoll.microbatch import ScheduleName, block_ranges
 from atoll.plan import LinkPrediction, Plan, Prediction, Replica, StageSpec, validate, written_buffers
 from coordinator.planning import TUNED
-from coordinator.planning.clusters import groups
+from coordinator.planning.baselines import GIVEN_CUT, given_pieces
 from coordinator.planning.costs.message_costs import bytes_cpu_s
 from coordinator.planning.costs.quota import core_share
 from coordinator.planning.local_plans import peers_plan
-from coordinator.planning.planner import GIVEN_CUT, PlanRequest, make_plan
+from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
+from coordinator.planning.search.clusters import groups
 from coordinator.planning.transfers import PHASES, exchange_s, rank_rates, shares_of
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from atoll.job import TrainingSpec
     from coordinator.planning.costs.fleet import Fleet
-    from coordinator.planning.op_fence import Effort
+    from coordinator.planning.search.op_fence import Effort
 
     Floats = NDArray[np.float64]
 
@@ -247,7 +248,7 @@ def _part(
 
 
 def _together(request: PlanRequest, plans: Sequence[Plan], spans: Sequence[tuple[int, int]]) -> Plan:
-    evaluated = all(plan.stages[-1].eval_stop for plan in plans)
+    evaluated = all(plan.only.evaluated for plan in plans)
     replicas = tuple(
         Replica(span, tuple(_stage(s, plan, evaluated) for s in plan.stages), plan.links)
         for plan, span in zip(plans, spans, strict=True)
@@ -255,7 +256,7 @@ def _together(request: PlanRequest, plans: Sequence[Plan], spans: Sequence[tuple
     schedules = {plan.schedule for plan in plans}
     schedule = next(iter(schedules))
     if len(schedules) > 1:
-        held = any(stage.held for replica in replicas for stage in replica.stages)
+        held = any(one.piece.held for replica in replicas for one in replica.pieces)
         schedule = ScheduleName.ZERO_BUBBLE if held else ScheduleName.ONE_F_ONE_B
     workers = [stage.worker for replica in replicas for stage in replica.stages]
     fleet = request.fleet
@@ -288,9 +289,12 @@ def _together(request: PlanRequest, plans: Sequence[Plan], spans: Sequence[tuple
 
 def _stage(stage: StageSpec, plan: Plan, evaluated: bool) -> StageSpec:
     """A stage of a plan whose schedule may be named otherwise."""
+    pieces = list(stage.pieces)
     if not evaluated:
-        stage = replace(stage, eval_start=0, eval_stop=0)
-    return replace(stage, warmup=plan.n_micro) if plan.schedule is ScheduleName.GPIPE else stage
+        pieces = [replace(piece, eval_start=0, eval_stop=0) for piece in pieces]
+    if plan.schedule is ScheduleName.GPIPE:
+        pieces = [replace(piece, warmup=plan.n_micro) for piece in pieces]
+    return stage.with_pieces(pieces)
 
 
 # ---------------------------------------------------------------- what joining costs
@@ -303,15 +307,13 @@ def exchanged_bytes(plan: Plan, problem: Problem) -> Floats:
     sent = np.zeros((len(problem.fleet.devices),) * 2)
     labels = {number: part_labels(plan, number) for number in range(len(plan.replicas))}
     firsts = list(accumulate((len(replica.stages) for replica in plan.replicas), initial=0))
-    edges = sorted({edge for r in plan.replicas for s in r.stages for edge in (s.start, s.stop)})
+    pieces = [replica.pieces for replica in plan.replicas]
+    edges = sorted({edge for of in pieces for p, _, _ in of for edge in (p.start, p.stop)})
     for start, stop in pairwise(edges):
         n_bytes = problem.memory.trained(start, stop)[0]
         if not n_bytes:
             continue
-        stages = [
-            next(at for at, s in enumerate(replica.stages) if s.start <= start < s.stop)
-            for replica in plan.replicas
-        ]
+        stages = [next(stage for p, stage, _ in of if p.start <= start < p.stop) for of in pieces]
         ranks = [first + at for first, at in zip(firsts, stages, strict=False)]
         held = [index[r.stages[at].worker] for r, at in zip(plan.replicas, stages, strict=True)]
         joined = joining(plan.exchange, ranks, labels, UNITS)
@@ -421,7 +423,7 @@ def _given_parts(request: PlanRequest) -> tuple[Parts, list[int], list[str]]:
     free = [device.worker for device in request.fleet.devices]
     parts = []
     for starts in cuts:
-        count = 1 + len({part for part in starts.split(",") if part.strip()})
+        count = len(set(given_pieces(starts)[1]))
         parts.append(tuple(free[:count]))
         if len(parts[-1]) < count:
             raise PlanError(

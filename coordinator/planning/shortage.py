@@ -53,7 +53,11 @@ def shortage(problem: Problem, partitioner: str) -> str:
             f"GPipe keeps all {problem.n_micro} micro-batches in flight, which no cut into stages fits "
             f"({limits} MiB); use --schedule 1f1b, or {remedy}"
         )
-    hint = "; try --partitioner op_fence, which may reorder devices" if partitioner != "op_fence" else ""
+    hint = (
+        "; try --partitioner op_fence, which may reorder devices"
+        if partitioner not in ("op_fence", "one_piece")
+        else ""
+    )
     return (
         f"no cut into stages fits: the best is {over / mib:.1f} MiB short on "
         f"{problem.fleet.devices[order].label} (limits in MiB: {limits}); {remedy}{hint}"

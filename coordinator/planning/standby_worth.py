@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING
 from atoll.plan import Outlook
 from coordinator.planning import TUNED
 from coordinator.planning.costs.losses import LossCosts, loss_costs
+from coordinator.planning.costs.memory import Together
 from coordinator.planning.costs.snapshots import Rank, in_hours, part_bytes
-from coordinator.planning.costs.timeline import expected_step_s
-from coordinator.planning.op_fence import without_one
+from coordinator.planning.costs.timeline import between_devices, expected_step_s
+from coordinator.planning.search.op_fence import without_one
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from coordinator.planning.costs.fleet import Device
-    from coordinator.planning.op_fence import Effort
     from coordinator.planning.problem import Problem, Scored
+    from coordinator.planning.search.op_fence import Effort
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +82,16 @@ def costs_of(problem: Problem, scored: Scored, beside: Sequence[Device]) -> Loss
     limits = [device.model_limit_bytes for device in (*idle, *beside)]
     ranks = []
     bounds = scored.candidate.bounds(problem.n_ops)
-    for stage, ((a, b), depth) in enumerate(zip(bounds, scored.depths, strict=True)):
-        in_flight = min(depth.in_flight, problem.n_micro)
-        needed = problem.memory.bytes(a, b, in_flight, depth.whole)
-        stored = part_bytes(problem.dag, problem.training.optimizer, a, b)
+    for those in scored.candidate.together:
+        held = Together(problem.memory, [bounds[at] for at in those])
+        needed = held.bytes([problem.in_flight(scored.depths[at]) for at in those])
+        stored = part_bytes(problem.dag, problem.training.optimizer, [bounds[at] for at in those])
+        compute_s = sum(timeline.compute_s[at] for at in those)
         takers = sum(limit >= needed for limit in limits)
-        ranks.append(Rank(scored.candidate.devices[stage], stored, timeline.compute_s[stage], takers))
+        ranks.append(Rank(scored.candidate.devices[those[0]], stored, compute_s, takers))
     step_s = expected_step_s(work, timeline.step_s)
-    return loss_costs(step_s, ranks, timeline.links, problem.fleet, problem.training)
+    links = between_devices(timeline.links, scored.candidate.together)
+    return loss_costs(step_s, ranks, links, problem.fleet, problem.training)
 
 
 def best_expected(

@@ -21,7 +21,7 @@ from coordinator.messages.jobs import ENDED
 from coordinator.pipeline.assigning import tensors_of
 from coordinator.pipeline.driver import PipelineDriver
 from coordinator.pipeline.history import sources
-from coordinator.storage.graph_store import leaf_metas
+from coordinator.storage.graph_store import leaf_metas, programs_of
 
 if TYPE_CHECKING:
     from atoll.opdag import StateMeta, TensorMeta
@@ -73,24 +73,26 @@ class StageRole:
         return Allowance(CHECKPOINTS * once, CHECKPOINTS * len(metas))
 
     def snapshot(self) -> dict[str, StateMeta]:
-        """Return the declared states of the tensors that it stores in a checkpoint; a tied one its first
-        holder does."""
-        program, states = self._programs()[-1], self.leaves()
-        followed = {tied.name for tied in program.tied if tied.holders[0] != program.stage}
-        return {
-            name: states[name] for name in (*program.parameters, *program.buffers) if name not in followed
-        }
+        """Return the declared states of the tensors that it stores in a checkpoint; a tied one the stage of
+        its first holder does."""
+        (*_, programs), states = self._programs(), self.leaves()
+        own = {program.stage for program in programs}
+        followed = {tied.name for p in programs for tied in p.tied if tied.holders[0] not in own}
+        names = (name for program in programs for name in (*program.parameters, *program.buffers))
+        return {name: states[name] for name in names if name not in followed}
 
     def shared(self) -> frozenset[str]:
         """Return the tensors that a stage before it stores as well: buffers that no step writes."""
-        *before, program = self._programs()
-        return frozenset(name for other in before for name in other.buffers).intersection(program.buffers)
+        *before, programs = self._programs()
+        earlier = {name for others in before for other in others for name in other.buffers}
+        return frozenset(name for program in programs for name in program.buffers) & earlier
 
-    def _programs(self) -> tuple[StageProgram, ...]:
-        """Return the programs of its replica's stages up to its own."""
+    def _programs(self) -> list[list[StageProgram]]:
+        """Return the training programs of its replica's stages up to its own."""
         plan = self.state.adopted
         first = self.rank - plan.places[self.rank].stage
-        return self.graphs.programs(plan).train[first : self.rank + 1]
+        stages = self.graphs.programs(plan)[first : self.rank + 1]
+        return [[program for program, _ in pieces] for pieces in stages]
 
     def leaves(self) -> dict[str, StateMeta]:
         """Declared states of the tensors that its stage reads."""
@@ -99,8 +101,7 @@ class StageRole:
 
 def leaves_of(graphs: GraphStore, plan: Plan, rank: int) -> dict[str, StateMeta]:
     """Return the declared states of the tensors that a rank's stage reads."""
-    both = graphs.programs(plan)
-    mine = (both.train[rank], *both.evaluation[rank : rank + 1])
+    mine = programs_of(graphs.programs(plan)[rank])
     states, tensors = leaf_metas(mine, graphs.graphs(plan.dag_hash, plan.eval_dag_hash).states())
     return {name: states[name] for name in tensors}
 

@@ -12,11 +12,11 @@ from coordinator.membership.member import Member
 from coordinator.membership.roster import Roster, Worker, flops_of
 from coordinator.messages.events import UNLIMITED, Guest
 from coordinator.messages.jobs import ENDED, JobState
-from coordinator.pipeline.changes.recovery import loss_prices, loss_words
-from coordinator.pipeline.changes.standbys import standby_words
+from coordinator.pipeline.changes.price import loss_costs, loss_words
+from coordinator.pipeline.changes.standby import standby_words
 from coordinator.pipeline.driver import PipelineDriver
 from coordinator.pipeline.periods import exchange_words
-from coordinator.pipeline.tuning.memory import measured_bytes
+from coordinator.pipeline.tuning.memory import measured_bytes, predicted_stages
 from coordinator.services.views_federated import federated_status
 from protos import atoll_control_pb2 as pb
 from protos.convert import to_proto
@@ -79,10 +79,10 @@ def job_update(
         if isinstance(driver, PipelineDriver):
             update.spot_checks = driver.beside.checks.words(state)
             update.exchange = exchange_words(state, scheduler.ledger.jobs[job].met, driver.effects.label)
-        prices = loss_prices(state, scheduler.ledger.jobs[job], scheduler.roster) if with_costs else []
-        update.loss_now = loss_words(state, prices)
-        for stage, price in zip(update.stages, prices, strict=False):
-            stage.replace_s, stage.replace_why, stage.copy = price.pause_s, price.why, price.copy
+        costs = loss_costs(state, scheduler.ledger.jobs[job], scheduler.roster) if with_costs else []
+        update.loss_now = loss_words(state, costs)
+        for stage, cost in zip(update.stages, costs, strict=False):
+            stage.replace_s, stage.replace_why, stage.copy = cost.seconds, cost.why, cost.copy
         for rank, standby in sorted(state.standbys.items()):
             update.stages[rank].standby = standby.worker
             update.stages[rank].standby_why = standby_words(state, standby)
@@ -90,10 +90,10 @@ def job_update(
 
 
 def _stages(state: JobState, step_s: float | None, roster: Roster) -> Iterable[pb.StageStatus]:
-    planned = state.predicted
+    planned = predicted_stages(state)
     for at, place in enumerate(state.plan.places if state.plan else ()):
         report = state.run.reports.get(at)
-        busy_s = report.computed_s if report else 0.0
+        busy_s = report.forward_s + report.backward_s + report.optimizer_s if report else 0.0
         yield pb.StageStatus(
             stage=place.stage,
             worker=place.worker,
@@ -113,14 +113,13 @@ def carried(scheduler: Scheduler, state: JobState) -> Iterable[pb.LinkRate]:
     step_s = state.run.step_times_s[-1] if state.run.step_times_s else 0.0
     steps = _steps_reported(state, state.plan)
     places = state.plan.places
-    stage_of = {place.worker: place.stage for place in places}
-    specs = [{(link.source, link.target): link for link in r.links} for r in state.plan.replicas]
+    specs = {ends: spec for replica in state.plan.replicas for ends, spec in replica.codecs.items()}
     for at, report in sorted(state.run.reports.items()):
         mine = places[at]
         for link in report.links:
             if not link.n_bytes:
                 continue
-            spec = specs[mine.replica].get((mine.stage, stage_of.get(link.peer, mine.stage)), LinkSpec(0, 0))
+            spec = specs.get((mine.worker, link.peer), LinkSpec(0, 0))
             yield pb.LinkRate(
                 source=mine.worker,
                 target=link.peer,

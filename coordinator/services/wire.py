@@ -10,7 +10,7 @@ from atoll.program import stage_programs
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.services.blob_rights import leaves_of, most_bytes
-from coordinator.storage.graph_store import GraphStore, leaf_metas
+from coordinator.storage.graph_store import GraphStore, leaf_metas, programs_of
 from protos import atoll_control_pb2 as pb
 from protos import coding
 from protos.session import from_worker, said_to_worker
@@ -78,16 +78,15 @@ def probe_ops_message(message: do.ProbeOps, probes: Mapping[str, asked.OpProbe])
 
 def _assign(message: do.Assign, graphs: GraphStore, way: Way) -> asked.Assign:
     plan, rank, spec = message.plan, message.rank, message.spec
-    both = graphs.programs(plan)
+    first, *further = pieces = graphs.programs(plan)[rank]
     found = graphs.graphs(plan.dag_hash, plan.eval_dag_hash)
-    evaluation = both.evaluation[rank] if both.evaluation else None
-    states, names = leaf_metas((both.train[rank], *both.evaluation[rank : rank + 1]), found.states())
+    states, names = leaf_metas(programs_of(pieces), found.states())
     return asked.Assign(
         job=message.job,
         version=plan.version,
         training=spec.training,
-        program=both.train[rank],
-        eval_program=evaluation,
+        program=first.train,
+        eval_program=first.evaluation,
         plan=plan,
         peers=_peers(message.peers, way),
         tensors={name: message.tensors[name] for name in names},
@@ -98,6 +97,7 @@ def _assign(message: do.Assign, graphs: GraphStore, way: Way) -> asked.Assign:
         replay=message.replay,
         holders=tuple(_link(h.peer, h, way) for h in message.holders),
         rank=rank,
+        further=tuple(asked.FurtherPiece(*both) for both in further),
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from atoll.errors import UsageError
 from atoll.opdag import OpDag, StateMeta
-from atoll.program import StageProgram, stage_programs
+from atoll.program import PiecePrograms, StageProgram, stage_programs
 from coordinator.federated.checks import check_inputs
 from coordinator.messages import peer_tensors
 from coordinator.planning.costs.op_seconds import probe_ops
@@ -18,12 +18,12 @@ from coordinator.storage.checkpoints import defect, torn
 from protos.convert import dag_from_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from atoll.dataset_spec import DataSpec
     from atoll.job import JobSpec
     from atoll.messages.to_worker import OpProbe
-    from atoll.plan import Plan
+    from atoll.plan import Plan, Replica
     from coordinator.storage.blob_store import BlobStore
 
 MAX_DAG_BYTES = 256 * 2**20
@@ -55,12 +55,8 @@ class Graphs:
         return found
 
 
-@dataclass(frozen=True)
-class Programs:
-    """Every rank's programs under one plan."""
-
-    train: tuple[StageProgram, ...]
-    evaluation: tuple[StageProgram, ...]  # empty: no evaluation
+Programs = tuple[tuple[PiecePrograms, ...], ...]
+"""Programs of every rank's pieces under one plan."""
 
 
 class GraphStore:
@@ -95,13 +91,8 @@ class GraphStore:
             if key in self._programs:
                 return self._programs[key]
         graphs = self.graphs(plan.dag_hash, plan.eval_dag_hash)
-        dag, evaluation = graphs.evaluation, []
-        if dag is not None and all(r.stages[-1].eval_stop == len(dag.ops) for r in plan.replicas):
-            evaluation = [
-                p for r in plan.replicas for p in stage_programs(dag, [s.eval_start for s in r.stages])
-            ]
-        train = [p for r in plan.replicas for p in stage_programs(graphs.train, [s.start for s in r.stages])]
-        found = Programs(tuple(train), tuple(evaluation))
+        evaluation = graphs.evaluation if all(replica.evaluated for replica in plan.replicas) else None
+        found = tuple(own for r in plan.replicas for own in _programs(r, graphs.train, evaluation))
         with self._lock:
             self._programs[key] = found
             while len(self._programs) > KEPT:
@@ -153,6 +144,22 @@ class GraphStore:
         if size > MAX_DAG_BYTES:
             raise UsageError(f"op-DAG {name[:12]} has {size} bytes; at most {MAX_DAG_BYTES} are accepted")
         return dag_from_bytes(self._store.read(name))
+
+
+def _programs(replica: Replica, train: OpDag, evaluation: OpDag | None) -> Programs:
+    """Return the programs of each stage's pieces."""
+    found: list[list[PiecePrograms]] = [[] for _ in replica.stages]
+    held_out = stage_programs(evaluation, replica.eval_starts) if evaluation is not None else ()
+    for at, (one, program) in enumerate(
+        zip(replica.pieces, stage_programs(train, replica.starts), strict=True)
+    ):
+        found[one.stage].append(PiecePrograms(program, held_out[at] if held_out else None))
+    return tuple(map(tuple, found))
+
+
+def programs_of(pieces: Iterable[PiecePrograms]) -> tuple[StageProgram, ...]:
+    """Return all programs of these pieces."""
+    return tuple(program for both in pieces for program in both if program is not None)
 
 
 def _check_tensors(spec: JobSpec, graphs: Graphs) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.errors import AtollError, ConnectionFailed, JobFailed, StorageError, UsageError
 from coordinator.client.client import FINISHED
-from coordinator.planning.planner import GIVEN_CUT
+from coordinator.planning.baselines import GIVEN_CUT
 from experiments.chaos.fleet import Facts, Fleet, filled
 from experiments.chaos.kinds import BETWEEN_HOSTS, COORDINATOR, Deed, Draw, Kind, Wish
 from experiments.chaos.members import Member, frozen, full_disk, kill, lives

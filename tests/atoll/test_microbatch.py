@@ -57,6 +57,15 @@ def test_a_replicas_blocks_are_whole() -> None:
             own_blocks(7, 3, micros)
 
 
+def test_warm_ups_come_first_and_backwards_behind_all_forwards_last() -> None:
+    whole, last = Depth(3), Depth(0)
+    words = " ".join(f"{a.work}{a.micro}.{a.piece}" for a in in_turn([whole, last], 4))
+    head = "F0.1 B0.1 F1.1 B1.1 F2.1 B2.1 F3.1 B3.1"
+    assert words == f"F0.0 F1.0 F2.0 F3.0 {head} B0.0 B1.0 B2.0 B3.0"
+    steady = " ".join(f"{a.work}{a.micro}.{a.piece}" for a in in_turn([Depth(1), last], 4))
+    assert steady == "F0.0 F1.0 F0.1 B0.1 B0.0 F1.1 B1.1 F2.0 B1.0 F2.1 B2.1 F3.0 B2.0 F3.1 B3.1 B3.0"
+
+
 @given(st.data())
 def test_stages_of_several_pieces_never_wait_in_a_circle(data: st.DataObject) -> None:
     n_pieces, n_micro = data.draw(st.integers(1, 10)), data.draw(st.integers(1, 9))

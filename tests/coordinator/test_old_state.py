@@ -31,6 +31,7 @@ COMMITS = (
     "7d21c3e",
     "67a3b94",
     "f08d618",
+    "622f406",
 )  # each the last of a version of the folder, or the oldest known
 BEFORE_CONSENT = COMMITS[:3]  # they knew no policies
 MAX_BYTES = 4 << 20  # Git packs a write-ahead log to a fortieth

@@ -299,9 +299,11 @@ def fleet(
     pace_s: float,
     *,
     steady: bool = False,
+    owners: Sequence[int] = (),
 ) -> Iterator[Wrapped]:
     """A coordinator and ``workers`` of which the last are backups; jobs are cut at ``starts``. ``steady``:
-    nobody takes another's place because it is faster."""
+    nobody takes another's place because it is faster; ``owners``: of the pieces, where a worker has several.
+    """
     keep = folder / "fleet"
     for each in (folder / PASSED, keep):
         each.mkdir(parents=True)
@@ -315,6 +317,7 @@ def fleet(
         return start_here(host, [flag, "tests.e2e.points", str(folder), *words], env=environment, **streams)
 
     options = ["--threads", "1", "--sandbox", "off", "--log-json"]
-    prepared = {one.training.steps: prepare(as_job(one), partitioner=cut_at(starts)) for one in (case, brief)}
+    cut = cut_at(starts, owners)
+    prepared = {one.training.steps: prepare(as_job(one), partitioner=cut) for one in (case, brief)}
     with LocalFleet(workers, options, keep=keep, start=start, in_order=False) as local:
         yield Wrapped(local, folder, case, brief, prepared)

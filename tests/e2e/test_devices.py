@@ -19,7 +19,7 @@ from atoll.job import Optimizer, TrainingSpec
 from benchmarks.oracle import built_in, difference, run_local
 from benchmarks.real_workers import LoopbackFleet, as_job, cut_at
 from coordinator.client.prepare import prepare
-from coordinator.planning.planner import GIVEN_CUT
+from coordinator.planning.baselines import GIVEN_CUT
 from protos.devices import machine_of
 from tests.patience import HUNG_S, eventually
 from worker.config import WorkerConfig

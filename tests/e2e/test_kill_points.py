@@ -21,6 +21,7 @@ from tests.e2e.kill_points import (
     POINTS,
     REPLAY,
     SOON,
+    STEP,
     SUBMIT,
     VICTIMS,
     fleet,
@@ -71,6 +72,20 @@ def test_no_kill_at_a_named_point_costs_a_step_or_a_bit(protocol: str, victim: s
             if how != SUBMIT:
                 started.wait(lambda: started.trains(started.jobs[-1]))
             started.kill_at(point, how, victim)
+        (started.folder / PACE).unlink(missing_ok=True)
+        started.finished(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protocol", [STEP, REPLAY])
+def test_a_worker_of_several_pieces_is_killed_and_no_bit_is_lost(protocol: str, tmp_path: Path) -> None:
+    case, brief, folder = case_of(STEPS), case_of(BRIEF_STEPS), tmp_path / "points"
+    cut, ring, steady = cut_in(case, 4), (0, 1, 2, 0), protocol == REPLAY
+    with fleet(case, brief, cut, 6, folder, PACE_S, steady=steady, owners=ring) as started:
+        started.submit(case).join()
+        for point, how in POINTS[protocol]:
+            started.wait(lambda: started.trains(started.jobs[-1]))
+            started.kill_at(point, how, DAEMON)
         (started.folder / PACE).unlink(missing_ok=True)
         started.finished(tmp_path)
 

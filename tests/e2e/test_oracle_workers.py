@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from functools import cache
@@ -44,3 +45,27 @@ def test_three_workers_end_in_the_bits_of_one_stage(name: str, seed: int, fleet:
     assert len({stage.worker for stage in fleet.plan.stages}) == 3
     # Losses and weights; norms and optimizer state stay with the workers.
     assert difference(found, one_stage(name), 1) == 0.0
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_workers_of_several_pieces_end_in_the_bits_of_one_stage(
+    name: str, seed: int, fleet: LoopbackFleet
+) -> None:
+    draw = random.Random(seed)
+    starts = random_starts(case(name).dag, draw.randrange(3, 7), draw)
+    owners = random_owners(len(starts), draw)
+    found = fleet.run(case(name), starts, owners)
+    assert fleet.plan is not None
+    assert [one.stage for one in fleet.plan.only.pieces] == list(owners)
+    assert difference(found, one_stage(name), 1) == 0.0
+
+
+def random_owners(pieces: int, draw: random.Random) -> tuple[int, ...]:
+    """Which of two or three workers has each piece: none has two in a row, one has several."""
+    while True:
+        found = [draw.randrange(3) for _ in range(pieces)]
+        names = list(dict.fromkeys(found))
+        several = len(names) < pieces and all(a != b for a, b in itertools.pairwise(found))
+        if several:
+            return tuple(names.index(one) for one in found)

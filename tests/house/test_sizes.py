@@ -18,7 +18,7 @@ WIDER = {
     "compressors/contrib": 19,
     "coordinator/cli": 28,
     "coordinator/membership": 16,
-    "coordinator/planning": 25,
+    "coordinator/planning": 21,
     "coordinator/planning/costs": 13,
     "coordinator/services": 23,
     "worker/federated": 14,

@@ -107,7 +107,7 @@ def pipeline_of(prepared: Prepared, *cut: int) -> LocalPipeline:
     tensors = {name: safetensors.torch.load(b"".join(blobs[key].read(0))) for name, key in named}
     dag, evaluation = prepared.graphs.dag, prepared.graphs.eval_dag
     live = Traffic(evaluation, SGD).live_bytes
-    intervals = evaluation_intervals(dag, (0, *cut), evaluation, live)
+    intervals = evaluation_intervals(dag, (0, *cut), range(len(cut) + 1), evaluation, live)
     assert intervals is not None
     programs = stage_programs(dag, (0, *cut))
     evaluations = stage_programs(evaluation, [start for start, _ in intervals])

@@ -52,7 +52,7 @@ from atoll.plan import (
     StageSpec,
     one_replica,
 )
-from atoll.program import Produced, Received, StageProgram, TiedParameter
+from atoll.program import PiecePrograms, Produced, Received, StageProgram, TiedParameter
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -264,7 +264,7 @@ class Graphs:
     """A graph store of one job."""
 
     def programs(self, plan: Plan) -> Any:
-        return SimpleNamespace(train=(program(), program()), evaluation=(program(2), program(2)))
+        return ((PiecePrograms(program(), program(2)),),) * 2
 
     def graphs(self, dag_hash: str, eval_dag_hash: str) -> Any:
         states = dag().parameters | dag().buffers | {"mask": StateMeta(META), "x": StateMeta(META)}

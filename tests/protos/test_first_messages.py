@@ -1,6 +1,6 @@
 """Whoever speaks the protocol of the release before is refused with the side to update, whichever side it is.
 
-The messages are the bytes that commit cfcbb34a says first.
+The messages are the bytes that commit 622f406 says first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.fixtures.first_messages import recorded
 from tests.patience import HUNG_S
 from worker.control.enroll import greet
 
-BEFORE = recorded("cfcbb34a")
+BEFORE = recorded("622f406")
 EXIT_CODE = 7
 
 
@@ -64,7 +64,7 @@ def mismatch(call: Callable[[], Any]) -> str:
 
 
 def test_the_release_before_spoke_another_protocol() -> None:
-    assert (BEFORE["protocol"], BEFORE["version"]) == (PROTOCOL_VERSION - 1, "0.6.0")
+    assert (BEFORE["protocol"], BEFORE["version"]) == (PROTOCOL_VERSION - 1, "0.7.0")
 
 
 def test_a_worker_of_before_gets_no_certificate_and_no_session(stack: ExitStack, tmp_path: Path) -> None:
@@ -78,13 +78,13 @@ def test_a_worker_of_before_gets_no_certificate_and_no_session(stack: ExitStack,
     assert worker.start().ended.wait(HUNG_S)
     for words in (str(error), worker.error):
         assert f"speaks protocol {PROTOCOL_VERSION}" in words
-        assert "this worker 8; update the older of the two" in words
+        assert "this worker 9; update the older of the two" in words
 
 
 def test_a_worker_does_not_join_a_coordinator_of_before(stack: ExitStack, older: str) -> None:
     stub = rpc.EntryStub(stack.enter_context(grpc.insecure_channel(older)))
     words = mismatch(lambda: greet(stub, older, None))
-    assert words.startswith(f"{older} speaks protocol 8 (atoll 0.6.0), this worker {PROTOCOL_VERSION} (")
+    assert words.startswith(f"{older} speaks protocol 9 (atoll 0.7.0), this worker {PROTOCOL_VERSION} (")
     assert words.endswith("; update the older of the two")
 
 
@@ -92,5 +92,5 @@ def test_an_owner_is_told_to_update_a_coordinator_of_before(older: str) -> None:
     host, _, port = older.rpartition(":")
     with Client(Endpoint(host, int(port))) as client:
         words = mismatch(client.hello)
-    assert "speaks protocol 8" in words
+    assert "speaks protocol 9" in words
     assert words.endswith("update the coordinator")

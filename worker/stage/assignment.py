@@ -210,6 +210,7 @@ def assigned(asked: Assign) -> Assignment:
         asked.replay,
         asked.plan.places[asked.rank].replica,
         asked.replay is not None and asked.replay.standby,
+        tuple(PiecePrograms(piece.program, piece.eval_program) for piece in asked.further),
     )
 
 

@@ -32,7 +32,7 @@ class _Asked:
 
     attempt: int
     decision: link_policy.Decision
-    stages: tuple[str, ...]  # workers, so that another plan's answer is recognised
+    workers: tuple[str, ...]  # of the pieces, so that another plan's answer is recognised
 
 
 @dataclass(slots=True)
@@ -59,13 +59,13 @@ class Adapting:
 
     def due(self, state: JobState, due: LinksDue) -> None:
         """Log once for each link that changes: from what, to what, from which step on, and why."""
-        stages = state.plan.stages if state.plan else ()
+        workers = state.plan.only.workers if state.plan else ()
         for (source, target), (was, new) in relink.changes(due.before, due.relink.links).items():
             self.effects.log(
                 Name.LINK_CHANGED,
                 job=state.job,
-                source=stages[source].worker,
-                target=stages[target].worker,
+                source=workers[source],
+                target=workers[target],
                 before=label(was),
                 after=label(new),
                 first_step=due.relink.first_step,
@@ -145,7 +145,7 @@ class Adapting:
                 Name.LINKS_JUDGED.value, "info", state.job, {"step": state.step, "reason": decision.reason}
             )
         )
-        workers = tuple(stage.worker for stage in state.plan.stages)
+        workers = state.plan.only.workers
         if any(worker not in self.effects.roster.workers for worker in workers):
             return  # it is being lost; the next plan is made with the newest figures anyway
         self._attempts += 1
@@ -161,7 +161,7 @@ class Adapting:
         if asked is None or asked.attempt != event.attempt or state.plan is None:
             return None
         del self._asked[state.job]
-        if asked.stages != tuple(stage.worker for stage in state.plan.stages):
+        if asked.workers != state.plan.only.workers:
             return None
         changed = relink.changes(state.plan.links, event.links)
         if state.job in self.of:
@@ -170,7 +170,7 @@ class Adapting:
             return None
         why = {}
         for source, target in changed:
-            pair = (asked.stages[source], asked.stages[target])
+            pair = (asked.workers[source], asked.workers[target])
             why[source, target] = asked.decision.reasons.get(pair, asked.decision.reason)
         links = relink.explained(state.plan.links, event.links, why)
         return Relinked(links, asked.decision.reason)
@@ -231,18 +231,17 @@ def capped(spec: JobSpec, cap: float | None) -> JobSpec:
 
 
 def _pairs(state: JobState) -> list[Pair]:
-    stages = state.plan.stages if state.plan is not None else ()
-    links = state.plan.links if state.plan is not None else ()
-    return [(stages[link.source].worker, stages[link.target].worker) for link in links]
+    if state.plan is None:
+        return []
+    workers = state.plan.only.workers
+    return list(dict.fromkeys((workers[link.source], workers[link.target]) for link in state.plan.links))
 
 
 def _samples(state: JobState) -> dict[Pair, Sample]:
     """What the committed step's reports say of the plan's links."""
-    stages = state.adopted.stages
+    stages, workers = state.adopted.stages, state.adopted.only.workers
     coded = {
-        (stages[link.source].worker, stages[link.target].worker)
-        for link in state.adopted.links
-        if link.codec != "none"
+        (workers[link.source], workers[link.target]) for link in state.adopted.links if link.codec != "none"
     }
     found = {}
     for at, report in state.run.reports.items():

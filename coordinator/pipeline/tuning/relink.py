@@ -26,7 +26,7 @@ ADAPTIVE = frozenset({AUTO, ADATOPK, LOSSLESS})
 MAX_REASON_CHARS = 1000
 SHOWN_GAP = 0.01  # of the loss through the codecs: less than this is noise
 
-Stages = tuple[int, int]
+Pieces = tuple[int, int]
 
 
 def adapts(training: TrainingSpec) -> bool:
@@ -62,7 +62,9 @@ def _ratio(state: JobState, link: LinkSpec) -> float:
     if known is None or known.rated or state.plan is None:
         return link.ratio
     fixed = assumed_ratio(Compression(link.codec))
-    peer, report = state.plan.stages[link.target].worker, state.run.reports.get(link.source)
+    (replica,) = state.plan.replicas
+    peer = replica.workers[link.target]
+    report = state.run.reports.get(replica.pieces[link.source].stage)
     for carried in report.links if report is not None else ():
         if carried.peer == peer and 0 < carried.n_bytes < carried.dense_bytes:
             return min(fixed, carried.dense_bytes / carried.n_bytes)
@@ -74,7 +76,7 @@ def _loses(link: LinkSpec) -> bool:
     return known is None or not known.exact
 
 
-def changes(before: Iterable[LinkSpec], after: Iterable[LinkSpec]) -> dict[Stages, tuple[LinkSpec, LinkSpec]]:
+def changes(before: Iterable[LinkSpec], after: Iterable[LinkSpec]) -> dict[Pieces, tuple[LinkSpec, LinkSpec]]:
     """(old, new) of every link whose codec or mask is another, or whose ratio changes by 10 %."""
     old = _by_pair(before)
     found = {}
@@ -94,12 +96,12 @@ def _material(was: LinkSpec, new: LinkSpec) -> bool:
     return max(was.ratio, new.ratio) > (1.0 + MATERIAL) * min(was.ratio, new.ratio)
 
 
-def _by_pair(links: Iterable[LinkSpec]) -> dict[Stages, LinkSpec]:
+def _by_pair(links: Iterable[LinkSpec]) -> dict[Pieces, LinkSpec]:
     return {(link.source, link.target): link for link in links}
 
 
 def explained(
-    before: Iterable[LinkSpec], after: Iterable[LinkSpec], why: Mapping[Stages, str]
+    before: Iterable[LinkSpec], after: Iterable[LinkSpec], why: Mapping[Pieces, str]
 ) -> tuple[LinkSpec, ...]:
     """The new links: those in ``why`` change for that, then for the planner's reason; the others
     keep their codec, ratio and reason to the letter."""

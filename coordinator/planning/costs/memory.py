@@ -12,6 +12,8 @@ micro-batches where there are several, what is exchanged where there are replica
 
 What any stage takes on a worker, whatever its model, is in ``Device.beside``; both together are everything
 that a job adds to an idle worker, which is compared with its budget, and measured (``benchmarks.memory``).
+
+A device with several intervals (``Together``) holds what two of them use once, and runs one at a time.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from coordinator.planning.costs.op_seconds import is_trained, leaf_meta, weights
 from strategies.exchanges.catalogue import exchange_facts
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from coordinator.planning.costs.traffic import Traffic
@@ -62,6 +66,7 @@ class MemoryModel:
         shared: dict[LeafRef, list[int]] = {}
         last_use: dict[LeafRef, int] = {}
         repeats: list[tuple[int, int, float, float]] = []
+        used: dict[LeafRef, list[int]] = {}
         uses = Counter(leaf for node in dag.ops for leaf in leaf_refs(node))
         for op, node in enumerate(dag.ops):
             for leaf in leaf_refs(node):
@@ -75,6 +80,8 @@ class MemoryModel:
                 tensors[op] += bytes_trained > 0
                 # A scaled copy of a tied total, beside the total itself.
                 update[op] = max(update[op], min(2 * bytes_trained, UPDATE_PIECE_BYTES), clips * again)
+                if uses[leaf] > 1 and bytes_held:
+                    used.setdefault(leaf, []).append(op)
                 if again:
                     shared.setdefault(leaf, []).append(op)
                 if leaf in last_use and bytes_held:
@@ -91,7 +98,7 @@ class MemoryModel:
         own = np.array([self.autocast and (selective or not is_layer(node)) for node in dag.ops], dtype=bool)
         self._owed, self._waiting = prefix(owed), prefix(owed + np.where(own & (owed > 0), saved, 0.0))
         self._trainable, self._tensors, self._tied = prefix(trainable), prefix(tensors), prefix(tied)
-        self._moments, self._blocks = _moments(training.optimizer), training.blocks
+        self.moments, self._blocks = _moments(training.optimizer), training.blocks
         self._alone, self._own_copies = training.replicas == "1", own_copies
         self._largest, self._update = _largest_bytes(dag, training), update
         self._shared = [
@@ -99,6 +106,10 @@ class MemoryModel:
             for leaf, ops in shared.items()
         ]
         self._repeats = np.array(repeats, dtype=np.float64).reshape(-1, 4)
+        # Leaves of several ops: these, what is held once, and of it what each use has a gradient for.
+        self.leaves = [
+            (np.array(ops), *leaf_bytes(dag, leaf, training.optimizer)) for leaf, ops in used.items()
+        ]
         self.live = traffic.live_bytes.astype(np.float64)  # [n + 1], 0 at both ends
 
     def state_bytes(self, a: int, b: int) -> float:
@@ -126,21 +137,37 @@ class MemoryModel:
 
     def fixed_bytes(self, a: int, b: int) -> float:
         """Everything that does not grow with the micro-batches in flight, update aside."""
-        again = float(self._saved[b] - self._saved[a]) if self.full else self.again
-        passing = self._boundary(a, b) + self._messages(a, b) + self._most(self._largest, a, b)
-        return self.state_bytes(a, b) + passing + again
+        passing = self.boundary_bytes(a, b) + self.messages(((a, b),)) + self.largest_op(a, b)
+        return self.state_bytes(a, b) + passing + self.again_bytes(a, b)
 
-    def _boundary(self, a: int, b: int) -> float:
+    def again_bytes(self, a: int, b: int) -> float:
+        """Results that are computed again, at one time."""
+        return float(self._saved[b] - self._saved[a]) if self.full else self.again
+
+    def boundary_bytes(self, a: int, b: int) -> float:
         """A value being sent and one being received, or their gradients, on each side."""
         return 2.0 * float(self.live[a] + self.live[b])
 
-    def _messages(self, a: int, b: int) -> float:
+    def messages(self, pieces: Sequence[tuple[int, int]]) -> float:
         """Return the bytes of a parameter's sum for each that is trained inside and outside."""
-        return sum(
-            n_bytes
-            for first, last, ops, n_bytes in self._shared
-            if (first < a or last >= b) and np.searchsorted(ops, a) < np.searchsorted(ops, b)
-        )
+        total = 0.0
+        for _, _, ops, n_bytes in self._shared:
+            inside = sum(int(np.searchsorted(ops, b) - np.searchsorted(ops, a)) for a, b in pieces)
+            total += n_bytes if 0 < inside < len(ops) else 0.0
+        return total
+
+    def largest_op(self, a: int, b: int) -> float:
+        """What the backward of the largest op makes at one time."""
+        return self._most(self._largest, a, b)
+
+    def update_bytes(self, a: int, b: int) -> float:
+        """Temporaries of an update."""
+        return self._most(self._update, a, b)
+
+    def copies(self, once: float, tied: float) -> float:
+        """Return the bytes of gradients beside each use's own, and of a peer's own copies."""
+        beside = gradient_copies(once, tied, self._blocks, alone=self._alone)
+        return beside + self._own_copies * (once + tied)
 
     @staticmethod
     def _most(of_ops: Floats, a: int, b: int) -> float:
@@ -157,30 +184,15 @@ class MemoryModel:
     def bytes(self, a: int, b: int, in_flight: int, whole: int | None = None) -> float:
         """Bytes of a stage that runs ops [a, b) with ``in_flight`` micro-batches; see ``micros_bytes``."""
         flowing = self.fixed_bytes(a, b) + self.micros_bytes(a, b, in_flight, whole)
-        return max(flowing, self.state_bytes(a, b) + self._most(self._update, a, b))
+        return max(flowing, self.state_bytes(a, b) + self.update_bytes(a, b))
 
     def terms(self, a: int, b: int, in_flight: int, whole: int | None = None) -> dict[str, float]:
         """Return the same by name; the terms add up to it."""
-        state, (once, tied) = self.state_bytes(a, b), self.gradients(a, b)
-        optimizer = self._moments * self.trained(a, b)[0]
-        gradients = once + tied + gradient_copies(once, tied, self._blocks, alone=self._alone)
-        gradients += self._own_copies * (once + tied)
-        again = float(self._saved[b] - self._saved[a]) if self.full else self.again
-        found = {
-            "weights": state - gradients - optimizer,
-            "gradients": gradients,
-            "optimizer": optimizer,
-            "activations": again + self.micros_bytes(a, b, in_flight, whole),
-            "boundary": self._boundary(a, b),
-            "largest op": self._most(self._largest, a, b),
-            "messages": self._messages(a, b),
-        }
-        more = self.bytes(a, b, in_flight, whole) - sum(found.values())
-        return found | {"optimizer temporaries": max(0.0, more)}
+        return Together(self, ((a, b),)).terms([(in_flight, whole)])
 
     def in_flight_cap(self, a: int, b: int, limit_bytes: float, *, defer: bool = False) -> int:
         """Most micro-batches in flight under ``limit_bytes``; 0 when not even one fits."""
-        if self.state_bytes(a, b) + self._most(self._update, a, b) > limit_bytes:
+        if self.state_bytes(a, b) + self.update_bytes(a, b) > limit_bytes:
             return 0
         room = limit_bytes - self.fixed_bytes(a, b)
         each = self.per_micro_bytes(a, b, defer=defer)
@@ -251,6 +263,91 @@ class MemoryModel:
             return 0.0
         inside = (pairs[:, 0] >= a) & (pairs[:, 1] < b)
         return float(pairs[inside, column].sum())
+
+
+class Together:
+    """Bytes of a device that holds several intervals of the ops: what two of them use is there once, and it
+    runs one of them at a time."""
+
+    def __init__(self, model: MemoryModel, pieces: Sequence[tuple[int, int]]) -> None:
+        self.model, self.pieces = model, tuple(pieces)
+        again = [(held - trained, trained, self._users(ops) - 1) for ops, held, trained in model.leaves]
+        self._state_again = sum(n_bytes * times for n_bytes, _, times in again if times > 0)
+        self._trained_again = sum(n_bytes * times for _, n_bytes, times in again if times > 0)
+
+    def _users(self, ops: NDArray[np.intp]) -> int:
+        """Return how many of the intervals have one of ``ops``, ascending."""
+        if len(self.pieces) == 1:
+            return 1  # which has what is used again counted
+        return sum(bool(np.searchsorted(ops, a) < np.searchsorted(ops, b)) for a, b in self.pieces)
+
+    def state_bytes(self) -> float:
+        """Weights, gradients, optimizer state, buffers and constants."""
+        return sum(self.model.state_bytes(a, b) for a, b in self.pieces) - self._state_again
+
+    def trained(self) -> tuple[float, float]:
+        """(bytes, tensors) of the trainable parameters."""
+        n_bytes, tensors = zip(*(self.model.trained(a, b) for a, b in self.pieces), strict=True)
+        return sum(n_bytes) - self._trained_again, sum(tensors)
+
+    def gradients(self) -> tuple[float, float]:
+        """Return the bytes of gradients; see ``MemoryModel.gradients``."""
+        once, tied = zip(*(self.model.gradients(a, b) for a, b in self.pieces), strict=True)
+        return sum(once), sum(tied)
+
+    def bytes(self, micros: Sequence[tuple[int, int | None]]) -> float:
+        """Return the bytes with so many micro-batches by piece; see ``MemoryModel.micros_bytes``."""
+        flowing = self._fixed_bytes() + self._micros_bytes(micros)
+        return max(flowing, self._updating_bytes())
+
+    def terms(self, micros: Sequence[tuple[int, int | None]]) -> dict[str, float]:
+        """Return the same by name; the terms add up to it."""
+        model, state, (once, tied) = self.model, self.state_bytes(), self.gradients()
+        optimizer = model.moments * self.trained()[0]
+        gradients = once + tied + model.copies(once, tied)
+        found = {
+            "weights": state - gradients - optimizer,
+            "gradients": gradients,
+            "optimizer": optimizer,
+            "activations": self._again_bytes() + self._micros_bytes(micros),
+            "boundary": self._boundary_bytes(),
+            "largest op": max(model.largest_op(a, b) for a, b in self.pieces),
+            "messages": model.messages(self.pieces),
+        }
+        more = self.bytes(micros) - sum(found.values())
+        return found | {"optimizer temporaries": max(0.0, more)}
+
+    def caps(self, limit_bytes: float, *, ends: bool) -> list[int]:
+        """Return the most micro-batches in flight by piece, 0 where not even one each fits. ``ends``: the
+        last piece ends the pipeline and never needs more than one; the others have equally many."""
+        n = self.model.n_micro
+        *others, last = (self.model.per_micro_bytes(a, b) for a, b in self.pieces)
+        room = limit_bytes - self._fixed_bytes()
+        if self._updating_bytes() > limit_bytes or room < sum(others) + last:
+            return [0] * len(self.pieces)
+        if room >= n * (sum(others) + last):
+            return [n] * len(self.pieces)
+        each = sum(others) if ends else sum(others) + last
+        most = int((room - last * ends) // each) if each > 0 else n
+        return [min(n, most)] * len(others) + [1 if ends else min(n, most)]
+
+    def _fixed_bytes(self) -> float:
+        largest = max(self.model.largest_op(a, b) for a, b in self.pieces)
+        passing = self._boundary_bytes() + self.model.messages(self.pieces) + largest
+        return self.state_bytes() + passing + self._again_bytes()
+
+    def _boundary_bytes(self) -> float:
+        return sum(self.model.boundary_bytes(a, b) for a, b in self.pieces)
+
+    def _again_bytes(self) -> float:
+        return max(self.model.again_bytes(a, b) for a, b in self.pieces)
+
+    def _updating_bytes(self) -> float:
+        return self.state_bytes() + max(self.model.update_bytes(a, b) for a, b in self.pieces)
+
+    def _micros_bytes(self, micros: Sequence[tuple[int, int | None]]) -> float:
+        both = zip(self.pieces, micros, strict=True)
+        return sum(self.model.micros_bytes(a, b, in_flight, whole) for (a, b), (in_flight, whole) in both)
 
 
 def _largest_bytes(dag: OpDag, training: TrainingSpec) -> Floats:

@@ -85,7 +85,7 @@ def done_again(ranks: Sequence[Rank], links: Sequence[LinkUse], step_s: float, f
     return DoneAgain(usual_s, most_s, apart_s, took_s, losses_per_s)
 
 
-def part_bytes(dag: OpDag, optimizer: Optimizer, start: int, stop: int) -> int:
+def part_bytes(dag: OpDag, optimizer: Optimizer, pieces: Sequence[tuple[int, int]]) -> int:
     """Return the bytes of what a stage stores: its tensors with the optimizer's state, no gradients."""
-    leaves = {leaf for node in dag.ops[start:stop] for leaf in leaf_refs(node)}
+    leaves = {leaf for a, b in pieces for node in dag.ops[a:b] for leaf in leaf_refs(node)}
     return int(sum(held - trained for held, trained in (leaf_bytes(dag, leaf, optimizer) for leaf in leaves)))

@@ -596,6 +596,22 @@ def link_uses(work: Workload) -> tuple[LinkUse, ...]:
     return tuple(found)
 
 
+def between_devices(links: Sequence[LinkUse], together: Sequence[Sequence[int]]) -> tuple[LinkUse, ...]:
+    """Return what each device sends each other, of all its stages; devices numbered as in ``together``."""
+    device_of = {stage: at for at, those in enumerate(together) for stage in those}
+    found: dict[tuple[int, int], LinkUse] = {}
+    for use in links:
+        pair = (device_of[use.source], device_of[use.target])
+        before = found.get(pair, LinkUse(*pair, 0, 0.0))
+        found[pair] = LinkUse(
+            *pair,
+            before.n_bytes + use.n_bytes,
+            before.busy_s + use.busy_s,
+            before.under_way_s + use.under_way_s,
+        )
+    return tuple(found.values())
+
+
 def step_bytes(work: Workload, source: int, target: int) -> tuple[int, int]:
     """(payload bytes, messages) that one wire carries in a step."""
     hops = [h for h in (*work.forward, *work.backward) if h.source == source and h.target == target]

@@ -117,11 +117,16 @@ class Traffic:
         self._metas = [dag.ops[p].outputs[0] for p in self._producers]
         self._grad = [dag.ops[p].requires_grad for p in self._producers]
         self._shared = [
-            (name, ops, dag.parameters[name].meta.nbytes)
+            (name, tuple(ops), dag.parameters[name].meta.nbytes)
             for name, ops in uses.items()
             if len(ops) > 1 and is_trained(dag, name, optimizer)
         ]
         self._live: dict[int, tuple[int, ...]] = {}
+
+    @property
+    def shared(self) -> list[tuple[tuple[int, ...], int]]:
+        """(ops that use it, bytes) of each trained parameter of several ops."""
+        return [(ops, n_bytes) for _, ops, n_bytes in self._shared]
 
     @cached_property
     def live_bytes(self) -> Ints:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from coordinator.planning.chain import Chain, min_max, min_sum, threshold
+from coordinator.planning.search.chain import Chain, min_max, min_sum, threshold
 
 
 def random_chain(seed: int, devices: int, n: int, limits: bool = True) -> Chain:

@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from coordinator.planning.clusters import groups, shortest_path, visiting_order
+from coordinator.planning.search.clusters import groups, shortest_path, visiting_order
 from tests.coordinator.planning.fleets import islands, two_islands
 
 

@@ -14,9 +14,9 @@ from atoll.plan import validate
 from coordinator.planning.baselines import layer_starts
 from coordinator.planning.costs.fleet import Fleet
 from coordinator.planning.costs.lower_bound import lower_bound
-from coordinator.planning.op_fence import Effort
 from coordinator.planning.planner import PlanRequest, make_plan, plan_candidates
 from coordinator.planning.problem import Candidate, Problem
+from coordinator.planning.search.op_fence import Effort
 from tests.coordinator.planning.dags import chain_dag, gpt_like
 from tests.coordinator.planning.fleets import eight_hosts, random_fleet, two_islands
 

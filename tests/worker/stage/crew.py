@@ -89,7 +89,7 @@ class Case:
 
     def programs(self, starts: Sequence[int]) -> tuple[tuple[StageProgram, ...], tuple[StageProgram, ...]]:
         live = Traffic(self.evaluation, TRAINING.optimizer).live_bytes
-        intervals = evaluation_intervals(self.dag, starts, self.evaluation, live)
+        intervals = evaluation_intervals(self.dag, starts, range(len(starts)), self.evaluation, live)
         assert intervals is not None
         evaluations = stage_programs(self.evaluation, [begin for begin, _ in intervals])
         return stage_programs(self.dag, starts), evaluations

@@ -12,7 +12,7 @@ from atoll.job import Optimizer, OptimizerName, Precision, TrainingSpec
 from atoll.opdag import OpDag, leaf_refs
 from atoll.stage_memory import BESIDE, BESIDE_BYTES
 from coordinator.planning.costs.fleet import Device
-from coordinator.planning.costs.memory import MemoryModel
+from coordinator.planning.costs.memory import MemoryModel, Together
 from coordinator.planning.costs.traffic import Traffic
 from tests.coordinator.planning.dags import chain_dag, gpt_like
 
@@ -48,6 +48,50 @@ def test_the_terms_add_up_to_what_the_planner_counts(
             assert tuple(terms) == NAMES
             assert min(terms.values()) >= 0.0
             assert sum(terms.values()) == pytest.approx(memory.bytes(a, b, 2))
+
+
+def test_several_intervals_hold_what_they_share_once_and_add_up_to_their_terms() -> None:
+    for dag in (gpt_like(2), chain_dag(3, 30, skips=0.3, tied=True)):
+        memory = model(dag)
+        for a, b in intervals(dag, seed=1):
+            one, two = Together(memory, [(a, b)]), [(2, None)]
+            assert one.bytes(two) == pytest.approx(memory.bytes(a, b, 2))  # type: ignore[arg-type]
+            assert one.trained() == memory.trained(a, b)
+            rest = [(x, y) for x, y in ((0, a), (b, len(dag.ops))) if x < y]
+            if len(rest) == 2:
+                both = Together(memory, rest)
+                terms = both.terms([(2, None), (1, None)])
+                assert sum(terms.values()) == pytest.approx(both.bytes([(2, None), (1, None)]))
+                used = {r for x, y in rest for node in dag.ops[x:y] for r in leaf_refs(node)}
+                held = sum(dag.parameters[r.name].meta.nbytes for r in used if r.name in dag.parameters)
+                assert terms["weights"] == held
+                assert both.trained()[0] == held
+
+
+def test_both_ends_of_a_tied_model_hold_the_table_once_and_send_no_sum_of_it() -> None:
+    dag = gpt_like(2)
+    memory, table = model(dag), dag.parameters["wte"].meta.nbytes
+    uses = [op for op, node in enumerate(dag.ops) if any(r.name == "wte" for r in leaf_refs(node))]
+    ends = [(0, uses[0] + 1), (uses[-1], len(dag.ops))]
+    apart = [memory.terms(a, b, 1) for a, b in ends]
+    both = Together(memory, ends).terms([(1, None), (1, None)])
+    assert [terms["messages"] for terms in (*apart, both)] == [table, table, 0.0]
+    for name in ("weights", "optimizer"):
+        assert both[name] == sum(terms[name] for terms in apart) - table * (1 + (name == "optimizer"))
+    assert both["gradients"] == sum(terms["gradients"] for terms in apart)  # one for each use
+
+
+def test_the_last_piece_of_a_pipeline_has_one_micro_batch_and_the_others_what_is_left() -> None:
+    dag = gpt_like(2)
+    memory, ends = model(dag), [(0, 3), (len(dag.ops) - 4, len(dag.ops))]
+    both = Together(memory, ends)
+    for limit in (both.bytes([(n, None), (1, None)]) for n in (1, 2, 3)):
+        caps = both.caps(limit, ends=True)
+        assert caps[1] == 1
+        assert both.bytes([(caps[0], None), (1, None)]) <= limit
+        assert caps[0] == 4 or both.bytes([(caps[0] + 1, None), (1, None)]) > limit
+    assert both.caps(both.bytes([(1, None), (1, None)]) - 1.0, ends=True) == [0, 0]
+    assert both.caps(1e15, ends=True) == [4, 4]
 
 
 def test_the_terms_of_the_state_are_those_of_its_parameters() -> None:
