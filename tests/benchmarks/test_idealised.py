@@ -110,11 +110,7 @@ def uneven(work: Workload) -> Workload:
     return replace(work, stages=tuple(map(other, work.stages)))
 
 
-# The independent simulation has one pool of deferred gradients a device, the timeline one a piece.
-DEFERRED_IN_PIECES = ("v-zero-bubble", "zb-v", "chimera-zero-bubble")
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in DEFERRED_IN_PIECES])
+@pytest.mark.parametrize("name", NAMES)
 def test_an_independent_simulation_finds_the_same_step(name: str) -> None:
     for n_devices, n_micro in ((4, 8), (8, 8)):
         for found in some(name, n_devices, n_micro):

@@ -209,11 +209,17 @@ class _Stage:
         self.out_forward: list[_Out] = []
         self.out_backward: list[_Out] = []
 
-    def fill(self, free_s: float, until_s: float) -> float:
+    def fill(self, free_s: float, until_s: float, most_s: float = inf) -> float:
         """Take deferred weight gradients piece by piece until something arrives; when that ends."""
-        took = min(self.owed_s, ceil((until_s - free_s) / self.piece_s) * self.piece_s)
+        took = min(self.owed_s, most_s, ceil((until_s - free_s) / self.piece_s) * self.piece_s)
         self.owed_s -= took
         return free_s + took
+
+    @property
+    def owes(self) -> int:
+        """Micro-batches of which weight gradients are left to be taken."""
+        # Sums of floats: a billionth of a micro-batch is none.
+        return max(1, ceil(self.owed_s / self.load.weights_s - 1e-9)) if self.owed_s > 0.0 else 0
 
     def pay(self) -> float:
         """Seconds of what is left of the weight gradients whose turn has come."""
@@ -458,6 +464,7 @@ class _InTurn(_Simulation):
         self.beside: dict[int, list[_Stage]] = {}  # by stage: all of its device
         self.turns: dict[int, Iterator[_Stage]] = {}
         self.here: dict[tuple[Work, int], list[_Stage]] = {}  # who has at once what a stage makes
+        self.deferred = [0] * len(self.stages)  # by stage: micro-batches whose weight gradients were
         for device, those in enumerate(work.together):
             stages = [self.stages[s] for s in those]
             order = iter(
@@ -486,16 +493,24 @@ class _InTurn(_Simulation):
 
     def _start(self, stage: _Stage, free_s: float) -> None:
         begin = stage.here_s[stage.at]
-        for other in self.beside[stage.index]:
-            if begin > free_s and not stage.owed_s and other.owed_s > 0.0:
-                filled_s = other.fill(free_s, begin)
-                self._bar(other, Work.WEIGHT, free_s, filled_s)
-                free_s = filled_s
+        while begin > free_s and (owing := self._owing(stage)) is not None:
+            rest_s = owing.owed_s - (owing.owes - 1) * owing.load.weights_s
+            filled_s = owing.fill(free_s, begin, rest_s)
+            self._bar(owing, Work.WEIGHT, free_s, filled_s)
+            free_s = filled_s
         super()._start(stage, free_s)
+
+    def _owing(self, stage: _Stage) -> _Stage | None:
+        """Which stage of the device takes deferred weight gradients next: as a worker, of the first
+        micro-batch, first pieces first."""
+        owing = (other for other in self.beside[stage.index] if other.owes)
+        return min(owing, key=lambda other: self.deferred[other.index] - other.owes, default=None)
 
     def _action_done(self, now: float, stage: _Stage) -> None:
         action = stage.actions[stage.at]
         ahead = action.work is Work.FORWARD
+        if action.work is Work.INPUT:
+            self.deferred[stage.index] += 1
         if action.work is not Work.WEIGHT:
             for other in self.here.get((Work.FORWARD if ahead else Work.BACKWARD, stage.index), ()):
                 turn = (other.forward_turns if ahead else other.backward_turns)[action.micro]

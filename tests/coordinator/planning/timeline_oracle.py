@@ -145,17 +145,17 @@ class Pipeline:
             for s in stages:
                 yield self.signals["begin", step, s]
             yield sum(work.stages[s].apply_s for s in stages)
-            debt, left = 0.0, 0  # of weight gradients: seconds, micro-batches
+            debt: dict[int, list[tuple[int, float]]] = {
+                s: [] for s in stages
+            }  # of weight gradients: (micro-batch, seconds), ascending
             of_piece = {s: len(work.stages[s].actions) for s in stages}
             for turn, action in enumerate(turns):
                 m, s = action.micro, stages[action.piece]
                 load = work.stages[s]
                 of_piece[s] -= 1
                 if action.work == "W":
-                    left -= 1
-                    due = max(0.0, debt - left * load.weights_s)
-                    yield due
-                    debt -= due
+                    if debt[s] and debt[s][0][0] == m:
+                        yield debt[s].pop(0)[1]
                     if not of_piece[s]:
                         self.signals["computed", step, s].fire(self.clock)
                     continue
@@ -163,16 +163,19 @@ class Pipeline:
                 for hop in hops:
                     if hop.target == s:
                         came = self.signals[way, step, hop.source, s, m]
-                        while debt > 0 and not came.fired:
-                            piece = min(debt, load.weights_s / load.pieces)
-                            yield piece
-                            debt -= piece
+                        while any(debt.values()) and not came.fired:
+                            _, owing = min((debt[t][0][0], t) for t in stages if debt[t])
+                            micro, rest = debt[owing].pop(0)
+                            piece = work.stages[owing].weights_s / work.stages[owing].pieces
+                            if rest > 1.5 * piece:
+                                debt[owing].insert(0, (micro, rest - piece))
+                                rest = piece
+                            yield rest
                         yield came
                 took = load.forward_s if action.work == "F" else load.backward_s
                 if action.work == "I":
                     took += load.apart_s - load.weights_s
-                    debt += load.weights_s
-                    left += 1
+                    debt[s].append((m, load.weights_s))
                 yield took + load.action_s
                 for hop in hops:
                     if hop.source == s:

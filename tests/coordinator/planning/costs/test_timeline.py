@@ -119,7 +119,15 @@ def in_pieces(seed: int) -> Workload:
     starts = (0, *sorted(draw.sample(range(1, 40), n_pieces - 1)))
     devices = tuple(draw.randrange(n_devices) for _ in starts)
     warmups = sorted((draw.randrange(problem.n_micro + 1) for _ in starts), reverse=True)
-    return problem.workload(Candidate(devices, starts), [Depth(warmup) for warmup in warmups])
+    held = draw.randrange(1, problem.n_micro + 1) if draw.random() < 0.6 else 0
+    work = problem.workload(Candidate(devices, starts), [Depth(warmup, held) for warmup in warmups])
+    if not held:
+        return work
+    stages = (
+        replace(s, weights_s=s.backward_s * draw.uniform(0.1, 0.9), pieces=draw.randrange(1, 5))
+        for s in work.stages
+    )
+    return replace(work, stages=tuple(stages))
 
 
 @pytest.mark.parametrize("block", range(4))
