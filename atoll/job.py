@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from atoll.bounded import (
@@ -248,6 +249,8 @@ class Job:
     ``data`` gives every one of them. ``metrics`` names further scalars of what the module returns in
     evaluation mode ("accuracy"), reported as means over the evaluation's micro-batches. With
     ``federated``, clients train on data of their own (``data`` is an ``atoll.federated.Registered``).
+    ``weights``: a folder of safetensors, or one file, whose tensors the module takes, which may be on the
+    meta device.
     """
 
     module: torch.nn.Module
@@ -258,6 +261,7 @@ class Job:
     notes: Mapping[str, Any] = field(default_factory=dict)  # for the job file's own records: never used
     metrics: tuple[str, ...] = ()
     federated: Federated | None = None
+    weights: str | Path | None = None
 
     def __post_init__(self) -> None:
         check_job(self, TrainingSpec, Federated)

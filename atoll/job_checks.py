@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from atoll.errors import UsageError
@@ -26,7 +27,9 @@ _WRAPPED = (  # modules around the module that is meant, and where they keep it
 
 def check_job(job: Any, training: type, federated: type) -> None:
     """UsageError for a part that is something else than its declaration says, with what to write instead."""
-    _check_module(job.module)
+    if job.weights is not None and not isinstance(job.weights, str | Path):
+        raise UsageError(f"weights = {described(job.weights)}; give the path of a folder of safetensors")
+    _check_module(job.module, job.weights is not None)
     _check_examples(job.example_inputs, job.module)
     if not isinstance(job.training, training):
         raise UsageError(
@@ -81,7 +84,7 @@ def _from_zero(name: str, value: float) -> None:
 # ---------------------------------------------------------------- module and example inputs
 
 
-def _check_module(module: Any) -> None:
+def _check_module(module: Any, weights: bool) -> None:
     if isinstance(module, type):
         raise UsageError(f"module is the class {module.__name__}; give an instance, {module.__name__}(...)")
     if not is_a(module, _MODULE):
@@ -98,9 +101,10 @@ def _check_module(module: Any) -> None:
             raise UsageError(
                 f"{name!r} of the module has no size yet; call the module once on the example inputs in job()"
             )
-        if tensor.is_meta:
+        if tensor.is_meta and not weights:
             raise UsageError(
-                f"{name!r} of the module is on the meta device, which holds no values; load its weights first"
+                f"{name!r} of the module is on the meta device, which holds no values; load its weights, or "
+                "name their folder in Job(weights=...)"
             )
 
 

@@ -36,6 +36,7 @@ from benchmarks.transport import (
 )
 from benchmarks.waits import HUNG_S
 from lab.world import Lab
+from worker.transport.contract import Paths
 from worker.transport.frames import Direction, MessageKey
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Neighbour(End):
 
     def join(self, host: str, port: int, there: int, back: int) -> float:
         """Connect both ways of exchanging; returns the round trip, seconds."""
-        self.network.dial(self.other, [(host, port)], 30)
+        self.network.meet(self.other, Paths(((host, port),), dial=True), 30)
         self.sockets["out"] = socket.create_connection((host, there))
         self.sockets["in"] = socket.create_connection((host, back))
         self._start(self._read, self.sockets["in"])

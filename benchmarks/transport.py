@@ -41,7 +41,7 @@ from lab.tun import unavailable
 from lab.world import Lab
 from protos.credentials import Authority, Identity, identity_from, new_key, signing_request
 from worker.machine.malloc import keep_chunk_memory
-from worker.transport.contract import TransportConfig
+from worker.transport.contract import Paths, TransportConfig
 from worker.transport.frames import Direction, MessageKey
 from worker.transport.network import PeerNetwork
 
@@ -215,7 +215,7 @@ class End:
 
     def connect(self, host: str, port: int, raw: int, tls: int = 0, back: int = 0) -> dict[str, Any]:
         """``tls``, ``back`` 0: not measured."""
-        self.network.dial("w-b", [(host, port)], 30)
+        self.network.meet("w-b", Paths(((host, port),), dial=True), 30)
         self.sockets["raw"] = socket.create_connection((host, raw))
         if back:
             self._start(self._receive_plain, socket.create_connection((host, back)))

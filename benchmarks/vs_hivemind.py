@@ -152,7 +152,7 @@ class Peer:
         """Dial the other peer at an address of ``peers``; returns those of this one."""
         if peers:
             host, _, port = peers[0].rpartition(":")
-            self.network.dial(PEERS[1 - self.rank], [(host, int(port))], JOIN_S)
+            self.network.meet(PEERS[1 - self.rank], Paths(((host, int(port)),), dial=True), JOIN_S)
         return [f"{self.host}:{self.network.port}"]
 
     def prepare(self, number: int) -> float:

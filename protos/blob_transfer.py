@@ -65,6 +65,15 @@ class LocalBlob:
 
         return cls(hashlib.sha256(data).hexdigest(), len(data), pieces)
 
+    @classmethod
+    def streamed(cls, read: Callable[[int], Iterable[bytes]]) -> LocalBlob:
+        """The blob whose pieces ``read(offset)`` gives, the same every time; never in memory as a whole."""
+        digest, size = hashlib.sha256(), 0
+        for piece in read(0):
+            digest.update(piece)
+            size += len(piece)
+        return cls(digest.hexdigest(), size, read)
+
 
 def upload(
     port: BlobPort,

@@ -313,6 +313,11 @@ class StepReady:
     digest: Digest = NO_DIGEST
     receipt: RoundReceipt | None = None  # of the round that ends a period of local steps
 
+    @property
+    def computed_s(self) -> float:
+        """Seconds of forwards, backwards and the optimizer's step."""
+        return self.forward_s + self.backward_s + self.optimizer_s
+
 
 @dataclass(frozen=True, slots=True)
 class EvalReady:

@@ -89,7 +89,7 @@ def self_check(
     A deep network with batch norm turns the rounding of bf16 into half of a gradient, so what deviates there
     is compared in fp32 before it is refused. Raises SelfCheckError naming the loss, parameters or buffers
     that differ and by how much, or the Python state that forward changes. The module is left as it was;
-    works on a copy, so it needs its memory twice.
+    works on a copy that shares its parameters' memory, and needs that of their gradients twice.
     """
     _refuse_hooks(module)
     try:
@@ -149,12 +149,21 @@ def _copy(module: nn.Module) -> nn.Module:
         for value in vars(part).values()
         if isinstance(value, Tensor) and not value.is_leaf
     }
+    # A class of its own may hold anything.
+    kept |= {id(p): _shared(p) for p in module.parameters() if type(p) is nn.Parameter}
     try:
         return copy.deepcopy(module, dict(kept))
     except Exception as error:  # a module may hold anything
         raise CaptureError(
             _not_copied(module) or f"the module cannot be copied to be checked: {error}"
         ) from error
+
+
+def _shared(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter with a gradient of its own on the same memory: no graph writes a parameter."""
+    found = nn.Parameter(parameter.detach(), parameter.requires_grad)
+    vars(found).update(vars(parameter))
+    return found
 
 
 def _not_copied(module: nn.Module) -> str:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from atoll.job import TrainingSpec
     from coordinator.client.prepare import Graphs, Prepared
+    from protos.blob_transfer import LocalBlob
 
 FINISHED = "finished"
 ENDED = frozenset({FINISHED, "failed", "cancelled"})
@@ -117,7 +118,11 @@ class Client:
 
     def upload(self, prepared: Prepared, progress: Progress = silent) -> int:
         """Send the blobs the coordinator lacks; returns the bytes sent. May be repeated."""
-        return upload(self._blobs, prepared.blobs, self._attempts(), progress)
+        return self.send(prepared.blobs, progress)
+
+    def send(self, blobs: Sequence[LocalBlob], progress: Progress = silent) -> int:
+        """Send what of ``blobs`` the coordinator lacks; returns the bytes sent. May be repeated."""
+        return upload(self._blobs, blobs, self._attempts(), progress)
 
     def submit(
         self, prepared: Prepared, progress: Progress = silent, submission: str | None = None
@@ -138,7 +143,7 @@ class Client:
         timeout_s: float = 600.0,
     ) -> LivePlan:
         """Return the coordinator's plan for this model on its fleet now; nothing is started."""
-        upload(self._blobs, [graphs.blob, graphs.eval_blob], self._attempts())
+        self.send([graphs.blob, graphs.eval_blob])
         request = pb.PlanRequest(
             dag_hash=graphs.blob.hash,
             eval_dag_hash=graphs.eval_blob.hash,

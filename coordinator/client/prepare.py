@@ -5,7 +5,8 @@ Runs on the owner's machine; what comes out is a JobSpec without code and the bl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ from coordinator.capture.capture import Captured, capture
 from coordinator.capture.self_check import CheckResult, self_check
 from coordinator.capture.torch_export import meta_of, modes_in_words
 from coordinator.client.transfer import PIECE_BYTES
+from coordinator.client.weights import with_weights
 from coordinator.federated.checks import check_federated, check_inputs, check_spec, check_wrapped
 from coordinator.planning.ratios import check_compression
 from protos.blob_transfer import LocalBlob
@@ -93,6 +95,8 @@ def prepare(
     """
     check_compression(job.training.compression)
     federated = federated_spec(job)
+    if words := with_weights(job):
+        tell(words)
     tell("materialising the data")
     data, held_out = materialised(job)
     tell("capturing the model as an op-DAG")
@@ -111,7 +115,7 @@ def prepare(
     tell("hashing weights and data")
     blobs: list[LocalBlob] = []
     graphs = Graphs.of(captured)
-    tensors = {name: _tensor_blob(tensor) for name, tensor in captured.state.items()}
+    tensors = {name: tensor_blob(tensor) for name, tensor in captured.state.items()}
     data_spec = _store(data, blobs)
     eval_spec = _store(held_out, blobs) if held_out is not None else None
     spec = JobSpec(
@@ -134,7 +138,8 @@ def prepare(
 
 
 def capture_graphs(job: Job) -> Graphs:
-    """The op-DAGs of ``job``'s model, for planning; raises CaptureError."""
+    """The op-DAGs of ``job``'s model, for planning; raises CaptureError, and what ``with_weights`` does."""
+    with_weights(job)
     return Graphs.of(captured_of(job, tail=False))
 
 
@@ -347,11 +352,24 @@ def _store(data: Materialised, blobs: list[LocalBlob]) -> DataSpec:
     return data.stored({key: blob.hash for key, blob in made.items()})
 
 
-def _tensor_blob(tensor: torch.Tensor) -> LocalBlob:
-    def read() -> bytes:
-        return safetensors.torch.save({VALUE: tensor.detach().cpu().contiguous()})
+def tensor_blob(tensor: torch.Tensor) -> LocalBlob:
+    """A tensor as the blob that it travels in: a safetensors file of one, read in pieces."""
+    data = tensor.detach().reshape(-1)
+    # The file format's own name of the type, of a tensor without elements.
+    named = json.loads(safetensors.torch.save({VALUE: data[:0]})[8:])[VALUE]
+    value = {**named, "shape": list(tensor.shape), "data_offsets": [0, data.numel() * data.element_size()]}
+    text = json.dumps({VALUE: value}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
 
-    return LocalBlob.of(read, PIECE_BYTES)
+    def read(offset: int) -> Iterator[bytes]:
+        if offset < len(head):
+            yield head[offset:]
+        numbers = data.cpu().contiguous().view(torch.uint8).numpy()
+        for at in range(max(0, offset - len(head)), len(numbers), PIECE_BYTES):
+            yield numbers[at : at + PIECE_BYTES].tobytes()
+
+    return LocalBlob.streamed(read)
 
 
 def _array_blob(array: Array) -> LocalBlob:

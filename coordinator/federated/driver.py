@@ -24,6 +24,7 @@ from coordinator.messages import instructions as do
 from coordinator.messages.facts import OWNER, STATE, JobRecord, RoundClosed
 from coordinator.messages.jobs import (
     PREPARING,
+    RESTART_GRACE_S,
     Broken,
     Cancelled,
     Dropped,
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from coordinator.config import CoordinatorConfig
     from coordinator.membership.effects import Effects
     from coordinator.membership.measuring import Measuring
-
-RESTART_GRACE_S = 15.0  # for the clients of a running job to come back after our restart
 
 
 @dataclass(slots=True)

@@ -91,6 +91,7 @@ from coordinator.messages.jobs import (
     ENDED,
     FEDERATING,
     GATHERS,
+    MAX_FAILURES,
     Broken,
     Cancelled,
     Dropped,
@@ -99,7 +100,6 @@ from coordinator.messages.jobs import (
     Waits,
 )
 
-MAX_FAILURES = 3  # of the aggregator, without a closed round in between
 STORAGE_RETRY_S = 5.0
 GATHER_S = 60.0  # at most, for clients that still load, once there are enough others
 

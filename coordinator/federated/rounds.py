@@ -43,11 +43,10 @@ from coordinator.messages.events import (
 )
 from coordinator.messages.facts import JobEnded, RoundClosed
 from coordinator.messages.instructions import EvaluateRound, Model, RoundTaken, TrainRound
-from coordinator.messages.jobs import Phase, Record
+from coordinator.messages.jobs import RECENT, Phase, Record
 from strategies import make_strategy
 
 SHOWN = 4  # names in a reason
-RECENT = 21  # round times kept for medians
 MAX_REPEATS = 3  # of one round
 BESIDE_BYTES = 32 * 2**20
 """Of a model that the owner's machine evaluates while clients train: with larger ones, whose rounds are long

@@ -312,6 +312,11 @@ class Roster:
     def idle_count(self) -> int:
         return len(self._idle)
 
+    def beat_of(self, worker: str, job: str) -> Heartbeat | None:
+        """Return a worker's newest heartbeat, None where it is about another job, or none."""
+        beat = self.workers[worker].beat if worker in self.workers else None
+        return beat if beat is not None and beat.job == job else None
+
     def addresses(self, worker: str, caller: str) -> Addresses:
         """Return the addresses of ``worker`` that ``caller`` may be asked to dial; none: nowhere."""
         them, us = self.workers[worker].introduction, self.workers[caller].introduction

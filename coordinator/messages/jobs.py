@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from atoll.exchange import Exchange
 from atoll.job import JobSpec
-from atoll.plan import LinkSpec, Plan
+from atoll.plan import LinkSpec, Plan, Prediction, StagePrediction
 from atoll.step_loss import StepLoss
 from coordinator.messages.events import StageMessage, StepReady
 from coordinator.messages.facts import Checkpoint, Fact
@@ -44,6 +44,10 @@ GATHERS = frozenset({Phase.GATHERING, Phase.CONSENTING})
 FEDERATING = GATHERS | {Phase.TRAINING, Phase.AGGREGATING, Phase.EVALUATING}
 STEPPING = frozenset({Phase.TRAINING, Phase.EVALUATING})
 ENDED = frozenset({Phase.FINISHED, Phase.FAILED, Phase.CANCELLED})
+
+RECENT = 21  # times of steps, or of rounds, kept for medians
+MAX_FAILURES = 3  # of stages, or of the aggregator, without a committed step or a closed round in between
+RESTART_GRACE_S = 15.0  # for the workers of a running job to come back after our restart
 
 
 BESIDE = 1 << 31
@@ -104,6 +108,36 @@ class Cause(StrEnum):
         return self not in (Cause.UNFIT, Cause.CHOSEN)
 
 
+WORTH = 1.5  # seconds that a plan change saves, over those that it takes
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Price of a plan change: the seconds that the job stands still, and that each later step saves.
+
+    ``pause_s``: to notice, plan and load, and for what is done again; then each of the ``left`` steps takes
+    ``saved_s`` less than its ``usual_s``. ``why``: what the pause is made of; ``again``: steps that all do
+    again; ``copy``: where who takes over has its stage's part of the checkpoint from.
+    """
+
+    pause_s: float = 0.0
+    usual_s: float = 0.0
+    saved_s: float = 0.0
+    left: int = 0
+    why: str = ""
+    again: int = 0
+    copy: str = ""
+
+    @property
+    def late_s(self) -> float:
+        """Seconds by which the job would end later, below 0 sooner."""
+        return self.pause_s - self.saved_s * self.left
+
+    def pays(self, least: float = 0.0) -> bool:
+        """Whether a change is worth its pause, and saves at least a share of a step."""
+        return self.saved_s >= least * self.usual_s and self.saved_s * self.left > WORTH * self.pause_s
+
+
 @dataclass(frozen=True, slots=True)
 class PlanChange:
     """From a job's plan to the next; what follows for each worker is the difference of the two.
@@ -111,8 +145,7 @@ class PlanChange:
     ``plan``: under the version that it has then; None: what the planner makes of the fleet as it is then.
     ``sources``: what ranks load and repeat steps from; all others hold their stages, as standbys perhaps. Of
     a plan that is to be made every rank's. ``suspects``: of what the change is for, beside those who go.
-    ``instead``: why nobody takes over what is lost, where whole replicas go on without it; ``for_now``: who
-    joins might. ``late_s``: by which the job would end later, below 0 sooner; of what nobody is lost for.
+    ``for_now``: nobody takes over what is lost, but who joins might. ``price``: free where nobody has asked.
     """
 
     plan: Plan | None
@@ -120,9 +153,8 @@ class PlanChange:
     cause: Cause
     reason: str
     suspects: frozenset[str] = frozenset()
-    instead: str = ""
     for_now: bool = False
-    late_s: float = 0.0
+    price: Price = Price()
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -451,6 +483,22 @@ class JobState:
         return self.plan
 
     @property
+    def workers(self) -> tuple[str, ...]:
+        """Workers by rank, lost peers too; none without a plan."""
+        return tuple(place.worker for place in self.plan.places) if self.plan is not None else ()
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """What was predicted of the plan that runs."""
+        return self.plan.prediction if self.plan is not None else None
+
+    @property
+    def predicted(self) -> tuple[StagePrediction, ...]:
+        """What was predicted of each rank, nothing where that is not known."""
+        stages = self.prediction.stages if self.prediction is not None else ()
+        return stages if len(stages) == self.n_ranks else ()
+
+    @property
     def next_version(self) -> int:
         """Version of the next plan: above every one that was sent."""
         return max(self.version, self.run.relink.version if self.run.relink is not None else 0) + 1
@@ -510,6 +558,12 @@ class JobState:
         return (
             sorted(self.run.step_times_s)[len(self.run.step_times_s) // 2] if self.run.step_times_s else None
         )
+
+    @property
+    def usual_step_s(self) -> float:
+        """Seconds of a step: the median of the last ones, as predicted before the second commit; 0 where
+        neither is known."""
+        return self.median_step_s or (self.prediction.step_s if self.prediction is not None else 0.0)
 
 
 def moved(

@@ -24,6 +24,7 @@ from coordinator.messages.jobs import (
     WAITING,
     Broken,
     Cancelled,
+    Cause,
     Dropped,
     Event,
     Exclude,
@@ -258,7 +259,7 @@ class PipelineDriver:
         if back is not None:
             self.returns.missed(state, back, worker, f"is lost: {reason}")
         else:
-            self.losses.replace(state, rank, reason)
+            self.losses.go_on(state, {rank}, reason)
 
     def _place(self, state: JobState, todo: Placed) -> None:
         """Have every worker hold the part of the plan that it has now."""
@@ -456,7 +457,7 @@ class PipelineDriver:
             case Redo(reason):
                 self.losses.doubted(self.jobs[state.job], reason)
             case Exclude(ranks, reason):
-                self.losses.exclude(self.jobs[state.job], ranks, reason)
+                self.losses.go_on(self.jobs[state.job], ranks, reason, Cause.BROKEN)
             case Placed():
                 self._place(state, todo)
             case Point(step, name, value):

@@ -121,11 +121,8 @@ def stores_anew(state: JobState, record: JobRecord, rank: int) -> bool:
 def logged_from(state: JobState, roster: Roster, rank: int, worker: str | None = None) -> int:
     """Return the step from which on a rank's send log is whole, 0 before it has reported that; ``worker``:
     who has the rank, None: whom the plan says."""
-    if state.plan is None:
-        return 0
-    known = roster.workers.get(worker or state.plan.places[rank].worker)
-    beat = known.beat if known is not None else None
-    return beat.logged_from if beat is not None and beat.job == state.job else 0
+    beat = roster.beat_of(worker or state.workers[rank], state.job)
+    return beat.logged_from if beat is not None else 0
 
 
 def logs_short(state: JobState, roster: Roster) -> bool:

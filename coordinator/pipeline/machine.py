@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from atoll.job import CHECKPOINT_EVERY_S
-from atoll.plan import Plan
 from atoll.step_loss import StepLoss
 from atoll.transitions import Transitions
 from coordinator.messages import peer_tensors
@@ -24,12 +23,13 @@ from coordinator.messages.facts import (
     Evaluated,
     JobEnded,
     PlanAdopted,
-    Reconfigured,
 )
 from coordinator.messages.instructions import StepCommit, StepDiscard, StepStart
 from coordinator.messages.jobs import (
     ENDED,
+    MAX_FAILURES,
     PREPARING,
+    RECENT,
     RUNNING,
     STEPPING,
     WAITING,
@@ -63,18 +63,15 @@ from coordinator.messages.jobs import (
     Waits,
 )
 from coordinator.pipeline import commits, joined, periods, snapshots
-from coordinator.pipeline.changes.reconfigure import carried_over
-from coordinator.pipeline.changes.whole_replicas import reshares
+from coordinator.pipeline.changes.carried_over import carried_over, fact_of
 from coordinator.pipeline.health import disputes
 from coordinator.pipeline.health.doubt import diverged, doubted, words
 from coordinator.pipeline.history import staleness
 from coordinator.pipeline.tuning import relink
 from coordinator.planning.costs.losses import STORING_SHARE
 
-RECENT = 21  # step times kept for medians
-SHORT_SHARE = 5.0  # ... and a fifth where send logs are short: one that holds less than that takes always is
-MAX_FAILURES = 3  # of stages, without a committed step in between, ...
-MOST_LOSSES = 12  # ... and of these and losses together
+SHORT_SHARE = 5.0  # times what storing takes, between checkpoints where send logs are short: some always are
+MOST_LOSSES = 12  # and of stages that failed, without a committed step in between
 ROLLED_BACK = "rolled_back"  # metric: steps after its own, up to its value, are done again
 TWICE = 2  # a worker has not stored its part: the next time is not waited for
 NOBODY: Mapping[str, int] = {}
@@ -531,29 +528,12 @@ def _change(state: JobState, event: PlanChange, now_s: float) -> Outcome:
     moved = carried_over(state, event, before, plan, counts)
     stay = {plan.places[rank].worker for rank in plan.present}
     left = tuple(worker for worker in held if worker not in stay)
-    todo: list[Todo] = [Record(_fact_of(state, before, plan, event)), Placed(left, event.reason)]
+    todo: list[Todo] = [Record(fact_of(state, before, plan, event)), Placed(left, event.reason)]
     for done, parts in sorted(moved.storing.parts.items()):
         if moved.local and done in moved.storing.parts and moved.store_ranks <= parts.keys():
             moved, more = _whole(moved, done, parts, now_s)  # who is lost was the last that had not stored
             todo += more
     return moved, todo
-
-
-def _fact_of(state: JobState, before: Plan, plan: Plan, event: PlanChange) -> Reconfigured:
-    """Return what the journal keeps of a change: how the next plan differs."""
-    reshared = reshares(before, plan)
-    return Reconfigured(
-        state.job,
-        plan.version,
-        state.step,
-        state.run.assigned,
-        event.workers,
-        tuple(sorted(event.sources)),
-        event.reason,
-        tuple(sorted(plan.absent)),
-        plan.exchange if plan.exchange != before.exchange and not reshared else None,
-        replace(plan, version=before.version) if reshared else None,
-    )
 
 
 def _too_often(state: JobState, cause: Cause) -> bool:

@@ -21,8 +21,18 @@ from coordinator.messages import instructions as do
 from coordinator.messages.events import Held
 from coordinator.messages.facts import JobRecord
 from coordinator.messages.instructions import Relink, StepCommit
-from coordinator.messages.jobs import ENDED, Event, FromRank, JobState, Phase, Resumed, anew
-from coordinator.pipeline.changes.reconfigure import at_hand
+from coordinator.messages.jobs import (
+    ENDED,
+    RESTART_GRACE_S,
+    Cause,
+    Event,
+    FromRank,
+    JobState,
+    Phase,
+    Resumed,
+    anew,
+)
+from coordinator.pipeline.changes.recovery import at_hand
 from coordinator.pipeline.history import begun
 from coordinator.pipeline.tuning.profiling import Hold
 from coordinator.pipeline.tuning.relink import AHEAD
@@ -35,8 +45,7 @@ if TYPE_CHECKING:
     from coordinator.pipeline.tuning.profiling import Profiling
 
 
-RESTART_GRACE_S = 15.0  # for the workers of a running job to come back after our restart, ...
-REPLACED_AFTER_S = 4.0  # ... unless others can take over: who holds a stage tries every second
+REPLACED_AFTER_S = 4.0  # of our restart, where others can take over: who holds a stage tries every second
 
 
 @dataclass(slots=True)
@@ -152,7 +161,10 @@ class Returns:
         if why and back is not None and state.plan is not None:
             self.missed(state, back, state.plan.places[stored.rank].worker, why)
             return True
-        return bool(why) and self.losses.moved(state, stored.rank, why)
+        if not why:
+            return False
+        words = f"{self.effects.label(state.workers[stored.rank])} {why}"
+        return self.losses.go_on(state, {stored.rank}, words, Cause.BROKEN, back=False)
 
     def tick(self) -> None:
         """Let time pass."""

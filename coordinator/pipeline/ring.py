@@ -33,7 +33,7 @@ from coordinator.messages.jobs import (
     Waits,
 )
 from coordinator.pipeline.changes.copies import copies_of
-from coordinator.pipeline.changes.reconfigure import choose
+from coordinator.pipeline.changes.recovery import choose
 from coordinator.planning.costs.snapshots import every_s
 from protos.telemetry import Event as Name
 

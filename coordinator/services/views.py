@@ -12,11 +12,11 @@ from coordinator.membership.member import Member
 from coordinator.membership.roster import Roster, Worker, flops_of
 from coordinator.messages.events import UNLIMITED, Guest
 from coordinator.messages.jobs import ENDED, JobState
-from coordinator.pipeline.changes.price import loss_costs, loss_words
-from coordinator.pipeline.changes.standby import standby_words
+from coordinator.pipeline.changes.recovery import loss_prices, loss_words
+from coordinator.pipeline.changes.standbys import standby_words
 from coordinator.pipeline.driver import PipelineDriver
 from coordinator.pipeline.periods import exchange_words
-from coordinator.pipeline.tuning.memory import measured_bytes, predicted_stages
+from coordinator.pipeline.tuning.memory import measured_bytes
 from coordinator.services.views_federated import federated_status
 from protos import atoll_control_pb2 as pb
 from protos.convert import to_proto
@@ -79,10 +79,10 @@ def job_update(
         if isinstance(driver, PipelineDriver):
             update.spot_checks = driver.beside.checks.words(state)
             update.exchange = exchange_words(state, scheduler.ledger.jobs[job].met, driver.effects.label)
-        costs = loss_costs(state, scheduler.ledger.jobs[job], scheduler.roster) if with_costs else []
-        update.loss_now = loss_words(state, costs)
-        for stage, cost in zip(update.stages, costs, strict=False):
-            stage.replace_s, stage.replace_why, stage.copy = cost.seconds, cost.why, cost.copy
+        prices = loss_prices(state, scheduler.ledger.jobs[job], scheduler.roster) if with_costs else []
+        update.loss_now = loss_words(state, prices)
+        for stage, price in zip(update.stages, prices, strict=False):
+            stage.replace_s, stage.replace_why, stage.copy = price.pause_s, price.why, price.copy
         for rank, standby in sorted(state.standbys.items()):
             update.stages[rank].standby = standby.worker
             update.stages[rank].standby_why = standby_words(state, standby)
@@ -90,10 +90,10 @@ def job_update(
 
 
 def _stages(state: JobState, step_s: float | None, roster: Roster) -> Iterable[pb.StageStatus]:
-    planned = predicted_stages(state)
+    planned = state.predicted
     for at, place in enumerate(state.plan.places if state.plan else ()):
         report = state.run.reports.get(at)
-        busy_s = report.forward_s + report.backward_s + report.optimizer_s if report else 0.0
+        busy_s = report.computed_s if report else 0.0
         yield pb.StageStatus(
             stage=place.stage,
             worker=place.worker,

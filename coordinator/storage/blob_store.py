@@ -64,11 +64,6 @@ class BlobStore:
             self._forget_scraps()
             self._used = sum(p.stat().st_size for p in root.rglob("*") if p.is_file())
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of all blobs, whole and partial."""
-        return self._used
-
     def path(self, name: str) -> Path:
         """Return the path of a whole blob; UsageError for a name that is no hash."""
         return self._whole(name)

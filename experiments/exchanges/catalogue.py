@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from atoll.exchange import Content, Exchange, Partners, Pattern
 from atoll.opdag import TensorMeta
@@ -50,33 +51,34 @@ def demo_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     return (vector_bytes(kept, elements) + vector_bytes(union, elements)) * (ranks - 1) / ranks
 
 
+_of_gradients = partial(
+    ExchangeFacts,
+    content=Content.GRADIENT,
+    partners=Partners.ALL,
+    pattern=Pattern.OWNERS,
+    check=no_codec,
+)
+"""A rule that joins the gradients of all ranks in a form of its own, so that no codec goes with it."""
+
 GRADIENT_RULES = (
-    ExchangeFacts(
+    _of_gradients(
         name="powersgd",
         summary="mean of gradients as two factors of low rank, one averaged after the other",
         module="experiments.exchanges.powersgd",
         builder="PowerSgd",
         source="papers/compression.md 4 (PowerSGD)",
-        content=Content.GRADIENT,
-        partners=Partners.ALL,
-        pattern=Pattern.OWNERS,
         volume=factor_volume(powersgd_bytes),
         together=True,
         phases=2,
-        check=no_codec,
     ),
-    ExchangeFacts(
+    _of_gradients(
         name="acp_sgd",
         summary="mean of gradients as one factor of low rank a round, the sides alternating",
         module="experiments.exchanges.acp_sgd",
         builder="AcpSgd",
         source="papers/compression.md 4 (ACP-SGD)",
-        content=Content.GRADIENT,
-        partners=Partners.ALL,
-        pattern=Pattern.OWNERS,
         volume=factor_volume(acp_bytes),
         together=True,
-        check=no_codec,
     ),
     ExchangeFacts(
         name="eager",
@@ -89,55 +91,40 @@ GRADIENT_RULES = (
         pattern=Pattern.OWNERS,
         volume=dense_volume,
     ),
-    ExchangeFacts(
+    _of_gradients(
         name="random_k",
         summary="gradients at positions drawn from the seed, one in ``ratio``; no position travels",
         module="experiments.exchanges.random_k",
         builder="RandomK",
         source="papers/compression.md 3 (random-k)",
-        content=Content.GRADIENT,
-        partners=Partners.ALL,
-        pattern=Pattern.OWNERS,
         volume=random_k_volume,
-        check=no_codec,
     ),
-    ExchangeFacts(
+    _of_gradients(
         name="gtopk",
         summary="the k largest elements of the sum of all top-k's, merged along a binomial tree",
         module="experiments.exchanges.gtopk",
         builder="GTopK",
         source="papers/compression.md 3 (gTop-k)",
-        content=Content.GRADIENT,
-        partners=Partners.ALL,
         pattern=Pattern.TREE,
         volume=tree_volume,
-        check=no_codec,
     ),
-    ExchangeFacts(
+    _of_gradients(
         name="ok_topk",
         summary="about the k largest elements of the sum, by re-used thresholds and balanced regions",
         module="experiments.exchanges.ok_topk",
         builder="OkTopK",
         source="papers/compression.md 3 (Ok-Topk)",
-        content=Content.GRADIENT,
-        partners=Partners.ALL,
-        pattern=Pattern.OWNERS,
         volume=region_volume,
         together=True,
         phases=2,
-        check=no_codec,
     ),
-    ExchangeFacts(
+    _of_gradients(
         name="demo",
         summary="signs of the mean of the momenta's largest cosine coefficients, for plain SGD",
         module="experiments.exchanges.demo",
         builder="Demo",
         source="papers/decentralized.md 8.6 (DeMo)",
-        content=Content.GRADIENT,
-        partners=Partners.ALL,
-        pattern=Pattern.OWNERS,
         volume=demo_volume,
-        check=no_codec,
         efficiencies=((1, 0.47),),
     ),
 )

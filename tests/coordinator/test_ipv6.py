@@ -22,6 +22,7 @@ from tests.worker.transport.hosts import Host, enroll, key
 from worker.config import WorkerConfig
 from worker.control.enroll import join
 from worker.machine.device import own_address
+from worker.transport.contract import Paths
 
 ANY_IPV4 = "0.0.0.0"  # noqa: S104 - what is tested
 
@@ -103,7 +104,7 @@ def test_peers_exchange_tensors_over_ipv6(tmp_path: Path, listens: str, dialled:
     for number, where in enumerate(dialled):
         a = Host(enroll(authority, f"w-{number}"), listen=False)
         b.network.admit(f"w-{number}")
-        a.network.dial("w-b", [(where, b.network.port)], HUNG_S)
+        a.network.meet("w-b", Paths(((where, b.network.port),), dial=True), HUNG_S)
         a.network.send("w-b", key(), b"", b"there" * 50_000)
         assert b.delivered.get(timeout=HUNG_S)[3] == b"there" * 50_000
         a.network.close()

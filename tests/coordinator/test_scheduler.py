@@ -26,8 +26,8 @@ from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages import jobs
 from coordinator.messages.facts import CheckpointStored, CheckpointTorn, Fact, WorkRejected, to_record
+from coordinator.messages.jobs import RESTART_GRACE_S
 from coordinator.pipeline.machine import ROLLED_BACK
-from coordinator.pipeline.restart import RESTART_GRACE_S
 from coordinator.pipeline.tuning.profiling import READ_AGAIN_S
 from tests.sim.scripted import HASH, Scripted, spec
 from tests.sim.worker import introduction

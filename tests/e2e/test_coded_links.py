@@ -14,7 +14,7 @@ from tests.patience import HUNG_S, eventually
 from tests.worker.stage.crew import TRAINING, Crew, assign, case, cut_evenly
 from worker.cancel import Cancel
 from worker.stage.reports import StepReport
-from worker.transport.contract import TransportConfig
+from worker.transport.contract import Paths, TransportConfig
 from worker.transport.network import PeerNetwork
 
 STAGES = 2
@@ -29,7 +29,7 @@ def networks() -> Iterator[dict[str, PeerNetwork]]:
     """Two workers' networks on loopback, connected."""
     found = {name: PeerNetwork(None, ("127.0.0.1", 0), config=PATIENT, name=name) for name in ("w-0", "w-1")}
     found["w-1"].admit("w-0")
-    found["w-0"].dial("w-1", [("127.0.0.1", found["w-1"].port)], HUNG_S)
+    found["w-0"].meet("w-1", Paths((("127.0.0.1", found["w-1"].port),), dial=True), HUNG_S)
     eventually(lambda: found["w-1"].connected("w-0"))
     yield found
     for network in found.values():

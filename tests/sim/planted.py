@@ -15,7 +15,7 @@ from coordinator.messages.events import StateStored, StepReady, UpdateReady
 from coordinator.messages.facts import Checkpoint, CheckpointStored
 from coordinator.messages.jobs import STEPPING, Cause, FromRank, JobState, Phase, Record, anew
 from coordinator.pipeline import history, machine
-from coordinator.pipeline.changes import losses
+from coordinator.pipeline.changes.recovery import Recovery
 from coordinator.pipeline.changes.standbys import Standbys
 from coordinator.pipeline.health.stuck import Stuck
 from tests.sim.compute import Bench
@@ -143,7 +143,7 @@ def scale_forgotten_by_a_standby(patch: pytest.MonkeyPatch) -> None:
 
 def memory_kills_cost_steps(patch: pytest.MonkeyPatch) -> None:
     """A stage that was killed for memory is not given to its worker once more."""
-    patch.setattr(losses, "once_more", lambda state, *rest: anew(state, "it does not fit"))
+    patch.setattr(Recovery, "once_more", lambda self: anew(self.state, "it does not fit"))
 
 
 def another_plan_before_all_is_stored(patch: pytest.MonkeyPatch) -> None:

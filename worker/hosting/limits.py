@@ -22,7 +22,6 @@ import resource
 import sys
 import threading
 from collections.abc import Callable
-from enum import StrEnum
 
 import psutil
 
@@ -32,13 +31,6 @@ from worker.hosting.control_group import SYSTEM_SHORT, ControlGroup
 MOST_PROCESSES = 256
 MOST_TEXT_BYTES = 64 << 10  # of a file of /proc
 OOM_SCORE = 1000  # short of memory, the system ends a guest's computing before anything else
-
-
-class Means(StrEnum):
-    """How memory is bounded."""
-
-    CONTROL_GROUP = "control group"
-    WATCHDOG = "watchdog"
 
 
 def descendants(root: int) -> list[int]:
@@ -153,10 +145,6 @@ class MemoryBound:
         self._closed = threading.Event()
         self._watch = threading.Thread(target=self._look, name="atoll-memory-watchdog", daemon=True)
         self._watch.start()
-
-    @property
-    def means(self) -> Means:
-        return Means.WATCHDOG if self.group is None else Means.CONTROL_GROUP
 
     @property
     def peak_bytes(self) -> int:

@@ -109,12 +109,6 @@ class SendLog:
         with self._lock:
             return next(reversed(self._steps), -1)
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of files."""
-        with self._lock:
-            return sum(segment.size for segment in self._segments)
-
     # ------------------------------------------------------------ what is sent
 
     def append(

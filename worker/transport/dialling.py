@@ -41,16 +41,12 @@ class Dialler:
         self.config = network.config
         self.known, self.spawn = network.known, network.spawn
 
-    async def dial(
-        self, peer: str, addresses: Sequence[tuple[str, int]], timeout_s: float
-    ) -> tuple[str, int]:
-        deadline_s = time.monotonic() + timeout_s
-        first, road = await self.first(peer, addresses, timeout_s)
-        await self.add_streams(first, road, deadline_s)
-        return next(address for address in addresses if address == road)
-
     async def first(self, peer: str, roads: Sequence[Road], timeout_s: float) -> tuple[Connection, Road]:
-        """The first connection, and what it goes by; on the loop. Raises as ``dial``."""
+        """Return the first connection, of which the peer answers as itself, and what it goes by; on the loop.
+
+        Raises ConnectionFailed after ``timeout_s``, AccessDenied or ProtocolMismatch when trying again cannot
+        help.
+        """
         deadline_s = time.monotonic() + timeout_s
         backoff = Backoff(TUNED.first_backoff_s, TUNED.max_backoff_s)
         reasons: dict[Road, AtollError] = {}

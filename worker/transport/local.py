@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -105,12 +105,6 @@ class DeviceNetwork(PeerNetwork):
             if new:
                 one._joined_local(other, Way.LOCAL, "")
         return True
-
-    def dial(self, peer: str, addresses: Sequence[tuple[str, int]], timeout_s: float) -> tuple[str, int]:
-        """As of ``PeerNetwork``; there is no address of a device here, so any is returned."""
-        if self._join(peer):
-            return next(iter(addresses), ("", 0))
-        return super().dial(peer, addresses, timeout_s)
 
     def meet(self, peer: str, paths: Paths, timeout_s: float) -> None:
         if not self._join(peer):

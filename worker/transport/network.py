@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -166,19 +166,6 @@ class PeerNetwork:
         self._expected.pop(peer, None)
         if (known := self.known(peer)) is not None:
             self._loop.call_soon_threadsafe(self._lose, known, reason)
-
-    def dial(self, peer: str, addresses: Sequence[tuple[str, int]], timeout_s: float) -> tuple[str, int]:
-        """Connect to ``peer`` at the first address that answers as it; returns that address.
-
-        Opens more connections where the round trip is long. Raises ConnectionFailed after
-        ``timeout_s``, AccessDenied or ProtocolMismatch when trying again cannot help.
-        """
-        self.admit(peer)
-        try:
-            return run(self._loop, self._dialler.dial(peer, addresses, timeout_s))
-        except AtollError:
-            self._peers.forget_unmet(peer)
-            raise
 
     def meet(self, peer: str, paths: Paths, timeout_s: float) -> None:
         """Be connected with ``peer``, whichever end can dial the other. Raises ConnectionFailed after

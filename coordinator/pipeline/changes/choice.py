@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from atoll.backoff import doubled_s
-from coordinator.messages.jobs import ENDED, STEPPING, Event, JobState, PlanChange, Seating
+from coordinator.messages.jobs import ENDED, STEPPING, Event, JobState, PlanChange, Price, Seating
 
 if TYPE_CHECKING:
     from coordinator.membership.effects import Effects
 
+PAUSES = 2.0  # times what a stage took to load: storing it takes about as long
 AGAIN_S = 60.0  # after places were given, until others are; twice as long each time that they were not kept
 
 Candidates = Callable[[JobState], Iterable[PlanChange]]
@@ -54,7 +55,7 @@ class Changes:
             return
         named = (*more, *self.others) if self._rests(state) else (*more, self.places, *self.others)
         found = [change for candidates in named for change in candidates(state)]
-        best = min(found, key=lambda change: change.late_s, default=None)
+        best = min(found, key=lambda change: change.price.late_s, default=None)
         begins = best is not None and bool(best.sources)
         if best is None or (begins and state.checkpoint.step != state.step):
             if begins != state.run.seating:
@@ -82,3 +83,15 @@ class Changes:
             until_s = self.effects.now_s + doubled_s(AGAIN_S, times)
             self._given[state.job] = _Given(names, state.step, times, until_s)
         self.step(state.job, change)
+
+
+def priced(state: JobState, step_s: float, new_s: float, pause_s: float) -> Price:
+    """Return the price of a plan whose step is predicted to take ``new_s`` instead of ``step_s`` seconds: a
+    step takes another time than predicted by what both predictions have in common."""
+    usual_s = state.median_step_s or step_s
+    return Price(pause_s, usual_s, usual_s * (1.0 - new_s / step_s), state.steps - state.step)
+
+
+def pause_s(state: JobState) -> float:
+    """Return the seconds that a job stands still to store its state, and to have it loaded."""
+    return PAUSES * max(state.run.load_s.values(), default=0.0)

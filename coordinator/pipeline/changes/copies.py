@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import RUNNING, JobState, Snapshot
 from coordinator.pipeline.assigning import tensors_of
-from coordinator.pipeline.changes.fetching import Fetching, copy_name, stored_name
-from coordinator.pipeline.changes.successors import Successor, Successors
+from coordinator.pipeline.changes.successors import Fetching, Successor, Successors, copy_name, stored_name
 from coordinator.pipeline.history import begun
 from protos.telemetry import Event as Name
 

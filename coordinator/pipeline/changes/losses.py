@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.messages.jobs import RUNNING, Cause, Event, FromRank, JobState, PlanChange, anew
 from coordinator.pipeline import history
-from coordinator.pipeline.changes.reconfigure import choose, once_more
+from coordinator.pipeline.changes.recovery import Recovery, choose
 from coordinator.pipeline.health.doubt import left_out
 from coordinator.pipeline.history import begun
 from coordinator.pipeline.tuning import memory
@@ -53,45 +53,44 @@ class Losses:
     _named: dict[str, dict[str, str]] = field(default_factory=dict)  # by job: peer -> whom it named last
     _diverged: dict[str, _Diverged] = field(default_factory=dict)  # by job
 
-    def replace(
-        self, state: JobState, rank: int, reason: str, failed: FromRank[StageFailed] | None = None
-    ) -> None:
-        """Have another worker take over a rank, or go back to the checkpoint; ``failed``: its stage broke."""
-        again = (state.adopted.places[rank].worker,) if failed is not None else ()
-        chosen = self.choose(state, {rank}, again)
-        if chosen.plan is None and failed is not None:
-            self.step(state.job, failed)
-        elif begun(state):
-            self.act(state, chosen, reason, Cause.LOST if failed is None else Cause.BROKEN)
-        else:
-            self.step(state.job, anew(state, reason))
+    def go_on(
+        self,
+        state: JobState,
+        ranks: Collection[int],
+        words: str,
+        cause: Cause = Cause.LOST,
+        again: Collection[str] = (),
+        *,
+        back: bool = True,
+    ) -> bool:
+        """Have a job go on without workers in these ranks, from its checkpoint where nobody takes over; not
+        ``back``: not then. Return whether it goes on; ``words``: why, ``again``: see ``Recovery``."""
+        chosen = self.choose(state, ranks, again)
+        if chosen.plan is None and not back:
+            return False
+        self.act(state, chosen, words, cause)
+        return True
 
     def choose(self, state: JobState, ranks: Collection[int], again: Collection[str] = ()) -> PlanChange:
-        """Return who takes over these ranks; see ``reconfigure.choose``."""
+        """Return who takes over these ranks; see ``recovery.choose``."""
         if self.effects.storage:
             return anew(state, self.effects.storage)
         self.make_way()
         return choose(state, self.effects.ledger.jobs[state.job], self.effects.roster, ranks, again)
 
-    def act(self, state: JobState, chosen: PlanChange, reason: str, cause: Cause = Cause.LOST) -> None:
-        """Carry out a change; ``reason``: what it is for."""
-        self.step(state.job, replace(chosen, cause=cause, reason=f"{reason}; {chosen.reason}"))
+    def act(self, state: JobState, chosen: PlanChange, words: str, cause: Cause = Cause.LOST) -> None:
+        """Carry out a change; ``words``: what it is for."""
+        words = f"{words}; {chosen.reason}" if begun(state) else words
+        self.step(state.job, replace(chosen, cause=cause, reason=words))
 
     def doubted(self, state: JobState, reason: str) -> None:
         """Do a step that is not finite again, without those whom its doubt leaves out; from the checkpoint
         where nobody can take over."""
         for some in left_out(state):
             ranks = {rank for rank in map(state.rank_of, some) if rank is not None}
-            chosen = self.choose(state, ranks) if ranks or not some else None
-            if chosen is not None and chosen.plan is not None:
-                self.act(state, chosen, reason)
+            if (ranks or not some) and self.go_on(state, ranks, reason, back=False):
                 return
         self.step(state.job, anew(state, reason))
-
-    def exclude(self, state: JobState, ranks: Collection[int], reason: str) -> None:
-        """Have the others go on without ranks whose reports cannot be used; from the checkpoint where there
-        are none."""
-        self.act(state, self.choose(state, ranks), reason, Cause.BROKEN)
 
     def failed(self, state: JobState, failed: FromRank[StageFailed], not_before_s: float = 0.0) -> None:
         """A stage broke, or lost a peer: nobody is judged for that before ``not_before_s``."""
@@ -110,28 +109,27 @@ class Losses:
         elif message.lost_peer and state.rank_of(message.lost_peer) is not None:
             self._accused.setdefault(state.job, _Accused(failed, max(until_s, not_before_s)))
         else:
-            label = self.effects.label(state.adopted.places[failed.rank].worker)
-            self.replace(state, failed.rank, f"{label} failed: {message.reason}", failed)
+            worker = state.workers[failed.rank]
+            words = f"{self.effects.label(worker)} failed: {message.reason}"
+            if not self.go_on(state, {failed.rank}, words, Cause.BROKEN, (worker,), back=False):
+                self.step(state.job, failed)
 
     def _killed(self, state: JobState, failed: FromRank[StageFailed]) -> None:
         """Go on after a stage was killed for memory: nobody is blamed, and nothing that is trained is lost as
         long as somebody can repeat it."""
-        roster, rank, record = self.effects.roster, failed.rank, self.effects.ledger.jobs[state.job]
-        words = memory.killed(roster, state, failed, self.effects.label(state.adopted.places[rank].worker))
+        rank, label = failed.rank, self.effects.label(state.workers[failed.rank])
+        words = memory.killed(self.effects.roster, state, failed, label)
         self.effects.log(Name.STAGE_KILLED, "warning", job=state.job, step=state.step, reason=words)
-        chosen = self.choose(state, {rank}) if begun(state) else anew(state, "")
+        chosen, record = self.choose(state, {rank}), self.effects.ledger.jobs[state.job]
         if chosen.plan is not None:
             self.act(state, chosen, words)
             return
-        again = once_more(state, record, roster, rank)
-        if state.run.unfit and record.given(rank) == state.run.assigned:
-            again = anew(state, "it was killed before, while it repeated steps")
-        if again.plan is not None and not self.effects.storage:
-            self.act(state, again, words, Cause.UNFIT)
-        else:
-            why = self.effects.storage if again.plan is not None else again.reason or chosen.reason
-            words += f"; {why}" if why else ""
-            self.step(state.job, anew(state, f"{words}; planned anew", Cause.UNFIT))
+        if begun(state) and not self.effects.storage:
+            again = Recovery(state, record, self.effects.roster, frozenset({rank})).once_more()
+            chosen = again if again.reason else chosen
+        end = "; planned anew" if chosen.plan is None else ""
+        reason = f"{words}; {chosen.reason}{end}"
+        self.step(state.job, replace(chosen, cause=Cause.UNFIT, reason=reason))
 
     def diverged(self, state: JobState, failed: FromRank[StageFailed]) -> bool:
         """Go back to the checkpoint where half of the peers have diverged in a period, as the last round's
@@ -140,15 +138,14 @@ class Losses:
             return False
         if history.staleness(state, failed) is not None:
             return False
-        places = state.plan.places
-        worker, known = places[failed.rank].worker, self._diverged.get(state.job)
+        worker, known = state.workers[failed.rank], self._diverged.get(state.job)
         before = known.workers if known is not None and known.step == state.step else frozenset[str]()
         found = before | {worker}
         self._diverged[state.job] = _Diverged(state.step, found)
-        others = frozenset(places[rank].worker for rank in state.present) - found
+        others = frozenset(state.workers[rank] for rank in state.present) - found
         if len(found) < max(2, len(others)):
             return False  # of two peers, who says so of itself goes
-        reported = frozenset(places[rank].worker for rank in state.run.ready)
+        reported = frozenset(state.workers[rank] for rank in state.run.ready)
         words = f"{self.effects.label(worker)} failed: {failed.message.reason}"
         words += f"; so have {len(found)} of {len(found | others)} peers"
         self.step(state.job, anew(state, words, Cause.BROKEN, suspects=others & reported or others))
@@ -169,20 +166,10 @@ class Losses:
             return ""
         if history.staleness(state, event):
             return ""
-        worker = state.plan.places[event.rank].worker
+        worker = state.workers[event.rank]
         if done < state.steps and set(state.storing.unstored) != {worker}:
             return ""  # the store's own fault where others failed
         return f"could not store its state: {event.message.error}"
-
-    def moved(self, state: JobState, rank: int, why: str) -> bool:
-        """Have another worker take over a rank whose worker is here, and is to have it no more; whether one
-        can."""
-        chosen = self.choose(state, {rank})
-        if chosen.plan is None:
-            return False
-        label = self.effects.label(state.adopted.places[rank].worker)
-        self.act(state, chosen, f"{label} {why}", Cause.BROKEN)
-        return True
 
     def forget(self, job: str) -> None:
         """A job has other workers, or none: what its stages reported of each other is over."""
@@ -212,19 +199,17 @@ class Losses:
         ranks = {peer} if state.failures else set()
         if state.local:
             ranks = {failed.rank if self._names_many(state, failed) else peer}
-        chosen = self.choose(state, ranks)
-        if chosen.plan is None:
-            ranks = {failed.rank}
-            chosen = self.choose(state, ranks, (state.adopted.places[failed.rank].worker,))
-        if chosen.plan is not None:
-            words = f"rank {failed.rank} and rank {peer} lost each other: {failed.message.reason}"
-            self.act(state, chosen, words)
-        else:
+        words = f"rank {failed.rank} and rank {peer} lost each other: {failed.message.reason}"
+        again = (state.workers[failed.rank],)
+        if not (
+            self.go_on(state, ranks, words, back=False)
+            or self.go_on(state, {failed.rank}, words, again=again, back=False)
+        ):
             self.step(state.job, failed)
 
     def _names_many(self, state: JobState, failed: FromRank[StageFailed]) -> bool:
         """Whether a peer names another than the last time: its line is slow, or it puts out whom it likes."""
-        named, who = self._named.setdefault(state.job, {}), state.adopted.places[failed.rank].worker
+        named, who = self._named.setdefault(state.job, {}), state.workers[failed.rank]
         before = named.pop(who, failed.message.lost_peer)
         if before != failed.message.lost_peer:
             return True

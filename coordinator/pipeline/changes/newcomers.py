@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 from atoll.backoff import doubled_s
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import STEPPING, Cause, anew
-from coordinator.pipeline.changes.price import Price, pause_s, priced, repeated_s
-from coordinator.pipeline.changes.standby import FEWEST_STEPS, Chosen, wanted
-from coordinator.pipeline.changes.successors import seconds_of
+from coordinator.pipeline.changes.choice import pause_s, priced
+from coordinator.pipeline.changes.standbys import FEWEST_STEPS, Chosen, Standbys, wanted
+from coordinator.pipeline.changes.successors import repeated_s, seconds_of
 from coordinator.pipeline.health.doubt import left_out
 from coordinator.pipeline.history import not_repeatable
 from coordinator.pipeline.tuning.link_adaptation import capped
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from coordinator.membership.effects import Effects
     from coordinator.membership.roster import Fingerprint
     from coordinator.messages.events import FleetFailed, FleetJudged
-    from coordinator.messages.jobs import JobState, PlanChange
-    from coordinator.pipeline.changes.standbys import Standbys
+    from coordinator.messages.jobs import JobState, PlanChange, Price
 
 SETTLED_S = 30.0  # since the last worker came
 LOOK_S = 60.0  # between two looks at places, where nobody has come
@@ -149,7 +148,7 @@ class Newcomers:
         wish, own = look.wish, {place.worker for place in state.adopted.places}
         current = state.run.assigned == wish.assigned  # a worker may have taken another's place since
         if current and all(self._usable(state, worker) for worker in wish.workers - own):
-            yield replace(anew(state, wish.words, Cause.CHOSEN), late_s=wish.price.late_s)
+            yield replace(anew(state, wish.words, Cause.CHOSEN), price=wish.price)
         else:
             look.wish = None
 

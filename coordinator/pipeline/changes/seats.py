@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from atoll.exchange import Exchange
 from coordinator.membership.link_table import MIN_BANDWIDTH_BPS
 from coordinator.membership.member import NO_RANK
-from coordinator.messages.jobs import Cause, JobState, PlanChange, moved
-from coordinator.pipeline.changes.price import Price, pause_s, priced
-from coordinator.pipeline.changes.reconfigure import at_hand
+from coordinator.messages.jobs import Cause, JobState, PlanChange, Price, moved
+from coordinator.pipeline.changes.choice import pause_s, priced
+from coordinator.pipeline.changes.recovery import at_hand
 from coordinator.pipeline.changes.successors import Successors, computed_s, devices_of, seconds_of, slower
 from coordinator.pipeline.changes.whole_replicas import pipeline_s, share_of, shared, stage_s
 from coordinator.pipeline.joined import ranks_of
@@ -28,6 +28,9 @@ from coordinator.planning.costs.fleet import UNKNOWN
 if TYPE_CHECKING:
     from atoll.plan import Plan, Replica
     from coordinator.membership.roster import Roster
+
+MISSING = Price(saved_s=inf, left=1)
+"""Of a peer that is missing: nothing is worth more."""
 
 
 def places(state: JobState, roster: Roster) -> Iterator[PlanChange]:
@@ -74,7 +77,7 @@ def seats(state: JobState, roster: Roster) -> PlanChange | None:
     table = newer_table(state, roster, workers, there, predicted=True)
     exchange = replace(plan.exchange, pairs=table) if table is not None and plan.exchange else None
     found = moved(state, workers, chosen, Cause.CHOSEN, "", absent=absent, exchange=exchange)
-    return replace(found, late_s=-inf)  # nothing is worth more than a peer that is missing
+    return replace(found, price=MISSING)
 
 
 # ---------------------------------------------------------------- a replica more
@@ -103,7 +106,7 @@ def another_replica(state: JobState, roster: Roster) -> PlanChange | None:
     newcomers = [rank for rank, place in enumerate(grown.places) if place.worker in workers]
     grown = replace(grown, version=state.next_version)
     sources = dict.fromkeys(newcomers, state.checkpoint)
-    return PlanChange(grown, sources, Cause.CHOSEN, "", late_s=price.late_s)
+    return PlanChange(grown, sources, Cause.CHOSEN, "", price=price)
 
 
 def _workers(state: JobState, roster: Roster, plan: Plan, number: int) -> list[str] | None:

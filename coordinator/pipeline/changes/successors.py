@@ -4,7 +4,8 @@ Who takes over has the memory, a way to each neighbour and links that are known 
 would repeat the same bits the best makes the job the least late in ten minutes. That counts seconds until it
 has the stage's tensors, seconds of the steps that it repeats, and what it adds to those that follow. Of
 several ranks each goes to a worker of its own; a neighbour that is lost too counts as who takes its place.
-Who stands by for another rank is asked after those that are idle.
+Who stands by for another rank is asked after those that are idle. A stage's part of the newest checkpoint is
+on a worker's disk, on another's or in the store.
 """
 
 from __future__ import annotations
@@ -15,19 +16,94 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from coordinator.membership.link_table import MIN_BANDWIDTH_BPS
+from coordinator.membership.op_probing import NOMINAL
 from coordinator.messages.jobs import JobState
 from coordinator.pipeline.assigning import neighbours
-from coordinator.pipeline.changes.fetching import Fetch, Fetching
 from coordinator.planning.costs.fleet import UNKNOWN
 
 if TYPE_CHECKING:
     from atoll.device_class import DeviceClass
     from atoll.plan import Plan
     from coordinator.membership.roster import Roster
+    from coordinator.messages.jobs import JobState
     from coordinator.planning.costs.fleet import Device
 
 MOST_TRIED = 2000  # choices for several ranks at once
 HORIZON_S = 600.0  # in which steps that a slow worker makes longer are counted: then it may be replaced
+MOST_HOLDERS = 2  # that a stage is fetched from, before the store is asked
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Seconds until a part is on a worker's disk. ``here``: it is; else it comes from the first of the
+    ``holders``, from the store where there is none."""
+
+    seconds: float
+    here: bool = False
+    holders: tuple[str, ...] = ()
+
+
+def copy_name(job: str, plan: Plan, rank: int, step: int) -> str:
+    """Name a rank's part of the state after ``step`` committed steps: it is the same whoever holds the stage;
+    peers with local steps each have a state of its own."""
+    place = plan.places[rank]
+    cut = plan.replicas[place.replica].stages[place.stage]
+    ops = "+".join(f"{p.start}-{p.stop}.{p.eval_start}-{p.eval_stop}" for p in cut.pieces)
+    own = f".{rank}" if plan.local else ""
+    return f"{job}.{step}.{ops}{own}"
+
+
+def stored_name(state: JobState, rank: int) -> str:
+    """Name a rank's part of the newest checkpoint."""
+    return copy_name(state.job, state.adopted, rank, state.checkpoint.step)
+
+
+def store_bps(roster: Roster, worker: str) -> float:
+    """Return the rate at which a worker fetches from the store: measured, else as home lines have it."""
+    known = roster.workers.get(worker)
+    if known is None:  # not back since our restart
+        return NOMINAL.bandwidth_bps
+    return min(known.store_bps or NOMINAL.bandwidth_bps, known.guest.download_bps)
+
+
+@dataclass(slots=True)
+class Fetching:
+    """Of one job; to be made anew for each question, as what it has looked up changes."""
+
+    state: JobState
+    roster: Roster
+    _holders: dict[int, tuple[str, ...]] = field(default_factory=dict)
+
+    def holders(self, rank: int) -> tuple[str, ...]:
+        """Return who keeps a copy of a rank's part and is here."""
+        if rank not in self._holders:
+            name = stored_name(self.state, rank)
+            self._holders[rank] = tuple(
+                worker
+                for worker, known in self.roster.workers.items()
+                if name in known.copies and known.session is not None and not known.member.gone
+            )
+        return self._holders[rank]
+
+    def part_bytes(self, rank: int) -> int:
+        """Return the bytes of a rank's part, 0 where neither its worker nor who keeps a copy has said so."""
+        name = stored_name(self.state, rank)
+        said = (self.roster.workers[worker].copies[name].n_bytes for worker in self.holders(rank))
+        return self.state.storing.part_bytes.get(rank, 0) or max(said, default=0)
+
+    def by(self, rank: int, worker: str) -> Fetch:
+        """Return how a worker comes by a rank's part in the least time."""
+        roster = self.roster
+        if worker in self.holders(rank):
+            return Fetch(0.0, here=True)
+        best_bps, rates = store_bps(roster, worker), dict[str, float]()
+        for holder in self.holders(rank):
+            link = roster.links.table.get(holder, worker)
+            if link is not None and link.bandwidth_bps > best_bps and roster.connectable(worker, holder):
+                rates[holder] = link.bandwidth_bps
+        holders = tuple(sorted(rates, key=rates.__getitem__, reverse=True)[:MOST_HOLDERS])
+        seconds = 8 * self.part_bytes(rank) / max(best_bps, *rates.values(), 1.0)
+        return Fetch(seconds, holders=holders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +199,7 @@ class Successors:
 
     def _late_s(self, step_s: float) -> float:
         """Return the seconds that a worker repeats steps, and by which it makes those longer that follow."""
-        state, prediction = self.state, self._plan.prediction
-        usual_s = state.median_step_s or (prediction.step_s if prediction is not None else 0.0)
+        state, usual_s = self.state, self.state.usual_step_s
         left = state.steps - state.step
         if usual_s > 0:
             left = min(left, int(HORIZON_S / usual_s))
@@ -199,12 +274,9 @@ def devices_of(roster: Roster, workers: Iterable[str], precision: str, job: str 
 def computed_s(state: JobState, rank: int) -> float:
     """Return the seconds that a rank computed in its last step, as predicted where it has not reported one; 0
     where neither is known."""
-    report, prediction = (
-        state.run.reports.get(rank),
-        state.plan.prediction if state.plan is not None else None,
-    )
-    busy_s = report.forward_s + report.backward_s + report.optimizer_s if report is not None else 0.0
-    return busy_s or (prediction.stages[rank].compute_s if prediction is not None else 0.0)
+    report = state.run.reports.get(rank)
+    busy_s = report.computed_s if report is not None else 0.0
+    return busy_s or (state.predicted[rank].compute_s if state.predicted else 0.0)
 
 
 def slower(roster: Roster, fleet: Mapping[str, Device], worker: str, than: str) -> float:
@@ -221,6 +293,40 @@ def slower(roster: Roster, fleet: Mapping[str, Device], worker: str, than: str) 
 
     one_s, other_s = unit_s(worker), unit_s(than)
     return one_s / other_s if one_s > 0 and other_s > 0 else 1.0
+
+
+def loaded_s(state: JobState, roster: Roster, rank: int, worker: str) -> tuple[float, str]:
+    """Return the seconds until a worker has loaded a rank's stage, and where its tensors are until then."""
+    fetching, measured_s = Fetching(state, roster), state.run.load_s.get(rank, 0.0)
+    found, n_bytes = fetching.by(rank, worker), fetching.part_bytes(rank)
+    if found.here:
+        return measured_s - state.run.fetched_s.get(rank, 0.0), f"on the disk of {worker}"
+    place = f"on the disk of {found.holders[0]}" if found.holders else "in the store"
+    if not n_bytes:
+        return measured_s, place
+    load_s = measured_s - state.run.fetched_s.get(rank, 0.0) + found.seconds
+    return load_s, f"{place}, {found.seconds:.1f} s from {worker}"
+
+
+def repeated_s(
+    state: JobState, roster: Roster, rank: int, worker: str, fleet: Mapping[str, Device] | None = None
+) -> float:
+    """Return what a step takes that a worker repeats of a rank: computing, or the messages that it is sent
+    where they take longer. Its own messages are not sent again. ``fleet``: the devices of both, where the
+    caller has them."""
+    plan = state.adopted
+    busy_s, has_it = computed_s(state, rank), plan.places[rank].worker
+    if worker != has_it:
+        both = fleet or devices_of(roster, (worker, has_it), state.spec.training.precision.value)
+        busy_s *= slower(roster, both, worker, has_it)
+    sent_s = 0.0
+    for other in neighbours(plan, rank):
+        theirs, sender = state.run.reports.get(other), plan.places[other].worker
+        known = roster.links.table.get(sender, worker) or roster.links.table.get(sender, has_it)
+        for link in theirs.links if theirs is not None else ():
+            if link.peer == has_it and known is not None:
+                sent_s = max(sent_s, 8 * link.n_bytes / known.bandwidth_bps)
+    return max(busy_s, sent_s)
 
 
 def _predicted_workers(plan: Plan) -> list[str]:

@@ -8,10 +8,10 @@ time, so only sums of several blocks may take more memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from atoll.microbatch import ScheduleName, block_ranges
 from atoll.plan import Piece, Plan, Prediction, Replica, StagePrediction
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from atoll.exchange import Exchange
     from coordinator.membership.roster import Roster
     from coordinator.messages.jobs import JobState
-
-FigureT = TypeVar("FigureT", int, float)
 
 
 def without(state: JobState, roster: Roster, lost: Collection[int]) -> Plan | str:
@@ -180,26 +178,3 @@ def _predicted(
     )
     step_s = plan.prediction.step_s * max(1.0, *times)
     return replace(plan.prediction, step_s=step_s, stages=tuple(stages), links=links)
-
-
-def reshares(before: Plan, after: Plan) -> bool:
-    """Whether a plan goes on with fewer replicas, or with one more: shares and ranks are others then."""
-    return len(before.replicas) != len(after.replicas)
-
-
-def renumbered(state: JobState, before: Plan, after: Plan) -> JobState:
-    """Know a job's ranks by their numbers in a plan of fewer replicas, or of one more. Nobody can repeat the
-    steps before, so the state as it is gets stored, by whoever does that now, unless it is."""
-    ranks = after.ranks_in(before)
-
-    def of(figures: Mapping[int, FigureT]) -> dict[int, FigureT]:
-        return {new: figures[old] for new, old in enumerate(ranks) if old is not None and old in figures}
-
-    stores = dict(state.storing.parts) if before.storers == after.storers else {}
-    if state.step > state.checkpoint.step:
-        stores.setdefault(state.step, {})
-    return replace(
-        state,
-        run=replace(state.run, load_s=of(state.run.load_s), fetched_s=of(state.run.fetched_s)),
-        storing=replace(state.storing, part_bytes=of(state.storing.part_bytes), parts=stores),
-    )

@@ -133,7 +133,7 @@ def figures(worker: str, report: StepReady) -> dict[Key, float]:
         if link.n_bytes >= MIN_GOODPUT_BYTES
     }
     found = {
-        Key(Kind.COMPUTE, worker): report.forward_s + report.backward_s + report.optimizer_s,
+        Key(Kind.COMPUTE, worker): report.computed_s,
         Key(Kind.LOSS, worker): step_loss(report.losses, report.weights).mean,
         Key(Kind.NORM, worker): math.sqrt(sum(report.square_norms)),
         **links,

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from coordinator.messages.jobs import Phase
+from coordinator.pipeline.health.anomalies import FIRST_STEPS
 
 if TYPE_CHECKING:
     from coordinator.messages.jobs import JobState
 
 STILL_S, STILL_STEPS = 4.0, 3.0  # and up to 1 s from a count to its heartbeat and the tick that looks at it
 SILENT_S, SILENT_STEPS = 60.0, 10.0
-STEPS_KNOWN = 2  # before them caches fill and kernels are chosen, and nothing was measured
 FIRST_STILL_S, FIRST_SILENT_S = 30.0, 180.0
 BORDER_STILL_S = 30.0  # where a commit asked for a snapshot or an evaluation
 MOVING_STILL_S, MOVING_SILENT_S = 60.0, 180.0  # loading and storing: connections, folders, allocations
@@ -45,7 +45,7 @@ def deadlines(state: JobState, slowdown: float = 1.0) -> Deadlines:
     else:
         step_s = _step_s(state)
         period_s = step_s * (state.due + 1 - state.step)  # peers with local steps report once a period
-        known = len(state.run.step_times_s) >= STEPS_KNOWN
+        known = len(state.run.step_times_s) >= FIRST_STEPS
         still_s = max(STILL_S if known else FIRST_STILL_S, STILL_STEPS * step_s)
         silent_s = max(
             SILENT_S if known else FIRST_SILENT_S, SILENT_STEPS * (period_s + _evaluation_s(state, step_s))
@@ -60,8 +60,7 @@ def deadlines(state: JobState, slowdown: float = 1.0) -> Deadlines:
 
 def storing_s(state: JobState) -> float:
     """Return how long the stages may take to load or to store what they hold."""
-    prediction = state.plan.prediction if state.plan is not None else None
-    most = max((stage.memory_bytes for stage in prediction.stages), default=0) if prediction else 0
+    most = max((stage.memory_bytes for stage in state.predicted), default=0)
     return MOVING_SILENT_S + most / SLOWEST_BYTES_PER_S
 
 
@@ -73,9 +72,8 @@ def _replay_s(state: JobState) -> float:
 
 def _step_s(state: JobState) -> float:
     """Return the longest of what was predicted and measured; 0 when neither is known."""
-    prediction = state.plan.prediction if state.plan is not None else None
-    predicted_s = prediction.step_s if prediction is not None and math.isfinite(prediction.step_s) else 0.0
-    return max((predicted_s, *state.run.step_times_s))
+    predicted_s = state.prediction.step_s if state.prediction is not None else 0.0
+    return max((predicted_s if math.isfinite(predicted_s) else 0.0, *state.run.step_times_s))
 
 
 def _evaluation_s(state: JobState, step_s: float) -> float:

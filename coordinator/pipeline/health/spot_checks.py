@@ -195,7 +195,7 @@ class SpotChecks:
             self._want_logs(job)
             case = None
         if case is None and job in self._due:
-            worker = state.plan.places[self._due[job]].worker if state.plan is not None else ""
+            worker = state.workers[self._due[job]] if state.plan is not None else ""
             case = self._case(state, self._due[job], state.checkpoint, worker)
             if case is not None and not self._has_evidence(state, case):
                 case = None

@@ -113,9 +113,7 @@ class Suspicion:
     def _spare(self, state: JobState, worker: str) -> bool:
         """Whether a worker is idle, or stands by, that has the memory for this one's stage."""
         rank, roster = state.rank_of(worker), self.effects.roster
-        prediction = state.plan.prediction if state.plan is not None else None
-        told = prediction.stages if prediction is not None and len(prediction.stages) == state.n_ranks else ()
-        needed = told[rank].memory_bytes if told and rank is not None else 0
+        needed = state.predicted[rank].memory_bytes if state.predicted and rank is not None else 0
         spare = [*roster.idle(), *(standby.worker for standby in state.standbys.values())]
         return any(roster.workers[worker].memory_limit_bytes >= needed for worker in spare)
 

@@ -20,20 +20,19 @@ def learn(roster: Roster, state: JobState, *, follows: bool) -> None:
     would count the same slowness twice; and other codecs than predicted may be in use by now.
     """
     memory.learn(roster, state)
-    prediction = state.plan.prediction if state.plan is not None else None
-    if prediction is None or len(prediction.stages) != state.n_ranks or len(state.run.step_times_s) < 2:
+    stages, prediction = state.predicted, state.prediction
+    if not stages or prediction is None or len(state.run.step_times_s) < 2:
         return  # the first step of a plan loads caches, and knows no optimizer step before it
-    usual_s = sum(told.compute_s for told in prediction.stages) / state.n_ranks
+    usual_s = sum(told.compute_s for told in stages) / state.n_ranks
     # Of who has taken over a place nothing was predicted: the figures are those of the worker before.
-    others = {told.worker for told in prediction.stages if told.figures_of}
+    others = {told.worker for told in stages if told.figures_of}
     for rank, report in state.run.reports.items():
-        told = prediction.stages[rank]
+        told = stages[rank]
         if told.worker in others or told.worker not in roster.workers:
             continue
         # What a stage of a few views takes is all overhead and says nothing of larger ones.
         if told.compute_s >= TELLING_SHARE * usual_s:
-            measured_s = report.forward_s + report.backward_s + report.optimizer_s
-            roster.computed(state.job, told.worker, told.compute_s, measured_s)
+            roster.computed(state.job, told.worker, told.compute_s, report.computed_s)
         coding_s = sum(carried.encode_s + carried.decode_s for carried in report.links)
         # After a change of the links the plan's seconds are those of other codecs.
         if len(state.run.lineage) > 1:

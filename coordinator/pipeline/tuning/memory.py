@@ -27,19 +27,19 @@ TELLING_SHARE = (
 def learn(roster: Roster, state: JobState) -> None:
     """Take in what the stages of a job have held so far, as their heartbeats say."""
     recall(roster, state)
-    for told in predicted_stages(state):
-        known = roster.workers.get(told.worker)
-        beat = known.beat if known is not None else None
-        if known is None or beat is None or beat.job != state.job or beat.version < state.run.assigned:
+    for told in state.predicted:
+        beat = roster.beat_of(told.worker, state.job)
+        if beat is None or beat.version < state.run.assigned:
             continue
-        if not known.introduction.memory_in_figures:
-            device = known.introduction.device_class
-            roster.memory.measured(state.job, device, _telling_bytes(state, told), beat.memory_peak_bytes)
+        intro = roster.workers[told.worker].introduction
+        if not intro.memory_in_figures:
+            bytes_ = _telling_bytes(state, told)
+            roster.memory.measured(state.job, intro.device_class, bytes_, beat.memory_peak_bytes)
 
 
 def recall(roster: Roster, state: JobState) -> None:
     """Know again what a job's plan was made with, as after our restart."""
-    for told in predicted_stages(state):
+    for told in state.predicted:
         known = roster.workers.get(told.worker)
         if known is not None:
             roster.memory.raised(state.job, known.introduction.device_class, told.memory_scale)
@@ -47,16 +47,15 @@ def recall(roster: Roster, state: JobState) -> None:
 
 def measured_bytes(roster: Roster, state: JobState, rank: int) -> int:
     """Return the most that a rank's worker has held since it was given its stage; 0 where it is not known."""
-    known = roster.workers.get(state.plan.places[rank].worker) if state.plan is not None else None
-    beat = known.beat if known is not None else None
-    return beat.memory_peak_bytes if beat is not None and beat.job == state.job else 0
+    beat = roster.beat_of(state.workers[rank], state.job) if state.plan is not None else None
+    return beat.memory_peak_bytes if beat is not None else 0
 
 
 def killed(roster: Roster, state: JobState, failed: FromRank[StageFailed], label: str) -> str:
     """Learn from a stage that was killed for memory; returns what happened, in a sentence for people."""
     recall(roster, state)
-    told, n_bytes = predicted_stages(state)[failed.rank : failed.rank + 1], failed.message.memory_bytes
-    worker = state.adopted.places[failed.rank].worker
+    told, n_bytes = state.predicted[failed.rank : failed.rank + 1], failed.message.memory_bytes
+    worker = state.workers[failed.rank]
     words = f"stage {state.adopted.places[failed.rank].stage} was killed for memory on {label} at "
     words += f"{n_bytes / MIB:.0f} MiB"
     known = roster.workers.get(worker)
@@ -70,11 +69,5 @@ def killed(roster: Roster, state: JobState, failed: FromRank[StageFailed], label
 
 def _telling_bytes(state: JobState, told: StagePrediction) -> float:
     """Return the model's bytes of a stage, 0 where it is too small to tell a factor for larger ones."""
-    largest = max(stage.model_bytes for stage in predicted_stages(state))
+    largest = max(stage.model_bytes for stage in state.predicted)
     return told.model_bytes if told.model_bytes >= TELLING_SHARE * largest else 0.0
-
-
-def predicted_stages(state: JobState) -> tuple[StagePrediction, ...]:
-    """Return what was predicted of each rank, nothing where that is not known."""
-    prediction = state.plan.prediction if state.plan is not None else None
-    return prediction.stages if prediction is not None and len(prediction.stages) == state.n_ranks else ()

@@ -31,7 +31,7 @@ def newer_codec(state: JobState, exchange: Exchange) -> str:
     """Return the codec that fits the last round; the one that it has where that fits, or is not to change."""
     reports = state.run.reports.values()
     carried_s = max((link.busy_s for report in reports for link in report.links), default=0.0)
-    step_s = max((r.forward_s + r.backward_s + r.optimizer_s for r in reports), default=0.0)
+    step_s = max((r.computed_s for r in reports), default=0.0)
     if not state.spec.training.codes_rounds or not carried_s or not step_s:
         return exchange.codec
     return fitting(exchange.codec, carried_s, exchange.every * step_s)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from atoll import Precision, TrainingSpec
 from atoll.errors import CaptureError, SelfCheckError
 from atoll.opdag import OpDag
+from coordinator.capture import self_check as self_check_module
 from coordinator.capture.capture import capture
 from coordinator.capture.self_check import self_check
 from tests.models import MODELS
@@ -60,6 +61,16 @@ def test_a_module_that_export_misreads_is_refused_by_name(kind: type[Base], name
     found = capture(module, X)
     with pytest.raises(SelfCheckError, match=named):
         self_check(module, found, X)
+
+
+def test_the_copy_that_is_checked_shares_parameters_and_has_buffers_and_gradients_of_its_own() -> None:
+    module = nn.BatchNorm1d(4)
+    module.weight.grad = torch.ones(4)
+    copied = self_check_module._copy(module)
+    assert copied.weight is not module.weight
+    assert copied.weight.data_ptr() == module.weight.data_ptr()
+    assert copied.weight.grad is None
+    assert copied.running_mean.data_ptr() != module.running_mean.data_ptr()
 
 
 def test_the_size_of_the_difference_is_told() -> None:

@@ -7,9 +7,8 @@ import pytest
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.events import Held
-from coordinator.messages.jobs import LogsShort, Phase
+from coordinator.messages.jobs import LogsShort, Phase, Price
 from coordinator.pipeline.changes.newcomers import _Wish
-from coordinator.pipeline.changes.price import Price
 from coordinator.pipeline.driver import PipelineDriver
 from tests.coordinator.pipeline.changes.test_reconfigure import JOB, leave, moves, spec, step, store
 from tests.coordinator.pipeline.test_restart import back
@@ -79,7 +78,7 @@ def test_a_part_that_a_seat_waits_for_has_its_time_too() -> None:
     for _ in range(5):
         step(world)
     world.handle(ev.Tick())
-    price = Price(1.0, 0.5, 1.0, 100)
+    price = Price(1.0, usual_s=1.0, saved_s=0.5, left=100)
     wish = _Wish(price, "better", frozenset("abcd"), world.state().run.assigned)
     pipeline(world).beside.newcomers._looks[JOB].wish = wish
     world.wait(0.5)

@@ -33,6 +33,7 @@ from protos.blob_transfer import LocalBlob
 from protos.grpc_errors import to_atoll_error
 from tests.coordinator.federated.test_driver import Fleet, spec
 from tests.coordinator.serving import Hold, Owner, fleet, refused, start
+from tests.coordinator.storage.test_blob_store import counted, on_disk
 from tests.patience import HUNG_S, eventually
 
 NO_GRAPHS: Any = None  # a client runs the whole graph
@@ -241,11 +242,11 @@ def test_a_worker_puts_no_more_than_its_job_asks_for(stack: ExitStack, tmp_path:
     assert CHECKPOINTS * state < most.n_bytes < CHECKPOINTS * (state + 200_000)
     error = refused(lambda: put(worker, b"x", size=most.n_bytes + 1))
     assert isinstance(error, StorageError)
-    before = running.call(lambda server: server.blobs.used_bytes)
+    before = running.call(lambda server: on_disk(server.blobs.root))
     for _ in range(3 * most.blobs):
         put(worker, os.urandom(1000))
         put(worker, b"", size=10)  # counts, but leaves no file
-    assert running.call(lambda server: server.blobs.used_bytes) - before == (most.blobs - 1) * 1000
+    assert running.call(lambda server: on_disk(server.blobs.root)) - before == (most.blobs - 1) * 1000
     assert len(list((tmp_path / "blobs" / "partial").iterdir())) == 0
     put(worker, b"reported, and not yet looked at")
     reported = name_of(b"reported, and not yet looked at")
@@ -338,7 +339,7 @@ def test_no_worker_learns_whether_a_blob_is_here_that_is_not_its_own(
     assert worker.blobs().Put(iter([chunk]), timeout=HUNG_S).blobs, "who has it may know"
     store = running.call(lambda server: server.blobs)
     assert store.read(here) == secret
-    assert store.used_bytes == sum(path.stat().st_size for path in store.root.rglob("*") if path.is_file())
+    assert counted(store) == on_disk(store.root)
 
 
 def test_the_owner_fetches_what_jobs_rest_on_and_no_clients_update(stack: ExitStack, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from coordinator.storage.blob_store import BlobStore, Gone
 from coordinator.storage.checkpoints import defect, torn
 from coordinator.storage.mirrored_blobs import MirroredBlobStore, blob_store
 from tests.coordinator.storage.objects_in_memory import WRITTEN_S, MemoryObjects
+from tests.coordinator.storage.test_blob_store import on_disk
 
 
 def name_of(data: bytes) -> str:
@@ -55,7 +56,7 @@ def test_while_the_bucket_is_away_nothing_counts_and_the_last_byte_again_is_enou
     objects.away = False
     assert store.write(name, 100, 99, data[99:])
     assert store.has(name)
-    assert store.used_bytes == 100
+    assert on_disk(store.root) == 100
 
 
 def test_what_a_killed_coordinator_had_not_sent_is_sent_at_the_next_start(tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_another_machine_fetches_in_ranges_what_is_asked_for(
     assert elsewhere.head(name, 4) == data[:4]
     assert b"".join(elsewhere.chunks(name, size // 2)) == data[size // 2 :]
     assert len(objects.reads) == asked
-    assert elsewhere.used_bytes == size
+    assert on_disk(elsewhere.root) == size
     assert objects.lists == (1 if reading else 2)
 
 

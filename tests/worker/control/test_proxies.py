@@ -112,7 +112,7 @@ def test_a_peer_is_dialled_through_the_proxy_when_told_to(host: Make, proxy: Pro
     a = host("w-a", TransportConfig(**patience, use_proxy=use_proxy), listen=False)
     b = host("w-b")
     b.network.admit("w-a")
-    a.network.dial("w-b", [b.address], HUNG_S)
+    a.network.meet("w-b", Paths((b.address,), dial=True), HUNG_S)
     a.network.send("w-b", key(), b"", b"there")
     assert b.delivered.get(timeout=HUNG_S)[3] == b"there"
     assert set(proxy.asked) == ({f"127.0.0.1:{b.address[1]}"} if use_proxy else set())

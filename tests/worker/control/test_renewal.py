@@ -19,6 +19,7 @@ from worker.config import WorkerConfig
 from worker.control.bulk import Bulk
 from worker.control.enroll import CLOCK_OFF_S, Membership, join, note_clock
 from worker.control.renewal import Renewal, renewed
+from worker.transport.contract import Paths
 from worker.transport.network import PeerNetwork
 
 DAY, HOUR = dt.timedelta(days=1), dt.timedelta(hours=1)
@@ -148,14 +149,14 @@ def test_peers_see_the_renewed_certificate_and_open_connections_stay(tmp_path: P
     b = PeerNetwork(made("w-b"), ("127.0.0.1", 0))
     try:
         b.admit("w-a")
-        a.dial("w-b", [("127.0.0.1", b.port)], 20.0)
+        a.meet("w-b", Paths((("127.0.0.1", b.port),), dial=True), 20.0)
         newest = made("w-b")
         b.renew(newest)
         assert shown_certificate(f"127.0.0.1:{b.port}") == newest.certificate_pem
         assert a.rtt("w-b") >= 0.0
         a.renew(made("w-a"))
         a.admit("w-b")
-        b.dial("w-a", [("127.0.0.1", a.port)], 20.0)
+        b.meet("w-a", Paths((("127.0.0.1", a.port),), dial=True), 20.0)
     finally:
         a.close()
         b.close()

@@ -19,6 +19,7 @@ from tests.worker.transport.hosts import Host, enroll
 from worker.config import WorkerConfig
 from worker.control.enroll import Membership, find_work_address, join
 from worker.control.renewal import Renewal, renewed
+from worker.transport.contract import Paths
 
 DAY_S = 86_400.0
 
@@ -166,19 +167,19 @@ def test_peers_with_certificates_of_either_authority_meet_while_both_trust_both(
     try:
         for one, other in ((a, b), (b, a)):
             other.network.admit(one.network.name)
-            one.network.dial(other.network.name, [other.address], HUNG_S)
+            one.network.meet(other.network.name, Paths((other.address,), dial=True), HUNG_S)
         a.network.admit("w-c")
         with pytest.raises(ConnectionFailed, match="CERTIFICATE_VERIFY_FAILED"):
-            late.network.dial("w-a", [a.address], 2.0)
+            late.network.meet("w-a", Paths((a.address,), dial=True), 2.0)
         late.network.renew(enroll(old, "w-c").trusting(both))
-        late.network.dial("w-a", [a.address], HUNG_S)
+        late.network.meet("w-a", Paths((a.address,), dial=True), HUNG_S)
         # At the end: the older one opens nothing any more, what is open stays.
         a.network.renew(enroll(new, "w-a"))
         assert a.network.rtt("w-b") >= 0.0
         stranger = Host(enroll(old, "w-d").trusting(both), listen=False)
         a.network.admit("w-d")
         with pytest.raises(ConnectionFailed):
-            stranger.network.dial("w-a", [a.address], 1.0)
+            stranger.network.meet("w-a", Paths((a.address,), dial=True), 1.0)
         stranger.network.close()
     finally:
         for host in (a, b, late):

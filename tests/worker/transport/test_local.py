@@ -143,7 +143,7 @@ def test_a_worker_elsewhere_reaches_each_device_by_the_one_port(
     address = ("127.0.0.1", first.network.port)
     for device in pair:
         device.network.admit("w-b")
-        other.network.dial(device.network.name, [address], HUNG_S)
+        other.network.meet(device.network.name, Paths((address,), dial=True), HUNG_S)
         other.network.send(device.network.name, key(3), b"", b"for one alone")
         assert device.delivered.get(timeout=HUNG_S) == ("w-b", key(3), b"", b"for one alone")
     assert first.delivered.empty()
@@ -156,7 +156,7 @@ def refusal(caller: Host, peer: str, listener: Device, word: str) -> str:
     words, within_s = "", 0.5
     while word not in words:  # before a busy machine has answered, nothing is known
         with pytest.raises(AtollError) as error:
-            caller.network.dial(peer, [("127.0.0.1", listener.network.port)], within_s)
+            caller.network.meet(peer, Paths((("127.0.0.1", listener.network.port),), dial=True), within_s)
         words, within_s = str(error.value), 2 * within_s
     return words
 

@@ -16,7 +16,7 @@ import pytest
 from tests.patience import HUNG_S
 from tests.worker.transport.hosts import Host, key
 from worker.manners.traffic import Traffic
-from worker.transport.contract import TransportConfig
+from worker.transport.contract import Paths, TransportConfig
 from worker.transport.frames import Direction
 
 MBIT = 8.0
@@ -30,7 +30,7 @@ def pair(sending: Traffic, receiving: Traffic) -> Iterator[tuple[Host, Host]]:
     b = Host(None, NO_PATIENCE, name="w-b", traffic=receiving)
     try:
         b.network.admit("w-a")
-        a.network.dial("w-b", [b.address], HUNG_S)
+        a.network.meet("w-b", Paths((b.address,), dial=True), HUNG_S)
         yield a, b
     finally:
         a.network.close()

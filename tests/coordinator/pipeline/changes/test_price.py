@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 from coordinator.messages import events as ev
-from coordinator.pipeline.changes.price import LossCost, loss_costs
+from coordinator.messages.jobs import Price
+from coordinator.pipeline.changes.recovery import loss_prices
 from coordinator.services.views import job_update
 from tests.coordinator.pipeline.changes.test_reconfigure import JOB, spec, store
 from tests.sim.scripted import Scripted
 
 
-def costs(world: Scripted) -> list[LossCost]:
-    return loss_costs(world.state(), world.scheduler.ledger.jobs[JOB], world.scheduler.roster)
+def costs(world: Scripted) -> list[Price]:
+    return loss_prices(world.state(), world.scheduler.ledger.jobs[JOB], world.scheduler.roster)
 
 
 def trained(*workers: str, steps: int = 4) -> Scripted:
@@ -32,8 +33,8 @@ def trained(*workers: str, steps: int = 4) -> Scripted:
 
 def test_who_repeats_does_so_at_the_speed_of_its_stage_and_all_together_at_that_of_a_step() -> None:
     with_spare, without = trained("a", "b", "c"), trained("a", "b")
-    assert [cost.seconds for cost in costs(with_spare)] == pytest.approx([2 + 1 + 4 * 0.25, 2 + 3 + 4 * 0.25])
-    assert [cost.seconds for cost in costs(without)] == pytest.approx([2 + 15 + 3 + 4 * 1.0] * 2)
+    assert [cost.pause_s for cost in costs(with_spare)] == pytest.approx([2 + 1 + 4 * 0.25, 2 + 3 + 4 * 0.25])
+    assert [cost.pause_s for cost in costs(without)] == pytest.approx([2 + 15 + 3 + 4 * 1.0] * 2)
     assert "c takes over: 2.0 s to notice, 3.0 s to load, 4 steps of 0.25 s" in costs(with_spare)[1].why
     why = costs(without)[1].why
     assert why.startswith(
@@ -51,7 +52,7 @@ def test_a_replica_beside_a_whole_one_costs_the_time_to_notice_it() -> None:
         for worker in "ab":
             world.ready(worker, square_norms=(1.0,), losses=(0.5,))
     for cost in costs(world):
-        assert cost.seconds == 2.0
+        assert cost.pause_s == 2.0
         assert cost.why == (
             "the other replicas go on without it: 2.0 s to notice; no idle worker can take over stage 0"
         )
@@ -64,14 +65,14 @@ def test_messages_count_where_they_take_longer_than_computing() -> None:
     world.wait(3.0)
     world.ready("a", forward_s=0.1, links=(link,))
     world.ready("b", forward_s=0.1)
-    assert costs(world)[1].seconds == pytest.approx(2 + 3 + 2.0, rel=0.01)
+    assert costs(world)[1].pause_s == pytest.approx(2 + 3 + 2.0, rel=0.01)
 
 
 def test_a_checkpoint_makes_a_loss_cheap_and_updates_show_it() -> None:
     world = trained("a", "b", "c")
     store(world, 3)
-    assert costs(world)[0].seconds == pytest.approx(2 + 1 + 1 * 0.25)
+    assert costs(world)[0].pause_s == pytest.approx(2 + 1 + 1 * 0.25)
     shown = job_update(world.scheduler, JOB, 0.0).stages[0]
-    assert (shown.replace_s, shown.replace_why) == (costs(world)[0].seconds, costs(world)[0].why)
+    assert (shown.replace_s, shown.replace_why) == (costs(world)[0].pause_s, costs(world)[0].why)
     plain = job_update(world.scheduler, JOB, 0.0, with_costs=False).stages[0]
     assert not plain.HasField("replace_s")

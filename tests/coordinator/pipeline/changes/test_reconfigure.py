@@ -17,7 +17,7 @@ from coordinator.messages import jobs
 from coordinator.messages.events import Held
 from coordinator.messages.facts import MOST_REPLAYED, Reconfigured, StepCommitted
 from coordinator.messages.jobs import Phase, PlanChange
-from coordinator.pipeline.changes.reconfigure import choose
+from coordinator.pipeline.changes.recovery import choose
 from coordinator.pipeline.history import logs_short
 from tests.coordinator.pipeline.test_restart import back
 from tests.coordinator.pipeline.tuning.test_relink import COARSE, pipeline

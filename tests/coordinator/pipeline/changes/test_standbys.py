@@ -16,7 +16,7 @@ from coordinator.messages import jobs
 from coordinator.messages.events import Held
 from coordinator.messages.jobs import Phase, Standby
 from coordinator.pipeline.changes import standbys
-from coordinator.pipeline.changes.standby import repeated_bytes, standby_words
+from coordinator.pipeline.changes.standbys import repeated_bytes, standby_words
 from coordinator.pipeline.history import sources
 from coordinator.services.blob_rights import StageRole, role_of
 from coordinator.services.views import job_update

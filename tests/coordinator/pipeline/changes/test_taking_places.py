@@ -10,11 +10,10 @@ import pytest
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.events import Held
-from coordinator.messages.jobs import JobState, Phase
+from coordinator.messages.jobs import JobState, Phase, Price
 from coordinator.pipeline.changes import newcomers, standbys
 from coordinator.pipeline.changes.newcomers import TIMED_WITHIN_S
-from coordinator.pipeline.changes.price import Price
-from coordinator.pipeline.changes.standby import Chosen
+from coordinator.pipeline.changes.standbys import Chosen
 from coordinator.services.views import job_update
 from tests.coordinator.pipeline.changes.test_reconfigure import JOB, commits, leave, moves, spec, step
 from tests.coordinator.pipeline.changes.test_standbys import has_repeated, only, passes, standing
@@ -294,7 +293,7 @@ def test_a_wish_for_another_plan_ends_where_the_plan_that_it_was_compared_with_d
     world = standing("a", "b", "c", "d")
     has_repeated(world, 4)
     wishes = pipeline(world).beside.newcomers
-    price = Price(1.0, 0.5, 1.0, 100)
+    price = Price(1.0, usual_s=1.0, saved_s=0.5, left=100)
     wish = newcomers._Wish(price, "a larger fleet", frozenset(), world.state().run.assigned)
     wishes._looks[JOB].wish = wish
     assert [change.reason for change in wishes.candidates(world.state())] == ["a larger fleet"]
