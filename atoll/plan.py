@@ -282,12 +282,15 @@ class Plan:
 
     @property
     def evaluator(self) -> int:
-        """Rank whose held-out loss is the job's: of the first replica that is there the last that evaluates
-        anything, as no stage begins behind the loss."""
+        """Rank whose held-out loss is the job's: of the first replica that is there who has the last piece
+        that evaluates anything, as none begins behind the loss."""
         places, first = self.places, self.present[0]
         ranks = [rank for rank in self.present if places[rank].replica == places[first].replica]
-        stages = zip(ranks, self.replicas[places[first].replica].stages, strict=True)
-        return max((rank for rank, at in stages if at.eval_start < at.eval_stop), default=ranks[-1])
+        pieces = self.replicas[places[first].replica].pieces
+        return next(
+            (ranks[stage] for piece, stage, _ in reversed(pieces) if piece.eval_start < piece.eval_stop),
+            ranks[-1],
+        )
 
     @property
     def storers(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from atoll.exchange import Exchange
 from atoll.job import TrainingSpec
 from atoll.microbatch import Action, ScheduleName, Work
 from atoll.opdag import Kind, LeafRef, OpDag, OpNode, Source, StateMeta, TensorMeta
-from atoll.plan import LinkSpec, Place, Plan, Replica, StageSpec, one_replica, validate
+from atoll.plan import LinkSpec, Piece, Place, Plan, Replica, StageSpec, one_replica, stage_of, validate
 
 META = TensorMeta((2,), "float32")
 TRAINING = TrainingSpec(1, 4, blocks=2)
@@ -116,3 +116,13 @@ def test_buffers_that_training_writes_are_replicated_only_where_the_owner_allows
     with pytest.raises(PlanError, match=r"1 buffers, as norm\.running_mean"):
         validate(plan(FIRST, SECOND), written, TRAINING)
     validate(plan(FIRST, SECOND), written, replace(TRAINING, average_buffers=True))
+
+
+def test_who_has_the_last_piece_that_evaluates_has_the_held_out_loss() -> None:
+    both = tuple(stage_of(name, (Piece(a, a + 1, a, a + 1, 0),)) for a, name in enumerate("ab"))
+    assert plan(replace(ONE, stages=both)).evaluator == 1
+    ring = (stage_of("a", (Piece(0, 1, 0, 1, 1), Piece(2, 3, 2, 3, 0))), both[1])
+    assert plan(replace(ONE, stages=ring)).evaluator == 0
+    idle = (ring[0].with_pieces((Piece(0, 1, 0, 1, 1), Piece(2, 3, 3, 3, 0))), both[1])
+    assert plan(replace(ONE, stages=idle)).evaluator == 1
+    assert plan(replace(ONE, stages=cut(0, 1, names="ab"))).evaluator == 1  # nobody evaluates

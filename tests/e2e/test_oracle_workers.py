@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 
+from atoll import Job, Rows
 from atoll.job import Optimizer, TrainingSpec
 from benchmarks.oracle import BUILT_IN, DROPOUT, Case, Run, built_in, difference, random_starts, run_local
-from benchmarks.real_workers import LoopbackFleet
+from benchmarks.real_workers import LoopbackFleet, cut_at
+from coordinator.client.prepare import Prepared, prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 TRAINING = TrainingSpec(
@@ -69,3 +73,27 @@ def random_owners(pieces: int, draw: random.Random) -> tuple[int, ...]:
         several = len(names) < pieces and all(a != b for a, b in itertools.pairwise(found))
         if several:
             return tuple(names.index(one) for one in found)
+
+
+def test_workers_of_several_pieces_evaluate_as_one_stage(fleet: LoopbackFleet) -> None:
+    made = case("gpt2")
+    rows = {
+        name: torch.cat([batch[name] for batch in made.batches(0)]).numpy() for name in made.batches(0)[0]
+    }
+    training = replace(TRAINING, eval_batches=2, eval_every=1)
+    job = Job(made.module, made.batches(0)[0], Rows(rows, seed=None, held_out=rows), training, "evaluated")
+    starts = random_starts(made.dag, 4, random.Random(5))
+    found = [
+        held_out_losses(fleet, prepare(job, partitioner=cut))
+        for cut in (cut_at((0,)), cut_at(starts, (0, 1, 2, 0)))
+    ]
+    assert len(found[0]) == TRAINING.steps
+    assert found[0] == found[1]
+
+
+def held_out_losses(fleet: LoopbackFleet, prepared: Prepared) -> dict[int, float]:
+    """Train what was prepared; the held-out loss by step."""
+    found: dict[int, float] = {}
+    for update in fleet.client.watch(fleet.client.submit(prepared).job):
+        found.update({p.step: p.value for p in update.metrics if p.name == "eval_loss"})
+    return found

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from atoll.plan import Place, Plan
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import BESIDE
@@ -72,6 +73,12 @@ class Machine(Process):
         self.cheats_from, self.slips = math.inf, False
 
 
+def tensors_of(plan: Plan, place: Place, names: list[str]) -> list[str]:
+    """Return the names of a stage's tensors, of all of its pieces."""
+    pieces = plan.replicas[place.replica].stages[place.stage].pieces
+    return [name for piece in pieces for name in names[piece.start : piece.stop]]
+
+
 @dataclass
 class Bench:
     """One worker's computations, one after another."""
@@ -106,6 +113,7 @@ class Bench:
     _turn: int = 0
     _computed_s: float = 0.0  # since the step under way was asked for
     _went: str | None = None  # forwards, in the step that is repeated
+    _closed: str | None = None  # ... by the last piece, of a stage that has it beside the first
     _loss: str | None = None  # of the step that is repeated, once what its pipeline sends is here
     _wanted: list[Wanted] = field(default_factory=list)  # of steps that are repeated here as well
     _loading: bool = False
@@ -203,7 +211,8 @@ class Bench:
         sent = (*running, True) in self._sent
         if (sent and held.last) or (not sent and held.stage == 0):
             return None
-        peer, what = (held.neighbour(+1), "backward") if sent else (held.neighbour(-1), "forward")
+        behind = not sent or (held.closes and running[2] not in held.values)
+        peer, what = (held.neighbour(-1), "forward") if behind else (held.neighbour(+1), "backward")
         return ev.Waits(peer, what, running[2], self.process.clock.now_s - self._asked_s)
 
     # ------------------------------------------------------------ stages
@@ -212,8 +221,7 @@ class Bench:
         self._stop()
         self._loading = True
         spec, place = work.spec, work.plan.places[work.rank]
-        stage = work.plan.replicas[place.replica].stages[place.stage]
-        names = sorted(spec.tensors)[stage.start : stage.stop]
+        names = tensors_of(work.plan, place, sorted(spec.tensors))
         blobs = {name: work.tensors.get(name) or spec.tensors[name] for name in names}
         warm = self.process.disk.issuperset(blobs.values())
         first = work.replay.first_step if work.replay is not None else work.first_step
@@ -259,8 +267,7 @@ class Bench:
             return
         copy, *rest = copies
         place = copy.plan.places[copy.rank]
-        cut = copy.plan.replicas[place.replica].stages[place.stage]
-        blobs = [copy.tensors[name] for name in sorted(copy.tensors)[cut.start : cut.stop]]
+        blobs = [copy.tensors[name] for name in tensors_of(copy.plan, place, sorted(copy.tensors))]
         blobs = list(copy.tensors.values()) if copy.holder else blobs
         new = [blob for blob in blobs if blob not in self.process.disk]
         if copy.holder and not all(self.holds(copy.holder, blob) for blob in new):
@@ -320,7 +327,7 @@ class Bench:
         if held.step >= work.first_step and not self._goes_on(held):
             return
         self._asking = True
-        self._asked_s, self._went, self._loss = self.process.clock.now_s, None, None
+        self._asked_s, self._went, self._closed, self._loss = self.process.clock.now_s, None, None, None
         self._ask(held, held.step)
         self._go_on()
 
@@ -402,12 +409,17 @@ class Bench:
             given = self._given(held, step) if held.stage == 0 else self.kept.get((job, version, step, True))
             if given is None:
                 return
-            self._went = forward(given, held.tensors, sorted(held.tensors))
+            self._went = forward(given, held.tensors, held.names(0))
             self._record(version, step, True, self._went)
+        came = self.kept.get((job, version, step, True))
+        if held.closes and self._closed is None and came is not None:
+            self._closed = forward(came, held.tensors, held.names(1))
+            self._record(version, step, False, self._closed)
         missing = self._missing(held)
         if self._loss is None and not any(what < PART for what in missing):
             self._loss = self._went if held.last else self.kept[job, version, step, False]
-            self._record(version, step, False, self._loss)
+            if not held.closes:
+                self._record(version, step, False, self._loss)
             self._record(version, step, PART + held.replica, self._loss)
             missing = self._missing(held)
         if not missing:
@@ -492,11 +504,13 @@ class Bench:
         self.inbox[message.job, message.version, message.step, message.forwards] = message.value
         self.progress += 1
         self._forward()
+        self._close()
         self._backward()
 
     def _begin(self) -> None:
         self._due = True
         self._forward()
+        self._close()
 
     def _given(self, held: Held, step: int) -> str:
         return batches(step, held.plan.blocks, held.blocks)
@@ -510,12 +524,7 @@ class Bench:
         if given is None:
             return
         assert step == held.step, f"{self.process.name} runs step {step} on the state after {held.step} steps"
-        spoiled = self.process.poison or (held.last and step >= self.process.diverges_at)
-        value = (
-            ",".join(NAN for _ in held.blocks)
-            if spoiled
-            else forward(given, held.tensors, sorted(held.tensors))
-        )
+        value = self._made(held, step, given, 0)
         self._sent[*running, True] = value
         self.log.add(version, step, True, value)
         if held.last:
@@ -524,6 +533,27 @@ class Bench:
         else:
             self.send(held.neighbour(+1), Tensors(job, version, step, True, value))
             self._backward()
+
+    def _made(self, held: Held, step: int, given: str, piece: int) -> str:
+        """Return what a piece makes of what it is given."""
+        whole = piece == len(held.pipeline.stages[held.stage].pieces) - 1
+        spoiled = self.process.poison or (held.ends and whole and step >= self.process.diverges_at)
+        if spoiled:
+            return ",".join(NAN for _ in held.blocks)
+        return forward(given, held.tensors, held.names(piece))
+
+    def _close(self) -> None:
+        """Compute the loss of what came forwards, and send it back, where stage 0 has the last piece."""
+        held, running = self.held, self.running
+        if held is None or running is None or not held.closes or running[2] in held.values:
+            return
+        came = self.inbox.get((*running, True))
+        if came is None or (*running, True) not in self._sent:
+            return
+        job, version, step = running
+        held.values[step] = loss = self._made(held, step, came, 1)
+        self.log.add(version, step, False, loss)
+        self.send(held.neighbour(-1), Tensors(job, version, step, False, loss))
 
     def _backward(self) -> None:
         held, running = self.held, self.running
@@ -537,7 +567,8 @@ class Bench:
             return
         held.values[step] = loss
         self._sent[*running, False] = loss
-        self.log.add(version, step, False, loss)
+        if not held.closes:
+            self.log.add(version, step, False, loss)
         if held.stage:
             self.send(held.neighbour(-1), Tensors(job, version, step, False, loss))
         self.log.add(version, step, PART + held.replica, loss)
@@ -562,12 +593,12 @@ class Bench:
         taken = "" if held.last else own
         training, shared = held.work.spec.training, len(held.plan.replicas) > 1
         losses: tuple[float, ...] = ()
-        if held.last:
+        if held.ends:
             losses = micro_losses(own, training.n_micro, training.blocks, held.blocks)
         shown = number(total) if training.blocks == 1 else sum(losses, 0.0)
         norms = square_norms(held.tensors, sorted(held.tensors), used)
         message = ev.StepReady(
-            job, version, step, losses if shared else (shown,) if held.last else (), norms,
+            job, version, step, losses if shared else (shown,) if held.ends else (), norms,
             finite=total != NAN and not self.process.slanders, forward_s=self._computed_s,
             digest=told(held.tensors, step, used, given, taken),
         )  # fmt: skip
@@ -665,7 +696,7 @@ class Bench:
 
     def _evaluate(self, job: str, version: int, step: int) -> None:
         held = self.held
-        loss = number(digest("evaluation", step)) if held is not None and held.last else None
+        loss = number(digest("evaluation", step)) if held is not None and held.ends else None
         self.post(ev.EvalReady(job, version, step, loss))
 
     # ------------------------------------------------------------ federated rounds

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from atoll.exchange import Exchange, PairTable
 from atoll.microbatch import ScheduleName, block_ranges
 from atoll.opdag import TensorMeta
-from atoll.plan import LinkSpec, Plan, Replica, StageSpec
+from atoll.plan import LinkSpec, Piece, Plan, Replica, stage_of
 from coordinator.config import CoordinatorConfig
 from coordinator.messages import batch as batches
 from coordinator.messages import events as ev
@@ -117,6 +117,7 @@ class Coordinator(Process):
     performed: Callable[[do.Instruction], None] = field(default=lambda done: None, kw_only=True)
     fewest: int = field(default=1, kw_only=True)  # stages of a plan
     stages: int = field(default=3, kw_only=True)  # at most
+    rings: bool = field(default=False, kw_only=True)  # the first stage of a pipeline has the last piece, too
     slowness: float = field(default=1.0, kw_only=True)  # of its threads
     step_s: Callable[[list[str]], float] = field(default=lambda workers: 1.0, kw_only=True)  # as predicted
     grown_s: Callable[[int, int], float] = field(default=lambda own, grown: 1.0, kw_only=True)  # a step's
@@ -331,14 +332,15 @@ class Coordinator(Process):
 
     def _pipeline(self, spec: JobSpec, workers: Sequence[str], micros: tuple[int, int]) -> Replica:
         ops, n = len(spec.tensors), len(workers)
-        edges = [at * ops // n for at in range(n + 1)]
+        ring = self.rings and 1 < n < ops
+        edges = [at * ops // (n + ring) for at in range(n + ring + 1)]
         evaluated = spec.eval_data is not None
-        stages = tuple(
-            StageSpec(a, b, a if evaluated else 0, b if evaluated else 0, worker, 1)
-            for a, b, worker in zip(edges, edges[1:], workers, strict=False)
-        )
-        links = tuple(LinkSpec(a, b) for at in range(n - 1) for a, b in ((at, at + 1), (at + 1, at)))
-        return Replica(micros, stages, links)
+        pieces = [Piece(a, b, a if evaluated else 0, b if evaluated else 0, 1) for a, b in pairwise(edges)]
+        own = [[piece] for piece in pieces[:n]]
+        own[0] += pieces[n:]
+        stages = tuple(stage_of(worker, mine) for worker, mine in zip(workers, own, strict=True))
+        links = (LinkSpec(a, b) for at in range(n + ring - 1) for a, b in ((at, at + 1), (at + 1, at)))
+        return Replica(micros, stages, tuple(links))
 
     def _aggregate(self, asked: do.AggregateRound) -> None:
         good = {name: update.update for name, update in asked.updates.items()}

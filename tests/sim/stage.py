@@ -70,11 +70,33 @@ class Held:
         return range(min(own), max(own) + 1)
 
     @property
+    def ring(self) -> bool:
+        """Whether the first stage also has the last piece."""
+        return bool(self.pipeline.stages[0].further)
+
+    @property
     def last(self) -> bool:
-        return self.stage == len(self.pipeline.stages) - 1
+        """Whether its only piece is the last one."""
+        return not self.ring and self.stage == len(self.pipeline.stages) - 1
+
+    @property
+    def closes(self) -> bool:
+        """Whether it computes the loss of what it is sent forwards, beside another piece."""
+        return self.ring and self.stage == 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether it has the loss."""
+        return self.last or self.closes
+
+    def names(self, at: int) -> list[str]:
+        """Names of the tensors of one of its pieces."""
+        piece = self.pipeline.stages[self.stage].pieces[at]
+        return sorted(self.work.spec.tensors)[piece.start : piece.stop]
 
     def neighbour(self, offset: int) -> str:
-        return self.pipeline.stages[self.stage + offset].worker
+        stages = self.pipeline.stages
+        return stages[(self.stage + offset) % len(stages)].worker
 
     @property
     def others(self) -> dict[str, int]:
@@ -87,7 +109,7 @@ class Held:
     @property
     def neighbours(self) -> dict[bool, str]:
         """Whose messages it is sent, by whether they go forwards."""
-        found = {} if self.stage == 0 else {True: self.neighbour(-1)}
+        found = {} if self.stage == 0 and not self.ring else {True: self.neighbour(-1)}
         return found if self.last else {**found, False: self.neighbour(+1)}
 
 

@@ -81,6 +81,7 @@ class Scenario:
     replicas: int = 1  # of a pipeline
     local_steps: int = 0  # of each replica between two exchanges, which is a peer then
     exchange: str = "diloco"  # of peers
+    rings: bool = False  # pipelines whose first stage has the last piece, too
 
     def names(self) -> list[str]:
         return [f"w{at}" for at in range(self.workers)]
@@ -147,7 +148,14 @@ class World:
             )
 
     def _coordinator(self, name: str, folder: Folder) -> Coordinator:
-        made = Coordinator(self.clock, name, network=self.network, folder=folder, stages=self.scenario.stages)
+        made = Coordinator(
+            self.clock,
+            name,
+            network=self.network,
+            folder=folder,
+            stages=self.scenario.stages,
+            rings=self.scenario.rings,
+        )
         made.recorded = partial(self.checks.recorded, made)
         made.performed = partial(self.checks.performed, made)
         return made
