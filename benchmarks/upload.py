@@ -1,10 +1,11 @@
 """Rate of an owner's upload over loopback, by TLS, to a coordinator in a process of its own.
 
-    python -m benchmarks.upload [--mib 1024] [--blobs 64] [--seed N] [--json]
+    python -m benchmarks.upload [--mib 1024] [--blobs 64] [--under FOLDER] [--seed N] [--json]
 
 Random weights in so many blobs are hashed, sent, and sent again, when only the question of what is missing
 travels. Seconds are of the hashing and of the sending; acceptance: 150 MB/s sent. Beside it what the machine
-does with the same bytes: SHA-256, and a write with fsync, one after the other.
+does with the same bytes: SHA-256, and a write with fsync, one after the other. ``--under`` is where the
+coordinator keeps its state: /dev/shm leaves the disk out.
 """
 
 from __future__ import annotations
@@ -71,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = parser(__doc__ or "")
     made.add_argument("--mib", type=int, default=1024)
     made.add_argument("--blobs", type=int, default=64)
+    made.add_argument(
+        "--under", help="folder of the coordinator's state; default: the system's temporary one"
+    )
     options = made.parse_args(argv)
     torch.manual_seed(options.seed)
     elements = options.mib * (1 << 18) // options.blobs
@@ -78,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     blobs: list[LocalBlob] = []
     hash_s = timed(lambda: blobs.extend(map(tensor_blob, tensors)))
     n_bytes = sum(blob.size for blob in blobs)
-    with TemporaryDirectory() as name:
+    with TemporaryDirectory(dir=options.under) as name:
         folder = Path(name)
         own_s = machine_s(tensors, folder)
         with serving(folder / "state") as client:
@@ -86,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             send_s = timed(lambda: sent.append(client.send(blobs)))
             again_s = timed(lambda: sent.append(client.send(blobs)))
     figures = {
+        "under": options.under or "",
         "n_bytes": n_bytes,
         "blobs": options.blobs,
         "hash_mb_per_s": n_bytes / hash_s / MB,

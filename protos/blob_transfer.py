@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from threading import Lock
 from typing import TYPE_CHECKING, Protocol
 
 from atoll.errors import ConnectionFailed, UsageError
@@ -75,6 +77,72 @@ class LocalBlob:
         return cls(digest.hexdigest(), size, read)
 
 
+class _Sending:
+    """An upload in progress: what has gone, over all streams and attempts."""
+
+    def __init__(
+        self,
+        blobs: Mapping[str, LocalBlob],
+        progress: Callable[[int, int], None],
+        before: Callable[[int], None],
+    ) -> None:
+        self.blobs, self._progress, self._before = blobs, progress, before
+        self.total = sum(blob.size for blob in blobs.values())
+        self.sent = self._done = self._furthest = 0
+        self._stopped = False
+        self._lock = Lock()
+
+    def attempt(
+        self, port: BlobPort, missing: Mapping[str, int], attempt: AttemptManager, streams: int
+    ) -> set[str]:
+        """Send what is ``missing``; which blobs have become whole. Raises what the first stream that fails
+        does, once all have stopped."""
+        self._done = self.total - sum(self.blobs[name].size - at for name, at in missing.items())
+        self._progress(self._done, self.total)
+        self._stopped = False
+        shares = [share for share in self._shares(missing, streams) if share]
+        if len(shares) < 2:
+            return {name for share in shares for name in port.put(self._chunks(share, attempt))}
+        whole: set[str] = set()
+        with ThreadPoolExecutor(len(shares)) as pool:
+            futures = [pool.submit(port.put, self._chunks(share, attempt)) for share in shares]
+            try:
+                for future in as_completed(futures):
+                    whole |= set(future.result())
+            finally:
+                self._stopped = True
+        return whole
+
+    def _shares(self, missing: Mapping[str, int], streams: int) -> list[dict[str, int]]:
+        """The blobs by stream, about as many bytes in each."""
+        shares: list[dict[str, int]] = [{} for _ in range(streams)]
+        bytes_of = [0] * streams
+        for name in sorted(missing, key=lambda name: missing[name] - self.blobs[name].size):
+            least = bytes_of.index(min(bytes_of))
+            shares[least][name] = missing[name]
+            bytes_of[least] += self.blobs[name].size - missing[name]
+        return shares
+
+    def _chunks(self, missing: Mapping[str, int], attempt: AttemptManager) -> Iterator[Chunk]:
+        for name, offset in missing.items():
+            for piece in self.blobs[name].read(offset):
+                if self._stopped:
+                    raise ConnectionFailed("another stream of the upload has failed")
+                self._before(len(piece))
+                yield Chunk(name, self.blobs[name].size, offset, piece)
+                offset += len(piece)
+                self._gone(len(piece), attempt)
+
+    def _gone(self, n_bytes: int, attempt: AttemptManager) -> None:
+        with self._lock:
+            self.sent += n_bytes
+            self._done += n_bytes
+            self._progress(self._done, self.total)
+            if self._done > self._furthest:
+                self._furthest = self._done
+                progressed(attempt)
+
+
 def upload(
     port: BlobPort,
     blobs: Iterable[LocalBlob],
@@ -83,34 +151,18 @@ def upload(
     *,
     before: Callable[[int], None] = lambda nbytes: None,
     new: bool = False,
+    streams: int = 1,
 ) -> int:
     """Send what the store lacks, from where an earlier upload ended; returns the bytes that travelled.
 
     ``progress(bytes done, bytes in all)`` is called as it goes, ``before(nbytes)`` in front of every piece.
-    ``new``: the store cannot have any of them, so that question's round trip is saved. Raises StorageError
-    (a full store), ConnectionFailed, UsageError where the store refuses what was sent from its first byte,
-    and what ``before`` raises.
+    ``new``: the store cannot have any of them, so that question's round trip is saved. ``streams``: blobs
+    sent at a time, each from a thread of its own where there are several. Raises StorageError (a full store),
+    ConnectionFailed, UsageError where the store refuses what was sent from its first byte, and what
+    ``before`` raises.
     """
     by_hash = {blob.hash: blob for blob in blobs}
-    total = sum(blob.size for blob in by_hash.values())
-    sent = furthest = 0
-
-    def chunks(missing: Mapping[str, int], attempt: AttemptManager) -> Iterator[Chunk]:
-        nonlocal sent, furthest
-        done = total - sum(by_hash[name].size - offset for name, offset in missing.items())
-        progress(done, total)
-        for name, offset in missing.items():
-            for piece in by_hash[name].read(offset):
-                before(len(piece))
-                yield Chunk(name, by_hash[name].size, offset, piece)
-                offset += len(piece)
-                sent += len(piece)
-                done += len(piece)
-                progress(done, total)
-                if done > furthest:
-                    furthest = done
-                    progressed(attempt)
-
+    sending = _Sending(by_hash, progress, before)
     for attempt in attempts:
         with attempt:
             found = dict.fromkeys(by_hash, 0) if new else port.missing(list(by_hash))
@@ -118,7 +170,7 @@ def upload(
             # What is longer than the blob is not of it.
             missing = {h: at if at < by_hash[h].size else 0 for h, at in found.items() if h in by_hash}
             try:
-                whole = set(port.put(chunks(missing, attempt))) if missing else set()
+                whole = sending.attempt(port, missing, attempt, streams)
             except UsageError as error:
                 if not any(missing.values()):
                     raise
@@ -127,8 +179,8 @@ def upload(
             if not missing.keys() <= whole:
                 # A store that never has it must not be asked for ever.
                 raise ConnectionFailed(f"the store did not keep {len(missing)} blobs that were sent")
-    progress(total, total)
-    return sent
+    progress(sending.total, sending.total)
+    return sending.sent
 
 
 def fetch(

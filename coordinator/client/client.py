@@ -26,7 +26,7 @@ from atoll.plan import Plan
 from coordinator.client.calls import calling, patiently
 from coordinator.client.chrome_trace import TraceSpan
 from coordinator.client.endpoint import Endpoint, find_endpoint
-from coordinator.client.transfer import Progress, download, silent
+from coordinator.client.transfer import STREAMS, Progress, download, silent
 from hostos.retries import progressed
 from protos import PROTOCOL_VERSION
 from protos import atoll_apps_pb2 as apps
@@ -122,7 +122,7 @@ class Client:
 
     def send(self, blobs: Sequence[LocalBlob], progress: Progress = silent) -> int:
         """Send what of ``blobs`` the coordinator lacks; returns the bytes sent. May be repeated."""
-        return upload(self._blobs, blobs, self._attempts(), progress)
+        return upload(self._blobs, blobs, self._attempts(), progress, streams=STREAMS)
 
     def submit(
         self, prepared: Prepared, progress: Progress = silent, submission: str | None = None

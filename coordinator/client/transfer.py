@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tenacity import Retrying
 
 PIECE_BYTES = 1 << 20  # of what is uploaded, in one message
+STREAMS = 4  # blobs of an upload at a time: while one is hashed and synced to the disk, others travel
 MAX_BLOB_BYTES = 64 << 30
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 

@@ -56,7 +56,8 @@ class BlobStore:
         self.max_blob_bytes = max_blob_bytes
         self.quota_bytes = quota_bytes
         self.durable = durable
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._verifying: set[Path] = set()  # partial blobs that are read, and that nobody may write
         private_folder(root)
         (root / "partial").mkdir(exist_ok=True, mode=0o700)
         self._used = 0
@@ -119,15 +120,21 @@ class BlobStore:
                 f"blob {name[:12]}: bytes [{offset}, {offset + len(data)}) of {size}; "
                 f"a blob has at most {self.max_blob_bytes}"
             )
+        partial = self._partial(name, by)
         with self._lock:
-            whole = self._take(name, size, offset, data, by, known=known)
-        if whole:
+            self._lock.wait_for(lambda: partial not in self._verifying)
+            whole = known and (self.has(name) or self._whole(name).exists())
+            complete = not whole and self._take(name, size, offset, data, by, known=known)
+            if complete:
+                self._verifying.add(partial)
+        if complete:
+            self._finish(name, partial)
+        if whole or complete:
             self._kept(name)
-        return whole
+        return whole or complete
 
     def _take(self, name: str, size: int, offset: int, data: bytes, by: str, *, known: bool) -> bool:
-        if known and (self.has(name) or self._whole(name).exists()):
-            return True
+        """Append what is new of a chunk; True once every byte is here."""
         here = self.held(name, by) if known else self.arrived(name, by)
         if here > size:  # they are not this blob's, and no upload would ever end
             self._drop(self._partial(name, by))
@@ -137,7 +144,7 @@ class BlobStore:
         if size and not data:
             return False  # no file for what may never come
         self._append(name, data[here - offset :], by)
-        return here + max(0, len(data) - (here - offset)) == size and self._finish(name, by)
+        return here + max(0, len(data) - (here - offset)) == size
 
     def _kept(self, name: str) -> None:
         """A whole blob lies in the folder: do what else it takes for the store to have it."""
@@ -146,10 +153,7 @@ class BlobStore:
         """Store whole bytes; returns their name."""
         name = hashlib.sha256(data).hexdigest()
         if not data:
-            with self._lock:
-                self._append(name, b"")
-                self._finish(name)
-            self._kept(name)
+            self.write(name, 0, 0, b"")
             return name
         for offset in range(0, len(data), CHUNK_BYTES):
             self.write(name, len(data), offset, data[offset : offset + CHUNK_BYTES])
@@ -244,16 +248,19 @@ class BlobStore:
     def give_way(self, names: Mapping[str, bool], by: str) -> None:
         """Delete what has arrived of these blobs from ``by``; with a true value the whole blob, too."""
         self.discard([name for name, whole in names.items() if whole], by)
+        partial = {self._partial(name, by) for name in names}
         with self._lock:
-            for path in filter(Path.exists, (self._partial(name, by) for name in names)):
+            self._lock.wait_for(lambda: self._verifying.isdisjoint(partial))
+            for path in filter(Path.exists, partial):
                 self._drop(path)
 
     def discard(self, names: Collection[str], by: str = "") -> int:
         """Delete these blobs, and what has arrived of them from ``by``; returns the bytes freed."""
         freed = 0
+        partial = {self._partial(name, by) for name in names}
         with self._lock:
-            both = (path for name in names for path in (self._whole(name), self._partial(name, by)))
-            for path in filter(Path.exists, both):
+            self._lock.wait_for(lambda: self._verifying.isdisjoint(partial))
+            for path in filter(Path.exists, (*map(self._whole, names), *partial)):
                 freed += path.stat().st_size
                 path.unlink()
             self._used -= freed
@@ -274,7 +281,7 @@ class BlobStore:
                 with self._lock:  # a blob at a time: nobody waits for a whole store
                     try:
                         found = path.stat()
-                        if found.st_mtime >= before_s:
+                        if found.st_mtime >= before_s or path in self._verifying:
                             continue
                         path.unlink()
                     except FileNotFoundError:
@@ -313,26 +320,35 @@ class BlobStore:
             raise storage_error(error, self.root) from error
         self._used += len(data)
 
-    def _finish(self, name: str, by: str = "") -> bool:
-        partial = self._partial(name, by)
-        with partial.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != name:
-            self._drop(partial)
-            raise UsageError(f"blob {name[:12]}: its bytes hash to {found[:12]}; send it again")
+    def _finish(self, name: str, partial: Path) -> None:
+        """A complete blob that is being verified gets its name; others are written meanwhile."""
         try:
-            if self.durable:
-                with partial.open("rb") as file:
-                    os.fsync(file.fileno())
-            whole = self._whole(name)
-            if whole.exists():  # the same bytes, of somebody who was not to know that they are here
-                self._used -= whole.stat().st_size
-            self._name(partial, whole)
-            for other in self.partial.glob(f"{name}*"):  # of who sends the same, and need not go on
-                self._drop(other)
+            found = self._synced(partial)
+            with self._lock:
+                if found != name:
+                    self._drop(partial)
+                    raise UsageError(f"blob {name[:12]}: its bytes hash to {found[:12]}; send it again")
+                whole = self._whole(name)
+                if whole.exists():  # the same bytes, of somebody who was not to know that they are here
+                    self._used -= whole.stat().st_size
+                self._name(partial, whole)
+                for other in self.partial.glob(f"{name}*"):  # of who sends the same, and need not go on
+                    if other not in self._verifying:
+                        self._drop(other)
         except OSError as error:
             raise storage_error(error, self.root) from error
-        return True
+        finally:
+            with self._lock:
+                self._verifying.discard(partial)
+                self._lock.notify_all()
+
+    def _synced(self, partial: Path) -> str:
+        """The hash of a file that is on the disk."""
+        with partial.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+            if self.durable:
+                os.fsync(file.fileno())
+        return found
 
     def _name(self, file: Path, whole: Path) -> None:
         """Move a file to its blob's name; where the store is durable, that name survives a power cut."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from threading import Barrier, Event
 from typing import TYPE_CHECKING
 
 import grpc
@@ -58,6 +59,63 @@ def test_an_upload_survives_a_restart_of_the_coordinator(script: Script, store: 
     blob = local(bytes(5_000_000))
     upload(store, [blob], quick())
     assert len(script.blobs[blob.hash]) == 5_000_000
+
+
+class Streams:
+    """A store that answers a stream of blobs once ``at_once`` of them have begun; ``refuses`` one of them."""
+
+    def __init__(self, at_once: int, refuses: str = "") -> None:
+        self.begun, self.refuses = Barrier(at_once, timeout=30.0), refuses
+        self.blobs: dict[str, bytes] = {}
+        self.streams = 0
+
+    def get(self, wanted: list[tuple[str, int]]) -> Iterator[Chunk]:
+        raise AssertionError
+
+    def missing(self, hashes: list[str]) -> dict[str, int]:
+        return {name: len(self.blobs.get(name, b"")) for name in hashes}
+
+    def put(self, chunks: Iterator[Chunk]) -> set[str]:
+        self.streams += 1
+        whole = set()
+        for number, chunk in enumerate(chunks):
+            if number == 0:
+                self.begun.wait()
+            if chunk.hash == self.refuses:
+                self.refuses = ""
+                raise StorageError("the disk is full")
+            held = self.blobs.get(chunk.hash, b"")
+            assert chunk.offset == len(held)
+            self.blobs[chunk.hash] = held + chunk.data
+            if len(self.blobs[chunk.hash]) == chunk.size:
+                whole.add(chunk.hash)
+        return whole
+
+
+def test_several_blobs_are_sent_at_a_time_each_in_one_stream() -> None:
+    data = [bytes([at]) * (at + 1) * PIECE_BYTES for at in range(7)]
+    store = Streams(3)
+    seen: list[tuple[int, int]] = []
+    sent = upload(store, map(local, data), quick(), lambda done, total: seen.append((done, total)), streams=3)
+    assert store.streams == 3
+    assert sorted(store.blobs.values()) == data
+    assert sent == sum(map(len, data)) == seen[-1][0]
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_a_stream_that_is_refused_stops_the_others_and_says_why() -> None:
+    blobs = [local(bytes([at]) * 40 * PIECE_BYTES) for at in range(3)]
+    store = Streams(3, refuses=blobs[1].hash)
+    before: list[int] = []
+
+    def slowly(n_bytes: int) -> None:
+        before.append(n_bytes)
+        if len(before) > 3:
+            Event().wait(0.01)
+
+    with pytest.raises(StorageError, match="disk is full"):
+        upload(store, blobs, quick(), before=slowly, streams=3)
+    assert sum(before) < sum(blob.size for blob in blobs)
 
 
 def test_an_empty_blob_is_stored_too(script: Script, store: BlobsOverGrpc):

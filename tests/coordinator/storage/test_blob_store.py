@@ -5,8 +5,10 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 from hypothesis import given, settings
@@ -48,6 +50,37 @@ def test_a_blob_arrives_in_pieces_and_appears_only_when_whole(tmp_path: Path) ->
     assert store.write(name, 3000, 1000, data[1000:])
     assert store.read(name) == data
     assert b"".join(store.chunks(name, 2900)) == data[2900:]
+
+
+def test_others_are_written_while_a_blob_is_verified_and_its_own_writer_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, data, other = BlobStore(tmp_path), os.urandom(3000), os.urandom(10)
+    name, verifying, go_on = name_of(data), Event(), Event()
+    synced = BlobStore._synced
+
+    def slow(store: BlobStore, partial: Path) -> str:
+        if partial.name == name:
+            verifying.set()
+            assert go_on.wait(30.0)
+        return synced(store, partial)
+
+    monkeypatch.setattr(BlobStore, "_synced", slow)
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(store.write, name, 3000, 0, data)
+        assert verifying.wait(30.0)
+        assert store.put(other) == name_of(other)
+        again = pool.submit(store.write, name, 3000, 0, data)
+        dropped = pool.submit(store.discard, [name_of(b"another"), name])
+        assert store.sweep(set()) == (1, 10)  # the other; what is verified stays
+        assert not store.has(name)
+        assert not again.done()
+        assert not dropped.done()
+        go_on.set()
+        assert first.result(30.0)
+        assert again.result(30.0)
+        assert dropped.result(30.0) == 3000
+    assert counted(store) == on_disk(tmp_path)
 
 
 @given(cuts=st.lists(st.integers(0, 500), max_size=6), seed=st.integers(0, 99))
