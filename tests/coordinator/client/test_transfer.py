@@ -16,6 +16,7 @@ from hostos.retries import retrying, stop_after_pauses
 from protos.blob_calls import BlobsOverGrpc
 from protos.blob_transfer import Chunk, LocalBlob, fetch, upload
 from tests.coordinator.client.fake_owner import FakeOwnerServer, Script
+from tests.patience import HUNG_S
 
 if TYPE_CHECKING:
     from tenacity import Retrying
@@ -65,7 +66,7 @@ class Streams:
     """A store that answers a stream of blobs once ``at_once`` of them have begun; ``refuses`` one of them."""
 
     def __init__(self, at_once: int, refuses: str = "") -> None:
-        self.begun, self.refuses = Barrier(at_once, timeout=30.0), refuses
+        self.begun, self.refuses = Barrier(at_once, timeout=HUNG_S), refuses
         self.blobs: dict[str, bytes] = {}
         self.streams = 0
 

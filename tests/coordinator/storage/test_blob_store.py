@@ -19,6 +19,7 @@ from atoll.errors import StorageError, UsageError
 from coordinator.storage.blob_store import BlobStore, Gone, storage_error
 from hostos.retries import retrying
 from protos.blob_transfer import Chunk, LocalBlob, upload
+from tests.patience import HUNG_S
 
 
 def name_of(data: bytes) -> str:
@@ -62,13 +63,13 @@ def test_others_are_written_while_a_blob_is_verified_and_its_own_writer_waits(
     def slow(store: BlobStore, partial: Path) -> str:
         if partial.name == name:
             verifying.set()
-            assert go_on.wait(30.0)
+            assert go_on.wait(HUNG_S)
         return synced(store, partial)
 
     monkeypatch.setattr(BlobStore, "_synced", slow)
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(store.write, name, 3000, 0, data)
-        assert verifying.wait(30.0)
+        assert verifying.wait(HUNG_S)
         assert store.put(other) == name_of(other)
         again = pool.submit(store.write, name, 3000, 0, data)
         dropped = pool.submit(store.discard, [name_of(b"another"), name])
@@ -77,9 +78,9 @@ def test_others_are_written_while_a_blob_is_verified_and_its_own_writer_waits(
         assert not again.done()
         assert not dropped.done()
         go_on.set()
-        assert first.result(30.0)
-        assert again.result(30.0)
-        assert dropped.result(30.0) == 3000
+        assert first.result(HUNG_S)
+        assert again.result(HUNG_S)
+        assert dropped.result(HUNG_S) == 3000
     assert counted(store) == on_disk(tmp_path)
 
 
