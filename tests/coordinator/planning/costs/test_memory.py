@@ -7,10 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
 
+from atoll.execute import Executor
 from atoll.job import Optimizer, OptimizerName, Precision, TrainingSpec
 from atoll.opdag import OpDag, leaf_refs
+from atoll.program import stage_programs
 from atoll.stage_memory import BESIDE, BESIDE_BYTES
+from coordinator.capture.capture import capture
 from coordinator.planning.costs.fleet import Device
 from coordinator.planning.costs.memory import MemoryModel, Together
 from coordinator.planning.costs.traffic import Traffic
@@ -184,3 +189,31 @@ def test_micro_batches_that_wait_for_their_weight_gradients_keep_what_these_need
     assert under_autocast.bytes(0, n, 3) < under_autocast.bytes(0, n, 3, 3)
     assert under_autocast.bytes(0, n, 3, 1) < under_autocast.bytes(0, n, 3, 3)
     assert sum(plain.terms(0, n, 3, 1).values()) == pytest.approx(plain.bytes(0, n, 3, 1))
+
+
+def test_a_frozen_base_in_bf16_takes_two_bytes_a_weight_and_neither_gradient_nor_moments() -> None:
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+            self.down, self.up = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.base(x.bfloat16()).float() + self.up(self.down(x))).square().mean()
+
+    found = capture(Adapted(), {"x": torch.ones(4, 64)}).train
+    assert found.parameters["base.weight"].meta.dtype == "bfloat16"
+    terms = model(found).terms(0, len(found.ops), 1)
+    adapter = 2 * 4 * 64 * 4
+    assert terms["weights"] == 2 * 64 * 64 + adapter
+    assert terms["gradients"] == adapter
+    assert terms["optimizer"] == 2 * adapter
+
+    executor = Executor(stage_programs(found, [0])[0])
+    state = {name: tensor.detach() for name, tensor in Adapted().state_dict().items()}
+    executor.load(state, frozen=["base.weight"])
+    executor.forward(0, 0, {"x": torch.ones(4, 64)}, {})
+    executor.backward(0, {})
+    assert executor.gradient("base.weight") is None
+    assert executor.gradient("up.weight") is not None
+    assert set(executor.uses) == {"down.weight", "up.weight"}
