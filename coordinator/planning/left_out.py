@@ -9,6 +9,7 @@ import numpy as np
 from coordinator.planning import TUNED
 from coordinator.planning.problem import Candidate, Problem, Scored
 from coordinator.planning.search.chain import min_max
+from coordinator.planning.search.ring import ring_cuts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -91,9 +92,12 @@ def _reason(problem: Problem, best: Scored, device: int) -> str:
 def _with(problem: Problem, best: Scored, device: int) -> Iterator[Candidate]:
     """The best plan with ``device`` inserted anywhere, cut anew."""
     positions = problem.coarse(TUNED.left_out_positions)
-    devices = best.candidate.devices
-    for i in range(len(devices) + 1):
-        order = (*devices[:i], device, *devices[i:])
+    devices = tuple(dict.fromkeys(best.candidate.devices))
+    orders = [(*devices[:i], device, *devices[i:]) for i in range(len(devices) + 1)]
+    if best.candidate.several:
+        yield from ring_cuts(problem, orders, positions, len(orders))
+        return
+    for order in orders:
         fits = [problem.fits(d, positions, 1) for d in order]
         cut = min_max(problem.chain(order, positions, fits))
         if cut is not None and np.isfinite(cut.value):

@@ -75,7 +75,7 @@ class Way:
     memory_share: float = 0.0  # of its limit, where it is highest
     exact: bool = True  # the same model as one machine
     efficiency: float = 1.0
-    workers: tuple[tuple[str, ...], ...] = ()  # by replica
+    workers: tuple[tuple[str, ...], ...] = ()  # by replica, of each piece
     micros: tuple[int, ...] = ()  # of each replica a step
     exchange: Exchange | None = None
     plan: Plan | None = field(default=None, compare=False)
@@ -205,7 +205,7 @@ def _way(request: PlanRequest, kind: WayKind, training: TrainingSpec) -> Way:
         memory_share=max(stage.memory_bytes / stage.memory_limit_bytes for stage in prediction.stages),
         exact=not plan.local,
         efficiency=efficiency(plan.exchange),
-        workers=tuple(tuple(stage.worker for stage in replica.stages) for replica in plan.replicas),
+        workers=tuple(replica.workers for replica in plan.replicas),
         micros=tuple(stop - start for start, stop in (replica.micros for replica in plan.replicas)),
         exchange=plan.exchange,
         plan=plan,

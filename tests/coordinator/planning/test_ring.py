@@ -112,3 +112,9 @@ def with_use(dag: OpDag, at: int, name: str, elements: int = 0) -> OpDag:
         ops = (*ops[:-1], replace(last, args=(*last.args, replace(last.args[0], op=at))))  # type: ignore[type-var, call-arg]
     assert all(ref.source is Source.PARAMETER or ref.name == "tokens" for n in ops for ref in leaf_refs(n))
     return replace(dag, ops=ops, parameters=parameters, loss=len(ops) - 1)
+
+
+def test_who_is_left_out_of_a_ring_is_said_what_a_step_would_take_with_it() -> None:
+    plan = planned(TIED, homes(6, 120), standbys=0)
+    assert plan.left_out
+    assert all("a step with it" in why or "would slow the step" in why for _, why in plan.left_out)
