@@ -5,7 +5,7 @@ that `auto` gives; then one process trains the same graph on the same micro-batc
 Shown are planned and measured memory of every stage and the planned and measured step.
 
   python -m benchmarks.large --size small --json
-  python -m benchmarks.large --size medium --json    # 11 GiB of memory, 15 minutes on two busy cores
+  python -m benchmarks.large --size medium --json    # 8 GiB of memory, ten minutes on two busy cores
 
 Sequences are short and micro-batches of one, so that a step takes seconds on two cores.
 """
