@@ -12,7 +12,7 @@ BENCHMARKS := oracle planner transport messages commit sessions codecs lossless_
 	federated_bandwidth federated_mnist code_lines same_bits packet_hashes peer_selection gossip ways exchanges \
 	local_steps makespan population population_fleet vs_simulations personal journal tiny_step relay recovery \
 	chaos noticed joined restore ring replicas local_steps_lab vs_hivemind ways_lab round_codecs memory reach \
-	reconstruction large
+	reconstruction large large_plan tied_plans upload
 # One compute thread each: several processes share the machine, and results repeat exactly.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # So many processes run the default tests, a file at a time each; 0: none but pytest's own.
