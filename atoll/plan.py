@@ -322,9 +322,15 @@ class Plan:
         return in_turn(self._depths(rank, stop - first), stop - first, first)
 
     def held_out_turns(self, rank: int, count: int) -> tuple[Action, ...]:
-        """Return the forwards of a rank in an evaluation of so many micro-batches, in order."""
-        turns = in_turn(self._depths(rank, count), count)
-        return tuple(turn for turn in turns if turn.work is Work.FORWARD)
+        """Return the forwards of a rank in an evaluation of so many micro-batches, in order: as many as a
+        step has go through all of its pieces before the next, as a value may be no further ahead of who
+        reads it."""
+        place = self.places[rank]
+        pieces = range(len(self.replicas[place.replica].stages[place.stage].pieces))
+        windows = (range(at, min(at + self.n_micro, count)) for at in range(0, count, self.n_micro))
+        return tuple(
+            Action(Work.FORWARD, micro, piece) for window in windows for piece in pieces for micro in window
+        )
 
     def _depths(self, rank: int, n_micro: int) -> list[Depth]:
         place = self.places[rank]

@@ -87,9 +87,13 @@ class Case:
     states: Mapping[str, StateMeta]
     batches: Batches
 
-    def programs(self, starts: Sequence[int]) -> tuple[tuple[StageProgram, ...], tuple[StageProgram, ...]]:
+    def programs(
+        self, starts: Sequence[int], owners: Sequence[int] = ()
+    ) -> tuple[tuple[StageProgram, ...], tuple[StageProgram, ...]]:
         live = Traffic(self.evaluation, TRAINING.optimizer).live_bytes
-        intervals = evaluation_intervals(self.dag, starts, range(len(starts)), self.evaluation, live)
+        intervals = evaluation_intervals(
+            self.dag, starts, owners or range(len(starts)), self.evaluation, live
+        )
         assert intervals is not None
         evaluations = stage_programs(self.evaluation, [begin for begin, _ in intervals])
         return stage_programs(self.dag, starts), evaluations
@@ -130,7 +134,7 @@ def assign(
     owners: Sequence[int] = (),
 ) -> list[Assignment]:
     """``owners``: the stage of each piece, numbered by their first pieces; one each unless given."""
-    programs = [PiecePrograms(*both) for both in zip(*made.programs(starts), strict=True)]
+    programs = [PiecePrograms(*both) for both in zip(*made.programs(starts, owners), strict=True)]
     owners = owners or range(len(starts))
     held = len(starts) if schedule is ScheduleName.ZERO_BUBBLE else 0
     pieces = [Piece(start, start + 1, 0, 1, len(starts) - at - 1, held) for at, start in enumerate(starts)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -100,9 +101,38 @@ SEVERAL_PIECES = [
 def test_stages_of_several_pieces_end_in_the_bits_of_one(
     name: str, pieces: int, owners: tuple[int, ...], schedule: ScheduleName, blocks: int
 ) -> None:
-    made, training = case(name), replace(TRAINING, blocks=blocks)
+    made = case(name)
+    ends_in_the_bits_of_one(made, cut_evenly(made.dag, pieces), owners, schedule, blocks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "resnet", "branches"])
+@pytest.mark.parametrize("seed", range(40))
+def test_random_plans_of_several_pieces_end_in_the_bits_of_one(name: str, seed: int) -> None:
+    a_random_plan_ends_in_the_bits_of_one(name, seed)
+
+
+def test_values_of_an_evaluation_wait_for_nobody_who_waits_for_them() -> None:
+    """Here a piece was to be a step's micro-batches ahead of one that its own worker's next piece feeds."""
+    a_random_plan_ends_in_the_bits_of_one("resnet", 6)
+
+
+def a_random_plan_ends_in_the_bits_of_one(name: str, seed: int) -> None:
+    made, draw = case(name), random.Random(seed)
+    pieces = draw.randrange(3, 9)
+    starts = (0, *sorted(draw.sample(made.dag.cuttable(), pieces - 1)))
+    drawn = [draw.randrange(4) for _ in range(pieces)]
+    owners = tuple(list(dict.fromkeys(drawn)).index(owner) for owner in drawn)
+    schedule = draw.choice([ScheduleName.ONE_F_ONE_B, ScheduleName.ZERO_BUBBLE, ScheduleName.GPIPE])
+    ends_in_the_bits_of_one(made, starts, owners, schedule, draw.randrange(1, TRAINING.n_micro + 1))
+
+
+def ends_in_the_bits_of_one(
+    made: Case, starts: Sequence[int], owners: Sequence[int], schedule: ScheduleName, blocks: int
+) -> None:
+    training = replace(TRAINING, blocks=blocks)
     reference, losses, held_out = local(made, training)
-    assignments = assign(made, cut_evenly(made.dag, pieces), training, schedule, owners=owners)
+    assignments = assign(made, starts, training, schedule, owners=owners)
     crew = Crew(made, assignments)
     for step in range(training.steps):
         reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
