@@ -222,7 +222,7 @@ def test_an_empty_fleet_and_unknown_names_are_refused():
     nobody = Fleet((), np.zeros((0, 0)), np.zeros((0, 0)))
     with pytest.raises(NoWorkers, match="atoll-worker join"):
         plan_for(chain_dag(1, 5), nobody)
-    with pytest.raises(UsageError, match="op_fence, proportional, even"):
+    with pytest.raises(UsageError, match="op_fence, one_piece, proportional, even"):
         plan_for(chain_dag(1, 5), two_islands(), "best")
     with pytest.raises(UsageError, match="auto, gpipe, 1f1b"):
         plan_for(chain_dag(1, 5), two_islands(), schedule="zigzag")
