@@ -322,9 +322,11 @@ class Plan:
         return in_turn(self._depths(rank, stop - first), stop - first, first)
 
     def held_out_turns(self, rank: int, count: int) -> tuple[Action, ...]:
-        """Return the forwards of a rank in an evaluation of so many micro-batches, in order: as many as a
-        step has go through all of its pieces before the next, as a value may be no further ahead of who
-        reads it."""
+        """Return the forwards of a rank in an evaluation of so many micro-batches, in order.
+
+        As many as a step has go through all of its pieces before the next: a value may be no further ahead of
+        who reads it.
+        """
         place = self.places[rank]
         pieces = range(len(self.replicas[place.replica].stages[place.stage].pieces))
         windows = (range(at, min(at + self.n_micro, count)) for at in range(0, count, self.n_micro))
