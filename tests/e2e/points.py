@@ -136,16 +136,16 @@ def worker(points: Points, folder: Path) -> None:
 
 
 def compute(points: Points) -> None:
-    from worker.compute import process
     from worker.compute.ports import DaemonNetwork
+    from worker.session import pipe
     from worker.stage import tensor_blobs
     from worker.stage.run import StageRun
 
-    points.around(process, "posted", lambda event: (f"post.{type(event).__name__}",))
+    points.around(pipe, "reported", lambda event: (f"post.{type(event).__name__}",))
     points.around(DaemonNetwork, "send", lambda _, peer, key, *rest, **more: (f"pass.{key.direction.name}",))
     points.around(DaemonNetwork, "record", always("record"))
     points.around(DaemonNetwork, "connect", always("connect"))
-    points.around(tensor_blobs, "store_tensors", always("store"))
+    points.around(tensor_blobs, "store_files", always("store"))
     for name in ("apply", "snapshot", "replay", "reconfigure"):
         points.around(StageRun, name, always(name))
     run_step = StageRun.run_step

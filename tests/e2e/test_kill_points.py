@@ -7,6 +7,8 @@ stage, or what computes for it.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -14,6 +16,7 @@ import pytest
 
 from atoll.job import Optimizer, TrainingSpec
 from benchmarks.oracle import Case, built_in
+from benchmarks.real_workers import ROOT
 from coordinator.messages.facts import Fact
 from protos import atoll_control_pb2 as pb
 from tests.e2e.kill_points import (
@@ -88,6 +91,16 @@ def test_a_worker_of_several_pieces_is_killed_and_no_bit_is_lost(protocol: str, 
             started.kill_at(point, how, DAEMON)
         (started.folder / PACE).unlink(missing_ok=True)
         started.finished(tmp_path)
+
+
+def test_every_point_wraps_something_that_there_is(tmp_path: Path) -> None:
+    """In a process of its own, which it leaves wrapped."""
+    kinds = {"compute": "", "worker": ", f", "coordinator": ", steady=False"}
+    wraps = "; ".join(f"p.{kind}(p.Points(f, '{kind}'){more})" for kind, more in kinds.items())
+    code = (
+        f"from pathlib import Path; from tests.e2e import points as p; f = Path({str(tmp_path)!r}); {wraps}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_there_are_points_enough() -> None:
