@@ -62,8 +62,9 @@ def in_one_process(case: Case, exchange: Exchange) -> Run:
     losses = []
     for step in range(case.training.steps):
         figures = peers.step(step, lambda rank, at: [case.batches(at)[m] for m in SHARES[rank]])
-        whole = math.fsum(len(share) * loss for share, loss in zip(SHARES, figures.losses, strict=True))
-        losses.append((whole / case.training.n_micro,))
+        weights = figures.weights or [float(len(share)) for share in SHARES]
+        whole = math.fsum(weight * loss for weight, loss in zip(weights, figures.losses, strict=True))
+        losses.append((whole / math.fsum(weights),))
     if exchange.gossips:  # whose last round makes one model
         models = {rank: flat_values(stage.trained) for rank, stage in enumerate(peers.stages)}
         rule, at = make_rule(Exchange("wagma")), ExchangeRound(last, ranks)

@@ -54,6 +54,7 @@ class StepFigures:
     losses: tuple[float, ...]
     time_s: float
     sent_bytes: tuple[int, ...]
+    weights: tuple[float, ...] = ()  # of the losses, where they are of sums over a count
 
     @property
     def loss(self) -> float:
@@ -171,7 +172,8 @@ class LocalPeers:
         if self.facts.content is not Content.GRADIENT:
             self._exchange_models(step, sent)
         time_s = max(self.network.clock) if self.network is not None else 0.0
-        return StepFigures(step, tuple(losses), time_s, tuple(sent))
+        counted = self.stages[0].program.weight is not None
+        return StepFigures(step, tuple(losses), time_s, tuple(sent), tuple(weights) if counted else ())
 
     def evaluate(self, batches: Sequence[Inputs], *, average: bool = True) -> float:
         """Mean held-out loss of the ranks' average model, or of rank 0's."""
