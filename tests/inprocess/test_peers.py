@@ -12,6 +12,7 @@ from atoll.exchange import Exchange
 from atoll.job import Optimizer, OptimizerName, TrainingSpec
 from atoll.program import stage_programs
 from benchmarks.oracle import Case, built_in
+from experiments import exchanges  # noqa: F401 - adds the rules that run in one process alone
 from tests.inprocess.network import SimulatedNetwork, uniform_network
 from tests.inprocess.peers import LocalPeers, WholeModel
 from worker.stage.flat import flat_values
