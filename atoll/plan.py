@@ -200,9 +200,14 @@ class Replica:
         return tuple(sorted(placed, key=lambda one: one.piece.start))
 
     @property
+    def eval_stop(self) -> int:
+        """Position of the evaluation DAG where its last piece ends; 0: nothing is evaluated."""
+        return max(piece.eval_stop for stage in self.stages for piece in stage.pieces)
+
+    @property
     def evaluated(self) -> bool:
         """Whether its stages evaluate."""
-        return any(piece.eval_stop for stage in self.stages for piece in stage.pieces)
+        return self.eval_stop > 0
 
     @property
     def starts(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from atoll.bounded import MAX_OPS, MAX_STAGES, MAX_TENSOR_BYTES, Most, Name, Onc
 from atoll.opdag import MAX_METRICS, LeafRef, OpDag, OpNode, Source, TensorMeta, leaf_refs, op_refs, rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,11 @@ class PiecePrograms(NamedTuple):
 
     train: StageProgram
     evaluation: StageProgram | None
+
+
+def programs_of(pieces: Iterable[PiecePrograms]) -> tuple[StageProgram, ...]:
+    """Return all programs of these pieces."""
+    return tuple(program for both in pieces for program in both if program is not None)
 
 
 def stage_programs(dag: OpDag, starts: Sequence[int]) -> tuple[StageProgram, ...]:

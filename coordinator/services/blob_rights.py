@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 
 from atoll.errors import ConnectionFailed, StorageError
 from atoll.opdag import DTYPE_BYTES
+from atoll.program import programs_of
 from coordinator.federated.driver import FederatedDriver
 from coordinator.messages.jobs import ENDED
 from coordinator.pipeline.assigning import tensors_of
 from coordinator.pipeline.driver import PipelineDriver
 from coordinator.pipeline.history import sources
-from coordinator.storage.graph_store import leaf_metas, programs_of
+from coordinator.storage.graph_store import leaf_metas
 
 if TYPE_CHECKING:
     from atoll.opdag import StateMeta, TensorMeta

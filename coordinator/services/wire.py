@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 
 from atoll.job import Precision
 from atoll.messages import to_worker as asked
-from atoll.program import stage_programs
+from atoll.program import programs_of, stage_programs
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.services.blob_rights import leaves_of, most_bytes
-from coordinator.storage.graph_store import GraphStore, leaf_metas, programs_of
+from coordinator.storage.graph_store import GraphStore, leaf_metas
 from protos import atoll_control_pb2 as pb
 from protos import coding
 from protos.session import from_worker, said_to_worker

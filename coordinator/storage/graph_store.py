@@ -18,7 +18,7 @@ from coordinator.storage.checkpoints import defect, torn
 from protos.convert import dag_from_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from atoll.dataset_spec import DataSpec
     from atoll.job import JobSpec
@@ -91,7 +91,9 @@ class GraphStore:
             if key in self._programs:
                 return self._programs[key]
         graphs = self.graphs(plan.dag_hash, plan.eval_dag_hash)
-        evaluation = graphs.evaluation if all(replica.evaluated for replica in plan.replicas) else None
+        evaluation = graphs.evaluation
+        if evaluation is not None and any(r.eval_stop != len(evaluation.ops) for r in plan.replicas):
+            evaluation = None
         found = tuple(own for r in plan.replicas for own in _programs(r, graphs.train, evaluation))
         with self._lock:
             self._programs[key] = found
@@ -155,11 +157,6 @@ def _programs(replica: Replica, train: OpDag, evaluation: OpDag | None) -> Progr
     ):
         found[one.stage].append(PiecePrograms(program, held_out[at] if held_out else None))
     return tuple(map(tuple, found))
-
-
-def programs_of(pieces: Iterable[PiecePrograms]) -> tuple[StageProgram, ...]:
-    """Return all programs of these pieces."""
-    return tuple(program for both in pieces for program in both if program is not None)
 
 
 def _check_tensors(spec: JobSpec, graphs: Graphs) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from atoll.errors import ConnectionFailed
+from atoll.program import programs_of
 from atoll.rehearse import RehearsalLimits, rehearse
 from worker.blobs import most_bytes
 from worker.cancel import Cancel
@@ -116,7 +117,7 @@ def _tensors(
     assignment: Assignment, context: ComputeContext, cancel: Cancel
 ) -> tuple[dict[str, dict[str, Tensor]], Fetched]:
     """Return the stage's tensors, and what it took until they were on this machine's disk."""
-    programs = [p for both in assignment.pieces for p in both if p is not None]
+    programs = programs_of(assignment.pieces)
     names = sorted({n for p in programs for n in (*p.parameters, *p.buffers, *p.constants)})
     wanted: dict[str, int] = {}
     for name in names:

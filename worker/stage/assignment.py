@@ -14,7 +14,7 @@ from atoll.messages.to_worker import Assign, PeerLink, Replay
 from atoll.microbatch import own_blocks
 from atoll.opdag import StateMeta, TensorMeta
 from atoll.plan import LinkSpec, PlacedPiece, Plan, Replica, check_figures_by_rank, check_shares
-from atoll.program import PiecePrograms, StageProgram, TiedParameter
+from atoll.program import PiecePrograms, StageProgram, TiedParameter, programs_of
 from atoll.rows import inputs_at
 from strategies.exchanges.catalogue import exchange_facts
 from worker.transport.frames import End
@@ -298,7 +298,7 @@ def _check_exchange(plan: Plan, rank: int) -> None:
 
 
 def _check_leaves(assignment: Assignment) -> None:
-    programs = [p for both in assignment.pieces for p in both if p is not None]
+    programs = programs_of(assignment.pieces)
     tensors = {n for p in programs for n in (*p.parameters, *p.buffers, *p.constants)}
     inputs = {n for p in programs for n in p.inputs}
     undescribed = (tensors | inputs) - set(assignment.states)

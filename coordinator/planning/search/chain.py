@@ -66,6 +66,14 @@ def min_sum(chain: Chain, ceiling: float) -> ChainCut | None:
     return _dynamic(chain, ceiling)
 
 
+def step_bound(chain: Chain, n_micro: int) -> float:
+    """Return min sum + (M - 1) min max, each on its own: seconds of a step; inf where no cut fits."""
+    largest, total = min_max(chain), min_sum(chain, 1e18)
+    if largest is None or total is None:
+        return float("inf")
+    return total.value + (n_micro - 1) * largest.value
+
+
 def _dynamic(chain: Chain, ceiling: float | None) -> ChainCut | None:
     devices, n = chain.shape
     best = np.full(n, np.inf)

@@ -20,7 +20,7 @@ import numpy as np
 
 from coordinator.planning import TUNED
 from coordinator.planning.problem import Candidate, Problem, Scored, joined
-from coordinator.planning.search.chain import backwards, extend, min_max, min_sum, threshold
+from coordinator.planning.search.chain import backwards, extend, min_max, min_sum, step_bound, threshold
 from coordinator.planning.search.clusters import groups, visiting_order
 from coordinator.planning.search.ring import ring_cuts
 
@@ -166,13 +166,7 @@ class _OrderBounds:
         """The bound in seconds; inf when the order cannot hold the model."""
         if order not in self.known:
             chain = self.problem.chain(order, self.positions, [self.mask(d) for d in order])
-            largest = min_max(chain)
-            if largest is None:
-                self.known[order] = float("inf")
-            else:
-                total = min_sum(chain, 1e18)
-                assert total is not None  # noqa: S101  what fits under no ceiling fits
-                self.known[order] = total.value + (self.problem.n_micro - 1) * largest.value
+            self.known[order] = step_bound(chain, self.problem.n_micro)
         return self.known[order]
 
     def all_orders(self, devices: Sequence[int]) -> dict[Order, float]:

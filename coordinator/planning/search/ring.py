@@ -21,7 +21,7 @@ import numpy as np
 from coordinator.planning import TUNED
 from coordinator.planning.costs.memory import Together
 from coordinator.planning.problem import Candidate, Problem, joined
-from coordinator.planning.search.chain import Chain, min_max, min_sum
+from coordinator.planning.search.chain import Chain, min_max, min_sum, step_bound
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -161,13 +161,8 @@ class _Ring:
         """Seconds of a step by the chain's bound, one micro-batch in flight; inf where nothing fits."""
         if not self._own_fits(order[0], 1)[0]:
             return float("inf")
-        return min(self._bound(self._chain(order, 1, on=on)) for on in self._ways())
-
-    def _bound(self, chain: Chain) -> float:
-        largest, total = min_max(chain), min_sum(chain, 1e18)
-        if largest is None or total is None:
-            return float("inf")
-        return total.value + (self.problem.n_micro - 1) * largest.value
+        n = self.problem.n_micro
+        return min(step_bound(self._chain(order, 1, on=on), n) for on in self._ways())
 
     def cuts(self, order: Order) -> Iterator[Candidate]:
         """Cuts worth ranking: for all micro-batches in flight, for a plain pipeline's, and for one."""
