@@ -121,9 +121,11 @@ class Aggregators:
 
     def _exchange(self, worker: _Worker, request: Asked) -> ev.AggregatorEvent:
         """The answer; TimeoutError once nothing was sent for as long as the request allows."""
-        if worker.process is None or not worker.process.alive:
-            worker.process = self._started()
         process = worker.process
+        if process is None or not process.alive:
+            if process is not None:  # killed since it answered: its pipe stands open here
+                process.end()
+            process = worker.process = self._started()
         if worker.over:  # since before it was started
             process.end()
         within_s = self.silent_s + self._bytes_of(request) / SLOWEST_BYTES_PER_S

@@ -413,6 +413,7 @@ async def _drive(server: Server) -> None:
         worker = aggregators.workers["job-1"]
         assert worker.process is not None
         os.kill(worker.process.process.pid, signal.SIGKILL)
+        worker.process.process.wait()  # it ended before anything more was asked of it
         aggregators.ask(asked)
         broke = await heard.get()
         assert isinstance(broke, ev.AggregatorBroke)
