@@ -34,6 +34,7 @@ from coordinator.federated.checks import check_federated, check_inputs, check_sp
 from coordinator.planning.ratios import check_compression
 from protos.blob_transfer import LocalBlob
 from protos.convert import dag_bytes
+from protos.tensor_files import VALUE, blob_head
 from strategies import make_strategy
 from strategies.counted import check_measured, check_numbers, returned_numbers, values_of
 from strategies.layout import Layout, own_parts
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.generic]
 
-VALUE = "value"
 Telling = Callable[[str], None]
 
 
@@ -357,10 +357,7 @@ def tensor_blob(tensor: torch.Tensor) -> LocalBlob:
     data = tensor.detach().reshape(-1)
     # The file format's own name of the type, of a tensor without elements.
     named = json.loads(safetensors.torch.save({VALUE: data[:0]})[8:])[VALUE]
-    value = {**named, "shape": list(tensor.shape), "data_offsets": [0, data.numel() * data.element_size()]}
-    text = json.dumps({VALUE: value}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
+    head = blob_head(named["dtype"], tensor.shape, data.numel() * data.element_size())
 
     def read(offset: int) -> Iterator[bytes]:
         if offset < len(head):

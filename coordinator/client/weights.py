@@ -7,7 +7,6 @@ with a head, or under the adapters of peft.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,12 +16,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from atoll.errors import UsageError
+from protos.tensor_files import checkpoint_files
 
 if TYPE_CHECKING:
     from atoll.job import Job
 
-INDEX = "model.safetensors.index.json"
-MAX_INDEX_BYTES = 64 << 20
 MAX_NAMED = 4  # tensors in one message
 ADAPTED = "base_model.model."  # of peft, before a name; ...
 BASE = ".base_layer."  # ... and within that of a layer with an adapter
@@ -65,28 +63,12 @@ def _mapped(folder: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     try:
         with ExitStack() as stack:
-            for path in _files(folder):
+            for path in checkpoint_files(folder):
                 file = stack.enter_context(safe_open(path, framework="pt"))
                 found.update((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise UsageError(f"weights = {str(folder)!r} cannot be read: {error}") from None
     return found
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / INDEX
-    if not index.is_file():
-        paths = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
-        if not paths:
-            raise UsageError(f"weights = {str(folder)!r} holds no .safetensors; name a checkpoint's folder")
-        return paths
-    if index.stat().st_size > MAX_INDEX_BYTES:
-        raise UsageError(f"{index} has {index.stat().st_size} bytes, at most {MAX_INDEX_BYTES} are read")
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return sorted(folder / Path(name).name for name in names)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{index} is no index of safetensors: {error}; fetch it again") from None
 
 
 def _by_tensor(module: nn.Module) -> dict[str, tuple[Tensor, list[str]]]:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from atoll import Job, Optimizer, ParamGroup, Rows, TrainingSpec
 from atoll.errors import UsageError
 from coordinator.client.prepare import capture_graphs, prepare, tensor_blob
-from coordinator.client.weights import INDEX, with_weights
+from coordinator.client.weights import with_weights
+from protos.tensor_files import INDEX
 
 
 class Tied(nn.Module):
