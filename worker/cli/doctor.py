@@ -18,16 +18,18 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 import atoll
-from atoll.errors import AccessDenied, AtollError, ConnectionFailed
+from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed
+from hostos.addresses import join_address
 from hostos.networks import open_listener
 from hostos.units import shown_size
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
+from protos import bounds
 from protos.certificate_words import shown_certificate
 from protos.credentials import Identity, JoinToken, fingerprint
 from protos.grpc_errors import to_atoll_error
+from protos.relay_tickets import GREETING_BYTES, nonce_of
 from protos.text_limits import clean
-from worker.cli.ways import greeted, relay_name, relays_of
 from worker.control.calls import open_channel
 from worker.control.enroll import greet
 from worker.hosting.protections import protections
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from worker.config import WorkerConfig
 
 CONNECT_TIMEOUT_S = 5.0
+RELAY_TIMEOUT_S = 3.0
+MAX_RELAYS = 16
 ECHO_TIMEOUT_S = 25.0
 GREETINGS = 10
 FIRST_BYTES = 128 << 10  # a first look at a rate, which sizes the measurement
@@ -444,3 +448,40 @@ def _conclude(config: WorkerConfig, report: Report) -> None:
     known = report.figures["coordinator_verified"] or config.insecure
     how = "atoll-worker join" if known else f"atoll-worker join {config.entry_address} --token TOKEN"
     report.add("verdict", Mark.OK, f"{text}; join with `{how}`")
+
+
+# ---------------------------------------------------------------- relays
+
+
+def relays_of(config: WorkerConfig, reply: pb.HelloReply) -> list[tuple[str, int]]:
+    """The coordinator's relays as this machine dials them. Raises BadFrame."""
+    listed = bounds.count("relays", list(reply.relays), MAX_RELAYS)
+    return [
+        (
+            bounds.host("relay's host", a.host) if a.host else config.host,
+            bounds.within("relay's port", a.port, 1, 65535),
+        )
+        for a in listed
+    ]
+
+
+def greeted(relay: tuple[str, int]) -> tuple[float, str]:
+    """Seconds until a relay greeted, and "" or why it did not."""
+    started_s = time.perf_counter()
+    try:
+        with socket.create_connection(relay, RELAY_TIMEOUT_S) as connection:
+            connection.settimeout(RELAY_TIMEOUT_S)
+            first = b""
+            while len(first) < GREETING_BYTES and (more := connection.recv(GREETING_BYTES - len(first))):
+                first += more
+            nonce_of(first)
+    except TimeoutError:
+        return 0.0, f"no answer within {RELAY_TIMEOUT_S:.0f} s: a firewall drops it"
+    except (OSError, BadFrame) as error:
+        return 0.0, clean(getattr(error, "strerror", None) or str(error), 80)
+    return time.perf_counter() - started_s, ""
+
+
+def relay_name(relay: tuple[str, int]) -> str:
+    """HOST:PORT."""
+    return join_address(*relay)

@@ -23,7 +23,7 @@ from coordinator.server import serve
 from hostos.command_line import run
 from protos import relay_tickets as tickets
 from tests.patience import HUNG_S
-from worker.cli.ways import greeted
+from worker.cli.doctor import greeted
 
 USE = do.RelayUse(True, 0.0)
 ROOT = Path(__file__).resolve().parents[3]
