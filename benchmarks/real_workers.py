@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -116,6 +116,16 @@ class LoopbackFleet:
     def log(self, name: str) -> str:
         """The end of a daemon's output."""
         return (Path(self._folder.name) / f"{name}.log").read_text(errors="replace")[-4000:]
+
+    def folder(self, n: int) -> Path:
+        """State folder of worker ``n``."""
+        return Path(self._folder.name) / f"worker{n}"
+
+    def add_weights(self, workers: Iterable[int], checkpoint: Path) -> None:
+        """Have workers keep a checkpoint's weights, by the command that their owners type."""
+        command = [sys.executable, "-m", "worker.cli", "model", "add", str(checkpoint), "--state-dir"]
+        for n in workers:
+            subprocess.run([*command, str(self.folder(n))], check=True, capture_output=True, cwd=ROOT)
 
     def run(self, case: Case, starts: Sequence[int], owners: Sequence[int] = ()) -> Run:
         """Train a case of the oracle over the workers, cut at ``starts``; a Runner."""

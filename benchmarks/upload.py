@@ -1,11 +1,15 @@
 """Rate of an owner's upload over loopback, by TLS, to a coordinator in a process of its own.
 
-    python -m benchmarks.upload [--mib 1024] [--blobs 64] [--under FOLDER] [--seed N] [--json]
+    python -m benchmarks.upload [--mib 1024] [--blobs 64] [--under FOLDER] [--known N] [--seed N] [--json]
 
 Random weights in so many blobs are hashed, sent, and sent again, when only the question of what is missing
 travels. Seconds are of the hashing and of the sending; acceptance: 150 MB/s sent. Beside it what the machine
 does with the same bytes: SHA-256, and a write with fsync, one after the other. ``--under`` is where the
 coordinator keeps its state: /dev/shm leaves the disk out.
+
+``--known``: instead, N workers are given the same weights (`atoll-worker model add`), and the owner submits
+them: seconds of adding, seconds until the coordinator has them, and the bytes that the owner has put on the
+wire for it, TLS and questions included; acceptance: under 1 MB.
 """
 
 from __future__ import annotations
@@ -17,17 +21,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import safetensors.torch
 import torch
 
+from benchmarks.counted import counted
 from benchmarks.harness import conclude, execute, machine, parser
+from benchmarks.real_workers import LoopbackFleet
+from benchmarks.waits import came_about
 from coordinator.client.client import Client
 from coordinator.client.endpoint import find_endpoint
 from coordinator.client.prepare import tensor_blob
 from protos.blob_transfer import LocalBlob
+from protos.telemetry import Event
 
 MB = 1e6
 
@@ -68,6 +78,49 @@ def machine_s(tensors: Sequence[torch.Tensor], folder: Path) -> float:
     return timed(act)
 
 
+def known(tensors: Sequence[torch.Tensor], workers: int) -> tuple[dict[str, float], str]:
+    """Figures of a submission of weights that workers hold, and what is wrong with it."""
+    blobs = [tensor_blob(tensor) for tensor in tensors]
+    n_bytes = sum(blob.size for blob in blobs)
+    with LoopbackFleet(workers) as fleet, TemporaryDirectory() as name:
+        named = {f"layer{number}": tensor for number, tensor in enumerate(tensors)}
+        safetensors.torch.save_file(named, Path(name) / "model.safetensors")
+        add_s = timed(lambda: fleet.add_weights(range(workers), Path(name))) / workers
+        _until_heard(fleet.client, workers)
+        endpoint = fleet.client.endpoint
+        with counted(endpoint.host, endpoint.port) as wire:
+            with Client(replace(endpoint, port=wire.port)) as client:
+                moved: list[int] = []
+                gather_s = timed(lambda: moved.extend((client.gather(blobs), client.send(blobs))))
+            sent_bytes = wire.sent_bytes
+    print(
+        f"{n_bytes / MB:.0f} MB in {len(blobs)} blobs, held by {workers} workers: added in {add_s:.1f} s "
+        f"each; at the coordinator {gather_s:.1f} s after they were named; owner sent {sent_bytes:,} bytes"
+    )
+    figures = {
+        "workers": workers,
+        "n_bytes": n_bytes,
+        "blobs": len(blobs),
+        "add_s": add_s,
+        "gather_s": gather_s,
+        "owner_sent_bytes": sent_bytes,
+    }
+    wrong = (
+        ""
+        if moved == [n_bytes, 0] and sent_bytes < MB
+        else f"{moved} bytes came, the owner sent {sent_bytes}"
+    )
+    return figures, wrong
+
+
+def _until_heard(client: Client, workers: int) -> None:
+    def heard() -> bool:
+        lines = [line for line in client.logs("") if line.event == Event.WEIGHTS_HELD]
+        return len({line.fields_json for line in lines}) >= workers
+
+    came_about(heard, ())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
     made = parser(__doc__ or "")
@@ -76,10 +129,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument(
         "--under", help="folder of the coordinator's state; default: the system's temporary one"
     )
+    made.add_argument("--known", type=int, default=0, metavar="N", help="so many workers hold the weights")
     options = made.parse_args(argv)
     torch.manual_seed(options.seed)
     elements = options.mib * (1 << 18) // options.blobs
     tensors = [torch.rand(elements) for _ in range(options.blobs)]
+    if options.known:
+        found, wrong = known(tensors, options.known)
+        return conclude({"machine": machine(), "seed": options.seed, **found}, options.json, wrong)
     blobs: list[LocalBlob] = []
     hash_s = timed(lambda: blobs.extend(map(tensor_blob, tensors)))
     n_bytes = sum(blob.size for blob in blobs)

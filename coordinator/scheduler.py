@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from atoll.job import JobSpec
+from atoll.messages.from_worker import HASH_BYTES
 from coordinator.config import CoordinatorConfig
 from coordinator.membership import member as members
 from coordinator.membership.effects import Effects
@@ -285,6 +286,8 @@ class Scheduler:
                 self.measuring.link_probed(name, message)
             case ev.PeerJoined():
                 self._joined(name, message)
+            case ev.HeldWeights(hashes):
+                self._holds(name, hashes)
             case _:
                 driver = self.driver_of(message.job)
                 if driver is not None:
@@ -302,6 +305,14 @@ class Scheduler:
             self.effects.log(
                 Name.PEER_JOINED, worker=name, peer=message.peer, way=message.way, relay=message.relay
             )
+
+    def _holds(self, name: str, hashes: bytes) -> None:
+        wrong = self.roster.weights.said(name, hashes)
+        blobs = len(hashes) // HASH_BYTES
+        if wrong:
+            self.effects.log(Name.WEIGHTS_HELD, "warning", worker=name, blobs=blobs, left_out=wrong)
+        else:
+            self.effects.log(Name.WEIGHTS_HELD, worker=name, blobs=blobs)
 
     def _uploading(self, event: ev.Uploading) -> None:
         worker = self.roster.workers.get(event.worker)

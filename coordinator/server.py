@@ -43,6 +43,7 @@ from coordinator.services.authorities import Authorities
 from coordinator.services.backup import drop_holdings
 from coordinator.services.blobs import BlobService, OwnerRights, WorkerRights
 from coordinator.services.doors import Door, StageData
+from coordinator.services.gathering import Gathering
 from coordinator.services.owner import OwnerService
 from coordinator.services.owners import Owners
 from coordinator.services.prometheus import Exporter
@@ -166,6 +167,7 @@ class Server:
             Logs(config.log_lines),
             RunLogs(config.runs_dir, config.trace_bytes),
         )
+        self._gathering = Gathering(self.shell)
         made = self.authority.server_identity() if self.authority is not None else None
         self.identity = CurrentIdentity(made) if made is not None else None
         self.shell.restored(folded.records)
@@ -354,9 +356,10 @@ class Server:
             ("grpc.max_allowed_incoming_connections", self._shares.work),
         )
         rpc.add_WorkServicer_to_server(
-            WorkService(self.shell, self.register, self.authority, calls, sessions, known), server
+            WorkService(self.shell, self.register, self.authority, calls, sessions, known, self._gathering),
+            server,
         )
-        rights = WorkerRights(self.shell, insecure)
+        rights = WorkerRights(self.shell, self._gathering, insecure)
         rpc.add_BlobsServicer_to_server(BlobService(self.blobs, rights), server)
         rpc.add_DataServicer_to_server(StageData(self.shell, DataProvider(self.blobs), insecure), server)
         apps_rpc.add_AppWorkServicer_to_server(NodeApps(self.desk, insecure), server)
@@ -423,7 +426,8 @@ class Server:
         rpc.add_EntryServicer_to_server(door, server)
         rpc.add_OwnerServicer_to_server(owner, server)
         apps_rpc.add_AppsServicer_to_server(OwnerApps(self.desk, owners), server)
-        rpc.add_BlobsServicer_to_server(BlobService(self.blobs, OwnerRights(self.shell)), server)
+        owners_rights = OwnerRights(self.shell, self._gathering)
+        rpc.add_BlobsServicer_to_server(BlobService(self.blobs, owners_rights), server)
         return await self._listen(server, port, identity, mutual=False)
 
     def _new_server(

@@ -294,7 +294,7 @@ class Shell:
         self.observe(instruction)
         match instruction:
             case do.SendTo(worker, message):
-                self._send(worker, message)
+                self.tell(worker, message)
             case do.Measured(job, step, name, value):
                 self.runs.of(job).measured(Point(step, name, value, now_s))
                 self.wake(job)
@@ -326,9 +326,10 @@ class Shell:
     def tell_all(self, message: do.Message) -> None:
         """Send a message to every worker that is connected."""
         for worker in list(self.outboxes):
-            self._send(worker, message)
+            self.tell(worker, message)
 
-    def _send(self, worker: str, message: do.Message) -> None:
+    def tell(self, worker: str, message: do.Message) -> None:
+        """Queue a message to a worker; who is not connected misses it."""
         outbox = self.outboxes.get(worker)
         if outbox is None:
             return

@@ -546,7 +546,9 @@ Global___KeepCopies: _TypeAlias = KeepCopies  # noqa: Y015
 
 @_typing.final
 class StoreCopy(_message.Message):
-    """Put these blobs, which were kept as a copy, into the store. Answered by a CopyStored."""
+    """Put these blobs, which were kept as a copy, into the store. Answered by a CopyStored. Those of HeldWeights are
+    asked for as of the job "~weights".
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -596,6 +598,29 @@ class CopyStored(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CopyStored: _TypeAlias = CopyStored  # noqa: Y015
+
+@_typing.final
+class HeldWeights(_message.Message):
+    """Blobs of weights that this machine's owner added, in place of what was said before: SHA-256 of each, ascending.
+    A claim: the coordinator may ask for some by StoreCopy when an owner's job needs them, and looks at every byte.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASHES_FIELD_NUMBER: _builtins.int
+    hashes: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        hashes: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldWeights: _TypeAlias = HeldWeights  # noqa: Y015
 
 @_typing.final
 class CopyHeld(_message.Message):
@@ -1925,6 +1950,7 @@ class FromWorker(_message.Message):
     CONSENT_FIELD_NUMBER: _builtins.int
     COPY_HELD_FIELD_NUMBER: _builtins.int
     COPY_STORED_FIELD_NUMBER: _builtins.int
+    HELD_WEIGHTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def introduction(self) -> Global___Introduction: ...
     @_builtins.property
@@ -1965,6 +1991,8 @@ class FromWorker(_message.Message):
     def copy_held(self) -> Global___CopyHeld: ...
     @_builtins.property
     def copy_stored(self) -> Global___CopyStored: ...
+    @_builtins.property
+    def held_weights(self) -> Global___HeldWeights: ...
     def __init__(
         self,
         *,
@@ -1988,12 +2016,13 @@ class FromWorker(_message.Message):
         consent: Global___ConsentSaid | None = ...,
         copy_held: Global___CopyHeld | None = ...,
         copy_stored: Global___CopyStored | None = ...,
+        held_weights: Global___HeldWeights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "consent", b"consent", "copy_held", b"copy_held", "copy_stored", b"copy_stored", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "peer_joined", b"peer_joined", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "consent", b"consent", "copy_held", b"copy_held", "copy_stored", b"copy_stored", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "held_weights", b"held_weights", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "peer_joined", b"peer_joined", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "consent", b"consent", "copy_held", b"copy_held", "copy_stored", b"copy_stored", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "peer_joined", b"peer_joined", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "consent", b"consent", "copy_held", b"copy_held", "copy_stored", b"copy_stored", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "held_weights", b"held_weights", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "peer_joined", b"peer_joined", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["introduction", "heartbeat", "ops_probed", "link_probed", "loaded", "failed", "ready", "eval_ready", "stored", "spans", "log", "leaving", "update_ready", "client_evaluated", "client_failed", "codec_speeds", "peer_joined", "consent", "copy_held", "copy_stored"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["introduction", "heartbeat", "ops_probed", "link_probed", "loaded", "failed", "ready", "eval_ready", "stored", "spans", "log", "leaving", "update_ready", "client_evaluated", "client_failed", "codec_speeds", "peer_joined", "consent", "copy_held", "copy_stored", "held_weights"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -4424,6 +4453,33 @@ class KickRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KickRequest: _TypeAlias = KickRequest  # noqa: Y015
+
+@_typing.final
+class Gathered(_message.Message):
+    """Of the blobs that are to come; workers: that send now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_BYTES_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    done_bytes: _builtins.int
+    total_bytes: _builtins.int
+    workers: _builtins.int
+    def __init__(
+        self,
+        *,
+        done_bytes: _builtins.int = ...,
+        total_bytes: _builtins.int = ...,
+        workers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done_bytes", b"done_bytes", "total_bytes", b"total_bytes", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Gathered: _TypeAlias = Gathered  # noqa: Y015
 
 @_typing.final
 class BlobRef(_message.Message):

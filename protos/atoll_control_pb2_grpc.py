@@ -1425,6 +1425,11 @@ class BlobsStub:
                 request_serializer=protos_dot_atoll__control__pb2.BlobList.SerializeToString,
                 response_deserializer=protos_dot_atoll__control__pb2.BlobList.FromString,
                 _registered_method=True)
+        self.Gather = channel.unary_stream(
+                '/atoll.v1.Blobs/Gather',
+                request_serializer=protos_dot_atoll__control__pb2.BlobList.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.Gathered.FromString,
+                _registered_method=True)
 
 
 class BlobsServicer:
@@ -1460,6 +1465,14 @@ class BlobsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Gather(self, request, context):
+        """An owner's: have workers put those of these blobs, by hash and size, that are not here and that they hold.
+        Ends when no more come; what Missing names then, the owner sends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BlobsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -1482,6 +1495,11 @@ def add_BlobsServicer_to_server(servicer, server):
                     servicer.Held,
                     request_deserializer=protos_dot_atoll__control__pb2.BlobList.FromString,
                     response_serializer=protos_dot_atoll__control__pb2.BlobList.SerializeToString,
+            ),
+            'Gather': grpc.unary_stream_rpc_method_handler(
+                    servicer.Gather,
+                    request_deserializer=protos_dot_atoll__control__pb2.BlobList.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.Gathered.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1594,6 +1612,33 @@ class Blobs:
             '/atoll.v1.Blobs/Held',
             protos_dot_atoll__control__pb2.BlobList.SerializeToString,
             protos_dot_atoll__control__pb2.BlobList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Gather(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/atoll.v1.Blobs/Gather',
+            protos_dot_atoll__control__pb2.BlobList.SerializeToString,
+            protos_dot_atoll__control__pb2.Gathered.FromString,
             options,
             channel_credentials,
             insecure,

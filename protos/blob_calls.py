@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -45,6 +45,24 @@ class BlobsOverGrpc:
                 raise to_atoll_error(error, self._address) from None
             found |= {blob.hash: blob.offset for blob in reply.blobs}
         return found
+
+    def gather(self, sizes: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+        """Have workers put what they hold of these blobs (hash -> bytes) and the coordinator does not; yields
+        bytes that are there, and bytes that are to come in all."""
+        refs = [pb.BlobRef(hash=name, size=size) for name, size in sizes.items()]
+        before, found = (0, 0), (0, 0)
+        for first in range(0, len(refs), BLOBS_A_REQUEST):
+            request = pb.BlobList(blobs=refs[first : first + BLOBS_A_REQUEST])
+            call = self._stub.Gather(request, metadata=self._metadata)
+            try:
+                for at in call:
+                    found = (before[0] + at.done_bytes, before[1] + at.total_bytes)
+                    yield found
+            except grpc.RpcError as error:
+                raise to_atoll_error(error, self._address) from None
+            finally:
+                call.cancel()
+            before = found
 
     def put(self, chunks: Iterator[Chunk]) -> Collection[str]:
         failure: list[BaseException] = []

@@ -38,6 +38,7 @@ MOST_BYTES: Mapping[str, int] = {
     "StateStored": 16 * MIB,
     "Spans": 4 * MIB,
     "WorkerLog": 256 * KIB,
+    "HeldWeights": MIB,
     "UpdateReady": 4 * MIB,
     "ClientEvaluated": 16 * MIB,
     # and to the worker

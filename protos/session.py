@@ -101,6 +101,14 @@ def _check_joined(joined: told.PeerJoined) -> None:
         raise BadFrame(f"joined {joined.way[:40]!r}; possible are local, direct, reversed, relayed")
 
 
+def _check_held_weights(held: told.HeldWeights) -> None:
+    size, n_bytes = told.HASH_BYTES, len(held.hashes)
+    within("HeldWeights", n_bytes, 0, told.MAX_HELD_WEIGHTS * size)
+    hashes = [held.hashes[at : at + size] for at in range(0, n_bytes, size)]
+    if n_bytes % size or any(a >= b for a, b in pairwise(hashes)):
+        raise BadFrame("hashes of held weights that are not whole or do not ascend")
+
+
 def _check_update(update: told.UpdateReady) -> None:
     if update.host is None or update.host.rows:
         blob_hash("update", update.update)
@@ -165,6 +173,7 @@ CHECKS.update(
         asked.OpProbe: _check_op,
         asked.StepCommit: _check_commit,
         told.Guest: _check_guest,
+        told.HeldWeights: _check_held_weights,
         told.Introduction: _check_introduction,
         told.PeerJoined: _check_joined,
         told.UpdateReady: _check_update,

@@ -51,6 +51,7 @@ class BlobCache:
         self._directory = directory
         self._max_bytes = max_bytes
         self._kept: dict[int, frozenset[str]] = {}
+        self._pinned: frozenset[str] = frozenset()
         self.changed = threading.Condition()
         self.busy: set[str] = set()  # being fetched: two that write one file would spoil it
         self._verified_s: dict[str, float] = {}
@@ -101,11 +102,16 @@ class BlobCache:
         with self.changed:
             self._kept[owner] = frozenset(names)
 
+    def pin(self, names: Iterable[str]) -> None:
+        """Never delete these, which this machine's owner added, and count them towards no bound."""
+        with self.changed:
+            self._pinned = frozenset(names)
+
     def release(self, names: Iterable[str], owner: int) -> None:
         """Delete what ``owner`` kept and no other does, unless it is being fetched."""
         with self.changed:
             others = [kept for other, kept in self._kept.items() if other != owner]
-            self.discard(frozenset(names).difference(self.busy, *others))
+            self.discard(frozenset(names).difference(self.busy, self._pinned, *others))
 
     def discard(self, names: Iterable[str]) -> None:
         """Delete blobs, and what there is of them; where the disk refuses that, they stay."""
@@ -154,7 +160,7 @@ class BlobCache:
             for path in self._directory.iterdir():
                 with suppress(FileNotFoundError):
                     seen = path.stat()
-                    if stat.S_ISREG(seen.st_mode):
+                    if stat.S_ISREG(seen.st_mode) and path.stem not in self._pinned:
                         found.append((seen.st_mtime, seen.st_size, path))
             total = sum(size for _, size, _ in found)
             for _, size, path in sorted(found):

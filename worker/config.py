@@ -34,7 +34,7 @@ OLDEST_FOLDER = 1  # read as it is
 # What a worker may have left in its state folder, by which the folder is known as one.
 _KEPT = (
     "identity", SETTINGS_FILE, OLDER_FILE, "running", "blobs", "compute", "data", "apps", "federated",
-    "codec_speed.json", "consent", "departures", "send_log", "devices",
+    "codec_speed.json", "consent", "departures", "send_log", "devices", "weights",
 )  # fmt: skip
 _FLOORS = ("min_batch", "min_samples", "min_steps", "min_clients")
 REMEMBERED = (

@@ -33,6 +33,7 @@ from worker.apps.host import AppHost
 from worker.connections import Connections
 from worker.control.reopening import SessionStream
 from worker.data.registry import known_facts
+from worker.data.weights import Claimed
 from worker.federated.consent import Consent
 from worker.hosting.apps_only import AppsOnly
 from worker.hosting.host import ComputeHost
@@ -64,7 +65,7 @@ STEP_PHASES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ConsentChanged:
-    """Event: this machine's owner has given its word on an app, a job or a data set."""
+    """Event: this machine's owner has given its word on an app, a job or a data set, or changed weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ class Member:
         )
         self._apps: AppHost | None = None
         self._manners = Manners()
+        self._weights = Claimed(config.state_dir)
         self._entered = False  # and not closed
         self._closing = threading.Lock()
         self._open: Connections  # once it has entered
@@ -234,6 +236,7 @@ class Member:
                 if self._apps is not None:
                     self._apps.consent_changed()
                 self._say_consent()
+                self._say_weights()
 
     def _take(self, event: events.Event) -> None:
         """Handle an event of the session."""
@@ -248,6 +251,7 @@ class Member:
             for joined in self._open.network.reported():
                 self._say(_joined(*joined))
             self._say_consent()
+            self._say_weights()
         if isinstance(event, events.Release):
             self._consent.close(event.job, event.reason)
         self._perform_all(todo)
@@ -418,6 +422,11 @@ class Member:
                 self._state, events.Release(answer.job, self._state.version, answer.reason)
             )
             self._perform_all(todo)
+
+    def _say_weights(self) -> None:
+        """Tell the coordinator which weights this machine's owner added."""
+        if not self._config.number and (hashes := self._weights.told_anew(self._shared.cache)) is not None:
+            self._say(told.HeldWeights(hashes))
 
     # ---------------------------------------------------------------- threads around the work
 

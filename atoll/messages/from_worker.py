@@ -55,6 +55,8 @@ MAX_WHY_CHARS = 200  # a client
 MAX_KEY_CHARS = 64  # of the name of a set of clients
 MAX_COPIES = 1024  # of one worker
 MAX_COPY_NAME_CHARS = 200
+MAX_HELD_WEIGHTS = 20_000  # tensors of the checkpoints that a worker's owner added
+HASH_BYTES = 32
 MOST_REPLAYED = 4096  # steps whose scales are remembered: repeating more is never worth it
 MAX_REPEATED = 2 * MOST_REPLAYED
 MIN_MEMORY_BYTES, MAX_MEMORY_BYTES = 2**20, 2**50
@@ -130,6 +132,13 @@ class CopyStored:
     job: Name
     name: Annotated[str, Clean(MAX_COPY_NAME_CHARS)]
     error: Reason = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWeights:
+    """Blobs of weights that a worker's owner added, all of them: SHA-256 of each, ascending."""
+
+    hashes: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,5 +470,5 @@ class Leaving:
 StageMessage = Loaded | StepReady | EvalReady | StateStored | StageFailed
 ClientMessage = UpdateReady | ClientEvaluated | ClientFailed | ConsentSaid
 JobMessage = StageMessage | ClientMessage | CopyHeld | CopyStored
-Message = Heartbeat | CodecSpeeds | OpsProbed | LinkProbed | PeerJoined | Leaving | JobMessage
+Message = Heartbeat | CodecSpeeds | HeldWeights | OpsProbed | LinkProbed | PeerJoined | Leaving | JobMessage
 """All that a coordinator acts upon: each stands under its class's name in the schema's ``FromWorker``."""

@@ -26,6 +26,14 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 0.5
 IDLE = "pool"
+FromWorkers = Annotated[
+    bool | None,
+    typer.Option(
+        "--from-workers/--upload-all",
+        help="Take weights that workers hold (`atoll-worker model add`) from them, or send all from here; "
+        "default: from workers, unless the coordinator is on this machine.",
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -59,6 +67,7 @@ def submit(
             help="Wait for this many idle workers; default: plan with those that are there.",
         ),
     ] = 0,
+    from_workers: FromWorkers = None,
     watch: Annotated[
         bool, typer.Option("--watch/--detach", help="Stay and show progress; default: detach.")
     ] = False,
@@ -97,14 +106,22 @@ def submit(
             if seconds:
                 _show_fit(live, prepared.spec.training.steps)
             err.print(f"submitting {job.name}: {in_bytes(prepared.upload_bytes)} of graphs, weights and data")
-        with byte_progress("uploading", json) as progress:
-            reply = client.submit(prepared, progress)
+        _upload(client, prepared, from_workers, json)
+        reply = client.queue(prepared)
         if not watch:
             _tell_submitted(reply, json)
             return
         if not json:
             out.print(f"{reply.job} {reply.update.state} {reply.update.reason}", markup=False)
         follow(client, reply.job, json)
+
+
+def _upload(client: Client, prepared: Prepared, from_workers: bool | None, json: bool) -> None:
+    with byte_progress("uploading", json) as progress:
+        found = client.upload(prepared, progress, from_workers=from_workers)
+    if found.from_workers and not json:
+        shown = f"{in_bytes(found.from_workers)} came from workers, {in_bytes(found.sent)} from here"
+        err.print(shown, soft_wrap=True)
 
 
 def _asked_s(train_for: str, resume: str) -> float:

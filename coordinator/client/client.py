@@ -69,6 +69,14 @@ class Exported:
     bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    """Bytes that this machine sent, and those that workers did."""
+
+    sent: int
+    from_workers: int
+
+
 class Client:
     """An owner's connection to one coordinator; close it, or use it in ``with``.
 
@@ -116,9 +124,32 @@ class Client:
 
     # ------------------------------------------------------------ jobs
 
-    def upload(self, prepared: Prepared, progress: Progress = silent) -> int:
-        """Send the blobs the coordinator lacks; returns the bytes sent. May be repeated."""
-        return self.send(prepared.blobs, progress)
+    def upload(
+        self, prepared: Prepared, progress: Progress = silent, *, from_workers: bool | None = None
+    ) -> Uploaded:
+        """Have the coordinator get the blobs that it lacks: weights from workers that hold them, the rest
+        from here. May be repeated. ``from_workers``: None, unless the coordinator is on this machine."""
+        if from_workers is None:
+            from_workers = not self.endpoint.here
+        tensors = set(prepared.spec.tensors.values())
+        weights = [blob for blob in prepared.blobs if blob.hash in tensors]
+        gathered = self.gather(weights, progress) if from_workers and weights else 0
+        return Uploaded(self.send(prepared.blobs, progress), gathered)
+
+    def gather(self, weights: Sequence[LocalBlob], progress: Progress = silent) -> int:
+        """Have workers send what they hold of ``weights`` and the coordinator lacks; returns the bytes that
+        came of them. May be repeated."""
+        sizes = {blob.hash: blob.size for blob in weights}
+        done = 0
+        for attempt in self._attempts():
+            with attempt:
+                for found, total in self._blobs.gather(sizes):
+                    if total:
+                        progress(found, total)
+                    if found > done:
+                        done = found
+                        progressed(attempt)
+        return done
 
     def send(self, blobs: Sequence[LocalBlob], progress: Progress = silent) -> int:
         """Send what of ``blobs`` the coordinator lacks; returns the bytes sent. May be repeated."""
@@ -129,6 +160,10 @@ class Client:
     ) -> pb.SubmitReply:
         """Upload and queue the job; ``submission`` makes a repeated call the same job."""
         self.upload(prepared, progress)
+        return self.queue(prepared, submission)
+
+    def queue(self, prepared: Prepared, submission: str | None = None) -> pb.SubmitReply:
+        """Queue a job whose blobs were uploaded; ``submission`` as of ``submit``."""
         request = pb.SubmitRequest(spec=to_proto(prepared.spec), submission=submission or uuid.uuid4().hex)
         reply: pb.SubmitReply = self._patiently(lambda: self._owner.Submit(request, **self._short(60.0)))
         return reply

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -41,6 +43,15 @@ class Endpoint:
         """HOST:PORT, an IPv6 host in brackets."""
         return join_address(self.host, self.port)
 
+    @property
+    def here(self) -> bool:
+        """Whether the coordinator is on this machine, as far as its address shows."""
+        try:
+            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM)
+        except OSError:
+            return False
+        return any(_is_own(family, address) for family, *_, address in found)
+
     def channel(self) -> grpc.Channel:
         """A channel to the entry port; it connects at the first call."""
         options: list[tuple[str, str | int]] = [
@@ -59,6 +70,16 @@ class Endpoint:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Return the metadata of every owner's call."""
         return () if self.token is None else self.token.metadata
+
+
+def _is_own(family: int, address: tuple[Any, ...]) -> bool:
+    """Whether an address is one of this machine's: nobody can bind another's."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address[0], 0, *address[2:]))
+        except OSError:
+            return False
+    return True
 
 
 def default_state_dir() -> Path:

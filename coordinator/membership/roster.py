@@ -15,6 +15,7 @@ from coordinator.config import Liveness, Probing, Relaying
 from coordinator.membership import member as members
 from coordinator.membership.deadlines import Deadlines
 from coordinator.membership.guests import slower, within_limits
+from coordinator.membership.known_weights import KnownWeights
 from coordinator.membership.link_guesses import guesses
 from coordinator.membership.link_probing import LinkProbing
 from coordinator.membership.link_table import MIN_GOODPUT_BYTES, judge_step, measured_fleet
@@ -152,6 +153,7 @@ class Roster:
     ops: OpProbing = field(init=False)
     memory: LearntMemory = field(default_factory=LearntMemory)
     losses: Losses = field(default_factory=Losses)
+    weights: KnownWeights = field(default_factory=KnownWeights)
     _idle: list[tuple[int, str]] = field(default_factory=list)  # with their numbers, in join order
     _idle_holders: dict[str, set[str]] = field(default_factory=dict)  # by data set
     _apps_only: set[str] = field(default_factory=set)  # free, and for Flower apps only
@@ -172,6 +174,7 @@ class Roster:
 
     def open(self, worker: str, session: int, introduction: Introduction, now_s: float) -> Member | None:
         """A session begins; returns the member as it was, None of a newcomer."""
+        self.weights.gone(worker)  # it says anew what it holds
         known = self.workers.get(worker)
         if known is None or known.member.gone or introduction.incarnation != known.member.incarnation:
             self.losses.came(worker, now_s)
@@ -210,6 +213,7 @@ class Roster:
     def disconnected(self, worker: str) -> None:
         """The worker's session has ended."""
         self.workers[worker].session = None
+        self.weights.gone(worker)
         self._changed(worker)
 
     def limit(self, worker: str, guest: Guest) -> float:

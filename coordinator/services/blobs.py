@@ -15,15 +15,17 @@ from atoll.arrays import dtype_name
 from atoll.errors import AccessDenied, ConnectionFailed, UsageError
 from coordinator.services.blob_rights import Accounts, Role, role_of
 from coordinator.services.callers import worker_of
+from coordinator.storage.blob_store import OtherBytes
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Iterator
+    from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 
     import grpc
 
     from atoll.job import JobSpec
+    from coordinator.services.gathering import Gathering, Progress
     from coordinator.shell import Shell
     from coordinator.storage.blob_store import BlobStore
     from coordinator.storage.data_provider import DataProvider
@@ -53,15 +55,27 @@ class Rights:
     def has_put(self, name: str, asker: str) -> None:
         """The caller has sent all of this blob."""
 
+    def was_wrong(self, name: str, asker: str) -> None:
+        """The caller has sent other bytes as this blob."""
+
     def asked_about(self, name: str, asker: str) -> None:
         """The caller learns that this blob is here, and will count on it."""
+
+    def gather(self, sizes: Mapping[str, int]) -> AsyncIterator[Progress]:
+        """Have workers put what they hold of these blobs, for the caller."""
+        raise AccessDenied("only owners have weights gathered")
 
 
 class OwnerRights(Rights):
     """The owner puts what he likes and fetches what jobs rest on, which no client's update is."""
 
-    def __init__(self, shell: Shell) -> None:
+    def __init__(self, shell: Shell, gathering: Gathering) -> None:
         self._shell = shell
+        self._gathering = gathering
+
+    def gather(self, sizes: Mapping[str, int]) -> AsyncIterator[Progress]:
+        """Of an owner's job."""
+        return self._gathering.gather(sizes)
 
     async def fetch(self, names: Collection[str], context: Context) -> None:
         """Only what a job refers to."""
@@ -74,10 +88,11 @@ class OwnerRights(Rights):
 
 
 class WorkerRights(Rights):
-    """A worker fetches what its job named to it and puts what that asked for."""
+    """A worker fetches what its job named to it and puts what that, or an owner's submission, asked for."""
 
-    def __init__(self, shell: Shell, insecure: bool) -> None:
+    def __init__(self, shell: Shell, gathering: Gathering, insecure: bool) -> None:
         self._shell = shell
+        self._gathering = gathering
         self._insecure = insecure
         self._accounts = Accounts()
         self._giving_way = asyncio.Lock()  # what a worker began is gone before another begins it
@@ -92,7 +107,7 @@ class WorkerRights(Rights):
         """As much as its job asks for; what it put before and nothing needs gives way."""
         worker = worker_of(context, self._insecure)
         self._shell.uploading(worker)
-        if self._accounts.counted(worker, name, size):
+        if self._gathering.allowed(worker, name, size) or self._accounts.counted(worker, name, size):
             return
         shell, role = self._shell, self._role(context)
         most = await asyncio.to_thread(role.allowance)
@@ -116,6 +131,10 @@ class WorkerRights(Rights):
     def has_put(self, name: str, asker: str) -> None:
         """It may learn from now on that this blob is here."""
         self._accounts.has_put(asker, name)
+
+    def was_wrong(self, name: str, asker: str) -> None:
+        """Of what it claimed to hold, it holds something else."""
+        self._gathering.wrong(asker, name)
 
     def asked_about(self, name: str, asker: str) -> None:
         """What it does not send again stays until it reports it."""
@@ -183,10 +202,21 @@ class BlobService(rpc.BlobsServicer):
                 self._store.write, chunk.hash, chunk.size, chunk.offset, chunk.data, asker,
                 known=known is None or chunk.hash in known or chunk.hash in whole,
             )  # fmt: skip
-            if await asyncio.to_thread(write):
+            try:
+                complete = await asyncio.to_thread(write)
+            except OtherBytes:
+                self._rights.was_wrong(chunk.hash, asker)
+                raise
+            if complete:
                 self._rights.has_put(chunk.hash, asker)
                 whole[chunk.hash] = chunk.size
         return pb.BlobList(blobs=[pb.BlobRef(hash=h, size=size) for h, size in whole.items()])
+
+    async def Gather(self, request: pb.BlobList, context: Context) -> AsyncIterator[pb.Gathered]:  # noqa: N802
+        """How far workers are with those of these blobs that are not here; ends when no more come."""
+        _bounded(request)
+        async for at in self._rights.gather({blob.hash: blob.size for blob in request.blobs}):
+            yield pb.Gathered(done_bytes=at.done_bytes, total_bytes=at.total_bytes, workers=at.workers)
 
     async def Get(self, request: pb.BlobList, context: Context) -> AsyncIterator[pb.BlobChunk]:  # noqa: N802
         """The given blobs in turn, each from its offset; an empty rest is one empty chunk."""

@@ -32,6 +32,8 @@ from coordinator.messages import instructions as do
 from coordinator.pipeline.history import current
 from coordinator.services.blob_rights import StageRole, leaves_of, put_by, role_of
 from coordinator.services.callers import host_of, network_of, worker_of
+from coordinator.services.gathering import JOB as GATHERING
+from coordinator.services.gathering import Gathering
 from coordinator.services.resolving import resolved
 from coordinator.services.wire import (
     introduction_from,
@@ -100,6 +102,7 @@ class WorkService(rpc.WorkServicer):
         calls: Calls,
         sessions: Calls,
         known: Known | None = None,
+        gathering: Gathering | None = None,
     ) -> None:
         """``authority`` None: the coordinator runs without TLS, and workers say who they are. ``calls`` are
         counted by worker, ``sessions`` by address; ``known``: connections of workers that were admitted."""
@@ -109,6 +112,7 @@ class WorkService(rpc.WorkServicer):
         self._insecure = authority is None
         self._calls, self._sessions = calls, sessions
         self._known = known or Known()
+        self._gathering = gathering or Gathering(shell)
         self._lines: dict[str, Budget] = {}  # of every worker that ever came
         self._refusals = Budget(REFUSALS, REFUSALS_PER_S)
 
@@ -228,6 +232,9 @@ class WorkService(rpc.WorkServicer):
                         continue
                 except AtollError as error:
                     message = ev.Malformed(f"{worker} sent a malformed message: {error}")
+                if isinstance(message, ev.CopyStored) and message.job == GATHERING:
+                    self._gathering.answered(worker, message)
+                    continue
                 if isinstance(message, ev.CopyStored):
                     message = await self._with_copy_checked(worker, message)
                 if isinstance(message, ev.StateStored):

@@ -33,6 +33,10 @@ class Gone(StorageError):
     """The store answers, and does not have it: nobody gets it by asking again."""
 
 
+class OtherBytes(UsageError):
+    """All that came under a name does not hash to it."""
+
+
 class BlobStore:
     """Blobs under one folder; safe for several threads of one process.
 
@@ -327,7 +331,7 @@ class BlobStore:
             with self._lock:
                 if found != name:
                     self._drop(partial)
-                    raise UsageError(f"blob {name[:12]}: its bytes hash to {found[:12]}; send it again")
+                    raise OtherBytes(f"blob {name[:12]}: its bytes hash to {found[:12]}; send it again")
                 whole = self._whole(name)
                 if whole.exists():  # the same bytes, of somebody who was not to know that they are here
                     self._used -= whole.stat().st_size

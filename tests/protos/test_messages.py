@@ -44,6 +44,8 @@ OWN: dict[Any, st.SearchStrategy[Any]] = {
     asked.RelayOffer: TICKETS,
     told.PeerJoined: st.builds(told.PeerJoined, WORDS, st.sampled_from(["", "direct", "relayed"]), WORDS),
 }
+HASHES = st.sets(st.binary(min_size=32, max_size=32), max_size=3)
+OWN[told.HeldWeights] = HASHES.map(lambda found: told.HeldWeights(b"".join(sorted(found))))
 OWN[asked.Assign] = values(asked.Assign, OWN).map(lambda found: replace(found, rank=0))
 OWN[asked.Reconfigure] = values(asked.Reconfigure, OWN).map(
     lambda found: replace(found, job=found.plan.job, version=found.plan.version)

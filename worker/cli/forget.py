@@ -22,6 +22,7 @@ WHAT = {
     "applied.json": "what held of them",
     "blobs": "cached tensors of jobs",
     "compute": "scratch files of computing",
+    "weights": "which checkpoints were added",
     "data": "registered data sets, the worker's copies",
     "apps": "apps, and what they kept",
     "federated": "client state of federated jobs",

@@ -22,6 +22,7 @@ from worker.cli import forget as cli_forget
 from worker.cli import install as cli_install
 from worker.cli import jobs as cli_jobs
 from worker.cli import manners as cli_manners
+from worker.cli import model as cli_model
 from worker.cli.options import AppOptions, Joining, Limits, Reach, StateDir
 from worker.config import WorkerConfig, default_state_dir, make_config, was_insecure, with_insecure_check
 from worker.manners.applied import read_applied
@@ -44,6 +45,7 @@ app = typer.Typer(
 cli_data.register(app)
 cli_apps.register(app)
 cli_jobs.register(app)
+cli_model.register(app)
 cli_manners.register(app)
 cli_install.register(app)
 
