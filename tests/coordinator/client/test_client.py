@@ -52,6 +52,14 @@ def client(server: FakeOwnerServer) -> Iterator[Client]:
 # ---------------------------------------------------------------- finding the coordinator
 
 
+@pytest.mark.parametrize(
+    ("host", "here"),
+    [("127.0.0.1", True), ("localhost", True), ("192.0.2.1", False), ("no.such.host.invalid", False)],
+)
+def test_a_coordinator_on_this_machine_is_known_by_its_address(host: str, here: bool) -> None:
+    assert Endpoint(host, 7700).here == here
+
+
 def test_serve_is_remembered_for_commands_on_the_same_machine(tmp_path: Path) -> None:
     token = new_token(Authority.open(tmp_path / "ca"))
     (tmp_path / "owner-token").write_text(token.encode() + "\n")
