@@ -61,6 +61,8 @@ _TOKEN_LENGTH = struct.Struct("!H")
 
 # ---------------------------------------------------------------- identities
 
+CERTIFICATE_BEGINS = b"-----BEGIN CERTIFICATE-----"
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -116,9 +118,9 @@ class Identity:
         """
         private_folder(directory)
         write_private(directory / "ca.pem", self.ca_pem)
-        write_private(directory / "key.pem", self.key_pem)
-        # The certificate last: an identity without one counts as absent.
-        write_private(directory / "certificate.pem", self.certificate_pem)
+        # In one file: whoever is killed in between has a whole identity, the one before or this one.
+        write_private(directory / "key.pem", self.key_pem + self.certificate_pem)
+        write_private(directory / "certificate.pem", self.certificate_pem)  # versions up to 0.7.0 read it
 
     @classmethod
     def load(cls, directory: Path) -> Identity | None:
@@ -126,11 +128,14 @@ class Identity:
 
         Raises AccessDenied when the stored files do not belong together.
         """
-        paths = [directory / name for name in ("key.pem", "certificate.pem", "ca.pem")]
-        if not all(path.is_file() for path in paths):
+        key, certificate, ca = (directory / name for name in ("key.pem", "certificate.pem", "ca.pem"))
+        if not key.is_file() or not ca.is_file():
             return None
-        key, certificate, ca = (_read(path) for path in paths)
-        return identity_from(key, certificate, ca)
+        held = _read(key)
+        begin = held.find(CERTIFICATE_BEGINS)
+        if begin >= 0:
+            return identity_from(held[:begin], held[begin:], _read(ca))
+        return identity_from(held, _read(certificate), _read(ca)) if certificate.is_file() else None
 
 
 class CurrentIdentity:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import stat
 from concurrent import futures
+from contextlib import nullcontext
 from pathlib import Path
 
 import grpc
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.errors import AccessDenied, StorageError
+from protos import credentials
 from protos.credentials import (
     CLOCK_SKEW,
     COORDINATOR,
@@ -98,6 +100,34 @@ def test_an_identity_survives_a_round_trip_through_private_files(
     assert {mode(p) for p in (tmp_path / "id").iterdir()} == {0o600}
     assert identity.name == "w-7f3a2c"
     assert len(identity.fingerprint) == 64
+
+
+@pytest.mark.parametrize("written", range(4))
+def test_who_is_killed_while_it_renews_has_a_whole_identity(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int
+) -> None:
+    before, after = enroll(authority, "w-7f3a2c"), enroll(authority, "w-7f3a2c")
+    before.save(tmp_path)
+    write, left = credentials.write_private, iter([True] * written)
+
+    def killed(path: Path, data: bytes) -> None:
+        if not next(left, False):
+            raise KeyboardInterrupt
+        write(path, data)
+
+    monkeypatch.setattr(credentials, "write_private", killed)
+    with nullcontext() if written == 3 else pytest.raises(KeyboardInterrupt):
+        after.save(tmp_path)
+    assert Identity.load(tmp_path) == (before if written < 2 else after)
+
+
+def test_an_identity_of_a_version_with_three_files_is_read(authority: Authority, tmp_path: Path) -> None:
+    identity = enroll(authority, "w-7f3a2c")
+    identity.save(tmp_path)
+    (tmp_path / "key.pem").write_bytes(identity.key_pem)
+    assert Identity.load(tmp_path) == identity
+    (tmp_path / "certificate.pem").unlink()
+    assert Identity.load(tmp_path) is None
 
 
 def test_a_key_that_does_not_belong_to_the_certificate_is_refused(authority: Authority) -> None:
