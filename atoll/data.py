@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -44,7 +44,7 @@ class Materialised:
             DataField(f.input, hash_of[f.blob], f.layout, f.length, f.stride, f.offset)
             for f in self.spec.fields
         )
-        return DataSpec(fields, self.spec.n_samples, self.spec.batch, self.spec.shuffle_seed)
+        return replace(self.spec, fields=fields)
 
 
 class DataSource(Protocol):
@@ -70,7 +70,7 @@ class Rows:
         object.__setattr__(self, "arrays", _named_arrays("Rows", self.arrays))
         if self.held_out is not None:
             object.__setattr__(self, "held_out", _named_arrays("Rows(held_out)", self.held_out))
-        _check_seed(self.seed)
+        check_seed(self.seed)
 
     @classmethod
     def of(cls, dataset: Any, *inputs: str, held_out: Any | None = None, seed: int | None = 0) -> Rows:
@@ -112,7 +112,7 @@ class ByteText:
                 f"ByteText: length = {self.length}, max_bytes = {self.max_bytes}, held_out = "
                 f"{self.held_out}; give the first two from 1, held_out from 0 to below 1"
             )
-        _check_seed(self.seed)
+        check_seed(self.seed)
 
     def materialise(self, batch: int) -> tuple[Materialised, Materialised | None]:
         text = self.text if self.text is not None else standard_library_text(self.max_bytes)
@@ -263,6 +263,7 @@ def _text(given: Any) -> bytes | None:
     return given
 
 
-def _check_seed(seed: Any) -> None:
+def check_seed(seed: Any) -> None:
+    """UsageError unless ``seed`` is one of an order of samples, or None."""
     if seed is not None and (type(seed) is not int or not 0 <= seed < 2**64):
         raise UsageError(f"seed = {described(seed)}; give a number from 0 to 2**64 - 1, or None: as stored")

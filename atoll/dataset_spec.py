@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
-from atoll.bounded import MAX_ARGS, Blob, Most, Name, Within
+from atoll.bounded import MAX_ARGS, Blob, Most, Name, Plain, Sorted, Within
 
 MAX_SAMPLES = 2**48  # keeps every index within 64 bits
 
@@ -31,10 +32,25 @@ class DataField:
 
 
 @dataclass(frozen=True, slots=True)
+class PinnedData:
+    """Samples of a data set that one worker has registered, which reads them from its own disk.
+
+    ``worker``: its id; until the job is accepted as its owner named it, "" the only one that has the set.
+    ``inputs``: the field of the data for each input of the model.
+    """
+
+    worker: Annotated[str, Plain(empty=True)]
+    data: Name
+    inputs: Annotated[Mapping[Name, Name], Sorted(), Most(MAX_ARGS)]
+
+
+@dataclass(frozen=True, slots=True)
 class DataSpec:
-    """Materialised data: ``n_samples`` in a seeded order, ``batch`` of them a micro-batch."""
+    """Data of a job: ``n_samples`` in a seeded order, ``batch`` of them a micro-batch. ``pinned``: where they
+    stay, instead of ``fields`` that the coordinator serves."""
 
     fields: Annotated[tuple[DataField, ...], Most(MAX_ARGS)]
     n_samples: Annotated[int, Within(0, MAX_SAMPLES)]
     batch: Annotated[int, Within(1, 2**24)]
     shuffle_seed: int | None = 0  # None: in stored order
+    pinned: PinnedData | None = None

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from atoll.bounded import Coded, Inline, Most, Name, Sorted, Unset, Within
 from atoll.compression import ADATOPK, AUTO, OFF, Compression
-from atoll.data import Materialised, Rows
-from atoll.dataset_spec import DataSpec
+from atoll.data import Materialised, Rows, check_seed
+from atoll.dataset_spec import DataSpec, PinnedData
 from atoll.errors import UsageError
 from atoll.fields import check_fields, described
 from atoll.opdag import DTYPE_BYTES
@@ -36,6 +36,8 @@ Option = float | int | bool | str
 BCRS = "bcrs"
 """An uplink mode: Top-K, each client's ratio from its measured uplink; the slowest's as given, or the least
 with which all end together."""
+ONLY_OWNER = "owner"
+"""A pin to the only worker that has registered the data set."""
 MAX_OPTIONS = 64
 MAX_PATTERN = 256
 MAX_FIELDS = 64
@@ -192,13 +194,19 @@ class FederatedSpec:
 class Registered:
     """Training data that stays where it is: each client has registered it as ``name``.
 
-    ``inputs`` maps every input of the model to a field of the data. ``held_out`` is the owner's own
-    data for central evaluation: ``Rows``, another source, or arrays by input.
+    ``inputs`` maps every input of the model to a field of the data. ``held_out`` is the job owner's own
+    data for evaluation: ``Rows``, another source, or arrays by input.
+
+    ``pin`` is for a job that is cut into stages: the worker that has the data computes all that reads them,
+    the others what is between. "owner": the only worker that has registered such a set; else its name.
+    ``seed``: of the order of its samples then; None: as stored.
     """
 
     name: str
     inputs: Mapping[str, str]
     held_out: DataSource | Mapping[str, object] | None = None
+    pin: str = ""
+    seed: int | None = 0
 
     def __post_init__(self) -> None:
         inputs: Any = self.inputs
@@ -207,10 +215,17 @@ class Registered:
                 f"Registered: inputs = {described(inputs)}; give a dict of the field of the data for each "
                 'argument of forward(), {"x": "image"}'
             )
+        if not isinstance(self.pin, str):
+            raise UsageError(f'Registered: pin = {described(self.pin)}; give "owner", or a worker\'s name')
+        check_seed(self.seed)
 
     def materialise(self, batch: int) -> tuple[Materialised, Materialised | None]:
         """No training data, and the owner's held-out data in stored order."""
-        train = Materialised(DataSpec((), 0, batch, None), {})
+        spec = DataSpec((), 0, batch, None)
+        if self.pin:
+            worker = "" if self.pin == ONLY_OWNER else self.pin
+            spec = DataSpec((), 0, batch, self.seed, PinnedData(worker, self.name, dict(self.inputs)))
+        train = Materialised(spec, {})
         if self.held_out is None:
             return train, None
         held = self.held_out

@@ -299,6 +299,11 @@ class JobSpec:
     # Workers that repeat stages' steps, at most; None: where they are worth it.
     standbys: Annotated[int, Within(0, MAX_STANDBYS)] | None = None
 
+    @property
+    def data_of(self) -> str:
+        """The only worker that may read the training data, "" where there is none such."""
+        return self.data.pinned.worker if self.data.pinned is not None else ""
+
 
 def stepwise_groups(names: Sequence[str], optimizer: Optimizer) -> dict[str, ParamGroup]:
     """Group of each parameter name, the default group where none matches."""

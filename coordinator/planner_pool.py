@@ -145,6 +145,7 @@ class PlannerPool:
             eval_dag_hash=spec.eval_dag_hash,
             beyond=beyond,
             standbys=spec.standbys,
+            pinned=spec.data_of,
         )
 
     # ------------------------------------------------------------ in a thread

@@ -2297,11 +2297,14 @@ class Assign(_message.Message):
     HOLDERS_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     FURTHER_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     first_step: _builtins.int
     rank: _builtins.int
     """of this worker among the plan's places"""
+    owner: _builtins.str
+    """who submitted the job, where its data stay with a worker"""
     @_builtins.property
     def training(self) -> _atoll_job_pb2.TrainingSpec: ...
     @_builtins.property
@@ -2357,10 +2360,11 @@ class Assign(_message.Message):
         holders: _abc.Iterable[Global___ExpectPeer] | None = ...,
         rank: _builtins.int = ...,
         further: _abc.Iterable[Global___PiecePrograms] | None = ...,
+        owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "eval_program", b"eval_program", "plan", b"plan", "program", b"program", "replay", b"replay", "training", b"training"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "eval_program", b"eval_program", "first_step", b"first_step", "further", b"further", "holders", b"holders", "job", b"job", "metas", b"metas", "peers", b"peers", "plan", b"plan", "plan_version", b"plan_version", "program", b"program", "rank", b"rank", "replay", b"replay", "tensors", b"tensors", "training", b"training"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "eval_program", b"eval_program", "first_step", b"first_step", "further", b"further", "holders", b"holders", "job", b"job", "metas", b"metas", "owner", b"owner", "peers", b"peers", "plan", b"plan", "plan_version", b"plan_version", "program", b"program", "rank", b"rank", "replay", b"replay", "tensors", b"tensors", "training", b"training"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3162,6 +3166,7 @@ class PlanRequest(_message.Message):
     PARTITIONER_FIELD_NUMBER: _builtins.int
     SCHEDULE_FIELD_NUMBER: _builtins.int
     STANDBYS_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
     dag_hash: _builtins.str
     eval_dag_hash: _builtins.str
     partitioner: _builtins.str
@@ -3169,6 +3174,8 @@ class PlanRequest(_message.Message):
     standbys: _builtins.int
     @_builtins.property
     def training(self) -> _atoll_job_pb2.TrainingSpec: ...
+    @_builtins.property
+    def pinned(self) -> _atoll_job_pb2.PinnedData: ...
     def __init__(
         self,
         *,
@@ -3178,10 +3185,11 @@ class PlanRequest(_message.Message):
         partitioner: _builtins.str = ...,
         schedule: _builtins.str = ...,
         standbys: _builtins.int | None = ...,
+        pinned: _atoll_job_pb2.PinnedData | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_standbys", b"_standbys", "standbys", b"standbys", "training", b"training"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_standbys", b"_standbys", "pinned", b"pinned", "standbys", b"standbys", "training", b"training"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_standbys", b"_standbys", "dag_hash", b"dag_hash", "eval_dag_hash", b"eval_dag_hash", "partitioner", b"partitioner", "schedule", b"schedule", "standbys", b"standbys", "training", b"training"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_standbys", b"_standbys", "dag_hash", b"dag_hash", "eval_dag_hash", b"eval_dag_hash", "partitioner", b"partitioner", "pinned", b"pinned", "schedule", b"schedule", "standbys", b"standbys", "training", b"training"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__standbys: _TypeAlias = _typing.Literal["standbys"]  # noqa: Y015
     _WhichOneofArgType__standbys: _TypeAlias = _typing.Literal["_standbys", b"_standbys"]  # noqa: Y015

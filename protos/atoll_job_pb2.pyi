@@ -665,11 +665,16 @@ class DataSpec(_message.Message):
     N_SAMPLES_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     SHUFFLE_SEED_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
     n_samples: _builtins.int
     batch: _builtins.int
     shuffle_seed: _builtins.int
     @_builtins.property
     def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___DataField]: ...
+    @_builtins.property
+    def pinned(self) -> Global___PinnedData:
+        """set: one worker reads the samples from its own disk, and there are no fields"""
+
     def __init__(
         self,
         *,
@@ -677,16 +682,45 @@ class DataSpec(_message.Message):
         n_samples: _builtins.int = ...,
         batch: _builtins.int = ...,
         shuffle_seed: _builtins.int | None = ...,
+        pinned: Global___PinnedData | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_shuffle_seed", b"_shuffle_seed", "shuffle_seed", b"shuffle_seed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_shuffle_seed", b"_shuffle_seed", "pinned", b"pinned", "shuffle_seed", b"shuffle_seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shuffle_seed", b"_shuffle_seed", "batch", b"batch", "fields", b"fields", "n_samples", b"n_samples", "shuffle_seed", b"shuffle_seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shuffle_seed", b"_shuffle_seed", "batch", b"batch", "fields", b"fields", "n_samples", b"n_samples", "pinned", b"pinned", "shuffle_seed", b"shuffle_seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__shuffle_seed: _TypeAlias = _typing.Literal["shuffle_seed"]  # noqa: Y015
     _WhichOneofArgType__shuffle_seed: _TypeAlias = _typing.Literal["_shuffle_seed", b"_shuffle_seed"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shuffle_seed) -> _WhichOneofReturnType__shuffle_seed | None: ...
 
 Global___DataSpec: _TypeAlias = DataSpec  # noqa: Y015
+
+@_typing.final
+class PinnedData(_message.Message):
+    """A data set that a worker has registered, which of its fields feeds each input of the model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    data: _builtins.str
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___FieldOfInput]: ...
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        data: _builtins.str = ...,
+        inputs: _abc.Iterable[Global___FieldOfInput] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "inputs", b"inputs", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinnedData: _TypeAlias = PinnedData  # noqa: Y015
 
 @_typing.final
 class TensorBlob(_message.Message):

@@ -233,9 +233,12 @@ def check_field(field: DataField) -> None:
 
 
 def check_job(spec: JobSpec) -> None:
-    """Training data is here or with the clients, and an evaluation has a graph."""
+    """Training data is here, with one worker or with the clients, and an evaluation has a graph."""
     fields, samples = len(spec.data.fields), spec.data.n_samples
-    if spec.federated is None:
+    if spec.data.pinned is not None:
+        if fields or spec.federated is not None:
+            raise BadFrame("data that stay with a worker, and others as well")
+    elif spec.federated is None:
         within("n_samples", samples, 1, samples)
     elif fields or samples:
         raise BadFrame(f"a federated job with {fields} fields of training data; clients hold theirs")

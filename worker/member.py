@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import structlog
 
@@ -207,7 +207,7 @@ class Member:
         while self._state.phase is not machine.Phase.GONE:
             event = self._events.get()
             if isinstance(event, events.Event):
-                if not isinstance(event, events.Participate) or self._consents(event):
+                if not _reads_data(event, self.name) or self._consents(event):
                     self._take(event)
             else:
                 self._take_beside(event)
@@ -387,14 +387,20 @@ class Member:
 
     # ---------------------------------------------------------------- consent
 
-    def _consents(self, event: events.Participate) -> bool:
+    def _consents(self, event: events.Participate | events.Assign) -> bool:
         """True where the session may take up an invitation; else the coordinator hears why not."""
         if self._state.outdated or self._state.phase not in WELCOMED:
             return True  # the session ignores it
         try:
-            answer = self._consent.judge(event.message)
+            if isinstance(event, events.Assign):
+                answer = self._consent.judge_pinned(event.message)
+            else:
+                answer = self._consent.judge(event.message)
         except AtollError as error:
-            self._say(told.ClientFailed(event.job, 0, str(error), "load"))
+            if isinstance(event, events.Assign):
+                self._say(told.ConsentSaid(event.job, Word.REFUSED, str(error)))
+            else:
+                self._say(told.ClientFailed(event.job, 0, str(error), "load"))
             return False
         if answer is not None:
             self._withdraw(answer)
@@ -514,3 +520,10 @@ def registered(config: WorkerConfig) -> list[pb.DatasetFacts]:
 def _joined(peer: str, way: Way | None, relay: str) -> told.PeerJoined:
     """How a peer is joined; None: not any more."""
     return told.PeerJoined(peer, way or "", relay)
+
+
+def _reads_data(event: events.Event, worker: str) -> TypeGuard[events.Participate | events.Assign]:
+    """Whether an event asks a worker for data of its machine."""
+    return isinstance(event, events.Participate) or (
+        isinstance(event, events.Assign) and event.data_of == worker
+    )

@@ -228,7 +228,8 @@ class FurtherPiece:
 class Assign:
     """A stage to load. ``tensors`` maps every leaf but the inputs to its blob, of the state after
     ``first_step`` steps or, where there is a ``replay``, before that. ``further``: programs of its pieces
-    behind the first one, of training and of an evaluation."""
+    behind the first one, of training and of an evaluation. ``owner``: who submitted the job, where its data
+    stay with a worker."""
 
     job: Name
     version: Version
@@ -246,6 +247,7 @@ class Assign:
     holders: Holders
     rank: int
     further: Annotated[tuple[FurtherPiece, ...], Most(MAX_PIECES - 1)] = ()
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)

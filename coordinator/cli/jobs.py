@@ -28,8 +28,10 @@ from hostos.command_line import byte_progress, out, print_json, with_groups
 from protos.convert import to_proto
 
 if TYPE_CHECKING:
+    from atoll.dataset_spec import PinnedData
     from atoll.job import Job
     from atoll.plan import Plan
+    from coordinator.planning.costs.fleet import Fleet
     from coordinator.planning.planner import PlanRequest
     from coordinator.planning.ways import Way
     from protos import atoll_control_pb2 as pb
@@ -124,7 +126,7 @@ def _local_plan(
 ) -> tuple[Plan, PlanRequest, Sequence[Way]]:
     from coordinator.client.fleet_file import read_fleet
     from coordinator.client.job_file import blaming
-    from coordinator.client.prepare import capture_graphs
+    from coordinator.client.prepare import capture_graphs, pinned_data
     from coordinator.planning.baselines import GIVEN_CUT
     from coordinator.planning.chosen import chosen_plan
     from coordinator.planning.planner import PlanRequest
@@ -149,9 +151,11 @@ def _local_plan(
             dag_hash=graphs.blob.hash,
             eval_dag_hash=graphs.eval_blob.hash,
             standbys=options.most_standbys,
+            pinned=_owner_in(described, pinned_data(job)),
         )
         asked = replace(request, training=with_blocks(job.training))
-        if options.partitioner.startswith(GIVEN_CUT):  # which is one way, whatever the options
+        # Either is one way, whatever the options.
+        if options.partitioner.startswith(GIVEN_CUT) or request.pinned:
             return chosen_plan(asked), asked, ()
         how = job.training.exchange
         ways = compare_ways(request, inexact="" if how == EXACT else how.partition(":")[0])
@@ -160,18 +164,34 @@ def _local_plan(
         return one or chosen_plan(asked), asked, ways
 
 
+def _owner_in(fleet: Fleet, pinned: PinnedData | None) -> str:
+    """Return the device of a fleet file that has pinned data, "" where none are pinned."""
+    if pinned is None:
+        return ""
+    found = [device.worker for device in fleet.devices if pinned.worker in (device.worker, device.label)]
+    if not found:
+        raise UsageError(
+            f"which device of the fleet has data set {pinned.data!r}? name it in the job, "
+            f"Registered(..., pin={fleet.devices[0].label!r})"
+        )
+    return found[0]
+
+
 def _live_plan(
     client: Client, job: Job, jobfile: Path, options: PlanOptions, quiet: bool
 ) -> tuple[Plan, Mapping[str, str]]:
     from coordinator.client.job_file import blaming
-    from coordinator.client.prepare import capture_graphs
+    from coordinator.client.prepare import capture_graphs, pinned_data
 
+    pinned = pinned_data(job)
     with telling(quiet) as tell:
         tell("capturing the model as an op-DAG")
         with blaming(jobfile, options.trace):
             graphs = capture_graphs(job)
         tell(f"timing {len(graphs.dag.ops)} ops and the links on the fleet, then planning")
-        live = client.plan(graphs, job.training, options.partitioner, options.schedule, options.most_standbys)
+        live = client.plan(
+            graphs, job.training, options.partitioner, options.schedule, options.most_standbys, pinned
+        )
     return live.plan, worker_names(live.fleet)
 
 

@@ -161,7 +161,9 @@ def fitted(client: Client, prepared: Prepared, seconds: float, least: int) -> tu
     Also the plan that says so. UsageError where the coordinator predicts no step time.
     """
     spec = prepared.spec
-    live = client.plan(prepared.graphs, spec.training, spec.partitioner, spec.schedule)
+    live = client.plan(
+        prepared.graphs, spec.training, spec.partitioner, spec.schedule, pinned=spec.data.pinned
+    )
     predicted = live.plan.prediction
     if predicted is None or not predicted.step_s > 0:
         raise UsageError("the coordinator predicts no step time for this plan; give --steps instead of --for")

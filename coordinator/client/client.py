@@ -28,11 +28,12 @@ from coordinator.client.chrome_trace import TraceSpan
 from coordinator.client.endpoint import Endpoint, find_endpoint
 from coordinator.client.transfer import STREAMS, Progress, download, silent
 from hostos.retries import progressed
-from protos import PROTOCOL_VERSION
+from protos import PROTOCOL_VERSION, coding
 from protos import atoll_apps_pb2 as apps
 from protos import atoll_apps_pb2_grpc as apps_rpc
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
+from protos import atoll_job_pb2 as job_pb
 from protos.blob_calls import BlobsOverGrpc
 from protos.blob_transfer import upload
 from protos.convert import from_proto, to_proto
@@ -41,6 +42,7 @@ from protos.text_limits import clean
 if TYPE_CHECKING:
     from tenacity import Retrying
 
+    from atoll.dataset_spec import PinnedData
     from atoll.job import TrainingSpec
     from coordinator.client.prepare import Graphs, Prepared
     from protos.blob_transfer import LocalBlob
@@ -175,6 +177,7 @@ class Client:
         partitioner: str = "op_fence",
         schedule: str = "auto",
         standbys: int | None = None,
+        pinned: PinnedData | None = None,
         timeout_s: float = 600.0,
     ) -> LivePlan:
         """Return the coordinator's plan for this model on its fleet now; nothing is started."""
@@ -186,6 +189,7 @@ class Client:
             partitioner=partitioner,
             schedule=schedule,
             standbys=standbys,
+            pinned=None if pinned is None else coding.write(pinned, job_pb.PinnedData),
         )
         # Ops not seen before are timed on every device first, hence the long limit.
         with calling(self.endpoint.address):

@@ -17,7 +17,7 @@ import torch
 
 from atoll.arrays import array_of, dtype_name, tensor_of
 from atoll.data import Materialised, sample_indices, take
-from atoll.dataset_spec import DataSpec
+from atoll.dataset_spec import DataSpec, PinnedData
 from atoll.errors import UsageError
 from atoll.federated import Federated, FederatedSpec, Floors, Registered
 from atoll.fields import described
@@ -32,6 +32,7 @@ from coordinator.client.transfer import PIECE_BYTES
 from coordinator.client.weights import with_weights
 from coordinator.federated.checks import check_federated, check_inputs, check_spec, check_wrapped
 from coordinator.planning.ratios import check_compression
+from coordinator.planning.search.pins import check_pinned
 from protos.blob_transfer import LocalBlob
 from protos.convert import dag_bytes
 from protos.tensor_files import VALUE, blob_head
@@ -95,6 +96,7 @@ def prepare(
     """
     check_compression(job.training.compression)
     federated = federated_spec(job)
+    pinned_data(job)
     if words := with_weights(job):
         tell(words)
     tell("materialising the data")
@@ -108,7 +110,8 @@ def prepare(
     notice = check_graphs(federated.rule, captured) if federated is not None else ""
     tell(f"checking {len(captured.train.ops)} ops against the module")
     inputs = captured.train.inputs
-    batches = [dict(job.example_inputs)] if federated else [micro_batch(data, inputs, at) for at in (0, 1)]
+    away = isinstance(job.data, Registered)
+    batches = [dict(job.example_inputs)] if away else [micro_batch(data, inputs, at) for at in (0, 1)]
     checked = self_check(job.module, captured, batches[0], second=batches[-1])
     for words in loss_words(captured, checked, data):
         tell(words)
@@ -234,10 +237,10 @@ def federated_spec(job: Job) -> FederatedSpec | None:
     not go together, and for a wrapper that is missing.
     """
     if job.federated is None:
-        if isinstance(job.data, Registered):
+        if isinstance(job.data, Registered) and not job.data.pin:
             raise UsageError(
-                f"data set {job.data.name} is registered on clients, so the job must be federated; "
-                "give Job(federated=Federated(...))"
+                f"data set {job.data.name} is registered on clients: give Job(federated=Federated(...)) to "
+                'train on each of them, or Registered(..., pin="owner") to cut the model around one'
             )
         return None
     if not isinstance(job.data, Registered):
@@ -245,10 +248,22 @@ def federated_spec(job: Job) -> FederatedSpec | None:
             f"a federated job's data stay on the clients, this one brings {type(job.data).__name__}; name "
             "the registered set with data=Registered(NAME, inputs={...})"
         )
+    if job.data.pin:
+        raise UsageError("Registered(pin=...) is for jobs that are cut into stages; leave it out here")
     strategy = check_federated(job.federated, job.training)
     check_inputs(job.data.inputs, job.example_inputs)
     check_wrapped(strategy, [name for name, _ in job.module.named_parameters()])
     return FederatedSpec(job.federated, job.data.name, dict(job.data.inputs))
+
+
+def pinned_data(job: Job) -> PinnedData | None:
+    """Return the data of a job whose samples stay with one worker, None for any other. UsageError for what
+    cannot be trained so."""
+    if not isinstance(job.data, Registered) or not job.data.pin:
+        return None
+    check_inputs(job.data.inputs, job.example_inputs)
+    check_pinned(job.training)
+    return job.data.materialise(1)[0].spec.pinned
 
 
 def materialised(job: Job) -> tuple[Materialised, Materialised | None]:
@@ -263,7 +278,7 @@ def materialised(job: Job) -> tuple[Materialised, Materialised | None]:
         )
     data = _as_arrays(found[0])
     held_out = None if found[1] is None else _as_arrays(found[1])
-    if job.federated is None:
+    if not isinstance(job.data, Registered):
         check_data(data, inputs, "training data")
     if job.training.eval_batches and held_out is None:
         raise UsageError(

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from atoll.federated import ConsentWord
 from coordinator.federated import machine
 from coordinator.federated import state as fed
+from coordinator.federated.datasets import misfit
 from coordinator.federated.metrics import CENTRAL, CLIENTS, evaluation_of
 from coordinator.federated.selection import selector_from_json
 from coordinator.federated.state import VERSION, FederationState
@@ -36,9 +35,7 @@ from coordinator.messages.jobs import (
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
-    from atoll.federated import DatasetFacts, FederatedSpec
     from atoll.job import JobSpec
-    from atoll.opdag import TensorMeta
     from coordinator.config import CoordinatorConfig
     from coordinator.membership.effects import Effects
     from coordinator.membership.measuring import Measuring
@@ -295,7 +292,7 @@ class FederatedDriver:
             if self._let_go(state, worker) or state.bars(worker):
                 continue
             facts = next(d for d in known.introduction.datasets if d.name == state.federated.data)
-            wrong = misfit(facts, state.federated, state.inputs, state.spec.data.batch)
+            wrong = misfit(facts, state.federated.inputs, state.inputs, state.spec.data.batch)
             if wrong is not None:
                 self._turn_down(job, worker, wrong)
                 continue
@@ -431,32 +428,3 @@ class FederatedDriver:
     def _free(self, state: FederationState, worker: str, reason: str) -> None:
         self.effects.send(worker, do.Release(state.job, VERSION, reason))
         self.effects.move(worker, members.Released(f"released by {state.job}"))
-
-
-def misfit(
-    facts: DatasetFacts, wanted: FederatedSpec, inputs: Mapping[str, TensorMeta], batch: int
-) -> str | None:
-    """Why a registered data set cannot feed the model, None when it can.
-
-    A field's dtype must go into the input's without loss, its shape must be that of one sample.
-    """
-    for name, meta in inputs.items():
-        found = facts.field(wanted.inputs.get(name, ""))
-        if found is None:
-            names = ", ".join(f.name for f in facts.fields)
-            return f"{facts.name} has no field {wanted.inputs.get(name)!r} for input {name!r}; it has {names}"
-        if (batch, *found.shape) != meta.shape:
-            return (
-                f"field {found.name!r} of {facts.name} has samples of shape {found.shape}, input {name!r} "
-                f"takes {meta.shape[1:]}"
-            )
-        if found.dtype != meta.dtype and not _goes_into(found.dtype, meta.dtype):
-            return f"field {found.name!r} of {facts.name} is {found.dtype}, input {name!r} takes {meta.dtype}"
-    return None
-
-
-def _goes_into(stored: str, taken: str) -> bool:
-    try:
-        return np.can_cast(np.dtype(stored), np.dtype(taken), "safe")
-    except TypeError:  # bfloat16
-        return False

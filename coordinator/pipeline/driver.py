@@ -294,7 +294,7 @@ class PipelineDriver:
             self.beside.heard(worker, message)
             return
         if not isinstance(message, ev.StageMessage):
-            self.effects.drop(type(message).__name__, f"of {worker}: {message.job} has stages", message.job)
+            self.turns.heard(state, worker, message)
             return
         if self.beside.checks.repeats(state.job, worker):
             self.beside.checks.heard(state, message)
@@ -529,6 +529,11 @@ CONSEQUENCES: tuple[tuple[str, When, Then], ...] = (
         "what was learnt of a job's links goes with it",
         lambda before, state: state.phase in ENDED,
         PipelineDriver._over,
+    ),
+    (
+        "who was asked for the job's data, and has no stage, hears that it is over",
+        lambda before, state: state.phase in ENDED,
+        lambda driver, before, state: driver.turns.over(state),
     ),
     (
         "a doubt that is settled shows whose fault it was",

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
+from atoll.federated import ConsentWord
+from coordinator.membership import member as members
+from coordinator.messages import events as ev
+from coordinator.messages import instructions as do
 from coordinator.messages.facts import CheckpointTorn
 from coordinator.messages.jobs import (
+    ENDED,
     FEDERATING,
     PREPARING,
     RUNNING,
     UNFIT,
     WAITING,
     Broken,
+    Cause,
     Event,
     JobState,
     Phase,
@@ -22,18 +29,18 @@ from coordinator.messages.jobs import (
     Profiled,
     Torn,
     Waits,
+    anew,
 )
 from coordinator.pipeline.health.doubt import left_out
 from coordinator.pipeline.tuning import memory
 from coordinator.pipeline.tuning.link_adaptation import capped
+from coordinator.pipeline.tuning.profiling import Hold, Profiling
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
     from coordinator.membership.effects import Effects
     from coordinator.membership.measuring import Measuring
-    from coordinator.messages import events as ev
     from coordinator.pipeline.beside import Beside
-    from coordinator.pipeline.tuning.profiling import Profiling
 
 
 @dataclass(slots=True)
@@ -130,6 +137,36 @@ class Turns:
             return
         self.profiling.wait_for_change(event.job)
         self.step(event.job, Waits(f"{UNFIT}: {event.reason}"))
+
+    def heard(self, state: JobState, worker: str, message: ev.JobMessage) -> None:
+        """Take in the word of who owns the job's data; nothing else is of no stage."""
+        if isinstance(message, ev.ConsentSaid) and worker == state.spec.data_of:
+            self._owner_said(state, message)
+        else:
+            why = f"of {worker}: {state.job} has stages"
+            self.effects.drop(type(message).__name__, why, state.job)
+
+    def _owner_said(self, state: JobState, message: ev.ConsentSaid) -> None:
+        """Wait for the word of who owns the data, or end without it. Its worker has taken up no stage, and is
+        not released from one: it would hear that the job is over."""
+        job, owner = state.job, state.spec.data_of
+        if message.word is not ConsentWord.GIVEN and self.effects.roster.workers[owner].member.job == job:
+            self.effects.move(owner, members.Released(f"{job} waits for its owner's word"))
+        words = f"{self.effects.label(owner)}: {message.reason}"
+        if message.word is ConsentWord.GIVEN or state.phase in ENDED:
+            self.profiling.holds.pop(job, None)
+            self.effects.advance = True
+        elif message.word is ConsentWord.REFUSED:
+            self.step(job, Broken(words))
+        else:
+            self.profiling.holds[job] = Hold(inf, unless_gone=owner)
+            stops = state.phase in RUNNING
+            self.step(job, anew(state, words, Cause.CHOSEN) if stops else Waits(words))
+
+    def over(self, state: JobState) -> None:
+        """Tell the worker that has the data, which may have been asked and given no stage."""
+        if owner := state.spec.data_of:
+            self.effects.send(owner, do.Release(state.job, state.version, f"the job is {state.phase.value}"))
 
     def torn(self, event: ev.TornFound) -> None:
         """Take the checkpoint before: the newest cannot be loaded."""

@@ -121,7 +121,8 @@ def given_pieces(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def given_cut(problem: Problem, text: str) -> Candidate:
-    """Pieces that begin at 0 and at the given op positions, on the devices as they joined.
+    """Pieces that begin at 0 and at the given op positions, on the devices as they joined, first the one that
+    has the data where these are pinned.
 
     UsageError when the model cannot be cut there, PlanError while there are fewer devices than are named.
     """
@@ -133,4 +134,10 @@ def given_cut(problem: Problem, text: str) -> Candidate:
     wanted, devices = len(set(owners)), len(problem.fleet.devices)
     if wanted > devices:
         raise PlanError(f"{GIVEN_CUT}{text} makes {wanted} stages, {devices} devices are free")
-    return Candidate(owners, starts)
+    order = list(range(devices))
+    if problem.pinned:
+        order.insert(0, order.pop(problem.owner))
+    found = Candidate(tuple(order[at] for at in owners), starts)
+    if not problem.keeps_pins(found):
+        raise PlanError(f"{GIVEN_CUT}{text}: device 0 has the data, and not all that reads them is its")
+    return found

@@ -84,6 +84,7 @@ class PlanRequest:
     wire: Wire | None = None  # None: the codecs that ``training.compress`` asks for
     beyond: int = 0  # workers of the pool that are not in ``fleet``, as others were chosen
     standbys: int | None = None  # 0: the fastest plan, whatever losses cost
+    pinned: str = ""  # worker of the fleet that has the job's data; "": the coordinator serves them
 
 
 _Found = tuple[Problem, Scored, str]  # the problem with what is recomputed decided, its best candidate, why
@@ -134,7 +135,7 @@ def _searched(request: PlanRequest, effort: Effort) -> tuple[_Found, tuple[tuple
     fleet, most = request.fleet, effort.candidates
     if request.partitioner not in SEARCHED or len(fleet.devices) <= effort.few:
         return _within_memory(_problem(request), request.partitioner, effort), ()
-    one = _problem(replace(request, fleet=fleet.subset([fleet.devices[0].worker])))
+    one = _problem(replace(request, fleet=fleet.subset([request.pinned or fleet.devices[0].worker])))
     preselection = Preselection(fleet, one)
     found: list[_Found] = []
     while not found:
@@ -274,6 +275,8 @@ def plan_candidates(problem: Problem, partitioner: str, effort: Effort | None = 
     """Judged candidates of a partitioner, best first, at least one."""
     known_partitioner(partitioner)
     given = partitioner.startswith(GIVEN_CUT)
+    if problem.pinned and not given and partitioner not in SEARCHED:
+        raise UsageError(f"partitioner {partitioner} cuts in a row, pinned data need a device at both ends")
     if partitioner in SEARCHED:
         found = search(problem, effort)
     else:
@@ -358,11 +361,22 @@ def _problem(request: PlanRequest) -> Problem:
         raise NoWorkers("no worker has joined: 0 in the pool; start one with `atoll-worker join HOST:PORT`")
     if not request.dag.ops:
         raise PlanError("the model has no ops: nothing to plan")
+    if request.pinned and request.pinned not in request.fleet.index:
+        raise PlanError(f"worker {request.pinned} has the job's data, and is not there or not idle")
     check_compression(training.compression)
     wanted = None if schedule == "auto" else ScheduleName(schedule)
     recompute = Recompute.OFF if training.recompute is Recompute.AUTO else training.recompute
     wire = request.wire or Wire()
-    return Problem(request.dag, training, request.fleet, wanted, wire, training.compression, recompute)
+    return Problem(
+        request.dag,
+        training,
+        request.fleet,
+        wanted,
+        wire,
+        training.compression,
+        recompute,
+        pinned=request.pinned,
+    )
 
 
 def _bare_plan(problem: Problem, best: Scored, request: PlanRequest) -> Plan:
@@ -458,8 +472,8 @@ def _stage_predictions(
 
 
 def _single_machine(problem: Problem) -> tuple[float, str]:
-    """(step seconds, worker) of the fastest member alone, its memory aside."""
-    fastest = int(problem.compute[:, -1].argmin())
+    """(step seconds, worker) of the fastest member alone that may be, its memory aside."""
+    fastest = problem.owner if problem.pinned else int(problem.compute[:, -1].argmin())
     device = problem.fleet.devices[fastest]
     whole = _unlimited(problem)
     alone = whole.score(Candidate((fastest,), (0,)))

@@ -32,6 +32,7 @@ from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.costs.workload import StageLoad, Wire, Workload, route, routes_of
 from coordinator.planning.ratios import Link, asked_ratio, assumed_ratio, choose, links_of, mask_of, within
 from coordinator.planning.search.chain import Chain
+from coordinator.planning.search.pins import pinned_ops
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -124,6 +125,7 @@ class Problem:
     compression: Compression = field(default_factory=lambda: Compression(OFF))
     recompute: Recompute = Recompute.OFF
     likely: tuple[tuple[int, ...], ...] = ()  # orders of devices that the search begins with, beside its own
+    pinned: str = ""  # worker that computes all that reads inputs; "": any may
     _scores: dict[Candidate, Scored | None] = field(default_factory=dict)
     _specs: dict[Candidate, tuple[LinkSpec, ...]] = field(default_factory=dict)
 
@@ -159,6 +161,23 @@ class Problem:
         cast = self.training.precision is not Precision.FP32 or node.autocast is not None
         own_graph = cast or self.recompute is Recompute.SELECTIVE or not is_layer(node)
         return OWN_GRAPH_CPU_S if own_graph else LAYER_CPU_S
+
+    @cached_property
+    def pins(self) -> NDArray[np.intp]:
+        """Positions of the ops that the worker with the data computes."""
+        return np.array(pinned_ops(self.dag) if self.pinned else (), dtype=np.intp)
+
+    @property
+    def owner(self) -> int:
+        """The device of the worker with the data."""
+        return self.fleet.index[self.pinned]
+
+    def keeps_pins(self, candidate: Candidate) -> bool:
+        """Whether the worker with the data has all ops that read them."""
+        if not self.pinned:
+            return True
+        at = np.searchsorted(candidate.starts, self.pins, side="right") - 1
+        return all(candidate.devices[piece] == self.owner for piece in np.unique(at))
 
     @cached_property
     def positions(self) -> Positions:
@@ -306,7 +325,10 @@ class Problem:
         return self._specs[candidate]
 
     def caps(self, candidate: Candidate) -> list[int]:
-        """Most micro-batches in flight by piece; raises Infeasible when a device cannot hold one of each."""
+        """Most micro-batches in flight by piece; raises Infeasible when a device cannot hold one of each, or
+        has what is pinned to another."""
+        if not self.keeps_pins(candidate):
+            raise Infeasible(f"what reads the data is not all {self.pinned}'s")
         bounds, found = candidate.bounds(self.n_ops), [0] * len(candidate.devices)
         for those in candidate.together:
             device, pieces = candidate.devices[those[0]], [bounds[at] for at in those]

@@ -11,16 +11,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import atoll
-from atoll.dataset_spec import DataSpec
+from atoll.dataset_spec import DataSpec, PinnedData
 from atoll.errors import AccessDenied, JobFailed, NoWorkers, StorageError, UsageError
 from atoll.job import MAX_STANDBYS, JobSpec, TrainingSpec
+from atoll.opdag import rows_of
 from coordinator.federated.checks import check_spec, exported_prefix
+from coordinator.federated.datasets import pinned_to
 from coordinator.messages import events as ev
 from coordinator.messages import peer_tensors
 from coordinator.messages.facts import STATE, Checkpoint, Record
 from coordinator.messages.jobs import ENDED
 from coordinator.planning.planner import known_partitioner
 from coordinator.planning.ratios import check_compression
+from coordinator.planning.search.pins import check_pinned
 from coordinator.services.checkpoints import chosen, described
 from coordinator.services.in_names import in_names, names_of
 from coordinator.services.owners import Owner, Owners, Role
@@ -29,7 +32,7 @@ from coordinator.shell import Shell
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos import atoll_job_pb2 as job_pb
-from protos import bounds
+from protos import bounds, coding
 from protos.convert import from_proto, to_proto
 from protos.credentials import fingerprint, token_id
 from protos.devices import machine_of
@@ -94,6 +97,10 @@ class OwnerService(rpc.OwnerServicer):
             raise UsageError(wrong)
         resumed = ledger.jobs[spec.resume_of].submitted.spec if spec.resume_of else None
         graphs = await asyncio.to_thread(self._shell.graphs.check, spec, resumed)
+        if spec.data.pinned is not None:
+            check_pinned(spec.training)
+            data = pinned_to(spec.data, self._shell.scheduler.roster, graphs.train.inputs)
+            spec = replace(spec, data=data)
         job = _job_name(spec.name, ledger.jobs.keys() | ledger.forgotten)
         await self._shell.ask(ev.Submitted(job, submission, spec, graphs.flops, start))
         return job
@@ -104,6 +111,11 @@ class OwnerService(rpc.OwnerServicer):
         spec = _inquiry_spec(request, from_proto(request.training))
         if not any(not w.member.gone and not w.quarantined for w in shell.scheduler.roster.workers.values()):
             raise NoWorkers("no worker is in the pool; start some with `atoll-worker join`")
+        if spec.data.pinned is not None:
+            graphs = await asyncio.to_thread(shell.graphs.graphs, spec.dag_hash, spec.eval_dag_hash)
+            batch = rows_of(graphs.train.inputs)
+            data = pinned_to(replace(spec.data, batch=batch), shell.scheduler.roster, graphs.train.inputs)
+            spec = replace(spec, data=data)
         try:
             plan = await shell.planner.inquire(spec, PLAN_WITHIN_S)
         except TimeoutError:
@@ -446,7 +458,8 @@ def _inquiry_spec(request: pb.PlanRequest, training: TrainingSpec) -> JobSpec:
     partitioner = request.partitioner or "op_fence"
     known_partitioner(partitioner)
     check_compression(training.compression)
-    nothing = DataSpec((), 1, 1)
+    pinned = coding.read(PinnedData, request.pinned) if request.HasField("pinned") else None
+    nothing = DataSpec((), 1, 1, pinned=pinned)
     return JobSpec(
         "plan",
         training,

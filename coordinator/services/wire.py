@@ -98,6 +98,7 @@ def _assign(message: do.Assign, graphs: GraphStore, way: Way) -> asked.Assign:
         holders=tuple(_link(h.peer, h, way) for h in message.holders),
         rank=rank,
         further=tuple(asked.FurtherPiece(*both) for both in further),
+        owner=spec.owner if spec.data.pinned is not None else "",
     )
 
 

@@ -179,10 +179,12 @@ def _check_tensors(spec: JobSpec, graphs: Graphs) -> None:
 def _check_inputs(spec: JobSpec, graphs: Graphs) -> None:
     """Every input of a DAG has data of its size."""
     pairs: list[tuple[str, OpDag, DataSpec]] = []
-    if spec.federated is None:
-        pairs.append(("data", graphs.train, spec.data))
-    else:
+    if spec.federated is not None:
         check_inputs(spec.federated.inputs, graphs.train.inputs)
+    elif spec.data.pinned is not None:
+        check_inputs(spec.data.pinned.inputs, graphs.train.inputs)
+    else:
+        pairs.append(("data", graphs.train, spec.data))
     if graphs.evaluation is not None and spec.eval_data is not None:
         pairs.append(("evaluation data", graphs.evaluation, spec.eval_data))
     for what, dag, data in pairs:

@@ -112,7 +112,8 @@ OPEN = Policy((ANY,))
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Terms that a job states. ``digest`` covers all that decides what leaves, ``graph`` the graphs alone."""
+    """Terms that a job states. ``digest`` covers all that decides what leaves, ``graph`` the graphs alone.
+    ``rounds``: 0 of a job that is cut into stages around the data: it sends activations, and no updates."""
 
     job: str
     data: str
@@ -150,6 +151,11 @@ def judge(policy: Policy, terms: Terms, decided: Word | None, reason: str, akin:
     if decided is Word.GIVEN:
         return Verdict(Word.GIVEN, "accepted by its data owner")
     named = {ANY, f"{OWNER}:{terms.owner}", f"{GRAPH}:{terms.graph}"} & {*policy.accept}
+    if named and not terms.rounds:
+        return Verdict(
+            Word.AWAITED,
+            f"job {terms.job} would send activations of each sample, which needs its owner's word",
+        )
     if named and akin:
         return Verdict(
             Word.AWAITED,
@@ -201,6 +207,11 @@ def rules_of(words: Sequence[str]) -> tuple[str, ...]:
 
 def _exceeded(policy: Policy, terms: Terms) -> str:
     """Which bound the job breaks; empty when it keeps all."""
+    if not terms.rounds:
+        bounds = policy.min_clients or policy.max_rounds or policy.clip or policy.noise
+        return (
+            "it bounds updates, and activations of single samples are within no such bound" if bounds else ""
+        )
     if terms.min_clients < policy.min_clients:
         return (
             f"its rounds may close with {terms.min_clients} updates, at least {policy.min_clients} are "

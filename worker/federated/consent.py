@@ -20,6 +20,7 @@ from protos import atoll_compute_pb2 as compute_pb
 from protos import atoll_control_pb2 as pb
 from worker.data.consent import ConsentStore, Request
 from worker.data.departures import FACTS, MESSAGE, NUMBERED, UPDATE, UPDATE_BEGINS, DepartureLog
+from worker.data.pinned_terms import AskedPinned
 from worker.data.registry import load_dataset
 from worker.federated.folders import noise_key
 from worker.federated.terms import Asked
@@ -63,18 +64,26 @@ class Consent:
         Raises BadFrame or UsageError for one that cannot be judged, StorageError.
         """
         asked = Asked(m)
-        found = load_dataset(self._state_dir, asked.federated.data)
+        return self._judged(m.job, asked.federated.data, asked)
+
+    def judge_pinned(self, m: pb.Assign) -> ConsentSaid | None:
+        """The same of a stage around the data of a set that is registered here."""
+        asked = AskedPinned(m)
+        return self._judged(m.job, asked.data, asked)
+
+    def _judged(self, job: str, data: str, asked: Asked | AskedPinned) -> ConsentSaid | None:
+        found = load_dataset(self._state_dir, data)
         terms = asked.terms(found.n_samples, f"{self._coordinator} {found.sha256}")
         request = self._store.asked(terms, asked.facts(found.n_samples), self._clock())
         if len(self._jobs) >= MAX_JOBS:
             self._remember()
-        self._jobs.add(m.job)
+        self._jobs.add(job)
         if request.word is Word.GIVEN:
-            log.info("consent.given", job=m.job, data=request.terms.data, reason=request.why)
+            log.info("consent.given", job=job, data=request.terms.data, reason=request.why)
             return None
         remedy = "`atoll-worker jobs` shows what would leave" if request.word is Word.AWAITED else ""
         log.warning(
-            "consent." + request.word, job=m.job, data=request.terms.data, reason=request.why, see=remedy
+            "consent." + request.word, job=job, data=request.terms.data, reason=request.why, see=remedy
         )
         return _said(request)
 

@@ -110,7 +110,9 @@ class Hearing:
             case "store":
                 served.store(m.store)
             case "batches":
-                served.batches(m.batches, self._state.held.job if self._state.held is not None else "")
+                held = self._state.held
+                rows = held.rows if held is not None and not m.batches.batches.evaluation else None
+                served.batches(m.batches, held.job if held is not None else "", rows)
             case "cancel":
                 served.cancel(m.cancel)
             case "codec_speeds" if len(m.codec_speeds) <= MAX_SPEEDS_BYTES:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from atoll.messages.to_worker import PeerLink
     from protos import atoll_compute_pb2 as pb
     from worker.config import WorkerConfig
+    from worker.data.pinned import PinnedRows
     from worker.federated.consent import Consent
     from worker.hosting.child import Child
     from worker.hosting.gate import Gate
@@ -39,6 +40,7 @@ class Held:
     version: int = 0
     step: int = 0  # or round
     turn: str = ""  # of a federated job: what is being done
+    rows: PinnedRows | None = None  # of a job whose data stay here
 
 
 @dataclass

@@ -14,12 +14,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from atoll.dataset_spec import DataSpec
 from atoll.errors import AtollError, StorageError
 from atoll.messages.from_worker import LinkProbed, OpsProbed
 from hostos.private_files import private_folder
 from protos import atoll_compute_pb2 as pb
 from protos import atoll_control_pb2 as control
+from protos import coding
 from worker.config import make_state_dir
+from worker.data.pinned import PinnedRows
 from worker.data.registry import dataset_folder
 from worker.federated.folders import make_job_folder
 from worker.hosting import TUNED
@@ -229,7 +232,8 @@ class ComputeHost:
 
     def _load(self, asked: events.Assign) -> None:
         state, job = self._state, asked.job
-        state.held = Held(job, standby=asked.standby, version=asked.version)
+        state.held = held = Held(job, standby=asked.standby, version=asked.version)
+        held.rows = self._rows(asked)
         self._processes.check(job)
         if state.now is None or state.now.joined:
             self._processes.launch_for_pool()
@@ -250,6 +254,13 @@ class ComputeHost:
         now.assigned += 1
         now.restart_peak()
         child.send(pb.ToCompute(load=asked.message, assignment=now.assigned))
+
+    def _rows(self, asked: events.Assign) -> PinnedRows | None:
+        """The samples of a job whose data stay here, which their owner has agreed to."""
+        if asked.data_of != self._state.worker:
+            return None
+        data, n_micro = coding.read(DataSpec, asked.message.data), asked.message.training.n_micro
+        return PinnedRows(self._state.config.state_dir, data, n_micro)
 
     def _reconfigure(self, asked: instructions.Reconfigure) -> None:
         state = self._state

@@ -26,6 +26,7 @@ from worker.transport.contract import PeerLost
 if TYPE_CHECKING:
     from atoll.messages.to_worker import PeerLink
     from worker.blobs import BlobStore
+    from worker.data.pinned import PinnedRows
     from worker.hosting.child import Child
     from worker.session import events
     from worker.transport.network import PeerNetwork
@@ -137,15 +138,15 @@ class Served:
 
         self.start(m.request, work)
 
-    def batches(self, m: pb.FetchBatches, held: str) -> None:
-        """Send micro-batches of the job ``held`` as they come; those of another were asked for before the
-        process heard that it is released."""
+    def batches(self, m: pb.FetchBatches, held: str, rows: PinnedRows | None = None) -> None:
+        """Send micro-batches of the job ``held`` as they come, of ``rows`` where its data stay here; those of
+        another were asked for before the process heard that it is released."""
         if m.batches.job != held:
             return self._decline(m.request)
-        child = self._child
+        child, batches = self._child, self._batches if rows is None else rows.batches
 
         def work(cancel: Cancel, _: Progress) -> int:
-            for batch in self._batches(m.batches):
+            for batch in batches(m.batches):
                 while not child.has_room(TUNED.request_room_s):
                     cancel.check()
                 cancel.check()

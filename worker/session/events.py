@@ -55,6 +55,7 @@ class Assign:
     holders: Holders = ()
     exchange: Annotated[Exchange | None, At("plan.exchange")] = None
     steps: Annotated[int, At("training.steps")] = 0  # in all
+    data_of: Annotated[str, At("data.pinned.worker")] = ""  # who reads the job's data from its own disk
 
     @property
     def local(self) -> Exchange | None:

@@ -15,6 +15,7 @@ from atoll.microbatch import own_blocks
 from atoll.opdag import StateMeta, TensorMeta
 from atoll.plan import LinkSpec, PlacedPiece, Plan, Replica, check_figures_by_rank, check_shares
 from atoll.program import PiecePrograms, StageProgram, TiedParameter, programs_of
+from atoll.raw_values import reads_inputs
 from atoll.rows import inputs_at
 from strategies.exchanges.catalogue import exchange_facts
 from worker.transport.frames import End
@@ -40,6 +41,7 @@ class Assignment:
     replica: int = 0  # number of the one that the stage is of
     standby: bool = False  # beside the plan: repeats later steps as well, and sends nothing
     further: tuple[PiecePrograms, ...] = ()  # of the same stage, in the order of its pieces
+    pinned: bool = False  # its data are this worker's, and stay here
 
     @property
     def pieces(self) -> tuple[PiecePrograms, ...]:
@@ -211,6 +213,7 @@ def assigned(asked: Assign) -> Assignment:
         asked.plan.places[asked.rank].replica,
         asked.replay is not None and asked.replay.standby,
         tuple(PiecePrograms(piece.program, piece.eval_program) for piece in asked.further),
+        asked.data.pinned is not None and asked.data.pinned.worker == asked.plan.places[asked.rank].worker,
     )
 
 
@@ -256,6 +259,8 @@ def check(assignment: Assignment, me: str) -> None:
             f"stage {assignment.stage} exchanges tensors with {sorted(strangers)}, no address given"
         )
     _check_leaves(assignment)
+    if assignment.pinned:
+        _check_kept(assignment)
     buffers = {name for program, _ in assignment.pieces for name in program.buffers}
     written = sorted(name for name in buffers if assignment.states[name].mutated)
     if written and len(plan.replicas) > 1:
@@ -295,6 +300,20 @@ def _check_exchange(plan: Plan, rank: int) -> None:
     if exchange.local:
         exchange_facts(exchange.rule).check(exchange)
     check_figures_by_rank(exchange, len(plan.places))
+
+
+def _check_kept(assignment: Assignment) -> None:
+    """Raise PlanError where a value would leave that follows from the data of this machine alone."""
+    programs = [program for program, _ in assignment.pieces]
+    ops = dict(op for program in programs for op in program.ops)
+    reads = reads_inputs(sorted(ops.items()))
+    for program in programs:
+        for value in program.produced:
+            if reads.get(value.op, False) and not all(map(assignment.here, value.targets)):
+                raise PlanError(
+                    f"op {value.op} ({ops[value.op].name}) follows from the data of this machine alone, and "
+                    "would go to another worker"
+                )
 
 
 def _check_leaves(assignment: Assignment) -> None:

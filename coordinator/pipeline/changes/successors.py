@@ -235,11 +235,15 @@ def seconds_of(
     peers: Mapping[str, str] | None = None,
 ) -> float:
     """Return the seconds a step that a worker would compute in a rank, and its messages travel; infinite
-    where it has not the memory, or no way to a neighbour. ``peers``: who is in the neighbouring ranks then,
-    with who is in each now; None: the same."""
+    where it has not the memory, no way to a neighbour, or not the data that the rank reads.
+
+    ``peers``: who is in the neighbouring ranks then, with who is in each now; None: the same.
+    """
     plan = state.adopted
     workers, prediction = [place.worker for place in plan.places], plan.prediction
     before = workers[rank]
+    if before == state.spec.data_of != worker:
+        return inf
     if peers is None:
         peers = {workers[other]: workers[other] for other in neighbours(plan, rank)}
     here = [peer for peer in peers if peer in roster.workers]  # others may be on their way back

@@ -112,9 +112,9 @@ class Profiling:
             return False
         self._begun_s.setdefault(job, self.effects.now_s)
         precision = spec.training.precision.value
-        if not training and not self._links_known(job, precision):
+        if not training and not self._links_known(job, spec):
             return False
-        return self.measuring.measure_ops(job, precision, self._ops_of[job], self._candidates(job, precision))
+        return self.measuring.measure_ops(job, precision, self._ops_of[job], self._candidates(job, spec))
 
     def newcomers_timed(self, job: str, spec: JobSpec, workers: list[str]) -> bool:
         """Have idle workers time the ops of a job that runs; True when none of their answers is awaited."""
@@ -142,7 +142,7 @@ class Profiling:
             self.effects.emit(do.ReadJob(job, spec, hashes=job in self._suspect))
         return job in self._ops_of
 
-    def _candidates(self, job: str, precision: str) -> list[str]:
+    def _candidates(self, job: str, spec: JobSpec) -> list[str]:
         """Return the idle workers to plan with. Of a huge fleet they stay the same until the plan is made:
         in one where somebody always comes, measuring would never end."""
         roster = self.effects.roster
@@ -150,10 +150,12 @@ class Profiling:
             return roster.idle()
         idle = list(filter(roster.is_idle, self._chosen.get(job, ())))
         if not idle:
-            idle = self._chosen[job] = roster.plannable(roster.idle(), precision)
+            plannable = roster.plannable(roster.idle(), spec.training.precision.value)
+            owner = [spec.data_of] if roster.is_idle(spec.data_of) else []
+            idle = self._chosen[job] = list(dict.fromkeys((*owner, *plannable)))
         return idle
 
-    def _links_known(self, job: str, precision: str) -> bool:
+    def _links_known(self, job: str, spec: JobSpec) -> bool:
         roster = self.effects.roster
         if not self.measuring.measure_links(fresh=True):
             return False
@@ -162,7 +164,7 @@ class Profiling:
             or self.effects.now_s - self._begun_s[job] >= roster.probing.survey_within_s
         ):
             return True
-        return not roster.links.unsurveyed(self._chosen.get(job) or self._candidates(job, precision))
+        return not roster.links.unsurveyed(self._chosen.get(job) or self._candidates(job, spec))
 
     def plan(self, job: str, version: int, spec: JobSpec, left_out: Iterable[Iterable[str]] = ((),)) -> None:
         """Ask the shell for a plan on the idle fleet, without the first of the sets ``left_out`` that leaves
@@ -170,8 +172,9 @@ class Profiling:
         attempt = self._attempts.get(job, 0) + 1
         self._attempts[job], self._asked_on[job] = attempt, self.effects.roster.fingerprint()
         precision, roster = spec.training.precision.value, self.effects.roster
-        idle = self._candidates(job, precision)
-        choices = dict.fromkeys(frozenset(some).intersection(idle) for some in left_out)
+        idle = self._candidates(job, spec)
+        others = [worker for worker in idle if worker != spec.data_of]
+        choices = dict.fromkeys(frozenset(some).intersection(others) for some in left_out)
         without, *rest = [some for some in choices if len(some) < len(idle)] or [frozenset()]
         self._rest[job] = tuple(rest)
         workers = [worker for worker in idle if worker not in without]

@@ -74,8 +74,11 @@ def search(problem: Problem, effort: Effort | None = None) -> list[Scored]:
     by_group = visiting_order(groups(problem.fleet.effective_bps), _boundary_seconds(problem, positions))
     bounds = _OrderBounds(problem, positions)
     orders = _orders(problem, by_group, bounds, positions, effort)
-    cuts = (c for order in orders for c in _cuts(problem, order, positions, by_group, effort))
-    judged = _judge(problem, _ranked(problem, cuts), effort)
+    alone = [Candidate((problem.owner,), (0,))] if problem.pinned else []
+    # Pinned data need a device at both ends, which a row of stages has not.
+    rows = () if problem.pinned else orders
+    cuts = (c for order in rows for c in _cuts(problem, order, positions, by_group, effort))
+    judged = _judge(problem, _ranked(problem, [*alone, *cuts]), effort)
     # The bounds know nothing of what shared parameters send, so rings are judged beside the others.
     rings = ring_cuts(problem, [o for o in orders if len(o) <= effort.dense_stages], positions, effort.rings)
     judged = sorted([*judged, *_judge(problem, _ranked(problem, rings), effort)], key=_step_s)

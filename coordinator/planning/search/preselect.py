@@ -90,7 +90,8 @@ class Preselection:
         """All devices, those first of which the best pipelines were grown."""
         by_speed = np.lexsort((np.arange(len(self.seconds)), self.seconds)).tolist()
         by_memory = np.lexsort((self.seconds, -self.limits)).tolist()
-        chosen = dict.fromkeys([*by_speed[: TUNED.fastest], *by_memory[: TUNED.largest]])
+        owner = [self.fleet.index[self.job.pinned]] if self.job.pinned else []
+        chosen = dict.fromkeys([*owner, *by_speed[: TUNED.fastest], *by_memory[: TUNED.largest]])
         for found in grown:
             chosen.update(dict.fromkeys(found.members[: int(TUNED.spare_devices * found.size) + 1]))
         for found in grown:

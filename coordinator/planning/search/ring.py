@@ -6,6 +6,9 @@ around each use (an *anchor*) sends none of it; a micro-batch crosses one bounda
 share what is between the anchors, in a row, cut by the chain's dynamic programs over the ops that are left.
 The device of the anchors goes on behind the first one as far as that balances. Timeline and memory judge what
 comes of it, as of every candidate.
+
+Where inputs are pinned to a worker, the ops that read them are anchors of its device, with the uses of shared
+parameters or without.
 """
 
 from __future__ import annotations
@@ -37,10 +40,14 @@ def ring_cuts(
     problem: Problem, orders: Sequence[Order], positions: Positions, most: int
 ) -> Iterator[Candidate]:
     """Rings of the ``most`` promising of these orders of devices and of their rotations; none where no shared
-    parameter is larger than what a boundary carries."""
+    parameter is larger than what a boundary carries, and nothing is pinned."""
     turned = dict.fromkeys(
         order[at:] + order[:at] for order in orders for at in range(len(order)) if len(order) > 1
     )
+    if problem.pinned:
+        own = problem.owner
+        turned = dict.fromkeys((own, *(d for d in order if d != own)) for order in (*orders, *turned))
+        turned.pop((own,), None)
     for anchors in _anchors(problem, positions) if most else ():
         ring = _Ring(problem, positions, anchors)
         bounds = {order: ring.bound(order) for order in turned}
@@ -50,14 +57,21 @@ def ring_cuts(
 
 
 def _anchors(problem: Problem, positions: Positions) -> list[tuple[Interval, ...]]:
-    """Intervals around the uses of what is shared: of all such parameters, and of the largest alone."""
+    """Intervals around the uses of what is shared: of all such parameters, and of the largest alone; around
+    what is pinned as well, between narrow places and between any."""
     live = problem.traffic.live_bytes
     inner = live[positions[1:-1]]
     if not len(inner):
         return []
     narrow = [0, *(int(p) for p in problem.positions[1:-1] if live[p] <= np.median(inner)), problem.n_ops]
     shared = sorted((n_bytes, ops) for ops, n_bytes in problem.traffic.shared if n_bytes > inner.min())
-    every = (tuple(op for _, ops in shared[at:] for op in ops) for at in {0, len(shared) - 1} if shared)
+    every = [tuple(op for _, ops in shared[at:] for op in ops) for at in {0, len(shared) - 1} if shared]
+    if problem.pinned:
+        pins = tuple(map(int, problem.pins))
+        every = [pins, *((*pins, *ops) for ops in every)]
+        anywhere = list(map(int, problem.positions))
+        pinned = (_around(sorted({*ops}), among) for ops in every for among in (narrow, anywhere))
+        return [anchors for anchors in dict.fromkeys(pinned) if anchors != ((0, problem.n_ops),)]
     found = (_to_ends(problem, _around(sorted(ops), narrow)) for ops in every)
     return [anchors for anchors in dict.fromkeys(found) if len(anchors) > 1]
 

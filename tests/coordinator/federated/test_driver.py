@@ -24,7 +24,7 @@ from atoll.federated import (
 from atoll.job import JobSpec, Optimizer, OptimizerName, TrainingSpec
 from atoll.opdag import TensorMeta
 from coordinator.federated.checks import check_federated, check_inputs, check_wrapped
-from coordinator.federated.driver import misfit
+from coordinator.federated.datasets import misfit
 from coordinator.federated.kinds import MAX_STRIKES
 from coordinator.federated.rounds import LOAD_AGAIN_S, MAX_LOADS
 from coordinator.federated.selection import selector_from_json, selector_to_json
@@ -157,7 +157,7 @@ def test_a_registration_beyond_what_may_count_is_logged_shown_and_not_tried_agai
 def test_fields_must_go_into_the_inputs_without_loss(fields: tuple[FieldFacts, ...], why: str | None) -> None:
     wanted = spec().federated
     assert wanted is not None
-    found = misfit(DatasetFacts("digits", 5, fields), wanted, INPUTS, 4)
+    found = misfit(DatasetFacts("digits", 5, fields), wanted.inputs, INPUTS, 4)
     assert (found is None) if why is None else (found is not None and why in found)
 
 

@@ -11,10 +11,10 @@ from atoll.exchange import Exchange
 from atoll.job import Recompute, TrainingSpec
 from atoll.messages.to_worker import PeerLink
 from atoll.microbatch import ScheduleName
-from atoll.opdag import StateMeta, TensorMeta
+from atoll.opdag import Kind, LeafRef, OpNode, OpRef, Source, StateMeta, TensorMeta
 from atoll.plan import Plan, Replica, StageSpec, one_replica
-from atoll.program import StageProgram
-from worker.stage.assignment import Assignment, check
+from atoll.program import Produced, StageProgram
+from worker.stage.assignment import Assignment, _check_kept, check
 from worker.transport.contract import Paths
 
 TRAINING = TrainingSpec(1, 4, blocks=2)
@@ -126,3 +126,21 @@ def test_buffers_that_replicas_would_each_write_are_refused() -> None:
     check(given, "w1")
     with pytest.raises(PlanError, match="training writes mean"):
         check(replace(given, plan=TWO), "w1")
+
+
+def test_nothing_leaves_that_follows_from_this_machines_data_alone() -> None:
+    meta = TensorMeta((4,), "int64")
+    shifted = OpNode("shift", Kind.NON_PARAMETRIC, "t", (LeafRef(Source.INPUT, "x"),), (), (meta,))
+    table = LeafRef(Source.PARAMETER, "w")
+    embedded = OpNode("embed", Kind.PARAMETRIC, "t", (table, OpRef(0)), (), (meta,))
+    stages = (StageSpec(0, 2, 0, 0, "w1", 1), StageSpec(2, 3, 0, 0, "w2", 1))
+    plan = replace(PLAN, replicas=one_replica(4, stages))
+
+    def owner(*sent: int) -> Assignment:
+        produced = tuple(Produced(op, (1,), False, 1) for op in sent)
+        program = replace(PROGRAM, n_stages=2, ops=((0, shifted), (1, embedded)), produced=produced)
+        return replace(assignment(plan), program=program, pinned=True)
+
+    _check_kept(owner(1))
+    with pytest.raises(PlanError, match=r"op 0 \(shift\) follows from the data of this machine alone"):
+        _check_kept(owner(0, 1))
