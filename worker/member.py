@@ -392,15 +392,9 @@ class Member:
         if self._state.outdated or self._state.phase not in WELCOMED:
             return True  # the session ignores it
         try:
-            if isinstance(event, events.Assign):
-                answer = self._consent.judge_pinned(event.message)
-            else:
-                answer = self._consent.judge(event.message)
+            answer = self._consent.judge(event.message)
         except AtollError as error:
-            if isinstance(event, events.Assign):
-                self._say(told.ConsentSaid(event.job, Word.REFUSED, str(error)))
-            else:
-                self._say(told.ClientFailed(event.job, 0, str(error), "load"))
+            self._say(_not_judged(event, str(error)))
             return False
         if answer is not None:
             self._withdraw(answer)
@@ -527,3 +521,10 @@ def _reads_data(event: events.Event, worker: str) -> TypeGuard[events.Participat
     return isinstance(event, events.Participate) or (
         isinstance(event, events.Assign) and event.data_of == worker
     )
+
+
+def _not_judged(event: events.Participate | events.Assign, why: str) -> told.ConsentSaid | told.ClientFailed:
+    """What the coordinator hears where an invitation cannot be judged."""
+    if isinstance(event, events.Assign):
+        return told.ConsentSaid(event.job, Word.REFUSED, why)
+    return told.ClientFailed(event.job, 0, why, "load")

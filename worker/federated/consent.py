@@ -58,20 +58,14 @@ class Consent:
     def _remember(self) -> None:
         self._jobs = {request.job for request in self._store.known()}
 
-    def judge(self, m: pb.Participate) -> ConsentSaid | None:
-        """Remember an invitation; None where the job may run here, else what the coordinator is sent.
+    def judge(self, m: pb.Participate | pb.Assign) -> ConsentSaid | None:
+        """Remember an invitation, to train or to compute a stage around data of this machine; None where the
+        job may run here, else what the coordinator is sent.
 
         Raises BadFrame or UsageError for one that cannot be judged, StorageError.
         """
-        asked = Asked(m)
-        return self._judged(m.job, asked.federated.data, asked)
-
-    def judge_pinned(self, m: pb.Assign) -> ConsentSaid | None:
-        """The same of a stage around the data of a set that is registered here."""
-        asked = AskedPinned(m)
-        return self._judged(m.job, asked.data, asked)
-
-    def _judged(self, job: str, data: str, asked: Asked | AskedPinned) -> ConsentSaid | None:
+        asked = AskedPinned(m) if isinstance(m, pb.Assign) else Asked(m)
+        job, data = m.job, asked.data
         found = load_dataset(self._state_dir, data)
         terms = asked.terms(found.n_samples, f"{self._coordinator} {found.sha256}")
         request = self._store.asked(terms, asked.facts(found.n_samples), self._clock())

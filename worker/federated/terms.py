@@ -71,6 +71,11 @@ class Asked:
         self._sample_values = values_of({n: states[n].meta for n in m.program.inputs if n in states})
 
     @property
+    def data(self) -> str:
+        """Name of the data set."""
+        return self.federated.data
+
+    @property
     def rule(self) -> Federated:
         return self.federated.rule
 
