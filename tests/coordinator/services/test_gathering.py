@@ -122,7 +122,10 @@ def test_what_workers_hold_comes_from_them_and_what_nobody_does_is_the_owners(ru
     eventually(lambda: not claims(running))
 
 
-def test_who_has_a_job_is_asked_only_for_what_no_idle_worker_holds(running: Running) -> None:
+def test_who_has_a_job_is_asked_only_for_what_no_idle_worker_holds(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathering, "WINDOW_BLOBS", 1)  # others are left while the idle one sends
     alone, *others = WEIGHTS
     with ExitStack() as stack:
         busy, idle = holders(running, stack, {}, {"weights": {name: WEIGHTS[name] for name in others}})
@@ -157,6 +160,7 @@ def test_who_sends_other_bytes_is_asked_no_more_and_another_sends_them(running: 
         eventually(lambda: len(claims(running).get(again.worker, b"")) == 32)
         gathered(owner, other)
         assert again.asked == list(other), "more bytes than the owner said are not taken"
+        assert again.worker in claims(running), "nor looked at"
         assert not running.call(lambda server: server.blobs.has(name_of(b"other")))
 
 
