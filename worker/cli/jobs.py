@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 STANDING = {Word.AWAITED: "waits for you", Word.GIVEN: "accepted", Word.REFUSED: "refused"}
 MAX_SHOWN = 10_000
 
-jobs = typer.Typer(help="Federated jobs that ask for this machine's data.", invoke_without_command=True)
+jobs = typer.Typer(help="Jobs that ask for this machine's data.", invoke_without_command=True)
 
 Job = Annotated[str, typer.Argument(metavar="JOB", help="As `atoll-worker jobs` shows it.")]
 

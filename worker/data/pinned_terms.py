@@ -63,7 +63,10 @@ class AskedPinned:
                 "of people and pools that you trust with the data",
             ),
             ("steps", f"{training.steps:,}, and the loss of each goes to the coordinator"),
-            ("updates", "none; the trained weights of the layers here go to the coordinator"),
+            (
+                "updates",
+                "none; weights and buffers of the layers that are trained here go to the coordinator",
+            ),
         )
 
 
