@@ -56,10 +56,11 @@ def unlimited(prepared: Prepared) -> tuple[int, int]:
 def test_with_half_the_truth_a_stage_is_killed_the_job_ends_and_nothing_is_trained_twice() -> None:
     if why_not := memory_groups():
         pytest.skip(why_not)
-    prepared = prepare(tied_llama())
-    own, most = unlimited(prepared)
-    # The half-told planner takes the same plan again: it counts half of what its largest stage holds.
-    limit = ("--memory", f"{(own + 2 * most // 3) // MIB}MiB")
+    own, most = unlimited(prepare(tied_llama(), partitioner="even"))
+    prepared = prepare(tied_llama(), partitioner="one_piece")
+    # The half-told planner finds that cut or one like it: it counts half of a figure of which a stage holds
+    # three quarters at least.
+    limit = ("--memory", f"{(own + 3 * most // 4) // MIB}MiB")
     with HalfFleet(2, options=limit) as fleet:
         job = fleet.client.submit(prepared).job
         facts = Facts(fleet.state / "journal.sqlite")
