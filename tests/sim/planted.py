@@ -176,6 +176,14 @@ SHOWN_BY: dict[Plant, type[Fault]] = {
 }
 """Without such a fault a world cannot show the bug, and need not be run."""
 
+SHOWN_IN: dict[Plant, int] = {
+    stale_version_accepted: 60,
+    stale_term_accepted: 604,
+    scale_forgotten_by_a_standby: 35,
+    one_word_ends_a_job: 62,
+}
+"""The first world that showed a bug, where many show nothing of it: it is tried before the others."""
+
 PLANTED: tuple[Plant, ...] = (
     retry_counted_twice,
     commit_before_all_ranks,

@@ -17,6 +17,7 @@ from coordinator.messages.facts import (
 )
 from coordinator.messages.jobs import JobState, Phase
 from coordinator.pipeline.changes import whole_replicas
+from tests.parameters import sampled
 from tests.sim.compute import Bench
 from tests.sim.faults import Crash, CutOff, Fault, Freeze, Hang, KillCoordinator, Leave, Partition
 from tests.sim.shrink import holding
@@ -39,7 +40,7 @@ def test_replicas_of_other_cuts_end_as_an_undisturbed_run_does() -> None:
         assert len(record.plan.replicas) == replicas
 
 
-@pytest.mark.parametrize("first", [0, 10])
+@pytest.mark.parametrize("first", sampled(1, [0, 10]))
 def test_everything_holds_where_pipelines_are_replicated(first: int) -> None:
     for seed in range(first, first + 10):
         found = replicated(seed)

@@ -6,6 +6,7 @@ import pytest
 
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import StepCommitted
+from tests.parameters import sampled
 from tests.sim.faults import Fault, Hang, Lie, SilentLink
 from tests.sim.world import Scenario, World
 
@@ -32,7 +33,7 @@ def ended_s(world: World) -> float:
     return max(fact.at_s for fact in world.facts(StepCommitted)) - 1000.0
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", sampled(2, range(5)))
 @pytest.mark.parametrize("at_s", [5.0, 8.0, 12.0])
 @pytest.mark.parametrize("worker", ["w0", "w1", "w2"])
 def test_a_hung_computation_costs_its_worker_and_not_the_run(worker: str, at_s: float, seed: int) -> None:
