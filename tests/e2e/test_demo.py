@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.interrupts import ROOT, own_session
+from tests.parameters import sampled
 
 COMMAND = (sys.executable, "-m", "coordinator.cli", "demo", "--steps", "60", "--keep")
 
@@ -51,7 +52,7 @@ def test_the_demo_trains_in_two_stages_and_the_plain_module_agrees(tmp_path: Pat
     assert _left(kept) == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), sampled(1, [(signal.SIGINT, 130), (signal.SIGTERM, 143)]))
 def test_a_demo_that_is_interrupted_leaves_no_process(number: int, code: int, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     with own_session([*COMMAND, str(kept)], **_options(tmp_path)) as process:

@@ -1,4 +1,7 @@
-"""Peers with steps of their own on real worker processes: the bits of the rule in one process."""
+"""Peers with steps of their own on real worker processes: the bits of the rule in one process.
+
+The default tests of it share a fleet in ``test_three_workers``.
+"""
 
 from __future__ import annotations
 
@@ -82,22 +85,7 @@ def same(found: Run, expected: Run) -> None:
         assert one[0] == pytest.approx(other[0], rel=1e-12)
 
 
-def test_peers_end_in_the_bits_of_the_rule_in_one_process(fleet: LoopbackFleet) -> None:
-    case = built_in("gpt2", TRAINING, 0.1)
-    found = fleet.train(prepare(as_job(case), partitioner=CUT))
-    assert fleet.plan is not None
-    assert [replica.micros for replica in fleet.plan.replicas] == [(0, 1), (1, 2), (2, 4)]
-    with closing(StoredJournal(fleet.state / "journal.sqlite")) as journal:
-        facts = [from_record(record) for record in journal.replay()]
-    assert [fact.step for fact in facts if isinstance(fact, StepCommitted)] == [2, 5]
-    assert [len(fact.included) for fact in facts if isinstance(fact, RoundMet)] == [3, 3]
-    same(found, in_one_process(case, Exchange("diloco", every=3)))
-
-
-@pytest.mark.parametrize(
-    "how", ["saps:4", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("swarm", "wagma"))]
-)
-def test_gossip_ends_in_the_bits_of_its_rule_in_one_process(fleet: LoopbackFleet, how: str) -> None:
+def gossip_ends_in_the_bits_of_its_rule(fleet: LoopbackFleet, how: str) -> None:
     case = built_in("gpt2", replace(TRAINING, exchange=how, local_steps=2), 0.1)
     shown: list[str] = []
     found = fleet.train(prepare(as_job(case), partitioner=CUT), shown)
@@ -113,6 +101,12 @@ def test_gossip_ends_in_the_bits_of_its_rule_in_one_process(fleet: LoopbackFleet
     ] + [()]
     assert any("next, round" in words for words in shown)
     same(found, in_one_process(case, fleet.plan.exchange))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["swarm", "wagma"])
+def test_gossip_ends_in_the_bits_of_its_rule_in_one_process(fleet: LoopbackFleet, rule: str) -> None:
+    gossip_ends_in_the_bits_of_its_rule(fleet, rule)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from atoll.job import Optimizer, TrainingSpec
 from benchmarks.oracle import built_in, difference, run_local
 from benchmarks.real_workers import LoopbackFleet
-from tests.e2e.test_two_workers import middle
+from tests.e2e.test_three_workers import middle
 
 TRAINING = TrainingSpec(
     steps=5, n_micro=4, seed=3, optimizer=Optimizer(lr=3e-3, weight_decay=0.01, clip_norm=0.5)

@@ -1,4 +1,7 @@
-"""Replicas on real worker processes train the model that one machine with as many blocks trains."""
+"""Replicas on real worker processes train the model that one machine with as many blocks trains.
+
+The default tests of it share a fleet in ``test_three_workers``.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +45,6 @@ WORKERS = 4
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[LoopbackFleet]:
-    with LoopbackFleet(3) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
 def fleet() -> Iterator[LoopbackFleet]:
     with LoopbackFleet(WORKERS) as started:
         yield started
@@ -88,32 +85,6 @@ def buckets_of(given: Case, plan: Plan, rank: int) -> tuple[Bucket, ...]:
     program = stage_programs(given.dag, starts)[place.stage]
     elements = trained_elements(program.parameters, given.states, given.training.optimizer)
     return buckets(plan, place.replica, [program], elements)
-
-
-def test_two_replicas_of_the_whole_model_end_in_the_bits_of_one_machine(three: LoopbackFleet) -> None:
-    given, plan = plan_of(case("gpt2"), 4, (1, (0,)), (3, (0,)))
-    found = three.run_replicas(given, plan)
-    assert three.plan is not None
-    assert [replica.micros for replica in three.plan.replicas] == [(0, 1), (1, 4)]
-    for rank, place in enumerate(three.plan.places):
-        spans = [
-            s
-            for s in three.client.trace(three.job)
-            if (s.worker, s.kind, s.step) == (place.worker, "send", 1)
-        ]
-        assert sum(span.bytes for span in spans) == sum(
-            sent_bytes(bucket) for bucket in buckets_of(given, three.plan, rank)
-        )
-    assert difference(found, run_local(given, (0,)), 1) == 0.0
-
-
-def test_a_pipeline_beside_a_whole_model_ends_in_the_bits_of_one_machine(three: LoopbackFleet) -> None:
-    middle = case("gpt2").dag.cuttable()[len(case("gpt2").dag.cuttable()) // 2]
-    given, plan = plan_of(case("gpt2"), 2, (2, (0, middle)), (2, (0,)))
-    found = three.run_replicas(given, plan)
-    assert three.plan is not None
-    assert [len(replica.stages) for replica in three.plan.replicas] == [2, 1]
-    assert difference(found, run_local(given, (0,)), 1) == 0.0
 
 
 def drawn(seed: int) -> tuple[Case, Plan]:

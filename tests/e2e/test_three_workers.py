@@ -1,4 +1,7 @@
-"""Two worker processes and a coordinator on loopback train what one stage in one process trains."""
+"""Three worker processes and a coordinator on loopback train what one process trains, in every way there is.
+
+One fleet for all ways, as starting it takes longer than they do; each has more tests in a file of its own.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from atoll.exchange import Exchange
 from atoll.job import Optimizer, TrainingSpec
 from atoll.plan import Mask
 from atoll.program import stage_programs
@@ -19,7 +23,13 @@ from benchmarks.oracle import Case, built_in, difference, random_starts, run_loc
 from benchmarks.real_workers import LoopbackFleet, as_job, cut_at
 from compressors import catalogue
 from coordinator.client.prepare import prepare
+from coordinator.messages.facts import RoundMet, StepCommitted, from_record
 from coordinator.messages.jobs import Phase
+from coordinator.storage.journal import StoredJournal
+from tests.e2e.test_local_steps import CUT, gossip_ends_in_the_bits_of_its_rule, in_one_process, same
+from tests.e2e.test_local_steps import TRAINING as LOCAL_STEPS
+from tests.e2e.test_replicas import buckets_of, plan_of, sent_bytes
+from tests.e2e.test_replicas import case as replicated
 from tests.interrupts import interrupted, own_session
 
 TRAINING = TrainingSpec(
@@ -29,7 +39,7 @@ TRAINING = TrainingSpec(
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[LoopbackFleet]:
-    with LoopbackFleet(2) as started:
+    with LoopbackFleet(3) as started:
         yield started
 
 
@@ -68,13 +78,56 @@ def least_crossing(case: Case, start: int) -> int:
     return min((r.meta.nbytes for r in stage_programs(case.dag, (0, start))[1].received), default=0)
 
 
+def test_two_replicas_of_the_whole_model_end_in_the_bits_of_one_machine(fleet: LoopbackFleet) -> None:
+    given, plan = plan_of(replicated("gpt2"), 4, (1, (0,)), (3, (0,)))
+    found = fleet.run_replicas(given, plan)
+    assert fleet.plan is not None
+    assert [replica.micros for replica in fleet.plan.replicas] == [(0, 1), (1, 4)]
+    for rank, place in enumerate(fleet.plan.places):
+        spans = [
+            s
+            for s in fleet.client.trace(fleet.job)
+            if (s.worker, s.kind, s.step) == (place.worker, "send", 1)
+        ]
+        assert sum(span.bytes for span in spans) == sum(
+            sent_bytes(bucket) for bucket in buckets_of(given, fleet.plan, rank)
+        )
+    assert difference(found, run_local(given, (0,)), 1) == 0.0
+
+
+def test_a_pipeline_beside_a_whole_model_ends_in_the_bits_of_one_machine(fleet: LoopbackFleet) -> None:
+    middle = replicated("gpt2").dag.cuttable()[len(replicated("gpt2").dag.cuttable()) // 2]
+    given, plan = plan_of(replicated("gpt2"), 2, (2, (0, middle)), (2, (0,)))
+    found = fleet.run_replicas(given, plan)
+    assert fleet.plan is not None
+    assert [len(replica.stages) for replica in fleet.plan.replicas] == [2, 1]
+    assert difference(found, run_local(given, (0,)), 1) == 0.0
+
+
+def test_peers_end_in_the_bits_of_the_rule_in_one_process(fleet: LoopbackFleet) -> None:
+    case = built_in("gpt2", LOCAL_STEPS, 0.1)
+    found = fleet.train(prepare(as_job(case), partitioner=CUT))
+    assert fleet.plan is not None
+    assert [replica.micros for replica in fleet.plan.replicas] == [(0, 1), (1, 2), (2, 4)]
+    with closing(StoredJournal(fleet.state / "journal.sqlite")) as journal:
+        found_facts = [from_record(record) for record in journal.replay()]
+    facts = [fact for fact in found_facts if getattr(fact, "job", "") == fleet.job]
+    assert [fact.step for fact in facts if isinstance(fact, StepCommitted)] == [2, 5]
+    assert [len(fact.included) for fact in facts if isinstance(fact, RoundMet)] == [3, 3]
+    same(found, in_one_process(case, Exchange("diloco", every=3)))
+
+
+def test_gossip_ends_in_the_bits_of_its_rule_in_one_process(fleet: LoopbackFleet) -> None:
+    gossip_ends_in_the_bits_of_its_rule(fleet, "saps:4")
+
+
 @contextmanager
 def guest(fleet: LoopbackFleet, name: str) -> Iterator[subprocess.Popen[Any]]:
-    """A third worker, in the pool."""
+    """One worker more, in the pool."""
     command = [sys.executable, "-m", *fleet.join_command(name)]
     log = fleet.state.parent / f"{name}.log"
     with log.open("wb") as output, own_session(command, stdout=output, stderr=output) as process:
-        fleet._wait_for(3)
+        fleet._wait_for(fleet.workers + 1)
         yield process
     assert "worker.left" in fleet.log(name)
     assert "Traceback" not in fleet.log(name)
@@ -88,22 +141,22 @@ def test_ctrl_c_ends_an_idle_worker_with_a_goodbye_within_two_seconds(fleet: Loo
     with guest(fleet, "idle") as process:
         assert interrupted(process) == 0
         found = states(fleet)
-    assert (found["worker0"], found["worker1"], found["idle"]) == ("pool", "pool", "left")
+    assert found == {"worker0": "pool", "worker1": "pool", "worker2": "pool", "idle": "left"}
 
 
 def test_ctrl_c_ends_a_worker_in_mid_step_within_two_seconds(fleet: LoopbackFleet) -> None:
     case = built_in("branches", replace(TRAINING, steps=200, n_micro=16), 0.1)
-    starts = random_starts(case.dag, 3, random.Random(12))
+    starts = random_starts(case.dag, 4, random.Random(12))
     with guest(fleet, "busy") as process:
         job = fleet.client.submit(prepare(as_job(case), partitioner=cut_at(starts))).job
         with closing(fleet.client.watch(job)) as updates:
             # Steps follow one another without a pause: the next has begun.
             update = next(update for update in updates if update.step >= 2)
-            assert len(update.stages) == 3
+            assert len(update.stages) == 4
             assert interrupted(process) == 0
-            # The job goes on when a third worker joins.
+            # The job goes on when a fourth worker joins.
             waits = next(
-                update for update in updates if "makes 3 stages, 2 devices are free" in update.reason
+                update for update in updates if "makes 4 stages, 3 devices are free" in update.reason
             )
             assert waits.state == Phase.PAUSED
             fleet.client.cancel(job)
