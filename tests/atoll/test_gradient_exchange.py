@@ -17,6 +17,7 @@ from atoll.microbatch import ScheduleName
 from atoll.plan import Plan, Replica, StageSpec
 from atoll.program import stage_programs
 from benchmarks.oracle import DROPOUT, MAX_MICRO, Case, built_in, random_replicas
+from tests.parameters import sampled
 
 TRAINING = TrainingSpec(1, MAX_MICRO, 3, Optimizer())
 
@@ -48,7 +49,7 @@ def at_sites(plan: Plan, site_of: Sequence[int]) -> Plan:
 
 @pytest.mark.parametrize("sites", [(), (0, 0, 1, 1), (0, 1, 1, 2), (0, 1, 0, 1)])
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", sampled(1, ["gpt2", "llama"]))
 def test_what_one_holder_sends_the_other_awaits(name: str, seed: int, sites: tuple[int, ...]) -> None:
     found, plan = random_replicas(case(name), random.Random(seed))
     if sites and plan.exchange is not None:

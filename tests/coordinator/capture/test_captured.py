@@ -5,11 +5,18 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
-from atoll.job import Optimizer, OptimizerName, TrainingSpec
+from atoll.calls import Shapes
+from atoll.guards import check_call
+from atoll.job import Optimizer, OptimizerName, Precision, TrainingSpec
 from atoll.ops import check_node
+from atoll.program import stage_programs
+from atoll.rehearse import rehearse
 from benchmarks.oracle import difference, random_starts, run_local
 from tests.coordinator.capture.captured import GRAPHS, NAMES, captured_dags, honest
+from tests.models import MODELS
+from tests.parameters import sampled
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OUTPUT_BYTES = 1 << 30
@@ -22,6 +29,31 @@ def test_every_node_of_an_honest_graph_is_accepted(name: str) -> None:
         assert dag.ops
         for node in dag.ops:
             check_node(node, OUTPUT_BYTES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_argument_of_an_honest_graph_passes(name: str) -> None:
+    found = honest(name).captured
+    for dag in (found.train, found.evaluation):
+        leaves = {n: s.meta for n, s in {**dag.parameters, **dag.buffers}.items()} | dag.constants
+        (whole,) = stage_programs(dag, [0])
+        shapes = Shapes(whole, leaves, dag.inputs)
+        for op in dag.ops:
+            check_call(op, shapes)
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("name", sampled(2, MODELS))
+def test_every_stage_of_an_honest_model_passes(name: str, precision: Precision) -> None:
+    found = honest(f"{name}:{precision.value}").captured
+    generator = torch.random.get_rng_state()
+    for dag in (found.train, found.evaluation):
+        state = {**dag.parameters, **dag.buffers}
+        leaves = {n: s.meta for n, s in state.items()} | dag.constants
+        cuts = dag.cuttable()
+        for stage in stage_programs(dag, [0, cuts[len(cuts) // 3], cuts[-2]]):
+            rehearse(stage, leaves, dag.inputs, precision)
+    assert torch.equal(generator, torch.random.get_rng_state())
 
 
 @pytest.mark.slow

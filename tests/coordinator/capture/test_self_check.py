@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from atoll import Precision, TrainingSpec
 from atoll.errors import CaptureError, SelfCheckError
 from atoll.opdag import OpDag
 from coordinator.capture import self_check as self_check_module
-from coordinator.capture.capture import capture
+from coordinator.capture.capture import Captured, capture
 from coordinator.capture.self_check import self_check
 from tests.models import MODELS
 
@@ -153,13 +154,18 @@ class DeepNorms(nn.Module):
         return self.head(self.rest(self.first(x)).mean((2, 3))).logsumexp(1).mean()
 
 
+@cache
+def deep_in_bf16() -> tuple[nn.Module, dict[str, Tensor], Captured]:
+    torch.manual_seed(0)
+    module, batch = DeepNorms(), {"x": torch.randn(8, 3, 32, 32)}
+    return module, batch, capture(module, batch, TrainingSpec(steps=1, n_micro=1, precision=Precision.BF16))
+
+
 @pytest.mark.parametrize("eps", [None, 1e-1])
 def test_what_bf16_rounds_is_compared_in_fp32_and_a_wrong_graph_is_refused_all_the_same(
     eps: float | None,
 ) -> None:
-    torch.manual_seed(0)
-    module, batch = DeepNorms(), {"x": torch.randn(8, 3, 32, 32)}
-    found = capture(module, batch, TrainingSpec(steps=1, n_micro=1, precision=Precision.BF16))
+    module, batch, found = deep_in_bf16()
     if eps is None:
         assert self_check(module, found, batch).worst <= 1e-5  # of fp32
         return

@@ -21,6 +21,8 @@ from tests.coordinator.planning.dags import chain_dag, gpt_like
 from tests.coordinator.planning.fleets import eight_hosts, random_fleet, two_islands
 
 TRAINING = TrainingSpec(10, 8)
+WIDER = Effort(orders_kept=100, judged=100, improved=6, moves=200, actions=10**8)
+THOROUGH = Effort(orders_kept=300, judged=300, improved=12, moves=600, actions=10**8)
 
 
 def plan_for(dag, fleet, partitioner="op_fence", schedule="auto", training=TRAINING):
@@ -43,19 +45,20 @@ def best_of_all(problem: Problem) -> float:
 
 
 @pytest.mark.parametrize(
-    "slow",
+    ("slow", "more"),
     [
-        (5.0, 5.0, 5.0, 5.0),
-        pytest.param((3.6, 3.6, 3.6, 5.0), marks=pytest.mark.slow),
-        pytest.param((4.5, 4.0, 3.5, 5.0), marks=pytest.mark.slow),
+        ((5.0, 5.0, 5.0, 5.0), WIDER),
+        *(
+            pytest.param(slow, THOROUGH, marks=pytest.mark.slow)
+            for slow in ((5.0, 5.0, 5.0, 5.0), (3.6, 3.6, 3.6, 5.0), (4.5, 4.0, 3.5, 5.0))
+        ),
     ],
 )
-def test_where_memory_is_short_there_are_stages_enough_to_keep_micro_batches_in_flight(slow):
+def test_where_memory_is_short_there_are_stages_enough_to_keep_micro_batches_in_flight(slow, more):
     """Five devices hold the model, but not what more than one or two micro-batches leave behind: with them
     each step would wait for the slow line again and again."""
     problem = Problem(gpt_like(8, tokens=128), TrainingSpec(10, 16), eight_hosts(slow))
-    thorough = Effort(orders_kept=300, judged=300, improved=12, moves=600, actions=10**8)
-    best = plan_candidates(problem, "op_fence", thorough)[0].step_s
+    best = plan_candidates(problem, "op_fence", more)[0].step_s
     assert plan_candidates(problem, "op_fence")[0].step_s <= 1.05 * best
 
 
@@ -80,8 +83,8 @@ def check_against_exhaustive(seeds):
 
 
 def test_the_plan_is_within_5_percent_of_the_best_of_all_plans():
-    _, checked = check_against_exhaustive(range(8))
-    assert checked >= 6
+    _, checked = check_against_exhaustive(range(4))
+    assert checked >= 3
 
 
 @pytest.mark.slow
@@ -258,7 +261,7 @@ def test_the_same_fleet_gives_the_same_plan():
 
 
 def test_warm_up_never_rises_along_the_pipeline():
-    for seed in range(6):
+    for seed in range(3):
         plan = plan_for(chain_dag(seed, 40), random_fleet(seed, 5, (1, 6)), schedule="1f1b")
         depths = [s.warmup for s in plan.stages]
         assert depths == sorted(depths, reverse=True), f"seed {seed}"

@@ -188,7 +188,13 @@ FLEETS = {
 }
 
 
-@pytest.mark.parametrize("name", FLEETS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("unlike", "lan", "sites") else name
+        for name in FLEETS
+    ],
+)
 def test_a_way_is_the_plan_that_its_options_make(name: str) -> None:
     request = PlanRequest("j", 1, DAG, None, TRAINING, FLEETS[name])
     possible = [way for way in compare_ways(request, inexact="auto") if not way.why_not]
