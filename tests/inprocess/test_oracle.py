@@ -31,6 +31,7 @@ from benchmarks.oracle import (
     run_plain,
     without_dropout,
 )
+from tests.parameters import sampled
 
 ADAMW = Optimizer(lr=3e-3, weight_decay=0.01)
 SGD = Optimizer(OptimizerName.SGD, lr=0.05, momentum=0.9, clip_norm=0.5)
@@ -72,7 +73,7 @@ def check_cut(name: str, optimizer: Optimizer, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-@settings(SEEDED, max_examples=2)
+@settings(SEEDED, max_examples=1)
 @given(data=st.data())
 def test_three_stages_are_bit_equal_to_one_under_adamw(name: str, data: st.DataObject):
     check_cut(name, ADAMW, data)
@@ -132,7 +133,7 @@ def test_bf16_is_bit_equal_across_cuts():
     assert difference(parts, whole) == 0.0
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", sampled(3, BUILT_IN))
 def test_one_stage_agrees_with_the_plain_module(name: str):
     plain = built_in(name, plain_training(TRAINING), 0.0)
     assert difference(run_local(plain, (0,)), run_plain(plain), figures=1) <= 1e-6

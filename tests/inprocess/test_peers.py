@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -28,8 +29,14 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@cache
+def mlp(n_micro: int = TRAINING.n_micro) -> Case:
+    """Captured once: peers copy what they are given."""
+    return built_in("mlp", replace(TRAINING, n_micro=n_micro), 0.0)
+
+
 def peers(exchange: Exchange, ranks: int = RANKS, **options: object) -> tuple[Case, LocalPeers]:
-    case = built_in("mlp", TRAINING, 0.0)
+    case = mlp()
     (program,) = stage_programs(case.dag, (0,))
     model = WholeModel(program, TRAINING, case.tensors, states=case.states)
     return case, LocalPeers(model, exchange, ranks, **options)  # type: ignore[arg-type]
@@ -37,9 +44,8 @@ def peers(exchange: Exchange, ranks: int = RANKS, **options: object) -> tuple[Ca
 
 def share(case: Case, rank: int, step: int) -> list[dict[str, torch.Tensor]]:
     """This rank's micro-batches of a step that one machine does in RANKS times as many."""
-    whole = replace(case, training=replace(TRAINING, n_micro=RANKS * TRAINING.n_micro))
-    example = built_in("mlp", whole.training, 0.0)
-    return example.batches(step)[rank * TRAINING.n_micro : (rank + 1) * TRAINING.n_micro]
+    whole = mlp(RANKS * case.training.n_micro)
+    return whole.batches(step)[rank * TRAINING.n_micro : (rank + 1) * TRAINING.n_micro]
 
 
 def test_the_mean_of_gradients_is_one_machines_step() -> None:
@@ -47,7 +53,7 @@ def test_the_mean_of_gradients_is_one_machines_step() -> None:
     one_training = replace(TRAINING, n_micro=RANKS * TRAINING.n_micro)
     (program,) = stage_programs(case.dag, (0,))
     one = LocalPeers(WholeModel(program, one_training, case.tensors, states=case.states), Exchange("mean"), 1)
-    whole = built_in("mlp", one_training, 0.0)
+    whole = mlp(one_training.n_micro)
     for step in range(TRAINING.steps):
         figures = several.step(step, lambda rank, at: share(case, rank, at))
         alone = one.step(step, lambda rank, at: whole.batches(at))
@@ -73,8 +79,7 @@ def test_simulated_time_is_compute_and_what_the_links_carry() -> None:
 def test_a_slow_pair_is_slow_for_its_own_messages_alone() -> None:
     rates = [[1e6] * 2, [1e3, 1e6]]
     network = SimulatedNetwork(rates)
-    _, several = peers(Exchange("mean"), 2, network=network)
-    case = built_in("mlp", TRAINING, 0.0)
+    case, several = peers(Exchange("mean"), 2, network=network)
     figures = several.step(0, lambda rank, step: case.batches(step))
     assert figures.time_s == pytest.approx(figures.sent_bytes[1] / 1e3, rel=0.1)
 
@@ -82,7 +87,7 @@ def test_a_slow_pair_is_slow_for_its_own_messages_alone() -> None:
 def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(PlanError, match="rounds would overlap"):
         peers(Exchange("mean", every=2, delay=2))
-    case = built_in("mlp", TRAINING, 0.0)
+    case = mlp()
     programs = stage_programs(case.dag, (0, case.dag.cuttable()[0]))
     with pytest.raises(UsageError, match="holds the whole model"):
         LocalPeers(WholeModel(programs[0], TRAINING, case.tensors), Exchange("mean"), 2)

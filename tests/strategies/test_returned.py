@@ -602,7 +602,10 @@ def _example(example: models.Example) -> tuple[nn.Module, Mapping[str, Tensor]]:
     return example.module, {n: torch.cat([t, t]) for n, t in example.example_inputs.items()}
 
 
-@pytest.mark.parametrize("name", HONEST)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("llama", "bert") else name for name in HONEST],
+)
 def test_an_honest_graph_passes(name: str) -> None:
     module, inputs, rule, metrics = HONEST[name]()
     check_graphs(Federated(rule), captured(module, inputs, metrics))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -178,9 +179,15 @@ TRAINING = TrainingSpec(
 )
 
 
+@cache
+def mlp() -> Case:
+    """Captured once: peers copy what they are given."""
+    return built_in("mlp", TRAINING, 0.0)
+
+
 def peers(exchange: Exchange, ranks: int = 3) -> tuple[Case, LocalPeers]:
     torch.set_num_threads(1)
-    case = built_in("mlp", TRAINING, 0.0)
+    case = mlp()
     (program,) = stage_programs(case.dag, (0,))
     model = WholeModel(program, TRAINING, case.tensors, states=case.states)
     return case, LocalPeers(model, exchange, ranks)
