@@ -18,7 +18,11 @@ LEGACY = ("flwr.client", "flwr.server", "flwr.simulation", "flwr.common")
 
 
 def _imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    """What a file that names Flower imports."""
+    text = path.read_text()
+    if "flwr" not in text:  # nor does it import it
+        return
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -4,6 +4,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,12 @@ def _pages() -> list[Path]:
     return [path for page in found for path in (sorted(page.rglob("*.md")) if page.is_dir() else [page])]
 
 
-def _texts() -> Iterator[tuple[str, str]]:
+@cache
+def _texts() -> tuple[tuple[str, str], ...]:
+    return tuple(_read())
+
+
+def _read() -> Iterator[tuple[str, str]]:
     """Pages, docstrings, and help texts of options, each with where it stands."""
     for path in _pages():
         yield str(path.relative_to(ROOT)), path.read_text()
