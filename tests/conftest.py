@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import gc
 import inspect
 import os
 import sys
@@ -27,6 +28,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
             asyncio.run(test(**given))
 
         item.obj = run
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected lives as long as the process: the collector looks at it no more. And it
+    looks less often, for a syntax tree or a graph has many objects and few of them are garbage."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 @pytest.fixture(autouse=True)
