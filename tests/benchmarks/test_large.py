@@ -51,6 +51,7 @@ def test_every_size_has_a_model_with_a_tied_head() -> None:
     assert module.get_parameter("lm_head.weight") is module.get_parameter("transformer.wte.weight")
 
 
+@pytest.mark.slow
 def test_one_process_trains_the_same_twice_and_another_seed_otherwise() -> None:
     settings = ["SIZE=tiny", "LENGTH=8", "N_MICRO=2", "steps=2"]
     first, again, other = (alone([*settings, f"SEED={seed}"], 2)["loss"] for seed in (0, 0, 1))

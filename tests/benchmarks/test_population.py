@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+import pytest
 
 from benchmarks import population as bench
 from benchmarks.population import Run
 from experiments.datasets import download
 from tests.benchmarks.test_federated_mnist import SMALL
 
-if TYPE_CHECKING:
-    import pytest
 
-
+@pytest.mark.slow  # tests/inprocess/test_population.py shows it of a smaller net
 def test_few_clients_end_in_the_same_bits_on_any_number_of_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "read", lambda name: {})
     monkeypatch.setattr("experiments.datasets.corpora.mnist", lambda files: SMALL)

@@ -13,6 +13,7 @@ import pytest
 from atoll.errors import AtollError
 from benchmarks import reach
 from benchmarks.code_lines import PRODUCT, ROOT
+from tests.parameters import sampled
 
 
 @pytest.fixture
@@ -26,7 +27,14 @@ def tree(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", reach.AIMS)
-def test_an_example_of_each_kind_of_change_works_and_touches_few_files(kind: str, tree: Path) -> None:
+def test_an_example_of_each_kind_of_change_fits_and_touches_few_files(kind: str, tree: Path) -> None:
+    reach.apply(kind, tree)
+    files = reach.touched(reach.example(kind))
+    assert reach.reach(files)["product"] <= reach.AIMS[kind], files
+
+
+@pytest.mark.parametrize("kind", sampled(1, ["message", *(kind for kind in reach.AIMS if kind != "message")]))
+def test_an_example_of_each_kind_of_change_works(kind: str, tree: Path) -> None:
     files = reach.touched(reach.example(kind))
     reach.apply(kind, tree)
     tests = [path for path in files if reach.part_of(path) == "tests"]
@@ -39,7 +47,6 @@ def test_an_example_of_each_kind_of_change_works_and_touches_few_files(kind: str
         cwd=tree, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert reach.reach(files)["product"] <= reach.AIMS[kind], files
 
 
 def test_an_example_that_does_not_fit_any_more_is_named_with_the_place(tree: Path) -> None:

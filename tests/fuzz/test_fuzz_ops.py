@@ -13,14 +13,16 @@ from tests.fuzz.shrink import smaller
 from tests.fuzz.supervisor import CHECKING, Supervisor, drawn, verdict
 
 SEED = 4711
-OPS_A_RUN = 240  # a quarter of the list, four cases each: half a minute on two quiet cores
 
 
-def test_no_op_kills_hangs_or_shows_memory_that_is_not_its_own() -> None:
-    some = random.Random(SEED).sample(TARGETS, OPS_A_RUN)
+@pytest.mark.parametrize(
+    "ops", [80, pytest.param(240, marks=pytest.mark.slow)]
+)  # of a list four times as long
+def test_no_op_kills_hangs_or_shows_memory_that_is_not_its_own(ops: int) -> None:
+    some = random.Random(SEED).sample(TARGETS, ops)
     report = Supervisor().run(drawn(SEED, some, range(4)))
     assert report.findings == []
-    assert report.cases == 4 * OPS_A_RUN
+    assert report.cases == 4 * ops
     assert report.status["ran"] > report.cases // 3  # cases come to the kernels, not only to the checks
 
 

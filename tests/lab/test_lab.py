@@ -466,6 +466,7 @@ class TestNamespaces:
             carried = sum(stats.flow(f"fast{n}", f"slow{n}").bytes for n in (1, 2))
             assert stats.servers["group:fast:up"][0] >= carried
 
+    @pytest.mark.slow
     def test_both_directions_of_a_half_duplex_line_share_its_rate(self) -> None:
         with Lab("home_pair") as lab:
             serve_meters(lab, "left", "right")
@@ -532,6 +533,7 @@ class TestNamespaces:
             question.close()
             answer.close()
 
+    @pytest.mark.slow
     def test_a_shared_line_changes_live(self) -> None:
         hosts = {"a": {"group": "g"}, "b": {}}
         group = {"up_mbit": 100, "down_mbit": 100}
@@ -586,6 +588,7 @@ class TestNamespaces:
             used = float(lab.python("a", "-c", burn, stdout=subprocess.PIPE, text=True).communicate()[0])
             assert used < 0.35
 
+    @pytest.mark.slow
     def test_labs_live_side_by_side_and_the_check_covers_every_pair(self) -> None:
         with Lab(pair_of_hosts(20, 2)) as one, Lab(pair_of_hosts(40, 2)) as two:
             for lab, mbit in ((one, 20), (two, 40)):

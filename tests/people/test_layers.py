@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atoll.job import Optimizer, OptimizerName
+from tests.parameters import sampled
 from tests.people.loop import Case, case, job_of, refusal, run
 
 G = torch.Generator
@@ -247,7 +248,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", sampled(14, CASES))
 def test_a_stock_layer_trains_as_in_a_plain_loop(kind: Case, one_thread: None) -> None:
     run(kind)
 

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from atoll.errors import CaptureError
 from coordinator.client.prepare import prepare
+from tests.parameters import sampled
 from tests.people.loop import Case, case, job_of, run
 
 CALLS = 0
@@ -620,7 +621,7 @@ KINDS = [kind for kind in list(globals().values()) if isinstance(kind, type) and
 CASES = [case(kind, rows, refused=REFUSED.get(kind, "")) for kind in KINDS]
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", sampled(28, CASES))
 def test_what_one_batch_does_not_show(kind: Case, one_thread: None) -> None:
     run(kind)
 

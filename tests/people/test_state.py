@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.parameters import sampled
 from tests.people.loop import Case, case, run
 from tests.people.test_one_batch import Net, rows
 
@@ -317,7 +318,7 @@ OWN = [kind for kind in list(globals().values()) if isinstance(kind, type) and i
 CASES = [case(kind, rows, refused=REFUSED.get(kind, "")) for kind in OWN if kind not in (Net, Scaled)]
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", sampled(13, CASES))
 def test_state_is_in_the_graph_or_refused_by_its_name(
     kind: Case, one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 
 from atoll.job import Optimizer, OptimizerName, ParamGroup, Schedule, ScheduleKind
 from tests.models import bert, gpt2, llama, token_batch
+from tests.parameters import sampled
 from tests.people.loop import Case, case, run
 
 ADAMW = Optimizer(OptimizerName.ADAMW, lr=1e-3, weight_decay=0.1)
@@ -386,6 +387,6 @@ def test_a_model_of_transformers_is_trained_as_in_a_plain_loop(kind: Case, one_t
     run(kind)
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", sampled(15, CASES))
 def test_a_model_is_trained_however_it_is_built(kind: Case, one_thread: None) -> None:
     run(kind)

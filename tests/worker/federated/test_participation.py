@@ -404,7 +404,7 @@ def test_a_store_that_stays_away_is_an_error_and_not_for_ever(
 ) -> None:
     server = Server(tmp_path / "server")
     client = joined(server, tmp_path / "w")
-    monkeypatch.setattr("hostos.retries.PAUSE_FIRST_S", 0.0)
+    monkeypatch.setattr("worker.blobs.PATIENCE_S", 0.001)
 
     def away(chunks: object) -> None:
         raise ConnectionFailed("reset")
