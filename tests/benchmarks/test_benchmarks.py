@@ -31,6 +31,7 @@ from benchmarks.adaptive_compression import Series, same_losses
 from benchmarks.harness import CommandFailed, LabFleet, conclude, execute, fitting, follow
 from benchmarks.pipeline_vs_torch import strays
 from coordinator.client.job_file import load_job
+from tests.parameters import sampled
 from tests.patience import HUNG_S
 
 if TYPE_CHECKING:
@@ -369,7 +370,7 @@ def test_other_losses_of_dense_variants_fail_the_slow_link_benchmark(
 TINY = ("LENGTH=16", "WIDTH=32", "LAYERS=2", "MICRO_BATCH=2", "n_micro=2", "steps=4", "eval_batches=0")
 
 
-@pytest.fixture(scope="module", params=["fp32", "bf16"])
+@pytest.fixture(scope="module", params=sampled(1, ["fp32", "bf16"]))
 def case(request: pytest.FixtureRequest) -> gpu.Case:
     path = ROOT / "examples" / "gpt.py"
     return gpu.case_of_job(load_job(path, [*TINY, f"precision={request.param}"]))

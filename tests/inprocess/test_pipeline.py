@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -119,10 +120,14 @@ def test_a_gradient_at_the_values_positions_carries_no_indices():
     assert sizes[Mask.INDEPENDENT] - sizes[Mask.SAME] == 8 * int(BATCH * WIDTH / RATIO) * TRAINING.n_micro
 
 
+@cache
+def made(name: str) -> Case:
+    return built_in(name, replace(TRAINING, steps=2), 0.1)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "branches", "resnet"])
 def test_lossless_on_all_links_changes_no_bit(name: str):
-    training = replace(TRAINING, steps=3, optimizer=Optimizer(lr=3e-3))
-    case = built_in(name, training, 0.1)
+    case = replace(made(name), training=replace(TRAINING, steps=3, optimizer=Optimizer(lr=3e-3)))
     positions = case.dag.cuttable()
     starts = (0, positions[len(positions) // 3], positions[2 * len(positions) // 3])
     coded = run_local(case, starts, links=both_ways("lossless", stages=3))
@@ -133,7 +138,7 @@ def test_lossless_on_all_links_changes_no_bit(name: str):
 @pytest.mark.parametrize("name", ["gpt2", "branches"])
 def test_lossy_links_train_and_repeat_bit_for_bit(name: str, mask: Mask):
     """Values used in several stages, whose gradients fold, among them."""
-    case = built_in(name, replace(TRAINING, steps=2), 0.1)
+    case = made(name)
     positions = case.dag.cuttable()
     starts = (0, positions[len(positions) // 3], positions[2 * len(positions) // 3])
     runs = [run_local(case, starts, links=both_ways("largest", 2.0, mask, 3)) for _ in range(2)]

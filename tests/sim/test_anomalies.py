@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.messages.facts import PlanAdopted, Reconfigured, from_record
+from tests.parameters import sampled
 from tests.sim.faults import Fault, KillCoordinator, Poison, Slander, Slow
 from tests.sim.watched import Watched
 from tests.sim.world import Scenario, pipeline_job
@@ -77,7 +78,7 @@ def test_a_straggler_near_the_end_is_not_worth_a_plan() -> None:
 # ---------------------------------------------------------------- not finite
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", sampled(1, range(3)))
 @pytest.mark.parametrize("worker", ["w0", "w1", "w2"])
 def test_a_producer_of_nans_is_replaced_and_the_job_ends_as_an_undisturbed_one(
     worker: str, seed: int
@@ -130,7 +131,7 @@ def test_a_model_that_diverges_ends_its_job(workers: int) -> None:
     assert len(found.plans()) <= 4
 
 
-@pytest.mark.parametrize("after_s", [0.3, 0.7, 1.1, 1.5, 1.9, 2.5, 3.2, 4.0])
+@pytest.mark.parametrize("after_s", sampled(4, [0.3, 0.7, 1.1, 1.5, 1.9, 2.5, 3.2, 4.0]))
 def test_a_doubt_that_a_restart_forgets_costs_no_more_than_the_tries_before_it(after_s: float) -> None:
     """No try is ever committed, and one that is forgotten makes nobody less suspect (decision 043)."""
     broken = world(Poison(8.0, 0.0, "w1"), KillCoordinator(8.0 + after_s, 0.1), workers=6)

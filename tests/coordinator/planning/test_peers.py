@@ -92,7 +92,7 @@ def violations(chosen: Selection, rounds: int = ROUNDS, window: int = 0) -> list
 
 @pytest.mark.parametrize("islands", [1, 3])
 def test_windows_are_connected_and_nobody_idles_twice_with_any_threshold(islands):
-    for seed in range(40):
+    for seed in range(20):
         assert violations(drawn(seed, islands)) == [], seed
 
 
@@ -104,12 +104,12 @@ def test_windows_are_connected_and_nobody_idles_twice_on_a_thousand_seeds(island
 
 
 def test_searched_thresholds_keep_the_promises_on_32_peers():
-    for seed in range(2):
+    for seed in range(1):
         assert violations(searched(uniform(32, seed), seed), 200) == []
 
 
 def test_where_not_all_reach_each_other_every_part_is_still_connected():
-    for seed in range(20):
+    for seed in range(10):
         draw = np.random.default_rng(seed)
         n = int(draw.integers(4, 20))
         rates = uniform(n, seed) * (draw.uniform(size=(n, n)) < 0.4)

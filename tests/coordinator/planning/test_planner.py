@@ -368,9 +368,9 @@ def with_cheap_ops(dag: OpDag) -> OpDag:
 
 
 def test_cheap_results_are_computed_again_where_memory_keeps_the_pipeline_from_being_full():
-    dag, fleet = with_cheap_ops(gpt_like(8, tokens=128)), eight_hosts((5.0, 5.0, 5.0, 5.0))
+    dag, fleet = with_cheap_ops(gpt_like(6, tokens=128)), eight_hosts((5.0, 5.0, 5.0, 5.0))
     off, auto, roomy = (
-        plan_for(dag, fleet, training=TrainingSpec(10, 16, recompute=recompute))
+        plan_for(dag, fleet, training=TrainingSpec(10, 8, recompute=recompute))
         for recompute, fleet in (
             (Recompute.OFF, fleet),
             (Recompute.AUTO, fleet),
