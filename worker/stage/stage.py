@@ -90,8 +90,10 @@ class Stage:
             for both, turns in zip(programs, own, strict=True)
         )
         self.trainable = tuple(dict.fromkeys(n for piece in self.pieces for n in piece.trainable))
-        # The piece with the first use of all, of parameters whose first holder is here.
-        self._first = {n: piece for piece in self.pieces for n in piece.trainable if n not in piece.followed}
+        # The piece with the first use of all, of parameters whose first holder is here. The other holders of
+        # frozen ones are sent a total of nothing.
+        held_by = ((piece, n) for piece in self.pieces for n in piece.program.parameters)
+        self._first = {n: piece for piece, n in held_by if n not in piece.followed}
         self._followed = frozenset(self.trainable) - set(self._first)
         self._optimizer = self._make_optimizer(tensors)
         self._step = 0

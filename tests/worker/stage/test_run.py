@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atoll.held_out import Figures
 from atoll.indices import IndexRanges, Range
-from atoll.job import TrainingSpec
+from atoll.job import ParamGroup, TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.rows import dag_at_rows
 from tests.inprocess.pipeline import LocalPipeline
@@ -171,6 +171,26 @@ def test_a_tied_table_of_both_ends_is_not_sent_where_one_device_has_them() -> No
     sent = [{a.key.direction for each in those for a in step_arrivals(each, 0)} for those in (ring, chain)]
     assert not sent[0] & tied
     assert tied <= sent[1]
+
+
+@pytest.mark.parametrize("owners", [(0, 1, 2, 3), (0, 1, 2, 0)])
+def test_a_tied_table_that_is_frozen_stays_as_it_is_and_is_stored_once(owners: tuple[int, ...]) -> None:
+    """As of a model with a tied head whose adapters alone are trained."""
+    made = case("gpt2")
+    programs, _ = made.programs(cut_evenly(made.dag, 4))
+    (table,) = {tied.name for program in programs for tied in program.tied}
+    frozen = ParamGroup((table,), frozen=True)
+    training = replace(TRAINING, optimizer=replace(TRAINING.optimizer, groups=(frozen,)))
+    reference, losses, _ = local(made, training)
+    crew = Crew(
+        made, assign(made, cut_evenly(made.dag, 4), training, ScheduleName.ONE_F_ONE_B, owners=owners)
+    )
+    for step in range(training.steps):
+        reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
+        assert [r.stage.step_loss.mean for r in reports if r.stage.losses] == [losses[step]]
+        crew.all("apply", step, scale_of(reports))
+    assert_same(crew.snapshot(), reference.snapshot())
+    assert torch.equal(crew.snapshot()[table]["value"], made.tensors[table]["value"])
 
 
 @pytest.mark.parametrize("schedule", [ScheduleName.ONE_F_ONE_B, ScheduleName.ZERO_BUBBLE])
