@@ -116,7 +116,7 @@ def test_partitioners_that_take_devices_as_they_joined_see_all_of_them():
 
 
 def test_the_same_fleet_gives_the_same_selection_and_plan():
-    dag, fleet = gpt_like(8), islands(0, 5, 6, 20.0)[0]
+    dag, fleet = gpt_like(8), islands(0, 5, 6, 40.0)[0]
     plans = [plan_for(dag, fleet, Effort(candidates=12, few=8)) for _ in range(2)]
     assert plans[0] == plans[1]
     assert plans[0].prediction == plans[1].prediction
