@@ -53,11 +53,14 @@ def shortage(problem: Problem, partitioner: str) -> str:
             f"GPipe keeps all {problem.n_micro} micro-batches in flight, which no cut into stages fits "
             f"({limits} MiB); use --schedule 1f1b, or {remedy}"
         )
-    hint = (
-        "; try --partitioner op_fence, which may reorder devices"
-        if partitioner not in ("op_fence", "one_piece")
-        else ""
-    )
+    other = partitioner not in ("op_fence", "one_piece")
+    if over <= 0.0:
+        hint = "try --partitioner op_fence, which looks at more; " if other else ""
+        return (
+            f"memory would do for some cut, but for none that {partitioner} has tried (limits in MiB: "
+            f"{limits}): {hint}{remedy}"
+        )
+    hint = "; try --partitioner op_fence, which may reorder devices" if other else ""
     return (
         f"no cut into stages fits: the best is {over / mib:.1f} MiB short on "
         f"{problem.fleet.devices[order].label} (limits in MiB: {limits}); {remedy}{hint}"

@@ -122,6 +122,12 @@ def test_the_same_fleet_gives_the_same_selection_and_plan():
     assert plans[0].prediction == plans[1].prediction
 
 
+def test_memory_that_would_do_for_a_cut_that_was_not_tried_is_not_called_short():
+    dag, fleet = gpt_like(8), islands(0, 5, 6, 20.0)[0]
+    with pytest.raises(NotEnoughMemory, match="would do for some cut, but for none that op_fence has tried"):
+        plan_for(dag, fleet, Effort(candidates=12, few=8))
+
+
 def preselection(dag: OpDag, fleet: Fleet, n_micro: int = 8) -> Preselection:
     return Preselection(
         fleet, Problem(dag, TrainingSpec(1, n_micro), fleet.subset([fleet.devices[0].worker]))
