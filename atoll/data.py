@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     Array = NDArray[np.generic]
     ArrayOrTensor = Array | torch.Tensor
 
+MAX_STEPS_A_REQUEST = 1024
+"""Of micro-batches that a worker asks for."""
+
 
 @dataclass(frozen=True)
 class Materialised:

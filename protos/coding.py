@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import cache
+from hashlib import sha256
 from operator import attrgetter
 from types import NoneType, UnionType
 from typing import (
@@ -85,6 +86,17 @@ def write(value: Any, kind: type[Any]) -> Any:
         return kind(**fields_of(value, kind.DESCRIPTOR))
     except (ValueError, TypeError) as error:
         raise UsageError(f"{type(value).__name__}: {error}; a number has at most 64 bits") from None
+
+
+def stable_bytes(message: Message) -> bytes:
+    """Return a message's bytes, equal for equal messages."""
+    return message.SerializeToString(deterministic=True)
+
+
+def digest_of(*parts: Message | bytes) -> str:
+    """Return the SHA-256 of the parts' own, so that no part's end can pass for another's beginning."""
+    held = (part if isinstance(part, bytes) else stable_bytes(part) for part in parts)
+    return sha256(b"".join(sha256(each).digest() for each in held)).hexdigest()
 
 
 @cache

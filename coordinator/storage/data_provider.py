@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.arrays import BFLOAT16
-from atoll.data import held_out_indices, sample_indices, take
+from atoll.data import MAX_STEPS_A_REQUEST, held_out_indices, sample_indices, take
 from atoll.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.generic]
 
-MAX_STEPS_A_REQUEST = 1024
 MAX_HEADER_BYTES = 100 << 20
 _DTYPES: dict[str, DTypeLike] = {
     "BF16": BFLOAT16, "F64": "float64", "F32": "float32", "F16": "float16", "I64": "int64", "I32": "int32",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.arrays import dtype_name
-from atoll.data import sample_indices
+from atoll.data import MAX_STEPS_A_REQUEST, sample_indices
 from atoll.errors import UsageError
 from protos import atoll_control_pb2 as pb
 from worker.data.registry import load_dataset, open_dataset
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from atoll.dataset_spec import DataSpec
-
-MAX_STEPS_A_REQUEST = 1024
 
 
 class PinnedRows:

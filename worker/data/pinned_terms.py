@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from atoll.dataset_spec import DataSpec
@@ -32,13 +31,12 @@ class AskedPinned:
 
     def terms(self, n_samples: int, place: str = "") -> Terms:
         """What a policy judges; the arguments are those of ``Asked.terms``."""
-        parts = [self._graph.encode(), *(_bytes(part) for part in (self._m.training, self._m.data))]
         return Terms(
             bounds.name("job", self._m.job),
             self.data,
             clean(self._m.owner, MAX_OWNER_CHARS),
             self._graph,
-            sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest(),
+            coding.digest_of(self._graph.encode(), self._m.training, self._m.data),
             0,
             0,
             place=place,
@@ -68,8 +66,3 @@ class AskedPinned:
                 "none; weights and buffers of the layers that are trained here go to the coordinator",
             ),
         )
-
-
-def _bytes(part: object) -> bytes:
-    found: bytes = part.SerializeToString(deterministic=True)  # type: ignore[attr-defined]
-    return found

@@ -29,8 +29,6 @@ from worker.data.policy import MAX_OWNER_CHARS, Terms
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from google.protobuf.message import Message
-
     from atoll.federated import Federated
     from strategies.base import Strategy
 
@@ -83,13 +81,12 @@ class Asked:
         """What a policy judges, where ``n_samples`` are registered; ``place``: as of ``Terms``."""
         few, excess = self._few(n_samples)
         m, graph = self._m, graph_hash(self._m)
-        parts = [graph.encode(), _bytes(m.training), _bytes(m.federated), m.batch.to_bytes(8, "little")]
         return Terms(
             bounds.name("job", m.job),
             self.federated.data,
             clean(m.owner, MAX_OWNER_CHARS),
             graph,
-            sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest(),
+            coding.digest_of(graph.encode(), m.training, m.federated, m.batch.to_bytes(8, "little")),
             self.rule.min_clients,
             self.training.steps,
             unclippable(self.strategy, self.layout),
@@ -214,14 +211,5 @@ def graph_hash(m: pb.Participate) -> str:
     """
     constants = {name for program in (m.program, m.eval_program) for name in program.constants}
     blobs = sorted((t.name, t.blob) for t in m.tensors if t.name in constants)
-    parts = [
-        _bytes(m.program),
-        _bytes(m.eval_program),
-        b"".join(sha256(_bytes(meta)).digest() for meta in m.metas),
-        repr(blobs).encode(),
-    ]
-    return sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
-
-
-def _bytes(message: Message) -> bytes:
-    return message.SerializeToString(deterministic=True)
+    metas = b"".join(sha256(coding.stable_bytes(meta)).digest() for meta in m.metas)
+    return coding.digest_of(m.program, m.eval_program, metas, repr(blobs).encode())
