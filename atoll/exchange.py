@@ -29,6 +29,8 @@ LOCAL_RULES = frozenset({"diloco", "streaming_diloco", "sparseloco"}) | GOSSIP_R
 """Rules of what comes of peers' own steps: those, and what peers have changed (``Content.DELTA``)."""
 CODED_RULES = frozenset({"diloco", "streaming_diloco"})
 """Those whose rounds travel in a codec of the job's choice."""
+WHOLE_RULES = frozenset({"saps"})
+"""Those whose peers hold the whole model (not ``sliced`` in the catalogue)."""
 EXACT = "exact"
 AUTO = "auto"
 LOCAL_STEPS = 50  # between two exchanges, unless a job or the rule's paper says otherwise

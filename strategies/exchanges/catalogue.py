@@ -38,6 +38,8 @@ class ExchangeFacts:
     exact: bool = False  # the same model as one machine, bit for bit
     alike: bool = True  # every rank holds the same bits after a complete round
     together: bool = False  # a round counts for all of a group or for none
+    # Joining range by range of the model gives the bits of joining it whole, so a peer may be several stages.
+    sliced: bool = True
     phases: int = 1  # collectives a round, at most
     by_rates: bool = False  # pairs are drawn by how fast they are
     everybody_every: int = 0  # rounds of groups, of which the last is everybody's; 0: never
@@ -218,6 +220,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             volume=masked_volume,
             alike=False,
             together=True,
+            sliced=False,  # positions are drawn of the whole vector
             by_rates=True,
             check=no_codec,
             own_copies=7,

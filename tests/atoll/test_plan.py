@@ -81,6 +81,8 @@ def test_new_links_change_nothing_else() -> None:
 def test_valid_plans_are_valid() -> None:
     validate(plan(ONE), dag(), TRAINING)
     validate(plan(FIRST, SECOND), dag(), TRAINING)
+    for rule in ("diloco", "streaming_diloco", "sparseloco", "wagma", "swarm"):
+        validate(replace(plan(FIRST, SECOND), exchange=Exchange(rule, every=4)), dag(), TRAINING)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +104,7 @@ def test_valid_plans_are_valid() -> None:
         (replace(plan(FIRST, SECOND), exchange=None), "2 replicas without an exchange"),
         (replace(plan(ONE), exchange=Exchange()), "1 replicas with an exchange"),
         (replace(plan(FIRST, SECOND), exchange=Exchange(every=0)), "exchange every 0 steps"),
+        (replace(plan(FIRST, SECOND), exchange=Exchange("saps")), "saps holds the whole .* take diloco"),
         (replace(plan(ONE), blocks=1), "in 1 blocks, training declares 4 in 2"),
     ],
 )  # fmt: skip

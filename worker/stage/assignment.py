@@ -13,7 +13,15 @@ from atoll.job import TrainingSpec
 from atoll.messages.to_worker import Assign, PeerLink, Replay
 from atoll.microbatch import own_blocks
 from atoll.opdag import StateMeta, TensorMeta
-from atoll.plan import LinkSpec, PlacedPiece, Plan, Replica, check_figures_by_rank, check_shares
+from atoll.plan import (
+    LinkSpec,
+    PlacedPiece,
+    Plan,
+    Replica,
+    check_figures_by_rank,
+    check_shares,
+    check_sliced,
+)
 from atoll.program import PiecePrograms, StageProgram, TiedParameter, programs_of
 from atoll.raw_values import reads_inputs
 from atoll.rows import inputs_at
@@ -289,8 +297,7 @@ def _check_exchange(plan: Plan, rank: int) -> None:
         if starts[:1] != [0] or starts != sorted(set(starts)):
             raise PlanError(f"stages of a replica that begin at ops {starts[:8]}")
     exact = (exchange.rule, exchange.every, exchange.codec) == ("sum", 1, "none")
-    if exchange.local and any(len(replica.stages) != 1 for replica in plan.replicas):
-        raise PlanError("a peer with steps of its own holds the whole model: one stage a replica")
+    check_sliced(plan)
     inner = exchange.inner is None or (exact and exchange.inner == Exchange())
     if not (exact or exchange.local) or not inner:
         raise PlanError(

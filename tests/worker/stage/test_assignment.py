@@ -22,6 +22,7 @@ STAGES = (StageSpec(0, 2, 0, 0, "w1", 1),)
 PROGRAM = StageProgram(0, 1, (), frozenset(), (), (), (), (), (), (), (), None)
 PLAN = Plan("job", 1, "", "", "", ScheduleName.GPIPE, 4, one_replica(4, STAGES), blocks=2)
 SECOND = Replica((2, 4), (StageSpec(0, 2, 0, 0, "w2", 1),))
+CUT = Replica((2, 4), (StageSpec(0, 1, 0, 0, "w2", 1), StageSpec(1, 2, 0, 0, "w3", 1)))
 LATE = Replica((2, 4), (StageSpec(1, 2, 0, 0, "w2", 1),))
 TWO = replace(PLAN, replicas=(Replica((0, 2), STAGES), SECOND), exchange=Exchange())
 
@@ -96,6 +97,11 @@ def test_a_stage_of_a_plan_is_taken_whatever_its_replica() -> None:
             replace(TWO, exchange=Exchange("mean")),
             PlanError,
             "replicas exchange exact sums at every step here, or take local steps, not mean every 1 through",
+        ),
+        (
+            replace(TWO, replicas=(TWO.replicas[0], CUT), exchange=Exchange("saps")),
+            PlanError,
+            "a peer with saps holds the whole model on one machine",
         ),
         (replace(TWO, exchange=None), PlanError, "2 replicas do not go with exchange None"),
         (replace(PLAN, exchange=Exchange()), PlanError, "1 replicas do not go with exchange"),
