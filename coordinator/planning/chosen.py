@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from atoll.exchange import AUTO, EXACT
 from atoll.plan import written_buffers
+from coordinator.planning.explain import thin_links
 from coordinator.planning.local_plans import fastest, peers_plan
 from coordinator.planning.replicas import best_plan
 from coordinator.planning.ways import LOCAL_STEPS, efficiency
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from atoll.exchange import Exchange
     from atoll.plan import Plan
-    from coordinator.planning.local_plans import Sharing
+    from coordinator.planning.local_plans import Known, Sharing
     from coordinator.planning.planner import PlanRequest
     from coordinator.planning.search.op_fence import Effort
 
@@ -33,31 +34,35 @@ def chosen_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
     replicas = "auto" if training.replicas == "1" else training.replicas
     exact_request = replace(request, training=replace(training, exchange=EXACT, replicas=replicas))
     exact = best_plan(exact_request, effort)
-    found = _best_local(request)
+    known: Known = {}
+    found = _best_local(request, effort, known)
     if found is None:
-        return _explained(exact, "no two machines hold the model and what local steps keep of it")
+        return _explained(
+            exact, "no two machines, or groups of them, hold the model and what local steps keep of it"
+        )
     sharing, exchange = found
     counts = efficiency(exchange)
     exact_s = exact.prediction.step_s if exact.prediction is not None else float("inf")
     worth, exact_worth = counts / sharing.step_s, 1.0 / exact_s
     words = (
-        f"{exchange.rule} every {exchange.every} steps among {len(sharing.parts)} machines: "
+        f"{exchange.rule} every {exchange.every} steps among {_peers(sharing.parts)}: "
         f"{sharing.step_s:.3g} s a step that counts {counts:.2f} of an exact one; {shape(exact)}: "
         f"{exact_s:.3g} s"
     )
     if worth <= exact_worth:
         return _explained(exact, words)
-    return _explained(peers_plan(request, exchange, effort, (sharing.parts, sharing.ends)), words)
+    chosen = peers_plan(request, exchange, effort, sharing, known)
+    return _explained(chosen, words + thin_links(request.fleet, sharing.parts, exact))
 
 
-def _best_local(request: PlanRequest) -> tuple[Sharing, Exchange] | None:
+def _best_local(request: PlanRequest, effort: Effort | None, known: Known) -> tuple[Sharing, Exchange] | None:
     """Return the peers and the exchange whose steps teach most a second."""
     if written_buffers(request.dag):
         return None
     found = [
         (sharing, exchange)
         for exchange in (asked.exchange for asked in LOCAL_STEPS)
-        if (sharing := fastest(request, exchange)) is not None
+        if (sharing := fastest(request, exchange, effort, known)) is not None
     ]
     return max(found, key=lambda one: efficiency(one[1]) / one[0].step_s, default=None)
 
@@ -78,10 +83,18 @@ def grown_fleet(request: PlanRequest, own: Sequence[str]) -> tuple[Plan, Plan]:
 def shape(plan: Plan) -> str:
     """Return in words how many stages and replicas a plan has, and its rule where peers take local steps."""
     if plan.local and plan.exchange is not None:
-        return f"{plan.exchange.rule} every {plan.exchange.every} steps among {len(plan.places)} machines"
+        among = _peers([replica.stages for replica in plan.replicas])
+        return f"{plan.exchange.rule} every {plan.exchange.every} steps among {among}"
     count = len(plan.replicas)
     stages = len(plan.places)
     return f"{count} replicas of {stages} stages in all" if count > 1 else f"one pipeline of {stages} stages"
+
+
+def _peers(parts: Sequence[Sequence[object]]) -> str:
+    """Peers in words: so many machines, or peers of so many each."""
+    if all(len(part) == 1 for part in parts):
+        return f"{len(parts)} machines"
+    return f"{len(parts)} peers of {', '.join(str(len(part)) for part in parts)} machines"
 
 
 def _explained(plan: Plan, words: str) -> Plan:

@@ -18,6 +18,7 @@ from coordinator.planning.gossip_plans import round_of
 if TYPE_CHECKING:
     from atoll.exchange import Exchange
     from coordinator.planning.costs.fleet import Fleet
+    from coordinator.planning.gossip_plans import Held
 
 CODECS = ("none", "int8_block", "int4_block")
 """From the mildest on."""
@@ -38,13 +39,11 @@ def fitting(present: str, carried_s: float, computed_s: float) -> str:
     return CODECS[-1]
 
 
-def with_codec(
-    fleet: Fleet, members: list[int], n_bytes: float, exchange: Exchange, step_s: float
-) -> Exchange:
-    """Return the exchange with a codec, where the planner is to choose it: for ``members`` with so many
-    trained bytes each, the slowest of whom computes a step's share in ``step_s``."""
+def with_codec(fleet: Fleet, held: Held, exchange: Exchange, step_s: float) -> Exchange:
+    """Return the exchange with a codec, where the planner is to choose it: for peers that hold ``held``, the
+    slowest of whom computes a step's share in ``step_s``."""
     if exchange.codec != AUTO:
         return exchange
     plain = replace(exchange, codec=CODECS[0])
-    _, carried_s = round_of(fleet, members, n_bytes, plain, 0)
+    _, carried_s = round_of(fleet, held, plain, 0)
     return replace(plain, codec=fitting(plain.codec, carried_s, exchange.every * step_s))

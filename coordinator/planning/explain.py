@@ -19,6 +19,8 @@ from coordinator.planning.shortage import recompute_hint
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from atoll.plan import Plan
+    from coordinator.planning.costs.fleet import Fleet
     from coordinator.planning.costs.timeline import Timeline
     from coordinator.planning.costs.workload import Workload
     from coordinator.planning.problem import Problem
@@ -48,6 +50,34 @@ def bottleneck(problem: Problem, work: Workload, timeline: Timeline, caps: Seque
     step, name, text = min(options, key=lambda option: option[0])
     gain = 1.0 - step / timeline.step_s
     return name, f"{text}; 10 % better there would shorten the step by {max(gain, 0.0):.1%}"
+
+
+def thin_links(fleet: Fleet, parts: Sequence[Sequence[str]], exact: Plan) -> str:
+    """Return why peers of several machines each meet rarely: what links carry inside a peer and between two,
+    and what an exact plan's step sends between those machines; "" where each is one machine."""
+    if all(len(part) == 1 for part in parts):
+        return ""
+    peer_of = {worker: number for number, part in enumerate(parts) for worker in part}
+    inside: list[float] = []
+    between: list[float] = []
+    for a, one in enumerate(fleet.devices):
+        for b, other in enumerate(fleet.devices):
+            if a != b and one.worker in peer_of and other.worker in peer_of:
+                same = peer_of[one.worker] == peer_of[other.worker]
+                (inside if same else between).append(float(fleet.effective_bps[a, b]))
+    links = exact.prediction.links if exact.prediction is not None else ()
+    crossing = [
+        link
+        for link in links
+        if {link.source, link.target} <= peer_of.keys() and peer_of[link.source] != peer_of[link.target]
+    ]
+    words = (
+        f"; links carry {min(inside) / 1e6:.3g} Mbit/s inside a peer, {min(between) / 1e6:.3g} between two"
+    )
+    if not crossing:
+        return words
+    n_bytes, busy_s = sum(link.bytes_per_step for link in crossing), max(link.busy_s for link in crossing)
+    return f"{words}, over which an exact step sends {n_bytes / 1e6:.3g} MB in {busy_s:.3g} s"
 
 
 def _memory(problem: Problem, work: Workload, timeline: Timeline, caps: Sequence[int]) -> str:

@@ -1,20 +1,24 @@
-"""Gossip as a plan has it: the table that pairs are drawn by, and what its rounds send and take.
+"""Rounds of peers as a plan has them: the table that gossip draws pairs by, what rounds send and take.
 
-A round's pairs exchange at once and the commit waits for the slowest, so a round's seconds are those of the
-resource that is busiest. They differ from round to round, and the plan has their mean over the first ones.
+Of peers of several stages a round joins ranges: parameters with the same first holders in all peers. All
+ranges are under way at once. A round of gossip's pairs exchange at once and the commit waits for the slowest,
+so its seconds are those of the resource that is busiest. They differ from round to round, and the plan has
+their mean over the first ones.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from atoll.exchange import PairTable, Pattern
+from atoll.opdag import Source, leaf_refs
 from coordinator.planning import TUNED
+from coordinator.planning.costs.op_seconds import is_trained
 from coordinator.planning.peers import best_threshold
-from coordinator.planning.transfers import PHASES, coded, exchange_s, owner_transfers, pair_rates
+from coordinator.planning.transfers import PHASES, coded, exchange_s, owner_transfers, pair_rates, rank_rates
 from strategies.exchanges.catalogue import exchange_facts
 from strategies.exchanges.matching import Network
 from strategies.exchanges.partners import groups_at
@@ -25,6 +29,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from atoll.exchange import Exchange
+    from atoll.job import Optimizer
+    from atoll.opdag import OpDag
+    from atoll.plan import Replica
     from coordinator.planning.costs.fleet import Fleet
     from strategies.exchanges.partners import Group
 
@@ -72,23 +79,96 @@ def moved_share(before: PairTable, now: PairTable) -> float:
     return float(moved[both].mean()) if both.any() else 0.0
 
 
-def round_of(
-    fleet: Fleet, members: list[int], n_bytes: float, exchange: Exchange, seed: int
-) -> tuple[Floats, float]:
-    """Return the bytes [devices, devices] of a round among ``members`` with so many trained bytes each, and
-    its seconds; of gossip their means."""
+class Range(NamedTuple):
+    """Trained parameters that the same devices hold first, one in each peer."""
+
+    n_bytes: float
+    holders: tuple[int, ...]  # devices, by peer
+    rates: tuple[float, ...] = ()  # bytes/s of each towards those it exchanges with; none: among themselves
+
+
+class Held(NamedTuple):
+    """Ranges that peers exchange, and the bytes [devices, devices] of settled values that first holders of
+    tied parameters send to the other holders in their peer."""
+
+    ranges: tuple[Range, ...]
+    settled: Floats
+
+
+def whole_models(fleet: Fleet, members: Sequence[int], n_bytes: float) -> Held:
+    """Return what peers hold that each are one device with all of so many trained bytes."""
+    return Held((Range(n_bytes, tuple(members)),), np.zeros((len(fleet.devices),) * 2))
+
+
+def held_by(fleet: Fleet, replicas: Sequence[Replica], dag: OpDag, optimizer: Optimizer) -> Held:
+    """Return what the stages of peers hold first, and send on of tied parameters."""
+    shared: dict[tuple[int, ...], float] = {}
+    settled = np.zeros((len(fleet.devices),) * 2)
+    stage_at = [_devices_by_op(fleet, replica) for replica in replicas]
+    uses: dict[str, list[int]] = {}
+    for op, node in enumerate(dag.ops):
+        for leaf in leaf_refs(node):
+            if leaf.source is Source.PARAMETER and is_trained(dag, leaf.name, optimizer):
+                uses.setdefault(leaf.name, []).append(op)
+    for name, ops in uses.items():
+        n_bytes = float(dag.parameters[name].meta.nbytes)
+        holders = tuple(of[ops[0]] for of in stage_at)
+        shared[holders] = shared.get(holders, 0.0) + n_bytes
+        for of, first in zip(stage_at, holders, strict=True):
+            for other in {of[op] for op in ops} - {first}:
+                settled[first, other] += n_bytes
+    if len(shared) == 1:
+        return Held(tuple(Range(n_bytes, holders) for holders, n_bytes in shared.items()), settled)
+    rates = _rates_between(fleet, list(shared))
+    ranges = (Range(n, held, tuple(rates[at] for at in held)) for held, n in shared.items())
+    return Held(tuple(ranges), settled)
+
+
+def rates_by_rank(fleet: Fleet, members: list[int], held: Held) -> list[float]:
+    """Return bytes/s of each member over its slowest link to one it exchanges with; who exchanges nothing has
+    the slowest of all its links."""
+    rates = _rates_between(fleet, [range_.holders for range_ in held.ranges])
+    all_of_them = rank_rates(fleet, members)
+    return [rates.get(at, slowest) for at, slowest in zip(members, all_of_them, strict=True)]
+
+
+def _rates_between(fleet: Fleet, together: Sequence[Sequence[int]]) -> dict[int, float]:
+    """Bytes/s of each device over its slowest link to one that is with it in any of the tuples."""
+    found: dict[int, float] = {}
+    for holders in together:
+        for at, rate in zip(holders, rank_rates(fleet, list(holders)), strict=True):
+            found[at] = min(found.get(at, rate), rate)
+    return found
+
+
+def _devices_by_op(fleet: Fleet, replica: Replica) -> list[int]:
+    """[ops] the device that computes each."""
+    found: list[int] = []
+    for piece, stage, _ in replica.pieces:
+        found += [fleet.index[replica.stages[stage].worker]] * (piece.stop - piece.start)
+    return found
+
+
+def round_of(fleet: Fleet, held: Held, exchange: Exchange, seed: int) -> tuple[Floats, float]:
+    """Return the bytes [devices, devices] of a round in which peers join what they hold, and its seconds; of
+    gossip their means."""
+    settled = held.settled / exchange.fragments
+    settled_s = exchange_s(fleet, settled, 1)
+    sent = np.zeros((len(fleet.devices),) * 2)
     if not exchange.gossips:
-        sent = _by_owners(fleet, members, n_bytes, exchange)
-        return sent, exchange_s(fleet, sent)
-    ranks = tuple(range(len(members)))
-    sent, seconds = np.zeros((len(fleet.devices),) * 2), 0.0
+        for n_bytes, holders, rates in held.ranges:
+            sent += _by_owners(fleet, list(holders), n_bytes, exchange, rates)
+        return sent + settled, exchange_s(fleet, sent) + settled_s
+    peers, seconds = tuple(range(len(held.ranges[0].holders))), 0.0
     owners = exchange_facts(exchange.rule).pattern is Pattern.OWNERS
     for number in range(TUNED.seen_rounds):
-        groups = groups_at(exchange, ranks, len(ranks), seed, number)
-        moved = _of_groups(fleet, members, n_bytes, exchange, groups)
+        groups = groups_at(exchange, peers, len(peers), seed, number)
+        moved = np.zeros_like(sent)
+        for range_ in held.ranges:
+            moved += _of_groups(fleet, list(range_.holders), range_.n_bytes, exchange, groups)
         seconds += exchange_s(fleet, moved, PHASES if owners else 1) / TUNED.seen_rounds
         sent += moved / TUNED.seen_rounds
-    return sent, seconds
+    return sent + settled, seconds + settled_s
 
 
 def hidden_steps(exchange: Exchange) -> int:
@@ -111,8 +191,10 @@ def _of_groups(
     return sent
 
 
-def _by_owners(fleet: Fleet, members: list[int], n_bytes: float, exchange: Exchange) -> Floats:
-    dense = owner_transfers(fleet, members, n_bytes)
+def _by_owners(
+    fleet: Fleet, members: list[int], n_bytes: float, exchange: Exchange, rates: Sequence[float] = ()
+) -> Floats:
+    dense = owner_transfers(fleet, members, n_bytes, rates)
     if len(members) < 2 or not n_bytes:
         return dense
     return coded(dense, n_bytes, exchange, len(members))

@@ -1,13 +1,15 @@
-"""Plans of peers that each hold the whole model, take steps of their own and exchange what has come of them.
+"""Plans of peers that take steps of their own and exchange what has come of them.
 
     step = slowest peer's share of a step + what of an exchange outlasts its delay / steps between two of them
 
-A step's micro-batches are shared out by the peers' speed, so a step sees the same data as on one machine.
+A peer is one machine that holds the model, or a group of them: a pipeline of its own, with its own cut. A
+step's micro-batches are shared out by the peers' speed, so a step sees the same data as on one machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,13 +18,26 @@ import numpy as np
 
 from atoll.errors import NotEnoughMemory, PlanError, UsageError
 from atoll.exchange import AUTO, MOST_PEERS
-from atoll.plan import LinkPrediction, Plan, Prediction, Replica, validate, written_buffers
+from atoll.job import Recompute
+from atoll.microbatch import ScheduleName
+from atoll.plan import LinkPrediction, Plan, Prediction, Replica, StageSpec, validate, written_buffers
 from coordinator.planning import TUNED
 from coordinator.planning.exchange_codecs import with_codec
-from coordinator.planning.gossip_plans import hidden_steps, round_of, with_table
+from coordinator.planning.gossip_plans import (
+    Held,
+    Range,
+    held_by,
+    hidden_steps,
+    rates_by_rank,
+    round_of,
+    whole_models,
+    with_table,
+)
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
-from coordinator.planning.transfers import rank_rates, shares_of
+from coordinator.planning.search.clusters import groups
+from coordinator.planning.search.partitions import Parts, Rooms, moved, overlaps, peer_groups
+from coordinator.planning.transfers import shares_of
 from strategies.exchanges.catalogue import exchange_facts
 
 if TYPE_CHECKING:
@@ -34,17 +49,32 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 
+class Sharing(NamedTuple):
+    """Peers that share out a step, where their shares end, and the predicted seconds of a step."""
+
+    step_s: float
+    parts: Sequence[tuple[str, ...]]  # workers of each peer
+    ends: Sequence[int]
+    cuts: Sequence[str] = ()  # given ones, by peer; "": none
+
+
+Known = dict[tuple[tuple[str, ...], int, int, str, Recompute], Plan]
+"""Plans of peers alone: by workers, micro-batches, copies that the rule keeps, cut, recomputation."""
+
+
 def peers_plan(
     request: PlanRequest,
     exchange: Exchange,
     effort: Effort | None = None,
-    given: tuple[Sequence[tuple[str, ...]], Sequence[int]] | None = None,
+    given: Sharing | None = None,
+    known: Known | None = None,
 ) -> Plan:
     """Return the plan of as many peers as end a step first, or as many as the job's ``replicas`` say.
 
-    ``given``: their workers, and where their shares of a step end. NotEnoughMemory where fewer than two
-    machines hold the model and what the rule keeps, UsageError where a step has too few micro-batches for
-    the peers, PlanError for a model that peers cannot share.
+    ``given``: their workers, and where their shares of a step end. ``known``: peers planned before, which is
+    added to. NotEnoughMemory where no two machines, or groups of them, hold the model and what the rule
+    keeps, UsageError where a step has too few micro-batches for the peers, PlanError for a model that peers
+    cannot share.
     """
     if exchange.codec != AUTO:
         exchange_facts(exchange.rule).check(exchange)
@@ -54,19 +84,32 @@ def peers_plan(
             f"training writes {len(written)} buffers, as {written[0]}, which peers with local steps do not "
             "join: give --exchange exact"
         )
+    known = {} if known is None else known
     if given is not None:
-        return _joined(request, exchange, *given, effort)
+        return _joined(request, exchange, given, effort, known)
     _check_count(request)
-    found = fastest(request, exchange)
+    found = fastest(request, exchange, effort, known)
     if found is None:
-        problem = _problem(request, exchange)
-        need = problem.memory.bytes(0, problem.n_ops, 1)
-        held = sum(bool(limit >= need) for limit in problem.limits)
-        raise NotEnoughMemory(
-            f"peers with local steps hold the whole model, {need / 2**20:.0f} MiB with what {exchange.rule} "
-            f"keeps of it; {held} of {len(problem.limits)} machines have that, {_fewest(request)} are needed"
-        )
-    return _joined(request, exchange, found.parts, found.ends, effort)
+        raise NotEnoughMemory(_shortage(request, exchange))
+    return _joined(request, exchange, found, effort, known)
+
+
+def _shortage(request: PlanRequest, exchange: Exchange) -> str:
+    """What is missing of memory, and what would do."""
+    problem = _problem(request, exchange)
+    need, fewest = problem.memory.bytes(0, problem.n_ops, 1), _fewest(request)
+    held = sum(bool(limit >= need) for limit in problem.limits)
+    words = (
+        f"peers with local steps hold the whole model, {need / 2**20:.0f} MiB with what {exchange.rule} "
+        f"keeps of it; {held} of {len(problem.limits)} machines have that, {fewest} are needed"
+    )
+    if not exchange_facts(exchange.rule).sliced:
+        return f"{words}, as {exchange.rule} takes whole models alone"
+    return (
+        f"{words}, and no {fewest} groups of machines have it together, of "
+        f"{problem.limits.sum() / 2**20:.0f} MiB in all; more memory would do, or "
+        "--exchange exact, which holds the model once"
+    )
 
 
 def _fewest(request: PlanRequest) -> int:
@@ -86,17 +129,25 @@ def _check_count(request: PlanRequest) -> None:
     )
 
 
-class Sharing(NamedTuple):
-    """Peers that share out a step, where their shares end, and the predicted seconds of a step."""
-
-    step_s: float
-    parts: list[tuple[str, ...]]
-    ends: list[int]
+# ---------------------------------------------------------------- who is a peer
 
 
-def fastest(request: PlanRequest, exchange: Exchange) -> Sharing | None:
-    """Return how many peers end a step first, None where fewer than two machines hold what the rule keeps."""
-    return min(_counted(request, exchange), key=lambda one: one.step_s, default=None)
+def fastest(
+    request: PlanRequest, exchange: Exchange, effort: Effort | None = None, known: Known | None = None
+) -> Sharing | None:
+    """Return which peers end a step first, None where no two machines or groups of them hold what the rule
+    keeps.
+
+    Groups are tried where a machine does not hold the model by itself, or where the fleet has several sites.
+    """
+    known = {} if known is None else known
+    single = min(_counted(request, exchange), key=lambda one: one.step_s, default=None)
+    grouped = _grouped(request, exchange, effort, known)
+    if grouped is None or single is None:
+        return single or grouped
+    alone = _joined(request, exchange, single, effort, known).prediction
+    faster = alone is None or grouped.step_s < TUNED.grouped_gains * alone.step_s
+    return grouped if faster else single
 
 
 def _problem(request: PlanRequest, exchange: Exchange) -> Problem:
@@ -105,84 +156,290 @@ def _problem(request: PlanRequest, exchange: Exchange) -> Problem:
     return Problem(request.dag, own, request.fleet)
 
 
+def _counts(request: PlanRequest, most: int) -> range:
+    """How many peers there may be, of so many at most."""
+    asked = request.training.replica_count or 1
+    if asked <= 1:
+        return range(2, most + 1)
+    return range(asked if request.version <= 1 else 2, min(asked, most) + 1)
+
+
 def _counted(request: PlanRequest, exchange: Exchange) -> Iterator[Sharing]:
-    """Yield sharings for numbers of the fastest peers."""
+    """Yield sharings for numbers of the fastest machines that hold the model by themselves."""
     problem = _problem(request, exchange)
     n_micro, fleet, seed = request.training.n_micro, request.fleet, request.training.seed
-    need = problem.memory.bytes(0, problem.n_ops, 1)
     micro_s = problem.compute[:, -1]
-    able = [i for i in range(len(fleet.devices)) if problem.limits[i] >= need]
-    able.sort(key=lambda i: (micro_s[i], i))
-    most = min(MOST_PEERS, len(able), n_micro)
-    asked = request.training.replica_count or 1
-    counts = range(2, most + 1)
-    if asked > 1:
-        counts = range(asked, asked + 1) if request.version <= 1 else range(2, asked + 1)
+    able = sorted(_able(problem), key=lambda i: (micro_s[i], i))
     n_bytes = problem.memory.trained(0, problem.n_ops)[0]
-    for count in counts:
-        if count > most:
-            continue
+    for count in _counts(request, min(MOST_PEERS, len(able), n_micro)):
         members = able[:count]
         shares = shares_of(n_micro, [1.0 / float(micro_s[i]) for i in members])
         compute_s = max(share * float(micro_s[i]) for share, i in zip(shares, members, strict=True))
         drawn = with_table(fleet, members, n_bytes, exchange, seed, search=False)
-        drawn = with_codec(fleet, members, n_bytes, drawn, compute_s)
-        _, joint_s = round_of(fleet, members, n_bytes, drawn, seed)
-        step_s = compute_s + max(0.0, joint_s - hidden_steps(exchange) * compute_s) / exchange.every
+        step_s = _step_s(request, whole_models(fleet, members, n_bytes), drawn, compute_s)
         yield Sharing(step_s, [(fleet.devices[i].worker,) for i in members], list(accumulate(shares)))
 
 
+def _able(problem: Problem) -> list[int]:
+    """Devices that hold the model by themselves."""
+    need = problem.memory.bytes(0, problem.n_ops, 1)
+    return [i for i, limit in enumerate(problem.limits) if limit >= need]
+
+
+def _step_s(request: PlanRequest, held: Held, exchange: Exchange, compute_s: float) -> float:
+    """Seconds of a step whose slowest peer computes for ``compute_s``."""
+    coded = with_codec(request.fleet, held, exchange, compute_s)
+    _, joint_s = round_of(request.fleet, held, coded, request.training.seed)
+    return compute_s + max(0.0, joint_s - hidden_steps(exchange) * compute_s) / exchange.every
+
+
+def _grouped(request: PlanRequest, exchange: Exchange, effort: Effort | None, known: Known) -> Sharing | None:
+    """Return the fastest sharing of peers of which some are several machines, None where there is none.
+
+    All ways are ranked by a sketch of their step, and the best are planned in full.
+    """
+    if not exchange_facts(exchange.rule).sliced or written_buffers(request.dag):
+        return None
+    problem, fleet = _problem(request, exchange), request.fleet
+    able = _able(problem)
+    if len(fleet.devices) < 3 or (len(able) == len(fleet.devices) and len(groups(fleet.bandwidth_bps)) == 1):
+        return None
+    counts = _counts(request, min(MOST_PEERS, len(fleet.devices) - 1, request.training.n_micro))
+    sketches = _sketches(request, problem, exchange, counts)
+    most = TUNED.grouped if len(fleet.devices) <= TUNED.every_count else 1
+    found: list[Sharing] = []
+    for sketch in sketches:
+        with suppress(NotEnoughMemory):
+            found.append(_balanced(request, exchange, sketch, effort, known))
+        if len(found) == most:
+            break
+    return min(found, key=lambda one: one.step_s, default=None)
+
+
+def _sketches(
+    request: PlanRequest, problem: Problem, exchange: Exchange, counts: Sequence[int]
+) -> list[Sharing]:
+    """Sketches of ways to group machines to peers, and of what comes of moving machines between the peers of
+    the best while that shortens the sketched step; best first."""
+
+    def step_s(one: Sharing) -> float:
+        return one.step_s
+
+    memory, n_ops = problem.memory, problem.n_ops
+    room = dict(zip((d.worker for d in request.fleet.devices), problem.limits.tolist(), strict=True))
+    rooms = Rooms(room, memory.state_bytes(0, n_ops), memory.bytes(0, n_ops, 1))
+    ways = peer_groups(request.fleet, rooms, counts)
+    sketches = sorted((_sketch(request, problem, exchange, parts, rooms) for parts in ways), key=step_s)
+    better: list[Sharing] = []
+    for best in sketches[: TUNED.group_starts] if len(room) <= TUNED.every_count else ():
+        for _ in range(TUNED.group_moves):
+            tried = (_sketch(request, problem, exchange, p, rooms) for p in moved(tuple(best.parts), rooms))
+            found = min(tried, key=step_s, default=best)
+            if found.step_s >= best.step_s:
+                break
+            better.append(best := found)
+    distinct = {frozenset(map(frozenset, one.parts)): one for one in reversed([*better, *sketches])}
+    several = [one for one in distinct.values() if any(len(part) > 1 for part in one.parts)]
+    return sorted(several, key=step_s)
+
+
+def _sketch(
+    request: PlanRequest, problem: Problem, exchange: Exchange, parts: Parts, rooms: Rooms
+) -> Sharing:
+    """Estimate a step of these peers: each a pipeline in which all have a share by their speed, but for those
+    that would hold it up."""
+    fleet, n_micro = request.fleet, request.training.n_micro
+    parts = tuple(tuple(sorted(part, key=fleet.index.__getitem__)) for part in parts)
+    quickest = [_quickest(problem, part, rooms) for part in parts]
+    members = [[fleet.index[worker] for worker in part] for part in quickest]
+    slots = [_slot_s(problem, part) for part in members]
+    shares = shares_of(n_micro, [1.0 / slot_s for slot_s, _ in slots])
+    compute_s = max(share * slot_s + fill_s for share, (slot_s, fill_s) in zip(shares, slots, strict=True))
+    speeds = [1.0 / problem.compute[part, -1] for part in members]
+    n_bytes = problem.memory.trained(0, problem.n_ops)[0]
+    ranges = (
+        Range(n_bytes * share, tuple(part[at] for part, at in zip(members, whose, strict=True)))
+        for share, whose in overlaps([(speed / speed.sum()).tolist() for speed in speeds])
+    )
+    held = Held(tuple(ranges), np.zeros((len(fleet.devices),) * 2))
+    return Sharing(_step_s(request, held, exchange, compute_s), parts, list(accumulate(shares)))
+
+
+def _quickest(problem: Problem, part: Sequence[str], rooms: Rooms) -> Sequence[str]:
+    """The machines of a part without those, one after the other, with which a micro-batch takes longer."""
+
+    def slot_s(workers: Sequence[str]) -> tuple[float, float]:
+        return _slot_s(problem, [problem.fleet.index[worker] for worker in workers])
+
+    best = part
+    while len(best) > 1:
+        fewer = ([other for other in best if other != one] for one in best)
+        found = min(filter(rooms.hold, fewer), key=slot_s, default=best)
+        if slot_s(found) >= slot_s(best):
+            break
+        best = found
+    return best
+
+
+def _slot_s(problem: Problem, part: Sequence[int]) -> tuple[float, float]:
+    """(seconds that a micro-batch holds up the machines of a pipeline, seconds to fill and empty it)."""
+    slot_s = 1.0 / float((1.0 / problem.compute[part, -1]).sum())
+    if len(part) == 1:
+        return slot_s, 0.0
+    rate = problem.fleet.effective_bps[np.ix_(part, part)].copy()
+    np.fill_diagonal(rate, 0.0)
+    live = problem.traffic.live_bytes[problem.positions[1:-1]]
+    cut_bytes = float(np.quantile(live, TUNED.typical_cut)) if len(live) else 0.0
+    slot_s = max(slot_s, 8.0 * cut_bytes / float(np.minimum(rate, rate.T).max(axis=1).min()))
+    delay_s = float(problem.fleet.latency_s[np.ix_(part, part)].max())
+    return slot_s, (len(part) - 1) * (slot_s + 2.0 * delay_s)
+
+
+def _balanced(
+    request: PlanRequest, exchange: Exchange, sketch: Sharing, effort: Effort | None, known: Known
+) -> Sharing:
+    """Plan the peers of a sketch: with shares by the speed that is predicted of them, then with single
+    micro-batches moved from the slowest to who is done first."""
+    tried: dict[tuple[int, ...], tuple[Sharing, list[float]]] = {}
+
+    def judged(shares: tuple[int, ...]) -> list[float]:
+        """Plan these shares; seconds of each peer's step."""
+        if shares not in tried:
+            sharing = Sharing(0.0, sketch.parts, tuple(accumulate(shares)))
+            plans, spans = _alone(request, exchange, sharing, effort, known)
+            told = _together(request, exchange, plans, spans).prediction
+            steps_s = [plan.prediction.step_s if plan.prediction is not None else np.inf for plan in plans]
+            tried[shares] = sharing._replace(step_s=told.step_s if told is not None else np.inf), steps_s
+        return tried[shares][1]
+
+    shares = tuple(stop - start for start, stop in pairwise((0, *sketch.ends)))
+    for _ in range(TUNED.share_rounds):
+        seconds = judged(shares)
+        speeds = [share / step_s for share, step_s in zip(shares, seconds, strict=True)]
+        shares = shares_of(request.training.n_micro, speeds)
+    shares = min(tried, key=lambda one: tried[one][0].step_s)
+    for _ in range(TUNED.share_rounds):
+        seconds = judged(shares)
+        slowest = max(range(len(shares)), key=seconds.__getitem__)
+        soonest = min(range(len(shares)), key=lambda at: seconds[at] * (1.0 + 1.0 / shares[at]))
+        if shares[slowest] == 1 or slowest == soonest:
+            break
+        shares = tuple(n - (at == slowest) + (at == soonest) for at, n in enumerate(shares))
+        judged(shares)
+    return min((sharing for sharing, _ in tried.values()), key=lambda one: one.step_s)
+
+
+def pipeline_s(plan: Plan, number: int) -> float:
+    """Return the seconds in which the slowest stage of a replica computes its share."""
+    assert plan.prediction is not None  # noqa: S101 - made here
+    stages = zip(plan.places, plan.prediction.stages, strict=True)
+    return max(told.compute_s + told.handling_s for place, told in stages if place.replica == number)
+
+
+# ---------------------------------------------------------------- one plan of all
+
+
 def _joined(
-    request: PlanRequest,
-    exchange: Exchange,
-    parts: Sequence[tuple[str, ...]],
-    ends: Sequence[int],
-    effort: Effort | None,
+    request: PlanRequest, exchange: Exchange, sharing: Sharing, effort: Effort | None, known: Known
 ) -> Plan:
     """Plan each peer for its share, and put them together."""
-    spans = list(pairwise((0, *ends)))
-    plans = [
-        make_plan(
-            replace(
-                request,
-                fleet=request.fleet.subset(part),
-                training=replace(
-                    request.training, n_micro=stop - start, blocks=1, replicas="1", exchange=exchange.rule
-                ),
-                partitioner="op_fence",
-                beyond=0,
-            ),
-            effort,
-        )
-        for part, (start, stop) in zip(parts, spans, strict=True)
-    ]
+    return _together(request, exchange, *_alone(request, exchange, sharing, effort, known))
+
+
+def _alone(
+    request: PlanRequest, exchange: Exchange, sharing: Sharing, effort: Effort | None, known: Known
+) -> tuple[list[Plan], list[tuple[int, int]]]:
+    """(plan of each peer for its share, micro-batches that are its share)."""
+    spans = list(pairwise((0, *sharing.ends)))
+    copies = exchange_facts(exchange.rule).own_copies
+
+    def planned(recompute: Recompute) -> list[Plan]:
+        found = []
+        cuts = sharing.cuts or [""] * len(sharing.parts)
+        for part, (start, stop), cut in zip(sharing.parts, spans, cuts, strict=True):
+            key = part, stop - start, copies, cut, recompute
+            if key not in known:
+                own = replace(
+                    request.training,
+                    n_micro=stop - start,
+                    blocks=1,
+                    replicas="1",
+                    exchange=exchange.rule,
+                    recompute=recompute,
+                    spot_checks=0.0,  # of one pipeline alone
+                )
+                alone = replace(request, fleet=request.fleet.subset(part), training=own, beyond=0)
+                known[key] = make_plan(replace(alone, partitioner=cut or "op_fence"), effort)
+            found.append(known[key])
+        return found
+
+    return with_one_recompute(planned, request.training.recompute), spans
+
+
+def with_one_recompute(planned: Callable[[Recompute], list[Plan]], asked: Recompute) -> list[Plan]:
+    """Return plans of replicas that compute the same again: what one of them must is decided for all."""
+    plans = planned(asked)
+    wanted = {plan.recompute for plan in plans}
+    if len(wanted) == 1:
+        return plans
+    return planned(max(wanted, key=(Recompute.OFF, Recompute.SELECTIVE, Recompute.FULL).index))
+
+
+def as_replicas(
+    plans: Sequence[Plan], spans: Sequence[tuple[int, int]]
+) -> tuple[ScheduleName, tuple[Replica, ...]]:
+    """Return pipelines that were planned alone as the replicas of one plan, and its schedule."""
     evaluated = all(plan.only.evaluated for plan in plans)
-    stages = [
-        plan.stages[0] if evaluated else replace(plan.stages[0], eval_start=0, eval_stop=0) for plan in plans
-    ]
-    fleet = request.fleet
-    members = [fleet.index[stage.worker] for stage in stages]
+    replicas = tuple(
+        Replica(span, tuple(_stage(s, plan, evaluated) for s in plan.stages), plan.links)
+        for plan, span in zip(plans, spans, strict=True)
+    )
+    schedules = {plan.schedule for plan in plans}
+    schedule = next(iter(schedules))
+    if len(schedules) > 1:
+        held = any(one.piece.held for replica in replicas for one in replica.pieces)
+        schedule = ScheduleName.ZERO_BUBBLE if held else ScheduleName.ONE_F_ONE_B
+    return schedule, replicas
+
+
+def _stage(stage: StageSpec, plan: Plan, evaluated: bool) -> StageSpec:
+    """A stage of a plan whose schedule may be named otherwise."""
+    pieces = list(stage.pieces)
+    if not evaluated:
+        pieces = [replace(piece, eval_start=0, eval_stop=0) for piece in pieces]
+    if plan.schedule is ScheduleName.GPIPE:
+        pieces = [replace(piece, warmup=plan.n_micro) for piece in pieces]
+    return stage.with_pieces(pieces)
+
+
+def _together(
+    request: PlanRequest, exchange: Exchange, plans: Sequence[Plan], spans: Sequence[tuple[int, int]]
+) -> Plan:
+    schedule, replicas = as_replicas(plans, spans)
+    fleet, seed = request.fleet, request.training.seed
+    members = [fleet.index[stage.worker] for replica in replicas for stage in replica.stages]
     problem = _problem(request, exchange)
     n_bytes = problem.memory.trained(0, problem.n_ops)[0]
-    exchange = with_table(fleet, members, n_bytes, exchange, request.training.seed)
+    held = held_by(fleet, replicas, request.dag, request.training.optimizer)
+    exchange = with_table(fleet, members, n_bytes, exchange, seed)
     alone_s = max(plan.prediction.step_s for plan in plans if plan.prediction is not None)
-    exchange = with_codec(fleet, members, n_bytes, exchange, alone_s)
-    predicted = _predicted(request, plans, members, exchange)
+    exchange = with_codec(fleet, held, exchange, alone_s)
+    predicted = _predicted(request, plans, held, exchange)
     # Each evaluates before its next period, and the slowest for longest.
-    forward_s = float(problem.forward[members, -1].max())
-    evaluation_s = request.training.eval_batches * forward_s if evaluated else 0.0
+    evaluation_s = max(_evaluation_s(request, problem, replica) for replica in replicas)
     exchange = replace(
         exchange,
-        rates=tuple(rank_rates(fleet, members)),
+        rates=tuple(rates_by_rank(fleet, members, held)),
         deadline_s=max(TUNED.least_deadline_s, exchange.every * predicted.step_s) + evaluation_s,
     )
-    workers = {stage.worker for stage in stages}
+    workers = {stage.worker for replica in replicas for stage in replica.stages}
     plan = replace(
         plans[0],
         partitioner=request.partitioner,
+        schedule=schedule,
         n_micro=request.training.n_micro,
         blocks=request.training.blocks,
-        replicas=tuple(Replica(span, (stage,)) for span, stage in zip(spans, stages, strict=True)),
+        replicas=replicas,
         exchange=exchange,
         prediction=predicted,
         left_out=tuple(
@@ -195,27 +452,37 @@ def _joined(
     return plan
 
 
-def _predicted(
-    request: PlanRequest, plans: Sequence[Plan], members: list[int], exchange: Exchange
-) -> Prediction:
+def _evaluation_s(request: PlanRequest, problem: Problem, replica: Replica) -> float:
+    """Seconds of a peer's held-out micro-batches: of its slowest stage, and once through the others."""
+    if not replica.evaluated:
+        return 0.0
+    stages = [0.0] * len(replica.stages)
+    for piece, at, _ in replica.pieces:
+        forward = problem.forward[request.fleet.index[replica.stages[at].worker]]
+        stages[at] += float(forward[piece.stop] - forward[piece.start])
+    return request.training.eval_batches * max(stages) + (sum(stages) - max(stages))
+
+
+def _predicted(request: PlanRequest, plans: Sequence[Plan], held: Held, exchange: Exchange) -> Prediction:
     alone = [p.prediction for p in plans if p.prediction is not None]
     slowest = max(alone, key=lambda p: p.step_s)
-    problem = Problem(request.dag, request.training, request.fleet)
-    n_bytes = problem.memory.trained(0, problem.n_ops)[0]
-    sent, joint_s = round_of(request.fleet, members, n_bytes, exchange, request.training.seed)
+    sent, joint_s = round_of(request.fleet, held, exchange, request.training.seed)
     late_s = max(0.0, joint_s - hidden_steps(exchange) * slowest.step_s)
     names = [device.worker for device in request.fleet.devices]
-    links = tuple(
-        LinkPrediction(
+    rounds = {
+        (names[a], names[b]): LinkPrediction(
             names[a],
             names[b],
             round(sent[a, b] / exchange.every),
             8.0 * sent[a, b] / request.fleet.effective_bps[a, b] / exchange.every,
         )
         for a, b in zip(*np.nonzero(sent), strict=True)
-    )
+    }
+    # Within a peer a link carries what its pipeline sends, and what is settled of tied parameters.
+    inside = [_added(link, rounds.pop((link.source, link.target), None)) for p in alone for link in p.links]
+    peers = f"{len(plans)} peers" + _of_stages(plans)
     words = (
-        f"{len(plans)} peers with {exchange.rule} exchange every {exchange.every} steps, in {joint_s:.3g} s, "
+        f"{peers} with {exchange.rule} exchange every {exchange.every} steps, in {joint_s:.3g} s, "
         f"{float(sent.sum(axis=1).max()) / 1e6:.3g} MB from the busiest; another model than one machine's"
     )
     dominated = late_s > exchange.every * slowest.step_s
@@ -226,6 +493,21 @@ def _predicted(
         bottleneck="exchange" if dominated else slowest.bottleneck,
         reason=words if dominated else slowest.reason,
         stages=tuple(stage for p in alone for stage in p.stages),
-        links=links,
+        links=(*inside, *rounds.values()),
         notes=tuple(dict.fromkeys((words, *(note for p in alone for note in p.notes)))),
+    )
+
+
+def _added(link: LinkPrediction, also: LinkPrediction | None) -> LinkPrediction:
+    if also is None:
+        return link
+    n_bytes, busy_s = link.bytes_per_step + also.bytes_per_step, link.busy_s + also.busy_s
+    return replace(link, bytes_per_step=n_bytes, busy_s=busy_s)
+
+
+def _of_stages(plans: Sequence[Plan]) -> str:
+    """How many machines each peer is, where one is several."""
+    sizes = [len(plan.stages) for plan in plans]
+    return (
+        f" of {', '.join(map(str, sizes[:8]))}{', ...' * (len(sizes) > 8)} machines" if max(sizes) > 1 else ""
     )

@@ -9,7 +9,7 @@ Gradients are exchanged when the last backward is over: all that one machine sen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -22,23 +22,23 @@ from atoll.errors import NotEnoughMemory, PlanError, UsageError
 from atoll.exchange import AUTO, EXACT, Exchange
 from atoll.gradient_exchange import joining, part_labels
 from atoll.job import Recompute
-from atoll.microbatch import ScheduleName, block_ranges
-from atoll.plan import LinkPrediction, Plan, Prediction, Replica, StageSpec, validate, written_buffers
+from atoll.microbatch import block_ranges
+from atoll.plan import LinkPrediction, Plan, Prediction, validate, written_buffers
 from coordinator.planning import TUNED
 from coordinator.planning.baselines import GIVEN_CUT, given_pieces
 from coordinator.planning.costs.message_costs import bytes_cpu_s
 from coordinator.planning.costs.quota import core_share
-from coordinator.planning.local_plans import peers_plan
+from coordinator.planning.local_plans import Sharing, as_replicas, peers_plan, pipeline_s, with_one_recompute
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
 from coordinator.planning.search.clusters import groups
+from coordinator.planning.search.partitions import Parts, partitions
 from coordinator.planning.transfers import PHASES, exchange_s, rank_rates, shares_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from atoll.job import TrainingSpec
-    from coordinator.planning.costs.fleet import Fleet
     from coordinator.planning.search.op_fence import Effort
 
     Floats = NDArray[np.float64]
@@ -47,8 +47,6 @@ UNITS = 1 << 20  # into which a vector is cut to count what is sent of it
 BETWEEN = "/"  # two replicas of a given cut
 SHARE = "@"  # before the micro-batches of a replica of a given cut
 
-Parts = tuple[tuple[str, ...], ...]
-"""Workers of each replica."""
 Known = dict[tuple[tuple[str, ...], int, int, str, Recompute], Plan]
 """Plans of replicas alone: by workers, micro-batches, blocks, cut and what is computed again."""
 
@@ -66,7 +64,10 @@ def best_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
             return peers_plan(request, local, effort)
         return make_plan(_alone(request), effort)
     if local is not None and (given or not request.partitioner.startswith(GIVEN_CUT)):
-        shared = _given_parts(request)[:2] if given else None
+        shared = None
+        if given:
+            parts, ends, cuts = _given_parts(request)
+            shared = Sharing(0.0, parts, ends, ["" if cut == GIVEN_CUT else cut for cut in cuts])
         return peers_plan(request, local, effort, shared)
     if given:
         parts, ends, cuts = _given_parts(request)
@@ -150,31 +151,6 @@ def _check_count(count: int, request: PlanRequest) -> None:
         raise NotEnoughMemory(f"{count} replicas on {len(request.fleet.devices)} machines")
 
 
-def partitions(fleet: Fleet, count: int) -> Iterator[Parts]:
-    """Disjoint parts of about equal speed: whole sites together, and the fleet in order of its sites."""
-    if count > len(fleet.devices):
-        return
-    speed = [device.gflops.get("", 1.0) / device.scale for device in fleet.devices]
-    sites = [list(group) for group in groups(fleet.bandwidth_bps)]
-    if len(sites) >= count:
-        bins: list[list[int]] = [[] for _ in range(count)]
-        for site in sorted(sites, key=lambda site: -sum(speed[i] for i in site)):
-            min(bins, key=lambda held: sum(speed[i] for i in held)).extend(site)
-        yield _named(fleet, bins)
-    order = [i for site in sites for i in site]
-    whole, reached = sum(speed), 0.0
-    chunks: list[list[int]] = [[] for _ in range(count)]
-    for i in order:
-        chunks[min(count - 1, int(count * (reached + speed[i] / 2) / whole))].append(i)
-        reached += speed[i]
-    if all(chunks):
-        yield _named(fleet, chunks)
-
-
-def _named(fleet: Fleet, parts: Sequence[Sequence[int]]) -> Parts:
-    return tuple(tuple(fleet.devices[i].worker for i in sorted(part)) for part in parts)
-
-
 # ---------------------------------------------------------------- one way to share out
 
 
@@ -189,7 +165,7 @@ def _shared_out(request: PlanRequest, parts: Parts, effort: Effort | None) -> Pl
             break
         ends = [blocks[stop - 1].stop for stop in accumulate(shares)]
         tried[shares] = plan = _joined(request, parts, ends, effort, known=known)
-        speeds = [len(_blocks(plan, number)) / _pipeline_s(plan, number) for number in range(len(parts))]
+        speeds = [len(_blocks(plan, number)) / pipeline_s(plan, number) for number in range(len(parts))]
         shares = shares_of(len(blocks), speeds)
     return min(tried.values(), key=_step_s)
 
@@ -197,13 +173,6 @@ def _shared_out(request: PlanRequest, parts: Parts, effort: Effort | None) -> Pl
 def _blocks(plan: Plan, number: int) -> list[range]:
     start, stop = plan.replicas[number].micros
     return [block for block in block_ranges(plan.n_micro, plan.blocks) if start <= block.start < stop]
-
-
-def _pipeline_s(plan: Plan, number: int) -> float:
-    """Seconds in which the slowest stage of a replica computes its share."""
-    assert plan.prediction is not None  # noqa: S101 - made here
-    stages = zip(plan.places, plan.prediction.stages, strict=True)
-    return max(told.compute_s + told.handling_s for place, told in stages if place.replica == number)
 
 
 def _joined(
@@ -230,11 +199,7 @@ def _joined(
             found.append(known[key])
         return found
 
-    plans = planned(request.training.recompute)
-    wanted = {plan.recompute for plan in plans}
-    if len(wanted) > 1:  # what is computed again is decided for all
-        plans = planned(max(wanted, key=(Recompute.OFF, Recompute.SELECTIVE, Recompute.FULL).index))
-    return _together(request, plans, spans)
+    return _together(request, with_one_recompute(planned, request.training.recompute), spans)
 
 
 def _part(
@@ -248,16 +213,7 @@ def _part(
 
 
 def _together(request: PlanRequest, plans: Sequence[Plan], spans: Sequence[tuple[int, int]]) -> Plan:
-    evaluated = all(plan.only.evaluated for plan in plans)
-    replicas = tuple(
-        Replica(span, tuple(_stage(s, plan, evaluated) for s in plan.stages), plan.links)
-        for plan, span in zip(plans, spans, strict=True)
-    )
-    schedules = {plan.schedule for plan in plans}
-    schedule = next(iter(schedules))
-    if len(schedules) > 1:
-        held = any(one.piece.held for replica in replicas for one in replica.pieces)
-        schedule = ScheduleName.ZERO_BUBBLE if held else ScheduleName.ONE_F_ONE_B
+    schedule, replicas = as_replicas(plans, spans)
     workers = [stage.worker for replica in replicas for stage in replica.stages]
     fleet = request.fleet
     ranks = [fleet.index[worker] for worker in workers]
@@ -285,16 +241,6 @@ def _together(request: PlanRequest, plans: Sequence[Plan], spans: Sequence[tuple
     plan = next((p for p in within if _step_s(p) <= TUNED.nearly * _step_s(flatly)), flatly)
     validate(plan, request.dag, request.training)
     return plan
-
-
-def _stage(stage: StageSpec, plan: Plan, evaluated: bool) -> StageSpec:
-    """A stage of a plan whose schedule may be named otherwise."""
-    pieces = list(stage.pieces)
-    if not evaluated:
-        pieces = [replace(piece, eval_start=0, eval_stop=0) for piece in pieces]
-    if plan.schedule is ScheduleName.GPIPE:
-        pieces = [replace(piece, warmup=plan.n_micro) for piece in pieces]
-    return stage.with_pieces(pieces)
 
 
 # ---------------------------------------------------------------- what joining costs

@@ -53,12 +53,13 @@ def shares_of(units: int, speeds: Sequence[float]) -> tuple[int, ...]:
     return tuple(shares)
 
 
-def owner_transfers(fleet: Fleet, members: list[int], n_bytes: float) -> Floats:
-    """[devices, devices] bytes of an exchange of ``n_bytes`` a member, owners' shares by their rates."""
+def owner_transfers(fleet: Fleet, members: list[int], n_bytes: float, rates: Sequence[float] = ()) -> Floats:
+    """[devices, devices] bytes of an exchange of ``n_bytes`` a member, owners' shares by their rates: those
+    among themselves, unless others are given."""
     sent = np.zeros((len(fleet.devices),) * 2)
     if len(members) < 2:
         return sent
-    shares = np.array(owner_shares(rank_rates(fleet, members)))
+    shares = np.array(owner_shares(rates or rank_rates(fleet, members)))
     block = n_bytes * (shares[None, :] + shares[:, None])  # a part to its owner, and the own total to all
     np.fill_diagonal(block, 0.0)
     sent[np.ix_(members, members)] = block

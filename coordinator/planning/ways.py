@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from atoll.errors import AtollError, NotEnoughMemory, PlanError, UsageError
 from atoll.exchange import AUTO, EXACT, wanted_exchange
 from coordinator.planning import TUNED
-from coordinator.planning.local_plans import fastest
+from coordinator.planning.local_plans import fastest, peers_plan
 from coordinator.planning.problem import Problem
 from coordinator.planning.replicas import best_plan, with_blocks
 from hostos.units import DAY_S
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from atoll.exchange import Exchange
     from atoll.job import TrainingSpec
     from atoll.plan import Plan
+    from coordinator.planning.local_plans import Known
     from coordinator.planning.planner import PlanRequest
 
 
@@ -123,7 +124,7 @@ def _exact(request: PlanRequest, replicas: int) -> TrainingSpec:
 
 def _pipeline(request: PlanRequest) -> Way:
     try:
-        return _way(request, WayKind.PIPELINE, _exact(request, 1))
+        return _planned(request, WayKind.PIPELINE, _exact(request, 1))
     except NotEnoughMemory as error:
         return Way(WayKind.PIPELINE, "one pipeline", why_not=str(error))
 
@@ -138,7 +139,7 @@ def _replicated(request: PlanRequest) -> Iterator[Way]:
     few = len(request.fleet.devices) <= TUNED.every_count
     for count in range(2, most + 1) if few else (n for n in (2, 4, 8) if n <= most):
         try:
-            found.append(_way(request, WayKind.REPLICAS, _exact(request, count)))
+            found.append(_planned(request, WayKind.REPLICAS, _exact(request, count)))
         except (PlanError, UsageError) as error:
             refused = refused or str(error)
     for kind in (WayKind.REPLICAS, WayKind.DATA_PARALLEL):
@@ -168,25 +169,31 @@ def _why_not(request: PlanRequest, kind: WayKind, refused: str) -> str:
 def _peers(request: PlanRequest, kind: WayKind, wanted: Sequence[Asked]) -> Way:
     """The plan of the setting whose steps teach most a second, as the planner finds peers for it."""
     request = replace(request, training=replace(request.training, replicas="1"))
-    worths = {
-        asked: efficiency(asked.exchange) / found.step_s
-        for asked in wanted
-        if (found := fastest(request, asked.exchange)) is not None
-    }
-    best = max(worths, key=worths.__getitem__, default=wanted[0])
-    training = replace(request.training, exchange=best.how, local_steps=best.local_steps)
+    known: Known = {}
     try:
-        return _way(request, kind, training)
+        found = {
+            asked: sharing
+            for asked in wanted
+            if (sharing := fastest(request, asked.exchange, known=known)) is not None
+        }
+        best = max(found, key=lambda a: efficiency(a.exchange) / found[a].step_s, default=wanted[0])
+        training = with_blocks(replace(request.training, exchange=best.how, local_steps=best.local_steps))
+        own = replace(request, training=training)
+        plan = peers_plan(own, best.exchange, given=found.get(best), known=known)
     except AtollError as error:
         return Way(kind, str(kind), why_not=str(error))
+    return _way(request, kind, training, plan)
 
 
 # ---------------------------------------------------------------- a plan as a way
 
 
-def _way(request: PlanRequest, kind: WayKind, training: TrainingSpec) -> Way:
+def _planned(request: PlanRequest, kind: WayKind, training: TrainingSpec) -> Way:
     """Plan by ``training``; raises what ``best_plan`` does."""
-    plan = best_plan(replace(request, training=with_blocks(training)))
+    return _way(request, kind, training, best_plan(replace(request, training=with_blocks(training))))
+
+
+def _way(request: PlanRequest, kind: WayKind, training: TrainingSpec, plan: Plan) -> Way:
     prediction = plan.prediction
     if prediction is None:
         raise PlanError("a plan without a prediction cannot be compared")
@@ -215,8 +222,9 @@ def _way(request: PlanRequest, kind: WayKind, training: TrainingSpec) -> Way:
 def _text(plan: Plan) -> str:
     sizes = [len(replica.stages) for replica in plan.replicas]
     if plan.local and plan.exchange is not None:
-        every = plan.exchange.every
-        return f"{len(sizes)} peers, {plan.exchange.rule} every {f'{every} steps' if every > 1 else 'step'}"
+        every, several = plan.exchange.every, f" of {', '.join(map(str, sizes))} stages" * (max(sizes) > 1)
+        steps = f"{every} steps" if every > 1 else "step"
+        return f"{len(sizes)} peers{several}, {plan.exchange.rule} every {steps}"
     if len(sizes) == 1:
         return f"one pipeline of {sizes[0]} stages" if sizes[0] > 1 else "one machine"
     if max(sizes) == 1:

@@ -30,7 +30,16 @@ MOVED = 0.2  # share of the pairs that are fast where they were slow, or slow wh
 def newer_codec(state: JobState, exchange: Exchange) -> str:
     """Return the codec that fits the last round; the one that it has where that fits, or is not to change."""
     reports = state.run.reports.values()
-    carried_s = max((link.busy_s for report in reports for link in report.links), default=0.0)
+    peer_of = {place.worker: place.replica for place in state.adopted.places}
+    carried_s = max(
+        (
+            link.busy_s
+            for rank, report in state.run.reports.items()
+            for link in report.links  # those inside a peer carry its pipeline
+            if peer_of.get(link.peer) != state.adopted.places[rank].replica
+        ),
+        default=0.0,
+    )
     step_s = max((r.computed_s for r in reports), default=0.0)
     if not state.spec.training.codes_rounds or not carried_s or not step_s:
         return exchange.codec
