@@ -40,9 +40,6 @@ def compute_environment(threads: int = 0) -> dict[str, str]:
     found = shown_environment(threads, (*_COMPUTE, "HOME", "TMPDIR", "USER"), _COMPUTE_TOO)
     if elsewhere := foreign_torch():
         found["PYTHONPATH"] += os.pathsep + elsewhere
-    # Tensors are mappings of their own (``worker.machine.malloc``): by pages of 4 KiB, taking them anew for
-    # each micro-batch cost a fifth of a step.
-    found.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     return found
 
 

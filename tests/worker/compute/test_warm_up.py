@@ -42,10 +42,9 @@ def test_nothing_is_imported_by_the_first_stage_that_was_not_there_at_rest() -> 
     assert json.loads(made.stdout) == []
 
 
-def test_a_process_gets_large_pages_for_tensors_unless_its_owner_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_gets_no_large_pages_unless_its_owner_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freed parts of shared ones stay in the control group: its mark would say more than a stage needs."""
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    assert "GLIBC_TUNABLES" not in compute_environment()
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     assert compute_environment()["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
-    assert compute_environment()["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=0"
