@@ -14,10 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +27,7 @@ if not __package__:
 
 from atoll.collective import Collective, cut, owner_shares, owners, pairwise_sums
 from atoll.exchange import EXACT, Exchange, ExchangeRound, Pattern
-from atoll.opdag import OpDag
-from atoll.plan import Plan
+from atoll.plan import Plan, Replica
 from benchmarks.harness import execute, machine, parser
 from compressors.vector import dense
 from coordinator.capture.capture import capture
@@ -37,7 +35,7 @@ from coordinator.client.fleet_file import read_fleet
 from coordinator.client.job_file import load_job
 from coordinator.planning.baselines import GIVEN_CUT
 from coordinator.planning.costs.fleet import Fleet
-from coordinator.planning.gossip_plans import hidden_steps
+from coordinator.planning.gossip_plans import Range, held_by, hidden_steps
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
 from coordinator.planning.transfers import rank_rates
@@ -45,27 +43,33 @@ from coordinator.planning.ways import Way, WayKind, compare_ways
 from strategies.exchanges import exchange_facts, make_rule
 from strategies.exchanges.base import Contribution
 from strategies.exchanges.partners import Group, groups_at
-from tests.inprocess.network import SimulatedNetwork
+from tests.inprocess.network import SharedLine, SimulatedNetwork
 from worker.exchange.round import CollectiveRun
 
-FLEETS = ("tight", "sites", "thin")
+FLEETS = {"tight": "", "sites": "", "thin": "", "sites_thin": "benchmarks/tied_gpt_job.py"}
+"""Fleet files of ours, and the job that a fleet is made for; "": --job."""
 HERE = Path(__file__).resolve().parent / "fleets"
 GOSSIP_ROUNDS = 40
 
 
 def network_of(fleet: Fleet) -> SimulatedNetwork:
-    """The fleet's pairs and single machines' uplinks; a group's uplink bounds each pair's rate alone."""
+    """The fleet's pairs and uplinks, of single machines and of groups."""
     rates = fleet.effective_bps / 8.0
     np.fill_diagonal(rates, 1e15)
     up, down = [1e15] * len(fleet.devices), [1e15] * len(fleet.devices)
+    lines: list[SharedLine] = []
     for uplink in fleet.uplinks:
+        if len(uplink.members) > 1:
+            members = frozenset(fleet.index[name] for name in uplink.members if name in fleet.index)
+            rates_bps = (uplink.up_bps, uplink.down_bps)
+            lines.append(SharedLine(members, *(fleet.payload_share * bps / 8.0 for bps in rates_bps)))
         if len(uplink.members) == 1 and uplink.members[0] in fleet.index:
             at = fleet.index[uplink.members[0]]
             up[at] = uplink.up_bps * fleet.payload_share / 8.0
             down[at] = uplink.down_bps * fleet.payload_share / 8.0
     off = ~np.eye(len(fleet.devices), dtype=bool)
     delay_s = float(fleet.latency_s[off].max()) if off.any() else 0.0
-    return SimulatedNetwork(rates.tolist(), delay_s, up, down)
+    return SimulatedNetwork(rates.tolist(), delay_s, up, down, lines=lines)
 
 
 def carried_s(network: SimulatedNetwork, exchanges: Sequence[tuple[Collective, int]]) -> float:
@@ -90,78 +94,97 @@ def by_owners(fleet: Fleet, members: Sequence[int], size: int) -> Collective:
 def simulated_step_s(way: Way, request: PlanRequest) -> float:
     """Seconds of a step of ``way``."""
     fleet, problem = request.fleet, Problem(request.dag, request.training, request.fleet)
-    network = network_of(fleet)
-    if way.kind is WayKind.PIPELINE:
+    network, plan = network_of(fleet), way.plan
+    if way.kind is WayKind.PIPELINE or plan is None:
         return way.step_s
-    if way.exact and way.plan is not None:
-        return _replicas_s(way.plan, request, problem, network)
-    members = [fleet.index[replica[0]] for replica in way.workers]
-    size = round(problem.memory.trained(0, problem.n_ops)[0] / 4)
-    compute_s = [m * float(problem.compute[at, -1]) for m, at in zip(way.micros, members, strict=True)]
+    if way.exact:
+        return _replicas_s(plan, request, network)
     exchange = way.exchange or Exchange()
+    held = held_by(fleet, plan.replicas, request.dag, request.training.optimizer)
+    compute_s = _peers_s(plan, request, problem)
     if exchange.gossips:
-        drawn = partial(groups_at, exchange, tuple(range(len(members))), len(members), request.training.seed)
-        return _gossip_s(exchange, drawn, members, compute_s, size, (fleet, network))
-    # A coded exchange as one of as many bytes, uncoded.
-    volume = exchange_facts(exchange.rule).volume(((size,),), exchange, len(members))
-    carried = round(volume / (8.0 * (len(members) - 1) / len(members)))
-    for at, seconds in zip(members, compute_s, strict=True):
+        peers = tuple(range(len(plan.replicas)))
+        drawn = partial(groups_at, exchange, peers, len(peers), request.training.seed)
+        return _gossip_s(exchange, drawn, held.ranges, compute_s, (fleet, network))
+    for at, seconds in compute_s.items():
         network.compute(at, (exchange.every - exchange.delay) * seconds)
-    hidden_s = max(network.clock) + exchange.delay * max(compute_s)
-    end_s = carried_s(network, [(by_owners(fleet, members, carried), carried)])
+    hidden_s = max(network.clock) + exchange.delay * max(compute_s.values())
+    exchanges = []
+    for range_ in held.ranges:
+        # A coded exchange as one of as many bytes, uncoded.
+        size, count = round(range_.n_bytes / 4), len(range_.holders)
+        volume = exchange_facts(exchange.rule).volume(((size,),), exchange, count)
+        carried = round(volume / (8.0 * (count - 1) / count))
+        exchanges.append((by_owners(fleet, range_.holders, carried), carried))
+    end_s = carried_s(network, exchanges)
     return max(hidden_s, end_s) / exchange.every
 
 
-def _replicas_s(plan: Plan, request: PlanRequest, problem: Problem, network: SimulatedNetwork) -> float:
+def _peers_s(plan: Plan, request: PlanRequest, problem: Problem) -> dict[int, float]:
+    """Seconds in which each device's peer takes a step of its own: a machine computes, a pipeline as it is
+    planned alone."""
+    found: dict[int, float] = {}
+    for replica in plan.replicas:
+        at, (start, stop) = problem.fleet.index[replica.stages[0].worker], replica.micros
+        step_s = (stop - start) * float(problem.compute[at, -1])
+        if len(replica.stages) > 1:
+            step_s = _alone_s(replica, request, "1")
+        found |= {problem.fleet.index[stage.worker]: step_s for stage in replica.stages}
+    return found
+
+
+def _alone_s(replica: Replica, request: PlanRequest, replicas: str) -> float:
+    """Predicted step of a pipeline with the cut of a replica, for its share."""
+    start, stop = replica.micros
+    training = replace(request.training, n_micro=stop - start, blocks=1, replicas=replicas, exchange=EXACT)
+    starts = ",".join(str(at) for at in replica.starts[1:])
+    stages = ",".join(str(one.stage) for one in replica.pieces)
+    workers = [stage.worker for stage in replica.stages]
+    own = replace(
+        request,
+        fleet=request.fleet.subset(workers),
+        training=training,
+        partitioner=f"{GIVEN_CUT}{starts}:{stages}" if starts else GIVEN_CUT,
+    )
+    alone = make_plan(own).prediction
+    return alone.step_s if alone is not None else 0.0
+
+
+def _replicas_s(plan: Plan, request: PlanRequest, network: SimulatedNetwork) -> float:
     """Seconds of a step of replicas: each pipeline as it is planned alone, then the gradients they share."""
     fleet = request.fleet
     for replica in plan.replicas:
-        start, stop = replica.micros
-        training = replace(request.training, n_micro=stop - start, blocks=1, replicas="2", exchange=EXACT)
-        cut = GIVEN_CUT + ",".join(str(stage.start) for stage in replica.stages[1:])
-        workers = [stage.worker for stage in replica.stages]
-        own = replace(request, fleet=fleet.subset(workers), training=training, partitioner=cut)
-        alone = make_plan(own).prediction
-        for worker in workers:
-            network.clock[fleet.index[worker]] = alone.step_s if alone is not None else 0.0
-    common = [(sorted(holders), round(n_bytes / 4)) for holders, n_bytes in held_in_common(plan, problem)]
+        step_s = _alone_s(replica, request, "2")
+        for stage in replica.stages:
+            network.clock[fleet.index[stage.worker]] = step_s
+    held = held_by(fleet, plan.replicas, request.dag, request.training.optimizer)
+    common = [(sorted(range_.holders), round(range_.n_bytes / 4)) for range_ in held.ranges]
     return carried_s(network, [(by_owners(fleet, holders, size), size) for holders, size in common])
-
-
-def held_in_common(plan: Plan, problem: Problem) -> Iterator[tuple[list[int], float]]:
-    """(holders in the fleet, one a replica; trained bytes) of what lies between two cuts of any replica."""
-    index = problem.fleet.index
-    edges = sorted({edge for r in plan.replicas for stage in r.stages for edge in (stage.start, stage.stop)})
-    for start, stop in pairwise(edges):
-        n_bytes = problem.memory.trained(start, stop)[0]
-        if n_bytes > 0.0:
-            held = (next(s.worker for s in r.stages if s.start <= start < s.stop) for r in plan.replicas)
-            yield [index[worker] for worker in held], n_bytes
 
 
 def _gossip_s(
     exchange: Exchange,
     drawn: Callable[[int], tuple[Group, ...]],
-    members: Sequence[int],
-    compute_s: Sequence[float],
-    size: int,
+    ranges: Sequence[Range],
+    compute_s: Mapping[int, float],
     where: tuple[Fleet, SimulatedNetwork],
 ) -> float:
-    """Rounds in the groups that workers derive, each of which ends with a commit for all."""
+    """Rounds in the groups of peers that workers derive, each of which ends with a commit for all."""
     (fleet, network), published = where, hidden_steps(exchange) > 0
     for number in range(GOSSIP_ROUNDS):
         groups = drawn(number)
         begun_s = max(network.clock)
         network.clock[:] = [begun_s] * len(network.clock)
-        for at, seconds in zip(members, compute_s, strict=True):
+        for at, seconds in compute_s.items():
             network.compute(at, 0.0 if published else exchange.every * seconds)
         exchanges = [
-            _group(exchange, [members[rank] for rank in group], size, fleet)
+            _group(exchange, [range_.holders[peer] for peer in group], round(range_.n_bytes / 4), fleet)
             for group in groups
+            for range_ in ranges
             if len(group) > 1
         ]
         carried_s(network, exchanges)
-        burst_s = begun_s + exchange.every * max(compute_s)
+        burst_s = begun_s + exchange.every * max(compute_s.values())
         network.clock[:] = [max(burst_s, *network.clock)] * len(network.clock)
     return max(network.clock) / (GOSSIP_ROUNDS * exchange.every)
 
@@ -173,9 +196,10 @@ def _group(exchange: Exchange, members: Sequence[int], size: int, fleet: Fleet) 
     return pairwise_sums([(members[0], members[1])], carried), carried
 
 
-def measured(path: Path, dag: OpDag, args: argparse.Namespace) -> dict[str, object]:
-    """Rows of one fleet, and whether the named way is the fastest."""
-    job = args.loaded
+def measured(path: Path, given: str, args: argparse.Namespace) -> dict[str, object]:
+    """Rows of one fleet, and whether the named way is the fastest. ``given``: the job file."""
+    job = load_job(Path(given), [f"seed={args.seed}"])
+    dag = capture(job.module, dict(job.example_inputs), job.training).train
     request = PlanRequest("ways", 1, dag, None, job.training, read_fleet(path))
     batch = int(next(iter(job.example_inputs.values())).shape[0])
     rows = list(_rows(compare_ways(request, inexact=args.exchange), request, batch))
@@ -187,7 +211,17 @@ def measured(path: Path, dag: OpDag, args: argparse.Namespace) -> dict[str, obje
             f"each counts {row['efficiency']:.2f}"
         )
     print(f"  named: {rows[0]['text']}; the fastest simulated: {best['text']}")
-    return {"fleet": path.stem, "named": rows[0]["way"], "fastest": best["way"], "ways": rows}
+    exact = [float(str(row["simulated"])) for row in rows if row["way"] in ("replicas", "data parallel")]
+    found: dict[str, object] = {
+        "fleet": path.stem,
+        "named": rows[0]["way"],
+        "fastest": best["way"],
+        "ways": rows,
+    }
+    if exact and rows[0]["efficiency"] != 1.0:
+        found["over_exact_replicas"] = float(str(rows[0]["simulated"])) / max(exact)
+        print(f"  {found['over_exact_replicas']:.3g} times the samples/s of exact replicas")
+    return found
 
 
 def _rows(ways: Sequence[Way], request: PlanRequest, batch: int) -> Iterator[dict[str, object]]:
@@ -207,10 +241,8 @@ def _rows(ways: Sequence[Way], request: PlanRequest, batch: int) -> Iterator[dic
 def run(args: argparse.Namespace) -> int:
     """Print the fleets' ways; exit code 1 when a named way is not the fastest."""
     torch.set_num_threads(1)
-    args.loaded = load_job(Path(args.job), [])
-    dag = capture(args.loaded.module, dict(args.loaded.example_inputs), args.loaded.training).train
-    paths = [Path(path) for path in args.fleet] or [HERE / f"{name}.toml" for name in FLEETS]
-    found = [measured(path, dag, args) for path in paths]
+    ours = [(HERE / f"{name}.toml", job or args.job) for name, job in FLEETS.items()]
+    found = [measured(*one, args) for one in [(Path(path), args.job) for path in args.fleet] or ours]
     misnamed = sum(fleet["named"] != fleet["fastest"] for fleet in found)
     if args.json:
         print(json.dumps({"fleets": found, "misnamed": misnamed, "machine": machine()}))
@@ -218,9 +250,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Compare the ways of three fleets, or of those given."""
+    """Compare the ways of four fleets, or of those given."""
     options = parser(__doc__ or "", job="examples/gpt.py")
-    options.add_argument("--fleet", action="append", default=[], help="fleet file; default: three of ours")
+    options.add_argument("--fleet", action="append", default=[], help="fleet file; default: four of ours")
     options.add_argument("--exchange", default="auto", help="'' compares exact ways alone")
     return run(options.parse_args())
 

@@ -28,6 +28,7 @@ from coordinator.planning import TUNED
 from coordinator.planning.baselines import GIVEN_CUT, given_pieces
 from coordinator.planning.costs.message_costs import bytes_cpu_s
 from coordinator.planning.costs.quota import core_share
+from coordinator.planning.gossip_plans import held_by
 from coordinator.planning.local_plans import Sharing, as_replicas, peers_plan, pipeline_s, with_one_recompute
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
@@ -249,25 +250,18 @@ def _together(request: PlanRequest, plans: Sequence[Plan], spans: Sequence[tuple
 def exchanged_bytes(plan: Plan, problem: Problem) -> Floats:
     """Return the bytes [devices, devices] of the gradients that a step's exchange carries."""
     assert plan.exchange is not None  # noqa: S101 - several replicas
-    index = problem.fleet.index
-    sent = np.zeros((len(problem.fleet.devices),) * 2)
+    fleet = problem.fleet
+    sent = np.zeros((len(fleet.devices),) * 2)
     labels = {number: part_labels(plan, number) for number in range(len(plan.replicas))}
-    firsts = list(accumulate((len(replica.stages) for replica in plan.replicas), initial=0))
-    pieces = [replica.pieces for replica in plan.replicas]
-    edges = sorted({edge for of in pieces for p, _, _ in of for edge in (p.start, p.stop)})
-    for start, stop in pairwise(edges):
-        n_bytes = problem.memory.trained(start, stop)[0]
-        if not n_bytes:
-            continue
-        stages = [next(stage for p, stage, _ in of if p.start <= start < p.stop) for of in pieces]
-        ranks = [first + at for first, at in zip(firsts, stages, strict=False)]
-        held = [index[r.stages[at].worker] for r, at in zip(plan.replicas, stages, strict=True)]
-        joined = joining(plan.exchange, ranks, labels, UNITS)
+    rank_of = {fleet.index[place.worker]: rank for rank, place in enumerate(plan.places)}
+    # A gradient of several uses is whole where the first one is, and travels once.
+    for n_bytes, holders, _ in held_by(fleet, plan.replicas, problem.dag, problem.training.optimizer).ranges:
+        joined = joining(plan.exchange, [rank_of[at] for at in holders], labels, UNITS)
         for replica, actions in joined.actions.items():
             for action in actions:
                 if isinstance(action, Send):
                     share = joined.segments[action.segment].size / UNITS
-                    sent[held[replica], held[action.to]] += n_bytes * share
+                    sent[holders[replica], holders[action.to]] += n_bytes * share
     return sent
 
 

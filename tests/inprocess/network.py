@@ -1,7 +1,8 @@
 """Simulated time of an exchange: messages over links with a rate and a delay.
 
 A pair's messages go one after another at the pair's rate; where a rank has an uplink or a downlink of its
-own, its messages to all others also go one after another there. It arrives one delay after it was sent.
+own, its messages to all others also go one after another there, and so do those of several ranks that leave
+or enter by one line. It arrives one delay after it was sent.
 """
 
 from __future__ import annotations
@@ -18,16 +19,28 @@ if TYPE_CHECKING:
 
 
 @dataclass
+class SharedLine:
+    """Bytes/s that several ranks share towards all others, each direction its own."""
+
+    members: frozenset[int]
+    up: float
+    down: float
+    up_free_s: float = 0.0
+    down_free_s: float = 0.0
+
+
+@dataclass
 class SimulatedNetwork:
     """Links of ranks 0..n-1. ``rates``: [n][n] bytes/s from row to column; ``delay_s`` of every link; ``up``
-    and ``down``: bytes/s that all links of a rank share (none: no such bound). ``clock``: [n], when each rank
-    is free; ``carry`` moves it, and whoever computes."""
+    and ``down``: bytes/s that all links of a rank share (none: no such bound); ``lines``: of several ranks.
+    ``clock``: [n], when each rank is free; ``carry`` moves it, and whoever computes."""
 
     rates: Sequence[Sequence[float]]
     delay_s: float = 0.0
     up: Sequence[float] = ()
     down: Sequence[float] = ()
     clock: list[float] = field(default_factory=list)
+    lines: Sequence[SharedLine] = ()
     _up_free: list[float] = field(default_factory=list)
     _down_free: list[float] = field(default_factory=list)
     _pair_free: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -78,12 +91,26 @@ class SimulatedNetwork:
         up = self.up[message.source] if self.up else inf
         down = self.down[message.target] if self.down else inf
         rate = min(self.rates[message.source][message.target], up, down)
-        begin_s = max(at_s, self._pair_free.get(pair, 0.0), self._up_free[message.source])
+        leaves = [line for line in self.lines if line.members & {*pair} == {message.source}]
+        enters = [line for line in self.lines if line.members & {*pair} == {message.target}]
+        free_s = (
+            self._pair_free.get(pair, 0.0),
+            self._up_free[message.source],
+            *(o.up_free_s for o in leaves),
+        )
+        begin_s = max(at_s, *free_s)
         self._pair_free[pair] = begin_s + message.wire_bytes / rate
         self._up_free[message.source] = begin_s + message.wire_bytes / up
+        for line in leaves:
+            line.up_free_s = begin_s + message.wire_bytes / line.up
+        left_s = max(self._pair_free[pair], *(line.up_free_s for line in leaves), 0.0)
         turn_s = self._down_free[message.target] + message.wire_bytes / down
-        last_s = max(self._pair_free[pair] + self.delay_s, turn_s)
+        for line in enters:
+            turn_s = max(turn_s, line.down_free_s + message.wire_bytes / line.down)
+        last_s = max(left_s + self.delay_s, turn_s)
         self._down_free[message.target] = last_s if down < inf else 0.0
+        for line in enters:
+            line.down_free_s = last_s
         return last_s
 
 
