@@ -31,6 +31,8 @@ CODED_RULES = frozenset({"diloco", "streaming_diloco"})
 """Those whose rounds travel in a codec of the job's choice."""
 WHOLE_RULES = frozenset({"saps"})
 """Those whose peers hold the whole model (not ``sliced`` in the catalogue)."""
+GRADIENT_RULES = frozenset({"mean"})
+"""Rules of the gradients of replicas, one round a step, that workers run beside exact sums."""
 EXACT = "exact"
 AUTO = "auto"
 LOCAL_STEPS = 50  # between two exchanges, unless a job or the rule's paper says otherwise
@@ -118,6 +120,12 @@ class Exchange:
         return self.rule in LOCAL_RULES
 
     @property
+    def keeps(self) -> bool:
+        """Whether replicas exchange gradients by a rule that keeps what a round left out, for each parameter
+        at the stage that holds it."""
+        return self.rule in GRADIENT_RULES
+
+    @property
     def gossips(self) -> bool:
         """Whether ranks exchange models with some others in a round, and keep models of their own."""
         return self.rule in GOSSIP_RULES
@@ -160,8 +168,10 @@ def wanted_exchange(how: str, every: int) -> Exchange | None:
     rule, _, setting = how.partition(":")
     if how in (EXACT, AUTO):
         return None
+    if rule in GRADIENT_RULES:
+        return _of_gradients(rule, setting, every)
     if rule not in LOCAL_RULES:
-        known = ", ".join((EXACT, AUTO, *sorted(LOCAL_RULES)))
+        known = ", ".join((EXACT, AUTO, *sorted(GRADIENT_RULES), *sorted(LOCAL_RULES)))
         raise UsageError(
             f"exchange {how[:40]!r}; workers run {known}, a rule with a codec as in diloco:int8_block"
         )
@@ -180,6 +190,19 @@ def wanted_exchange(how: str, every: int) -> Exchange | None:
             exchange = replace(exchange, ratio=float(setting))
         except ValueError:
             exchange = replace(exchange, codec=setting)
+    check_exchange(exchange)
+    return exchange
+
+
+def _of_gradients(rule: str, codec: str, every: int) -> Exchange:
+    """Return the exchange of gradients by a rule, in a codec."""
+    if every > 1:
+        raise UsageError(
+            f"{every} local steps with --exchange {rule}, which exchanges every step's gradients"
+        )
+    if codec in ("", AUTO):
+        raise UsageError(f"exchange {rule!r} needs a codec, as {rule}:int8_block")
+    exchange = Exchange(rule, codec=codec)
     check_exchange(exchange)
     return exchange
 

@@ -6,6 +6,9 @@ last op to the first, as backwards finish them, and are merged into buckets; a b
 holders, each of which adds one segment (``collective.owners``). All ranks derive the same from the plan and
 the ops of their own stage.
 
+Where another rule than exact sums joins them (``Exchange.keeps``), each replica brings one contribution, all
+of its blocks, under the replica's number. What its round left out is stored under ``kept_name``.
+
 A part is the sum over one block of micro-batches, or over all blocks of the replica that begins the step
 (``block_sums``). Blocks are added in ascending order, so a total has the bits of one machine. Behind its
 elements a bucket has one mark for each parameter: whether anything reached it. A parameter without a gradient
@@ -33,6 +36,19 @@ if TYPE_CHECKING:
     from atoll.program import StageProgram
 
 ELEMENT_BYTES = 4  # gradients are float32
+BESIDE = "@"
+
+
+def kept_name(name: str, replica: int) -> str:
+    """Name that a checkpoint has for what a replica's rule of exchange keeps of a parameter; no model has
+    such a name beside the parameter's."""
+    return f"{name}{BESIDE}{replica}"
+
+
+def kept_of(name: str) -> tuple[str, int] | None:
+    """Return the parameter and the replica of a ``kept_name``, None for another name."""
+    base, _, replica = name.rpartition(BESIDE)
+    return (base, int(replica)) if base and replica.isascii() and replica.isdecimal() else None
 
 
 class Arriving(NamedTuple):
@@ -41,6 +57,7 @@ class Arriving(NamedTuple):
     segment: int
     label: int  # block, or ``collective.TOTAL``
     source: int
+    phase: int = 0  # of a rule that has several
 
 
 @dataclass(frozen=True)
@@ -58,11 +75,7 @@ class Bucket:
     holders: tuple[int, ...]  # ranks of the plan, by replica
     collective: Collective
     arriving: tuple[Arriving, ...]
-
-    @property
-    def labels(self) -> tuple[int, ...]:
-        """Parts that this holder has."""
-        return self.collective.labels[self.replica]
+    labels: tuple[int, ...]  # parts that this holder has
 
     @property
     def spans(self) -> Iterator[tuple[str, int, int]]:
@@ -117,6 +130,13 @@ def part_labels(plan: Plan, replica: int) -> tuple[int, ...]:
     return (0,) if 0 in blocks else tuple(blocks)
 
 
+def contributions(plan: Plan) -> dict[int, tuple[int, ...]]:
+    """Return the labels of what each replica contributes to an exchange: its parts, or one of all."""
+    return {
+        number: (number,) if plan.keeps else part_labels(plan, number) for number in range(len(plan.replicas))
+    }
+
+
 def first_uses(programs: Iterable[StageProgram]) -> dict[str, int]:
     """Return the op that first uses each parameter of a stage, of those whose first use is in this stage;
     ``programs``: of its pieces, in their order."""
@@ -149,19 +169,21 @@ def buckets(
             for first, placed in zip(firsts, pieces, strict=False)
         )
         held.setdefault(ranks, []).append(name)
-    labels = {number: part_labels(plan, number) for number in range(len(plan.replicas))}
+    own = part_labels(plan, replica)
+    labels = contributions(plan)
     found = []
     for ranks, names in held.items():  # from the last op to the first
         by_op = (list(same) for _, same in groupby(names, key=lambda name: uses[name]))
         for bucket in _merged(by_op, elements, plan.exchange.bucket_bytes):
             sizes = tuple(elements[name] for name in bucket)
-            collective = joining(plan.exchange, ranks, labels, sum(sizes) + len(sizes))
+            marks = 0 if plan.keeps else len(sizes)
+            collective = joining(plan.exchange, ranks, labels, sum(sizes) + marks)
             arriving = tuple(
                 Arriving(segment, label, source)
                 for (segment, label), source in collective.sources(replica).items()
             )
             op = max(uses[name] for name in bucket)
-            found.append(Bucket(op, tuple(bucket), sizes, replica, ranks, collective, arriving))
+            found.append(Bucket(op, tuple(bucket), sizes, replica, ranks, collective, arriving, own))
     return tuple(sorted(found, key=lambda bucket: -bucket.op))
 
 

@@ -222,7 +222,14 @@ class TrainingSpec:
     @property
     def local_exchange(self) -> Exchange | None:
         """Exchange of peers with steps of their own, where the job asks for one by its rule."""
-        return wanted_exchange(self.exchange, self.local_steps)
+        exchange = wanted_exchange(self.exchange, self.local_steps)
+        return exchange if exchange is not None and exchange.local else None
+
+    @property
+    def gradient_exchange(self) -> Exchange | None:
+        """Exchange of replicas' gradients, where the job asks for another one than exact sums."""
+        exchange = wanted_exchange(self.exchange, self.local_steps)
+        return exchange if exchange is not None and exchange.keeps else None
 
     @property
     def codes_rounds(self) -> bool:

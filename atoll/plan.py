@@ -299,8 +299,14 @@ class Plan:
 
     @property
     def storers(self) -> tuple[str, ...]:
-        """Workers of the first replica, which store checkpoints: all replicas hold the same."""
-        return tuple(stage.worker for stage in self.replicas[0].stages)
+        """Workers of the first replica, which store checkpoints: all replicas hold the same. Where each keeps
+        what its rule of exchange left out, those of all."""
+        return tuple(place.worker for place in self.places if self.keeps or not place.replica)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether each replica keeps what its rule of exchange left out."""
+        return self.exchange is not None and self.exchange.keeps
 
     @property
     def local(self) -> bool:

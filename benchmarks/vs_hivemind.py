@@ -163,7 +163,7 @@ class Peer:
         self.stage = Computed({name: {self.rank: part} for name, part in parts.items()})
         self.number = number
         self.links.expect(step_arrivals(self.assignment, number))
-        self.exchange = GradientExchange(self.assignment, cast("Stage", self.stage), self._send)
+        self.exchange = GradientExchange(self.assignment, cast("Stage", self.stage), self._send, number)
         return 0.0
 
     def average(self) -> list[float]:

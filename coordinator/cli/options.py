@@ -121,8 +121,9 @@ class JobOptions:
         str | None,
         typer.Option(
             metavar="HOW",
-            help="Exchange of machines that each hold the model: exact, or steps of their own in between by "
-            "a rule, as diloco, diloco:int8_block, diloco:auto (the codec that the links need) or saps. "
+            help="Exchange of replicas: exact; mean:CODEC, as mean:int8_block: gradients in a codec; or "
+            "steps of their own in between by a rule, as diloco, diloco:int8_block, diloco:auto (the codec "
+            "that the links need) or saps. "
             "With auto the planner chooses among exact ways and local steps; same as "
             "--set exchange=HOW. Default: exact.",
         ),

@@ -528,13 +528,11 @@ class JobState:
 
     @property
     def store_ranks(self) -> frozenset[int]:
-        """Ranks that store a checkpoint: those of the first replica, as all hold the same; of peers with
-        states of their own all that are there."""
-        if self.local:
+        """Ranks that store a checkpoint: those of the first replica, as all hold the same; of peers and
+        replicas with states of their own all that are there."""
+        if self.plan is None or self.local or self.plan.keeps:
             return frozenset(self.present)
-        return frozenset(
-            r for r, place in enumerate(self.plan.places if self.plan else ()) if not place.replica
-        )
+        return frozenset(rank for rank, place in enumerate(self.plan.places) if not place.replica)
 
     @property
     def steps(self) -> int:

@@ -4,19 +4,24 @@ The tensors of the first peer that is there have the names of the model's: whoev
 without a state of its own, takes them. Those of every other peer are named ``NAME@RANK``, beside ``NAME``. A
 parameter of the model may have such a name too, like ``up@2``, as long as no ``up`` is beside it
 (``confused``).
+
+Of replicas that exchange gradients by a rule, ``NAME@REPLICA`` is what that replica's rule keeps of a
+parameter, beside the ``NAME`` that all hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from atoll.gradient_exchange import BESIDE, kept_name
 
 if TYPE_CHECKING:
     from atoll.job import JobSpec
     from coordinator.messages.facts import Checkpoint
 
-OF = "@"
+OF = BESIDE
 
 Tensors = Mapping[str, str]
 """Name -> blob."""
@@ -37,6 +42,14 @@ def own(tensors: Tensors, rank: int) -> dict[str, str]:
     mine = f"{OF}{rank}"
     its_own = {name: tensors[name + mine] for name in tensors if name + mine in tensors}
     return model(tensors) | its_own
+
+
+def kept(tensors: Tensors, names: Iterable[str], replica: int) -> dict[str, str]:
+    """Return what a replica's rule of exchange begins with, of the parameters with these ``names``: its own
+    where it has stored any, else the first one's, whose shared part it takes."""
+    candidates = ((kept_name(name, replica), kept_name(name, 0)) for name in names)
+    found = (next((key for key in both if key in tensors), None) for both in candidates)
+    return {key: tensors[key] for key in found if key is not None}
 
 
 def model(tensors: Tensors) -> dict[str, str]:

@@ -47,7 +47,12 @@ def assignment(
 
 def tensors_of(plan: Plan, rank: int, source: Checkpoint) -> dict[str, str]:
     """Return a checkpoint's tensors as a rank begins with them."""
-    return peer_tensors.own(source.tensors, rank) if plan.local else peer_tensors.model(source.tensors)
+    if plan.local:
+        return peer_tensors.own(source.tensors, rank)
+    model = peer_tensors.model(source.tensors)
+    if not plan.keeps:
+        return model
+    return model | peer_tensors.kept(source.tensors, model, plan.places[rank].replica)
 
 
 def reconfiguration(
@@ -80,7 +85,7 @@ def repetition(
     and what the rank's neighbours are to know of it, by worker."""
     plan, rank, job = state.adopted, case.rank, state.job
     places, theirs = plan.places, beside(plan, rank, worker, version)
-    peers, tensors = _peers(theirs, rank, roster), dict(case.source.tensors)
+    peers, tensors = _peers(theirs, rank, roster), tensors_of(theirs, rank, case.source)
     assign = do.Assign(job, state.spec, theirs, rank, case.end, tensors, peers, case.replay)
     said = {
         places[other].worker: do.StandbysHere(

@@ -213,7 +213,8 @@ def exchange_words(state: JobState, met: RoundMet | None, label: Callable[[str],
     exchange, places = plan.exchange, plan.places
     if not exchange.local:
         names = (" and ".join(label(stage.worker) for stage in replica.stages) for replica in plan.replicas)
-        return f"exact gradients at every step, among {'; '.join(names)}"
+        what = f"gradients by {exchange.rule} in {exchange.codec}" if exchange.keeps else "exact gradients"
+        return f"{what} at every step, among {'; '.join(names)}"
     coded = "" if exchange.codec == "none" else f" in {exchange.codec}"
     steps = "step" if exchange.every == 1 else f"{exchange.every} steps"
     words = f"{exchange.rule}{coded} every {steps}, {_partners(state, plan, exchange, label)}"

@@ -20,7 +20,7 @@ import numpy as np
 from atoll.collective import Send
 from atoll.errors import NotEnoughMemory, PlanError, UsageError
 from atoll.exchange import AUTO, EXACT, Exchange
-from atoll.gradient_exchange import joining, part_labels
+from atoll.gradient_exchange import contributions, joining
 from atoll.job import Recompute
 from atoll.microbatch import block_ranges
 from atoll.plan import LinkPrediction, Plan, Prediction, validate, written_buffers
@@ -74,6 +74,9 @@ def best_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
         parts, ends, cuts = _given_parts(request)
         training = replace(training, replicas=str(len(cuts)))
         return _joined(replace(request, training=training), parts, ends, effort, cuts)
+    if training.gradient_exchange is not None and training.replica_count == 1:
+        request = replace(request, training=replace(training, replicas=AUTO))
+        return best_plan(request, effort)
     if training.replica_count == 1:
         return make_plan(_alone(request), effort)
     written = written_buffers(request.dag)
@@ -107,7 +110,8 @@ def with_blocks(training: TrainingSpec) -> TrainingSpec:
     UsageError for more replicas than micro-batches.
     """
     count = training.replica_count
-    if count is None or (training.exchange == AUTO and count == 1):  # replicas are compared
+    compared = training.exchange == AUTO or training.gradient_exchange is not None
+    if count is None or (compared and count == 1):  # replicas are compared
         count = min(TUNED.most_replicas, training.n_micro)
     if training.local_exchange is not None or not training.blocks == 1 < count:
         return training
@@ -218,7 +222,7 @@ def _together(request: PlanRequest, plans: Sequence[Plan], spans: Sequence[tuple
     workers = [stage.worker for replica in replicas for stage in replica.stages]
     fleet = request.fleet
     ranks = [fleet.index[worker] for worker in workers]
-    flat = Exchange(rates=tuple(rank_rates(fleet, ranks)))
+    flat = replace(request.training.gradient_exchange or Exchange(), rates=tuple(rank_rates(fleet, ranks)))
     plan = replace(
         plans[0],
         partitioner=request.partitioner,
@@ -235,7 +239,7 @@ def _together(request: PlanRequest, plans: Sequence[Plan], spans: Sequence[tuple
     )
     ways = [flat]
     site_of = {device: number for number, site in enumerate(groups(fleet.bandwidth_bps)) for device in site}
-    if len(set(site_of.values())) > 1:
+    if len(set(site_of.values())) > 1 and not flat.keeps:  # a rule's totals are each of one owner
         ways.append(replace(flat, inner=Exchange(), sites=tuple(site_of[rank] for rank in ranks)))
     found = [replace(plan, exchange=way) for way in ways]
     flatly, *within = (replace(p, prediction=_predicted(request, p, plans)) for p in found)
@@ -252,7 +256,7 @@ def exchanged_bytes(plan: Plan, problem: Problem) -> Floats:
     assert plan.exchange is not None  # noqa: S101 - several replicas
     fleet = problem.fleet
     sent = np.zeros((len(fleet.devices),) * 2)
-    labels = {number: part_labels(plan, number) for number in range(len(plan.replicas))}
+    labels = contributions(plan)
     rank_of = {fleet.index[place.worker]: rank for rank, place in enumerate(plan.places)}
     # A gradient of several uses is whole where the first one is, and travels once.
     for n_bytes, holders, _ in held_by(fleet, plan.replicas, problem.dag, problem.training.optimizer).ranges:

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from atoll.errors import ConnectionFailed, StorageError
+from atoll.gradient_exchange import first_uses, kept_name, trained_elements
 from atoll.opdag import DTYPE_BYTES
 from atoll.program import programs_of
 from coordinator.federated.driver import FederatedDriver
+from coordinator.messages import peer_tensors
 from coordinator.messages.jobs import ENDED
 from coordinator.pipeline.assigning import tensors_of
 from coordinator.pipeline.driver import PipelineDriver
@@ -64,11 +66,15 @@ class StageRole:
         leaves = self.leaves()
         plan = self.state.adopted
         parts = [tensors_of(plan, self.rank, checkpoint) for checkpoint in kept]
-        return frozenset(tensors[name] for tensors in parts for name in leaves if name in tensors)
+        own = frozenset(tensors[name] for tensors in parts for name in leaves if name in tensors)
+        if not plan.keeps:
+            return own
+        replica = plan.places[self.rank].replica
+        return own.union(*(peer_tensors.kept(tensors, leaves, replica).values() for tensors in parts))
 
     def allowance(self) -> Allowance:
         """Its part of some checkpoints."""
-        metas = [state.meta for state in self.leaves().values()]
+        metas = [state.meta for state in (*self.leaves().values(), *self._kept().values())]
         local = self.state.local
         once = sum(most_bytes(meta, local=local) for meta in metas)
         return Allowance(CHECKPOINTS * once, CHECKPOINTS * len(metas))
@@ -76,11 +82,24 @@ class StageRole:
     def snapshot(self) -> dict[str, StateMeta]:
         """Return the declared states of the tensors that it stores in a checkpoint; a tied one the stage of
         its first holder does."""
+        kept, plan = self._kept(), self.state.adopted
+        if plan.keeps and plan.places[self.rank].replica:
+            return kept
         (*_, programs), states = self._programs(), self.leaves()
         own = {program.stage for program in programs}
         followed = {tied.name for p in programs for tied in p.tied if tied.holders[0] not in own}
         names = (name for program in programs for name in (*program.parameters, *program.buffers))
-        return {name: states[name] for name in names if name not in followed}
+        return {name: states[name] for name in names if name not in followed} | kept
+
+    def _kept(self) -> dict[str, StateMeta]:
+        """Return the declared states of what its rule of exchange keeps, by the names of a checkpoint."""
+        plan = self.state.adopted
+        if not plan.keeps:
+            return {}
+        (*_, programs), states = self._programs(), self.leaves()
+        trained = trained_elements(first_uses(programs), states, self.state.spec.training.optimizer)
+        replica = plan.places[self.rank].replica
+        return {kept_name(name, replica): states[name] for name in trained}
 
     def shared(self) -> frozenset[str]:
         """Return the tensors that a stage before it stores as well: buffers that no step writes."""

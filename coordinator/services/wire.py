@@ -9,6 +9,7 @@ from atoll.messages import to_worker as asked
 from atoll.program import programs_of, stage_programs
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
+from coordinator.messages import peer_tensors
 from coordinator.services.blob_rights import leaves_of, most_bytes
 from coordinator.storage.graph_store import GraphStore, leaf_metas
 from protos import atoll_control_pb2 as pb
@@ -81,6 +82,7 @@ def _assign(message: do.Assign, graphs: GraphStore, way: Way) -> asked.Assign:
     first, *further = pieces = graphs.programs(plan)[rank]
     found = graphs.graphs(plan.dag_hash, plan.eval_dag_hash)
     states, names = leaf_metas(programs_of(pieces), found.states())
+    kept = peer_tensors.kept(message.tensors, names, plan.places[rank].replica) if plan.keeps else {}
     return asked.Assign(
         job=message.job,
         version=plan.version,
@@ -89,7 +91,7 @@ def _assign(message: do.Assign, graphs: GraphStore, way: Way) -> asked.Assign:
         eval_program=first.evaluation,
         plan=plan,
         peers=_peers(message.peers, way),
-        tensors={name: message.tensors[name] for name in names},
+        tensors={name: message.tensors[name] for name in names} | kept,
         states=states,
         data=spec.data,
         eval_data=spec.eval_data,

@@ -11,6 +11,9 @@ One round at one rank:
 keeps no clock, file or generator: draws come from the round's seed. State changes in ``settle`` and
 ``undelivered`` alone, so a round that fails anywhere before may be repeated with the same bits.
 
+Between rounds a worker has what a rule keeps by tensor, as in a checkpoint: ``stored(state)`` takes it apart,
+``resumed(stored)`` puts one together, of the same tensors or of others that follow each other in a row.
+
 What was not included stays: a rule whose contributions are changes (gradients, deltas) keeps a residual of
 what its codec left out, of what an owner did not include, and of segments whose total never came.
 """
@@ -18,7 +21,7 @@ what its codec left out, of what an owner did not include, and of segments whose
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -36,6 +39,10 @@ if TYPE_CHECKING:
 
 State = Any
 """A rule's own frozen value, or None; in as an argument, out as a result."""
+OWN = "value"
+"""Key of what a rank alone keeps of a tensor, in its shape; other keys are equal at all ranks."""
+Kept = Mapping[str, Tensor]
+"""What a rule keeps of one tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,11 @@ class Flat:
     @property
     def size(self) -> int:
         return sum(torch.Size(shape).numel() for shape in self.shapes)
+
+    def tensors(self, row: Tensor) -> list[Tensor]:
+        """Tensors of a row [n], sharing its memory."""
+        parts = torch.split(row, [torch.Size(shape).numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -133,6 +145,33 @@ class ExchangeRule(ABC):
     def undelivered(self, contribution: Contribution, state: State) -> State:
         """State after a round whose contribution nobody included."""
         return state
+
+    def codecs(self) -> tuple[Compressor, Compressor]:
+        """Codecs of parts and of totals."""
+        return UNCOMPRESSED, UNCOMPRESSED
+
+    def rows(self, flat: Flat) -> tuple[tuple[int, ...], ...]:
+        """Elements that a contribution may have, of each phase."""
+        return ((flat.size,),)
+
+    def stored(self, state: State, flat: Flat) -> list[Kept]:
+        """What a state keeps of each tensor."""
+        return [{} for _ in flat.shapes]
+
+    def resumed(self, kept: Sequence[Kept], flat: Flat) -> State:
+        """State of tensors of which this is kept."""
+        return self.init(flat, torch.zeros(flat.size))
+
+
+def row_of(kept: Sequence[Kept], flat: Flat) -> Tensor | None:
+    """Row [n] of what a rank alone keeps, zero where it keeps nothing; None where it does of no tensor."""
+    if not any(OWN in one for one in kept):
+        return None
+    parts = [
+        one[OWN].reshape(-1) if OWN in one else torch.zeros(torch.Size(shape).numel())
+        for one, shape in zip(kept, flat.shapes, strict=True)
+    ]
+    return torch.cat(parts)
 
 
 @dataclass(frozen=True)

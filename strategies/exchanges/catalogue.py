@@ -106,6 +106,17 @@ def dense_codec(exchange: Exchange) -> None:
         )
 
 
+def check_gradient_rule(exchange: Exchange) -> None:
+    """Raise PlanError or UsageError for a rule of gradients that workers do not run as it is set."""
+    facts = exchange_facts(exchange.rule)
+    if facts.content is not Content.GRADIENT or exchange.quorum < 1.0:
+        raise PlanError(
+            f"{exchange.rule} with a quorum of {exchange.quorum} is no rule of gradients on workers"
+        )
+    facts.check(exchange)
+    dense_codec(exchange)
+
+
 def at_once(exchange: Exchange) -> None:
     """Refuse fragments and delays too."""
     dense_codec(exchange)

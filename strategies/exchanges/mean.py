@@ -17,18 +17,24 @@ from compressors import CODECS, make_compressor
 from compressors.sparse import Scattered
 from compressors.vector import UNCOMPRESSED, dense
 from strategies.exchanges.base import (
+    OWN,
     Contribution,
     Exchanged,
     ExchangeRule,
+    Flat,
+    Kept,
     Settled,
     State,
     average,
     finite_or,
     left_over,
+    row_of,
     weighted,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from atoll.exchange import ExchangeRound
@@ -62,13 +68,20 @@ class Mean(ExchangeRule):
     def contribute(self, own: Tensor, state: State, at: ExchangeRound, rank: int) -> Contribution:
         wanted = own if state is None else own + state
         codec, total_codec = self.codecs()
-        return Contribution(dense(weighted(wanted, at.weight_of(rank))), codec, total_codec, carry=wanted)
+        weight = at.weight_of(rank)
+        return Contribution(dense(weighted(wanted, weight)), codec, total_codec, carry=weight)
 
     def settle(self, done: Exchanged) -> Settled | Contribution:
         return Settled(average(done).values, finite_or(left_over(done), done.state))
 
     def undelivered(self, contribution: Contribution, state: State) -> State:
-        return finite_or(contribution.carry, state)
+        return finite_or(contribution.vector.dense() / contribution.carry, state)
+
+    def stored(self, state: State, flat: Flat) -> list[Kept]:
+        return [{} for _ in flat.shapes] if state is None else [{OWN: part} for part in flat.tensors(state)]
+
+    def resumed(self, kept: Sequence[Kept], flat: Flat) -> State:
+        return row_of(kept, flat)
 
 
 def part_and_total(codec: str, ratio: float) -> tuple[Compressor, Compressor]:

@@ -7,6 +7,7 @@ import pytest
 from atoll.errors import PlanError, UsageError
 from atoll.exchange import (
     GOSSIP_RULES,
+    GRADIENT_RULES,
     LOCAL_RULES,
     MOST_PEERS,
     WHOLE_RULES,
@@ -17,6 +18,7 @@ from atoll.exchange import (
     check_exchange,
     wanted_exchange,
 )
+from atoll.job import TrainingSpec
 from strategies.exchanges.catalogue import EXCHANGES
 
 
@@ -92,6 +94,23 @@ def test_a_table_of_pairs_has_rates_and_a_bound(wrong: tuple[float, ...]) -> Non
 )
 def test_a_job_names_its_exchange_in_a_word(how: str, found: Exchange | None) -> None:
     assert wanted_exchange(how, 48) == found
+
+
+def test_a_rule_of_gradients_exchanges_those_of_every_step_in_its_codec() -> None:
+    exchange = wanted_exchange("mean:int8_block", 0)
+    assert exchange == Exchange("mean", codec="int8_block")
+    assert exchange.keeps
+    assert not exchange.local
+    assert not Exchange().keeps
+    assert {EXCHANGES[name].content for name in GRADIENT_RULES} == {Content.GRADIENT}
+    training = TrainingSpec(steps=1, n_micro=2, exchange="mean:int8_block")
+    assert (training.local_exchange, training.gradient_exchange) == (None, exchange)
+
+
+@pytest.mark.parametrize(("how", "every"), [("mean", 0), ("mean:auto", 0), ("mean:int8_block", 5)])
+def test_a_rule_of_gradients_needs_a_codec_and_has_no_steps_of_its_own(how: str, every: int) -> None:
+    with pytest.raises(UsageError):
+        wanted_exchange(how, every)
 
 
 @pytest.mark.parametrize("how", ["wagma:50", "swarm:int8_block"])

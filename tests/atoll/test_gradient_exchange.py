@@ -69,7 +69,7 @@ def test_what_one_holder_sends_the_other_awaits(name: str, seed: int, sites: tup
                 if hasattr(action, "to"):
                     size = bucket.collective.segments[action.segment].size
                     sent.add((rank, bucket.holders[action.to], bucket.op, action.segment, action.label, size))
-            for segment, label, source in bucket.arriving:
+            for segment, label, source, _ in bucket.arriving:
                 size = bucket.collective.segments[segment].size
                 awaited.add((bucket.holders[source], rank, bucket.op, segment, label, size))
     assert sent == awaited

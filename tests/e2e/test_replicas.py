@@ -30,11 +30,13 @@ from benchmarks.oracle import (
     difference,
     random_replicas,
     run_local,
+    run_replicas,
 )
 from benchmarks.real_workers import LoopbackFleet, as_job, cuts_of
 from coordinator.client.prepare import prepare
 from coordinator.messages.facts import CheckpointStored, PlanAdopted, Reconfigured, StepCommitted, from_record
 from coordinator.storage.journal import StoredJournal
+from protos.convert import from_proto
 from tests.e2e.test_reconfigured import disturb
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -177,3 +179,40 @@ def test_a_replica_that_lost_its_worker_is_whole_again_once_another_joins() -> N
     assert sum(isinstance(fact, PlanAdopted) for fact in facts) == 1
     short = replace(given, training=replace(training, steps=len(commits)))
     assert [fact.loss for fact in commits] == [row[0] for row in run_local(short, (0,)).figures]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["mean:int8_block"])
+@pytest.mark.parametrize("lost", [0, 2], ids=["of the pipeline", "of the whole model"])
+def test_a_rule_of_gradients_goes_on_in_its_bits_when_a_rank_is_killed(lost: int, exchange: str) -> None:
+    """Who takes over begins with what the rank's rule had kept when the checkpoint was stored."""
+    middle = case("gpt2").dag.cuttable()[len(case("gpt2").dag.cuttable()) // 2]
+    training = replace(TRAINING, steps=40, checkpoint_every=6, exchange=exchange)
+    given, plan = plan_of(replace(case("gpt2"), training=training), 4, (1, (0, middle)), (3, (0,)))
+    adopted: list[Plan] = []
+    struck = False
+    with LoopbackFleet(4) as fleet:
+        prepared = prepare(as_job(given), partitioner=cuts_of(plan), schedule=plan.schedule.value)
+        job = fleet.client.submit(prepared).job
+        losses: dict[int, float] = {}
+        for update in fleet.client.watch(job):
+            losses.update({p.step: p.value for p in update.metrics if p.name == "loss"})
+            if update.HasField("plan"):
+                adopted.append(from_proto(update.plan))
+            if not struck and update.step > 15:
+                struck = True
+                disturb(fleet, adopted[-1].places[lost].worker, signal.SIGKILL)
+        assert update.state == "finished", update.reason
+        found = fleet.result(job, losses)
+        with closing(StoredJournal(fleet.state / "journal.sqlite")) as journal:
+            facts = [from_record(record) for record in journal.replay()]
+    assert struck
+    assert [fact.step for fact in facts if isinstance(fact, StepCommitted)] == list(range(40))
+    (moved,) = (fact for fact in facts if isinstance(fact, Reconfigured))
+    assert (moved.plan, len(moved.newcomers)) == (None, 1)
+    stored = [fact for fact in facts if isinstance(fact, CheckpointStored)]
+    assert stored[0].step < moved.step
+    kept = {name.rpartition("@")[2] for fact in stored for name in fact.tensors if "@" in name}
+    assert kept == {"0", "1"}
+    # Its bits are those of the plan that was adopted, whose owners have shares by their links.
+    assert difference(found, run_replicas(given, adopted[0]), 1) == 0.0

@@ -11,10 +11,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from atoll.block_sums import fold
+from atoll.collective import even_shares, owner_shares
 from atoll.errors import PlanError
+from atoll.exchange import ExchangeRound
+from atoll.gradient_exchange import Bucket, buckets, trained_elements
 from atoll.plan import validate
 from atoll.program import stage_programs
 from atoll.step_loss import step_loss
+from strategies.exchanges import make_rule
+from strategies.exchanges.base import Flat, Kept
+from tests.inprocess.exchange import run_round
 from tests.inprocess.pipeline import LocalPipeline, StepResult, carried
 
 if TYPE_CHECKING:
@@ -44,11 +50,13 @@ class LocalReplicas:
         states: Mapping[str, StateMeta] | None = None,
     ) -> None:
         validate(plan, dag, training)
-        if plan.exchange is not None and (plan.exchange.rule, plan.exchange.every) != ("sum", 1):
+        exchange = plan.exchange
+        if exchange is not None and not exchange.keeps and (exchange.rule, exchange.every) != ("sum", 1):
             raise PlanError(
-                f"replicas exchange exact sums at every step here, not {plan.exchange.rule} every "
-                f"{plan.exchange.every}"
+                f"replicas exchange gradients here, at every step, not by {exchange.rule} every "
+                f"{exchange.every}"
             )
+        self.rule = RuleInOneProcess(plan, dag, training) if plan.keeps else None
         self.training = training
         self.replicas = []
         for number, replica in enumerate(plan.replicas):
@@ -72,7 +80,8 @@ class LocalReplicas:
         before = {name: value.clone() for name, value in _written(self.replicas[0]).items()}
         for replica in self.replicas:
             replica.accumulate(step, batches)
-        totals = joined([replica.parts() for replica in self.replicas])
+        parts = [replica.parts() for replica in self.replicas]
+        totals = joined(parts) if self.rule is None else self.rule.joined(step, parts)
         reports = [replica.finish(totals) for replica in self.replicas]
         norms = [tuple(norm for report in one for norm in report.square_norms) for one in reports]
         if len({repr(one) for one in norms}) > 1:  # as text: NaN equals itself
@@ -107,6 +116,56 @@ class LocalReplicas:
     def snapshot(self) -> dict[str, dict[str, Tensor]]:
         """Parameters, optimizer state and buffers, the same at every replica."""
         return self.replicas[0].snapshot()
+
+
+class RuleInOneProcess:
+    """A rule's rounds among the replicas of a plan, bucket by bucket; ``kept`` of each, by parameter."""
+
+    def __init__(self, plan: Plan, dag: OpDag, training: TrainingSpec) -> None:
+        assert plan.exchange is not None
+        self._plan, self._seed, self._rule = plan, training.seed, make_rule(plan.exchange)
+        self._shapes = {name: state.meta.shape for name, state in dag.parameters.items()}
+        programs = stage_programs(dag, [stage.start for stage in plan.replicas[0].stages])
+        elements = trained_elements(dag.parameters, dag.parameters, training.optimizer)
+        self._buckets = [b for program in programs for b in buckets(plan, 0, [program], elements)]
+        self.kept: list[dict[str, Kept]] = [{} for _ in plan.replicas]
+
+    def joined(self, step: int, parts: Sequence[Parts]) -> dict[str, Tensor | None]:
+        """Every parameter's total."""
+        sums = [{n: fold(p for _, p in sorted(of.items())) for n, of in one.items()} for one in parts]
+        found: dict[str, Tensor | None] = {}
+        for bucket in self._buckets:
+            found.update(self._round(step, bucket, sums))
+        return found
+
+    def _round(
+        self, step: int, bucket: Bucket, sums: Sequence[Mapping[str, Tensor | None]]
+    ) -> dict[str, Tensor | None]:
+        exchange, names = self._rule.exchange, bucket.names
+        micros = [float(stop - start) for start, stop in (r.micros for r in self._plan.replicas)]
+        at = ExchangeRound(step, tuple(range(len(micros))), self._seed, tuple(micros))
+        flat = Flat(tuple(self._shapes[name] for name in names))
+        states = {
+            n: self._rule.resumed([kept.get(m, {}) for m in names], flat) for n, kept in enumerate(self.kept)
+        }
+        own = {
+            number: torch.cat([_flat(one[name], self._shapes[name]) for name in names])
+            * (self._plan.n_micro / micros[number])
+            for number, one in enumerate(sums)
+        }
+        rates = [exchange.rates[rank] for rank in bucket.holders] if exchange.rates else []
+        shares = dict(enumerate(owner_shares(rates) if rates else even_shares(len(micros))))
+        answers = run_round(self._rule, own, states, at, [at.ranks], shares=shares)
+        for number, answer in answers.items():
+            self.kept[number].update(zip(names, self._rule.stored(answer.state, flat), strict=True))
+        assert all(torch.equal(answers[0].result, answer.result) for answer in answers.values())
+        nothing = {name for name in names if all(one[name] is None for one in sums)}
+        tensors = zip(names, flat.tensors(answers[0].result), strict=True)
+        return {name: None if name in nothing and not total.any() else total for name, total in tensors}
+
+
+def _flat(value: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    return torch.zeros(shape).reshape(-1) if value is None else value.reshape(-1)
 
 
 def _written(replica: LocalPipeline) -> dict[str, Tensor]:

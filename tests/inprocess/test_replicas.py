@@ -85,10 +85,10 @@ def test_two_replicas_of_one_block_each_need_as_many_blocks() -> None:
         run_replicas(*halves(case("gpt2"), blocks=1))
 
 
-def test_another_exchange_than_the_exact_sum_is_refused() -> None:
+def test_an_exchange_of_changes_is_refused() -> None:
     found, plan = halves(case("gpt2"), blocks=2)
-    with pytest.raises(PlanError, match="exact sums at every step here, not mean every 1"):
-        run_replicas(found, replace(plan, exchange=Exchange("mean")))
+    with pytest.raises(PlanError, match="gradients here, at every step, not by diloco every 1"):
+        run_replicas(found, replace(plan, exchange=Exchange("diloco")))
 
 
 def test_running_statistics_are_averaged_where_the_owner_allows_it() -> None:

@@ -11,9 +11,10 @@ from atoll.program import programs_of
 from atoll.rehearse import RehearsalLimits, rehearse
 from worker.blobs import most_bytes
 from worker.cancel import Cancel
+from worker.exchange.kept import kept_keys
 from worker.links.links import NEVER, Links
 from worker.machine.torch_device import torch_device
-from worker.stage import feed, tensor_blobs
+from worker.stage import feed, joining, tensor_blobs
 from worker.stage.assignment import Assignment, check
 from worker.stage.local_steps import LocalSteps
 from worker.stage.op_marks import OpMarks
@@ -55,6 +56,7 @@ def load(
             recompute=assignment.plan.recompute,
             actions=assignment.plan.actions(assignment.rank),
         )
+        joining.restore(assignment, stage, tensors)
         local = LocalSteps(assignment, stage, tensors) if assignment.plan.local else None
     (_, first), *later = assignment.eras
     links = Links(
@@ -119,10 +121,13 @@ def _tensors(
     """Return the stage's tensors, and what it took until they were on this machine's disk."""
     programs = programs_of(assignment.pieces)
     names = sorted({n for p in programs for n in (*p.parameters, *p.buffers, *p.constants)})
+    states = {name: assignment.states[name] for name in names}
+    if assignment.plan.keeps:
+        states |= {key: states[of] for key, of in kept_keys(assignment.tensors, states).items()}
     wanted: dict[str, int] = {}
-    for name in names:
+    for name, state in states.items():
         blob = assignment.tensors[name]
-        wanted[blob] = max(wanted.get(blob, 0), most_bytes(assignment.states[name]))
+        wanted[blob] = max(wanted.get(blob, 0), most_bytes(state))
 
     came = 0
 
@@ -135,8 +140,8 @@ def _tensors(
     context.blobs.fetch(wanted, cancel, progress)
     fetched = Fetched(time.perf_counter() - started_s, came)
     tensors = {
-        name: tensor_blobs.load(context.blobs, name, assignment.tensors[name], assignment.states[name])
-        for name in names
+        name: tensor_blobs.load(context.blobs, name, assignment.tensors[name], state)
+        for name, state in states.items()
     }
     return tensors, fetched
 

@@ -21,7 +21,7 @@ from atoll.collective import ActionRun, slot_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from atoll.gradient_exchange import Bucket
+    from atoll.gradient_exchange import Arriving, Bucket
 
 
 class Outgoing(NamedTuple):
@@ -31,6 +31,7 @@ class Outgoing(NamedTuple):
     segment: int
     label: int
     value: Tensor
+    phase: int = 0
 
 
 class BucketRun:
@@ -56,6 +57,10 @@ class BucketRun:
         """Take in another replica's message; what can be sent now."""
         self._run.hold(segment, slot_of(label), value)
         return list(self._advance(segment))
+
+    def take(self, arriving: Arriving, value: Tensor) -> list[Outgoing]:
+        """``receive`` what was awaited."""
+        return self.receive(arriving.segment, arriving.label, value)
 
     def totals(self) -> dict[str, Tensor | None]:
         """Return every gradient's total, flat; None where nothing reached the parameter."""

@@ -108,7 +108,12 @@ def arriving(collective: Collective, rank: int, settings: Contribution) -> list[
 
 def unpacked(arrived: Arriving, at: ExchangeRound, phase: int, target: int) -> Message:
     """Read the message of an arrived frame. Raises BadFrame for what ``packed`` does not make."""
-    frame = memoryview(torch.cat(arrived.pieces).numpy())  # type: ignore[arg-type]
+    return read(torch.cat(arrived.pieces), arrived.slot, arrived.source, at, phase, target)
+
+
+def read(row: Tensor, slot: Slot, source: int, at: ExchangeRound, phase: int, target: int) -> Message:
+    """Read the message in a frame's bytes, uint8 [n]. Raises BadFrame for what ``packed`` does not make."""
+    frame = memoryview(row.numpy())  # type: ignore[arg-type]
     if len(frame) < _HEAD.size:
         raise BadFrame(f"a message of a round of {len(frame)} bytes")
     count, header_bytes, digest = _HEAD.unpack_from(frame)
@@ -120,7 +125,4 @@ def unpacked(arrived: Arriving, at: ExchangeRound, phase: int, target: int) -> M
         )
     included = struct.unpack_from(f"!{count}H", frame, _HEAD.size)
     packet = parse_packet(frame[begins:ends], frame[ends:])
-    slot = arrived.slot
-    return Message(
-        at.number, phase, arrived.source, target, slot.segment, slot.label, included, packet, digest
-    )
+    return Message(at.number, phase, source, target, slot.segment, slot.label, included, packet, digest)

@@ -25,7 +25,7 @@ from atoll.plan import (
 from atoll.program import PiecePrograms, StageProgram, TiedParameter, programs_of
 from atoll.raw_values import reads_inputs
 from atoll.rows import inputs_at
-from strategies.exchanges.catalogue import exchange_facts
+from strategies.exchanges.catalogue import check_gradient_rule, exchange_facts
 from worker.transport.frames import End
 
 
@@ -297,13 +297,16 @@ def _check_exchange(plan: Plan, rank: int) -> None:
         if starts[:1] != [0] or starts != sorted(set(starts)):
             raise PlanError(f"stages of a replica that begin at ops {starts[:8]}")
     exact = (exchange.rule, exchange.every, exchange.codec) == ("sum", 1, "none")
+    kept = exchange.keeps and (exchange.every, exchange.fragments, exchange.delay) == (1, 1, 0)
     check_sliced(plan)
     inner = exchange.inner is None or (exact and exchange.inner == Exchange())
-    if not (exact or exchange.local) or not inner:
+    if not (exact or kept or exchange.local) or not inner:
         raise PlanError(
-            f"replicas exchange exact sums at every step here, or take local steps, not {exchange.rule} "
+            f"replicas exchange gradients at every step here, or take local steps, not {exchange.rule} "
             f"every {exchange.every} through {exchange.codec}; update this worker"
         )
+    if kept:
+        check_gradient_rule(exchange)
     if exchange.local:
         exchange_facts(exchange.rule).check(exchange)
     check_figures_by_rank(exchange, len(plan.places))

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from atoll.collective import TOTAL
 from atoll.opdag import TensorMeta
+from strategies.exchanges import make_rule
+from worker.exchange import rule_bucket
 from worker.stage.assignment import Assignment
 from worker.transport.frames import Direction, MessageKey
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from atoll.program import StageProgram
     from worker.exchange.bucket import Outgoing
 
+PHASE = 4096
+"""Numbers of labels and segments that a phase has: more than replicas there are."""
 EMPTY = TensorMeta((0,), "uint8")
 """What an acknowledgement of an evaluation micro-batch carries: nothing, as a zero-gradient mark."""
 
@@ -38,12 +42,23 @@ def step_arrivals(assignment: Assignment, step: int) -> Iterator[Arrival]:
     for program, _ in assignment.pieces:
         yield from _piece_arrivals(assignment, program, step)
     for bucket in assignment.buckets:
-        for arriving in bucket.arriving:
-            size = bucket.collective.segments[arriving.segment].size
+        for arriving, meta in bucket_arrivals(assignment, bucket).items():
             peer = assignment.holder(bucket, arriving.source)
             direction, micro, edge = bucket_key(bucket, arriving)
             key = MessageKey(assignment.job, assignment.version, step, micro, edge, direction)
-            yield Arrival(key, peer, TensorMeta((size,), "float32"))
+            yield Arrival(key, peer, meta)
+
+
+def bucket_arrivals(assignment: Assignment, bucket: Bucket) -> dict[Arriving, TensorMeta]:
+    """Return what a step brings to a bucket: elements of exact sums, or the bytes of a rule's messages, at
+    most so many."""
+    exchange = assignment.plan.exchange
+    if exchange is None or not exchange.keeps:
+        sizes = [segment.size for segment in bucket.collective.segments]
+        return {one: TensorMeta((sizes[one.segment],), "float32") for one in bucket.arriving}
+    shapes = [assignment.states[name].meta.shape for name in bucket.names]
+    found = rule_bucket.arrivals(bucket, make_rule(exchange), shapes)
+    return {one: TensorMeta((most,), "uint8") for one, most in found}
 
 
 def _piece_arrivals(assignment: Assignment, program: StageProgram, step: int) -> Iterator[Arrival]:
@@ -78,9 +93,10 @@ def _piece_arrivals(assignment: Assignment, program: StageProgram, step: int) ->
 
 def bucket_key(bucket: Bucket, message: Arriving | Outgoing) -> tuple[Direction, int, int]:
     """Direction, micro and edge of a bucket's message."""
+    before = message.phase * PHASE
     if message.label == TOTAL:
-        return Direction.TOTAL, message.segment, bucket.op
-    return Direction.PART, message.label, bucket.op
+        return Direction.TOTAL, before + message.segment, bucket.op
+    return Direction.PART, before + message.label, bucket.op
 
 
 def evaluation_arrivals(

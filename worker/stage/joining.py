@@ -3,19 +3,27 @@
 A part leaves as soon as the gradients of its bucket are whole, on a CPU while the backward still computes
 others; what arrives is added between two actions, and the rest is waited for at the step's end. Parts are
 waited for first, then totals that others wait for here: nobody needs more to send a part than the parts of
-the site before, nor a total than the total of the site behind. So no order of waits can be a circle.
+the site before, nor a total than the total of the site behind. So no order of waits can be a circle. Phases
+of a rule (``RuleBucket``) are waited for one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from atoll.collective import TOTAL
+from atoll.exchange import ExchangeRound
+from strategies.exchanges import make_rule
 from worker.exchange.bucket import BucketRun
-from worker.stage.expected import bucket_key
+from worker.exchange.rule_bucket import FaultyReplica, RuleBucket
+from worker.stage.expected import bucket_arrivals, bucket_key
+from worker.transport.contract import PeerLost
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from atoll.gradient_exchange import Arriving, Bucket
@@ -35,14 +43,17 @@ Wait = Callable[["Which", str], "Tensor"]
 class GradientExchange:
     """All buckets of one stage in one step."""
 
-    def __init__(self, assignment: Assignment, stage: Stage, send: Send) -> None:
+    def __init__(self, assignment: Assignment, stage: Stage, send: Send, step: int) -> None:
         self._assignment, self._stage, self._send = assignment, stage, send
-        self._runs = [BucketRun(bucket) for bucket in assignment.buckets]
+        self._runs = _runs(assignment, stage, step)
         self._due = {(at, label) for at, run in enumerate(self._runs) for label in run.bucket.labels}
         passed_on = [run.bucket.passed_on for run in self._runs]
-        awaited = [(at, a) for at, run in enumerate(self._runs) for a in run.bucket.arriving]
+        of = [bucket_arrivals(assignment, run.bucket) for run in self._runs]
+        awaited = [(at, arriving) for at, arrivals in enumerate(of) for arriving in arrivals]
         self._awaited = dict.fromkeys(
-            sorted(awaited, key=lambda e: (e[1].label == TOTAL, e[1].segment not in passed_on[e[0]]))
+            sorted(
+                awaited, key=lambda e: (e[1].phase, e[1].label == TOTAL, e[1].segment not in passed_on[e[0]])
+            )
         )
         self._bucket_of = {name: at for at, run in enumerate(self._runs) for name in run.bucket.names}
         self._missing: dict[tuple[int, int], set[str]] = {}  # gradients whose part is not whole
@@ -87,7 +98,9 @@ class GradientExchange:
         for at, label in sorted(which, key=lambda part: (part[1], part[0])):
             run = self._runs[at]
             parts = {name: self._stage.parts(name).get(label) for name in run.bucket.names}
-            self._sent(run.bucket, run.contribute(label, parts))
+            with self._blaming(run.bucket):
+                messages = run.contribute(label, parts)
+            self._sent(run.bucket, messages)
 
     def _take(self, take: Take) -> None:
         for entry in list(self._awaited):
@@ -99,8 +112,17 @@ class GradientExchange:
         at, arriving = entry
         del self._awaited[entry]
         run = self._runs[at]
-        elements = value.reshape(-1).to("cpu")
-        self._sent(run.bucket, run.receive(arriving.segment, arriving.label, elements))
+        with self._blaming(run.bucket):
+            messages = run.take(arriving, value.reshape(-1).to("cpu"))
+        self._sent(run.bucket, messages)
+
+    @contextmanager
+    def _blaming(self, bucket: Bucket) -> Iterator[None]:
+        """Raise PeerLost of who sent what is no message of a round."""
+        try:
+            yield
+        except FaultyReplica as fault:
+            raise PeerLost(self._assignment.holder(bucket, fault.replica), str(fault)) from None
 
     def _sent(self, bucket: Bucket, messages: Iterable[Outgoing]) -> None:
         for message in messages:
@@ -111,3 +133,38 @@ class GradientExchange:
         at, arriving = entry
         bucket = self._runs[at].bucket
         return bucket_key(bucket, arriving), self._assignment.holder(bucket, arriving.source)
+
+
+def _runs(assignment: Assignment, stage: Stage, step: int) -> Sequence[BucketRun | RuleBucket]:
+    """Runs of a step's buckets: exact sums, or a rule's rounds."""
+    exchange = assignment.plan.exchange
+    if exchange is None or not exchange.keeps:
+        return [BucketRun(bucket) for bucket in assignment.buckets]
+    micros = [stop - start for start, stop in (replica.micros for replica in assignment.plan.replicas)]
+    at = ExchangeRound(step, tuple(range(len(micros))), assignment.training.seed, tuple(map(float, micros)))
+    rule, states = make_rule(exchange), assignment.states
+    return [
+        RuleBucket(bucket, rule, at, [states[name].meta.shape for name in bucket.names], stage.kept)
+        for bucket in assignment.buckets
+    ]
+
+
+def stored(assignment: Assignment, stage: Stage) -> dict[str, dict[str, Tensor]]:
+    """Return what a stage stores in a checkpoint: the first replica its state, each what its rule of exchange
+    keeps."""
+    if not assignment.plan.keeps:
+        return stage.state()
+    beside = stage.kept.stored(_shapes(assignment), assignment.replica)
+    return beside if assignment.replica else {**stage.state(), **beside}
+
+
+def restore(assignment: Assignment, stage: Stage, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Have a stage go on with what its rule of exchange kept, as stored. Raises BadFrame."""
+    if assignment.plan.keeps:
+        stage.kept.restore(tensors, _shapes(assignment), assignment.replica)
+
+
+def _shapes(assignment: Assignment) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters whose gradients a stage exchanges."""
+    names = (name for bucket in assignment.buckets for name in bucket.names)
+    return {name: assignment.states[name].meta.shape for name in names}

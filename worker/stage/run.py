@@ -25,7 +25,7 @@ from worker.machine.cpu import CpuMeter
 from worker.machine.malloc import give_back
 from worker.spans import Spans
 from worker.stage.expected import gradient_sources
-from worker.stage.joining import GradientExchange
+from worker.stage.joining import GradientExchange, stored
 from worker.stage.messages import Messages
 from worker.stage.ports import HeldOut, MicroBatches, TensorLinks
 from worker.stage.replay import Asks
@@ -368,7 +368,7 @@ class StageRun:
         return self._held(), self._lent.lend()
 
     def _held(self) -> dict[str, dict[str, Tensor]]:
-        found = self._stage.state()
+        found = stored(self.assignment, self._stage)
         return found if self._local is None else self._local.with_own(found)
 
     def close(self) -> None:
@@ -436,7 +436,7 @@ class StageRun:
             with self._progress.waiting(peer, "room", step):
                 self._links.send(peer, self.messages.key_of(step, which), value)
 
-        return GradientExchange(assignment, self._stage, send)
+        return GradientExchange(assignment, self._stage, send, step)
 
     def _part_whole(self, name: str, label: int) -> None:
         if self._joining is not None:
@@ -541,7 +541,7 @@ def codecs_of(assignment: Assignment, cpu: CpuMeter | None = None) -> StageCodec
         assignment.ends,
         assignment.training.seed,
         cpu,
-        exchanges_bytes=assignment.plan.local,
+        exchanges_bytes=assignment.plan.local or assignment.plan.keeps,
     )
 
 

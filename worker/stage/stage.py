@@ -19,6 +19,7 @@ from atoll.job import OptimizerName, Recompute, stepwise_groups
 from atoll.microbatch import own_blocks
 from atoll.ops import check_node
 from atoll.program import PiecePrograms
+from worker.exchange.kept import KeptState
 from worker.stage.digests import norms_and_digest
 from worker.stage.optimizers import FusedOptimizer, make_optimizer
 from worker.stage.piece import Held, StagePiece, leaf_names
@@ -98,6 +99,7 @@ class Stage:
         self._optimizer = self._make_optimizer(tensors)
         self._step = 0
         self._totals: dict[str, Tensor | None] = {}
+        self.kept = KeptState()  # of what other replicas were not told, in units of gradients
 
     @property
     def program(self) -> StageProgram:
@@ -220,6 +222,7 @@ class Stage:
             if gradient_scale != 1.0:
                 self._scale(gradient_scale)
             self._optimizer.step(self.training.learning_rate(self._step))
+        self.kept.commit()
         self._forget()
 
     def _scale(self, factor: float) -> None:
@@ -326,6 +329,7 @@ class Stage:
         for parameter in self._parameters.values():
             parameter.grad = None
         self._totals.clear()
+        self.kept.discard()
 
 
 def _every(programs: Sequence[PiecePrograms]) -> list[StageProgram]:

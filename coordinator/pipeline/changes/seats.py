@@ -99,7 +99,7 @@ def another_replica(state: JobState, roster: Roster) -> PlanChange | None:
     seconds.append(_copy_s(state, roster, plan, number, workers))
     if not all(seconds):  # of speeds nothing is known: as long for each micro-batch
         seconds = [float(share_of(replica)) for replica in replicas]
-    grown = _grown(roster, plan, number, replicas, seconds)
+    grown = _grown(state, roster, plan, number, replicas, seconds)
     price = _priced(state, replicas, seconds, grown) if grown is not None else None
     if grown is None or price is None or not price.pays():
         return None
@@ -164,7 +164,12 @@ def _copy_s(state: JobState, roster: Roster, plan: Plan, number: int, workers: S
 
 
 def _grown(
-    roster: Roster, plan: Plan, number: int, replicas: Sequence[Replica], seconds: Sequence[float]
+    state: JobState,
+    roster: Roster,
+    plan: Plan,
+    number: int,
+    replicas: Sequence[Replica],
+    seconds: Sequence[float],
 ) -> Plan | None:
     """Return the plan with the last of ``replicas``, a copy of one of it, None where a stage has no room for
     that; ``seconds``: of each for the share that it has here."""
@@ -174,7 +179,8 @@ def _grown(
         more = tuple(one.at(stage.worker) for one, stage in zip(told, replicas[-1].stages, strict=True))
         prediction = replace(prediction, stages=prediction.stages + more)
     # Rates and sites of who comes are not known: equal shares are as exact.
-    exchange = replace(plan.exchange or Exchange(), rates=(), sites=(), inner=None)
+    asked = state.spec.training.gradient_exchange or Exchange()
+    exchange = replace(plan.exchange or asked, rates=(), sites=(), inner=None)
     found = shared(roster, replace(plan, prediction=prediction), replicas, seconds, exchange)
     return None if isinstance(found, str) else found
 

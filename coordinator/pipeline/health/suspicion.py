@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from atoll.gradient_exchange import kept_of
 from coordinator.messages import events as ev
 from coordinator.messages.jobs import ENDED, STEPPING, Doubt, JobState
 from coordinator.pipeline.health import anomalies
@@ -79,9 +80,9 @@ class Suspicion:
                 return self.effects.roster.judge(worker, message, elapsed_s)
             case ev.StateStored(forged=forged) if forged and current(state, message.version):
                 return f"{worker} stored what is no checkpoint: {forged}"
-            case ev.StateStored(tensors=tensors) if not tensors.keys() <= state.spec.tensors.keys():
-                odd = sorted(tensors.keys() - state.spec.tensors.keys())[0]
-                return f"{worker} stored {odd!r}, which {state.job} does not have"
+            case ev.StateStored(tensors=tensors):
+                odd = sorted(name for name in tensors if not _known(state, rank, name))
+                return f"{worker} stored {odd[0]!r}, which {state.job} does not have" if odd else None
         return None
 
     def tick(self, jobs: Mapping[str, JobState]) -> None:
@@ -156,3 +157,11 @@ class Suspicion:
 def _awaited(state: JobState, rank: int, report: ev.StepReady) -> bool:
     """Whether a report is of the step in flight: one that is repeated took its time in an earlier one."""
     return report.step == state.due and rank not in state.run.ready and current(state, report.version)
+
+
+def _known(state: JobState, rank: int, name: str) -> bool:
+    """Whether a rank may store a tensor of this name: of the model, or of what its replica keeps of one."""
+    known, kept = state.spec.tensors, kept_of(name)
+    if name in known or state.plan is None or not state.plan.keeps or kept is None:
+        return name in known
+    return kept[0] in known and kept[1] == state.plan.places[rank].replica

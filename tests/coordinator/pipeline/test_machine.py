@@ -21,6 +21,7 @@ from coordinator.messages.facts import Checkpoint, CheckpointStored, JobEnded, S
 from coordinator.messages.instructions import StepCommit, StepDiscard, StepStart
 from coordinator.messages.jobs import Dropped, FromRank, JobState, Phase, Placed, Record, ToRanks
 from coordinator.pipeline import machine
+from coordinator.pipeline.assigning import tensors_of
 from coordinator.pipeline.commits import clip_scale
 
 HASH = "ab" * 32
@@ -534,3 +535,29 @@ def test_the_first_replica_alone_stores() -> None:
     assert isinstance(todo[0], Record)
     assert isinstance(todo[0].fact, CheckpointStored)
     assert state.checkpoint.step == 1
+
+
+def test_of_replicas_that_keep_what_a_rule_left_out_all_store_and_each_begins_with_its_own() -> None:
+    state = replicated(checkpoint_every=1, steps=2)
+    assert state.plan is not None
+    state = replace(state, plan=replace(state.plan, exchange=Exchange("mean", codec="int8_block")))
+    for event in (shared(0, 0), shared(1, 0, (0.1,)), shared(2, 0, (0.3,))):
+        state, todo = step(state, event)
+    assert commits(todo)[0].store
+    assert state.store_ranks == {0, 1, 2}
+    for rank, tensors in ((0, {"w0": HASH, "w0@0": HASH}), (1, {"w1": "c" * 64, "w1@0": HASH})):
+        state, todo = step(state, FromRank(rank, StateStored("j", 1, 0, tensors)))
+        assert not todo
+    own = {"w0@1": "d" * 64, "w1@1": "e" * 64}
+    state, todo = step(state, FromRank(2, StateStored("j", 1, 0, own)))
+    assert state.checkpoint.step == 1
+    assert state.checkpoint.tensors.keys() == {"w0", "w1", "w0@0", "w1@0", "w0@1", "w1@1"}
+    model = {"w0": HASH, "w1": "c" * 64}
+    assert state.plan is not None
+    assert tensors_of(state.plan, 0, state.checkpoint) == model | {"w0@0": HASH, "w1@0": HASH}
+    assert tensors_of(state.plan, 2, state.checkpoint) == model | own
+    # A replica that has stored nothing begins with what all keep alike; among exact sums there is nothing.
+    third = replace(state.plan, replicas=(*state.plan.replicas, state.plan.replicas[1]))
+    assert tensors_of(third, 3, state.checkpoint) == model | {"w0@0": HASH, "w1@0": HASH}
+    assert tensors_of(replace(state.plan, exchange=Exchange()), 2, state.checkpoint) == model
+    assert state.plan.storers == ("w0", "w1", "w2")

@@ -23,7 +23,7 @@ def bucket(
     exchange = Exchange(rates=tuple(rates), sites=sites, inner=Exchange() if sites else None)
     collective = joining(exchange, range(len(labels)), labels, sum(SIZES) + len(SIZES))
     arriving = tuple(Arriving(*key, source) for key, source in collective.sources(replica).items())
-    return Bucket(9, NAMES, SIZES, replica, tuple(range(len(labels))), collective, arriving)
+    return Bucket(9, NAMES, SIZES, replica, tuple(range(len(labels))), collective, arriving, labels[replica])
 
 
 @pytest.mark.parametrize("joined_sites", [False, True])

@@ -25,6 +25,7 @@ from tests.patience import HUNG_S
 from tests.worker.links.hub import Hub
 from worker.links.links import NEVER, Links, Network
 from worker.spans import Spans
+from worker.stage import joining
 from worker.stage.assignment import Assignment
 from worker.stage.local_steps import LocalSteps
 from worker.stage.reports import Progress, StepReport
@@ -189,6 +190,7 @@ class Crew:
             states=self.made.states,
             actions=assignment.plan.actions(assignment.rank),
         )
+        joining.restore(assignment, stage, tensors)
         if assignment.plan.local:
             local = LocalSteps(assignment, stage, tensors)
         trains = {name for program, _ in assignment.pieces for name in program.inputs}

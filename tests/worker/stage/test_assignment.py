@@ -94,9 +94,9 @@ def test_a_stage_of_a_plan_is_taken_whatever_its_replica() -> None:
     ("plan", "error", "why"),
     [
         (
-            replace(TWO, exchange=Exchange("mean")),
+            replace(TWO, exchange=Exchange("wave")),
             PlanError,
-            "replicas exchange exact sums at every step here, or take local steps, not mean every 1 through",
+            "replicas exchange gradients at every step here, or take local steps, not wave every 1 through",
         ),
         (
             replace(TWO, replicas=(TWO.replicas[0], CUT), exchange=Exchange("saps")),
@@ -107,7 +107,7 @@ def test_a_stage_of_a_plan_is_taken_whatever_its_replica() -> None:
         (replace(PLAN, exchange=Exchange()), PlanError, "1 replicas do not go with exchange"),
         (replace(TWO, exchange=Exchange(rates=(1.0,))), PlanError, "rates of 1 ranks of 2"),
         (replace(TWO, exchange=Exchange(rates=(1.0, 0.0))), PlanError, "both above 0"),
-        (replace(TWO, exchange=Exchange(inner=Exchange("mean"))), PlanError, "exact sums at every step"),
+        (replace(TWO, exchange=Exchange(inner=Exchange("mean"))), PlanError, "gradients at every step"),
         (replace(TWO, exchange=Exchange(inner=Exchange(), sites=(0,))), PlanError, "sites of 1 ranks of 2"),
         (replace(TWO, exchange=Exchange(sites=(0, 1))), PlanError, "at 2 sites, and none within a site"),
         (replace(TWO, replicas=(TWO.replicas[0], replace(SECOND, micros=(1, 4)))), PlanError, "begin at 2"),
