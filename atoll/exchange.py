@@ -31,14 +31,15 @@ CODED_RULES = frozenset({"diloco", "streaming_diloco"})
 """Those whose rounds travel in a codec of the job's choice."""
 WHOLE_RULES = frozenset({"saps"})
 """Those whose peers hold the whole model (not ``sliced`` in the catalogue)."""
-GRADIENT_RULES = frozenset({"mean"})
+GRADIENT_RULES = frozenset({"mean", "powersgd", "acp_sgd"})
 """Rules of the gradients of replicas, one round a step, that workers run beside exact sums."""
 EXACT = "exact"
 AUTO = "auto"
 LOCAL_STEPS = 50  # between two exchanges, unless a job or the rule's paper says otherwise
 PAPERS_STEPS = {"saps": 1, "swarm": 5, "wagma": 1}
 MOST_PEERS = 64  # of a table of pairs; nobody has measured what more peers teach
-RATIOS = {"sparseloco": 200.0, "saps": 100.0}  # unless a job says otherwise
+RATIOS = {"sparseloco": 200.0, "saps": 100.0, "powersgd": 16.0, "acp_sgd": 16.0}
+"""Of rules that have a ratio, unless a job says otherwise."""
 STREAMED_FRAGMENTS, STREAMED_DELAY = 4, 5  # the same of streaming_diloco; the steps in which a result arrives
 
 
@@ -194,15 +195,23 @@ def wanted_exchange(how: str, every: int) -> Exchange | None:
     return exchange
 
 
-def _of_gradients(rule: str, codec: str, every: int) -> Exchange:
-    """Return the exchange of gradients by a rule, in a codec."""
+def _of_gradients(rule: str, setting: str, every: int) -> Exchange:
+    """Return the exchange of gradients by a rule, in a codec or at a ratio."""
     if every > 1:
         raise UsageError(
             f"{every} local steps with --exchange {rule}, which exchanges every step's gradients"
         )
-    if codec in ("", AUTO):
+    if rule in RATIOS:
+        try:
+            exchange = Exchange(rule, ratio=float(setting or RATIOS[rule]))
+        except ValueError:
+            raise UsageError(
+                f"exchange {rule}:{setting[:40]}; {rule} has a ratio alone, as {rule}:16"
+            ) from None
+    elif setting in ("", AUTO):
         raise UsageError(f"exchange {rule!r} needs a codec, as {rule}:int8_block")
-    exchange = Exchange(rule, codec=codec)
+    else:
+        exchange = Exchange(rule, codec=setting)
     check_exchange(exchange)
     return exchange
 

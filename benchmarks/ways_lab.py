@@ -1,7 +1,8 @@
 """Does `atoll plan` name the way that is fastest on real workers? Each way trained across an emulated WAN.
 
-Three fleets: machines of which no two hold the model (one pipeline), machines of one site that each hold it
-(replicas, since a pipeline of four waits for its first and last micro-batches), and machines behind thin
+Fleets: machines of which no two hold the model (one pipeline), machines of one site that each hold it
+(replicas, since a pipeline of four waits for its first and last micro-batches), two of an office whose
+exchange takes several steps' time (gradients in a codec, beside exact ones), and machines behind thin
 links that each hold it (local steps, with --exchange auto). In each the plan is asked for its choice, then
 every way is trained that fits, local steps by the rule that is chosen then. Printed: samples a second,
 predicted and measured, what each sample counts (benchmarks.local_steps), the way that was named, the fastest,
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atoll.exchange import LOCAL_RULES
+from atoll.exchange import GRADIENT_RULES, LOCAL_RULES
 from benchmarks.harness import (
     SCHEDULED,
     CommandFailed,
@@ -53,6 +54,8 @@ class Case:
 PIPELINE = ("pipeline", ("replicas=1",))
 PAIRS = ("replicas", ("replicas=2", "blocks=2"))
 REPLICAS = ("replicas", ("replicas=4", "blocks=4"))
+OFFICE = ("replicas", ("replicas=2", "blocks=2"))
+CODED = ("coded", ("replicas=2", "blocks=2", "exchange=mean:int8_block"))
 LOCAL = ("local steps", ("exchange=auto",))  # by the rule that the plan names
 WIDE = ("MICRO_BATCH=6", "n_micro=8", "WIDTH=320")
 CASES = (
@@ -71,6 +74,13 @@ CASES = (
         ("exchange=auto",),
         (PIPELINE, LOCAL),
     ),
+    Case(
+        "lan",
+        "lan",
+        ("WIDTH=384", "LAYERS=6", "MICRO_BATCH=1", "n_micro=2"),  # 10.8 M parameters: gradients dominate
+        ("replicas=2", "blocks=2", "exchange=mean:int8_block"),
+        (OFFICE, CODED),
+    ),
 )
 
 
@@ -79,13 +89,15 @@ def way_of(plan: dict[str, Any]) -> str:
     exchange = plan.get("exchange") or {}
     if exchange.get("rule") in LOCAL_RULES:
         return "local steps"
+    if exchange.get("rule") in GRADIENT_RULES:
+        return "coded"
     return "replicas" if len(plan.get("replicas") or ()) > 1 else "pipeline"
 
 
 def counts(plan: dict[str, Any]) -> float:
     """What a sample of the plan's way counts, one of an exact way being 1."""
     exchange = plan.get("exchange")
-    if not exchange or way_of(plan) != "local steps":
+    if not exchange or way_of(plan) not in ("local steps", "coded"):
         return 1.0
     return exchange_facts(exchange["rule"]).efficiency_at(int(exchange["every"]))
 

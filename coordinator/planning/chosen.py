@@ -1,7 +1,8 @@
 """The way that a job is trained on a fleet: exact ones by default, local steps where it asks for them.
 
-``auto`` holds the fastest exact plan against peers with local steps, each of whose micro-batches counts by
-its rule's measured ``efficiency``; the plan says what it was held against.
+``auto`` holds the fastest exact plan against replicas that exchange gradients in a codec, and against peers
+with local steps. Each of their micro-batches counts by its rule's measured ``efficiency``; the plan says what
+it was held against.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from atoll.errors import NotEnoughMemory, PlanError, UsageError
 from atoll.exchange import AUTO, EXACT
 from atoll.plan import written_buffers
+from coordinator.planning import TUNED
 from coordinator.planning.explain import thin_links
 from coordinator.planning.local_plans import fastest, peers_plan
 from coordinator.planning.replicas import best_plan
-from coordinator.planning.ways import LOCAL_STEPS, efficiency
+from coordinator.planning.ways import CODED, LOCAL_STEPS, efficiency
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +36,7 @@ def chosen_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
         return best_plan(request, effort)
     replicas = "auto" if training.replicas == "1" else training.replicas
     exact_request = replace(request, training=replace(training, exchange=EXACT, replicas=replicas))
-    exact = best_plan(exact_request, effort)
+    exact = _coded_or(best_plan(exact_request, effort), exact_request, effort)
     known: Known = {}
     found = _best_local(request, effort, known)
     if found is None:
@@ -42,7 +45,7 @@ def chosen_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
         )
     sharing, exchange = found
     counts = efficiency(exchange)
-    exact_s = exact.prediction.step_s if exact.prediction is not None else float("inf")
+    exact_s = exact_step_s(exact)
     worth, exact_worth = counts / sharing.step_s, 1.0 / exact_s
     words = (
         f"{exchange.rule} every {exchange.every} steps among {_peers(sharing.parts)}: "
@@ -53,6 +56,22 @@ def chosen_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
         return _explained(exact, words)
     chosen = peers_plan(request, exchange, effort, sharing, known)
     return _explained(chosen, words + thin_links(request.fleet, sharing.parts, exact))
+
+
+def _coded_or(exact: Plan, request: PlanRequest, effort: Effort | None) -> Plan:
+    """Return the plan whose replicas exchange gradients in a codec, where a step of it teaches more a second
+    than one of the fastest exact plan, which else is it."""
+    if len(request.fleet.devices) < 2 or request.training.blocks < 2 or written_buffers(request.dag):
+        return exact
+    try:
+        training = replace(request.training, exchange=CODED.how)
+        coded = best_plan(replace(request, training=training), effort)
+    except (PlanError, UsageError, NotEnoughMemory):
+        return exact
+    if exact_step_s(coded) * TUNED.nearly >= exact_step_s(exact):
+        return exact
+    words = f"{CODED.how}: {exact_step_s(coded):.3g} s; {shape(exact)}: {exact_step_s(exact):.3g} s"
+    return _explained(coded, words)
 
 
 def _best_local(request: PlanRequest, effort: Effort | None, known: Known) -> tuple[Sharing, Exchange] | None:
@@ -85,8 +104,10 @@ def shape(plan: Plan) -> str:
     if plan.local and plan.exchange is not None:
         among = _peers([replica.stages for replica in plan.replicas])
         return f"{plan.exchange.rule} every {plan.exchange.every} steps among {among}"
-    count = len(plan.replicas)
-    stages = len(plan.places)
+    count, stages = len(plan.replicas), len(plan.places)
+    if plan.keeps and plan.exchange is not None:
+        how = f"{plan.exchange.rule}:{plan.exchange.codec}"
+        return f"{count} replicas of {stages} stages in all, {how}"
     return f"{count} replicas of {stages} stages in all" if count > 1 else f"one pipeline of {stages} stages"
 
 

@@ -26,7 +26,9 @@ from atoll.microbatch import block_ranges
 from atoll.plan import LinkPrediction, Plan, Prediction, validate, written_buffers
 from coordinator.planning import TUNED
 from coordinator.planning.baselines import GIVEN_CUT, given_pieces
+from coordinator.planning.costs.codec_costs import speed_of
 from coordinator.planning.costs.message_costs import bytes_cpu_s
+from coordinator.planning.costs.op_seconds import is_trained
 from coordinator.planning.costs.quota import core_share
 from coordinator.planning.gossip_plans import held_by
 from coordinator.planning.local_plans import Sharing, as_replicas, peers_plan, pipeline_s, with_one_recompute
@@ -35,8 +37,11 @@ from coordinator.planning.problem import Problem
 from coordinator.planning.search.clusters import groups
 from coordinator.planning.search.partitions import Parts, partitions
 from coordinator.planning.transfers import PHASES, exchange_s, rank_rates, shares_of
+from strategies.exchanges.catalogue import dense_volume, exchange_facts
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
 
     from atoll.job import TrainingSpec
@@ -44,6 +49,9 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
+PASSES, PASS_BPS = 6, 4e9
+"""Passes over the gradients that a rule makes beside its codec (rows, what is kept), and bytes a second of a
+modest core."""
 UNITS = 1 << 20  # into which a vector is cut to count what is sent of it
 BETWEEN = "/"  # two replicas of a given cut
 SHARE = "@"  # before the micro-batches of a replica of a given cut
@@ -256,7 +264,7 @@ def exchanged_bytes(plan: Plan, problem: Problem) -> Floats:
     assert plan.exchange is not None  # noqa: S101 - several replicas
     fleet = problem.fleet
     sent = np.zeros((len(fleet.devices),) * 2)
-    labels = contributions(plan)
+    labels, share_sent = contributions(plan), _sent_share(plan, problem)
     rank_of = {fleet.index[place.worker]: rank for rank, place in enumerate(plan.places)}
     # A gradient of several uses is whole where the first one is, and travels once.
     for n_bytes, holders, _ in held_by(fleet, plan.replicas, problem.dag, problem.training.optimizer).ranges:
@@ -265,20 +273,52 @@ def exchanged_bytes(plan: Plan, problem: Problem) -> Floats:
             for action in actions:
                 if isinstance(action, Send):
                     share = joined.segments[action.segment].size / UNITS
-                    sent[holders[replica], holders[action.to]] += n_bytes * share
+                    sent[holders[replica], holders[action.to]] += n_bytes * share * share_sent
     return sent
 
 
-def _exchange_s(request: PlanRequest, sent: Floats, phases: int) -> float:
+def _sent_share(plan: Plan, problem: Problem) -> float:
+    """Share of the bytes of exact gradients that the plan's rule sends."""
+    exchange, count = plan.exchange, len(plan.replicas)
+    if exchange is None or not exchange.keeps:
+        return 1.0
+    optimizer, parameters = problem.training.optimizer, problem.dag.parameters
+    shapes = [s.meta.shape for name, s in parameters.items() if is_trained(problem.dag, name, optimizer)]
+    sent = exchange_facts(exchange.rule).volume(shapes, exchange, count)
+    return sent / dense_volume(shapes, exchange, count)
+
+
+def _coding_s(plan: Plan, problem: Problem) -> dict[int, float]:
+    """Seconds in which each device codes what it exchanges in a step: its own gradients, parts and totals of
+    what it owns, the totals of others."""
+    exchange, count = plan.exchange, len(plan.replicas)
+    if exchange is None or not exchange.keeps:
+        return {}
+    found: dict[int, float] = {}
+    for n_bytes, holders, _ in held_by(
+        problem.fleet, plan.replicas, problem.dag, problem.training.optimizer
+    ).ranges:
+        for at in holders:
+            device = problem.fleet.devices[at]
+            encode, decode = speed_of(device, exchange_facts(exchange.rule).works_as or exchange.codec)
+            # Own parts are decoded, too: what others will see of them is added, and the rest is kept.
+            encoded, decoded = n_bytes * (1.0 + 1.0 / count), n_bytes * (3.0 - 1.0 / count)
+            passes = PASSES * n_bytes / PASS_BPS
+            seconds = encoded / encode + decoded / decode + passes
+            found[at] = found.get(at, 0.0) + seconds / core_share(device)
+    return found
+
+
+def _exchange_s(request: PlanRequest, sent: Floats, phases: int, coding_s: Mapping[int, float]) -> float:
     """Seconds of an exchange: of the links, or of the busiest end that handles the bytes. ``phases``: of
-    messages that wait for each other."""
+    messages that wait for each other. ``coding_s`` of each device: gradients are coded before they leave."""
     fleet = request.fleet
     handling = [
         bytes_cpu_s(float(sent[at].sum() + sent[:, at].sum()), float(fleet.effective_bps[at].max()))
         / core_share(device)
         for at, device in enumerate(fleet.devices)
     ]
-    return max(exchange_s(fleet, sent, phases), *handling)
+    return max(exchange_s(fleet, sent, phases), *handling) + max(coding_s.values(), default=0.0)
 
 
 def _predicted(request: PlanRequest, plan: Plan, plans: Sequence[Plan]) -> Prediction:
@@ -290,7 +330,9 @@ def _predicted(request: PlanRequest, plan: Plan, plans: Sequence[Plan]) -> Predi
     sent = exchanged_bytes(plan, problem)
     assert plan.exchange is not None  # noqa: S101 - several replicas
     sites = len(set(plan.exchange.sites))
-    joining_s = _exchange_s(request, sent, max(PHASES, 2 * (sites - 1)))
+    rounds = exchange_facts(plan.exchange.rule).phases
+    phases = max(PHASES * rounds, 2 * (sites - 1))
+    joining_s = _exchange_s(request, sent, phases, _coding_s(plan, problem))
     names = [device.worker for device in request.fleet.devices]
     links = tuple(
         LinkPrediction(
@@ -301,8 +343,8 @@ def _predicted(request: PlanRequest, plan: Plan, plans: Sequence[Plan]) -> Predi
     dominated = joining_s > slowest.step_s
     megabytes = float(sent.sum(axis=1).max()) / 1e6
     words = (
-        f"{len(plans)} replicas exchange gradients in {joining_s:.3g} s, {megabytes:.1f} MB from the busiest"
-        + (f"; within {sites} sites first" if plan.exchange.inner else "")
+        f"{len(plans)} replicas exchange gradients{_in_codec(plan)} in {joining_s:.3g} s, {megabytes:.1f} MB "
+        "from the busiest" + (f"; within {sites} sites first" if plan.exchange.inner else "")
     )
     return replace(
         slowest,
@@ -314,6 +356,12 @@ def _predicted(request: PlanRequest, plan: Plan, plans: Sequence[Plan]) -> Predi
         links=tuple(link for p in alone for link in p.links) + links,
         notes=tuple(dict.fromkeys((words, *(note for p in alone for note in p.notes)))),
     )
+
+
+def _in_codec(plan: Plan) -> str:
+    if plan.exchange is None or not plan.exchange.keeps:
+        return ""
+    return f" by {plan.exchange.rule} in {plan.exchange.codec}, another model than one machine's,"
 
 
 def _step_s(plan: Plan) -> float:

@@ -52,6 +52,7 @@ LOCAL_STEPS = (
 )
 """Settings compared. Efficiencies were measured uncoded; four bits train to similar quality
 (papers/decentralized.md 8.5)."""
+CODED = Asked("mean:int8_block")
 GOSSIP = (Asked("saps"), Asked("swarm"), Asked("wagma"))
 
 
@@ -61,6 +62,7 @@ class WayKind(StrEnum):
     DATA_PARALLEL = "data parallel"
     LOCAL_STEPS = "local steps"
     GOSSIP = "gossip"
+    CODED = "coded gradients"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +106,17 @@ def compare_ways(request: PlanRequest, *, inexact: str = "") -> tuple[Way, ...]:
             wanted.append(own)
         if wanted:
             found.append(_peers(request, kind, wanted))
+    if inexact in (AUTO, CODED.exchange.rule):
+        own_rule = request.training.gradient_exchange is not None
+        found.append(_coded(request, request.training.exchange if own_rule else CODED.how))
     if all(way.why_not for way in found):
         raise NotEnoughMemory(found[0].why_not)
     return tuple(sorted(found, key=lambda way: (bool(way.why_not), -way.worth)))
 
 
 def efficiency(exchange: Exchange | None) -> float:
-    """What a micro-batch of local steps counts of an exact one; 1 for an exact exchange."""
-    local = exchange is not None and exchange.local
-    return EXCHANGES[exchange.rule].efficiency_at(exchange.every) if exchange is not None and local else 1.0
+    """What a micro-batch counts of an exact one, of local steps or coded gradients; 1 for exact sums."""
+    return 1.0 if exchange is None else EXCHANGES[exchange.rule].efficiency_at(exchange.every)
 
 
 # ---------------------------------------------------------------- exact ways
@@ -185,6 +189,23 @@ def _peers(request: PlanRequest, kind: WayKind, wanted: Sequence[Asked]) -> Way:
     return _way(request, kind, training, plan)
 
 
+def _coded(request: PlanRequest, how: str) -> Way:
+    """The best plan of replicas that exchange gradients in a codec."""
+    training = request.training
+    blocks = training.n_micro if training.blocks == 1 else training.blocks
+    most = min(TUNED.most_replicas, blocks, len(request.fleet.devices))
+    few, found, refused = len(request.fleet.devices) <= TUNED.every_count, list[Way](), ""
+    for count in range(2, most + 1) if few else (n for n in (2, 4, 8) if n <= most):
+        try:
+            own = replace(training, replicas=str(count), exchange=how)
+            found.append(_planned(request, WayKind.CODED, own))
+        except (PlanError, UsageError) as error:
+            refused = refused or str(error)
+    refused = refused or f"{len(request.fleet.devices)} machines share out {blocks} blocks"
+    none = Way(WayKind.CODED, str(WayKind.CODED), why_not=refused)
+    return max(found, key=lambda way: way.worth, default=none)
+
+
 # ---------------------------------------------------------------- a plan as a way
 
 
@@ -210,7 +231,7 @@ def _way(request: PlanRequest, kind: WayKind, training: TrainingSpec, plan: Plan
         step_s=prediction.step_s,
         bytes_a_day=max(sent.values(), default=0) * DAY_S / prediction.step_s,
         memory_share=max(stage.memory_bytes / stage.memory_limit_bytes for stage in prediction.stages),
-        exact=not plan.local,
+        exact=not plan.local and not plan.keeps,
         efficiency=efficiency(plan.exchange),
         workers=tuple(replica.workers for replica in plan.replicas),
         micros=tuple(stop - start for start, stop in (replica.micros for replica in plan.replicas)),
@@ -225,11 +246,12 @@ def _text(plan: Plan) -> str:
         every, several = plan.exchange.every, f" of {', '.join(map(str, sizes))} stages" * (max(sizes) > 1)
         steps = f"{every} steps" if every > 1 else "step"
         return f"{len(sizes)} peers{several}, {plan.exchange.rule} every {steps}"
+    coded = f", {plan.exchange.rule} in {plan.exchange.codec}" if plan.exchange and plan.keeps else ""
     if len(sizes) == 1:
         return f"one pipeline of {sizes[0]} stages" if sizes[0] > 1 else "one machine"
     if max(sizes) == 1:
-        return f"{len(sizes)} replicas of the whole model"
-    return f"{len(sizes)} replicas of {', '.join(map(str, sizes))} stages"
+        return f"{len(sizes)} replicas of the whole model{coded}"
+    return f"{len(sizes)} replicas of {', '.join(map(str, sizes))} stages{coded}"
 
 
 def _options(before: TrainingSpec, training: TrainingSpec) -> str:

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from atoll.exchange import Content, Exchange, Partners, Pattern
 from atoll.opdag import TensorMeta
-from compressors.contrib.ranks import acp_bytes, powersgd_bytes
 from compressors.contrib.sizes import dct_blocks, dct_kept
 from compressors.sparse_sizes import random_k_of, vector_bytes, vector_kept
-from strategies.exchanges.catalogue import ExchangeFacts, Shapes, Volume, dense_volume, elements_of, no_codec
-
-
-def factor_volume(bytes_of: Callable[[TensorMeta, float], float]) -> Volume:
-    """2 (R - 1) / R of what ``bytes_of`` says of each tensor at the exchange's ratio."""
-
-    def volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
-        once = sum(bytes_of(TensorMeta(tuple(shape), "float32"), exchange.ratio) for shape in shapes)
-        return once * 2.0 * (ranks - 1) / ranks
-
-    return volume
+from strategies.exchanges.catalogue import ExchangeFacts, Shapes, dense_volume, elements_of, no_codec
 
 
 def random_k_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
@@ -61,25 +49,6 @@ _of_gradients = partial(
 """A rule that joins the gradients of all ranks in a form of its own, so that no codec goes with it."""
 
 GRADIENT_RULES = (
-    _of_gradients(
-        name="powersgd",
-        summary="mean of gradients as two factors of low rank, one averaged after the other",
-        module="experiments.exchanges.powersgd",
-        builder="PowerSgd",
-        source="papers/compression.md 4 (PowerSGD)",
-        volume=factor_volume(powersgd_bytes),
-        together=True,
-        phases=2,
-    ),
-    _of_gradients(
-        name="acp_sgd",
-        summary="mean of gradients as one factor of low rank a round, the sides alternating",
-        module="experiments.exchanges.acp_sgd",
-        builder="AcpSgd",
-        source="papers/compression.md 4 (ACP-SGD)",
-        volume=factor_volume(acp_bytes),
-        together=True,
-    ),
     ExchangeFacts(
         name="eager",
         summary="mean of the gradients that are ready at a quorum; late ones join the next round",

@@ -163,7 +163,7 @@ class ExchangeRule(ABC):
         return self.init(flat, torch.zeros(flat.size))
 
 
-def row_of(kept: Sequence[Kept], flat: Flat) -> Tensor | None:
+def own_row(kept: Sequence[Kept], flat: Flat) -> Tensor | None:
     """Row [n] of what a rank alone keeps, zero where it keeps nothing; None where it does of no tensor."""
     if not any(OWN in one for one in kept):
         return None

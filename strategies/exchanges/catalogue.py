@@ -14,6 +14,7 @@ from atoll.errors import PlanError, UsageError
 from atoll.exchange import Content, Exchange, Partners, Pattern
 from atoll.opdag import TensorMeta
 from compressors.catalogue import codec
+from compressors.contrib.ranks import acp_bytes, powersgd_bytes
 from compressors.contrib.sizes import chunk_size
 
 Shapes = Sequence[tuple[int, ...]]
@@ -41,6 +42,8 @@ class ExchangeFacts:
     # Joining range by range of the model gives the bits of joining it whole, so a peer may be several stages.
     sliced: bool = True
     phases: int = 1  # collectives a round, at most
+    own_results: bool = False  # each rank computes its result of the totals: bits agree in a device class
+    works_as: str = ""  # codec that takes as long; none: the exchange's own
     by_rates: bool = False  # pairs are drawn by how fast they are
     everybody_every: int = 0  # rounds of groups, of which the last is everybody's; 0: never
     check: Callable[[Exchange], None] = lambda exchange: None  # raises PlanError for settings not meant
@@ -48,7 +51,7 @@ class ExchangeFacts:
     # Copies of the trained parameters that a peer with local steps has beside model, gradients and optimizer
     # when a commit uses a round's result, which is when it has most: the peak of a process's memory, measured
     # with 64 MiB of parameters over three rounds, the last of which joins all; with a lossy codec where the
-    # rule takes one.
+    # rule takes one. Of a rule of gradients those that a replica has beside what exact sums need.
     own_copies: int = 0
 
     def efficiency_at(self, every: int) -> float:
@@ -133,6 +136,16 @@ def own_codec_at_once(exchange: Exchange) -> None:
     at_once(exchange)
 
 
+def factor_volume(bytes_of: Callable[[TensorMeta, float], float]) -> Volume:
+    """2 (R - 1) / R of what ``bytes_of`` says of each tensor at the exchange's ratio."""
+
+    def volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+        once = sum(bytes_of(TensorMeta(tuple(shape), "float32"), exchange.ratio) for shape in shapes)
+        return once * 2.0 * (ranks - 1) / ranks
+
+    return volume
+
+
 def masked_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     """Values at the mask, to one peer."""
     return 4.0 * max(1, int(elements_of(shapes) / exchange.ratio))
@@ -173,7 +186,43 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             content=Content.GRADIENT,
             partners=Partners.ALL,
             pattern=Pattern.OWNERS,
-            volume=dense_volume,
+            volume=coded_volume,
+            own_copies=3,
+        ),
+        ExchangeFacts(
+            name="powersgd",
+            summary="mean of gradients as two factors of low rank, one averaged after the other",
+            module="strategies.exchanges.low_rank.powersgd",
+            builder="PowerSgd",
+            source="papers/compression.md 4 (PowerSGD)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=factor_volume(powersgd_bytes),
+            together=True,
+            phases=2,
+            own_results=True,
+            works_as="low_rank",
+            check=no_codec,
+            own_copies=3,
+            efficiencies=((1, 0.35),),
+        ),
+        ExchangeFacts(
+            name="acp_sgd",
+            summary="mean of gradients as one factor of low rank a round, the sides alternating",
+            module="strategies.exchanges.low_rank.acp_sgd",
+            builder="AcpSgd",
+            source="papers/compression.md 4 (ACP-SGD)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=factor_volume(acp_bytes),
+            together=True,
+            own_results=True,
+            works_as="low_rank",
+            check=no_codec,
+            own_copies=3,
+            efficiencies=((1, 0.46),),
         ),
         ExchangeFacts(
             name="diloco",

@@ -28,7 +28,7 @@ from strategies.exchanges.base import (
     average,
     finite_or,
     left_over,
-    row_of,
+    own_row,
     weighted,
 )
 
@@ -81,7 +81,7 @@ class Mean(ExchangeRule):
         return [{} for _ in flat.shapes] if state is None else [{OWN: part} for part in flat.tensors(state)]
 
     def resumed(self, kept: Sequence[Kept], flat: Flat) -> State:
-        return row_of(kept, flat)
+        return own_row(kept, flat)
 
 
 def part_and_total(codec: str, ratio: float) -> tuple[Compressor, Compressor]:

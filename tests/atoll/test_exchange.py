@@ -107,9 +107,17 @@ def test_a_rule_of_gradients_exchanges_those_of_every_step_in_its_codec() -> Non
     assert (training.local_exchange, training.gradient_exchange) == (None, exchange)
 
 
-@pytest.mark.parametrize(("how", "every"), [("mean", 0), ("mean:auto", 0), ("mean:int8_block", 5)])
+@pytest.mark.parametrize(("how", "ratio"), [("powersgd", 16.0), ("acp_sgd:8", 8.0)])
+def test_a_rule_of_factors_has_a_ratio(how: str, ratio: float) -> None:
+    assert wanted_exchange(how, 0) == Exchange(how.partition(":")[0], ratio=ratio)
+
+
+@pytest.mark.parametrize(
+    ("how", "every"),
+    [("mean", 0), ("mean:auto", 0), ("mean:int8_block", 5), ("acp_sgd:fp16", 0), ("powersgd:0.5", 0)],
+)
 def test_a_rule_of_gradients_needs_a_codec_and_has_no_steps_of_its_own(how: str, every: int) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises((UsageError, PlanError)):
         wanted_exchange(how, every)
 
 

@@ -19,7 +19,7 @@ from atoll.plan import validate
 from atoll.program import stage_programs
 from atoll.step_loss import step_loss
 from strategies.exchanges import make_rule
-from strategies.exchanges.base import Flat, Kept
+from strategies.exchanges.base import Flat, Kept, State
 from tests.inprocess.exchange import run_round
 from tests.inprocess.pipeline import LocalPipeline, StepResult, carried
 
@@ -129,6 +129,7 @@ class RuleInOneProcess:
         elements = trained_elements(dag.parameters, dag.parameters, training.optimizer)
         self._buckets = [b for program in programs for b in buckets(plan, 0, [program], elements)]
         self.kept: list[dict[str, Kept]] = [{} for _ in plan.replicas]
+        self._states: dict[tuple[int, tuple[str, ...]], State] = {}  # of replicas' buckets
 
     def joined(self, step: int, parts: Sequence[Parts]) -> dict[str, Tensor | None]:
         """Every parameter's total."""
@@ -145,9 +146,13 @@ class RuleInOneProcess:
         micros = [float(stop - start) for start, stop in (r.micros for r in self._plan.replicas)]
         at = ExchangeRound(step, tuple(range(len(micros))), self._seed, tuple(micros))
         flat = Flat(tuple(self._shapes[name] for name in names))
-        states = {
-            n: self._rule.resumed([kept.get(m, {}) for m in names], flat) for n, kept in enumerate(self.kept)
+        begun = {
+            n: self._rule.resumed([kept.get(m, {}) for m in names], flat)
+            if any(kept.get(m) for m in names)
+            else self._rule.init(flat, torch.zeros(flat.size))
+            for n, kept in enumerate(self.kept)
         }
+        states = {n: self._states.get((n, names), state) for n, state in begun.items()}
         own = {
             number: torch.cat([_flat(one[name], self._shapes[name]) for name in names])
             * (self._plan.n_micro / micros[number])
@@ -157,6 +162,7 @@ class RuleInOneProcess:
         shares = dict(enumerate(owner_shares(rates) if rates else even_shares(len(micros))))
         answers = run_round(self._rule, own, states, at, [at.ranks], shares=shares)
         for number, answer in answers.items():
+            self._states[number, names] = answer.state
             self.kept[number].update(zip(names, self._rule.stored(answer.state, flat), strict=True))
         assert all(torch.equal(answers[0].result, answer.result) for answer in answers.values())
         nothing = {name for name in names if all(one[name] is None for one in sums)}

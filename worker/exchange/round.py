@@ -201,6 +201,10 @@ class CollectiveRun:
             {maker: _joined_digest(made) for maker, made in sorted(of_maker.items())},
         )
 
+    def release(self) -> None:
+        """Let go of everything at once: it refers to itself, and a collector would come later."""
+        self.__dict__.clear()
+
     def _pieces(self) -> tuple[Piece, ...]:
         found = []
         for number in self._collective.results(self.rank):

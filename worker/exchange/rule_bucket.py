@@ -145,10 +145,11 @@ class RuleBucket:
             return []
         now = torch.zeros(1).expand(self._flat.size)  # no rule of gradients looks at it
         settled = self._rule.settle(run.exchanged(self._state, now))
+        run.release()  # memory is at its most here
         if isinstance(settled, Contribution):
             return self._begun(settled)
         assert isinstance(settled, Settled)  # noqa: S101 - the only other outcome
-        self._run, self._state = None, None  # memory is at its most here
+        self._run, self._state = None, None
         kept = self._rule.stored(settled.state, self._flat)
         for name, one in zip(self.bucket.names, kept, strict=True):
             self._kept.propose(name, one)

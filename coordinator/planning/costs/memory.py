@@ -55,8 +55,9 @@ class MemoryModel:
         self, dag: OpDag, training: TrainingSpec, traffic: Traffic, recompute: Recompute = Recompute.OFF
     ) -> None:
         n = len(dag.ops)
-        local = training.local_exchange
-        own_copies = exchange_facts(local.rule).own_copies if local is not None else 0
+        among = training.gradient_exchange if training.replicas != "1" else None
+        keeping = training.local_exchange or among
+        own_copies = exchange_facts(keeping.rule).own_copies if keeping is not None else 0
         self.n_micro = training.n_micro
         self.full = recompute is Recompute.FULL
         self.autocast = training.precision is not Precision.FP32
@@ -165,7 +166,7 @@ class MemoryModel:
         return self._most(self._update, a, b)
 
     def copies(self, once: float, tied: float) -> float:
-        """Return the bytes of gradients beside each use's own, and of a peer's own copies."""
+        """Return the bytes of gradients beside each use's own, and of copies that an exchange's rule has."""
         beside = gradient_copies(once, tied, self._blocks, alone=self._alone)
         return beside + self._own_copies * (once + tied)
 

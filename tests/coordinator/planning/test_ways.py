@@ -160,7 +160,7 @@ def test_a_model_whose_training_writes_buffers_is_no_peers() -> None:
     fleet = fleet_of(4, memory_mib=8000, gflops=20, mbit=10_000, ms=0.1)
     found = compare_ways(PlanRequest("j", 1, dag, None, TRAINING, fleet), inexact="auto")
     assert [way.kind for way in found] == list(WayKind)
-    assert [bool(way.why_not) for way in found] == [False, True, True, True, True]
+    assert [bool(way.why_not) for way in found] == [False, True, True, True, True, True]
     assert "writes 1 buffers, as mean" in found[1].why_not
 
 
@@ -216,3 +216,29 @@ def test_replicas_that_the_planner_refuses_are_not_offered() -> None:
             assert count not in offered
     one = replace(request, fleet=fleet_of(1, memory_mib=8000))
     assert [way.kind for way in compare_ways(one) if not way.why_not] == [WayKind.PIPELINE]
+
+
+def test_gradients_in_a_codec_win_where_exact_ones_take_many_steps_time() -> None:
+    """And a plan says how they travel; a quarter of the bytes, another model, no sample that counts less."""
+    fleet = fleet_of(2, memory_mib=8000, gflops=200, mbit=20, ms=0.5)
+    found = ways(fleet, "mean")
+    coded, exact = found[WayKind.CODED], found[WayKind.DATA_PARALLEL]
+    assert coded.worth > 2.0 * exact.worth
+    assert (coded.exact, coded.efficiency) == (False, 1.0)
+    assert 0.24 < coded.bytes_a_day * coded.step_s / (exact.bytes_a_day * exact.step_s) < 0.27
+    assert coded.memory_share > exact.memory_share
+    assert coded.options == "--exchange mean:int8_block --replicas 2"
+    assert "mean in int8_block" in coded.text
+    assert coded.plan is not None
+    assert coded.plan.prediction is not None
+    assert any("by mean in int8_block" in note for note in coded.plan.prediction.notes)
+
+
+def test_auto_takes_gradients_in_a_codec_where_nothing_teaches_more_a_second() -> None:
+    """With as many replicas as the owner says, and too few steps between rounds for local ones to pay."""
+    fleet = fleet_of(2, memory_mib=8000, gflops=200, mbit=100, ms=0.5)
+    training = replace(TRAINING, exchange="auto", replicas="2", blocks=2)
+    plan = chosen_plan(PlanRequest("j", 1, DAG, None, training, fleet))
+    assert plan.prediction is not None
+    words = [note for note in plan.prediction.notes if note.startswith("exchange auto")]
+    assert any("mean:int8_block" in note for note in words)

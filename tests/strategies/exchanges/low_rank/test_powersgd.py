@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from atoll.exchange import Exchange, ExchangeRound
-from experiments.exchanges import make_rule
+from strategies.exchanges import make_rule
 from strategies.exchanges.base import Flat
-from tests.experiments.exchanges.factored import FLAT, RANKS, RATIO, begin, gradients, play
 from tests.inprocess.exchange import Faults, run_round
+from tests.strategies.exchanges.low_rank.factored import FLAT, RANKS, RATIO, begin, gradients, play
 
 RULE = make_rule(Exchange("powersgd", ratio=RATIO))
 

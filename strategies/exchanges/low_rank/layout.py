@@ -15,7 +15,10 @@ from torch import Tensor
 from atoll.opdag import TensorMeta
 from compressors.contrib.factors import Matrix
 from compressors.contrib.ranks import gradient_matrix
-from strategies.exchanges.base import Flat
+from strategies.exchanges.base import OWN, Flat, Kept
+
+BASIS = "basis"
+"""Key of a tensor's basis, equal at all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,29 @@ class Layout:
         sizes = [length * rank for length, rank in shapes]
         *parts, rest = torch.split(row, [*sizes, row.numel() - sum(sizes)])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)], rest
+
+    def row_size(self, *, left: bool) -> int:
+        """Elements of a row of factors, left or right ones, without what travels dense."""
+        return sum((rows if left else columns) * rank for rows, columns, rank in self.factored)
+
+    @property
+    def rest(self) -> int:
+        """Elements that travel dense."""
+        return sum(rows * columns for rows, columns, rank in self.tensors if not rank)
+
+    def stored(self, flat: Flat, residual: Tensor, bases: Sequence[Matrix]) -> list[dict[str, Tensor]]:
+        """What is kept of each tensor: of those that travel as factors, its residual and its basis."""
+        waiting = iter(bases)
+        return [
+            {OWN: part, BASIS: next(waiting)} if rank else {}
+            for part, (_, _, rank) in zip(flat.tensors(residual), self.tensors, strict=True)
+        ]
+
+    def bases(self, kept: Sequence[Kept]) -> list[Matrix] | None:
+        """The bases of what is kept, None where one is missing."""
+        found = [one.get(BASIS) for one, (_, _, rank) in zip(kept, self.tensors, strict=True) if rank]
+        bases = [basis for basis in found if basis is not None]
+        return bases if len(bases) == len(found) else None
 
 
 def layout_of(flat: Flat, rank_of: Callable[[TensorMeta], int]) -> Layout:

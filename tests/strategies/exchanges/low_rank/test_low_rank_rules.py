@@ -15,10 +15,19 @@ from atoll.opdag import TensorMeta
 from compressors.contrib import acp_sgd, powersgd
 from compressors.contrib.factors import sketch
 from compressors.contrib.ranks import acp_rank, powersgd_rank
-from experiments.exchanges import make_rule
+from strategies.exchanges import make_rule
 from strategies.exchanges.base import ExchangeRule
-from tests.experiments.exchanges.factored import FLAT, RANKS, RATIO, SHAPES, begin, gradients, play, views
 from tests.inprocess.exchange import Faults, run_round
+from tests.strategies.exchanges.low_rank.factored import (
+    FLAT,
+    RANKS,
+    RATIO,
+    SHAPES,
+    begin,
+    gradients,
+    play,
+    views,
+)
 
 Doubles = npt.NDArray[np.float64]
 WEIGHTS = [(), (1.0, 2.0, 5.0)]

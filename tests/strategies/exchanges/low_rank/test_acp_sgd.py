@@ -8,9 +8,9 @@ import torch
 from atoll.exchange import Exchange
 from atoll.opdag import TensorMeta
 from compressors.contrib.ranks import acp_rank, powersgd_rank
-from experiments.exchanges import make_rule
+from strategies.exchanges import make_rule
 from strategies.exchanges.base import ExchangeRule, Flat
-from tests.experiments.exchanges.factored import RANKS, begin, gradients, play
+from tests.strategies.exchanges.low_rank.factored import RANKS, begin, gradients, play
 
 
 def sent_of(rule: ExchangeRule, flat: Flat, rounds: int) -> int:

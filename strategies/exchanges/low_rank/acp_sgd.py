@@ -23,23 +23,31 @@ from compressors.contrib.factors import Matrix, orthonormal, sketch
 from compressors.contrib.ranks import acp_rank
 from compressors.selection import all_finite
 from compressors.vector import dense
-from experiments.exchanges.low_rank import Layout, layout_of, row_of
 from strategies.exchanges.base import (
     Contribution,
     Exchanged,
     ExchangeRule,
     Flat,
+    Kept,
     Settled,
     State,
     average,
     finite_or,
+    own_row,
     weighted,
 )
+from strategies.exchanges.low_rank.layout import Layout, layout_of, row_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from atoll.exchange import ExchangeRound
+
+
+SIDE = "side"
+"""Key of the side whose turn is next: 0 where a basis is Q, 1 where it is P."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +71,11 @@ class AcpSgd(ExchangeRule):
     """The rule above; state: ``AcpState``."""
 
     def init(self, flat: Flat, own: Tensor) -> State:
-        layout = layout_of(flat, lambda meta: acp_rank(meta, self.exchange.ratio))
-        bases = tuple(orthonormal(sketch(columns, rank, START_SEED)) for _, columns, rank in layout.factored)
+        layout = self._layout(flat)
+        bases = tuple(
+            orthonormal(sketch(columns, rank, START_SEED)).contiguous()
+            for _, columns, rank in layout.factored
+        )
         return AcpState(layout, 0, bases, torch.zeros(flat.size))
 
     def contribute(self, own: Tensor, state: State, at: ExchangeRound, rank: int) -> Contribution:
@@ -85,8 +96,31 @@ class AcpSgd(ExchangeRule):
         matrices, _ = before.layout.split(sent.wanted)
         errors = [m - own for m, own in zip(matrices, _restored(sent.factors, before), strict=True)]
         residual = before.layout.joined(errors, torch.zeros_like(rest))
-        bases = tuple(next_basis(factor) for factor in factors)
+        # In rows, as one that is stored and read again: a product's bits depend on how a matrix lies.
+        bases = tuple(next_basis(factor).contiguous() for factor in factors)
         return Settled(result, AcpState(before.layout, before.step + 1, bases, residual))
+
+    def rows(self, flat: Flat) -> tuple[tuple[int, ...], ...]:
+        """Of both sides, which take turns."""
+        layout = self._layout(flat)
+        return (tuple({layout.row_size(left=side) + layout.rest for side in (True, False)}),)
+
+    def stored(self, state: State, flat: Flat) -> list[Kept]:
+        step = torch.tensor([float(state.step % 2)])
+        kept = state.layout.stored(flat, state.residual, state.bases)
+        return [{**one, SIDE: step} if one else one for one in kept]
+
+    def resumed(self, kept: Sequence[Kept], flat: Flat) -> State:
+        """Without a basis of each, all of one side, it begins with those of the start."""
+        layout, own = self._layout(flat), own_row(kept, flat)
+        residual = torch.zeros(flat.size) if own is None else own
+        bases, sides = layout.bases(kept), {int(one[SIDE]) for one in kept if SIDE in one}
+        if bases is None or len(sides) > 1:
+            return replace(self.init(flat, residual), residual=residual)
+        return AcpState(layout, next(iter(sides), 0), tuple(bases), residual)
+
+    def _layout(self, flat: Flat) -> Layout:
+        return layout_of(flat, lambda meta: acp_rank(meta, self.exchange.ratio))
 
     def undelivered(self, contribution: Contribution, state: State) -> State:
         sent: _Sent = contribution.carry

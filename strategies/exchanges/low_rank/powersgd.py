@@ -25,20 +25,24 @@ from compressors.contrib.powersgd import START_SEED, phase_p, phase_q, restored
 from compressors.contrib.ranks import powersgd_rank
 from compressors.selection import all_finite
 from compressors.vector import dense
-from experiments.exchanges.low_rank import Layout, layout_of, row_of
 from strategies.exchanges.base import (
     Contribution,
     Exchanged,
     ExchangeRule,
     Flat,
+    Kept,
     Settled,
     State,
     average,
     finite_or,
+    own_row,
     weighted,
 )
+from strategies.exchanges.low_rank.layout import Layout, layout_of, row_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from atoll.exchange import ExchangeRound
@@ -66,7 +70,7 @@ class PowerSgd(ExchangeRule):
     """The rule above; state: ``PowerState``."""
 
     def init(self, flat: Flat, own: Tensor) -> State:
-        layout = layout_of(flat, lambda meta: powersgd_rank(meta, self.exchange.ratio))
+        layout = self._layout(flat)
         qs = tuple(sketch(columns, rank, START_SEED) for _, columns, rank in layout.factored)
         return PowerState(layout, qs, torch.zeros(flat.size))
 
@@ -101,6 +105,27 @@ class PowerSgd(ExchangeRule):
         # A zero gradient has nothing to iterate from: keep the span found so far.
         kept = tuple(q if q.any() else old for q, old in zip(qs, before.qs, strict=True))
         return Settled(result, PowerState(before.layout, kept, residual))
+
+    def rows(self, flat: Flat) -> tuple[tuple[int, ...], ...]:
+        layout = self._layout(flat)
+        if not layout.factored:
+            return ((flat.size,),)
+        return (layout.row_size(left=True) + layout.rest,), (layout.row_size(left=False),)
+
+    def stored(self, state: State, flat: Flat) -> list[Kept]:
+        return [*state.layout.stored(flat, state.residual, state.qs)]
+
+    def resumed(self, kept: Sequence[Kept], flat: Flat) -> State:
+        """Without a basis of each it begins with those of the start."""
+        layout, own = self._layout(flat), own_row(kept, flat)
+        residual = torch.zeros(flat.size) if own is None else own
+        qs = layout.bases(kept)
+        if qs is None:
+            return replace(self.init(flat, residual), residual=residual)
+        return PowerState(layout, tuple(qs), residual)
+
+    def _layout(self, flat: Flat) -> Layout:
+        return layout_of(flat, lambda meta: powersgd_rank(meta, self.exchange.ratio))
 
     def undelivered(self, contribution: Contribution, state: State) -> State:
         sent: _Sent = contribution.carry

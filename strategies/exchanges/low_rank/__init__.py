@@ -1,0 +1,1 @@
+"""Rules that exchange gradients as factors of low rank: which tensors, which phases."""
