@@ -65,8 +65,9 @@ def best_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
 
     UsageError for more replicas than blocks, and whatever ``make_plan`` raises.
     """
-    training = request.training
     given = request.partitioner.startswith(GIVEN_CUT) and BETWEEN in request.partitioner
+    request = request if given else _of_one_class(request)
+    training = request.training
     local = training.local_exchange
     if local is not None and not request.partitioner.startswith(GIVEN_CUT) and request.version > 1:
         with suppress(NotEnoughMemory):  # of a job that has lost machines one may be left
@@ -110,6 +111,21 @@ def best_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
         f"the fleet has no room for {training.replicas} replicas of the model; give --replicas 1 or auto, or "
         "more memory"
     )
+
+
+def _of_one_class(request: PlanRequest) -> PlanRequest:
+    """The request on the machines of one class, the fastest together, where replicas each make a result of
+    their own of what they exchange: other machines would differ in its last bits."""
+    exchange = request.training.gradient_exchange
+    if exchange is None or not exchange_facts(exchange.rule).own_results:
+        return request
+    speeds: dict[str, float] = {}
+    for device in request.fleet.devices:
+        of = str(device.device_class)
+        speeds[of] = speeds.get(of, 0.0) + device.gflops.get("", 1.0) / device.scale
+    best = max(speeds, key=speeds.__getitem__, default="")
+    kept = [device.worker for device in request.fleet.devices if str(device.device_class) == best]
+    return replace(request, fleet=request.fleet.subset(kept)) if len(speeds) > 1 else request
 
 
 def with_blocks(training: TrainingSpec) -> TrainingSpec:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from atoll.collective import even_shares, owner_shares
+from atoll.device_class import DeviceClass
 from atoll.errors import NotEnoughMemory, UsageError
 from atoll.job import TrainingSpec
 from atoll.opdag import LeafRef, Source, StateMeta, TensorMeta
@@ -242,3 +243,20 @@ def test_auto_takes_gradients_in_a_codec_where_nothing_teaches_more_a_second() -
     assert plan.prediction is not None
     words = [note for note in plan.prediction.notes if note.startswith("exchange auto")]
     assert any("mean:int8_block" in note for note in words)
+
+
+def test_replicas_that_make_results_of_their_own_are_of_one_class_of_machines() -> None:
+    fleet = fleet_of(4, memory_mib=8000, gflops=20, mbit=100, ms=0.5)
+    classes = [DeviceClass("avx2", "2.13", 1 + (at == 3)) for at in range(4)]
+    mixed = replace(
+        fleet,
+        devices=tuple(replace(d, device_class=c) for d, c in zip(fleet.devices, classes, strict=True)),
+    )
+
+    def workers(exchange: str) -> set[str]:
+        training = replace(TRAINING, exchange=exchange, replicas="3", blocks=4)
+        plan = best_plan(PlanRequest("j", 1, DAG, None, training, mixed))
+        return {place.worker for place in plan.places}
+
+    assert workers("acp_sgd:4") == {device.worker for device in mixed.devices[:3]}
+    assert len(workers("mean:int8_block")) >= 3
