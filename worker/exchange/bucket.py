@@ -62,6 +62,10 @@ class BucketRun:
         """``receive`` what was awaited."""
         return self.receive(arriving.segment, arriving.label, value)
 
+    def awaits(self, arriving: Arriving) -> bool:
+        """Whether a message that has not come is still to come."""
+        return True
+
     def totals(self) -> dict[str, Tensor | None]:
         """Return every gradient's total, flat; None where nothing reached the parameter."""
         bucket = self.bucket

@@ -150,6 +150,10 @@ class CollectiveRun:
         """Ranks from which something is still to come."""
         return frozenset(self._sources[key] for key in self._awaited)
 
+    def awaits(self, segment: int, label: int) -> bool:
+        """Whether this message is still to come."""
+        return (segment, label) in self._awaited
+
     @property
     def awaited_parts(self) -> frozenset[int]:
         """Ranks from which a part is still to come; totals follow only once their makers have all parts."""

@@ -95,6 +95,13 @@ class RuleBucket:
             return []
         return self._taken(self._run, arriving, value)
 
+    def awaits(self, arriving: Arriving) -> bool:
+        """Whether a message that has not come is still to come: a short row has empty segments, which nobody
+        sends. Of a phase that has not begun that is not known."""
+        if self._run is None or arriving.phase > self._phase:
+            return not self.finished
+        return arriving.phase == self._phase and self._run.awaits(arriving.segment, arriving.label)
+
     def totals(self) -> dict[str, Tensor | None]:
         """Return every gradient's total, flat; None where nothing reached the parameter. Whether anything
         does is the same at all replicas: the model's ops decide it."""

@@ -80,7 +80,9 @@ class GradientExchange:
         while self._awaited:
             self._take(take)
             entry = next(iter(self._awaited), None)
-            if entry is not None:
+            if entry is not None and not self._runs[entry[0]].awaits(entry[1]):
+                del self._awaited[entry]
+            elif entry is not None:
                 self._arrived(entry, wait(*self._which(entry)))
         for run in self._runs:
             for name, total in run.totals().items():
