@@ -66,9 +66,13 @@ class Tunables:
     nearly: float = 1.01
     # Times the bytes that the model takes, at which a group of machines that hold it together is complete.
     group_rooms: tuple[float, ...] = (1.25, 2.5)
+    group_counts: int = 8  # numbers of peers of several machines that are looked at
     group_starts: int = 24  # ways to group machines that are improved, by ...
-    group_moves: int = 16  # ... a machine that goes from one peer to another, one after the other
+    group_sketches: int = 1500  # ... so many sketches in all, of ways with a machine moved
     grouped: int = 6  # ways that are planned in full, ...
+    planned_peers: int = (
+        32  # ... or so many machines in all of them: planning a peer takes a tenth of a second
+    )
     grouped_gains: float = 0.9  # ... and what one must take of the step of peers that are one machine each
     round_share: float = 0.25  # of a period's computing that a round may last
     least_deadline_s: float = 60.0  # or a period: the others go on without who is later

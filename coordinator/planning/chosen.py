@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
     from atoll.exchange import Exchange
     from atoll.plan import Plan
-    from coordinator.planning.local_plans import Known, Sharing
+    from coordinator.planning.local_plans import Known
     from coordinator.planning.planner import PlanRequest
     from coordinator.planning.search.op_fence import Effort
+    from coordinator.planning.search.sketches import Sharing
 
 
 def chosen_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from coordinator.planning import TUNED
 from coordinator.planning.exchange_codecs import with_codec
 from coordinator.planning.gossip_plans import (
     Held,
-    Range,
     held_by,
     hidden_steps,
     rates_by_rank,
@@ -36,7 +35,8 @@ from coordinator.planning.gossip_plans import (
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
 from coordinator.planning.search.clusters import groups
-from coordinator.planning.search.partitions import Parts, Rooms, moved, overlaps, peer_groups
+from coordinator.planning.search.partitions import Rooms
+from coordinator.planning.search.sketches import Sharing, Sketches
 from coordinator.planning.transfers import shares_of
 from strategies.exchanges.catalogue import exchange_facts
 
@@ -47,15 +47,6 @@ if TYPE_CHECKING:
     from coordinator.planning.search.op_fence import Effort
 
     Floats = NDArray[np.float64]
-
-
-class Sharing(NamedTuple):
-    """Peers that share out a step, where their shares end, and the predicted seconds of a step."""
-
-    step_s: float
-    parts: Sequence[tuple[str, ...]]  # workers of each peer
-    ends: Sequence[int]
-    cuts: Sequence[str] = ()  # given ones, by peer; "": none
 
 
 Known = dict[tuple[tuple[str, ...], int, int, str, Recompute], Plan]
@@ -156,7 +147,7 @@ def _problem(request: PlanRequest, exchange: Exchange) -> Problem:
     return Problem(request.dag, own, request.fleet)
 
 
-def _counts(request: PlanRequest, most: int) -> range:
+def _counts(request: PlanRequest, most: int) -> Sequence[int]:
     """How many peers there may be, of so many at most."""
     asked = request.training.replica_count or 1
     if asked <= 1:
@@ -204,95 +195,22 @@ def _grouped(request: PlanRequest, exchange: Exchange, effort: Effort | None, kn
     able = _able(problem)
     if len(fleet.devices) < 3 or (len(able) == len(fleet.devices) and len(groups(fleet.bandwidth_bps)) == 1):
         return None
-    counts = _counts(request, min(MOST_PEERS, len(fleet.devices) - 1, request.training.n_micro))
-    sketches = _sketches(request, problem, exchange, counts)
-    most = TUNED.grouped if len(fleet.devices) <= TUNED.every_count else 1
+    memory, n_ops, n_micro = problem.memory, problem.n_ops, request.training.n_micro
+    room = {device.worker: float(limit) for device, limit in zip(fleet.devices, problem.limits, strict=True)}
+    rooms = Rooms(room, memory.state_bytes(0, n_ops), memory.bytes(0, n_ops, 1))
+    most = min(MOST_PEERS, len(fleet.devices) - 1, n_micro, int(sum(room.values()) // rooms.need))
+    counts = _counts(request, most)
+    if len(counts) > TUNED.group_counts:
+        counts = sorted({round(float(n)) for n in np.geomspace(counts[0], counts[-1], TUNED.group_counts)})
+    sketches = Sketches(problem, exchange, n_micro, request.training.seed, rooms)
+    tried = max(1, min(TUNED.grouped, TUNED.planned_peers // len(fleet.devices)))
     found: list[Sharing] = []
-    for sketch in sketches:
+    for sketch in sketches.ranked(counts):
         with suppress(NotEnoughMemory):
             found.append(_balanced(request, exchange, sketch, effort, known))
-        if len(found) == most:
+        if len(found) == tried:
             break
     return min(found, key=lambda one: one.step_s, default=None)
-
-
-def _sketches(
-    request: PlanRequest, problem: Problem, exchange: Exchange, counts: Sequence[int]
-) -> list[Sharing]:
-    """Sketches of ways to group machines to peers, and of what comes of moving machines between the peers of
-    the best while that shortens the sketched step; best first."""
-
-    def step_s(one: Sharing) -> float:
-        return one.step_s
-
-    memory, n_ops = problem.memory, problem.n_ops
-    room = dict(zip((d.worker for d in request.fleet.devices), problem.limits.tolist(), strict=True))
-    rooms = Rooms(room, memory.state_bytes(0, n_ops), memory.bytes(0, n_ops, 1))
-    ways = peer_groups(request.fleet, rooms, counts)
-    sketches = sorted((_sketch(request, problem, exchange, parts, rooms) for parts in ways), key=step_s)
-    better: list[Sharing] = []
-    for best in sketches[: TUNED.group_starts] if len(room) <= TUNED.every_count else ():
-        for _ in range(TUNED.group_moves):
-            tried = (_sketch(request, problem, exchange, p, rooms) for p in moved(tuple(best.parts), rooms))
-            found = min(tried, key=step_s, default=best)
-            if found.step_s >= best.step_s:
-                break
-            better.append(best := found)
-    distinct = {frozenset(map(frozenset, one.parts)): one for one in reversed([*better, *sketches])}
-    several = [one for one in distinct.values() if any(len(part) > 1 for part in one.parts)]
-    return sorted(several, key=step_s)
-
-
-def _sketch(
-    request: PlanRequest, problem: Problem, exchange: Exchange, parts: Parts, rooms: Rooms
-) -> Sharing:
-    """Estimate a step of these peers: each a pipeline in which all have a share by their speed, but for those
-    that would hold it up."""
-    fleet, n_micro = request.fleet, request.training.n_micro
-    parts = tuple(tuple(sorted(part, key=fleet.index.__getitem__)) for part in parts)
-    quickest = [_quickest(problem, part, rooms) for part in parts]
-    members = [[fleet.index[worker] for worker in part] for part in quickest]
-    slots = [_slot_s(problem, part) for part in members]
-    shares = shares_of(n_micro, [1.0 / slot_s for slot_s, _ in slots])
-    compute_s = max(share * slot_s + fill_s for share, (slot_s, fill_s) in zip(shares, slots, strict=True))
-    speeds = [1.0 / problem.compute[part, -1] for part in members]
-    n_bytes = problem.memory.trained(0, problem.n_ops)[0]
-    ranges = (
-        Range(n_bytes * share, tuple(part[at] for part, at in zip(members, whose, strict=True)))
-        for share, whose in overlaps([(speed / speed.sum()).tolist() for speed in speeds])
-    )
-    held = Held(tuple(ranges), np.zeros((len(fleet.devices),) * 2))
-    return Sharing(_step_s(request, held, exchange, compute_s), parts, list(accumulate(shares)))
-
-
-def _quickest(problem: Problem, part: Sequence[str], rooms: Rooms) -> Sequence[str]:
-    """The machines of a part without those, one after the other, with which a micro-batch takes longer."""
-
-    def slot_s(workers: Sequence[str]) -> tuple[float, float]:
-        return _slot_s(problem, [problem.fleet.index[worker] for worker in workers])
-
-    best = part
-    while len(best) > 1:
-        fewer = ([other for other in best if other != one] for one in best)
-        found = min(filter(rooms.hold, fewer), key=slot_s, default=best)
-        if slot_s(found) >= slot_s(best):
-            break
-        best = found
-    return best
-
-
-def _slot_s(problem: Problem, part: Sequence[int]) -> tuple[float, float]:
-    """(seconds that a micro-batch holds up the machines of a pipeline, seconds to fill and empty it)."""
-    slot_s = 1.0 / float((1.0 / problem.compute[part, -1]).sum())
-    if len(part) == 1:
-        return slot_s, 0.0
-    rate = problem.fleet.effective_bps[np.ix_(part, part)].copy()
-    np.fill_diagonal(rate, 0.0)
-    live = problem.traffic.live_bytes[problem.positions[1:-1]]
-    cut_bytes = float(np.quantile(live, TUNED.typical_cut)) if len(live) else 0.0
-    slot_s = max(slot_s, 8.0 * cut_bytes / float(np.minimum(rate, rate.T).max(axis=1).min()))
-    delay_s = float(problem.fleet.latency_s[np.ix_(part, part)].max())
-    return slot_s, (len(part) - 1) * (slot_s + 2.0 * delay_s)
 
 
 def _balanced(

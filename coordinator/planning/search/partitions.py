@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from coordinator.planning import TUNED
@@ -140,18 +139,6 @@ def _runs(members: Sequence[int], room: Sequence[float], need: float) -> tuple[l
             found.append(run)
             run = []
     return found, run
-
-
-def overlaps(shares: Sequence[Sequence[float]]) -> list[tuple[float, list[int]]]:
-    """Return of rows that are each cut into shares of 1: (share that no cut divides, whose in each row)."""
-    ends = [[0.0, *accumulate(row)] for row in shares]
-    edges = sorted({round(edge, 9) for row in ends for edge in row})
-    found = []
-    for start, stop in pairwise(edges):
-        middle = 0.5 * (start + stop)
-        whose = [min(len(row) - 2, sum(edge <= middle for edge in row) - 1) for row in ends]
-        found.append((stop - start, whose))
-    return found
 
 
 def _named(fleet: Fleet, parts: Sequence[Sequence[int]]) -> Parts:

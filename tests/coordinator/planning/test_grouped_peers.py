@@ -19,10 +19,10 @@ from coordinator.client.fleet_file import parse_fleet
 from coordinator.planning.chosen import chosen_plan, shape
 from coordinator.planning.costs.fleet import Fleet
 from coordinator.planning.gossip_plans import Range, held_by, rates_by_rank, round_of
-from coordinator.planning.local_plans import Known, Sharing, _balanced, fastest
+from coordinator.planning.local_plans import Known, _balanced, fastest
 from coordinator.planning.planner import PlanRequest
 from coordinator.planning.problem import Problem
-from coordinator.planning.search.partitions import overlaps
+from coordinator.planning.search.sketches import Sharing
 from coordinator.planning.transfers import exchange_s, shares_of
 from coordinator.planning.ways import WayKind, compare_ways
 from tests.coordinator.planning.dags import chain_dag, gpt_like
@@ -198,15 +198,6 @@ def test_a_ranks_rate_is_of_those_it_exchanges_with() -> None:
     assert len(rates_by_rank(fleet, members, without)) == 4
 
 
-def test_overlaps_are_the_finest_partition_of_all_rows() -> None:
-    found = overlaps([[0.5, 0.5], [0.2, 0.3, 0.5]])
-    assert [(round(share, 6), whose) for share, whose in found] == [
-        (0.2, [0, 0]),
-        (0.3, [0, 1]),
-        (0.5, [1, 2]),
-    ]
-
-
 # ---------------------------------------------------------------- against all groupings
 
 
@@ -242,7 +233,7 @@ def random_sites(seed: int) -> Fleet:
     return parse_fleet({"default": {"mbit": 50, "ms": 20}, "group": uplinks, "device": devices})
 
 
-SEEDS = (0, 2, 3, 4, 5, 6, 8, 9, 12, 15)  # of 7, 10, 11 and 14 the best is 48, 6, 14 and 4 % faster
+SEEDS = sorted({*range(16)} - {11})  # of 11 the best takes 1.39 times less
 
 
 @pytest.mark.parametrize(
