@@ -31,14 +31,14 @@ CODED_RULES = frozenset({"diloco", "streaming_diloco"})
 """Those whose rounds travel in a codec of the job's choice."""
 WHOLE_RULES = frozenset({"saps"})
 """Those whose peers hold the whole model (not ``sliced`` in the catalogue)."""
-GRADIENT_RULES = frozenset({"mean", "powersgd", "acp_sgd"})
+GRADIENT_RULES = frozenset({"mean", "powersgd", "acp_sgd", "random_k"})
 """Rules of the gradients of replicas, one round a step, that workers run beside exact sums."""
 EXACT = "exact"
 AUTO = "auto"
 LOCAL_STEPS = 50  # between two exchanges, unless a job or the rule's paper says otherwise
 PAPERS_STEPS = {"saps": 1, "swarm": 5, "wagma": 1}
 MOST_PEERS = 64  # of a table of pairs; nobody has measured what more peers teach
-RATIOS = {"sparseloco": 200.0, "saps": 100.0, "powersgd": 16.0, "acp_sgd": 16.0}
+RATIOS = {"sparseloco": 200.0, "saps": 100.0, "powersgd": 16.0, "acp_sgd": 16.0, "random_k": 100.0}
 """Of rules that have a ratio, unless a job says otherwise."""
 STREAMED_FRAGMENTS, STREAMED_DELAY = 4, 5  # the same of streaming_diloco; the steps in which a result arrives
 

@@ -7,14 +7,8 @@ from functools import partial
 from atoll.exchange import Content, Exchange, Partners, Pattern
 from atoll.opdag import TensorMeta
 from compressors.contrib.sizes import dct_blocks, dct_kept
-from compressors.sparse_sizes import random_k_of, vector_bytes, vector_kept
+from compressors.sparse_sizes import vector_bytes, vector_kept
 from strategies.exchanges.catalogue import ExchangeFacts, Shapes, dense_volume, elements_of, no_codec
-
-
-def random_k_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
-    """2 (R - 1) / R of the values that are drawn."""
-    meta = TensorMeta((elements_of(shapes),), "float32")
-    return 4.0 * random_k_of(meta, exchange.ratio) * 2.0 * (ranks - 1) / ranks
 
 
 def tree_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
@@ -59,14 +53,6 @@ GRADIENT_RULES = (
         partners=Partners.ALL,
         pattern=Pattern.OWNERS,
         volume=dense_volume,
-    ),
-    _of_gradients(
-        name="random_k",
-        summary="gradients at positions drawn from the seed, one in ``ratio``; no position travels",
-        module="experiments.exchanges.random_k",
-        builder="RandomK",
-        source="papers/compression.md 3 (random-k)",
-        volume=random_k_volume,
     ),
     _of_gradients(
         name="gtopk",

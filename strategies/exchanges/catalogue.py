@@ -16,6 +16,7 @@ from atoll.opdag import TensorMeta
 from compressors.catalogue import codec
 from compressors.contrib.ranks import acp_bytes, powersgd_bytes
 from compressors.contrib.sizes import chunk_size
+from compressors.sparse_sizes import random_k_of
 
 Shapes = Sequence[tuple[int, ...]]
 """Shapes of the exchanged tensors, in the order in which they follow each other."""
@@ -146,6 +147,12 @@ def factor_volume(bytes_of: Callable[[TensorMeta, float], float]) -> Volume:
     return volume
 
 
+def random_k_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """2 (R - 1) / R of the values that are drawn."""
+    meta = TensorMeta((elements_of(shapes),), "float32")
+    return 4.0 * random_k_of(meta, exchange.ratio) * 2.0 * (ranks - 1) / ranks
+
+
 def masked_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     """Values at the mask, to one peer."""
     return 4.0 * max(1, int(elements_of(shapes) / exchange.ratio))
@@ -223,6 +230,21 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             check=no_codec,
             own_copies=3,
             efficiencies=((1, 0.46),),
+        ),
+        ExchangeFacts(
+            name="random_k",
+            summary="gradients at positions drawn from the seed, one in ``ratio``; no position travels",
+            module="strategies.exchanges.random_k",
+            builder="RandomK",
+            source="papers/compression.md 3 (random-k)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=random_k_volume,
+            works_as="fp16",
+            check=no_codec,
+            own_copies=3,
+            efficiencies=((1, 0.05),),
         ),
         ExchangeFacts(
             name="diloco",

@@ -182,7 +182,7 @@ def test_a_replica_that_lost_its_worker_is_whole_again_once_another_joins() -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exchange", ["mean:int8_block", "powersgd:4", "acp_sgd:4"])
+@pytest.mark.parametrize("exchange", ["mean:int8_block", "powersgd:4", "acp_sgd:4", "random_k:4"])
 @pytest.mark.parametrize("lost", [0, 2], ids=["of the pipeline", "of the whole model"])
 def test_a_rule_of_gradients_goes_on_in_its_bits_when_a_rank_is_killed(lost: int, exchange: str) -> None:
     """Who takes over begins with what the rank's rule had kept when the checkpoint was stored."""

@@ -26,7 +26,12 @@ def bucket(exchange: Exchange, shape: tuple[int, ...], replica: int) -> Bucket:
 @pytest.mark.parametrize("shape", [(2, 40), (40, 2), (1,), (2,), (5, 5)])
 @pytest.mark.parametrize(
     "exchange",
-    [Exchange("mean", codec="int8_block"), Exchange("powersgd", ratio=2.0), Exchange("acp_sgd", ratio=2.0)],
+    [
+        Exchange("mean", codec="int8_block"),
+        Exchange("powersgd", ratio=2.0),
+        Exchange("acp_sgd", ratio=2.0),
+        Exchange("random_k", ratio=3.0),
+    ],
 )
 def test_nobody_awaits_what_nobody_sends(exchange: Exchange, shape: tuple[int, ...]) -> None:
     """Of a matrix of two rows one of ACP-SGD's factors has two elements, and three owners share it."""

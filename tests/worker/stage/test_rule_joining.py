@@ -33,6 +33,7 @@ RULES = {
     "fp16": replace(INT8, codec="fp16"),
     "powersgd": Exchange("powersgd", ratio=4.0, bucket_bytes=4096),
     "acp_sgd": Exchange("acp_sgd", ratio=4.0, bucket_bytes=4096),
+    "random_k": Exchange("random_k", ratio=4.0, bucket_bytes=4096),
     "acp_sgd, one bucket": Exchange("acp_sgd", ratio=8.0),
 }
 Cuts = Sequence[tuple[tuple[int, int], Sequence[int]]]
@@ -120,7 +121,7 @@ def restarted(crew: Crew, made: Case, cuts: Cuts, step: int, exchange: Exchange 
     return Crew(made, given, tensors=[{**made.tensors, **stored}] * len(given))
 
 
-@pytest.mark.parametrize("rule", ["int8", "powersgd", "acp_sgd"])
+@pytest.mark.parametrize("rule", ["int8", "powersgd", "acp_sgd", "random_k"])
 @pytest.mark.parametrize(
     "later", [((2, 2), (2, 1)), ((3, 1), (1, 3)), ((2, 2), (1, 1), (1, 1))], ids=["same", "other", "more"]
 )

@@ -10,7 +10,7 @@ import torch
 from atoll.collective import cut, even_shares
 from atoll.exchange import Exchange, ExchangeRound
 from compressors.random_k import draw_positions
-from experiments.exchanges import make_rule
+from strategies.exchanges import make_rule
 from tests.strategies.exchanges.rounds import Rounds, gradients, same_bits
 
 SIZE, RATIO = 4000, 20.0

@@ -14,24 +14,31 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from atoll.opdag import TensorMeta
 from compressors.base import meta_of
 from compressors.random_k import draw_positions
 from compressors.selection import all_finite
-from compressors.sparse_sizes import random_k_of
+from compressors.sparse_sizes import random_k_most, random_k_of
 from compressors.vector import dense
 from strategies.exchanges.base import (
+    OWN,
     Contribution,
     Exchanged,
     ExchangeRule,
+    Flat,
+    Kept,
     Settled,
     State,
     average,
     finite_or,
     left_over,
+    own_row,
     weighted,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from atoll.exchange import ExchangeRound
@@ -68,6 +75,17 @@ class RandomK(ExchangeRule):
         residual = drawn.wanted.clone()
         residual[drawn.positions] = left_over(done)
         return Settled(result, residual)
+
+    def rows(self, flat: Flat) -> tuple[tuple[int, ...], ...]:
+        """At most: how many are drawn differs from round to round."""
+        kept = random_k_of(TensorMeta((flat.size,), "float32"), self.exchange.ratio)
+        return ((random_k_most(kept, flat.size),),)
+
+    def stored(self, state: State, flat: Flat) -> list[Kept]:
+        return [{} for _ in flat.shapes] if state is None else [{OWN: part} for part in flat.tensors(state)]
+
+    def resumed(self, kept: Sequence[Kept], flat: Flat) -> State:
+        return own_row(kept, flat)
 
     def undelivered(self, contribution: Contribution, state: State) -> State:
         return finite_or(contribution.carry.wanted, state)
