@@ -69,6 +69,9 @@ class Tunables:
     group_counts: int = 8  # numbers of peers of several machines that are looked at
     group_starts: int = 24  # ways to group machines that are improved, by ...
     group_sketches: int = 1500  # ... so many sketches in all, of ways with a machine moved
+    group_attempts: int = (
+        24  # ways whose peers are planned, of which those fall out that have too little memory
+    )
     grouped: int = 6  # ways that are planned in full, ...
     planned_peers: int = (
         32  # ... or so many machines in all of them: planning a peer takes a tenth of a second

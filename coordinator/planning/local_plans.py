@@ -198,14 +198,14 @@ def _grouped(request: PlanRequest, exchange: Exchange, effort: Effort | None, kn
     memory, n_ops, n_micro = problem.memory, problem.n_ops, request.training.n_micro
     room = {device.worker: float(limit) for device, limit in zip(fleet.devices, problem.limits, strict=True)}
     rooms = Rooms(room, memory.state_bytes(0, n_ops), memory.bytes(0, n_ops, 1))
-    most = min(MOST_PEERS, len(fleet.devices) - 1, n_micro, int(sum(room.values()) // rooms.need))
+    most = min(MOST_PEERS, len(fleet.devices) - 1, n_micro, int(sum(room.values()) // max(rooms.need, 1.0)))
     counts = _counts(request, most)
     if len(counts) > TUNED.group_counts:
         counts = sorted({round(float(n)) for n in np.geomspace(counts[0], counts[-1], TUNED.group_counts)})
     sketches = Sketches(problem, exchange, n_micro, request.training.seed, rooms)
     tried = max(1, min(TUNED.grouped, TUNED.planned_peers // len(fleet.devices)))
     found: list[Sharing] = []
-    for sketch in sketches.ranked(counts):
+    for sketch in sketches.ranked(counts)[: TUNED.group_attempts]:
         with suppress(NotEnoughMemory):
             found.append(_balanced(request, exchange, sketch, effort, known))
         if len(found) == tried:
