@@ -357,10 +357,11 @@ def tree(ranks: Sequence[int], elements: int) -> Collective:
     return Collective((Segment(0, elements),), actions, {rank: (rank,) for rank in order})
 
 
-def gathered(groups: Sequence[Sequence[int]], elements: int) -> Collective:
+def gathered(groups: Sequence[Sequence[int]], elements: int | Sequence[Segment]) -> Collective:
     """All of a group send all they have to each other and add all, by ascending rank, in one latency. Carries
-    (R - 1) vectors a rank: for small groups, or parts much smaller than their sum. Raises UsageError for a
-    rank in two groups."""
+    (R - 1) vectors a rank: for small groups, or parts much smaller than their sum. ``elements``: how many, or
+    the segments that travel as messages of their own. Raises UsageError for a rank in two groups."""
+    segments = (Segment(0, elements),) if isinstance(elements, int) else tuple(elements)
     members = [rank for group in groups for rank in group]
     if len(set(members)) != len(members):
         raise UsageError(f"a rank in two groups: {sorted(members)}")
@@ -368,9 +369,12 @@ def gathered(groups: Sequence[Sequence[int]], elements: int) -> Collective:
     for group in groups:
         ranks = sorted(group)
         for rank in ranks:
-            sends = (Send(peer, 0, rank, rank) for peer in _after(ranks, rank))
-            actions[rank] = (*sends, Add(0, tuple(ranks)))
-    return Collective((Segment(0, elements),), actions, {rank: (rank,) for rank in members})
+            listed: list[Action] = []
+            for at in range(len(segments)):
+                listed += [Send(peer, at, rank, rank) for peer in _after(ranks, rank)]
+                listed.append(Add(at, tuple(ranks)))
+            actions[rank] = tuple(listed)
+    return Collective(segments, actions, {rank: (rank,) for rank in members})
 
 
 def pairwise_sums(pairs: Sequence[tuple[int, int]], elements: int) -> Collective:

@@ -1,4 +1,4 @@
-"""Gradients that the replicas of a plan exchange: which rank holds what, in which messages, and who adds.
+"""What the replicas of a plan exchange: which rank holds what, in which messages, and who adds.
 
 Every trained parameter has one holder in each replica: the stage of its first use, which folds the uses of
 later stages as well. Parameters with the same holders are a group. Its gradients follow each other from the
@@ -160,15 +160,7 @@ def buckets(
     if len(plan.replicas) < 2 or plan.exchange is None or plan.local:
         return ()
     uses = {name: op for name, op in first_uses(programs).items() if name in elements}
-    pieces = [other.pieces for other in plan.replicas]
-    firsts = list(accumulate((len(other.stages) for other in plan.replicas), initial=0))
-    held: dict[tuple[int, ...], list[str]] = {}
-    for name, op in reversed(uses.items()):
-        ranks = tuple(
-            first + next(p.stage for p in reversed(placed) if p.piece.start <= op)
-            for first, placed in zip(firsts, pieces, strict=False)
-        )
-        held.setdefault(ranks, []).append(name)
+    held = _by_holders(plan, uses)
     own = part_labels(plan, replica)
     labels = contributions(plan)
     found = []
@@ -185,6 +177,43 @@ def buckets(
             op = max(uses[name] for name in bucket)
             found.append(Bucket(op, tuple(bucket), sizes, replica, ranks, collective, arriving, own))
     return tuple(sorted(found, key=lambda bucket: -bucket.op))
+
+
+def _by_holders(plan: Plan, uses: dict[str, int]) -> dict[tuple[int, ...], list[str]]:
+    """Return parameters by who holds them, a rank of each replica, those of the last op first; ``uses``: the
+    op that first uses each."""
+    pieces = [other.pieces for other in plan.replicas]
+    firsts = list(accumulate((len(other.stages) for other in plan.replicas), initial=0))
+    held: dict[tuple[int, ...], list[str]] = {}
+    for name, op in reversed(uses.items()):
+        ranks = tuple(
+            first + next(p.stage for p in reversed(placed) if p.piece.start <= op)
+            for first, placed in zip(firsts, pieces, strict=False)
+        )
+        held.setdefault(ranks, []).append(name)
+    return held
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Trained parameters that have the same holder in each replica; peers with local steps exchange them as
+    one row, in this order. ``op`` tells its messages from those of other slices: the last one that first uses
+    any of them."""
+
+    op: int
+    names: tuple[str, ...]
+    holders: tuple[int, ...]  # ranks of the plan, by replica
+
+
+def slices(plan: Plan, programs: Sequence[StageProgram], trained: Iterable[str]) -> tuple[Slice, ...]:
+    """Return what a stage of these pieces exchanges of its ``trained`` parameters, from the last op on. Where
+    each replica is one stage, that is the whole model."""
+    wanted = frozenset(trained)
+    uses = {name: op for name, op in first_uses(programs).items() if name in wanted}
+    return tuple(
+        Slice(max(uses[name] for name in names), tuple(names), ranks)
+        for ranks, names in _by_holders(plan, uses).items()
+    )
 
 
 def _merged(

@@ -286,6 +286,13 @@ class Plan:
         return tuple(rank for rank in range(len(self.places)) if rank not in self.absent)
 
     @property
+    def present_replicas(self) -> tuple[int, ...]:
+        """Numbers of the replicas that have all their workers, ascending; where each is one stage, the ranks
+        that are there."""
+        missing = {place.replica for rank, place in enumerate(self.places) if rank in self.absent}
+        return tuple(number for number in range(len(self.replicas)) if number not in missing)
+
+    @property
     def evaluator(self) -> int:
         """Rank whose held-out loss is the job's: of the first replica that is there who has the last piece
         that evaluates anything, as none begins behind the loss."""
@@ -296,6 +303,15 @@ class Plan:
             (ranks[stage] for piece, stage, _ in reversed(pieces) if piece.eval_start < piece.eval_stop),
             ranks[-1],
         )
+
+    @property
+    def piped(self) -> bool:
+        """Whether peers with steps of their own have several stages, each step of which is committed."""
+        return self.local and any(len(replica.stages) > 1 for replica in self.replicas)
+
+    def in_pipe(self, rank: int) -> bool:
+        """Whether a rank is one of several stages of a peer with steps of its own."""
+        return self.local and len(self.replicas[self.places[rank].replica].stages) > 1
 
     @property
     def storers(self) -> tuple[str, ...]:
@@ -310,7 +326,7 @@ class Plan:
 
     @property
     def local(self) -> bool:
-        """Whether every replica takes steps of its own between two exchanges of what has come of them."""
+        """Whether every replica takes steps of its own between two exchanges."""
         return self.exchange is not None and self.exchange.local
 
     def last_step(self, step: int, steps: int) -> int:
@@ -397,13 +413,16 @@ def one_replica(
     return (Replica((0, n_micro), tuple(stages), tuple(links)),)
 
 
-def check_figures_by_rank(exchange: Exchange, n_ranks: int) -> None:
-    """Raise PlanError where an exchange has figures of other than ``n_ranks`` ranks."""
+def check_figures(plan: Plan) -> None:
+    """Raise PlanError where the exchange has figures of other ranks, or pairs, than the plan has."""
+    exchange, n_ranks, n_replicas = plan.exchange, len(plan.places), len(plan.replicas)
+    if exchange is None:
+        return
     for figures, what in ((exchange.rates, "rates"), (exchange.sites, "sites")):
         if len(figures) not in (0, n_ranks):
             raise PlanError(f"{what} of {len(figures)} ranks of {n_ranks}")
-    if exchange.pairs is not None and len(exchange.pairs.rates) != n_ranks**2:
-        raise PlanError(f"rates of {len(exchange.pairs.rates)} pairs of {n_ranks} ranks")
+    if exchange.pairs is not None and len(exchange.pairs.rates) != n_replicas**2:
+        raise PlanError(f"rates of {len(exchange.pairs.rates)} pairs of {n_replicas} peers")
 
 
 def validate(plan: Plan, dag: OpDag, training: TrainingSpec) -> None:
@@ -431,7 +450,7 @@ def validate(plan: Plan, dag: OpDag, training: TrainingSpec) -> None:
         )
     if plan.exchange is not None:
         check_exchange(plan.exchange)
-        check_figures_by_rank(plan.exchange, len(plan.places))
+        check_figures(plan)
     if len(plan.replicas) > 1:
         _check_gradients(dag)
         if not training.average_buffers:

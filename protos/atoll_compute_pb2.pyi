@@ -326,6 +326,7 @@ class ToCompute(_message.Message):
     SETUP_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     RUN_STEP_FIELD_NUMBER: _builtins.int
+    RUN_ROUND_FIELD_NUMBER: _builtins.int
     APPLY_STEP_FIELD_NUMBER: _builtins.int
     EVALUATE_FIELD_NUMBER: _builtins.int
     DISCARD_FIELD_NUMBER: _builtins.int
@@ -367,6 +368,10 @@ class ToCompute(_message.Message):
     def load(self) -> _atoll_control_pb2.Assign: ...
     @_builtins.property
     def run_step(self) -> _atoll_control_pb2.StepStart: ...
+    @_builtins.property
+    def run_round(self) -> _atoll_control_pb2.StepStart:
+        """the round that ends a period, where a peer's own steps are committed one by one"""
+
     @_builtins.property
     def apply_step(self) -> _atoll_control_pb2.StepCommit:
         """the links change first, where it says so"""
@@ -411,6 +416,7 @@ class ToCompute(_message.Message):
         setup: Global___ComputeSetup | None = ...,
         load: _atoll_control_pb2.Assign | None = ...,
         run_step: _atoll_control_pb2.StepStart | None = ...,
+        run_round: _atoll_control_pb2.StepStart | None = ...,
         apply_step: _atoll_control_pb2.StepCommit | None = ...,
         evaluate: _atoll_control_pb2.StepCommit | None = ...,
         discard: _atoll_control_pb2.StepDiscard | None = ...,
@@ -434,11 +440,11 @@ class ToCompute(_message.Message):
         compute_share: _builtins.float = ...,
         memory_limit: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "batch", b"batch", "body", b"body", "compute_share", b"compute_share", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "memory_limit", b"memory_limit", "ping", b"ping", "reconfigure", b"reconfigure", "repeat_step", b"repeat_step", "report_codecs", b"report_codecs", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "batch", b"batch", "body", b"body", "compute_share", b"compute_share", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "memory_limit", b"memory_limit", "ping", b"ping", "reconfigure", b"reconfigure", "repeat_step", b"repeat_step", "report_codecs", b"report_codecs", "run_round", b"run_round", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "assignment", b"assignment", "batch", b"batch", "body", b"body", "compute_share", b"compute_share", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "freed", b"freed", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "memory_limit", b"memory_limit", "ping", b"ping", "reconfigure", b"reconfigure", "repeat_step", b"repeat_step", "report_codecs", b"report_codecs", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "assignment", b"assignment", "batch", b"batch", "body", b"body", "compute_share", b"compute_share", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "freed", b"freed", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "memory_limit", b"memory_limit", "ping", b"ping", "reconfigure", b"reconfigure", "repeat_step", b"repeat_step", "report_codecs", b"report_codecs", "run_round", b"run_round", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["setup", "load", "run_step", "apply_step", "evaluate", "discard", "drop", "interrupt", "join", "train", "evaluate_round", "settle", "time_ops", "report_codecs", "arrived", "lost", "answer", "batch", "transferred", "stop", "ping", "reconfigure", "repeat_step", "compute_share", "memory_limit"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["setup", "load", "run_step", "run_round", "apply_step", "evaluate", "discard", "drop", "interrupt", "join", "train", "evaluate_round", "settle", "time_ops", "report_codecs", "arrived", "lost", "answer", "batch", "transferred", "stop", "ping", "reconfigure", "repeat_step", "compute_share", "memory_limit"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

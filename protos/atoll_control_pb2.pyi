@@ -1127,7 +1127,7 @@ class StepReady(_message.Message):
     LOSSES_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
-    RECEIPT_FIELD_NUMBER: _builtins.int
+    RECEIPTS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     step: _builtins.int
@@ -1160,8 +1160,8 @@ class StepReady(_message.Message):
     @_builtins.property
     def digest(self) -> Global___StepDigest: ...
     @_builtins.property
-    def receipt(self) -> Global___ExchangeReceipt:
-        """of the round that ends a period of local steps; step is its last"""
+    def receipts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExchangeReceipt]:
+        """Of the round that ends a period of local steps, one of each slice of the model; step is the period's last."""
 
     def __init__(
         self,
@@ -1180,11 +1180,11 @@ class StepReady(_message.Message):
         losses: _abc.Iterable[_builtins.float] | None = ...,
         weights: _abc.Iterable[_builtins.float] | None = ...,
         digest: Global___StepDigest | None = ...,
-        receipt: Global___ExchangeReceipt | None = ...,
+        receipts: _abc.Iterable[Global___ExchangeReceipt] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "receipt", b"receipt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_s", b"backward_s", "digest", b"digest", "finite", b"finite", "forward_s", b"forward_s", "handling_s", b"handling_s", "job", b"job", "links", b"links", "losses", b"losses", "optimizer_s", b"optimizer_s", "plan_version", b"plan_version", "receipt", b"receipt", "square_norms", b"square_norms", "step", b"step", "waited_s", b"waited_s", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_s", b"backward_s", "digest", b"digest", "finite", b"finite", "forward_s", b"forward_s", "handling_s", b"handling_s", "job", b"job", "links", b"links", "losses", b"losses", "optimizer_s", b"optimizer_s", "plan_version", b"plan_version", "receipts", b"receipts", "square_norms", b"square_norms", "step", b"step", "waited_s", b"waited_s", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1192,8 +1192,8 @@ Global___StepReady: _TypeAlias = StepReady  # noqa: Y015
 
 @_typing.final
 class ExchangeReceipt(_message.Message):
-    """What a rank's result of an exchange round holds. digest: of the result, equal at all ranks; totals: of the
-    part that each owner, a rank, has added, 16 bytes each.
+    """What a rank's result of an exchange round holds. digest: of the result, equal at all peers; totals: of the
+    part that each owner, a peer, has added, 16 bytes each; slice: the op that names the part of the model.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1205,15 +1205,17 @@ class ExchangeReceipt(_message.Message):
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     TOTALS_FIELD_NUMBER: _builtins.int
+    SLICE_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     share: _builtins.float
     """of the elements, those that hold all that was expected"""
     sent_bytes: _builtins.int
     received_bytes: _builtins.int
     digest: _builtins.str
+    slice: _builtins.int
     @_builtins.property
     def included(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """ranks"""
+        """peers"""
 
     @_builtins.property
     def totals(self) -> _containers.RepeatedCompositeFieldContainer[Global___OwnedTotal]: ...
@@ -1227,10 +1229,11 @@ class ExchangeReceipt(_message.Message):
         received_bytes: _builtins.int = ...,
         digest: _builtins.str = ...,
         totals: _abc.Iterable[Global___OwnedTotal] | None = ...,
+        slice: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "included", b"included", "received_bytes", b"received_bytes", "round", b"round", "sent_bytes", b"sent_bytes", "share", b"share", "totals", b"totals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "included", b"included", "received_bytes", b"received_bytes", "round", b"round", "sent_bytes", b"sent_bytes", "share", b"share", "slice", b"slice", "totals", b"totals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2486,6 +2489,7 @@ class Reconfigure(_message.Message):
     PEERS_FIELD_NUMBER: _builtins.int
     STANDBY_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
+    JOINING_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     base_version: _builtins.int
@@ -2495,6 +2499,8 @@ class Reconfigure(_message.Message):
     """who repeats this rank's steps goes on doing so, with these neighbours; unset, of one who did: it takes the rank"""
     store: _builtins.bool
     """the stage is to be stored as it is, after 'step' steps"""
+    joining: _builtins.bool
+    """of a peer's own steps up to 'step' all are done, its round is not"""
     @_builtins.property
     def plan(self) -> _atoll_job_pb2.Plan: ...
     @_builtins.property
@@ -2510,10 +2516,11 @@ class Reconfigure(_message.Message):
         peers: _abc.Iterable[Global___RankPeer] | None = ...,
         standby: _builtins.bool = ...,
         store: _builtins.bool = ...,
+        joining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "job", b"job", "peers", b"peers", "plan", b"plan", "plan_version", b"plan_version", "standby", b"standby", "step", b"step", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "job", b"job", "joining", b"joining", "peers", b"peers", "plan", b"plan", "plan_version", b"plan_version", "standby", b"standby", "step", b"step", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2593,6 +2600,7 @@ class StepCommit(_message.Message):
     EVALUATE_CODED_FIELD_NUMBER: _builtins.int
     KEEP_FIELD_NUMBER: _builtins.int
     REPLAY_FROM_FIELD_NUMBER: _builtins.int
+    OWN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     step: _builtins.int
@@ -2610,6 +2618,8 @@ class StepCommit(_message.Message):
     """snapshot after applying, keep it on this disk, answer StateStored with kept"""
     replay_from: _builtins.int
     """messages of earlier steps may leave the send logs: no replay begins before it"""
+    own: _builtins.bool
+    """of a peer of several stages, within its period: neither the round nor the job's step"""
     @_builtins.property
     def relink(self) -> Global___Relink:
         """unset: the links stay as they are"""
@@ -2628,10 +2638,11 @@ class StepCommit(_message.Message):
         evaluate_coded: _builtins.bool = ...,
         keep: _builtins.bool = ...,
         replay_from: _builtins.int = ...,
+        own: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["relink", b"relink"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluate", b"evaluate", "evaluate_coded", b"evaluate_coded", "gradient_scale", b"gradient_scale", "job", b"job", "keep", b"keep", "last", b"last", "plan_version", b"plan_version", "relink", b"relink", "replay_from", b"replay_from", "step", b"step", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluate", b"evaluate", "evaluate_coded", b"evaluate_coded", "gradient_scale", b"gradient_scale", "job", b"job", "keep", b"keep", "last", b"last", "own", b"own", "plan_version", b"plan_version", "relink", b"relink", "replay_from", b"replay_from", "step", b"step", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from atoll.bounded import (
     MAX_NAME_CHARS,
+    MAX_OPS,
     MAX_STAGES,
     At,
     Blob,
@@ -290,16 +291,18 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True)
 class RoundReceipt:
-    """What the result of an exchange round holds at one rank."""
+    """What the result of an exchange round holds at one rank, of one slice of the model."""
 
     round: int
-    included: Annotated[tuple[int, ...], Most(MAX_STAGES)]  # ranks
+    included: Annotated[tuple[int, ...], Most(MAX_STAGES)]  # peers
     share: Share  # of the elements, those that hold all that was expected
     sent_bytes: int
     received_bytes: int
     digest: Annotated[str, Chars(MAX_NAME_CHARS)]  # of the result
-    # Digests of what each owner, a rank, has added.
+    # Digests of what each owner, a peer, has added.
     totals: Annotated[Mapping[int, TotalDigest], Most(MAX_STAGES)] = field(default_factory=dict)
+    # The op that names the slice.
+    slice: Annotated[int, Within(0, MAX_OPS)] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +323,8 @@ class StepReady:
     # ... the sums over these counts. Of a period by step: means, over these.
     weights: Annotated[tuple[float, ...], Most(MAX_LOSSES)] = ()
     digest: Digest = NO_DIGEST
-    receipt: RoundReceipt | None = None  # of the round that ends a period of local steps
+    # Of the round that ends a period of local steps, one of each slice of the model that the rank joins.
+    receipts: Annotated[tuple[RoundReceipt, ...], Most(MAX_STAGES)] = ()
 
     @property
     def computed_s(self) -> float:

@@ -254,7 +254,8 @@ class Assign:
 class Reconfigure:
     """Keep the stage, begin ``step`` anew with these peers. ``base``: the oldest version that it may have
     been given under. ``standby``: go on standing by for the rank; without, who stands by takes it. ``store``:
-    store the stage as it is."""
+    store the stage as it is. ``joining``: of a peer's own steps up to ``step`` all are done, its round is
+    not."""
 
     job: Name
     version: Version
@@ -264,6 +265,7 @@ class Reconfigure:
     peers: RankPeers
     standby: bool = False
     store: bool = False
+    joining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +321,7 @@ class StepCommit:
     evaluate_coded: bool = False  # with evaluate: once more through the links' codecs
     replay_from: int = 0  # step of the newest checkpoint: older messages may leave the send logs
     keep: bool = False  # a snapshot on the workers' own disks, for the others of the plan
+    own: bool = False  # of a peer of several stages, within its period: the round that ends that is to come
 
 
 @dataclass(frozen=True, slots=True)

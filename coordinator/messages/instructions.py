@@ -129,7 +129,7 @@ class KeepCopies:
 class Reconfigure:
     """Keep the stage, begin ``step`` anew with these peers. ``base``: the version it was given under.
     ``standby``: go on standing by for the rank; without, who stands by takes it. ``store``: store the stage
-    as it is."""
+    as it is. ``joining``: of a peer's own steps all are done, its round is not."""
 
     job: str
     plan: Plan
@@ -138,6 +138,7 @@ class Reconfigure:
     peers: tuple[RankPeer, ...]
     standby: bool = False
     store: bool = False
+    joining: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -399,6 +399,16 @@ Todo = Record | ToRanks | Exclude | Placed | Redo | Point | OddLoss | Dropped | 
 
 
 @dataclass(frozen=True, slots=True)
+class OwnSteps:
+    """How far a peer of several stages is within a period: each of its steps is committed for it alone."""
+
+    step: int  # the next one; behind the period's last its round is to come
+    ready: Mapping[int, StepReady] = field(default_factory=dict)  # by rank
+    commit: StepCommit | None = None  # the newest
+    figures: Mapping[int, StepReady] = field(default_factory=dict)  # of the step before, by rank
+
+
+@dataclass(frozen=True, slots=True)
 class Running:
     """What is known of the plan that runs; an adopted one begins with nothing of the plan before."""
 
@@ -412,6 +422,7 @@ class Running:
     load_s: Mapping[int, float] = field(default_factory=dict)  # that loading took, by rank, ...
     fetched_s: Mapping[int, float] = field(default_factory=dict)  # ... and of that, fetching its tensors
     ready: Mapping[int, StepReady] = field(default_factory=dict)
+    own: Mapping[int, OwnSteps] = field(default_factory=dict)  # of peers of several stages, by their numbers
     last_commit: StepCommit | None = None
     awaiting_eval: int | None = None  # step whose evaluation is running
     eval_owed: bool = False  # one was dropped: the next commit asks for another
@@ -525,6 +536,15 @@ class JobState:
     def due(self) -> int:
         """The step that is committed next: the one in flight, or the last of the period of local steps."""
         return self.plan.last_step(self.step, self.steps) if self.plan else self.step
+
+    def due_of(self, rank: int) -> tuple[int, bool]:
+        """Return the step that a rank commits next, and whether that is a period's round after all of its own
+        steps: of a peer of several stages its own, else the job's."""
+        if self.plan is None or not self.plan.in_pipe(rank):
+            return self.due, False
+        own = self.run.own.get(self.plan.places[rank].replica)
+        step = own.step if own is not None else self.step
+        return min(step, self.due), step > self.due
 
     @property
     def store_ranks(self) -> frozenset[int]:

@@ -1,7 +1,7 @@
 """Names of a checkpoint's tensors where peers have states of their own. Data only.
 
 The tensors of the first peer that is there have the names of the model's: whoever needs the model, or begins
-without a state of its own, takes them. Those of every other peer are named ``NAME@RANK``, beside ``NAME``. A
+without a state of its own, takes them. Those of every other peer are named ``NAME@PEER``, beside ``NAME``. A
 parameter of the model may have such a name too, like ``up@2``, as long as no ``up`` is beside it
 (``confused``).
 
@@ -11,7 +11,7 @@ parameter, beside the ``NAME`` that all hold.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,19 +27,21 @@ Tensors = Mapping[str, str]
 """Name -> blob."""
 
 
-def merged(before: Tensors, parts: Mapping[int, Tensors]) -> dict[str, str]:
+def merged(before: Tensors, parts: Mapping[int, Tensors], peer_of: Callable[[int], int]) -> dict[str, str]:
     """Return a checkpoint of what each rank has stored; ``before``: whatever no step changes, from the
-    checkpoint before."""
-    first, *others = sorted(parts)
-    found = {**model(before), **parts[first]}
-    for rank in others:
-        found.update({f"{name}{OF}{rank}": blob for name, blob in parts[rank].items()})
+    checkpoint before; ``peer_of``: the peer that a rank is of."""
+    found = model(before)
+    first = min(map(peer_of, parts))
+    for rank in sorted(parts):
+        peer = peer_of(rank)
+        of = "" if peer == first else f"{OF}{peer}"
+        found.update({name + of: blob for name, blob in parts[rank].items()})
     return found
 
 
-def own(tensors: Tensors, rank: int) -> dict[str, str]:
-    """Return a rank's tensors by the model's names: its own where it has stored any."""
-    mine = f"{OF}{rank}"
+def own(tensors: Tensors, peer: int) -> dict[str, str]:
+    """Return a peer's tensors by the model's names: its own where it has stored any."""
+    mine = f"{OF}{peer}"
     its_own = {name: tensors[name + mine] for name in tensors if name + mine in tensors}
     return model(tensors) | its_own
 
@@ -77,9 +79,9 @@ def confused(names: Collection[str]) -> tuple[str, str] | None:
 
 
 def _of(name: str) -> str:
-    """Return the name before ``@RANK``, "" where a name does not end so."""
-    base, _, rank = name.rpartition(OF)
-    return base if rank.isdecimal() else ""
+    """Return the name before ``@PEER``, "" where a name does not end so."""
+    base, _, peer = name.rpartition(OF)
+    return base if peer.isdecimal() else ""
 
 
 def _gossips(spec: JobSpec) -> bool:

@@ -47,12 +47,11 @@ def assignment(
 
 def tensors_of(plan: Plan, rank: int, source: Checkpoint) -> dict[str, str]:
     """Return a checkpoint's tensors as a rank begins with them."""
+    peer = plan.places[rank].replica
     if plan.local:
-        return peer_tensors.own(source.tensors, rank)
+        return peer_tensors.own(source.tensors, peer)
     model = peer_tensors.model(source.tensors)
-    if not plan.keeps:
-        return model
-    return model | peer_tensors.kept(source.tensors, model, plan.places[rank].replica)
+    return model | peer_tensors.kept(source.tensors, model, peer) if plan.keeps else model
 
 
 def reconfiguration(
@@ -61,13 +60,17 @@ def reconfiguration(
     """Return the message that says to a rank which keeps its stage who its neighbours are now; ``store``: and
     that it stores the stage as it is."""
     peers = _peers(state.adopted, rank, roster)
-    return do.Reconfigure(state.job, state.adopted, base, state.step, peers, store=store)
+    step, joining = state.due_of(rank) if state.adopted.in_pipe(rank) else (state.step, False)
+    return do.Reconfigure(state.job, state.adopted, base, step, peers, store=store, joining=joining)
 
 
 def said_to(state: JobState, rank: int, word: Word) -> Word:
-    """Return what a rank hears of a word to all of them: who need not store is not asked to."""
+    """Return what a rank hears of a word to all of them: who need not store is not asked to, and a peer of
+    several stages begins with the step that it is at."""
     if isinstance(word, do.StepCommit) and rank not in state.store_ranks:
         return replace(word, store=False)
+    if isinstance(word, do.StepStart):
+        return replace(word, step=state.due_of(rank)[0])
     return word
 
 

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from atoll.job import scale_of
-from atoll.step_loss import StepLoss
+from atoll.step_loss import StepLoss, step_loss
 from coordinator.messages.events import EvalReady, StepReady
 from coordinator.messages.facts import StepCommitted
 from coordinator.messages.instructions import StepCommit
-from coordinator.messages.jobs import JobState, OddLoss, Point, Todo
+from coordinator.messages.jobs import Dropped, FromRank, JobState, OddLoss, OwnSteps, Point, Todo, ToRanks
 from coordinator.pipeline import periods
+from coordinator.pipeline.joined import ranks_of
 from coordinator.pipeline.tuning import link_policy, relink
 
 
@@ -105,3 +106,73 @@ def evaluation_due(state: JobState, done: int) -> bool:
     if not every and plan is not None and relink.lossy(plan):
         every = link_policy.look_every(state.spec.training, plan)
     return every > 0 and reached(state, done, every)
+
+
+# ---------------------------------------------------------------- steps of a peer that is a pipeline
+#
+# Within a period of local steps a step is committed for the stages of that peer alone, as soon as all of
+# them have its gradients ready, with the norm and the loss of the peer's own share. The job's step is the
+# period's.
+
+
+def own_ready(state: JobState, event: FromRank[StepReady]) -> tuple[JobState, list[Todo]]:
+    """Take the report of a step; commit it once it is the last of its peer."""
+    plan, report, rank = state.adopted, event.message, event.rank
+    number = plan.places[rank].replica
+    own = state.run.own.get(number, OwnSteps(state.step))
+    if report.step != own.step or own.step > state.due:
+        return state, _own_late(own, rank, report.step)
+    if rank in own.ready:
+        return state, [Dropped(f"rank {rank} reports step {report.step} twice")]
+    own = replace(own, ready={**own.ready, rank: report})
+    ranks, todo = ranks_of(plan, number), list[Todo]()
+    if len(own.ready) == len(ranks):
+        reports = [own.ready[at] for at in ranks]
+        commit = _own_commit(state, reports)
+        own = OwnSteps(own.step + 1, {}, commit, own.ready)
+        todo = [ToRanks(commit, at) for at in ranks]
+    return replace(state, run=replace(state.run, own={**state.run.own, number: own})), todo
+
+
+def _own_late(own: OwnSteps, rank: int, reported: int) -> list[Todo]:
+    """A stage that asks again about its peer's last commit did not hear it: say it again."""
+    if own.commit is not None and own.commit.step == reported:
+        return [Dropped(f"rank {rank} repeats step {reported}"), ToRanks(own.commit, rank)]
+    return [Dropped(f"rank {rank} reports step {reported}, its peer is at step {own.step}")]
+
+
+def _own_commit(state: JobState, reports: list[StepReady]) -> StepCommit:
+    """Return the commit of a step that all stages of a peer have reported."""
+    found = step_loss(
+        [loss for report in reports for loss in report.losses],
+        [weight for report in reports for weight in report.weights],
+    )
+    norms = [square for report in reports for square in report.square_norms]
+    scale = clip_scale(norms, state.spec.training.optimizer.clip_norm, found.weight)
+    step = reports[0].step
+    return StepCommit(
+        state.job, state.version, step, scale, store=False, evaluate=False, last=False, own=True,
+        replay_from=step + 1,
+    )  # fmt: skip
+
+
+def with_figures(state: JobState, event: FromRank[StepReady]) -> StepReady:
+    """Return the report of a round with the figures of the peer's last step, which it has none of itself."""
+    report, own = event.message, state.run.own.get(state.adopted.places[event.rank].replica)
+    step = own.figures.get(event.rank) if own is not None else None
+    if step is None:
+        return report
+    measured = {link.peer for link in step.links}
+    return replace(
+        step,
+        step=report.step,
+        version=report.version,
+        losses=report.losses,
+        weights=report.weights,
+        square_norms=(),
+        finite=report.finite,
+        waited_s=step.waited_s + report.waited_s,
+        links=(*step.links, *(link for link in report.links if link.peer not in measured)),
+        digest=report.digest,
+        receipts=report.receipts,
+    )

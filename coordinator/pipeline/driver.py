@@ -228,7 +228,7 @@ class PipelineDriver:
         if state.phase is Phase.LOADING and rank not in state.run.loaded:
             self._give(state, rank)
         elif state.phase in STEPPING and state.step == state.run.first_step:
-            self.effects.send(worker, do.StepStart(state.job, state.version, state.due))
+            self.effects.send(worker, said_to(state, rank, do.StepStart(state.job, state.version, state.due)))
         elif state.run.last_commit is not None:
             self.effects.send(worker, said_to(state, rank, state.run.last_commit))
 

@@ -215,11 +215,13 @@ def _ready_before(state: JobState, event: FromRank[StepReady], now_s: float) -> 
 @TRANSITIONS.on(*STEPPING)
 def _ready(state: JobState, event: FromRank[StepReady], now_s: float) -> Outcome:
     report = event.message
+    if state.adopted.in_pipe(event.rank) and not report.receipts:
+        return commits.own_ready(state, event)
     if report.step != state.due:
         return state, _late(state, event.rank, report.step)
     if event.rank in state.run.ready:
         return state, [Dropped(f"rank {event.rank} reports step {report.step} twice")]
-    ready = {**state.run.ready, event.rank: report}
+    ready = {**state.run.ready, event.rank: commits.with_figures(state, event)}
     # A peer joins with the state that is being stored.
     waits = state.run.seating and state.step in state.storing.parts
     if len(ready) < len(state.present) or state.plan is None or waits:
@@ -288,6 +290,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         run=replace(
             state.run,
             ready={},
+            own={},
             reports=ready,
             last_commit=commit,
             begun_s=now_s,
@@ -454,7 +457,8 @@ def _whole(state: JobState, done: int, parts: Mapping[int, Mapping[str, str]], n
 
 def _checkpoint_of(state: JobState, parts: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
     if state.local:
-        return peer_tensors.merged(state.checkpoint.tensors, parts)
+        places = state.adopted.places
+        return peer_tensors.merged(state.checkpoint.tensors, parts, lambda rank: places[rank].replica)
     tensors = peer_tensors.model(state.checkpoint.tensors)
     for rank in sorted(parts):
         tensors.update(parts[rank])

@@ -48,37 +48,67 @@ class Disagreement(NamedTuple):
 def disagreement(plan: Plan, ready: Reports, groups: Sequence[Group], steps: int) -> Disagreement | None:
     """Return what does not go together in the reports of a period of so many steps, None where all does.
 
-    Ranks of a group have the same sums. That each makes its own model of them as the rule says is not seen.
+    Peers of a group have the same sums of every slice of the model. That each makes its own model of them as
+    the rule says is not seen.
     """
-    receipts = {rank: report.receipt for rank, report in ready.items()}
     places = plan.places
-    without = [rank for rank, receipt in receipts.items() if receipt is None]
+    without = [rank for rank, report in ready.items() if not report.receipts]
     if without:
         words = f"{places[without[0]].worker} reports a period without a receipt of its round"
         return Disagreement(words, tuple(without))
-    found = {rank: receipt for rank, receipt in receipts.items() if receipt is not None}
     wrong = {
         rank: words
-        for rank, receipt in found.items()
-        if (words := _unexpected(plan, rank, ready[rank], receipt, group_of(rank, groups), steps))
+        for rank, report in ready.items()
+        if (words := _unexpected(plan, rank, report, group_of(places[rank].replica, groups), steps))
     }
     if wrong:
-        return Disagreement(next(iter(wrong.values())), tuple(wrong) if 2 * len(wrong) <= len(found) else ())
-    for group in groups:
-        said = {rank: found[rank] for rank in group}
-        first = said[group[0]].digest
-        others = ", ".join(places[rank].worker for rank in group if said[rank].digest != first)
-        false, unclear = _false_totals(said)
-        if others and not false and len(unclear) == 2 < len(ready):
-            false = unclear
-        if false:
-            names = ", ".join(places[rank].worker for rank in false)
-            words = f"peers have different results of a round: {names} with totals that do not make theirs"
-            return Disagreement(words, false)
-        if others:
-            words = f"peers have different results of a round: {others} and {places[group[0]].worker}"
-            blamed, suspects = _unequal(said, len(ready))
-            return Disagreement(words, blamed, (*suspects, *unclear))
+        return Disagreement(next(iter(wrong.values())), tuple(wrong) if 2 * len(wrong) <= len(ready) else ())
+    for number, held in sorted(_slices(plan, ready).items()):
+        for group in groups:
+            found = _differing(plan, number, held, group)
+            if found is not None:
+                return found
+    return None
+
+
+Held = Mapping[int, tuple[int, "RoundReceipt"]]
+"""By peer: the rank that holds a slice, and its receipt."""
+
+
+def _slices(plan: Plan, ready: Reports) -> dict[int, dict[int, tuple[int, RoundReceipt]]]:
+    found: dict[int, dict[int, tuple[int, RoundReceipt]]] = {}
+    for rank, report in ready.items():
+        for receipt in report.receipts:
+            found.setdefault(receipt.slice, {})[plan.places[rank].replica] = rank, receipt
+    return found
+
+
+def _differing(plan: Plan, number: int, held: Held, group: Group) -> Disagreement | None:
+    """Return who of a group has another result of a slice than the others, None where nobody has."""
+    places = plan.places
+    missing = [peer for peer in group if peer not in held]
+    if missing:
+        names = ", ".join(place.worker for place in places if place.replica == missing[0])
+        alone = tuple(rank for rank, _ in held.values()) if 2 * len(held) < len(group) else ()
+        return Disagreement(f"{names} report nothing of the part of the model at op {number}", alone)
+    said = {peer: held[peer][1] for peer in group}
+    first = said[group[0]].digest
+    others = ", ".join(places[held[peer][0]].worker for peer in group if said[peer].digest != first)
+    false, unclear = _false_totals(said)
+    if others and not false and len(unclear) == 2 < len(held):
+        false = unclear
+
+    def ranks(peers: Sequence[int]) -> tuple[int, ...]:
+        return tuple(held[peer][0] for peer in peers)
+
+    if false:
+        names = ", ".join(places[rank].worker for rank in ranks(false))
+        words = f"peers have different results of a round: {names} with totals that do not make theirs"
+        return Disagreement(words, ranks(false))
+    if others:
+        words = f"peers have different results of a round: {others} and {places[held[group[0]][0]].worker}"
+        blamed, suspects = _unequal(said, len(held))
+        return Disagreement(words, ranks(blamed), ranks((*suspects, *unclear)))
     return None
 
 
@@ -133,22 +163,23 @@ def _totals(receipt: RoundReceipt) -> tuple[tuple[int, str], ...]:
     return tuple(sorted(receipt.totals.items()))
 
 
-def _unexpected(
-    plan: Plan, rank: int, report: StepReady, receipt: RoundReceipt, group: Group, steps: int
-) -> str:
-    """Return how a report is another than is awaited of a rank, "" where it is not."""
+def _unexpected(plan: Plan, rank: int, report: StepReady, group: Group, steps: int) -> str:
+    """Return how a report is another than is awaited of a rank, "" where it is not. Of a peer's stages the
+    one that computes the loss reports it."""
     worker, said = plan.places[rank].worker, len(report.losses)
     number = plan.exchange.round_of(report.step) if plan.exchange is not None else 0
-    if (said, receipt.round) != (steps, number):
-        return (
-            f"{worker} reports {said} losses and round {receipt.round}, expected are those of {steps} steps "
-            f"and round {number}"
-        )
-    if receipt.included != group or receipt.share != 1.0:
-        return (
-            f"{worker} has the contributions of ranks {list(receipt.included)} in {receipt.share:.0%} of "
-            f"what is exchanged, expected are those of {list(group)}"
-        )
+    silent = plan.in_pipe(rank) and not said
+    for receipt in report.receipts:
+        if (said, receipt.round) != (0 if silent else steps, number):
+            return (
+                f"{worker} reports {said} losses and round {receipt.round}, expected are those of {steps} "
+                f"steps and round {number}"
+            )
+        if receipt.included != group or receipt.share != 1.0:
+            return (
+                f"{worker} has the contributions of peers {list(receipt.included)} in {receipt.share:.0%} "
+                f"of what is exchanged, expected are those of {list(group)}"
+            )
     return ""
 
 
@@ -161,7 +192,7 @@ def odd_ones(said: Mapping[int, Hashable]) -> list[int]:
 def step_losses(plan: Plan, ready: Reports) -> list[StepLoss]:
     """Return the loss of each step of the period: the mean over the peers whose own is finite, by their
     shares of the step, or by what each has counted. ``odd`` counts peers."""
-    reports = [(_share(plan, rank), ready[rank]) for rank in sorted(ready)]
+    reports = [(_share(plan, rank), ready[rank]) for rank in sorted(ready) if ready[rank].losses]
     count = min((len(report.losses) for _, report in reports), default=0)  # all say as many
     return [_mean(reports, at) for at in range(count)] or [StepLoss(math.nan)]
 
@@ -181,7 +212,7 @@ def _mean(reports: Sequence[tuple[int, StepReady]], at: int) -> StepLoss:
 def round_met(state: JobState, ready: Reports, at_s: float) -> RoundMet:
     """Return who is in the round of the period that is committed, and who is not."""
     plan, places = state.adopted, state.adopted.places
-    receipts = [report.receipt for _, report in sorted(ready.items()) if report.receipt is not None]
+    receipts = [receipt for _, report in sorted(ready.items()) for receipt in report.receipts]
     digests = list(dict.fromkeys(receipt.digest for receipt in receipts))
     groups = round_groups(state)
     return RoundMet(
@@ -225,14 +256,19 @@ def exchange_words(state: JobState, met: RoundMet | None, label: Callable[[str],
     return words
 
 
+def _peer(plan: Plan, number: int, label: Callable[[str], str]) -> str:
+    """Name a peer by its workers."""
+    return " with ".join(label(stage.worker) for stage in plan.replicas[number].stages)
+
+
 def _partners(state: JobState, plan: Plan, exchange: Exchange, label: Callable[[str], str]) -> str:
     """Say who exchanges with whom in the round that comes, and why with those."""
-    names = [label(place.worker) for place in plan.places]
+    names = [_peer(plan, number, label) for number in range(len(plan.replicas))]
     if not exchange.gossips:
-        return f"among {', '.join(names[rank] for rank in plan.present)}"
+        return f"among {', '.join(names[number] for number in plan.present_replicas)}"
     groups = round_groups(state)
     number = exchange.round_of(state.due)
-    shown = [" and ".join(names[rank] for rank in g) + _speed(plan, exchange, g) for g in groups[:MOST_SHOWN]]
+    shown = [" and ".join(names[peer] for peer in g) + _speed(plan, exchange, g) for g in groups[:MOST_SHOWN]]
     more = f", and {len(groups) - MOST_SHOWN} more" if len(groups) > MOST_SHOWN else ""
     if joins(plan, state.spec.training, state.due):
         why = "all at the end"
@@ -251,7 +287,7 @@ def _speed(plan: Plan, exchange: Exchange, group: Group) -> str:
         return " alone"
     if len(group) != 2 or exchange.pairs is None:
         return ""
-    bps = exchange.pairs.bps(*group, len(plan.places))
+    bps = exchange.pairs.bps(*group, len(plan.replicas))
     slow = bps < 8.0 * exchange.pairs.threshold
     return f" ({bps / 1e6:.3g} Mbit/s{', to connect the others' if slow else ''})"
 

@@ -266,6 +266,8 @@ def running(waiting: JobState, record: JobRecord, now_s: float) -> JobState | No
     plan, commit = record.plan, record.commit
     if plan is None or not record.lineage or (commit is not None and commit.scale is None):
         return None  # written by an older coordinator
+    if plan.piped:
+        return None  # how far its pipelines were within their period, the journal does not say
     phase = _phase(waiting, record)
     if phase is None:
         return None

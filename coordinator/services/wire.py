@@ -60,9 +60,9 @@ def to_worker(message: do.Message, graphs: GraphStore, way: Way = no_way) -> pb.
             return said_to_worker(asked.KeepCopies(kept))
         case do.Assign():
             return said_to_worker(_assign(message, graphs, way))
-        case do.Reconfigure(job, plan, base, step, peers, standby, store):
+        case do.Reconfigure(job, plan, base, step, peers, standby, store, joining):
             ranks = _peers(peers, way)
-            change = asked.Reconfigure(job, plan.version, base, step, plan, ranks, standby, store)
+            change = asked.Reconfigure(job, plan.version, base, step, plan, ranks, standby, store, joining)
             return said_to_worker(change)
         case do.StandbysHere(job, version, peers, checks):
             return said_to_worker(asked.Standbys(job, version, _peers(peers, way), checks))

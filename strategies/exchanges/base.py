@@ -52,8 +52,13 @@ class Flat:
     shapes: tuple[tuple[int, ...], ...]
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each."""
+        return tuple(torch.Size(shape).numel() for shape in self.shapes)
+
+    @property
     def size(self) -> int:
-        return sum(torch.Size(shape).numel() for shape in self.shapes)
+        return sum(self.sizes)
 
     def tensors(self, row: Tensor) -> list[Tensor]:
         """Tensors of a row [n], sharing its memory."""
@@ -69,7 +74,8 @@ class Contribution:
     codec: Compressor = UNCOMPRESSED  # of dense parts
     total_codec: Compressor = UNCOMPRESSED  # of dense totals
     multiple: int = 1  # segments are cut at multiples of this many elements
-    borders: tuple[int, ...] = ()  # or here, one segment a rank: [0, b1), [b1, b2), ... [b_last, size)
+    # Or here: [0, b1), [b1, b2), ... [b_last, size); where segments have owners, one a rank.
+    borders: tuple[int, ...] = ()
     phase: int = 0
     carry: Any = None  # the rule's own, for ``settle``
 

@@ -164,8 +164,9 @@ def byte_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
 
 
 def chunk_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
-    """A rank's coded chunks, to each other one."""
-    return chunk_size(TensorMeta((elements_of(shapes),), "float32"), exchange.ratio) * (ranks - 1)
+    """A rank's coded chunks of each tensor, to each other one."""
+    metas = (TensorMeta((elements_of((shape,)),), "float32") for shape in shapes)
+    return sum(chunk_size(meta, exchange.ratio) for meta in metas if meta.elements) * (ranks - 1)
 
 
 EXCHANGES: dict[str, ExchangeFacts] = {

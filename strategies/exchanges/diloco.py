@@ -51,11 +51,13 @@ BLOCK = 1 << 18  # elements of an outer step that are computed at one time
 
 @dataclass(frozen=True)
 class OuterState:
-    """Outer parameters and momentum [n], equal at all ranks; ``residual`` [n] of this rank, None: nothing."""
+    """Outer parameters and momentum [n], equal at all ranks; ``residual`` [n] of this rank, None: nothing.
+    ``sizes``: elements of the tensors that make up the row."""
 
     outer: Tensor
     momentum: Tensor
     residual: Tensor | None = None
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,18 +68,18 @@ class DiLoCo(ExchangeRule):
     momentum: float = 0.9  # beta
 
     def init(self, flat: Flat, own: Tensor) -> State:
-        return OuterState(own.clone(), torch.zeros_like(own))
+        return OuterState(own.clone(), torch.zeros_like(own), sizes=flat.sizes)
 
-    def segments(self, size: int, at: ExchangeRound) -> Sequence[Segment]:
-        """Parts of the model that the round exchanges."""
-        return (Segment(0, size),)
+    def segments(self, sizes: Sequence[int], at: ExchangeRound) -> Sequence[Segment]:
+        """Parts of the model that the round exchanges; ``sizes``: elements of its tensors."""
+        return (Segment(0, sum(sizes)),)
 
     def used(self, now: Tensor, outer: Tensor) -> Tensor:
         """Model after the round from the local and the outer one, of the exchanged elements."""
         return outer
 
     def contribute(self, own: Tensor, state: State, at: ExchangeRound, rank: int) -> Contribution:
-        segments = self.segments(own.numel(), at)
+        segments = self.segments(state.sizes, at)
         wanted = _taken(state.outer, segments) - _taken(own, segments)
         if state.residual is not None:
             wanted = wanted + _taken(state.residual, segments)
@@ -86,7 +88,7 @@ class DiLoCo(ExchangeRule):
 
     def settle(self, done: Exchanged) -> Settled | Contribution:
         before: OuterState = done.state
-        segments = self.segments(done.now.numel(), done.round)
+        segments = self.segments(before.sizes, done.round)
         mean, left = average(done), left_over(done)
         at = 0
         outer, momentum, result = before.outer.clone(), before.momentum.clone(), done.now.clone()
@@ -109,7 +111,7 @@ class DiLoCo(ExchangeRule):
                 residual[segment.start : segment.stop] = part
             if not residual.any():
                 residual = None
-        return Settled(result, OuterState(outer, momentum, residual))
+        return Settled(result, OuterState(outer, momentum, residual, before.sizes))
 
 
 def _taken(flat: Tensor, segments: Sequence[Segment]) -> Tensor:

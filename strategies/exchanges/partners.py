@@ -1,4 +1,6 @@
-"""Who exchanges with whom in each round of a plan's exchange: the same at every rank and at the coordinator.
+"""Who exchanges with whom in each round of a plan's exchange: the same at every peer and at the coordinator.
+
+Peers are a plan's replicas, by number; those that are there have all their workers.
 
     all      everybody that is there
     pairs    ``matching`` under the plan's table of rates, at random without one; one is alone where n is odd
@@ -34,7 +36,7 @@ EPOCH = 32  # rounds; a window is 11 with 64 peers
 JOINING_RULE = "wagma"  # the mean of models, of whoever is in a group
 
 Group = tuple[int, ...]
-"""Ranks, ascending."""
+"""Peers, ascending."""
 
 
 def joins(plan: Plan, training: TrainingSpec, last: int) -> bool:
@@ -43,12 +45,12 @@ def joins(plan: Plan, training: TrainingSpec, last: int) -> bool:
 
 
 def groups_of(plan: Plan, training: TrainingSpec, last: int) -> tuple[Group, ...]:
-    """Return the groups of the round that ends with step ``last``, by their first rank; every rank that is
+    """Return the groups of the round that ends with step ``last``, by their first peer; every peer that is
     there is in one, perhaps alone."""
-    exchange = plan.exchange
+    exchange, present = plan.exchange, plan.present_replicas
     if exchange is None or not exchange.gossips or joins(plan, training, last):
-        return (plan.present,)
-    return groups_at(exchange, plan.present, len(plan.places), training.seed, exchange.round_of(last))
+        return (present,)
+    return groups_at(exchange, present, len(plan.replicas), training.seed, exchange.round_of(last))
 
 
 def groups_at(

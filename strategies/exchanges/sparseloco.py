@@ -3,8 +3,9 @@
     v = beta e + (theta_outer - theta_i);  Q = the largest |v| of each chunk, two bits a value;  e = v - Q
     theta_outer <- theta_outer - alpha mean(Q)
 
-H is ``exchange.every``. ``exchange.ratio`` gives the values a chunk: about 200 are the 64 of 4,096 that
-papers/peers.md 7.5 counts. beta and alpha are as in public descriptions, not checked against the paper.
+Chunks begin with each tensor, so they are the same whoever holds which tensors. H is ``exchange.every``.
+``exchange.ratio`` gives the values a chunk: about 200 are the 64 of 4,096 that papers/peers.md 7.5 counts.
+beta and alpha are as in public descriptions, not checked against the paper.
 Every rank sends its coded chunks to every other and adds all in one order: a sum's positions and float32
 values would be far more bytes than parts of two bits a value. So a round counts for all or for none; after
 one that does not, each goes on from its own model, whose next change has these steps too.
@@ -14,6 +15,7 @@ Source: SparseLoCo, arXiv 2508.15706 (papers/peers.md 7.5); DiLoCo: papers/decen
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from compressors.contrib.chunk_topk import ChunkTopK
@@ -37,4 +39,6 @@ class SparseLoCo(DiLoCo):
     def contribute(self, own: Tensor, state: State, at: ExchangeRound, rank: int) -> Contribution:
         if state.residual is not None:
             state = replace(state, residual=self.decay * state.residual)
-        return replace(super().contribute(own, state, at, rank), codec=ChunkTopK(self.exchange.ratio))
+        brought = super().contribute(own, state, at, rank)
+        borders = tuple(accumulate(size for size in state.sizes if size))[:-1]
+        return replace(brought, codec=ChunkTopK(self.exchange.ratio), borders=borders)

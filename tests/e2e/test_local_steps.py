@@ -26,8 +26,8 @@ from strategies.exchanges.partners import groups_at
 from tests.e2e.test_reconfigured import disturb
 from tests.inprocess.exchange import run_round
 from tests.inprocess.peers import LocalPeers, WholeModel
+from worker.exchange.flat import flat_values, set_values
 from worker.exchange.schedule import Groups
-from worker.stage.flat import flat_values, set_values
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TRAINING = TrainingSpec(

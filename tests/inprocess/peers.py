@@ -24,7 +24,7 @@ from strategies.exchanges import exchange_facts, make_rule
 from strategies.exchanges.base import Flat
 from tests.inprocess.exchange import Answer, later, run_round
 from tests.strategies.exchanges.butterfly import butterfly_groups
-from worker.stage.flat import by_name, flat_of, flat_shapes, flat_values, set_values
+from worker.exchange.flat import by_name, flat_of, flat_shapes, flat_values, set_values
 from worker.stage.stage import Stage
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from benchmarks.oracle import Case, built_in
 from experiments import exchanges  # noqa: F401 - adds the rules that run in one process alone
 from tests.inprocess.network import SimulatedNetwork, uniform_network
 from tests.inprocess.peers import LocalPeers, WholeModel
-from worker.stage.flat import flat_values
+from worker.exchange.flat import flat_values
 
 RANKS = 4
 TRAINING = TrainingSpec(

@@ -642,7 +642,7 @@ class Bench:
         held.outputs[last] = result
         message = ev.StepReady(
             job, version, last, forward_s=self._computed_s, losses=(number(result),) * (last + 1 - held.step),
-            receipt=local_steps.receipt(held.plan, group, last, result),
+            receipts=(local_steps.receipt(held.plan, group, last, result),),
         )  # fmt: skip
         self.running = None
         self.post(message)

@@ -30,7 +30,7 @@ def step_ready(
 ) -> told.StepReady:
     """A step's result, without what the daemon measures (``session.wire.measured``); ``codecs`` by peer.
     Norms travel only where the gradient is clipped."""
-    stage, receipt = report.stage, report.receipt
+    stage = report.stage
     return told.StepReady(
         job=job,
         version=version,
@@ -49,16 +49,18 @@ def step_ready(
         optimizer_s=report.optimizer_s,
         handling_s=report.handling_s,
         digest=told.Digest(stage.digest.hex(), report.inputs.hex()),
-        receipt=None
-        if receipt is None
-        else told.RoundReceipt(
-            receipt.round,
-            receipt.included,
-            receipt.share,
-            receipt.sent_bytes,
-            receipt.received_bytes,
-            receipt.digest,
-            receipt.totals,
+        receipts=tuple(
+            told.RoundReceipt(
+                receipt.round,
+                receipt.included,
+                receipt.share,
+                receipt.sent_bytes,
+                receipt.received_bytes,
+                receipt.digest,
+                receipt.totals,
+                number,
+            )
+            for number, receipt in report.receipts.items()
         ),
     )
 

@@ -53,6 +53,7 @@ log = structlog.get_logger()
 
 OPS_BUDGET_S = 60.0
 OPS_BYTES_SHARE = 0.5  # of what a job may add, for one op: computing for the first time takes some as well
+Due = instructions.RunStep | instructions.RunRound
 PROBE_S = 60.0  # nothing honest takes longer
 SHOW_S = 10.0  # between two lines of log about steps that are repeated
 
@@ -102,11 +103,11 @@ class Workbench:
     def do(self, instruction: instructions.Instruction) -> None:
         """Take an instruction of the session that concerns computing."""
         match instruction:
-            case instructions.RunStep(step=step):
-                self._for_stage(instruction, lambda c: self._step(step, c))
+            case instructions.RunStep() | instructions.RunRound() as due:
+                self._for_stage(due, lambda c: self._run_due(due, c))
             case events.StepCommit() as commit:
                 self._relinks(commit)
-                self._for_stage(commit, lambda c: self._apply(commit))
+                self._for_stage(commit, lambda c: self._apply(commit, c))
             case instructions.RepeatStep(commit):
                 self._relinks(commit)
                 self._newest = commit.step
@@ -167,7 +168,7 @@ class Workbench:
     def _idle(self) -> AbstractContextManager[object]:
         return nullcontext() if self._busy else self._context.cpu.resting()
 
-    def _for_stage(self, of: instructions.RunStep | events.StepCommit, task: Task) -> None:
+    def _for_stage(self, of: Due | events.StepCommit, task: Task) -> None:
         """Queue a stage's ``task``; its failures are reported to the session, as ``of`` that step."""
         failed = partial(events.StageFailed, of.job, of.version, of.step)
 
@@ -300,19 +301,20 @@ class Workbench:
         self._send(reports.waiting(wait))
         log.warning("stage.waits", job=wait.key.job, **reports.wait_fields(wait))
 
-    def _step(self, step: int, cancel: Cancel) -> None:
+    def _run_due(self, due: Due, cancel: Cancel) -> None:
         run = self._loaded
-        report = run.run_step(step, cancel)
-        assignment = run.at(step)
+        work = run.run_step if isinstance(due, instructions.RunStep) else run.run_round
+        report = work(due.step, cancel)
+        assignment = run.at(due.step)
         job, version = assignment.job, assignment.version
         norms = len(assignment.plan.replicas) > 1 or assignment.training.optimizer.clip_norm is not None
         used = {} if self._links is None else self._links.codec_use()
         self._post(reports.step_ready(job, version, report, norms, used))
 
-    def _apply(self, commit: events.StepCommit) -> None:
+    def _apply(self, commit: events.StepCommit, cancel: Cancel) -> None:
         run, step = self._loaded, commit.step
         assignment = run.at(step)
-        run.apply(step, commit.gradient_scale)
+        run.apply(step, commit.gradient_scale, cancel)
         if commit.store or commit.keep:
             self._snapshots.take(run, step, keep=not commit.store)
         self._post(events.StepApplied(assignment.job, assignment.version, step))

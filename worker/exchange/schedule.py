@@ -46,7 +46,7 @@ def collective_of(
         case Pattern.TREE:
             return side_by_side([tree(group, size) for group in groups])
         case Pattern.GATHERED:
-            return gathered(groups, size)
+            return gathered(groups, contribution.segments(()) if contribution.borders else size)
         case Pattern.PAIRWISE | Pattern.PUBLISHED:
             if any(len(group) not in (1, 2) for group in groups):
                 raise UsageError(f"{pattern} among {[len(group) for group in groups]} ranks; it takes pairs")

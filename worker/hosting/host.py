@@ -168,7 +168,7 @@ class ComputeHost:
         match instruction:
             case events.Assign():
                 self._load(instruction)
-            case instructions.RunStep(_, version, step):
+            case instructions.RunStep(_, version, step) | instructions.RunRound(_, version, step):
                 state.at(version, step)
                 if state.now is not None:
                     state.now.watch.step_begins(time.monotonic())

@@ -55,6 +55,7 @@ class Assign:
     holders: Holders = ()
     exchange: Annotated[Exchange | None, At("plan.exchange")] = None
     steps: Annotated[int, At("training.steps")] = 0  # in all
+    pieces: Annotated[int, At("program.n_stages")] = 1  # of its pipeline
     data_of: Annotated[str, At("data.pinned.worker")] = ""  # who reads the job's data from its own disk
 
     @property
@@ -86,6 +87,7 @@ class Reconfigure:
     peers: RankPeers
     message: Unread[pb.Reconfigure] = field(repr=False, compare=False)
     standby: bool = False
+    joining: bool = False  # of a peer's own steps all are done, its round is not
 
 
 @dataclass(frozen=True, slots=True)

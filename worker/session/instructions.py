@@ -34,6 +34,15 @@ class RunStep:
 
 
 @dataclass(frozen=True, slots=True)
+class RunRound:
+    """End a period of steps that are all committed, the last of which this is; answered by StepReady."""
+
+    job: str
+    version: Version
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class RepeatStep:
     """Do a committed step of the rank that one stands by for, and apply it; answered by StepApplied."""
 
@@ -94,9 +103,9 @@ class Quit:
 
 
 Computing = (
-    ev.Assign | Reconfigure | RunStep | ev.StepCommit | RepeatStep | ev.StepDiscard | Evaluate | ev.Release
-    | ev.Participate | ev.TrainRound | ev.EvaluateRound | ev.RoundTaken | ev.ProbeOps | ev.ProbeLink
-    | Interrupt | Suspend | Wake
+    ev.Assign | Reconfigure | RunStep | RunRound | ev.StepCommit | RepeatStep | ev.StepDiscard | Evaluate
+    | ev.Release | ev.Participate | ev.TrainRound | ev.EvaluateRound | ev.RoundTaken | ev.ProbeOps
+    | ev.ProbeLink | Interrupt | Suspend | Wake
 )  # fmt: skip
 """What concerns computing. StepCommit: take up the links that it names, if any, then apply the step, which
 StepApplied answers. Release: stop at once and forget everything of the job. RoundTaken: keep what came of the

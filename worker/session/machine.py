@@ -6,7 +6,8 @@ of a job carries (job, version, step); what does not match the state is late or 
 is normal on the internet: it is ignored and counted. A commit may announce that the stages change
 their links two steps on: from that step everything carries the new version, before it the old. Where the plan
 is reconfigured the stage stays, and the step in flight begins anew under the new version.
-A peer that takes steps of its own does those of a period in one order, which is named by its last step.
+A peer that takes steps of its own does those of a period in one order, which is named by its last step. One
+of several stages has each of them committed, and then does the period's round under that name.
 A hot standby loads a stage in the same way and repeats each step when it hears its commit, until it takes the
 rank.
 """
@@ -188,6 +189,8 @@ def _assigned(state: Session, event: ev.Assign) -> Step:
         step=event.first_step,
         exchange=event.local,
         steps=event.steps,
+        piped=event.local is not None and event.pieces > 1,
+        joining=False,
         standby=event.standby,
         repeated=0,
         commit=None,
@@ -237,8 +240,14 @@ def _started(state: Session, event: ev.StepStart) -> Step:
     """Run the step that is next here: a word that is repeated later names one that is over."""
     if event.step != state.due:
         return ignore(state)
-    state = acknowledged(replace(state, phase=Phase.TRAINING), Kind.LOADED, Kind.FAILED)
-    return state, (do.RunStep(state.job, state.version, event.step),)
+    return _run(acknowledged(state, Kind.LOADED, Kind.FAILED))
+
+
+def _run(state: Session) -> Step:
+    """Begin what is due."""
+    run = do.RunRound if state.joining else do.RunStep
+    order = run(state.job, state.version_at(state.due), state.due)
+    return replace(state, phase=Phase.TRAINING), (order,)
 
 
 @TRANSITIONS.on(Phase.TRAINING)
@@ -293,12 +302,21 @@ def _evaluated(state: Session, event: ev.EvalReady) -> Step:
 
 def _next(state: Session) -> Step:
     last, pending = state.commit is not None and state.commit.last, state.pending
-    state = replace(state, step=state.due + 1, commit=None, pending=None)
+    _, joining = _after(state)
+    state = replace(state, step=state.due + 1, joining=joining, commit=None, pending=None)
     if pending is not None:
         return _reconfigure(state, pending)
     if last:
         return replace(state, phase=Phase.READY), ()
-    return replace(state, phase=Phase.TRAINING), (do.RunStep(state.job, state.version, state.due),)
+    return _run(state)
+
+
+def _after(state: Session) -> tuple[int, bool]:
+    """Return what is due once the commit that is being carried out is, and whether that is a round."""
+    commit, due = state.commit, state.due
+    ends = state.exchange is not None and state.exchange.last_step(due, state.steps) == due
+    joining = commit is not None and commit.own and ends
+    return (due if joining else due + 1), joining
 
 
 @TRANSITIONS.on(Phase.TRAINING, Phase.WAITING, Phase.FAILED)
@@ -350,7 +368,8 @@ def _reconfigured(state: Session, event: ev.Reconfigure) -> Step:
     if state.phase is not Phase.EVALUATING:
         return _reconfigure(state, event)
     # Who is lost may be waited for here; the coordinator has dropped this evaluation.
-    state, todo = _reconfigure(replace(state, step=state.due + 1, commit=None), event)
+    over = replace(state, step=state.due + 1, joining=False, commit=None)
+    state, todo = _reconfigure(over, event)
     return state, (do.Interrupt("the plan is reconfigured"), *todo)
 
 
@@ -374,7 +393,8 @@ def _misfit(state: Session, event: ev.Reconfigure) -> str:
     if state.assigned < event.base:
         return f"its stage is of plan {state.assigned}, which is older than plan {event.base}"
     over = state.phase in (Phase.APPLYING, Phase.EVALUATING)
-    if event.step != (state.due + 1 if over else state.step):
+    due, joining = _after(state) if over else (state.due if state.piped else state.step, state.joining)
+    if (event.step, event.joining) != (due, joining):
         return f"its stage is after {state.step} steps, not {event.step}"
     return ""
 
@@ -416,7 +436,7 @@ def _broke(state: Session, event: ev.StageFailed) -> Step:
     if state.phase is Phase.LOADING:
         failed = replace(event, version=state.assigned, step=state.step)
     if state.phase is Phase.EVALUATING:  # the step whose model was to be evaluated is applied
-        state = replace(state, step=state.due + 1, commit=None)
+        state = replace(state, step=state.due + 1, joining=False, commit=None)
     elif state.phase in (Phase.READY, Phase.APPLYING, Phase.STANDING_BY):
         state = replace(state, whole=False)
     whole = state.whole and not event.gone

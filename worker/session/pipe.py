@@ -15,6 +15,7 @@ from worker.session import instructions as do
 
 INSTRUCTIONS: Mapping[str, type] = {
     "run_step": do.RunStep,
+    "run_round": do.RunRound,
     "apply_step": ev.StepCommit,
     "repeat_step": do.RepeatStep,
     "evaluate": do.Evaluate,

@@ -89,6 +89,8 @@ class Session:
     step: int = 0
     exchange: Exchange | None = None  # of a peer that takes steps of its own ...
     steps: int = 0  # ... of so many in all
+    piped: bool = False  # ... and has several stages: each of its steps is committed, and then the round
+    joining: bool = False  # of a period of such a peer the round alone is left
     standby: bool = False  # beside the plan; then ``step`` is the next whose commit is awaited, ...
     repeated: int = 0  # ... and so many have been repeated
     key: str = ""  # of the clients of a population in training
@@ -107,7 +109,9 @@ class Session:
 
     @property
     def due(self) -> int:
-        """The step under way; of a peer that takes steps of its own the last of their period."""
+        """The step under way; of a peer that takes steps of its own in one go the last of their period."""
+        if self.piped:
+            return self.step - self.joining
         return self.step if self.exchange is None else self.exchange.last_step(self.step, self.steps)
 
     def version_at(self, step: int) -> int:

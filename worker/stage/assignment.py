@@ -8,7 +8,7 @@ from functools import cached_property
 
 from atoll.errors import BadFrame, PlanError
 from atoll.exchange import Exchange, check_exchange
-from atoll.gradient_exchange import Bucket, buckets, trained_elements
+from atoll.gradient_exchange import Bucket, Slice, buckets, slices, trained_elements
 from atoll.job import TrainingSpec
 from atoll.messages.to_worker import Assign, PeerLink, Replay
 from atoll.microbatch import own_blocks
@@ -18,7 +18,7 @@ from atoll.plan import (
     PlacedPiece,
     Plan,
     Replica,
-    check_figures_by_rank,
+    check_figures,
     check_shares,
     check_sliced,
 )
@@ -96,15 +96,29 @@ class Assignment:
     @property
     def blocks(self) -> Mapping[int, range]:
         """Its blocks of them, by number."""
+        if self.plan.local:
+            return {0: self.micros}
         return own_blocks(self.plan.n_micro, self.plan.blocks, self.pipeline.micros)
+
+    @cached_property
+    def trained(self) -> Mapping[str, int]:
+        """Elements of each parameter that is trained here."""
+        programs = [program for program, _ in self.pieces]
+        names = dict.fromkeys(name for p in programs for name in p.parameters if name in self.states)
+        return trained_elements(names, self.states, self.training.optimizer)
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
         """Gradients that are exchanged with the other replicas; none where peers exchange changes."""
         programs = [program for program, _ in self.pieces]
-        names = dict.fromkeys(name for p in programs for name in p.parameters if name in self.states)
-        elements = trained_elements(names, self.states, self.training.optimizer)
-        return buckets(self.plan, self.replica, programs, elements)
+        return buckets(self.plan, self.replica, programs, self.trained)
+
+    @property
+    def slices(self) -> tuple[Slice, ...]:
+        """Parts of the model that are joined with other peers, where peers take steps of their own."""
+        if not self.plan.local:
+            return ()
+        return slices(self.plan, [program for program, _ in self.pieces], self.trained)
 
     @property
     def peers(self) -> frozenset[str]:
@@ -309,7 +323,7 @@ def _check_exchange(plan: Plan, rank: int) -> None:
         check_gradient_rule(exchange)
     if exchange.local:
         exchange_facts(exchange.rule).check(exchange)
-    check_figures_by_rank(exchange, len(plan.places))
+    check_figures(plan)
 
 
 def _check_kept(assignment: Assignment) -> None:
@@ -345,8 +359,8 @@ def _neighbours(assignment: Assignment) -> set[str]:
     if numbers and max(numbers) >= len(assignment.placed):
         raise BadFrame(f"stage {assignment.stage} refers to stage {max(numbers)} of {len(assignment.placed)}")
     others = {rank for bucket in assignment.buckets for rank in bucket.holders}
-    if assignment.plan.local:
-        others |= set(assignment.plan.present)
+    for each in assignment.slices:
+        others |= {each.holders[peer] for peer in assignment.plan.present_replicas}
     places = assignment.plan.places
     return {assignment.worker_of(number) for number in numbers} | {places[rank].worker for rank in others}
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 PHASE = 4096
 """Numbers of labels and segments that a phase has: more than replicas there are."""
+SETTLED = 1
+"""``micro`` of a tied parameter's value after a round; 0 is its gradient's."""
 EMPTY = TensorMeta((0,), "uint8")
 """What an acknowledgement of an evaluation micro-batch carries: nothing, as a zero-gradient mark."""
 
@@ -89,6 +91,18 @@ def _piece_arrivals(assignment: Assignment, program: StageProgram, step: int) ->
                 yield from arrival(Direction.TIED_PARTIAL, block, tied.index, later, meta)
         if program.stage in assignment.total_to(tied):
             yield from arrival(Direction.TIED_TOTAL, 0, tied.index, tied.holders[0], meta)
+
+
+def settled_arrivals(assignment: Assignment, last: int) -> Iterator[Arrival]:
+    """Tied parameters as a round has left them, which stages of the same peer have from the first holder."""
+    for program, _ in assignment.pieces:
+        for tied in program.tied:
+            if program.stage in assignment.total_to(tied) and tied.name in assignment.trained:
+                edge = assignment.ends[program.stage].edge(tied.index)
+                direction = Direction.TIED_TOTAL
+                key = MessageKey(assignment.job, assignment.version, last, SETTLED, edge, direction)
+                worker = assignment.worker_of(tied.holders[0])
+                yield Arrival(key, worker, assignment.states[tied.name].meta)
 
 
 def bucket_key(bucket: Bucket, message: Arriving | Outgoing) -> tuple[Direction, int, int]:

@@ -15,7 +15,7 @@ from atoll.opdag import TensorMeta
 from worker.links.codecs import lossy
 from worker.pipe.status import Waiting
 from worker.spans import Span
-from worker.stage.expected import Arrival, evaluation_arrivals, step_arrivals
+from worker.stage.expected import Arrival, evaluation_arrivals, settled_arrivals, step_arrivals
 from worker.stage.piece import UnusableValue
 from worker.stage.reports import LongWait
 from worker.transport.contract import PeerLost
@@ -67,7 +67,8 @@ class Messages:
         self.eras = list(assignment.eras)  # first step -> the plan version from there on, ascending
         self.asks: Asks | None = None  # while steps are repeated
         self._own: dict[MessageKey, Tensor | None] = {}  # from one piece of this stage to another
-        self._expected: int | None = None  # last step whose messages are taken
+        self._expected: int | None = None  # last step whose messages are taken, ...
+        self._rounds = -1  # ... and the last one whose round's are
         self.waited_s = 0.0
         self.step_s = 0.0  # the last one's
 
@@ -84,7 +85,7 @@ class Messages:
         """Go on with the first step of ``later``, among its neighbours."""
         self.asks, self.assignment = None, later
         self.change(later.first_step, later)
-        self._expected = later.first_step - 1
+        self._expected = self._rounds = later.first_step - 1
         self.expect_first(later.first_step, local)
 
     def forget_before(self, step: int) -> None:
@@ -101,7 +102,7 @@ class Messages:
         if local is not None:
             last = self.assignment.plan.last_step(step, self.assignment.training.steps)
             self.expect_rounds(local, (last,))
-        else:
+        if local is None or not local.alone:
             self.expect_up_to(step)
 
     def expect_up_to(self, step: int) -> None:
@@ -110,8 +111,8 @@ class Messages:
         for number in range(first, step + 1):
             assignment = self.at(number)
             self._links.expect(step_arrivals(assignment, number))
-            if self.assignment.standby or number < self.assignment.first_step:
-                continue  # no evaluation is repeated
+            if self.assignment.standby or number < self.assignment.first_step or assignment.plan.local:
+                continue  # no evaluation is repeated, and peers evaluate after a round alone
             self._links.expect(evaluation_arrivals(assignment, number))
             if lossy(assignment.pipeline.links):
                 self._links.expect(evaluation_arrivals(assignment, number, Direction.EVALUATION_CODED))
@@ -121,19 +122,15 @@ class Messages:
         """Take messages of the rounds of periods that end with these steps."""
         assignment = self.assignment
         for last in ends:
-            if last <= (-1 if self._expected is None else self._expected):
+            if last <= self._rounds:
                 continue
             self._links.expect(
-                Arrival(
-                    self.key_of(last, one.slot.key(number)),
-                    assignment.plan.places[one.source].worker,
-                    TensorMeta((size,), "uint8"),
-                )
-                for one in local.arrivals(assignment, last)
-                for number, size in enumerate(one.sizes)
+                Arrival(self.key_of(last, which), worker, TensorMeta((size,), "uint8"))
+                for worker, which, size in local.arrivals(assignment.plan, last)
             )
+            self._links.expect(settled_arrivals(assignment, last))
             self._links.expect(evaluation_arrivals(assignment, last))
-            self._expected = last
+            self._rounds = last
 
     def begin(self) -> None:
         """Forget what pieces have handed on to each other: a step, or an evaluation, begins."""

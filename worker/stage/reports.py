@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from atoll.exchange import Receipt
 from atoll.step_loss import StepLoss, step_loss
@@ -41,9 +41,8 @@ class StepReport:
     optimizer_s: float  # of the step before: finish_step and apply
     handling_s: float = 0.0  # of messages: neither computing nor codecs nor waiting
     inputs: bytes = b""  # digest of the messages that the stage took, where steps are checked
-    receipt: Receipt | None = (
-        None  # of the round that ends a period; then ``stage`` has the loss of each step
-    )
+    # Of the round that ends a period, by slice; then ``stage`` has the loss of each step.
+    receipts: Mapping[int, Receipt] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

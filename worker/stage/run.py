@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from atoll.errors import BadFrame
-from atoll.messages.from_worker import DIGEST_BYTES
 from atoll.microbatch import Work
 from worker.cancel import Cancel
 from worker.links.codecs import StageCodecs, lossy
@@ -27,9 +26,10 @@ from worker.spans import Spans
 from worker.stage.expected import gradient_sources
 from worker.stage.joining import GradientExchange, stored
 from worker.stage.messages import Messages
+from worker.stage.periods import Periods
 from worker.stage.ports import HeldOut, MicroBatches, TensorLinks
 from worker.stage.replay import Asks
-from worker.stage.reports import LongWait, Progress, StageReport, StepReport
+from worker.stage.reports import LongWait, Progress, StepReport
 from worker.stage.stage import Lent, cpu_copies
 from worker.transport.frames import Direction
 
@@ -83,6 +83,9 @@ class StageRun:
         self.stood_by = [0, 0]  # steps that were repeated beside the plan, bytes that came for them
         self._actions = assignment.plan.actions(assignment.rank)
         self._local = local
+        self._periods = (
+            None if local is None else Periods(local, stage, self.messages, self._computed, self._take_step)
+        )
         self._joining: GradientExchange | None = None  # of the step under way, where there are other replicas
         self._joining_s = 0.0  # sending parts within the backward that runs
         self._watches = False
@@ -131,9 +134,10 @@ class StageRun:
         BadFrame when the stage has another number of steps.
         """
         step = later.first_step
-        if self._steps != step:
-            raise BadFrame(f"the stage has {self._steps} steps, and is to go on after {step}")
-        self._stage.discard()
+        done = self._steps - (self._periods is not None and self._periods.joining)
+        if done != step:
+            raise BadFrame(f"the stage has {done} steps, and is to go on after {step}")
+        self.discard()
         actions = later.plan.actions(later.rank)
         if actions != self._actions:
             self._stage.share(actions)
@@ -196,16 +200,19 @@ class StageRun:
 
     def run_step(self, step: int, cancel: Cancel) -> StepReport:
         """Forwards, backwards, tied parameters; ends where the commit decides. Of a peer with steps of its
-        own: those of the period that ``step`` ends, and the round.
+        own that is one stage: those of the period that ``step`` ends, and the round.
 
         Raises Cancelled, PeerLost, or what an op raised.
         """
-        if self._local is not None:
-            return self._period(self._local, step, cancel)
+        if self._periods is not None and self._periods.alone:
+            self._links.step_done(self._steps - 1)
+            return self._periods.whole(self._steps, step, cancel)
         # A neighbour may begin the next step before this stage hears of the commit.
         self.messages.expect_up_to(step + 1)
         self._links.step_done(step - 1)
         self.messages.forget_before(step)
+        if self._periods is not None:
+            return self._periods.step(self._steps, step, cancel)
         return self._computed(step, cancel)
 
     def _computed(self, step: int, cancel: Cancel) -> StepReport:
@@ -257,72 +264,27 @@ class StageRun:
             self._links.take_digest(),
         )
 
-    def _period(self, local: LocalSteps, last: int, cancel: Cancel) -> StepReport:
-        """Take the steps of a period that are left, and exchange what has come of them."""
-        later = self.assignment.plan.last_step(last + 1, self.assignment.training.steps)
-        # A neighbour may end the next period before this one hears of the commit.
-        self.messages.expect_rounds(local, (last, later))
-        self._links.step_done(self._steps - 1)
-        local.forget_round()
-        reports: list[StepReport] = []
-        steps = local.begin(self._steps, last)
-        # What is published already, or where all steps were taken.
-        if not self._exchange_round(local, last, cancel):
-            return _diverged(local, last)
-        for step in steps:
-            report = self._computed(step, cancel)
-            if not report.stage.finite:
-                return replace(report, step=last)
-            found, optimizer = report.stage.step_loss, self.assignment.training.optimizer
-            self._update(step, optimizer.gradient_scale(report.stage.square_norms, found.weight))
-            self._feed.step_done(step)
-            local.taken(step, found.mean, found.weight if report.stage.weights else None)
-            reports.append(report)
-            if not self._exchange_round(local, last, cancel):
-                return _diverged(local, last)
-        self.messages.waited_s = 0.0
-        # One moment for all that is to come: who sends a piece now and then keeps nobody longer.
-        take, wait = (
-            partial(self.messages.arrived, last),
-            partial(self.messages.within, last, cancel, self.messages.clock()),
-        )
-        receipt = local.finish(self.assignment, partial(self.messages.send_exchanged, last), take, wait)
-        count = max(1, len(reports))
-        digest = bytes.fromhex(receipt.digest)[:DIGEST_BYTES]
-        stage = StageReport(tuple(local.losses), (), True, digest, tuple(local.weights))
-        return StepReport(
-            last,
-            stage,
-            sum(report.forward_s for report in reports) / count,
-            sum(report.backward_s for report in reports) / count,
-            sum(report.waited_s for report in reports) + self.messages.waited_s,
-            sum(report.optimizer_s for report in reports) / count,
-            sum(report.handling_s for report in reports) / count,
-            receipt=receipt,
-        )
+    def run_round(self, last: int, cancel: Cancel) -> StepReport:
+        """End the period of a peer of several stages whose steps are all committed: exchange what has come
+        of them. Raises as ``run_step``."""
+        if self._periods is None:
+            raise BadFrame(f"the round after step {last} is asked for, where no peer has steps of its own")
+        return self._periods.round(self._steps, last, cancel)
 
-    def _exchange_round(self, local: LocalSteps, last: int, cancel: Cancel) -> bool:
-        """Begin the round of a period when it is time, or take what came of it; False: nothing to bring."""
-        cancel.check()
-        send = partial(self.messages.send_exchanged, last)
-        if not local.contributes:
-            local.advance(self.assignment, send, partial(self.messages.arrived, last))
-        elif local.joinable:
-            local.contribute(self.assignment, send)
-        else:
-            return False
-        return True
-
-    def apply(self, step: int, gradient_scale: float) -> None:
-        """Commit: the optimizer's step, or the use of a round's result."""
+    def apply(self, step: int, gradient_scale: float, cancel: Cancel | None = None) -> None:
+        """Commit: the optimizer's step, or the use of a round's result. Raises Cancelled or PeerLost where a
+        tied parameter does not come from its first holder."""
         self._lent.wait(self._progress.tick)
-        if self._local is not None:
-            self._local.settle()
+        if self._periods is not None:
+            self._periods.apply(step, gradient_scale, cancel or Cancel())
         else:
-            self._update(step, gradient_scale)
-            self._feed.step_done(step)
+            self._take_step(step, gradient_scale)
         self._steps = step + 1
         self._progress.tick()
+
+    def _take_step(self, step: int, gradient_scale: float) -> None:
+        self._update(step, gradient_scale)
+        self._feed.step_done(step)
 
     def _update(self, step: int, gradient_scale: float) -> None:
         self._lent.wait(self._progress.tick)
@@ -335,6 +297,8 @@ class StageRun:
     def discard(self) -> None:
         """Leave no trace of the step under way."""
         self._stage.discard()
+        if self._local is not None:
+            self._local.forget_round()
 
     def evaluate(self, step: int, cancel: Cancel, *, coded: bool = False) -> Figures | None:
         """Means over the held-out rows, None where another stage computes them. ``coded``: through the links'
@@ -543,8 +507,3 @@ def codecs_of(assignment: Assignment, cpu: CpuMeter | None = None) -> StageCodec
         cpu,
         exchanges_bytes=assignment.plan.local or assignment.plan.keeps,
     )
-
-
-def _diverged(local: LocalSteps, last: int) -> StepReport:
-    """Report of a period whose steps made a model that is not finite, though their losses were."""
-    return StepReport(last, StageReport(tuple(local.losses), (), finite=False), 0.0, 0.0, 0.0, 0.0)

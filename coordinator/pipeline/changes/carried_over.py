@@ -5,12 +5,12 @@ Everybody keeps what is committed. What follows for each worker is the differenc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from coordinator.messages.facts import Reconfigured, began
-from coordinator.messages.jobs import Cause, JobState, Phase
+from coordinator.messages.jobs import Cause, JobState, OwnSteps, Phase
 from coordinator.pipeline import snapshots
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def carried_over(state: JobState, change: PlanChange, before: Plan, plan: Plan, 
             loaded=frozenset(),
             promoted=promoted,
             ready={},
+            own=_own_steps(state.run.own, plan, change.sources),
             reports={},
             awaiting_eval=None,
             eval_owed=state.run.eval_owed or state.run.awaiting_eval is not None,
@@ -112,3 +113,12 @@ def _renumbered(state: JobState, before: Plan, after: Plan) -> JobState:
         run=replace(state.run, load_s=of(state.run.load_s), fetched_s=of(state.run.fetched_s)),
         storing=replace(state.storing, part_bytes=of(state.storing.part_bytes), parts=stores),
     )
+
+
+def _own_steps(own: Mapping[int, OwnSteps], plan: Plan, newcomers: Collection[int]) -> dict[int, OwnSteps]:
+    """Return how far peers are under a plan that goes on with them: a step in flight begins anew there."""
+    begun = {plan.places[rank].replica for rank in newcomers}
+    here = set(plan.present_replicas) - begun
+    return {
+        number: OwnSteps(each.step, figures=each.figures) for number, each in own.items() if number in here
+    }

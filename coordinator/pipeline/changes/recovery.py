@@ -25,6 +25,7 @@ from coordinator.pipeline.changes import whole_replicas
 from coordinator.pipeline.changes.choice import priced
 from coordinator.pipeline.changes.successors import Successors, loaded_s, repeated_s
 from coordinator.pipeline.history import begun, logged_from, not_repeatable
+from coordinator.pipeline.joined import ranks_of
 from coordinator.planning.costs.losses import PLANNED_WITHIN_S
 
 if TYPE_CHECKING:
@@ -158,13 +159,19 @@ class Recovery:
         return PlanChange(replace(left, version=state.next_version), {}, Cause.LOST, words, price=cost)
 
     def _without(self) -> PlanChange:
-        """Have the other peers go on: they keep the local steps that they have taken."""
-        state, absent = self.state, self.state.adopted.absent | self.lost
+        """Have the other peers go on: they keep the local steps that they have taken. With one of its stages
+        a whole peer is gone."""
+        state, plan = self.state, self.state.adopted
+        peers = {plan.places[rank].replica for rank in self.lost}
+        gone = frozenset(rank for peer in peers for rank in ranks_of(plan, peer))
+        absent = plan.absent | gone
         newcomers = self._loading - state.run.loaded - absent
         if not frozenset(state.present) - absent - newcomers:
             return anew(state, "no peer is left that holds its state")
         without = ", ".join(self.roster.label(state.workers[rank]) for rank in sorted(self.lost))
+        freed = ", ".join(self.roster.label(state.workers[rank]) for rank in sorted(gone - self.lost))
         words = f"the others go on without {without}" if without else "all connect anew"
+        words += f", and {freed} of the same pipeline" if freed else ""
         why = "the other peers keep their steps and go on without it; those of its period are lost"
         found = moved(state, state.workers, newcomers, Cause.LOST, words, absent=absent)
         return replace(found, price=Price(self.roster.liveness.dead_after_s, why=why))

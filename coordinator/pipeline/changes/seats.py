@@ -54,8 +54,33 @@ def seats(state: JobState, roster: Roster) -> PlanChange | None:
     plan = state.plan
     if plan is None or not plan.absent:
         return None
-    chosen: dict[int, str] = {}
     again = [w for rank in plan.absent if roster.is_idle(w := plan.places[rank].worker)]
+    chosen = _pipelines(state, roster, plan, again) if plan.piped else _peers(state, roster, plan, again)
+    if not chosen:
+        return None
+    workers = [chosen.get(rank, place.worker) for rank, place in enumerate(plan.places)]
+    absent = plan.absent - chosen.keys()
+    there = [rank for rank in range(state.n_ranks) if rank not in absent]
+    table = newer_table(state, roster, workers, there, predicted=True)
+    exchange = replace(plan.exchange, pairs=table) if table is not None and plan.exchange else None
+    found = moved(state, workers, chosen, Cause.CHOSEN, "", absent=absent, exchange=exchange)
+    return replace(found, price=MISSING)
+
+
+def _pipelines(state: JobState, roster: Roster, plan: Plan, again: Sequence[str]) -> dict[int, str]:
+    """Return who takes the ranks of peers that are missing, by rank: all of a peer's or none."""
+    for number in sorted({plan.places[rank].replica for rank in plan.absent}):
+        ranks = frozenset(ranks_of(plan, number))
+        with_it = replace(state, plan=replace(plan, absent=plan.absent - ranks))
+        chosen = Successors(with_it, roster, ranks, again).chosen()
+        if isinstance(chosen, dict):
+            return chosen  # one after the other: with the next look the others
+    return {}
+
+
+def _peers(state: JobState, roster: Roster, plan: Plan, again: Sequence[str]) -> dict[int, str]:
+    """Return who takes the ranks of peers of one stage that are missing, by rank."""
+    chosen: dict[int, str] = {}
     micros = [stop - start for start, stop in (replica.micros for replica in plan.replicas)]  # by rank
     slowest = max(plan.present, key=lambda rank: computed_s(state, rank))
     step_s = each_s = computed_s(state, slowest)
@@ -69,15 +94,7 @@ def seats(state: JobState, roster: Roster) -> PlanChange | None:
                 chosen[rank], step_s = successor.worker, max(step_s, took_s)
                 done += micros[rank]
                 break
-    if not chosen:
-        return None
-    workers = [chosen.get(rank, place.worker) for rank, place in enumerate(plan.places)]
-    absent = plan.absent - chosen.keys()
-    there = [rank for rank in range(state.n_ranks) if rank not in absent]
-    table = newer_table(state, roster, workers, there, predicted=True)
-    exchange = replace(plan.exchange, pairs=table) if table is not None and plan.exchange else None
-    found = moved(state, workers, chosen, Cause.CHOSEN, "", absent=absent, exchange=exchange)
-    return replace(found, price=MISSING)
+    return chosen
 
 
 # ---------------------------------------------------------------- a replica more

@@ -29,7 +29,9 @@ OFTEN = 2  # failures of one worker's stage without a committed step: plans are 
 def as_failure(state: JobState, report: StepReady) -> StepReady | StageFailed:
     """Return a peer's report of local steps that are not finite as the failure of its stage: the others go on
     without it, as they wait for what it will not bring."""
-    if not state.local or report.step != state.due or report.finite:
+    if not state.local or report.finite:
+        return report
+    if report.step != state.due and state.plan is not None and not state.plan.piped:
         return report
     words = f"diverged in the steps to {report.step + 1}; lower the learning rate"
     return StageFailed(report.job, report.version, report.step, words)

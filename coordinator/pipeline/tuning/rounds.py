@@ -56,7 +56,7 @@ def newer_table(
     if plan is None or plan.exchange is None or plan.exchange.pairs is None:
         return None
     reports = state.run.reports.values()
-    sent = max((report.receipt.sent_bytes for report in reports if report.receipt is not None), default=0)
+    sent = max((sum(receipt.sent_bytes for receipt in report.receipts) for report in reports), default=0)
     if not sent and predicted:
         sent = _predicted_bytes(plan, plan.exchange.every)
     if not sent:

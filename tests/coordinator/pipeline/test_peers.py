@@ -55,7 +55,7 @@ def report(world: Scripted, worker: str, digest: str = "d", **changes: Any) -> N
     group = group_of(rank, round_groups(state))
     fields = {
         "losses": (1.0,) * (state.due + 1 - state.step),
-        "receipt": local_steps.receipt(state.plan, group, state.due, digest),
+        "receipts": (local_steps.receipt(state.plan, group, state.due, digest),),
     }
     world.says(worker, ev.StepReady(JOB, state.version, state.due, **fields | changes))
 
@@ -109,7 +109,7 @@ def test_a_round_of_another_number_is_refused() -> None:
     assert plan is not None
     for worker in ("a", "c"):
         report(world, worker)
-    report(world, "b", receipt=local_steps.receipt(plan, (0, 1, 2), PERIOD - 1, "d"))
+    report(world, "b", receipts=(local_steps.receipt(plan, (0, 1, 2), PERIOD - 1, "d"),))
     assert present(world) == ["a", "c"]
 
 

@@ -76,7 +76,7 @@ def ready(state: JobState, rank: int, **changes: Any) -> FromRank[StepReady]:
         number, group, 1.0, 10, 10, "d1" if len(group) == len(state.present) else f"d{group}"
     )
     losses = tuple(float(rank) for _ in range(state.due + 1 - state.step))
-    report = StepReady("j", state.version, state.due, losses=losses, receipt=receipt)
+    report = StepReady("j", state.version, state.due, losses=losses, receipts=(receipt,) if receipt else ())
     return FromRank(rank, replace(report, **changes))
 
 
@@ -168,7 +168,7 @@ def test_peers_that_do_not_agree_commit_nothing(wrong: RoundReceipt | None, word
     state = training()
     state, _ = machine.step(state, ready(state, 0), 1.0)
     state, _ = machine.step(state, ready(state, 1), 1.0)
-    state, todo = machine.step(state, ready(state, 2, receipt=wrong), 1.0)
+    state, todo = machine.step(state, ready(state, 2, receipts=(wrong,) if wrong else ()), 1.0)
     (excluded,) = todo
     assert isinstance(excluded, Exclude)
     assert excluded.ranks == (2,)
@@ -230,7 +230,7 @@ def test_every_peer_stores_a_state_of_its_own() -> None:
 
 def test_a_checkpoint_without_a_peer_keeps_nothing_of_its_old_state() -> None:
     before = {"p": "a" * 64, "p@1": "b" * 64, "constant": "c" * 64}
-    assert peer_tensors.merged(before, {2: {"p": "2" * 64}, 3: {"p": "3" * 64}}) == {
+    assert peer_tensors.merged(before, {2: {"p": "2" * 64}, 3: {"p": "3" * 64}}, lambda rank: rank) == {
         "p": "2" * 64, "p@3": "3" * 64, "constant": "c" * 64,
     }  # fmt: skip
 
@@ -243,8 +243,8 @@ def test_a_models_own_names_are_no_peers() -> None:
     alone = replace(plan(DILOCO), replicas=plan(DILOCO).replicas[:1], exchange=None)
     assert tensors_of(alone, 0, Checkpoint(0, before)) == before
     parts = {rank: dict.fromkeys(NAMED_LIKE_PEERS, f"{rank}" * 64) for rank in range(PEERS)}
-    whole = peer_tensors.merged(before, parts)
-    assert peer_tensors.merged(whole, parts) == whole
+    whole = peer_tensors.merged(before, parts, lambda rank: rank)
+    assert peer_tensors.merged(whole, parts, lambda rank: rank) == whole
     assert len(whole) == PEERS * len(NAMED_LIKE_PEERS)
     for rank in range(PEERS):
         assert tensors_of(plan(DILOCO), rank, Checkpoint(4, whole)) == parts[rank]
@@ -305,7 +305,7 @@ def test_peers_of_a_pair_that_do_not_agree_commit_nothing() -> None:
     state = training(SAPS)
     pair = next(group for group in round_groups(state) if len(group) == 2)
     for rank in state.present:
-        wrong = {"receipt": RoundReceipt(0, pair, 1.0, 1, 1, "other")} if rank == pair[1] else {}
+        wrong = {"receipts": (RoundReceipt(0, pair, 1.0, 1, 1, "other"),)} if rank == pair[1] else {}
         state, todo = machine.step(state, ready(state, rank, **wrong), 1.0)
     (excluded,) = todo
     assert isinstance(excluded, Exclude)
@@ -317,7 +317,7 @@ def test_a_sum_of_others_than_its_partner_is_refused() -> None:
     state = training(SAPS)
     for rank in state.present:
         receipt = RoundReceipt(0, state.present, 1.0, 1, 1, "d1")
-        state, _ = machine.step(state, ready(state, rank, receipt=receipt), 1.0)
+        state, _ = machine.step(state, ready(state, rank, receipts=(receipt,)), 1.0)
     assert state.phase is Phase.PAUSED, "where most are wrong nobody is to blame"
     assert "expected are those of" in state.reason
 

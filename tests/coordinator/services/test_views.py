@@ -25,7 +25,7 @@ def test_what_a_round_carries_is_shown_by_step() -> None:
         for worker, other in ("ab", "ba"):
             receipt = ev.RoundReceipt(number, (0, 1), 1.0, 10**6, 10**6, "d")
             carried = ev.Goodput(other, 10**6, 1.0, 0.01, dense_bytes=10**6 + 1)
-            world.ready(worker, step=last, losses=(0.5,) * 10, receipt=receipt, links=(carried,))
+            world.ready(worker, step=last, losses=(0.5,) * 10, receipts=(receipt,), links=(carried,))
     assert world.state().step == 20
     links = job_update(world.scheduler, JOB, 0.0).links
     assert [(link.source, link.target) for link in links] == [("a", "b"), ("b", "a")]

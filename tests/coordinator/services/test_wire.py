@@ -65,12 +65,11 @@ def test_a_digest_of_another_length_is_refused(field: str, length: int) -> None:
 def test_the_digest_of_a_total_has_sixteen_bytes(length: int) -> None:
     def said(size: int) -> pb.FromWorker:
         totals = [pb.OwnedTotal(owner=2, digest=bytes(range(size)))]
-        return pb.FromWorker(ready=pb.StepReady(job="j", receipt=pb.ExchangeReceipt(totals=totals)))
+        return pb.FromWorker(ready=pb.StepReady(job="j", receipts=[pb.ExchangeReceipt(totals=totals)]))
 
     ready = message_from(said(16))
     assert isinstance(ready, ev.StepReady)
-    assert ready.receipt is not None
-    assert ready.receipt.totals == {2: bytes(range(16)).hex()}
+    assert ready.receipts[0].totals == {2: bytes(range(16)).hex()}
     with pytest.raises(BadFrame, match=f"RoundReceipt.totals of {length} bytes"):
         message_from(said(length))
 

@@ -20,7 +20,7 @@ from strategies.exchanges.base import ExchangeRule, Flat
 from strategies.exchanges.diloco import DiLoCo, OuterState
 from tests.inprocess.exchange import Answer, Faults, run_round
 from tests.inprocess.peers import LocalPeers, WholeModel
-from worker.stage.flat import flat_values
+from worker.exchange.flat import flat_values
 
 FLAT = Flat(((30, 20), (40,)))
 SIZE = FLAT.size

@@ -33,7 +33,7 @@ def noise(seed: int) -> torch.Tensor:
 
 def mask_of(number: int, rule: StreamingDiLoCo = RULE) -> torch.Tensor:
     mask = torch.zeros(SIZE, dtype=torch.bool)
-    for segment in rule.segments(SIZE, ExchangeRound(number, RANKS)):
+    for segment in rule.segments(FLAT.sizes, ExchangeRound(number, RANKS)):
         mask[segment.start : segment.stop] = True
     return mask
 
@@ -47,11 +47,14 @@ def play(
 def test_fragments_are_strided_equal_and_together_the_model() -> None:
     masks = [mask_of(number) for number in range(FRAGMENTS)]
     assert torch.equal(sum(masks[1:], masks[0].int()), torch.ones(SIZE, dtype=torch.int32))
-    assert max(int(m.sum()) for m in masks) - min(int(m.sum()) for m in masks) <= RULE.runs
+    sizes = [[int(part.sum()) for part in mask.split(FLAT.sizes)] for mask in masks]
+    for of_tensor in zip(*sizes, strict=True):
+        assert max(of_tensor) - min(of_tensor) <= RULE.runs
     assert torch.equal(mask_of(FRAGMENTS + 1), masks[1])
-    assert len(RULE.segments(SIZE, ExchangeRound(1, RANKS))) == RULE.runs
-    for mask in masks:  # in every third of the row
-        assert all(bool(third.any()) for third in mask.chunk(RULE.runs))
+    assert len(RULE.segments(FLAT.sizes, ExchangeRound(1, RANKS))) == RULE.runs * len(FLAT.sizes)
+    for mask in masks:  # in every third of each tensor
+        for tensor in mask.split(FLAT.sizes):
+            assert all(bool(third.any()) for third in tensor.chunk(RULE.runs))
 
 
 def test_rounds_with_a_delay_follow_the_paper_in_numpy() -> None:

@@ -90,8 +90,8 @@ def test_digests_travel_with_a_step() -> None:
 
 def test_the_receipt_of_a_round_travels_with_the_digest_of_each_owners_total() -> None:
     receipt = Receipt(3, 0, (0, 2), (0, 2), 1.0, 10, 20, "ab" * 16, totals={0: "01" * 16, 2: "02" * 16})
-    report = StepReport(4, StageReport((), (), True), 0.1, 0.2, 0.0, 0.0, receipt=receipt)
-    found = to_coordinator(step_ready("j", 1, report, False, {})).ready.receipt
+    report = StepReport(4, StageReport((), (), True), 0.1, 0.2, 0.0, 0.0, receipts={7: receipt})
+    found = to_coordinator(step_ready("j", 1, report, False, {})).ready.receipts[0]
     assert (found.round, list(found.included), found.digest) == (3, [0, 2], "ab" * 16)
     assert {total.owner: total.digest for total in found.totals} == {0: b"\1" * 16, 2: b"\2" * 16}
 

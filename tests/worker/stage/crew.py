@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
+import torch
+
 from atoll.job import Optimizer, TrainingSpec
 from atoll.messages.to_worker import PeerLink
 from atoll.microbatch import ScheduleName
@@ -215,19 +217,24 @@ class Crew:
         self.links.append(links)
         return StageRun(assignment, stage, links, feed, held_out, Meters(spans, Progress()), local=local)
 
-    def all(self, work: str, *arguments: object, **named: object) -> list[object]:
-        results: list[object] = [None] * len(self.runs)
+    def all(
+        self, work: str, *arguments: object, only: Sequence[int] | None = None, **named: object
+    ) -> list[object]:
+        """Results of every run's ``work``, or of ``only`` these runs'."""
+        chosen = range(len(self.runs)) if only is None else only
+        results: dict[int, object] = {}
 
         def one(at: int) -> None:
+            torch.get_num_threads()  # else a thread whose only ops are convolutions takes OpenMP's own count
             results[at] = getattr(self.runs[at], work)(*arguments, **named)
 
-        threads = [threading.Thread(target=one, args=(at,)) for at in range(len(self.runs))]
+        threads = [threading.Thread(target=one, args=(at,)) for at in chosen]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(HUNG_S)
         assert not any(thread.is_alive() for thread in threads)
-        return results
+        return [results.get(at) for at in chosen]
 
     def snapshot(self) -> dict[str, dict[str, Tensor]]:
         merged: dict[str, dict[str, Tensor]] = {}

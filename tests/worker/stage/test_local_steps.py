@@ -13,7 +13,7 @@ from torch import Tensor
 
 from atoll.collective import TOTAL
 from atoll.errors import PlanError
-from atoll.exchange import Exchange, PairTable, Pattern, wanted_exchange
+from atoll.exchange import Exchange, PairTable, Pattern, Receipt, wanted_exchange
 from atoll.job import Optimizer
 from atoll.messages.to_worker import PeerLink
 from atoll.microbatch import ScheduleName
@@ -26,13 +26,12 @@ from tests.parameters import sampled
 from tests.patience import HUNG_S
 from tests.worker.stage.crew import TRAINING, Case, Crew, case
 from worker.cancel import Cancel, Cancelled
-from worker.exchange import carrier
+from worker.exchange import carrier, slices
 from worker.exchange.carrier import packed
 from worker.exchange.round import Message, digest_of
 from worker.exchange.schedule import Groups
-from worker.stage import local_steps
+from worker.exchange.slices import Send
 from worker.stage.assignment import Assignment, check
-from worker.stage.joining import Send
 from worker.stage.reports import StepReport
 from worker.transport.contract import Paths, PeerLost
 from worker.transport.frames import MessageKey
@@ -88,6 +87,12 @@ def same(run: Mapping[str, Mapping[str, Tensor]], stage: Mapping[str, Mapping[st
             assert torch.equal(value, run[name][key]), (name, key)
 
 
+def receipt_of(report: StepReport) -> Receipt:
+    """Of a peer that is one stage."""
+    (receipt,) = report.receipts.values()
+    return receipt
+
+
 def periods(exchange: Exchange, first: int = 0) -> list[int]:
     ends, step = [], first
     while step < SPEC.steps:
@@ -115,12 +120,13 @@ def test_peers_end_in_the_bits_of_the_rule_in_one_process(rule: str) -> None:
     losses: list[tuple[float, ...]] = []
     sent: dict[int, tuple[int, ...]] = {}  # by the step after which it was contributed
     for reports in trained(crew, ends):
-        digests = {r.receipt.included: r.receipt.digest for r in reports if r.receipt}
-        assert all(r.receipt and r.receipt.digest == digests[r.receipt.included] for r in reports)
-        assert all(report.receipt and report.receipt.complete for report in reports)
+        receipts = [receipt_of(report) for report in reports]
+        digests = {receipt.included: receipt.digest for receipt in receipts}
+        assert all(receipt.digest == digests[receipt.included] for receipt in receipts)
+        assert all(receipt.complete for receipt in receipts)
         losses += zip(*(report.stage.losses for report in reports), strict=True)
         sent[exchange.contributed_after(reports[0].step) - 1] = tuple(
-            report.receipt.sent_bytes for report in reports if report.receipt
+            receipt.sent_bytes for receipt in receipts
         )
     for step in range(ends[-1] + 1):
         figures = reference.step(step, lambda rank, at: [made.batches.of(at, m) for m in SHARES[rank]])
@@ -171,13 +177,13 @@ def test_a_job_that_goes_on_from_any_step_ends_in_the_bits_of_the_rule(
     crew, reference = Crew(made, assigned(made, exchange, first)), in_one_process(made, exchange)
     *before, last = periods(exchange, first)
     for reports in trained(crew, before):
-        assert all(report.receipt and report.receipt.complete for report in reports)
+        assert all(receipt_of(report).complete for report in reports)
     for step in range(first, max(before, default=first - 1) + 1):
         reference.step(step, lambda rank, at: [made.batches.of(at, m) for m in SHARES[rank]])
     for run, stage in zip(crew.runs, reference.stages, strict=True):
         same(run.snapshot(), stage.snapshot())
     (reports,) = trained(crew, [last])
-    assert all(report.receipt and report.receipt.complete for report in reports)
+    assert all(receipt_of(report).complete for report in reports)
 
 
 def test_who_joins_late_publishes_a_copy_that_its_partner_can_read() -> None:
@@ -239,7 +245,7 @@ def test_the_others_go_on_with_the_steps_they_took_without_a_lost_peer(rule: str
         run.reconfigure(assignment.reconfigured(plan, assignment.links, 0))
     (reports,) = trained(crew, [2])
     assert [len(report.stage.losses) for report in reports] == [3, 3]
-    assert all(report.receipt is not None and report.receipt.included == (0, 1) for report in reports)
+    assert all(receipt_of(report).included == (0, 1) for report in reports)
     # What they took before was not taken again: two peers alone come to the same.
     (program,) = stage_programs(made.dag, (0,))
     model = WholeModel(program, SPEC, made.tensors, states=made.states)
@@ -353,7 +359,7 @@ def test_who_sends_a_part_that_does_not_match_its_digest_is_named(
             frame[-1] ^= 1
         return frame
 
-    monkeypatch.setattr(local_steps, "packed", damaged)
+    monkeypatch.setattr(slices, "packed", damaged)
     first, *_ = outcomes(crew, periods(exchange)[0])
     assert isinstance(first, PeerLost)
     assert first.peer == "p1"
@@ -371,7 +377,7 @@ def test_an_owner_whose_total_lacks_a_contribution_is_named(monkeypatch: pytest.
             message = replace(message, included=included, digest=digest_of(message.packet, included))
         return packed(message)
 
-    monkeypatch.setattr(local_steps, "packed", lacking)
+    monkeypatch.setattr(slices, "packed", lacking)
     first, *_ = outcomes(crew, periods(exchange)[0])
     assert isinstance(first, PeerLost)
     assert first.peer == "p1"
@@ -398,9 +404,9 @@ def test_who_brings_what_is_not_finite_is_named(rule: str, bad: float) -> None:
     assert local is not None
     contribute = local.contribute
 
-    def spoiled(assignment: Assignment, send: Send) -> None:
-        local._brought = torch.full((sum(p.numel() for p in local._stage.trained.values()),), bad)
-        contribute(assignment, send)
+    def spoiled(plan: Plan, send: Send) -> None:
+        local._brought = [torch.full((sum(p.numel() for p in local._trained.values()),), bad)]
+        contribute(plan, send)
 
     def bring() -> None:
         with suppress(Cancelled):  # in a pair it may have all that it waits for
@@ -430,5 +436,5 @@ def test_a_peer_whose_own_model_is_not_finite_says_so_and_brings_nothing(rule: s
     report = run.run_step(last, Cancel())
     assert not report.stage.finite
     assert report.step == last
-    assert report.receipt is None
+    assert not report.receipts
     assert not crew.hub.sent

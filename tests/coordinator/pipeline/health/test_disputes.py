@@ -42,7 +42,7 @@ def rank_of(world: Scripted, worker: str) -> int:
 def all_report(world: Scripted, **others: ev.RoundReceipt) -> None:
     """Have all report a period; ``others`` with receipts of their own."""
     for worker in present(world):
-        report(world, worker, receipt=others.get(worker) or receipt(world, worker))
+        report(world, worker, receipts=(others.get(worker) or receipt(world, worker),))
 
 
 def agreed(world: Scripted) -> None:
