@@ -112,7 +112,12 @@ class Optimizer:
         ``weight``: the step's, where gradients are of sums (``atoll.step_loss``). The exact sum makes the
         figure independent of the cut. Formula: torch's clip_grad_norm_.
         """
-        norm = 0.0 if self.clip_norm is None else math.sqrt(math.fsum(square_norms))
+        norm = 0.0
+        if self.clip_norm is not None:
+            try:
+                norm = math.sqrt(math.fsum(square_norms))
+            except OverflowError:  # of finite squares, which anybody may report
+                norm = math.inf
         return scale_of(norm, self.clip_norm, weight)
 
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from atoll.job import scale_of
 from atoll.step_loss import StepLoss, step_loss
 from coordinator.messages.events import EvalReady, StepReady
 from coordinator.messages.facts import StepCommitted
@@ -15,18 +14,6 @@ from coordinator.messages.jobs import Dropped, FromRank, JobState, OddLoss, OwnS
 from coordinator.pipeline import periods
 from coordinator.pipeline.joined import ranks_of
 from coordinator.pipeline.tuning import link_policy, relink
-
-
-def clip_scale(square_norms: list[float], clip_norm: float | None, weight: float = 1.0) -> float:
-    """Return the factor of the step's gradients, ``atoll.job.scale_of``.
-
-    The squares are added one by one in canonical parameter order, so that the sum is the same
-    whatever stage each parameter is on.
-    """
-    total = 0.0
-    for square in square_norms:
-        total += square
-    return scale_of(math.sqrt(total), clip_norm, weight)
 
 
 def fact_of(commit: StepCommit, loss: float, now_s: float, reports: Sequence[StepReady]) -> StepCommitted:
@@ -148,7 +135,7 @@ def _own_commit(state: JobState, reports: list[StepReady]) -> StepCommit:
         [weight for report in reports for weight in report.weights],
     )
     norms = [square for report in reports for square in report.square_norms]
-    scale = clip_scale(norms, state.spec.training.optimizer.clip_norm, found.weight)
+    scale = state.spec.training.optimizer.gradient_scale(norms, found.weight)
     step = reports[0].step
     return StepCommit(
         state.job, state.version, step, scale, store=False, evaluate=False, last=False, own=True,

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from atoll.microbatch import block_ranges
 from coordinator.messages import events as ev
-from coordinator.pipeline.commits import clip_scale
 from tests.sim.clock import digest
 
 if TYPE_CHECKING:
@@ -87,5 +86,5 @@ def exact_step(spec: JobSpec, tensors: Mapping[str, str], step: int) -> tuple[di
     loss = joined(values)
     several = micro_losses(values, spec.training.n_micro, blocks, range(blocks))
     norms = list(square_norms(tensors, sorted(tensors), loss))
-    after = update(tensors, step, loss, clip_scale(norms, spec.training.optimizer.clip_norm))
+    after = update(tensors, step, loss, spec.training.optimizer.gradient_scale(norms))
     return after, number(loss) if blocks == 1 else sum(several, 0.0)
