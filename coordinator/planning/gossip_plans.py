@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
     from atoll.exchange import Exchange
     from atoll.job import Optimizer
-    from atoll.opdag import OpDag
+    from atoll.opdag import OpDag, TensorMeta
     from atoll.plan import Replica
     from coordinator.planning.costs.fleet import Fleet
+    from strategies.exchanges.catalogue import Shapes
     from strategies.exchanges.partners import Group
 
     Floats = NDArray[np.float64]
@@ -85,6 +86,12 @@ class Range(NamedTuple):
     n_bytes: float
     holders: tuple[int, ...]  # devices, by peer
     rates: tuple[float, ...] = ()  # bytes/s of each towards those it exchanges with; none: among themselves
+    tensors: tuple[tuple[int, ...], ...] = ()  # their shapes; none: taken for one tensor
+
+    @property
+    def shapes(self) -> Shapes:
+        """Shapes of what is exchanged."""
+        return self.tensors or ((round(self.n_bytes / 4),),)
 
 
 class Held(NamedTuple):
@@ -102,7 +109,7 @@ def whole_models(fleet: Fleet, members: Sequence[int], n_bytes: float) -> Held:
 
 def held_by(fleet: Fleet, replicas: Sequence[Replica], dag: OpDag, optimizer: Optimizer) -> Held:
     """Return what the stages of peers hold first, and send on of tied parameters."""
-    shared: dict[tuple[int, ...], float] = {}
+    shared: dict[tuple[int, ...], list[TensorMeta]] = {}
     settled = np.zeros((len(fleet.devices),) * 2)
     stage_at = [_devices_by_op(fleet, replica) for replica in replicas]
     uses: dict[str, list[int]] = {}
@@ -111,16 +118,22 @@ def held_by(fleet: Fleet, replicas: Sequence[Replica], dag: OpDag, optimizer: Op
             if leaf.source is Source.PARAMETER and is_trained(dag, leaf.name, optimizer):
                 uses.setdefault(leaf.name, []).append(op)
     for name, ops in uses.items():
-        n_bytes = float(dag.parameters[name].meta.nbytes)
+        meta = dag.parameters[name].meta
         holders = tuple(of[ops[0]] for of in stage_at)
-        shared[holders] = shared.get(holders, 0.0) + n_bytes
+        shared.setdefault(holders, []).append(meta)
         for of, first in zip(stage_at, holders, strict=True):
             for other in {of[op] for op in ops} - {first}:
-                settled[first, other] += n_bytes
-    if len(shared) == 1:
-        return Held(tuple(Range(n_bytes, holders) for holders, n_bytes in shared.items()), settled)
+                settled[first, other] += meta.nbytes
     rates = _rates_between(fleet, list(shared))
-    ranges = (Range(n, held, tuple(rates[at] for at in held)) for held, n in shared.items())
+    ranges = (
+        Range(
+            float(sum(meta.nbytes for meta in metas)),
+            holders,
+            tuple(rates[at] for at in holders) if len(shared) > 1 else (),
+            tuple(meta.shape for meta in metas),
+        )
+        for holders, metas in shared.items()
+    )
     return Held(tuple(ranges), settled)
 
 
@@ -156,8 +169,8 @@ def round_of(fleet: Fleet, held: Held, exchange: Exchange, seed: int) -> tuple[F
     settled_s = exchange_s(fleet, settled, 1)
     sent = np.zeros((len(fleet.devices),) * 2)
     if not exchange.gossips:
-        for n_bytes, holders, rates in held.ranges:
-            sent += _by_owners(fleet, list(holders), n_bytes, exchange, rates)
+        for range_ in held.ranges:
+            sent += _by_owners(fleet, list(range_.holders), range_, exchange, range_.rates)
         return sent + settled, exchange_s(fleet, sent) + settled_s
     peers, seconds = tuple(range(len(held.ranges[0].holders))), 0.0
     owners = exchange_facts(exchange.rule).pattern is Pattern.OWNERS
@@ -165,7 +178,7 @@ def round_of(fleet: Fleet, held: Held, exchange: Exchange, seed: int) -> tuple[F
         groups = groups_at(exchange, peers, len(peers), seed, number)
         moved = np.zeros_like(sent)
         for range_ in held.ranges:
-            moved += _of_groups(fleet, list(range_.holders), range_.n_bytes, exchange, groups)
+            moved += _of_groups(fleet, range_, exchange, groups)
         seconds += exchange_s(fleet, moved, PHASES if owners else 1) / TUNED.seen_rounds
         sent += moved / TUNED.seen_rounds
     return sent + settled, seconds + settled_s
@@ -177,24 +190,22 @@ def hidden_steps(exchange: Exchange) -> int:
     return exchange.every if published else exchange.delay
 
 
-def _of_groups(
-    fleet: Fleet, members: list[int], n_bytes: float, exchange: Exchange, groups: tuple[Group, ...]
-) -> Floats:
+def _of_groups(fleet: Fleet, range_: Range, exchange: Exchange, groups: tuple[Group, ...]) -> Floats:
     sent = np.zeros((len(fleet.devices),) * 2)
     for group in groups:
-        ids = [members[rank] for rank in group]
+        ids = [range_.holders[rank] for rank in group]
         if exchange_facts(exchange.rule).pattern is Pattern.OWNERS:
-            sent += _by_owners(fleet, ids, n_bytes, exchange)
+            sent += _by_owners(fleet, ids, range_, exchange)
         elif len(ids) > 1:
-            volume = exchange_facts(exchange.rule).volume(((round(n_bytes / 4),),), exchange, 2)
+            volume = exchange_facts(exchange.rule).volume(range_.shapes, exchange, 2)
             sent[ids[0], ids[1]] = sent[ids[1], ids[0]] = volume
     return sent
 
 
 def _by_owners(
-    fleet: Fleet, members: list[int], n_bytes: float, exchange: Exchange, rates: Sequence[float] = ()
+    fleet: Fleet, members: list[int], range_: Range, exchange: Exchange, rates: Sequence[float] = ()
 ) -> Floats:
-    dense = owner_transfers(fleet, members, n_bytes, rates)
-    if len(members) < 2 or not n_bytes:
+    dense = owner_transfers(fleet, members, range_.n_bytes, rates)
+    if len(members) < 2 or not range_.n_bytes:
         return dense
-    return coded(dense, n_bytes, exchange, len(members))
+    return coded(dense, range_.shapes, exchange, len(members))

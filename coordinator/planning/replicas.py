@@ -284,7 +284,7 @@ def exchanged_bytes(plan: Plan, problem: Problem) -> Floats:
     labels, share_sent = contributions(plan), _sent_share(plan, problem)
     rank_of = {fleet.index[place.worker]: rank for rank, place in enumerate(plan.places)}
     # A gradient of several uses is whole where the first one is, and travels once.
-    for n_bytes, holders, _ in held_by(fleet, plan.replicas, problem.dag, problem.training.optimizer).ranges:
+    for n_bytes, holders, *_ in held_by(fleet, plan.replicas, problem.dag, problem.training.optimizer).ranges:
         joined = joining(plan.exchange, [rank_of[at] for at in holders], labels, UNITS)
         for replica, actions in joined.actions.items():
             for action in actions:
@@ -312,7 +312,7 @@ def _coding_s(plan: Plan, problem: Problem) -> dict[int, float]:
     if exchange is None or not exchange.keeps:
         return {}
     found: dict[int, float] = {}
-    for n_bytes, holders, _ in held_by(
+    for n_bytes, holders, *_ in held_by(
         problem.fleet, plan.replicas, problem.dag, problem.training.optimizer
     ).ranges:
         for at in holders:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from atoll.exchange import Exchange
     from coordinator.planning.costs.fleet import Fleet
+    from strategies.exchanges.catalogue import Shapes
 
     Floats = NDArray[np.float64]
 
@@ -83,10 +84,10 @@ def seconds(fleet: Fleet, sent: Floats) -> float:
     return worst / fleet.payload_share
 
 
-def coded(dense: Floats, n_bytes: float, exchange: Exchange, count: int) -> Floats:
-    """[devices, devices] bytes of a round by the exchange's rule among ``count`` members with so many trained
-    bytes each, who send ``dense`` where it is by owners and without a codec."""
-    volume = EXCHANGES[exchange.rule].volume(((round(n_bytes / 4),),), exchange, count)
+def coded(dense: Floats, shapes: Shapes, exchange: Exchange, count: int) -> Floats:
+    """[devices, devices] bytes of a round by the exchange's rule among ``count`` members with tensors of
+    these shapes each, who send ``dense`` where it is by owners and without a codec."""
+    volume = EXCHANGES[exchange.rule].volume(shapes, exchange, count)
     return dense * (volume / (float(dense.sum()) / count))
 
 
