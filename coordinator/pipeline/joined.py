@@ -88,5 +88,6 @@ def _teller(plan: Plan, replica: int, ready: Reports) -> int:
 
 
 def _norms(plan: Plan, replica: int, ready: Reports) -> tuple[str, ...]:
-    # As text: NaN equals itself.
-    return tuple(repr(square) for rank in ranks_of(plan, replica) for square in ready[rank].square_norms)
+    # As text: NaN equals itself. Sorted: a stage of several pieces has its first and its last parameters.
+    ranks = ranks_of(plan, replica)
+    return tuple(sorted(repr(square) for rank in ranks for square in ready[rank].square_norms))

@@ -68,6 +68,8 @@ class Periods:
         if not self._local.joining:
             raise BadFrame(f"the round after step {last} is asked for before its steps are done")
         self._begin(done, last)
+        # A neighbour may begin the next step before this stage hears of the commit.
+        self._messages.expect_up_to(last + 1)
         if not self._exchange(last, cancel):
             return self._diverged(last)
         return self._joined(last, [], cancel)

@@ -43,6 +43,12 @@ def test_norms_of_gradients_that_all_replicas_hold_count_once() -> None:
     assert disagreement(PLAN, REPORTS) is None
 
 
+def test_a_ring_reports_its_first_and_last_parameters_together() -> None:
+    """The other replica has them in the order of the ops."""
+    ring = REPORTS | {0: ready((0.1,), (1.0, 3.0)), 1: ready((), (2.0,))}
+    assert disagreement(PLAN, ring) is None
+
+
 def test_a_replica_with_other_gradients_is_named() -> None:
     other = REPORTS | {2: ready((0.2, 0.3), (1.0, 2.0, 3.0000000000000004))}
     found = disagreement(PLAN, other)

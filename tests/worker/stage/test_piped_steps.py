@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from atoll.program import PiecePrograms
 from atoll.step_loss import step_loss
 from tests.inprocess.peers import LocalPeers, WholeModel
 from tests.parameters import sampled
+from tests.patience import HUNG_S, eventually
 from tests.worker.stage.crew import TRAINING, Case, Crew, case
 from worker.cancel import Cancel
 from worker.stage.assignment import Assignment
@@ -182,3 +184,27 @@ def test_a_peer_goes_on_alone_with_the_step_that_it_was_at() -> None:
                 moved = plan.moved(2, workers, gone)
                 run.reconfigure(run.assignment.reconfigured(moved, run.assignment.links, step))
         pipes.step(step, (1,))
+
+
+def test_a_round_that_is_done_again_takes_messages_of_the_step_behind_it() -> None:
+    """A neighbour may begin that before the commit has come here; what nobody wants is lost."""
+    made, exchange = case("gpt2"), RULES["diloco"]
+    pipes = Pipes(made, assigned(made, exchange, cuts(made, 3)))
+    mine, last = pipes.ranks(1), exchange.every - 1
+    for step in range(last + 1):
+        pipes.step(step, (1,))
+    for rank in mine:
+        run = pipes.crew.runs[rank]
+        plan = run.assignment.plan
+        moved = plan.moved(2, [place.worker for place in plan.places], frozenset(pipes.ranks(0)))
+        run.reconfigure(run.assignment.reconfigured(moved, run.assignment.links, last))
+    pipes.round(last, mine)
+    first, second = (pipes.crew.runs[rank] for rank in mine)
+    early = threading.Thread(target=first.run_step, args=(last + 1, Cancel()))
+    early.start()
+    hub = pipes.crew.hub
+    eventually(lambda: any(key.step == last + 1 for _, _, key in hub.sent))
+    assert not hub.dropped
+    second.run_step(last + 1, Cancel())
+    early.join(HUNG_S)
+    assert not early.is_alive()
