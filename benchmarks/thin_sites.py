@@ -66,7 +66,7 @@ def trained(
     row = {
         "what": what,
         "stages": [len(replica["stages"]) for replica in plan["replicas"]],
-        "rule": plan["exchange"]["rule"],
+        "rule": (plan["exchange"] or {"rule": "none"})["rule"],
         "predicted": round(samples / predicted_s, 3),
         "measured": round(samples / step_s, 3),
         "error": round(step_s / predicted_s - 1.0, 4),
