@@ -78,7 +78,7 @@ def trained(
         flush=True,
     )
     sent = met_bytes(whole_log(fleet))[before:]
-    if plan["exchange"]["rule"] in LOCAL_RULES and sent:
+    if row["rule"] in LOCAL_RULES and sent:
         planned = crossing_bytes(plan)
         rounds = sent[: len(sent) // int(plan["exchange"]["fragments"]) * int(plan["exchange"]["fragments"])]
         row |= {"round_bytes": rounds, "planned_bytes": planned}
