@@ -7,12 +7,12 @@ STAMP := $(VENV)/.installed
 PACKAGES := atoll coordinator worker hostos protos strategies compressors lab experiments
 PROTOS := protos/atoll_job.proto protos/atoll_control.proto protos/atoll_apps.proto
 MESSAGES := protos/atoll_compute.proto  # no service in it
-BENCHMARKS := oracle planner transport messages commit sessions codecs lossless_real sparse_formats gpu prediction \
-	pipeline_vs_torch schedules two_parts adaptive_compression link_adaptation vs_flower convergence \
-	federated_bandwidth federated_mnist code_lines same_bits packet_hashes peer_selection gossip ways exchanges \
-	local_steps makespan population population_fleet vs_simulations personal journal tiny_step relay recovery \
-	chaos noticed joined restore ring replicas local_steps_lab vs_hivemind ways_lab round_codecs memory reach \
-	reconstruction large large_plan tied_plans upload
+BENCHMARKS := adaptive_compression chaos code_lines codecs commit consumer_fleet convergence exchanges \
+	federated_bandwidth federated_mnist gossip gpu joined journal large large_plan link_adaptation local_steps \
+	local_steps_lab lossless_real makespan memory messages noticed oracle packet_hashes peer_selection personal \
+	pipeline_vs_torch planner population population_fleet prediction reach reconstruction recovery relay \
+	replicas restore ring round_codecs same_bits schedules sessions sparse_formats thin_sites tied_plans \
+	tiny_step transport two_parts upload vs_flower vs_hivemind vs_simulations wan_speedrun ways ways_lab
 # One compute thread each: several processes share the machine, and results repeat exactly.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # So many processes run the default tests, a file at a time each; 0: none but pytest's own.
