@@ -59,7 +59,7 @@ class LocalSteps:
         """``tensors``: what the stage was made from; of a checkpoint they have the rule's state as well."""
         assert assignment.plan.exchange is not None  # noqa: S101 - of local steps
         self._exchange, self._training = assignment.plan.exchange, assignment.training
-        self._rank, self._trained = assignment.rank, stage.trained
+        self._peer, self._trained = assignment.replica, stage.trained
         self.alone = len(assignment.pipeline.stages) == 1  # else each step is committed, too
         self._slices: list[SliceRounds] = []
         for piece in assignment.slices:
@@ -193,16 +193,16 @@ class LocalSteps:
                     for name, part in by_name(held, flat).items():
                         snapshot[name][key] = part.contiguous().clone()
             for name in held:
-                snapshot[name][PEER] = torch.tensor([float(self._rank)])
+                snapshot[name][PEER] = torch.tensor([float(self._peer)])
         return snapshot
 
     def _restored(self, held: Mapping[str, Parameter], tensors: Tensors) -> State:
-        """Return the rule's state of a slice as stored; of another rank's all but its residual: a published
+        """Return the rule's state of a slice as stored; of another peer's all but its residual: a published
         copy is the model that this one begins with, too, and as far from the others'."""
         own = flat_values(held)
         state = make_rule(self._exchange).init(Flat(flat_shapes(held)), own)
         mine = all(
-            PEER in tensors[name] and int(tensors[name][PEER].reshape(-1)[0]) == self._rank for name in held
+            PEER in tensors[name] and int(tensors[name][PEER].reshape(-1)[0]) == self._peer for name in held
         )
 
         def kept(key: str) -> Tensor | None:

@@ -71,7 +71,7 @@ class Layout:
         return sum(rows * columns for rows, columns, rank in self.tensors if not rank)
 
     def stored(self, flat: Flat, residual: Tensor, bases: Sequence[Matrix]) -> list[dict[str, Tensor]]:
-        """What is kept of each tensor: of those that travel as factors, its residual and its basis."""
+        """What is kept of each tensor: its residual and basis where it travels as factors, else nothing."""
         waiting = iter(bases)
         return [
             {OWN: part, BASIS: next(waiting)} if rank else {}

@@ -169,6 +169,17 @@ def test_a_ring_beside_a_chain_has_the_bits_of_whole_peers(rule: str) -> None:
     bits_of_whole_peers("gpt2", rule, (ring, chain[:2]), ((0, 1, 0), (0, 1)))
 
 
+def test_what_a_peer_keeps_is_stored_as_its_own_whatever_the_stage() -> None:
+    """Under another cut its tensors lie at other ranks, and a residual is no other peer's."""
+    made, exchange = case("gpt2"), RULES["sparseloco"]
+    pipes = Pipes(made, assigned(made, exchange, cuts(made, 3)))
+    pipes.period(0, exchange.every - 1)
+    for replica in range(len(SHARES)):
+        trained = [tensors for tensors in pipes.state(replica).values() if "peer" in tensors]
+        assert trained
+        assert {int(tensors["peer"]) for tensors in trained} == {replica}
+
+
 def test_a_peer_goes_on_alone_with_the_step_that_it_was_at() -> None:
     """The others of its pipeline keep the steps that they have taken; the one in flight begins anew."""
     made, exchange = case("gpt2"), RULES["diloco"]
