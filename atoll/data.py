@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from atoll.arrays import array_of, stacked
+from atoll.arrays import array_of
 from atoll.dataset_spec import DataField, DataSpec, Layout
 from atoll.errors import UsageError
-from atoll.fields import check_fields, described, is_a
-from atoll.job_checks import DATA_LOADER, data_words
+from atoll.fields import check_fields, described
+from atoll.job_checks import data_words
+from atoll.samples import Collate, collated, columns
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
     from numpy.typing import NDArray
 
@@ -76,14 +75,28 @@ class Rows:
         check_seed(self.seed)
 
     @classmethod
-    def of(cls, dataset: Any, *inputs: str, held_out: Any | None = None, seed: int | None = 0) -> Rows:
-        """Return the samples of a data set such as ``torch.utils.data.TensorDataset``, read once and stacked.
+    def of(
+        cls,
+        dataset: Any,
+        *inputs: str,
+        held_out: Any | None = None,
+        seed: int | None = 0,
+        collate: Collate | None = None,
+    ) -> Rows:
+        """Return the samples of a map-style data set of torch or ``datasets``, read once and stacked.
 
         ``inputs`` name the model's input for each part of a sample, or the keys of samples that are
-        mappings. ``held_out`` is such a data set too. UsageError for samples that have not so many parts.
+        mappings: all of them where none is named. ``held_out`` is such a data set too. ``collate``, such as a
+        collator of transformers, makes a dict of tensors from the samples of both, all of them at once.
+        UsageError for samples that have not so many parts.
         """
-        held = None if held_out is None else _columns("Rows.of(held_out)", held_out, inputs)
-        return cls(_columns("Rows.of", dataset, inputs), held, seed)
+        sets = [dataset] if held_out is None else [dataset, held_out]
+        if collate is not None:
+            train, *held = collated("Rows.of", sets, inputs, collate)
+        else:
+            names = ("Rows.of", "Rows.of(held_out)")
+            train, *held = (columns(name, one, inputs) for name, one in zip(names, sets, strict=False))
+        return cls(train, held[0] if held else None, seed)
 
     def materialise(self, batch: int) -> tuple[Materialised, Materialised | None]:
         train = _rows(self.arrays, batch, self.seed)
@@ -211,50 +224,6 @@ def _named_arrays(what: str, given: Any) -> dict[str, Array]:
     if 0 in sizes.values():
         raise UsageError(f"{what} has no rows; give one for each sample")
     return found
-
-
-def _columns(what: str, dataset: Any, inputs: Sequence[str]) -> dict[str, Array]:
-    """Return the parts of a data set's samples, stacked by input."""
-    if not inputs or not all(isinstance(name, str) for name in inputs):
-        raise UsageError(
-            f"{what} names no inputs; name one for each part of a sample, Rows.of(dataset, 'x', 'y')"
-        )
-    if is_a(dataset, DATA_LOADER):
-        raise UsageError(f"{what}: {described(dataset)}; {data_words(dataset, inputs)}")
-    if isinstance(dataset, type) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        raise UsageError(
-            f"{what}: {described(dataset)} has no samples by number; make tensors of it and give "
-            "Rows({...})"
-        )
-    parts: dict[str, list[Array]] = {name: [] for name in inputs}
-    for at in range(len(dataset)):
-        for name, value in _parts(what, dataset[at], inputs).items():
-            parts[name].append(_one_row(f"{what}: {name!r}", value))
-    if not len(dataset):
-        raise UsageError(f"{what}: {described(dataset)} has no samples")
-    return {name: stacked(f"{what}: {name!r}", rows) for name, rows in parts.items()}
-
-
-def _parts(what: str, sample: Any, inputs: Sequence[str]) -> dict[str, Any]:
-    if isinstance(sample, Mapping):
-        if missing := [name for name in inputs if name not in sample]:
-            raise UsageError(f"{what}: samples have {', '.join(map(str, sample))}, not {', '.join(missing)}")
-        return {name: sample[name] for name in inputs}
-    parts = sample if isinstance(sample, tuple | list) else (sample,)
-    if len(parts) != len(inputs):
-        raise UsageError(
-            f"{what}: a sample has {len(parts)} parts; name an input for each, not {len(inputs)}"
-        )
-    return dict(zip(inputs, parts, strict=True))
-
-
-def _one_row(what: str, value: Any) -> Array:
-    if isinstance(value, bool | int | float):
-        return np.asarray(value)
-    shape = getattr(value, "shape", None)
-    if shape is not None and len(shape) == 0:  # a label on its own
-        return array_of(what, value.reshape(1))[0:1].reshape(())
-    return array_of(what, value)
 
 
 def _text(given: Any) -> bytes | None:

@@ -132,15 +132,17 @@ def scale_of(norm: float, clip_norm: float | None, weight: float = 1.0) -> float
 class ScheduleKind(StrEnum):
     CONSTANT = "constant"
     COSINE = "cosine"
+    LINEAR = "linear"
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Learning-rate factor by step: linear warm-up, then constant or cosine to ``final``."""
+    """Learning-rate factor by step: linear warm-up, then constant, or linear or cosine to ``final``."""
 
     kind: ScheduleKind = ScheduleKind.CONSTANT
     warmup_steps: Annotated[int, Within(0, MAX_STEPS)] = 0
     final: Amount = 0.1  # of the base rate, at the last step
+    from_zero: bool = False  # the warm-up's first step has the rate 0, as in transformers; else one share
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -148,11 +150,13 @@ class Schedule:
     def factor(self, step: int, steps: int) -> float:
         """Multiplier of the base learning rate at ``step`` of ``steps``, both from 0."""
         if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
+            return (step + (not self.from_zero)) / self.warmup_steps
         if self.kind is ScheduleKind.CONSTANT:
             return 1.0
         span = max(1, steps - self.warmup_steps)
         progress = min(1.0, (step - self.warmup_steps) / span)
+        if self.kind is ScheduleKind.LINEAR:
+            return self.final + (1.0 - self.final) * (1.0 - progress)
         return self.final + (1.0 - self.final) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 

@@ -528,19 +528,22 @@ class Schedule(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     WARMUP_STEPS_FIELD_NUMBER: _builtins.int
     FINAL_FIELD_NUMBER: _builtins.int
+    FROM_ZERO_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     warmup_steps: _builtins.int
     final: _builtins.float
+    from_zero: _builtins.bool
     def __init__(
         self,
         *,
         kind: _builtins.str = ...,
         warmup_steps: _builtins.int = ...,
         final: _builtins.float = ...,
+        from_zero: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["final", b"final", "kind", b"kind", "warmup_steps", b"warmup_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["final", b"final", "from_zero", b"from_zero", "kind", b"kind", "warmup_steps", b"warmup_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,108 @@
+"""Data sets as people have them: of torch, of ``datasets``, with a collator of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from atoll import Rows
+from atoll.errors import UsageError
+from atoll.samples import ROWS_A_READ
+
+IDS = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+
+
+def columnar(**columns: Any) -> datasets.Dataset:
+    return datasets.Dataset.from_dict(columns)
+
+
+class Mine(Dataset[dict[str, object]]):
+    """Samples that are dicts of tensors and numbers."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, at: int) -> dict[str, object]:
+        return {"x": torch.full((2,), float(at)), "y": at}
+
+
+def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """As collators of transformers do it: to the longest of the samples that it is given."""
+    longest = max(len(sample["ids"]) for sample in samples)
+    ids = [sample["ids"] + [0] * (longest - len(sample["ids"])) for sample in samples]
+    return {"ids": torch.tensor(ids), "mask": torch.tensor(ids) != 0}
+
+
+def test_a_columnar_data_set_gives_its_columns_in_the_types_it_declares() -> None:
+    found = Rows.of(columnar(ids=IDS, label=[0, 1, 0], weight=[0.5, 1.0, 2.0]), held_out=one_sample()).arrays
+    assert {name: (array.dtype.name, array.shape) for name, array in found.items()} == {
+        "ids": ("int64", (3, 3)),
+        "label": ("int64", (3,)),
+        "weight": ("float32", (3,)),
+    }
+    assert found["ids"].tolist() == IDS
+
+
+def one_sample() -> datasets.Dataset:
+    return columnar(ids=[[0, 0, 0]], label=[1], weight=[1.0])
+
+
+def test_what_is_read_in_pieces_is_what_is_read_row_by_row() -> None:
+    count = 2 * ROWS_A_READ + 3
+    values = np.random.default_rng(5).integers(0, 99, (count, 2)).tolist()
+    by_column = Rows.of(columnar(x=values), "x").arrays["x"]
+    by_row = Rows.of([{"x": row} for row in values], "x").arrays["x"]
+    assert by_column.dtype == by_row.dtype
+    assert np.array_equal(by_column, by_row)
+
+
+def test_a_format_of_its_owners_functions_is_read_sample_by_sample() -> None:
+    made = columnar(ids=IDS).with_transform(lambda rows: {"total": [sum(row) for row in rows["ids"]]})
+    assert Rows.of(made).arrays["total"].tolist() == [6, 15, 24]
+
+
+@pytest.mark.parametrize("columns", [("x", "y"), ()])
+def test_samples_that_are_dicts_need_no_names(columns: tuple[str, ...]) -> None:
+    found = Rows.of(Mine(), *columns)
+    assert list(found.arrays) == ["x", "y"]
+    assert found.arrays["y"].tolist() == [0, 1, 2]
+
+
+def test_a_collator_pads_training_and_held_out_samples_to_one_length() -> None:
+    train, held = [{"ids": [1]}, {"ids": [2, 3]}], [{"ids": [4, 5, 6]}]
+    found = Rows.of(train, held_out=held, collate=padded)
+    assert found.arrays["ids"].tolist() == [[1, 0, 0], [2, 3, 0]]
+    assert found.held_out is not None
+    assert found.held_out["ids"].tolist() == [[4, 5, 6]]
+    assert list(Rows.of(train, "ids", collate=padded).arrays) == ["ids"]
+
+
+def test_a_collator_that_packs_samples_is_refused() -> None:
+    def packed(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return {"ids": torch.tensor([[id for sample in samples for id in sample["ids"]]])}
+
+    with pytest.raises(UsageError, match="made 1 rows of 'ids' from 2 samples"):
+        Rows.of([{"ids": [1]}, {"ids": [2, 3]}], collate=packed)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "inputs", "words"),
+    [
+        (columnar(text=["a", "b"], y=[0, 1]), (), "'text' holds no numbers, first 'a'; name the inputs"),
+        (columnar(ids=[[1], [2, 3]]), (), r"rows of different shapes, \(1,\) and \(2,\); pad them"),
+        (columnar(ids=[[1]] * ROWS_A_READ + [[2, 3]]), (), "rows of different shapes"),
+        (columnar(ids=IDS), ("labels",), "samples have ids, not labels"),
+        (columnar(ids=[]), (), "has no samples"),
+        ([(1, 2)], (), "names no inputs"),
+    ],
+)
+def test_what_cannot_be_stacked_is_refused_in_words(
+    dataset: Any, inputs: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        Rows.of(dataset, *inputs)
