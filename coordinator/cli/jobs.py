@@ -19,7 +19,7 @@ from atoll.errors import StorageError, UsageError
 from atoll.exchange import EXACT
 from atoll.worker_names import with_names
 from coordinator.cli.format import in_bytes, plain
-from coordinator.cli.options import Common, PlanOptions, telling
+from coordinator.cli.options import Common, PlanOptions, Trace, telling
 from coordinator.cli.pool import need_workers
 from coordinator.cli.render import memory_view, plan_view, watch_line, watch_view, worker_names
 from coordinator.cli.render_ways import ways_values, ways_view
@@ -28,6 +28,8 @@ from hostos.command_line import byte_progress, out, print_json, with_groups
 from protos.convert import to_proto
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from atoll.dataset_spec import PinnedData
     from atoll.job import Job
     from atoll.plan import Plan
@@ -51,7 +53,7 @@ def register(app: typer.Typer) -> None:
     app.command(epilog="Example: atoll logs j-1 --follow")(logs)
     app.command(epilog="Example: atoll cancel j-1")(cancel)
     app.command(epilog="Example: atoll forget j-1 j-2")(forget)
-    app.command(epilog="Example: atoll export j-1 -o model.safetensors")(export)
+    app.command(epilog="Example: atoll export j-1 -o adapter --format peft --job-file job.py")(export)
     app.command(epilog="Example: atoll trace j-1 -o trace.json   (open it in Perfetto)")(trace)
     app.command(epilog="Example: atoll metrics j-1 --out metrics.csv")(metrics)
 
@@ -309,18 +311,51 @@ def forget(
 @with_groups
 def export(
     job: JobName,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")] = Path(
-        "model.safetensors"
-    ),
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="PATH",
+            help="Where to write; default: model.safetensors, a folder of the job's name for other formats.",
+        ),
+    ] = None,
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="HOW",
+            help="safetensors: one file; hf: a folder for from_pretrained; peft: the adapter alone.",
+        ),
+    ] = "safetensors",
+    jobfile: Annotated[
+        Path | None,
+        typer.Option(
+            "--job-file", metavar="JOBFILE",
+            help="The file that was submitted, whose module writes a folder: needed for hf and peft.",
+        ),
+    ] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="As of `atoll submit`.")
+    ] = None,
     *,
+    trace: Trace = False,
     common: Common,
-) -> None:
-    """Write the newest weights to one safetensors file under the module's own names."""
+) -> None:  # fmt: skip
+    """Write the newest weights under the module's own names, or as transformers or peft reads them."""
+    from coordinator.client.export import Format
+
+    if form not in {known.value for known in Format}:
+        raise UsageError(f"--format {form}: give {', '.join(Format)}")
+    wanted = Format(form)
+    path = output or Path("model.safetensors" if wanted is Format.SAFETENSORS else job)
+    module = None if wanted is Format.SAFETENSORS else _module(form, jobfile, sets or [], trace)
     with (
         common.client() as client,
         byte_progress("downloading", common.json) as progress,
     ):
-        found = client.export(job, output, progress)
+        if module is None:
+            found = client.export(job, path, progress)
+        else:
+            found = client.export_folder(job, path, module, wanted, progress)
     if common.json:
         print_json(
             {"path": str(found.path), "step": found.step, "tensors": found.tensors, "bytes": found.bytes}
@@ -328,6 +363,21 @@ def export(
     else:
         size = in_bytes(found.bytes)
         out.print(f"{found.path}: {found.tensors} tensors, {size}, after step {found.step}", soft_wrap=True)
+
+
+def _module(form: str, jobfile: Path | None, sets: Sequence[str], trace: bool) -> nn.Module:
+    """Return the module of a job file with the weights that it begins with."""
+    from coordinator.client.job_file import load_job
+    from coordinator.client.weights import with_weights
+
+    if jobfile is None:
+        raise UsageError(
+            f"--format {form} needs the module, which is on this machine alone: give --job-file JOBFILE, the "
+            "file that was submitted"
+        )
+    found = load_job(jobfile, sets, full_trace=trace)
+    with_weights(found)
+    return found.module
 
 
 @with_groups

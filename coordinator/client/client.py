@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -41,9 +41,11 @@ from protos.text_limits import clean
 
 if TYPE_CHECKING:
     from tenacity import Retrying
+    from torch import Tensor, nn
 
     from atoll.dataset_spec import PinnedData
     from atoll.job import TrainingSpec
+    from coordinator.client.export import Format
     from coordinator.client.prepare import Graphs, Prepared
     from protos.blob_transfer import LocalBlob
 
@@ -69,6 +71,15 @@ class Exported:
     step: int
     tensors: int
     bytes: int
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors of a job by the module's own names, after ``step`` steps; ``name``: the job's own."""
+
+    tensors: Mapping[str, Tensor]
+    step: int
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,18 +272,44 @@ class Client:
             reply: pb.ResultReply = self._owner.Result(pb.JobRequest(job=job), **self._short())
         return reply
 
-    def export(self, job: str, path: Path, progress: Progress = silent) -> Exported:
-        """Write the newest weights to ``path`` under the module's own names, tied ones too."""
-        from coordinator.client.export import assemble, unwrapped, write_weights  # torch is slow to import
+    def weights(
+        self, job: str, progress: Progress = silent, wanted: Collection[str] | None = None
+    ) -> Weights:
+        """The job's newest weights by the module's own names, tied ones too. ``wanted``: only those, where
+        the job has them."""
+        from coordinator.client.export import assemble, unwrapped  # torch is slow to import
 
         reply = self.result(job)
-        names = {t.name: t.blob for t in reply.tensors}
+        kept = None if wanted is None else {reply.prefix + name for name in wanted}
+        names = {t.name: t.blob for t in reply.tensors if kept is None or t.name in kept}
         hashes = list(dict.fromkeys([*names.values(), *filter(None, [reply.model])]))
-        aliases = {alias.alias: alias.name for alias in reply.aliases}
+        aliases = {alias.alias: alias.name for alias in reply.aliases if kept is None or alias.name in kept}
         tensors = assemble(self._counted(hashes, progress), names, aliases, reply.model)
-        tensors = unwrapped(tensors, reply.prefix)
-        write_weights(path, tensors, {"job": job, "step": reply.step, "name": reply.update.name})
-        return Exported(path, reply.step, len(tensors), path.expanduser().stat().st_size)
+        if kept is not None:
+            tensors = {name: tensor for name, tensor in tensors.items() if name in kept}
+        return Weights(unwrapped(tensors, reply.prefix), reply.step, reply.update.name)
+
+    def export(self, job: str, path: Path, progress: Progress = silent) -> Exported:
+        """Write the newest weights to ``path`` under the module's own names, tied ones too."""
+        from coordinator.client.export import write_weights
+
+        found = self.weights(job, progress)
+        write_weights(path, found.tensors, {"job": job, "step": found.step, "name": found.name})
+        return Exported(path, found.step, len(found.tensors), path.expanduser().stat().st_size)
+
+    def export_folder(
+        self, job: str, path: Path, module: nn.Module, form: Format, progress: Progress = silent
+    ) -> Exported:
+        """Write a folder that transformers or peft reads, by the ``module`` that was trained: it takes the
+        newest weights. Of an adapter only what was trained is fetched."""
+        from coordinator.client.export import fill, needed, write_folder
+
+        wanted = needed(module, form)
+        found = self.weights(job, progress, wanted)
+        fill(module, found.tensors, wanted)
+        write_folder(path, module, form)
+        size = sum(file.stat().st_size for file in path.expanduser().rglob("*") if file.is_file())
+        return Exported(path, found.step, len(found.tensors), size)
 
     def _counted(self, hashes: list[str], progress: Progress) -> Iterator[tuple[str, bytes]]:
         progress(0, len(hashes))

@@ -1,23 +1,41 @@
-"""A trained job's weights as one safetensors file under the module's own names."""
+"""A trained job's weights: one safetensors file under the module's own names, or a folder that transformers
+or peft reads, written by the owner's own module.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
-from atoll.errors import StorageError
+from atoll.errors import StorageError, UsageError
 from strategies.files import WEIGHTS
 
 if TYPE_CHECKING:
     import torch
+
+ADAPTED = "peft_config"
+"""An attribute that peft's models have, and transformers' only with an adapter."""
+MERGE = "merge_and_unload"
+MAX_NAMED = 4  # tensors in one message
+
+
+class Format(StrEnum):
+    """Formats of exported weights."""
+
+    SAFETENSORS = "safetensors"  # one file, the module's own names
+    HF = "hf"  # a folder for from_pretrained: the whole model, adapters merged into it
+    PEFT = "peft"  # a folder with the adapter alone
+
 
 VALUE = "value"  # the tensor itself; a checkpoint's blob holds optimizer state beside it
 
@@ -78,6 +96,94 @@ def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], facts: Mappin
         with suppress(OSError):
             scratch.unlink()
         raise StorageError(f"cannot write {path}: {error}; free some space or give another -o") from None
+
+
+def needed(module: torch.nn.Module, form: Format) -> frozenset[str] | None:
+    """Return the names of the tensors that a folder of this format is made of, None for all: an adapter's are
+    those that are trained, whatever the base weighs."""
+    if form is not Format.PEFT:
+        return None
+    return frozenset(name for name, parameter in module.named_parameters() if parameter.requires_grad)
+
+
+def fill(
+    module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], wanted: Collection[str] | None
+) -> None:
+    """Give the module a job's tensors; UsageError where they are not its own, by name and shape.
+
+    ``wanted``: the names that suffice, all where it is None. Whatever is not given stays as it is.
+    """
+    own = dict(module.state_dict(keep_vars=True))
+    expected = own.keys() if wanted is None else wanted
+    odd = [
+        *(f"{name!r} is missing" for name in sorted(set(expected) - tensors.keys())),
+        *(f"{name!r} is none of the module's" for name in sorted(tensors.keys() - own.keys())),
+        *(
+            f"{name!r} has shape {tuple(tensor.shape)}, the module's {tuple(own[name].shape)}"
+            for name, tensor in sorted(tensors.items())
+            if name in own and own[name].shape != tensor.shape
+        ),
+    ]
+    if odd:
+        more = f" and {len(odd) - MAX_NAMED} more" if len(odd) > MAX_NAMED else ""
+        raise UsageError(
+            f"the module is not the one that was trained: {'; '.join(odd[:MAX_NAMED])}{more}; give the job "
+            "file that was submitted, with the same --set"
+        )
+    for name, tensor in tensors.items():
+        own[name].data.copy_(tensor)
+
+
+def write_folder(path: Path, module: torch.nn.Module, form: Format) -> None:
+    """Have the module write itself to a new folder, which appears whole or not at all.
+
+    The functions are transformers' and peft's own: ``save_pretrained``, of an adapted model that is to be one
+    again after ``merge_and_unload``. UsageError for a module that has no such function, and for a folder that
+    is there; StorageError when the disk refuses.
+    """
+    path = path.expanduser()
+    saved = _savable(module, form)
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise UsageError(f"{path} is there already; give -o a folder that is not")
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        saved.save_pretrained(str(scratch))
+        scratch.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"cannot write {path}: {error}; free some space or give another -o") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _savable(module: torch.nn.Module, form: Format) -> Any:
+    """Return the outermost module that can write itself, as a model or as an adapter."""
+    found = next((inner for inner in module.modules() if hasattr(inner, "save_pretrained")), None)
+    if found is None:
+        raise UsageError(
+            f"--format {form}: nothing in {type(module).__name__} has save_pretrained, as models of "
+            "transformers have; leave --format out for one safetensors file"
+        )
+    _check_whole(module, found, form)
+    adapted = hasattr(found, ADAPTED) and hasattr(found, MERGE)
+    if form is Format.PEFT and not adapted:
+        raise UsageError(f"--format peft: {type(found).__name__} has no adapter of peft; give --format hf")
+    return getattr(found, MERGE)() if adapted and form is Format.HF else found
+
+
+def _check_whole(module: torch.nn.Module, saved: torch.nn.Module, form: Format) -> None:
+    """UsageError where parameters of the module would not be in the folder."""
+    inside = {id(parameter) for parameter in saved.parameters()}
+    outside = [
+        name
+        for name, parameter in module.named_parameters()
+        if id(parameter) not in inside and (form is Format.HF or parameter.requires_grad)
+    ]
+    if outside:
+        raise UsageError(
+            f"--format {form}: {type(saved).__name__} would write itself without {len(outside)} parameters "
+            f"of {type(module).__name__}, the first is {outside[0]!r}; leave --format out for one file of all"
+        )
 
 
 def _weights(data: bytes) -> dict[str, torch.Tensor]:
