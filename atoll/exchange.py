@@ -31,14 +31,25 @@ CODED_RULES = frozenset({"diloco", "streaming_diloco"})
 """Those whose rounds travel in a codec of the job's choice."""
 WHOLE_RULES = frozenset({"saps"})
 """Those whose peers hold the whole model (not ``sliced`` in the catalogue)."""
-GRADIENT_RULES = frozenset({"mean", "powersgd", "acp_sgd", "random_k"})
+GRADIENT_RULES = frozenset({"mean", "powersgd", "acp_sgd", "random_k", "gtopk", "ok_topk", "demo"})
 """Rules of the gradients of replicas, one round a step, that workers run beside exact sums."""
+SIGN_RULES = frozenset({"demo"})
+"""Those whose result is a sign of each element: a step of its own, which plain SGD applies."""
 EXACT = "exact"
 AUTO = "auto"
 LOCAL_STEPS = 50  # between two exchanges, unless a job or the rule's paper says otherwise
 PAPERS_STEPS = {"saps": 1, "swarm": 5, "wagma": 1}
 MOST_PEERS = 64  # of a table of pairs; nobody has measured what more peers teach
-RATIOS = {"sparseloco": 200.0, "saps": 100.0, "powersgd": 16.0, "acp_sgd": 16.0, "random_k": 100.0}
+RATIOS = {
+    "sparseloco": 200.0,
+    "saps": 100.0,
+    "powersgd": 16.0,
+    "acp_sgd": 16.0,
+    "random_k": 100.0,
+    "gtopk": 100.0,
+    "ok_topk": 100.0,
+    "demo": 100.0,
+}
 """Of rules that have a ratio, unless a job says otherwise."""
 STREAMED_FRAGMENTS, STREAMED_DELAY = 4, 5  # the same of streaming_diloco; the steps in which a result arrives
 
@@ -125,6 +136,16 @@ class Exchange:
         """Whether replicas exchange gradients by a rule that keeps what a round left out, for each parameter
         at the stage that holds it."""
         return self.rule in GRADIENT_RULES
+
+    @property
+    def setting(self) -> str:
+        """The codec, or the ratio where the rule codes what travels by itself."""
+        return f"{self.ratio:g}" if self.rule in RATIOS else self.codec
+
+    @property
+    def coding(self) -> str:
+        """The rule and how it codes what travels, in words."""
+        return f"{self.rule} {'of ratio' if self.rule in RATIOS else 'in'} {self.setting}"
 
     @property
     def gossips(self) -> bool:

@@ -33,7 +33,7 @@ from atoll.bounded import (
 from atoll.compression import AUTO, Compression
 from atoll.dataset_spec import DataSpec
 from atoll.errors import UsageError
-from atoll.exchange import EXACT, wanted_exchange
+from atoll.exchange import EXACT, SIGN_RULES, wanted_exchange
 from atoll.federated import Federated, FederatedSpec
 from atoll.fields import check_fields
 from atoll.job_checks import check_job
@@ -215,13 +215,23 @@ class TrainingSpec:
         if not 0.0 <= self.spot_checks <= 1.0:
             raise UsageError(f"spot_checks = {self.spot_checks}; give a share of the steps from 0 to 1")
         Compression.parse(self.compress)
-        wanted_exchange(self.exchange, self.local_steps)
+        self._check_signs(wanted_exchange(self.exchange, self.local_steps))
         if self.replicas != AUTO and not (
             self.replicas.isascii() and self.replicas.isdecimal() and len(self.replicas) < 4
         ):
             raise UsageError(f"replicas = {self.replicas[:40]!r}; give a number or {AUTO}")
         if self.replica_count is not None and not 1 <= self.replica_count <= MOST_REPLICAS:
             raise UsageError(f"replicas = {self.replicas[:40]}; give from 1 to {MOST_REPLICAS}, or {AUTO}")
+
+    def _check_signs(self, exchange: Exchange | None) -> None:
+        """Raise UsageError where signs would go through more than plain SGD."""
+        optimizer = self.optimizer
+        plain = optimizer.name is OptimizerName.SGD and not optimizer.momentum and optimizer.clip_norm is None
+        if exchange is not None and exchange.rule in SIGN_RULES and not plain:
+            raise UsageError(
+                f"exchange {exchange.rule} makes signs of gradients with a momentum of its own; give the "
+                "optimizer sgd without momentum and clip_norm, at a learning rate as for AdamW"
+            )
 
     @property
     def replica_count(self) -> int | None:

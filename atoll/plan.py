@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from atoll.bounded import MAX_ARGS, MAX_STAGES, At, Coded, Most, Name, OptionalBlob, Unsent, Unset, Within
 from atoll.compression import MAX_RATIO
 from atoll.errors import PlanError
-from atoll.exchange import LOCAL_RULES, WHOLE_RULES, Exchange, check_exchange
+from atoll.exchange import LOCAL_RULES, SIGN_RULES, WHOLE_RULES, Exchange, check_exchange
 from atoll.job import Recompute, TrainingSpec
 from atoll.microbatch import Action, Depth, ScheduleName, Work, block_ranges, in_turn
 from atoll.opdag import FLOATING, OpDag, Source, leaf_refs
@@ -318,6 +318,12 @@ class Plan:
         """Workers of the first replica, which store checkpoints: all replicas hold the same. Where each keeps
         what its rule of exchange left out, those of all."""
         return tuple(place.worker for place in self.places if self.keeps or not place.replica)
+
+    def divisor(self, weight: float) -> float:
+        """Return what the commit of a step of this weight divides gradients by: 1 where peers have divided
+        their own, and where a rule has made signs of what counts at all."""
+        signs = self.exchange is not None and self.exchange.rule in SIGN_RULES
+        return 1.0 if self.local or (signs and weight) else weight
 
     @property
     def keeps(self) -> bool:

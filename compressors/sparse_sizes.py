@@ -96,6 +96,18 @@ def vector_bytes(kept: int, total: int) -> float:
     return sparse_bytes(kept, total, 1, "fp32")
 
 
+def most_vector_bytes(most: int, total: int) -> int:
+    """No payload of a sparse vector of up to ``most`` of ``total`` elements is longer.
+
+    A stream of fewer positions may be the longer one: all of them take one byte, and from half of them on it
+    is a bitmap of one length. Rice's worst case lies within half a bit a position of what it is expected to
+    take, which grows with their number.
+    """
+    kept = min(most, total)
+    positions = min(kept, total // 2)
+    return 4 * kept + max_bytes(positions, total) + positions // 16 + 8
+
+
 def vector_kept(total: int, ratio: float) -> int:
     """Elements of a vector of ``total`` whose payload is that of all divided by ``ratio``, at least one."""
     return kept_of_row(1, total, 4.0 * total / ratio, "fp32")

@@ -121,7 +121,8 @@ class JobOptions:
         str | None,
         typer.Option(
             metavar="HOW",
-            help="Exchange of replicas: exact; mean:CODEC, as mean:int8_block: gradients in a codec; or "
+            help="Exchange of replicas: exact; mean:CODEC, as mean:int8_block: gradients in a codec; by "
+            "another rule of gradients, as acp_sgd:16 or gtopk:100. Or "
             "steps of their own in between by a rule, as diloco, diloco:int8_block, diloco:auto (the codec "
             "that the links need) or saps. "
             "With auto the planner chooses among exact ways and local steps; same as "

@@ -258,8 +258,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     store = last or (owed and not state.storing.parts)
     norms = joined.square_norms(state.adopted, ready)
     found = joined.loss_of(state.adopted, ready)
-    over = 1.0 if state.local else found.weight  # peers divide their own
-    scale = training.optimizer.gradient_scale(norms, over)
+    scale = training.optimizer.gradient_scale(norms, state.adopted.divisor(found.weight))
     ring = snapshots.begun(state, done, now_s, last=last, store=store)
     change = relink.due(state)
     coded = evaluate and relink.lossy(state.plan)

@@ -107,7 +107,7 @@ def shape(plan: Plan) -> str:
         return f"{plan.exchange.rule} every {plan.exchange.every} steps among {among}"
     count, stages = len(plan.replicas), len(plan.places)
     if plan.keeps and plan.exchange is not None:
-        how = f"{plan.exchange.rule}:{plan.exchange.codec}"
+        how = f"{plan.exchange.rule}:{plan.exchange.setting}"
         return f"{count} replicas of {stages} stages in all, {how}"
     return f"{count} replicas of {stages} stages in all" if count > 1 else f"one pipeline of {stages} stages"
 

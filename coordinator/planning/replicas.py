@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from atoll.collective import Send
+from atoll.collective import Send, tree
 from atoll.errors import NotEnoughMemory, PlanError, UsageError
-from atoll.exchange import AUTO, EXACT, Exchange
-from atoll.gradient_exchange import contributions, joining
+from atoll.exchange import AUTO, EXACT, Exchange, Pattern
+from atoll.gradient_exchange import ELEMENT_BYTES, contributions, joining
 from atoll.job import Recompute
 from atoll.microbatch import block_ranges
 from atoll.plan import LinkPrediction, Plan, Prediction, validate, written_buffers
@@ -38,7 +38,7 @@ from coordinator.planning.search.clusters import groups
 from coordinator.planning.search.partitions import Parts, partitions
 from coordinator.planning.search.sketches import Sharing
 from coordinator.planning.transfers import PHASES, exchange_s, rank_rates, shares_of
-from strategies.exchanges.catalogue import dense_volume, exchange_facts
+from strategies.exchanges.catalogue import dense_volume, elements_of, exchange_facts, tree_hops
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -285,7 +285,10 @@ def exchanged_bytes(plan: Plan, problem: Problem) -> Floats:
     rank_of = {fleet.index[place.worker]: rank for rank, place in enumerate(plan.places)}
     # A gradient of several uses is whole where the first one is, and travels once.
     for n_bytes, holders, *_ in held_by(fleet, plan.replicas, problem.dag, problem.training.optimizer).ranges:
-        joined = joining(plan.exchange, [rank_of[at] for at in holders], labels, UNITS)
+        if exchange_facts(plan.exchange.rule).pattern is Pattern.TREE:
+            joined = tree(range(len(holders)), UNITS)
+        else:
+            joined = joining(plan.exchange, [rank_of[at] for at in holders], labels, UNITS)
         for replica, actions in joined.actions.items():
             for action in actions:
                 if isinstance(action, Send):
@@ -295,13 +298,16 @@ def exchanged_bytes(plan: Plan, problem: Problem) -> Floats:
 
 
 def _sent_share(plan: Plan, problem: Problem) -> float:
-    """Share of the bytes of exact gradients that the plan's rule sends."""
+    """Share of the bytes of exact gradients that the plan's rule sends; along a tree, in each message."""
     exchange, count = plan.exchange, len(plan.replicas)
     if exchange is None or not exchange.keeps:
         return 1.0
     optimizer, parameters = problem.training.optimizer, problem.dag.parameters
     shapes = [s.meta.shape for name, s in parameters.items() if is_trained(problem.dag, name, optimizer)]
-    sent = exchange_facts(exchange.rule).volume(shapes, exchange, count)
+    facts = exchange_facts(exchange.rule)
+    sent = facts.volume(shapes, exchange, count)
+    if facts.pattern is Pattern.TREE:
+        return sent / tree_hops(count) / (ELEMENT_BYTES * elements_of(shapes))
     return sent / dense_volume(shapes, exchange, count)
 
 
@@ -347,8 +353,9 @@ def _predicted(request: PlanRequest, plan: Plan, plans: Sequence[Plan]) -> Predi
     sent = exchanged_bytes(plan, problem)
     assert plan.exchange is not None  # noqa: S101 - several replicas
     sites = len(set(plan.exchange.sites))
-    rounds = exchange_facts(plan.exchange.rule).phases
-    phases = max(PHASES * rounds, 2 * (sites - 1))
+    facts = exchange_facts(plan.exchange.rule)
+    hops = tree_hops(len(plans)) if facts.pattern is Pattern.TREE else 1
+    phases = max(PHASES * facts.phases * hops, 2 * (sites - 1))
     joining_s = _exchange_s(request, sent, phases, _coding_s(plan, problem))
     names = [device.worker for device in request.fleet.devices]
     links = tuple(
@@ -378,7 +385,7 @@ def _predicted(request: PlanRequest, plan: Plan, plans: Sequence[Plan]) -> Predi
 def _in_codec(plan: Plan) -> str:
     if plan.exchange is None or not plan.exchange.keeps:
         return ""
-    return f" by {plan.exchange.rule} in {plan.exchange.codec}, another model than one machine's,"
+    return f" by {plan.exchange.coding}, another model than one machine's,"
 
 
 def _step_s(plan: Plan) -> float:

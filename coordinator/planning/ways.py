@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from atoll.errors import AtollError, NotEnoughMemory, PlanError, UsageError
-from atoll.exchange import AUTO, EXACT, wanted_exchange
+from atoll.exchange import AUTO, EXACT, GRADIENT_RULES, RATIOS, wanted_exchange
 from coordinator.planning import TUNED
 from coordinator.planning.local_plans import fastest, peers_plan
 from coordinator.planning.problem import Problem
@@ -106,9 +106,10 @@ def compare_ways(request: PlanRequest, *, inexact: str = "") -> tuple[Way, ...]:
             wanted.append(own)
         if wanted:
             found.append(_peers(request, kind, wanted))
-    if inexact in (AUTO, CODED.exchange.rule):
+    if inexact == AUTO or inexact in GRADIENT_RULES:
         own_rule = request.training.gradient_exchange is not None
-        found.append(_coded(request, request.training.exchange if own_rule else CODED.how))
+        by_itself = inexact if inexact in RATIOS else CODED.how
+        found.append(_coded(request, request.training.exchange if own_rule else by_itself))
     if all(way.why_not for way in found):
         raise NotEnoughMemory(found[0].why_not)
     return tuple(sorted(found, key=lambda way: (bool(way.why_not), -way.worth)))
@@ -246,7 +247,7 @@ def _text(plan: Plan) -> str:
         every, several = plan.exchange.every, f" of {', '.join(map(str, sizes))} stages" * (max(sizes) > 1)
         steps = f"{every} steps" if every > 1 else "step"
         return f"{len(sizes)} peers{several}, {plan.exchange.rule} every {steps}"
-    coded = f", {plan.exchange.rule} in {plan.exchange.codec}" if plan.exchange and plan.keeps else ""
+    coded = f", {plan.exchange.coding}" if plan.exchange and plan.keeps else ""
     if len(sizes) == 1:
         return f"one pipeline of {sizes[0]} stages" if sizes[0] > 1 else "one machine"
     if max(sizes) == 1:

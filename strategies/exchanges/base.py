@@ -40,9 +40,16 @@ if TYPE_CHECKING:
 State = Any
 """A rule's own frozen value, or None; in as an argument, out as a result."""
 OWN = "value"
-"""Key of what a rank alone keeps of a tensor, in its shape; other keys are equal at all ranks."""
+"""Key of what a rank alone keeps of a tensor, in its shape."""
+OWN_PREFIX = "own_"
+"""Of further keys of what a rank alone keeps; all other keys are equal at all ranks."""
 Kept = Mapping[str, Tensor]
 """What a rule keeps of one tensor."""
+
+
+def is_own(key: str) -> bool:
+    """Whether what is kept under a key is a rank's alone."""
+    return key == OWN or key.startswith(OWN_PREFIX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,16 @@ class Flat:
         """Tensors of a row [n], sharing its memory."""
         parts = torch.split(row, [torch.Size(shape).numel() for shape in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Bounds of the contributions to one phase, known before any is made: what a message may have at most."""
+
+    elements: int
+    # Positions of a part and of a total, at most, where they travel with them; None: all elements do.
+    positions: tuple[int, int] | None = None
+    free: bool = False  # owners' borders may lie anywhere
 
 
 @dataclass(frozen=True)
@@ -156,9 +173,9 @@ class ExchangeRule(ABC):
         """Codecs of parts and of totals."""
         return UNCOMPRESSED, UNCOMPRESSED
 
-    def rows(self, flat: Flat) -> tuple[tuple[int, ...], ...]:
-        """Elements that a contribution may have, of each phase."""
-        return ((flat.size,),)
+    def rows(self, flat: Flat, ranks: int) -> tuple[tuple[Row, ...], ...]:
+        """Bounds of each phase's contributions, of so many ranks; several of a phase: any of them."""
+        return ((Row(flat.size),),)
 
     def stored(self, state: State, flat: Flat) -> list[Kept]:
         """What a state keeps of each tensor."""
@@ -169,12 +186,13 @@ class ExchangeRule(ABC):
         return self.init(flat, torch.zeros(flat.size))
 
 
-def own_row(kept: Sequence[Kept], flat: Flat) -> Tensor | None:
-    """Row [n] of what a rank alone keeps, zero where it keeps nothing; None where it does of no tensor."""
-    if not any(OWN in one for one in kept):
+def own_row(kept: Sequence[Kept], flat: Flat, key: str = OWN) -> Tensor | None:
+    """Row [n] of what a rank alone keeps under a key in the tensors' shapes, zero where it keeps nothing;
+    None where it does of no tensor."""
+    if not any(key in one for one in kept):
         return None
     parts = [
-        one[OWN].reshape(-1) if OWN in one else torch.zeros(torch.Size(shape).numel())
+        one[key].reshape(-1) if key in one else torch.zeros(torch.Size(shape).numel())
         for one, shape in zip(kept, flat.shapes, strict=True)
     ]
     return torch.cat(parts)

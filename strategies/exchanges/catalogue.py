@@ -15,8 +15,8 @@ from atoll.exchange import Content, Exchange, Partners, Pattern
 from atoll.opdag import TensorMeta
 from compressors.catalogue import codec
 from compressors.contrib.ranks import acp_bytes, powersgd_bytes
-from compressors.contrib.sizes import chunk_size
-from compressors.sparse_sizes import random_k_of
+from compressors.contrib.sizes import chunk_size, dct_blocks, dct_kept
+from compressors.sparse_sizes import random_k_of, vector_bytes, vector_kept
 
 Shapes = Sequence[tuple[int, ...]]
 """Shapes of the exchanged tensors, in the order in which they follow each other."""
@@ -153,6 +153,33 @@ def random_k_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     return 4.0 * random_k_of(meta, exchange.ratio) * 2.0 * (ranks - 1) / ranks
 
 
+def tree_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """Bytes of the root, which sends k pairs (position, value) ``tree_hops`` times; others send less."""
+    elements = elements_of(shapes)
+    return vector_bytes(vector_kept(elements, exchange.ratio), elements) * tree_hops(ranks)
+
+
+def tree_hops(ranks: int) -> int:
+    """Hops of a binomial tree, one way."""
+    return (ranks - 1).bit_length()
+
+
+def region_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """2 (R - 1) / R of k pairs."""
+    elements = elements_of(shapes)
+    return vector_bytes(vector_kept(elements, exchange.ratio), elements) * 2.0 * (ranks - 1) / ranks
+
+
+def demo_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """(R - 1) / R of a rank's pairs and of all that have a mean, positions taken to be independent."""
+    metas = [TensorMeta(tuple(shape), "float32") for shape in shapes]
+    blocks = [dct_blocks(meta).coefficients for meta in metas]
+    kept = sum(b.shape[0] * dct_kept(meta, exchange.ratio) for b, meta in zip(blocks, metas, strict=True))
+    elements = sum(block.elements for block in blocks)
+    union = round(elements * (1.0 - (1.0 - kept / elements) ** ranks))
+    return (vector_bytes(kept, elements) + vector_bytes(union, elements)) * (ranks - 1) / ranks
+
+
 def masked_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     """Values at the mask, to one peer."""
     return 4.0 * max(1, int(elements_of(shapes) / exchange.ratio))
@@ -246,6 +273,54 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             check=no_codec,
             own_copies=3,
             efficiencies=((1, 0.05),),
+        ),
+        ExchangeFacts(
+            name="gtopk",
+            summary="the k largest elements of the sum of all top-k's, merged along a binomial tree",
+            module="strategies.exchanges.sparse.gtopk",
+            builder="GTopK",
+            source="papers/compression.md 3 (gTop-k)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.TREE,
+            volume=tree_volume,
+            works_as="topk",
+            check=no_codec,
+            own_copies=2,
+            efficiencies=((1, 0.20),),
+        ),
+        ExchangeFacts(
+            name="ok_topk",
+            summary="about the k largest elements of the sum, by re-used thresholds and balanced regions",
+            module="strategies.exchanges.sparse.ok_topk",
+            builder="OkTopK",
+            source="papers/compression.md 3 (Ok-Topk)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=region_volume,
+            together=True,
+            phases=2,
+            works_as="topk",
+            check=no_codec,
+            own_copies=2,
+            efficiencies=((1, 0.20),),
+        ),
+        ExchangeFacts(
+            name="demo",
+            summary="signs of the mean of the momenta's largest cosine coefficients, for plain SGD",
+            module="strategies.exchanges.sparse.demo",
+            builder="Demo",
+            source="papers/decentralized.md 8.6 (DeMo)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=demo_volume,
+            own_results=True,
+            works_as="dct_topk",
+            check=no_codec,
+            own_copies=3,
+            efficiencies=((1, 0.47),),
         ),
         ExchangeFacts(
             name="diloco",

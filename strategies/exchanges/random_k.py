@@ -27,6 +27,7 @@ from strategies.exchanges.base import (
     ExchangeRule,
     Flat,
     Kept,
+    Row,
     Settled,
     State,
     average,
@@ -76,10 +77,10 @@ class RandomK(ExchangeRule):
         residual[drawn.positions] = left_over(done)
         return Settled(result, residual)
 
-    def rows(self, flat: Flat) -> tuple[tuple[int, ...], ...]:
+    def rows(self, flat: Flat, ranks: int) -> tuple[tuple[Row, ...], ...]:
         """At most: how many are drawn differs from round to round."""
         kept = random_k_of(TensorMeta((flat.size,), "float32"), self.exchange.ratio)
-        return ((random_k_most(kept, flat.size),),)
+        return ((Row(random_k_most(kept, flat.size)),),)
 
     def stored(self, state: State, flat: Flat) -> list[Kept]:
         return [{} for _ in flat.shapes] if state is None else [{OWN: part} for part in flat.tensors(state)]

@@ -18,7 +18,7 @@ from atoll.exchange import (
     check_exchange,
     wanted_exchange,
 )
-from atoll.job import TrainingSpec
+from atoll.job import Optimizer, OptimizerName, TrainingSpec
 from strategies.exchanges.catalogue import EXCHANGES
 
 
@@ -107,8 +107,8 @@ def test_a_rule_of_gradients_exchanges_those_of_every_step_in_its_codec() -> Non
     assert (training.local_exchange, training.gradient_exchange) == (None, exchange)
 
 
-@pytest.mark.parametrize(("how", "ratio"), [("powersgd", 16.0), ("acp_sgd:8", 8.0)])
-def test_a_rule_of_factors_has_a_ratio(how: str, ratio: float) -> None:
+@pytest.mark.parametrize(("how", "ratio"), [("powersgd", 16.0), ("acp_sgd:8", 8.0), ("gtopk", 100.0)])
+def test_a_rule_of_factors_or_of_few_elements_has_a_ratio(how: str, ratio: float) -> None:
     assert wanted_exchange(how, 0) == Exchange(how.partition(":")[0], ratio=ratio)
 
 
@@ -119,6 +119,22 @@ def test_a_rule_of_factors_has_a_ratio(how: str, ratio: float) -> None:
 def test_a_rule_of_gradients_needs_a_codec_and_has_no_steps_of_its_own(how: str, every: int) -> None:
     with pytest.raises((UsageError, PlanError)):
         wanted_exchange(how, every)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        Optimizer(),
+        Optimizer(OptimizerName.SGD, momentum=0.9),
+        Optimizer(OptimizerName.SGD, clip_norm=1.0),
+    ],
+)
+def test_signs_go_through_plain_sgd_alone(optimizer: Optimizer) -> None:
+    with pytest.raises(UsageError, match="sgd without momentum"):
+        TrainingSpec(steps=1, n_micro=2, exchange="demo", optimizer=optimizer)
+    assert (
+        TrainingSpec(steps=1, n_micro=2, exchange="demo:50", optimizer=Optimizer(OptimizerName.SGD)).seed == 0
+    )
 
 
 @pytest.mark.parametrize("how", ["wagma:50", "swarm:int8_block"])

@@ -129,3 +129,10 @@ def test_who_has_the_last_piece_that_evaluates_has_the_held_out_loss() -> None:
     idle = (ring[0].with_pieces((Piece(0, 1, 0, 1, 1), Piece(2, 3, 3, 3, 0))), both[1])
     assert plan(replace(ONE, stages=idle)).evaluator == 1
     assert plan(replace(ONE, stages=cut(0, 1, names="ab"))).evaluator == 1  # nobody evaluates
+
+
+def test_a_step_of_signs_is_not_divided_by_the_weight_of_its_loss() -> None:
+    signs = replace(plan(FIRST, SECOND), exchange=Exchange("demo"))
+    assert (signs.divisor(40.0), signs.divisor(0.0)) == (1.0, 0.0)
+    assert replace(plan(FIRST, SECOND), exchange=Exchange("gtopk")).divisor(40.0) == 40.0
+    assert replace(plan(FIRST, SECOND), exchange=Exchange("diloco", every=5)).divisor(40.0) == 1.0

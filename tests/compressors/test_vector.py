@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 from atoll.errors import BadFrame
 from compressors import make_compressor
+from compressors.indices import max_bytes
+from compressors.sparse_sizes import most_vector_bytes
 from compressors.vector import (
     UNCOMPRESSED,
     Vector,
@@ -103,3 +106,18 @@ def test_other_packets_are_refused() -> None:
         unpack(packet, 99, UNCOMPRESSED)
     with pytest.raises(BadFrame):
         unpack(pack(dense(torch.zeros(4)), UNCOMPRESSED), 5, UNCOMPRESSED)
+
+
+def test_no_sparse_vector_of_fewer_elements_is_longer_than_its_bound() -> None:
+    """For any number of positions, also where the stream of fewer is the longer one."""
+    for size in (*range(1, 70), 127, 300, 1000):
+        lengths = [max_bytes(kept, size) + 4 * kept for kept in range(size + 1)]
+        for most in range(size + 1):
+            assert max(lengths[: most + 1]) <= most_vector_bytes(most, size)
+    draw = np.random.default_rng(5)
+    for size in (10**5, 3 * 10**6):
+        for most in draw.integers(1, size, 20).tolist():
+            bound = most_vector_bytes(most, size)
+            fewer = draw.integers(0, most, 200, endpoint=True).tolist()
+            assert all(max_bytes(kept, size) + 4 * kept <= bound for kept in fewer)
+            assert bound < 1.2 * (max_bytes(min(most, size // 2), size) + 4 * most) + 8

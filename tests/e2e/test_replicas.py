@@ -17,7 +17,7 @@ import pytest
 from atoll.collective import Send
 from atoll.exchange import Exchange
 from atoll.gradient_exchange import ELEMENT_BYTES, Bucket, buckets, trained_elements
-from atoll.job import Optimizer, TrainingSpec
+from atoll.job import Optimizer, OptimizerName, TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.plan import Plan, Replica, StageSpec
 from atoll.program import stage_programs
@@ -182,12 +182,17 @@ def test_a_replica_that_lost_its_worker_is_whole_again_once_another_joins() -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exchange", ["mean:int8_block", "powersgd:4", "acp_sgd:4", "random_k:4"])
+@pytest.mark.parametrize(
+    "exchange",
+    ["mean:int8_block", "powersgd:4", "acp_sgd:4", "random_k:4", "gtopk:4", "ok_topk:4", "demo:4"],
+)
 @pytest.mark.parametrize("lost", [0, 2], ids=["of the pipeline", "of the whole model"])
 def test_a_rule_of_gradients_goes_on_in_its_bits_when_a_rank_is_killed(lost: int, exchange: str) -> None:
     """Who takes over begins with what the rank's rule had kept when the checkpoint was stored."""
     middle = case("gpt2").dag.cuttable()[len(case("gpt2").dag.cuttable()) // 2]
-    training = replace(TRAINING, steps=40, checkpoint_every=6, exchange=exchange)
+    signs = Optimizer(OptimizerName.SGD, lr=1e-3)
+    optimizer = signs if exchange.startswith("demo") else TRAINING.optimizer
+    training = replace(TRAINING, steps=40, checkpoint_every=6, exchange=exchange, optimizer=optimizer)
     given, plan = plan_of(replace(case("gpt2"), training=training), 4, (1, (0, middle)), (3, (0,)))
     adopted: list[Plan] = []
     struck = False

@@ -57,7 +57,7 @@ class LocalReplicas:
                 f"{exchange.every}"
             )
         self.rule = RuleInOneProcess(plan, dag, training) if plan.keeps else None
-        self.training = training
+        self.training, self._plan = training, plan
         self.replicas = []
         for number, replica in enumerate(plan.replicas):
             pipeline = LocalPipeline(
@@ -91,7 +91,7 @@ class LocalReplicas:
             [loss for report in of_micros for loss in report.losses],
             [weight for report in of_micros for weight in report.weights],
         )
-        scale = self.training.optimizer.gradient_scale(norms[0], found.weight)
+        scale = self.training.optimizer.gradient_scale(norms[0], self._plan.divisor(found.weight))
         for replica in self.replicas:
             replica.apply(scale)
         self._average_buffers(before)

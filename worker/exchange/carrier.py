@@ -21,6 +21,7 @@ from atoll.errors import BadFrame
 from atoll.exchange import DIGEST_BYTES
 from atoll.opdag import TensorMeta
 from compressors.base import MAX_HEADER_BYTES, parse_packet
+from compressors.sparse_sizes import most_vector_bytes
 from worker.exchange.round import Message
 from worker.transport.frames import Direction
 
@@ -48,11 +49,17 @@ class Slot(NamedTuple):
         return Direction.PART, piece * LABELS + self.label, self.segment
 
 
-def most_bytes(collective: Collective, slot: Slot, settings: Contribution) -> int:
-    """Return the bound of a message's bytes."""
-    meta = TensorMeta((collective.segments[slot.segment].size,), "float32")
-    codec = settings.total_codec if slot.label == TOTAL else settings.codec
-    return _HEAD.size + 2 * len(collective.labels) + MAX_HEADER_BYTES + codec.max_payload_bytes(meta)
+def most_bytes(
+    collective: Collective, slot: Slot, settings: Contribution, positions: tuple[int, int] | None = None
+) -> int:
+    """Return the bound of a message's bytes; ``positions``: of a part and of a total, as ``Row`` has them."""
+    size, total = collective.segments[slot.segment].size, slot.label == TOTAL
+    if positions is None:
+        codec = settings.total_codec if total else settings.codec
+        payload = codec.max_payload_bytes(TensorMeta((size,), "float32"))
+    else:
+        payload = most_vector_bytes(positions[total], size)
+    return _HEAD.size + 2 * len(collective.labels) + MAX_HEADER_BYTES + payload
 
 
 def pieces_of(n_bytes: int) -> list[int]:

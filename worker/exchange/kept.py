@@ -12,7 +12,7 @@ import torch
 
 from atoll.errors import BadFrame
 from atoll.gradient_exchange import kept_name, kept_of
-from strategies.exchanges.base import OWN
+from strategies.exchanges.base import OWN, is_own
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from strategies.exchanges.base import Kept
 
 OWNER = "owner"
-"""Key of a checkpoint's tensor: the replica whose ``OWN`` it is."""
+"""Key of a checkpoint's tensor: the replica whose own it is (``is_own``)."""
 
 
 class KeptState:
@@ -69,7 +69,7 @@ class KeptState:
             own = OWNER in found and int(found[OWNER].reshape(-1)[0]) == replica
             if name in self._held and not own:
                 continue
-            keys = (key for key in found if key != OWNER and (own or key != OWN))
+            keys = (key for key in found if key != OWNER and (own or not is_own(key)))
             # A copy: what was read may be a file that is mapped.
             self._held[name] = {key: found[key].detach().clone() for key in keys}
 

@@ -172,13 +172,17 @@ def arrivals(
     bucket: Bucket, rule: ExchangeRule, shapes: Sequence[tuple[int, ...]]
 ) -> Iterator[tuple[Arriving, int]]:
     """Yield what a bucket's round brings to its holder, and the most bytes of each message."""
-    for phase, rows in enumerate(rule.rows(Flat(tuple(shapes)))):
+    ranks = len(bucket.holders)
+    for phase, rows in enumerate(rule.rows(Flat(tuple(shapes)), ranks)):
         most: dict[Arriving, int] = {}
-        for elements in rows:
-            settings = Contribution(Vector(elements, NOTHING), *rule.codecs(), phase=phase)
+        for row in rows:
+            borders = tuple(row.elements * at for at in range(1, ranks)) if row.free else ()
+            # With free borders anybody may own all of it, so there are as many elements for each.
+            vector = Vector(row.elements * (ranks if row.free else 1), NOTHING)
+            settings = Contribution(vector, *rule.codecs(), phase=phase, borders=borders)
             collective = _collective(rule.exchange, bucket.holders, settings)
             for (segment, label), source in collective.sources(bucket.replica).items():
-                bound = most_bytes(collective, Slot(segment, label), settings)
+                bound = most_bytes(collective, Slot(segment, label), settings, row.positions)
                 arriving = Arriving(segment, label, source, phase)
                 most[arriving] = max(most.get(arriving, 0), bound)
         yield from most.items()

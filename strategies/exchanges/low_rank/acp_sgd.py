@@ -29,6 +29,7 @@ from strategies.exchanges.base import (
     ExchangeRule,
     Flat,
     Kept,
+    Row,
     Settled,
     State,
     average,
@@ -100,10 +101,10 @@ class AcpSgd(ExchangeRule):
         bases = tuple(next_basis(factor).contiguous() for factor in factors)
         return Settled(result, AcpState(before.layout, before.step + 1, bases, residual))
 
-    def rows(self, flat: Flat) -> tuple[tuple[int, ...], ...]:
+    def rows(self, flat: Flat, ranks: int) -> tuple[tuple[Row, ...], ...]:
         """Of both sides, which take turns."""
         layout = self._layout(flat)
-        return (tuple({layout.row_size(left=side) + layout.rest for side in (True, False)}),)
+        return (tuple(Row(layout.row_size(left=side) + layout.rest) for side in (True, False)),)
 
     def stored(self, state: State, flat: Flat) -> list[Kept]:
         step = torch.tensor([float(state.step % 2)])

@@ -31,6 +31,7 @@ from strategies.exchanges.base import (
     ExchangeRule,
     Flat,
     Kept,
+    Row,
     Settled,
     State,
     average,
@@ -106,11 +107,11 @@ class PowerSgd(ExchangeRule):
         kept = tuple(q if q.any() else old for q, old in zip(qs, before.qs, strict=True))
         return Settled(result, PowerState(before.layout, kept, residual))
 
-    def rows(self, flat: Flat) -> tuple[tuple[int, ...], ...]:
+    def rows(self, flat: Flat, ranks: int) -> tuple[tuple[Row, ...], ...]:
         layout = self._layout(flat)
         if not layout.factored:
-            return ((flat.size,),)
-        return (layout.row_size(left=True) + layout.rest,), (layout.row_size(left=False),)
+            return ((Row(flat.size),),)
+        return (Row(layout.row_size(left=True) + layout.rest),), (Row(layout.row_size(left=False)),)
 
     def stored(self, state: State, flat: Flat) -> list[Kept]:
         return [*state.layout.stored(flat, state.residual, state.qs)]

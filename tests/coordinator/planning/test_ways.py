@@ -19,6 +19,7 @@ from coordinator.planning.planner import PlanRequest
 from coordinator.planning.replicas import best_plan, with_blocks
 from coordinator.planning.transfers import exchange_s, owner_transfers, rank_rates, seconds, shares_of
 from coordinator.planning.ways import Way, WayKind, compare_ways
+from strategies.exchanges.catalogue import elements_of
 from tests.coordinator.planning.dags import gpt_like
 
 DAG = gpt_like(layers=4)
@@ -260,3 +261,19 @@ def test_replicas_that_make_results_of_their_own_are_of_one_class_of_machines() 
 
     assert workers("acp_sgd:4") == {device.worker for device in mixed.devices[:3]}
     assert len(workers("mean:int8_block")) >= 3
+
+
+def test_a_rule_of_few_elements_is_planned_along_its_tree() -> None:
+    """Of eight replicas the root sends what it chose three times, a leaf once to where it belongs."""
+    fleet = fleet_of(8, memory_mib=8000, gflops=200, mbit=20, ms=0.5)
+    training = replace(TRAINING, exchange="gtopk:50", replicas="8", blocks=8)
+    plan = chosen_plan(PlanRequest("j", 1, DAG, None, training, fleet))
+    assert plan.prediction is not None
+    assert any("by gtopk of ratio 50" in note for note in plan.prediction.notes)
+    sent: dict[str, int] = {}
+    for link in plan.prediction.links:
+        sent[link.source] = sent.get(link.source, 0) + link.bytes_per_step
+    by_replica = [sent[replica.workers[0]] for replica in plan.replicas]
+    whole = 4 * sum(elements_of((state.meta.shape,)) for state in DAG.parameters.values())
+    assert by_replica[0] == pytest.approx(3 * whole / 50, rel=0.02)
+    assert by_replica[7] == pytest.approx(whole / 50, rel=0.02)

@@ -31,6 +31,9 @@ def bucket(exchange: Exchange, shape: tuple[int, ...], replica: int) -> Bucket:
         Exchange("powersgd", ratio=2.0),
         Exchange("acp_sgd", ratio=2.0),
         Exchange("random_k", ratio=3.0),
+        Exchange("gtopk", ratio=3.0),
+        Exchange("ok_topk", ratio=3.0),
+        Exchange("demo", ratio=3.0),
     ],
 )
 def test_nobody_awaits_what_nobody_sends(exchange: Exchange, shape: tuple[int, ...]) -> None:
@@ -58,3 +61,29 @@ def test_nobody_awaits_what_nobody_sends(exchange: Exchange, shape: tuple[int, .
         assert all(other is not None and torch.equal(first, other) for other in others)
         for held in kept:
             held.commit()
+
+
+def test_a_round_whose_regions_stand_has_one_phase_and_awaits_no_other() -> None:
+    """Ok-Topk proposes borders where the last ones were uneven; else its sums are a round's only messages."""
+    rule, shape = make_rule(Exchange("ok_topk", ratio=5.0)), (60, 60)
+    kept, phases = [KeptState() for _ in RANKS], []
+    own = {n: torch.randn(shape, generator=torch.Generator().manual_seed(n)) for n in RANKS}
+    for step in range(4):
+        at = ExchangeRound(step, RANKS, 5, (1.0, 1.0, 2.0))
+        runs = [RuleBucket(bucket(rule.exchange, shape, n), rule, at, [shape], kept[n]) for n in RANKS]
+        waiting = [(n, message) for n in RANKS for message in runs[n].contribute(n, {"w": own[n]})]
+        seen = set()
+        while waiting:
+            source, message = waiting.pop(0)
+            seen.add(message.phase)
+            arriving = Arriving(message.segment, message.label, source, message.phase)
+            answers = runs[message.to].take(arriving, message.value)
+            waiting += [(message.to, answer) for answer in answers]
+        phases.append(seen)
+        for run in runs:
+            assert run.finished
+            assert not any(run.awaits(one) for one, _ in arrivals(run.bucket, rule, [shape]))
+        for held in kept:
+            held.commit()
+    assert phases[0] == {0, 1}
+    assert {1} in phases

@@ -13,6 +13,7 @@ from atoll.errors import PlanError
 from atoll.exchange import Exchange
 from atoll.gradient_exchange import kept_name
 from atoll.job import Optimizer
+from strategies.exchanges.base import is_own
 from tests.inprocess.replicas import LocalReplicas
 from tests.worker.stage.crew import TRAINING, Case, Crew, case, cut_evenly
 from tests.worker.stage.test_gradient_joining import assigned, exchanged, loss_of, without
@@ -34,6 +35,9 @@ RULES = {
     "powersgd": Exchange("powersgd", ratio=4.0, bucket_bytes=4096),
     "acp_sgd": Exchange("acp_sgd", ratio=4.0, bucket_bytes=4096),
     "random_k": Exchange("random_k", ratio=4.0, bucket_bytes=4096),
+    "gtopk": Exchange("gtopk", ratio=4.0, bucket_bytes=4096),
+    "ok_topk": Exchange("ok_topk", ratio=4.0, bucket_bytes=4096),
+    "demo": Exchange("demo", ratio=4.0, bucket_bytes=4096),
     "acp_sgd, one bucket": Exchange("acp_sgd", ratio=8.0),
 }
 Cuts = Sequence[tuple[tuple[int, int], Sequence[int]]]
@@ -121,7 +125,7 @@ def restarted(crew: Crew, made: Case, cuts: Cuts, step: int, exchange: Exchange 
     return Crew(made, given, tensors=[{**made.tensors, **stored}] * len(given))
 
 
-@pytest.mark.parametrize("rule", ["int8", "powersgd", "acp_sgd", "random_k"])
+@pytest.mark.parametrize("rule", ["int8", "powersgd", "acp_sgd", "random_k", "gtopk", "ok_topk", "demo"])
 @pytest.mark.parametrize(
     "later", [((2, 2), (2, 1)), ((3, 1), (1, 3)), ((2, 2), (1, 1), (1, 1))], ids=["same", "other", "more"]
 )
@@ -140,7 +144,7 @@ def test_a_restored_job_goes_on_with_what_was_left_out_under_any_cut(
     assert reference.rule is not None
     # Who has stored nothing begins with what all keep alike, which the first has.
     first = before.rule.kept[0]
-    shared = {name: {k: v for k, v in one.items() if k != "value"} for name, one in first.items()}
+    shared = {name: {k: v for k, v in one.items() if not is_own(k)} for name, one in first.items()}
     reference.rule.kept[:] = [*before.rule.kept, shared][: len(later)]
     for step in (2, 3):
         stepped(crew, reference, step)
@@ -190,13 +194,15 @@ def test_what_is_no_message_of_the_round_is_its_senders_fault() -> None:
     assert lost.value.peer == "r1.0"
 
 
-def test_a_gradient_that_is_not_finite_is_seen_by_all() -> None:
+@pytest.mark.parametrize("rule", ["int8", "gtopk", "ok_topk", "demo"])
+def test_a_gradient_that_is_not_finite_is_seen_by_all(rule: str) -> None:
     made = case("gpt2")
     name = next(n for n, state in made.states.items() if state.requires_grad and len(state.meta.shape) == 2)
     broken = made.tensors[name]["value"].clone()
     broken[0, 0] = torch.nan
     tensors = [{**made.tensors, name: {"value": broken}}, made.tensors]
-    crew = Crew(made, assigned(made, FOUR, cuts_of(made, (2, 1), (2, 1)), exchange=INT8), tensors=tensors)
+    given = assigned(made, FOUR, cuts_of(made, (2, 1), (2, 1)), exchange=RULES[rule])
+    crew = Crew(made, given, tensors=tensors)
     reports = [r for r in crew.all("run_step", 0, Cancel()) if isinstance(r, StepReport)]
     assert [report.stage.finite for report in reports] == [False, False]
 

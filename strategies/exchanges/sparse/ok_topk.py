@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import isfinite
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,15 +35,20 @@ from compressors.sparse_sizes import vector_kept
 from compressors.topk import Threshold, TopK
 from compressors.vector import Vector, chosen, dense, strongest, total
 from strategies.exchanges.base import (
+    OWN,
+    OWN_PREFIX,
     Contribution,
     Exchanged,
     ExchangeRule,
     Flat,
+    Kept,
     Merged,
+    Row,
     Settled,
     State,
     average,
     finite_or,
+    own_row,
     unpicked,
     weighted,
 )
@@ -50,6 +57,11 @@ if TYPE_CHECKING:
     from atoll.exchange import ExchangeRound
 
 BORDERS, SUMS = 0, 1  # phases
+LOCAL = OWN_PREFIX + "threshold"
+"""Key of a rank's own threshold, beside each tensor's residual; int64 [1]."""
+REGIONS = "regions"
+"""Key of what all ranks know of the row that a tensor is in, float64: the tensor's first element, the row's
+size, the threshold of sums or -1, whether regions are uneven, their borders."""
 UNEVEN = 1.25  # largest region's count / mean count from which regions are cut anew
 
 
@@ -99,7 +111,7 @@ class OkTopK(ExchangeRule):
             chosen(vector, positions),
             local,
             None if renewed else state.threshold,
-            max(1, -(-3 * self.kept(vector.size) // (2 * len(at.ranks)))),
+            self._most(vector.size, len(at.ranks)),
             state.borders,
         )
         others = len(at.ranks) - 1
@@ -141,6 +153,47 @@ class OkTopK(ExchangeRule):
     def undelivered(self, contribution: Contribution, state: State) -> State:
         return replace(state, residual=finite_or(contribution.carry.wanted, state.residual))
 
+    def rows(self, flat: Flat, ranks: int) -> tuple[tuple[Row, ...], ...]:
+        kept = self.kept(flat.size)
+        # A re-used threshold never selects more than that.
+        sums = Row(flat.size, (kept + kept // 4, self._most(flat.size, ranks)), free=True)
+        return (Row(ranks - 1),), (sums,)
+
+    def stored(self, state: State, flat: Flat) -> list[Kept]:
+        """Thresholds and borders are the row's, so each of its tensors has them."""
+        found: list[Kept] = []
+        threshold = -1.0 if state.threshold is None else state.threshold
+        shared = (float(flat.size), threshold, float(state.uneven), *map(float, state.borders))
+        starts = accumulate(flat.sizes, initial=0)
+        for part, start in zip(flat.tensors(state.residual), starts, strict=False):
+            row = torch.tensor([float(start), *shared], dtype=torch.float64)
+            own = {} if state.local is None else {LOCAL: torch.tensor([state.local.key])}
+            found.append({OWN: part, REGIONS: row, **own})
+        return found
+
+    def resumed(self, kept: Sequence[Kept], flat: Flat) -> State:
+        """Thresholds and borders are found anew unless these tensors were a row before."""
+        own = own_row(kept, flat)
+        state = OkState(torch.zeros(flat.size) if own is None else own)
+        rows = {tuple(one[REGIONS].tolist()[1:]) if REGIONS in one else () for one in kept}
+        starts = [float(one[REGIONS][0]) for one in kept if REGIONS in one]
+        shared = rows.pop()
+        if rows or not _sound(shared, flat.size) or starts != [*accumulate(flat.sizes, initial=0)][:-1]:
+            return state
+        _, threshold, uneven, *borders = shared
+        keys = {int(one[LOCAL]) for one in kept if LOCAL in one}
+        return replace(
+            state,
+            local=Threshold(keys.pop()) if len(keys) == 1 else None,
+            threshold=threshold if threshold >= 0.0 else None,
+            borders=tuple(map(int, borders)),
+            uneven=bool(uneven),
+        )
+
+    def _most(self, size: int, ranks: int) -> int:
+        """Sums that an owner sends, at most."""
+        return max(1, -(-3 * self.kept(size) // (2 * ranks)))
+
     def _selected(self, vector: Vector, state: Threshold | None) -> tuple[Tensor, Threshold]:
         """Positions of S and the threshold for the next round."""
         bits, kept = bits_of(vector.values), self.kept(vector.size)
@@ -160,6 +213,14 @@ class OkTopK(ExchangeRule):
         if carry.threshold is None or 4 * count > 5 * kept:
             return float(torch.topk(sent, min(kept, count)).values[-1])
         return carry.threshold / 1.008 if 3 * count < 2 * kept else carry.threshold
+
+
+def _sound(shared: Sequence[float], size: int) -> bool:
+    """Whether a stored row's figures are of so many elements, and its borders ascend among them."""
+    if len(shared) < 3 or shared[0] != size or not all(map(isfinite, shared)):
+        return False
+    borders = list(shared[3:])
+    return borders == sorted(borders) and (not borders or 0 <= borders[0] <= borders[-1] <= size)
 
 
 def _sums(carry: _Kept) -> Contribution:

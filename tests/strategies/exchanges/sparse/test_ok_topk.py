@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from statistics import mean
 
 import pytest
@@ -12,8 +13,9 @@ from torch import Tensor
 from atoll.collective import TOTAL
 from atoll.exchange import Exchange, ExchangeRound
 from compressors.sparse_sizes import vector_kept
-from experiments.exchanges import make_rule
-from experiments.exchanges.ok_topk import SUMS, OkState, OkTopK
+from strategies.exchanges import make_rule
+from strategies.exchanges.base import Flat, is_own
+from strategies.exchanges.sparse.ok_topk import SUMS, OkState, OkTopK
 from tests.strategies.exchanges.rounds import Rounds, gradients, same_bits
 
 SIZE, RATIO = 20_000, 50.0
@@ -152,3 +154,35 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all_and_changes_no_state() -> 
     answers = rounds.play(own, 1)
     assert all(bool(torch.isnan(answer.result).any()) for answer in answers.values())
     assert all(rounds.states[rank] is before[rank] for rank in before)
+
+
+def test_what_is_stored_by_tensor_is_the_state_again_and_another_row_begins_anew() -> None:
+    flat = Flat(((100, 50), (3,), (14_997,)))
+    rounds = Rounds(RULE, 3, SIZE, flat.shapes)
+    for number in range(3):
+        rounds.play(uneven(3, number), number)
+    state = rounds.states[1]
+    assert state.borders
+    kept = RULE.stored(state, flat)
+    again = RULE.resumed(kept, flat)
+    assert torch.equal(again.residual, state.residual)
+    assert replace(again, residual=state.residual) == state
+    swapped = Flat(((3,), (100, 50), (14_997,)))
+    other = RULE.resumed([kept[1], kept[0], kept[2]], swapped)
+    assert torch.equal(other.residual[:3], state.residual[5000:5003])
+    assert (other.local, other.threshold, other.borders) == (None, None, ())
+    part = RULE.resumed(kept[:2], Flat(flat.shapes[:2]))
+    assert (part.residual.numel(), part.borders) == (5003, ())
+    # Who begins beside others has what all know, and a threshold of its own to find.
+    shared = [{key: value for key, value in one.items() if not is_own(key)} for one in kept]
+    newcomer = RULE.resumed(shared, flat)
+    assert (newcomer.borders, newcomer.threshold, newcomer.local) == (state.borders, state.threshold, None)
+    assert not newcomer.residual.any()
+
+
+@pytest.mark.parametrize("wrong", [(5.0, 3.0), (-1.0, 4.0), (3.0, float("nan")), (3.0, 1e9)])
+def test_borders_that_cannot_be_are_found_anew(wrong: tuple[float, ...]) -> None:
+    flat = Flat(((SIZE,),))
+    row = torch.tensor([0.0, SIZE, 2.0, 0.0, *wrong], dtype=torch.float64)
+    state = RULE.resumed([{"value": torch.zeros(SIZE), "regions": row}], flat)
+    assert (state.borders, state.threshold) == ((), None)

@@ -25,14 +25,19 @@ from compressors.selection import all_finite
 from compressors.sparse_sizes import vector_kept
 from compressors.vector import Vector, dense, strongest, total
 from strategies.exchanges.base import (
+    OWN,
     Contribution,
     Exchanged,
     ExchangeRule,
+    Flat,
+    Kept,
     Merged,
+    Row,
     Settled,
     State,
     average,
     finite_or,
+    own_row,
     picked,
     unpicked,
     weighted,
@@ -75,3 +80,13 @@ class GTopK(ExchangeRule):
 
     def undelivered(self, contribution: Contribution, state: State) -> State:
         return finite_or(contribution.carry, state)
+
+    def rows(self, flat: Flat, ranks: int) -> tuple[tuple[Row, ...], ...]:
+        kept = self.kept(flat.size)
+        return ((Row(flat.size, (kept, kept)),),)
+
+    def stored(self, state: State, flat: Flat) -> list[Kept]:
+        return [{} for _ in flat.shapes] if state is None else [{OWN: part} for part in flat.tensors(state)]
+
+    def resumed(self, kept: Sequence[Kept], flat: Flat) -> State:
+        return own_row(kept, flat)

@@ -28,18 +28,27 @@ from compressors.contrib.sizes import DctBlocks, dct_blocks, dct_kept
 from compressors.selection import all_finite, bits_of, largest_in_rows
 from compressors.vector import Vector, chosen, dense, joined, total
 from strategies.exchanges.base import (
+    OWN,
+    OWN_PREFIX,
     Contribution,
     Exchanged,
     ExchangeRule,
     Flat,
+    Kept,
     Merged,
+    Row,
     Settled,
     State,
     finite_or,
+    own_row,
 )
 
 if TYPE_CHECKING:
     from atoll.exchange import ExchangeRound
+
+
+LATE = OWN_PREFIX + "late"
+"""Key of a tensor's gradients that join with the next."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +74,7 @@ class Demo(ExchangeRule):
     decay: float = 0.999  # beta
 
     def init(self, flat: Flat, own: Tensor) -> State:
-        metas = [TensorMeta(shape, "float32") for shape in flat.shapes]
-        tensors = tuple((dct_blocks(m), dct_kept(m, self.exchange.ratio)) for m in metas if m.elements)
-        return DemoState(torch.zeros(flat.size), tensors)
+        return DemoState(torch.zeros(flat.size), self._tensors(flat))
 
     def contribute(self, own: Tensor, state: State, at: ExchangeRound, rank: int) -> Contribution:
         gradient = own if state.late is None else own + state.late
@@ -107,6 +114,31 @@ class Demo(ExchangeRule):
 
     def undelivered(self, contribution: Contribution, state: State) -> State:
         return replace(state, late=finite_or(contribution.carry.gradient, state.late))
+
+    def rows(self, flat: Flat, ranks: int) -> tuple[tuple[Row, ...], ...]:
+        """Of a total at most what all ranks have chosen."""
+        tensors = self._tensors(flat)
+        elements = sum(blocks.coefficients.elements for blocks, _ in tensors)
+        chosen_of = sum(blocks.coefficients.shape[0] * kept for blocks, kept in tensors)
+        return ((Row(elements, (chosen_of, ranks * chosen_of)),),)
+
+    def stored(self, state: State, flat: Flat) -> list[Kept]:
+        found: list[Kept] = [{OWN: part} for part in flat.tensors(state.momentum)]
+        if state.late is None:
+            return found
+        late = flat.tensors(state.late)
+        return [{**one, LATE: part} for one, part in zip(found, late, strict=True)]
+
+    def resumed(self, kept: Sequence[Kept], flat: Flat) -> State:
+        momentum = own_row(kept, flat)
+        if momentum is None:
+            momentum = torch.zeros(flat.size)
+        return DemoState(momentum, self._tensors(flat), own_row(kept, flat, LATE))
+
+    def _tensors(self, flat: Flat) -> tuple[tuple[DctBlocks, int], ...]:
+        """How each tensor is cut, and how much of a block is kept."""
+        metas = [TensorMeta(shape, "float32") for shape in flat.shapes]
+        return tuple((dct_blocks(m), dct_kept(m, self.exchange.ratio)) for m in metas if m.elements)
 
 
 def _inverse(coefficients: Tensor, tensors: Sequence[tuple[DctBlocks, int]]) -> Tensor:

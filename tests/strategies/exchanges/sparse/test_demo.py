@@ -15,7 +15,8 @@ from compressors.contrib.dct_topk import dct_of, inverse_dct
 from compressors.contrib.sizes import dct_blocks, dct_kept
 from compressors.sparse_sizes import vector_bytes
 from compressors.vector import Vector
-from experiments.exchanges import make_rule
+from strategies.exchanges import make_rule
+from strategies.exchanges.base import Flat
 from tests.strategies.exchanges.rounds import Rounds, gradients, same_bits
 
 SHAPES = ((128, 64), (64,), (40, 30), (7,), ())
@@ -158,3 +159,18 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all_and_changes_no_state(bad: 
     answers = rounds.play(own, 1)
     assert all(bool(torch.isnan(answer.result).any()) for answer in answers.values())
     assert all(rounds.states[rank] is before[rank] for rank in before)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_stored_by_tensor_is_the_state_again(late: bool) -> None:
+    rounds, flat = rounds_of(2), Flat(SHAPES)
+    own = gradients(2, SIZE)
+    rounds.play(own)
+    state = rounds.states[1]
+    if late:
+        state = RULE.undelivered(RULE.contribute(own[1], state, ExchangeRound(1, (0, 1)), 1), state)
+    again = RULE.resumed(RULE.stored(state, flat), flat)
+    assert torch.equal(again.momentum, state.momentum)
+    assert again.tensors == state.tensors
+    assert (again.late is None) is not late
+    assert not late or torch.equal(again.late, state.late)

@@ -11,7 +11,7 @@ import torch
 from atoll.collective import TOTAL
 from atoll.exchange import Exchange, ExchangeRound
 from compressors.sparse_sizes import vector_kept
-from experiments.exchanges import make_rule
+from strategies.exchanges import make_rule
 from tests.strategies.exchanges.rounds import Rounds, gradients, same_bits
 
 SIZE, RATIO = 3000, 50.0

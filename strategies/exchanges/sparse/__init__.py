@@ -1,0 +1,1 @@
+"""Rules that exchange the elements or coefficients of gradients that are large, with their positions."""
