@@ -146,7 +146,8 @@ def _tuple(value: Any, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
 
 # ---------------------------------------------------------------- what people bring from torch
 
-_OPTIMIZERS = {"AdamW": "ADAMW", "Adam": "ADAMW", "SGD": "SGD"}
+_OPTIMIZERS = {"AdamW": "ADAMW", "Adam": "ADAMW", "SGD": "SGD", "Muon": "MUON"}
+_OTHERS = "SGD, MUON"
 _OPTIONS = {"lr": 1e-3, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "momentum": 0.0,
             "nesterov": False}  # fmt: skip
 """Hyper-parameters that mean the same in ``atoll.Optimizer``, with its defaults."""
@@ -168,10 +169,10 @@ def instead_of(value: object, kind: str) -> str:
 
 def _optimizer_words(value: object) -> str:
     if not is_a(value, "torch.optim.optimizer.Optimizer"):
-        return "Optimizer(OptimizerName.ADAMW, lr=1e-3), or SGD"
+        return f"Optimizer(OptimizerName.ADAMW, lr=1e-3), or {_OTHERS}"
     name = value.__name__ if isinstance(value, type) else type(value).__name__
     if name not in _OPTIMIZERS:
-        return "Optimizer(OptimizerName.ADAMW, lr=1e-3) or SGD: stages have these two"
+        return f"Optimizer(OptimizerName.ADAMW, lr=1e-3), or {_OTHERS}: stages have these"
     given = getattr(value, "defaults", None)
     options = given if isinstance(given, dict) else {}
     shown = [
@@ -179,9 +180,12 @@ def _optimizer_words(value: object) -> str:
         for key, default in _OPTIONS.items()
         if isinstance(options.get(key), bool | int | float | tuple)
         and (options[key] != default or key == "lr")
+        and not (name == "Muon" and key in ("eps", "nesterov"))  # of its iterations, and always
     ]
     arguments = ", ".join([f"OptimizerName.{_OPTIMIZERS[name]}", *shown])
     words = f"the declaration that travels: Optimizer({arguments})"
     if name == "Adam" and options.get("weight_decay"):
         words += ", whose weight decay is decoupled, as AdamW's"
+    if name == "Muon":
+        words += ', with rates as of adjust_lr_fn="match_rms_adamw" and AdamW for what is no hidden matrix'
     return words

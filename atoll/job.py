@@ -55,6 +55,7 @@ CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_
 class OptimizerName(StrEnum):
     SGD = "sgd"
     ADAMW = "adamw"
+    MUON = "muon"  # of hidden matrices; AdamW of everything else: ``atoll.optimizers``
 
 
 class Precision(StrEnum):
@@ -69,21 +70,30 @@ ShortText = Annotated[str, Chars(MAX_NAME_CHARS)]
 class ParamGroup:
     """Overrides for parameters whose name matches one of ``patterns`` (shell wildcards).
 
-    The first group that matches wins; ``frozen`` parameters get no gradient and no state.
+    The first group that matches wins; ``frozen`` parameters get no gradient and no state. ``optimizer``:
+    theirs, where it is not the job's.
     """
 
     patterns: Annotated[tuple[Name, ...], Most(MAX_ARGS)]
     lr_scale: Amount = 1.0
     weight_decay: Amount | None = None
     frozen: bool = False
+    optimizer: OptimizerName | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
 
 
+MUON_MOMENTUM = 0.95
+
+
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """A torch optimizer by name, with its hyper-parameters."""
+    """A torch optimizer by name, with its hyper-parameters.
+
+    Muon has Nesterov's momentum always, of 0.95 where ``momentum`` is 0, and AdamW's ``lr`` and
+    ``weight_decay``: torch's ``Muon(adjust_lr_fn="match_rms_adamw")``.
+    """
 
     name: OptimizerName = OptimizerName.ADAMW
     lr: Amount = 1e-3
@@ -97,6 +107,20 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    def __str__(self) -> str:
+        return ", ".join(self.names.values())
+
+    @property
+    def names(self) -> dict[tuple[str, ...], OptimizerName]:
+        """The optimizer's name under (), then those of groups with another by their patterns."""
+        named = {g.patterns: g.optimizer for g in self.groups if g.optimizer is not None}
+        return {(): self.name} | {patterns: name for patterns, name in named.items() if name != self.name}
+
+    @property
+    def muon_momentum(self) -> float:
+        """Momentum of the parameters that Muon steps."""
+        return self.momentum or MUON_MOMENTUM
 
     def group_of(self, parameter: str) -> ParamGroup | None:
         """The first group one of whose patterns matches ``parameter``."""

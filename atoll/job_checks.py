@@ -62,7 +62,8 @@ def _check_optimizer(optimizer: Any) -> None:
         _from_zero(name, getattr(optimizer, name))
     if not all(0.0 <= beta < 1.0 for beta in optimizer.betas):
         raise UsageError(f"betas = {optimizer.betas}; give two numbers from 0 to below 1")
-    if optimizer.nesterov and not optimizer.momentum:
+    muon = optimizer.name == "muon"  # which has a momentum by itself
+    if optimizer.nesterov and not optimizer.momentum and not muon:
         raise UsageError("nesterov = True with momentum = 0; give a momentum, or leave nesterov out")
     if optimizer.clip_norm is not None and not 0.0 < optimizer.clip_norm < math.inf:
         raise UsageError(f"clip_norm = {optimizer.clip_norm}; give a number above 0, or None: no clipping")

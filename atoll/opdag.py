@@ -140,6 +140,7 @@ class StateMeta:
     meta: TensorMeta
     requires_grad: bool = False
     mutated: bool = False  # a buffer that training ops write
+    hidden_matrix: bool = False  # a parameter between embeddings and heads: ``atoll.hidden_matrices``
 
 
 @dataclass(frozen=True, slots=True)

@@ -362,7 +362,7 @@ def stored(path: Path | None) -> dict[str, list[Point]]:
 def key_of(method: Method, size: Size, seed: int) -> str:
     """What a run's curve depends on."""
     model = (WIDTH, LAYERS, HEADS, LENGTH, WINDOWS, WARMUP, STEP_S, RATE, DELAY_S)
-    return f"{method.exchange} {method.exact:g} {method.optimizer} {model} {size} {seed}"
+    return f"{method.exchange} {method.exact:g} {method.optimizer!r} {model} {size} {seed}"
 
 
 def run_all(

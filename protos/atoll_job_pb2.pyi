@@ -282,9 +282,11 @@ class NamedMeta(_message.Message):
     META_FIELD_NUMBER: _builtins.int
     REQUIRES_GRAD_FIELD_NUMBER: _builtins.int
     MUTATED_FIELD_NUMBER: _builtins.int
+    HIDDEN_MATRIX_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     requires_grad: _builtins.bool
     mutated: _builtins.bool
+    hidden_matrix: _builtins.bool
     @_builtins.property
     def meta(self) -> Global___TensorMeta: ...
     def __init__(
@@ -294,10 +296,11 @@ class NamedMeta(_message.Message):
         meta: Global___TensorMeta | None = ...,
         requires_grad: _builtins.bool = ...,
         mutated: _builtins.bool = ...,
+        hidden_matrix: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["meta", b"meta"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["meta", b"meta", "mutated", b"mutated", "name", b"name", "requires_grad", b"requires_grad"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hidden_matrix", b"hidden_matrix", "meta", b"meta", "mutated", b"mutated", "name", b"name", "requires_grad", b"requires_grad"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -449,9 +452,12 @@ class ParamGroup(_message.Message):
     LR_SCALE_FIELD_NUMBER: _builtins.int
     WEIGHT_DECAY_FIELD_NUMBER: _builtins.int
     FROZEN_FIELD_NUMBER: _builtins.int
+    OPTIMIZER_FIELD_NUMBER: _builtins.int
     lr_scale: _builtins.float
     weight_decay: _builtins.float
     frozen: _builtins.bool
+    optimizer: _builtins.str
+    """unset: the job's"""
     @_builtins.property
     def patterns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -461,13 +467,19 @@ class ParamGroup(_message.Message):
         lr_scale: _builtins.float = ...,
         weight_decay: _builtins.float | None = ...,
         frozen: _builtins.bool = ...,
+        optimizer: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight_decay", b"_weight_decay", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_optimizer", b"_optimizer", "_weight_decay", b"_weight_decay", "optimizer", b"optimizer", "weight_decay", b"weight_decay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight_decay", b"_weight_decay", "frozen", b"frozen", "lr_scale", b"lr_scale", "patterns", b"patterns", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_optimizer", b"_optimizer", "_weight_decay", b"_weight_decay", "frozen", b"frozen", "lr_scale", b"lr_scale", "optimizer", b"optimizer", "patterns", b"patterns", "weight_decay", b"weight_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__optimizer: _TypeAlias = _typing.Literal["optimizer"]  # noqa: Y015
+    _WhichOneofArgType__optimizer: _TypeAlias = _typing.Literal["_optimizer", b"_optimizer"]  # noqa: Y015
     _WhichOneofReturnType__weight_decay: _TypeAlias = _typing.Literal["weight_decay"]  # noqa: Y015
     _WhichOneofArgType__weight_decay: _TypeAlias = _typing.Literal["_weight_decay", b"_weight_decay"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__optimizer) -> _WhichOneofReturnType__optimizer | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__weight_decay) -> _WhichOneofReturnType__weight_decay | None: ...
 
 Global___ParamGroup: _TypeAlias = ParamGroup  # noqa: Y015

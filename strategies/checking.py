@@ -117,9 +117,10 @@ def check_optimizer(strategy: Declares, optimizer: Optimizer) -> None:
     clients both ask."""
     if not strategy.facts.sgd_only:
         return
-    if optimizer.name is not OptimizerName.SGD:
+    others = [name for name in optimizer.names.values() if name is not OptimizerName.SGD]
+    if others:
         raise UsageError(
-            f"{strategy.name} reads the local optimizer as SGD, the job declares {optimizer.name}; take "
+            f"{strategy.name} reads the local optimizer as SGD, the job declares {others[0]}; take "
             "OptimizerName.SGD or another strategy"
         )
     scaled = [group.patterns for group in optimizer.groups if group.lr_scale != 1.0 and not group.frozen]

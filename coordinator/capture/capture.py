@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from atoll.errors import CaptureError, UnsupportedOp, UsageError
 from atoll.federated import MAX_METRICS, checked_name
+from atoll.hidden_matrices import hidden_matrices
 from atoll.job import Precision, TrainingSpec
 from atoll.opdag import Kind, LeafRef, OpDag, OpNode, Source, StateMeta, TensorMeta, leaf_refs, rows_of
 from atoll.ops import ALLOWED
@@ -133,6 +134,8 @@ def capture(
     for mode, graph in graphs.items():
         region = settle(graph.nodes, graph.loss, mutated, metas.of, mode, graph.metrics, graph.weight)
         dag = _dag(source, region, metas, mode)
+        if mode:
+            dag = _with_hidden_matrices(dag)
         dags[mode] = measured(dag, source.inputs, state, source.precision, device)
     _check_trainable(dags[True])
     _check_weights(dags, sums)
@@ -307,6 +310,13 @@ def _dag(source: _Source, region: Region, metas: _Metas, training: bool) -> OpDa
         metrics=dict(region.metrics),
         weight=region.weight,
     )
+
+
+def _with_hidden_matrices(dag: OpDag) -> OpDag:
+    """The training graph whose parameters say which of them an optimizer of hidden matrices steps."""
+    found = hidden_matrices(dag)
+    states = {name: replace(s, hidden_matrix=name in found) for name, s in dag.parameters.items()}
+    return replace(dag, parameters=states)
 
 
 def _kinded(node: OpNode, is_loss: bool) -> OpNode:

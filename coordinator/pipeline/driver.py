@@ -132,8 +132,8 @@ class PipelineDriver:
 
     def not_resumable(self, before: JobSpec, spec: JobSpec) -> str | None:
         """Why ``spec`` cannot go on with what ``before`` left; both are of this kind."""
-        held, wanted = before.training.optimizer.name, spec.training.optimizer.name
-        if held == wanted:
+        held, wanted = (each.training.optimizer for each in (before, spec))
+        if held.names == wanted.names:
             return None
         return f"{spec.resume_of} holds the state of {held}, this one {wanted}; take the same optimizer"
 

@@ -270,9 +270,9 @@ class Problem:
         """Return the seconds of the optimizer by piece: a device takes its step with its first one."""
         bounds, found = candidate.bounds(self.n_ops), [0.0] * len(candidate.devices)
         for those in candidate.together:
-            trained = Together(self.memory, [bounds[at] for at in those]).trained()
+            work = Together(self.memory, [bounds[at] for at in those]).step_work()
             device = self.fleet.devices[candidate.devices[those[0]]]
-            found[those[0]] = apply_seconds(*trained, self.training, device)
+            found[those[0]] = apply_seconds(*work, device)
         return found
 
     def undisturbed(self, work: Workload) -> Workload:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from atoll import Job, Rows
-from atoll.job import Optimizer, TrainingSpec
+from atoll.job import Optimizer, OptimizerName, TrainingSpec
 from benchmarks.oracle import BUILT_IN, DROPOUT, Case, Run, built_in, difference, random_starts, run_local
 from benchmarks.real_workers import LoopbackFleet, cut_at
 from coordinator.client.prepare import Prepared, prepare
@@ -49,6 +49,14 @@ def test_three_workers_end_in_the_bits_of_one_stage(name: str, seed: int, fleet:
     assert len({stage.worker for stage in fleet.plan.stages}) == 3
     # Losses and weights; norms and optimizer state stay with the workers.
     assert difference(found, one_stage(name), 1) == 0.0
+
+
+def test_three_workers_under_muon_end_in_the_bits_of_one_stage(fleet: LoopbackFleet) -> None:
+    muon = Optimizer(OptimizerName.MUON, lr=3e-3, weight_decay=0.01, clip_norm=0.5)
+    given = replace(case("gpt2"), training=replace(TRAINING, optimizer=muon))
+    whole = run_local(given, (0,))
+    assert difference(fleet.run(given, random_starts(given.dag, 3, random.Random(3))), whole, 1) == 0.0
+    assert difference(whole, one_stage("gpt2"), 1) > 0.0
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -15,9 +15,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from atoll.job import Optimizer, OptimizerName, Precision, Recompute, TrainingSpec
+from atoll.job import Optimizer, OptimizerName, ParamGroup, Precision, Recompute, TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.opdag import Arg, Kind, LeafRef, OpDag, OpNode, OpRef, Source, StateMeta, TensorMeta, TorchLiteral
+from atoll.program import stage_programs
 from benchmarks.oracle import (
     BUILT_IN,
     DROPOUT,
@@ -31,10 +32,17 @@ from benchmarks.oracle import (
     run_plain,
     without_dropout,
 )
+from tests.inprocess.pipeline import LocalPipeline
 from tests.parameters import sampled
 
 ADAMW = Optimizer(lr=3e-3, weight_decay=0.01)
 SGD = Optimizer(OptimizerName.SGD, lr=0.05, momentum=0.9, clip_norm=0.5)
+MUON = Optimizer(
+    OptimizerName.MUON,
+    lr=3e-3,
+    weight_decay=0.01,
+    groups=(ParamGroup(("*.h.1.*", "*layers.1*"), lr_scale=0.5, optimizer=OptimizerName.ADAMW),),
+)
 TRAINING = TrainingSpec(steps=5, n_micro=4, seed=11, optimizer=ADAMW)
 SEEDED = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
@@ -79,8 +87,38 @@ def test_three_stages_are_bit_equal_to_one_under_adamw(name: str, data: st.DataO
     check_cut(name, ADAMW, data)
 
 
+@pytest.mark.parametrize("name", sampled(3, BUILT_IN))
+@settings(SEEDED, max_examples=1)
+@given(data=st.data())
+def test_three_stages_are_bit_equal_to_one_under_muon(name: str, data: st.DataObject):
+    check_cut(name, MUON, data)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_muon_keeps_one_buffer_of_hidden_matrices_and_trains_another_model(name: str):
+    state = reference(name, MUON).state
+    hidden = {n for n, meta in case(name).dag.parameters.items() if meta.hidden_matrix}
+    assert {n for n in hidden if set(state[n]) == {"value", "momentum_buffer"}} >= {
+        n for n in hidden if MUON.group_of(n) is None
+    }
+    assert all("exp_avg" in state[n] for n in case(name).dag.parameters if n not in hidden)
+    assert difference(reference(name, MUON), reference(name, ADAMW)) > 0.0
+
+
+@pytest.mark.parametrize("optimizer", [MUON], ids=["muon"])
+def test_a_checkpoint_goes_on_with_the_bits_of_the_whole_under_another_cut(optimizer: Optimizer):
+    whole = with_training("gpt2", optimizer=optimizer, steps=4)
+    first = run_local(with_training("gpt2", optimizer=optimizer, steps=2), (0,))
+    starts, states = random_starts(whole.dag, 3, random.Random(9)), whole.states
+    programs = stage_programs(whole.dag, starts)
+    rest = LocalPipeline(programs, whole.training, {**whole.tensors, **first.state}, states=states)
+    figures = [rest.step(step, whole.batches(step)) for step in (2, 3)]
+    found = Run((*first.figures, *((r.loss, *r.square_norms) for r in figures)), rest.snapshot())
+    assert difference(found, run_local(whole, (0,))) == 0.0
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [ADAMW, SGD], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", [ADAMW, SGD, MUON], ids=["adamw", "sgd", "muon"])
 @pytest.mark.parametrize("name", BUILT_IN)
 @settings(SEEDED, max_examples=12)
 @given(data=st.data())

@@ -62,6 +62,16 @@ def test_random_replicas_are_bit_equal_to_one_machine_of_as_many_blocks(seed: in
     assert difference(run_replicas(found, plan), run_local(found, (0,))) == 0.0, plan
 
 
+@pytest.mark.parametrize("seed", [5, 6])
+def test_random_replicas_are_bit_equal_to_one_machine_under_muon(seed: int) -> None:
+    muon = Optimizer(OptimizerName.MUON, lr=3e-3, weight_decay=0.01, clip_norm=0.5)
+    given = replace(case("gpt2"), training=replace(TRAINING, optimizer=muon))
+    found, plan = random_replicas(given, random.Random(seed))
+    whole = run_local(found, (0,))
+    assert difference(run_replicas(found, plan), whole) == 0.0, plan
+    assert any("momentum_buffer" in kept for kept in whole.state.values())
+
+
 @pytest.mark.slow
 def test_200_random_plans_are_bit_equal_to_one_machine_of_as_many_blocks() -> None:
     row = measure_replicas(REPLICATED, 200, 2, 4711)

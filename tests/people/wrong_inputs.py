@@ -230,6 +230,10 @@ TRAINING = (
         "torch's Adam",
         "training=TrainingSpec(8, 4, optimizer=torch.optim.Adam(Net().parameters(), weight_decay=0.1))",
     ),
+    Case(
+        "torch's Muon",
+        "training=TrainingSpec(8, 4, optimizer=torch.optim.Muon([torch.nn.Parameter(torch.ones(2, 2))]))",
+    ),
     Case("torch's SGD, the class", "training=TrainingSpec(8, 4, optimizer=torch.optim.SGD)"),
     Case(
         "an optimizer that stages have not",

@@ -152,6 +152,7 @@ GROUPS = st.builds(
     NUMBERS,
     st.none() | NUMBERS,
     st.booleans(),
+    st.none() | st.sampled_from(OptimizerName),
 )
 OPTIMIZERS = st.builds(
     Optimizer,

@@ -123,7 +123,7 @@ class LocalTrainer:
         self._parameters = {n: torch.nn.Parameter(values[n]) for n in self._trained}
         self._work.written.update(self._trained, *(e.mutated_buffers for e in self.executors))
         self._held: Collection[str] = ()  # parameters that the phase does not train
-        self._optimizer = make_optimizer(self._parameters, self.training.optimizer)
+        self._optimizer = make_optimizer(self._parameters, self.training.optimizer, model.states)
         self._rate = 0.0  # of the round
 
     # ---------------------------------------------------------------- a round

@@ -1,11 +1,13 @@
-"""The declared optimizer over named parameters, by torch's fused functions.
+"""The declared optimizers over named parameters, by torch's functions.
 
-Not ``torch.optim.Optimizer``: the first of these in a process imports the compiler, 68 MiB and 2.2 s, of
-which nothing is used. The fused functions are what it calls; they make no temporaries.
+Not ``torch.optim.Optimizer``: the first of these in a process imports the compiler, 74 MiB and 1.4 to 2.2 s,
+of which nothing is used. The fused functions are what it calls; they make no temporaries. Torch's functions
+of Muon are private, so its step is here, with torch's bits where torch's type is taken (decision 072).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,49 +16,74 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from atoll.errors import UsageError
 from atoll.job import OptimizerName, stepwise_groups
+from atoll.optimizers import MUON_STEPS, optimizer_of, state_shapes, uniform
 
 if TYPE_CHECKING:
     from atoll.job import Optimizer
+    from atoll.opdag import StateMeta
 
 State = dict[str, Tensor]
 
+MUON_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""a, b, c of a x + b x^3 + c x^5, whose slope at 0 is steep: small singular values come near 1, too."""
+MUON_EPS = 1e-7
+MUON_RMS = 0.2  # of an update's elements, that of AdamW's: so one learning rate suits both
+
 
 class _Group(NamedTuple):
-    """Parameters of one learning-rate scale and weight decay."""
+    """Parameters of one optimizer, learning-rate scale and weight decay."""
 
+    optimizer: OptimizerName
     lr_scale: float
     weight_decay: float
     names: list[str]
 
 
-class FusedOptimizer:
-    """State of the optimizer, and its steps on the parameters that have a gradient.
+class StageOptimizer:
+    """State of the optimizers, and their steps on the parameters that have a gradient.
 
-    ``state[name]``: of AdamW "exp_avg", "exp_avg_sq" and "step", of SGD with momentum "momentum_buffer";
-    a parameter has one from its first step on. It may be set before, and cleared.
+    ``state[name]`` has the tensors of ``atoll.optimizers.state_shapes``; a parameter has one from its first
+    step on. It may be set before, and cleared. ``states``: what the graph says of the parameters; UsageError
+    where the optimizer depends on it and there is none.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], spec: Optimizer) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        spec: Optimizer,
+        states: Mapping[str, StateMeta] | None = None,
+    ) -> None:
         self._parameters, self._spec = dict(parameters), spec
         self.state: dict[str, State] = {}
+        self._optimizers = _optimizers(parameters, spec, states or {})
         chosen = stepwise_groups(tuple(parameters), spec)
-        groups: dict[tuple[float, float], _Group] = {}
+        groups: dict[tuple[OptimizerName, float, float], _Group] = {}
         for name in parameters:
             decay = chosen[name].weight_decay
-            key = (chosen[name].lr_scale, spec.weight_decay if decay is None else decay)
+            own_decay = spec.weight_decay if decay is None else decay
+            key = (self._optimizers[name], chosen[name].lr_scale, own_decay)
             groups.setdefault(key, _Group(*key, [])).names.append(name)
         self._groups = tuple(groups.values())
         self._reserved: list[Tensor] = []
+
+    def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        """Return the names and shapes of a parameter's state."""
+        shape = tuple(self._parameters[name].shape)
+        return state_shapes(self._optimizers[name], shape, self._spec.momentum)
 
     @torch.no_grad()
     def reserve(self) -> None:
         """Hold the memory of the states to come from now on: the first step then takes as much as any later
         one, and where there is too little that shows before a step is committed."""
-        adamw = self._spec.name is OptimizerName.ADAMW
-        states = 2 if adamw else int(self._spec.momentum > 0.0)
-        coming = [parameter for name, parameter in self._parameters.items() if name not in self.state]
-        self._reserved = [torch.ones_like(parameter) for parameter in coming * states]  # pages are written
+        self._reserved = [
+            torch.ones(shape, dtype=parameter.dtype, device=parameter.device)  # pages are written
+            for name, parameter in self._parameters.items()
+            if name not in self.state
+            for shape in self.shapes(name).values()
+            if shape
+        ]
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
@@ -66,23 +93,33 @@ class FusedOptimizer:
             names = [name for name in group.names if self._parameters[name].grad is not None]
             if not names:
                 continue
-            if self._spec.name is OptimizerName.ADAMW:
-                self._adamw(names, rate * group.lr_scale, group.weight_decay)
+            scaled = rate * group.lr_scale
+            if group.optimizer is OptimizerName.ADAMW:
+                self._adamw(names, scaled, group.weight_decay)
+            elif group.optimizer is OptimizerName.MUON:
+                self._muon(names, scaled, group.weight_decay)
             else:
                 # The function fills the buffers of all or of none.
                 for some in (self._with_state(names, False), self._with_state(names, True)):
-                    self._sgd(some, rate * group.lr_scale, group.weight_decay)
+                    self._sgd(some, scaled, group.weight_decay)
 
     def _with_state(self, names: Iterable[str], there: bool) -> list[str]:
         return [name for name in names if (name in self.state) is there]
 
+    def _begin(self, names: Iterable[str]) -> None:
+        """Make the states of those that have none yet, all zeros."""
+        for name in self._with_state(names, False):
+            parameter = self._parameters[name]
+            self.state[name] = {
+                key: torch.zeros_like(parameter)
+                if key != "step"
+                else torch.zeros(shape, dtype=torch.float32, device=parameter.device)
+                for key, shape in self.shapes(name).items()
+            }
+
     def _adamw(self, names: list[str], rate: float, decay: float) -> None:
         parameters, gradients = self._of(names)
-        for name, parameter in zip(names, parameters, strict=True):
-            if name not in self.state:
-                zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-                step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                self.state[name] = {**zeros, "step": step}
+        self._begin(names)
         states = [self.state[name] for name in names]
         beta1, beta2 = self._spec.betas
         adamw(
@@ -122,12 +159,65 @@ class FusedOptimizer:
             if buffer is not None:
                 self.state[name] = {"momentum_buffer": buffer}
 
+    def _muon(self, names: list[str], rate: float, decay: float) -> None:
+        """One matrix after another: the iterations' memory is that of the largest."""
+        self._begin(names)
+        momentum = self._spec.muon_momentum
+        for name, matrix, gradient in zip(names, *self._of(names), strict=True):
+            average = self.state[name]["momentum_buffer"].lerp_(gradient, 1.0 - momentum)
+            update = orthogonalised(gradient.lerp(average, momentum), iterations_dtype(matrix.device))
+            matrix.mul_(1.0 - rate * decay)
+            matrix.add_(update, alpha=-(rate * (MUON_RMS * math.sqrt(max(matrix.shape)))))
+
     def _of(self, names: list[str]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the parameters and their gradients."""
         found: list[Tensor] = [self._parameters[name] for name in names]
         return found, [parameter.grad for parameter in found if parameter.grad is not None]
 
 
-def make_optimizer(parameters: Mapping[str, torch.nn.Parameter], spec: Optimizer) -> FusedOptimizer | None:
-    """The optimizer of ``spec``; None without parameters."""
-    return FusedOptimizer(parameters, spec) if parameters else None
+def _optimizers(
+    parameters: Iterable[str], spec: Optimizer, states: Mapping[str, StateMeta]
+) -> dict[str, OptimizerName]:
+    if uniform(spec):
+        return dict.fromkeys(parameters, spec.name)
+    unknown = [name for name in parameters if name not in states]
+    if unknown:
+        raise UsageError(f"{spec.name} needs to know what {unknown[0]} is in the model; give its state")
+    return {name: optimizer_of(name, states[name], spec) for name in parameters}
+
+
+def iterations_dtype(device: torch.device) -> torch.dtype:
+    """Return the type of Muon's iterations: bfloat16, as torch has it, where a GPU multiplies in it.
+
+    On a CPU always float32: one without such products takes 18 times as long in bfloat16, and the class of a
+    machine, within which bits are equal, does not tell them apart.
+    """
+    fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if fast else torch.float32
+
+
+def orthogonalised(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return U S V^T of ``matrix`` [m, n] = U T V^T, with S near 1, in ``dtype``; may overwrite ``matrix``.
+
+    Newton-Schulz: X <- a X + (b X X^T + c (X X^T)^2) X, from X / |X|, on the smaller side.
+    Source: torch.optim.Muon (K. Jordan's coefficients), bit for bit in bfloat16.
+    """
+    a, b, c = MUON_COEFFICIENTS
+    tall = matrix.size(0) > matrix.size(1)
+    x = matrix.to(dtype)
+    x = x.T if tall else x
+    x.div_(x.norm().clamp(min=MUON_EPS))
+    for _ in range(MUON_STEPS):
+        gram = x @ x.T
+        gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, gram, x, beta=a)
+    return x.T if tall else x
+
+
+def make_optimizer(
+    parameters: Mapping[str, torch.nn.Parameter],
+    spec: Optimizer,
+    states: Mapping[str, StateMeta] | None = None,
+) -> StageOptimizer | None:
+    """The optimizers of ``spec``; None without parameters."""
+    return StageOptimizer(parameters, spec, states) if parameters else None

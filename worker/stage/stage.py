@@ -15,13 +15,13 @@ from torch import Tensor
 
 from atoll.block_sums import fold
 from atoll.errors import PlanError, UsageError
-from atoll.job import OptimizerName, Recompute, stepwise_groups
+from atoll.job import Recompute, stepwise_groups
 from atoll.microbatch import own_blocks
 from atoll.ops import check_node
 from atoll.program import PiecePrograms
 from worker.exchange.kept import KeptState
 from worker.stage.digests import norms_and_digest
-from worker.stage.optimizers import FusedOptimizer, make_optimizer
+from worker.stage.optimizers import StageOptimizer, make_optimizer
 from worker.stage.piece import Held, StagePiece, leaf_names
 from worker.stage.reports import StageReport
 
@@ -37,22 +37,19 @@ if TYPE_CHECKING:
 
 LENT_POLL_S = 0.25
 MAX_OUTPUT_BYTES = 1 << 35  # of one op; a program that declares more is refused
-STATE_KEYS = {
-    OptimizerName.ADAMW: ("exp_avg", "exp_avg_sq", "step"),
-    OptimizerName.SGD: ("momentum_buffer",),
-}
 
 
 class Stage:
     """Pieces of a pipeline with their tensors, ready to train; ``programs`` of each. Not thread-safe.
 
-    A tensor of several pieces is held once, and a trained parameter stepped once; each use has a gradient of
-    its own. ``tensors[name]["value"]`` is a parameter, buffer or constant; further keys are optimizer
-    state (``STATE_KEYS``). ``states`` says which parameters were frozen and which dtype an input
-    has; without it every parameter trains and inputs are taken as they come. ``actions``
-    are those of a step: which micro-batches, all of them unless given, and whether backwards leave weights'
-    gradients to ``weight_gradients``. Actions on as many micro-batches as the training has, whatever their
-    numbers, are all of a step: a peer's own share where it takes steps by itself.
+    A tensor of several pieces is held once, and a trained parameter stepped once; each use has a gradient
+    of its own. ``tensors[name]["value"]`` is a parameter, buffer or constant; further keys are optimizer
+    state (``atoll.optimizers.state_shapes``). ``states`` says which parameters were frozen, which are
+    hidden matrices, and which dtype an input has; without it every parameter trains and inputs are taken as
+    they come. ``actions`` are those of a step: which micro-batches, all of them unless given, and whether
+    backwards leave weights' gradients to ``weight_gradients``. Actions on as many micro-batches as the
+    training has, whatever their numbers, are all of a step: a peer's own share where it takes steps by
+    itself.
     UnsupportedOp for a node that no honest capture makes, UsageError for missing or misshapen
     tensors, PlanError when an evaluation program needs state that another stage trains.
     """
@@ -299,10 +296,10 @@ class Stage:
             values[name] = value.to(self.device, copy=True).contiguous()
         return values
 
-    def _make_optimizer(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> FusedOptimizer | None:
+    def _make_optimizer(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> StageOptimizer | None:
         spec = self.training.optimizer
         self._parameters = {n: torch.nn.Parameter(self._values[n]) for n in self.trainable}
-        optimizer = make_optimizer(self._parameters, spec)
+        optimizer = make_optimizer(self._parameters, spec, self._states)
         if optimizer is None:
             return None
         for name in self.trainable:
@@ -310,17 +307,16 @@ class Stage:
         optimizer.reserve()
         return optimizer
 
-    def _restore(self, optimizer: FusedOptimizer, name: str, stored: Mapping[str, Tensor]) -> None:
-        keys = STATE_KEYS[self.training.optimizer.name]
-        present = [key for key in keys if key in stored]
-        if not present:
+    def _restore(self, optimizer: StageOptimizer, name: str, stored: Mapping[str, Tensor]) -> None:
+        expected = optimizer.shapes(name)
+        shapes = {key: tuple(stored[key].shape) for key in expected if key in stored}
+        if not shapes:
             return
-        parameter = self._parameters[name]
-        shapes = {key: tuple(stored[key].shape) for key in present if key != "step"}
-        if len(present) != len(keys) or any(s != tuple(parameter.shape) for s in shapes.values()):
-            raise UsageError(f"optimizer state of {name} does not fit: {shapes}, expected {keys}")
+        if shapes != expected:
+            raise UsageError(f"optimizer state of {name} does not fit: {shapes}, expected {expected}")
         optimizer.state[name] = {
-            key: stored[key].detach().to(self.device, torch.float32, copy=True).contiguous() for key in keys
+            key: stored[key].detach().to(self.device, torch.float32, copy=True).contiguous()
+            for key in expected
         }
 
     def _forget(self) -> None:

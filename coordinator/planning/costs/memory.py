@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from atoll.job import Optimizer, OptimizerName, Precision, Recompute, TrainingSpec
-from atoll.opdag import Kind, LeafRef, OpDag, Source, leaf_refs, op_refs
+from atoll.opdag import DTYPE_BYTES, Kind, LeafRef, OpDag, Source, leaf_refs, op_refs
 from atoll.ops import DEEPEST, cheap_again, is_layer
-from coordinator.planning.costs.op_seconds import is_trained, leaf_meta, weights_share
+from atoll.optimizers import muon_workspace, optimizer_of, state_elements
+from coordinator.planning.costs.op_seconds import apply_work, is_trained, leaf_meta, weights_share
 from strategies.exchanges.catalogue import exchange_facts
 
 if TYPE_CHECKING:
@@ -66,9 +67,11 @@ class MemoryModel:
         clips = training.optimizer.clip_norm is not None
         shared: dict[LeafRef, list[int]] = {}
         last_use: dict[LeafRef, int] = {}
-        repeats: list[tuple[int, int, float, float]] = []
+        repeats: list[tuple[float, ...]] = []
         used: dict[LeafRef, list[int]] = {}
         uses = Counter(leaf for node in dag.ops for leaf in leaf_refs(node))
+        step = {leaf: _step_figures(dag, leaf, training.optimizer) for leaf in uses}
+        stepped = np.zeros((n, 3))
         for op, node in enumerate(dag.ops):
             for leaf in leaf_refs(node):
                 bytes_held, bytes_trained = leaf_bytes(dag, leaf, training.optimizer)
@@ -87,8 +90,11 @@ class MemoryModel:
                     shared.setdefault(leaf, []).append(op)
                 if leaf in last_use and bytes_held:
                     # Each use keeps its own gradient accumulator, everything else is held once.
-                    repeats.append((last_use[leaf], op, bytes_held - bytes_trained, bytes_trained))
+                    once_held = (bytes_held - bytes_trained, bytes_trained, *step[leaf])
+                    repeats.append((last_use[leaf], op, *once_held))
                 last_use[leaf] = op
+                stepped[op] += step[leaf]
+                update[op] = max(update[op], workspace_bytes(dag, leaf, training.optimizer))
         selective = recompute is Recompute.SELECTIVE
         cheap = [node.outputs[0].nbytes for node in dag.ops if selective and cheap_again(node)]
         self.again = DEEPEST * float(max(cheap, default=0))  # results computed again, at one time
@@ -99,17 +105,20 @@ class MemoryModel:
         own = np.array([self.autocast and (selective or not is_layer(node)) for node in dag.ops], dtype=bool)
         self._owed, self._waiting = prefix(owed), prefix(owed + np.where(own & (owed > 0), saved, 0.0))
         self._trainable, self._tensors, self._tied = prefix(trainable), prefix(tensors), prefix(tied)
-        self.moments, self._blocks = _moments(training.optimizer), training.blocks
+        self._stepped = np.concatenate((np.zeros((1, 3)), np.cumsum(stepped, axis=0)))
+        self._blocks = training.blocks
         self._alone, self._own_copies = training.replicas == "1", own_copies
         self._largest, self._update = _largest_bytes(dag, training), update
         self._shared = [
             (ops[0], ops[-1], np.array(ops), float(leaf_meta(dag, leaf).nbytes))
             for leaf, ops in shared.items()
         ]
-        self._repeats = np.array(repeats, dtype=np.float64).reshape(-1, 4)
-        # Leaves of several ops: these, what is held once, and of it what each use has a gradient for.
+        self._repeats = np.array(repeats, dtype=np.float64).reshape(-1, 7)
+        # Leaves of several ops: these, what is held once, of it what each use has a gradient for, and what a
+        # step takes of it.
         self.leaves = [
-            (np.array(ops), *leaf_bytes(dag, leaf, training.optimizer)) for leaf, ops in used.items()
+            (np.array(ops), *leaf_bytes(dag, leaf, training.optimizer), step[leaf])
+            for leaf, ops in used.items()
         ]
         self.live = traffic.live_bytes.astype(np.float64)  # [n + 1], 0 at both ends
 
@@ -121,6 +130,13 @@ class MemoryModel:
         """(bytes, tensors) of the trainable parameters of ops [a, b)."""
         n_bytes = float(self._trainable[b] - self._trainable[a]) - self._repeated(a, b, 3)
         return n_bytes, float(self._tensors[b] - self._tensors[a])
+
+    def stepped(self, a: int, b: int) -> Floats:
+        """(bytes of optimizer state, bytes that a step moves, its FLOPs) of the parameters of ops [a, b)."""
+        inside = (self._repeats[:, 0] >= a) & (self._repeats[:, 1] < b)
+        again: Floats = self._repeats[inside, 4:].sum(axis=0)
+        found: Floats = self._stepped[b] - self._stepped[a] - again
+        return found
 
     def gradients(self, a: int, b: int) -> tuple[float, float]:
         """Return the bytes of gradients of ops [a, b) as ``gradient_copies`` counts them: of parameters that
@@ -272,9 +288,13 @@ class Together:
 
     def __init__(self, model: MemoryModel, pieces: Sequence[tuple[int, int]]) -> None:
         self.model, self.pieces = model, tuple(pieces)
-        again = [(held - trained, trained, self._users(ops) - 1) for ops, held, trained in model.leaves]
-        self._state_again = sum(n_bytes * times for n_bytes, _, times in again if times > 0)
-        self._trained_again = sum(n_bytes * times for _, n_bytes, times in again if times > 0)
+        self._state_again = self._trained_again = 0.0
+        self._stepped_again: Floats = np.zeros(3)
+        for ops, held, trained, step in model.leaves:
+            times = max(0, self._users(ops) - 1)
+            self._state_again += (held - trained) * times
+            self._trained_again += trained * times
+            self._stepped_again = self._stepped_again + step * times
 
     def _users(self, ops: NDArray[np.intp]) -> int:
         """Return how many of the intervals have one of ``ops``, ascending."""
@@ -291,6 +311,17 @@ class Together:
         n_bytes, tensors = zip(*(self.model.trained(a, b) for a, b in self.pieces), strict=True)
         return sum(n_bytes) - self._trained_again, sum(tensors)
 
+    def stepped(self) -> Floats:
+        """(bytes of optimizer state, bytes that a step moves, its FLOPs) of the parameters."""
+        pieces = np.array([self.model.stepped(a, b) for a, b in self.pieces])
+        found: Floats = pieces.sum(axis=0) - self._stepped_again
+        return found
+
+    def step_work(self) -> tuple[float, float, float]:
+        """(bytes that an optimizer's step moves, tensors that it steps, its FLOPs)."""
+        _, moved, flops = self.stepped().tolist()
+        return moved, self.trained()[1], flops
+
     def gradients(self) -> tuple[float, float]:
         """Return the bytes of gradients; see ``MemoryModel.gradients``."""
         once, tied = zip(*(self.model.gradients(a, b) for a, b in self.pieces), strict=True)
@@ -304,7 +335,7 @@ class Together:
     def terms(self, micros: Sequence[tuple[int, int | None]]) -> dict[str, float]:
         """Return the same by name; the terms add up to it."""
         model, state, (once, tied) = self.model, self.state_bytes(), self.gradients()
-        optimizer = model.moments * self.trained()[0]
+        optimizer = float(self.stepped()[0])
         gradients = once + tied + model.copies(once, tied)
         found = {
             "weights": state - gradients - optimizer,
@@ -403,7 +434,7 @@ def leaf_bytes(dag: OpDag, leaf: LeafRef, optimizer: Optimizer) -> tuple[float, 
     n_bytes = float(leaf_meta(dag, leaf).nbytes)
     if leaf.source is not Source.PARAMETER or not is_trained(dag, leaf.name, optimizer):
         return n_bytes, 0.0
-    return n_bytes * (2 + _moments(optimizer)), n_bytes
+    return n_bytes * 2 + _state_bytes(dag, leaf.name, optimizer), n_bytes
 
 
 def prefix(values: Floats) -> Floats:
@@ -411,7 +442,27 @@ def prefix(values: Floats) -> Floats:
     return np.concatenate(([0.0], np.cumsum(values)))
 
 
-def _moments(optimizer: Optimizer) -> int:
-    if optimizer.name is OptimizerName.ADAMW:
-        return 2
-    return 1 if optimizer.momentum else 0
+def _state_bytes(dag: OpDag, name: str, optimizer: Optimizer) -> float:
+    """Return the bytes of a trained parameter's optimizer state, which is of the parameter's type."""
+    state = dag.parameters[name]
+    own = optimizer_of(name, state, optimizer)
+    kept = state_elements(own, state.meta.shape, optimizer.momentum)
+    return float(kept * DTYPE_BYTES[state.meta.dtype])
+
+
+def _step_figures(dag: OpDag, leaf: LeafRef, optimizer: Optimizer) -> Floats:
+    """[3] bytes of a leaf's optimizer state, bytes that its step moves, and the step's FLOPs."""
+    if leaf.source is not Source.PARAMETER or not is_trained(dag, leaf.name, optimizer):
+        return np.zeros(3)
+    work = apply_work(leaf.name, dag.parameters[leaf.name], optimizer)
+    return np.array([_state_bytes(dag, leaf.name, optimizer), *work])
+
+
+def workspace_bytes(dag: OpDag, leaf: LeafRef, optimizer: Optimizer) -> float:
+    """Return the bytes that the iterations of a leaf's step hold at one time, in float32."""
+    if leaf.source is not Source.PARAMETER or not is_trained(dag, leaf.name, optimizer):
+        return 0.0
+    state = dag.parameters[leaf.name]
+    if optimizer_of(leaf.name, state, optimizer) is not OptimizerName.MUON:
+        return 0.0
+    return float(DTYPE_BYTES["float32"] * muon_workspace(state.meta.shape))

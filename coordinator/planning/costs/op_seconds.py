@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from atoll.job import Optimizer, OptimizerName, Recompute, TrainingSpec
+from atoll.job import Optimizer, OptimizerName, Recompute
 from atoll.messages.to_worker import OpProbe
 from atoll.opdag import (
     Arg,
@@ -23,12 +23,14 @@ from atoll.opdag import (
     OpNode,
     OpRef,
     Source,
+    StateMeta,
     TensorMeta,
     TorchLiteral,
     leaf_refs,
     op_refs,
 )
 from atoll.ops import cheap_again, weights_may_wait
+from atoll.optimizers import muon_flops, optimizer_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,8 +54,8 @@ SCALE_WEIGHT = 0.1  # of a new measurement in a worker's scale (decentralized.md
 SCALE_RANGE = (0.05, 20.0)
 
 
-# Tensors read and written per parameter element in one optimizer step, fp32.
-_APPLY_PASSES = {OptimizerName.SGD: 3, OptimizerName.ADAMW: 7}
+# Tensors read and written per parameter element in one optimizer step, fp32; of Muon outside its iterations.
+_APPLY_PASSES = {OptimizerName.SGD: 3, OptimizerName.ADAMW: 7, OptimizerName.MUON: 14}
 APPLY_OVERHEAD_S = 20e-6  # per parameter tensor
 
 
@@ -240,10 +242,20 @@ def refresh_scale(
     return min(max(blended, within[0]), within[1])
 
 
-def apply_seconds(n_bytes: float, n_tensors: float, training: TrainingSpec, device: Device) -> float:
-    """Optimizer step over trainable parameters of ``n_bytes``: memory passes plus overhead."""
-    passes = _APPLY_PASSES[training.optimizer.name]
-    seconds = passes * n_bytes / (device.memory_gbps * 1e9) + n_tensors * APPLY_OVERHEAD_S
+def apply_work(name: str, state: StateMeta, optimizer: Optimizer) -> tuple[float, float]:
+    """(bytes that a step of a trained parameter reads and writes, its floating-point operations)."""
+    own = optimizer_of(name, state, optimizer)
+    flops = muon_flops(state.meta.shape) if own is OptimizerName.MUON else 0.0
+    return float(_APPLY_PASSES[own] * state.meta.nbytes), flops
+
+
+def apply_seconds(n_bytes: float, n_tensors: float, flops: float, device: Device) -> float:
+    """Optimizer step that moves ``n_bytes`` and multiplies ``flops``: memory passes, products, overhead.
+
+    Products at the rate of float32; a GPU's in bfloat16 take less.
+    """
+    rate = device.gflops.get("matmul", device.gflops.get("", DEFAULT_GFLOPS)) * 1e9
+    seconds = n_bytes / (device.memory_gbps * 1e9) + n_tensors * APPLY_OVERHEAD_S + flops / rate
     return seconds * device.scale
 
 

@@ -8,11 +8,19 @@ import sys
 import pytest
 import torch
 
+from atoll.errors import UsageError
 from atoll.job import Optimizer, OptimizerName, ParamGroup
+from atoll.opdag import StateMeta, TensorMeta
 from worker.machine.own_share import held_bytes
-from worker.stage.optimizers import make_optimizer
+from worker.stage import optimizers
+from worker.stage.optimizers import iterations_dtype, make_optimizer, orthogonalised
 
 RATE = 0.05
+MATRICES = {"wide": (6, 17), "tall": (40, 16), "head": (9, 16), "bias": (16,)}
+STATES = {
+    name: StateMeta(TensorMeta(shape, "float32"), True, hidden_matrix=name in ("wide", "tall"))
+    for name, shape in MATRICES.items()
+}
 
 
 @pytest.mark.parametrize(
@@ -52,6 +60,68 @@ def test_steps_have_the_bits_of_torchs_optimizer(spec: Optimizer) -> None:
         assert all(torch.equal(ours[name], theirs[name]) for name in "abc")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_muon_has_the_bits_of_torchs_where_it_takes_torchs_type(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """In float32, as on every CPU, it is what torch's step is with another type of its iterations."""
+    monkeypatch.setattr(optimizers, "iterations_dtype", lambda device: dtype)
+    random = torch.Generator().manual_seed(5)
+    values = {n: torch.randn(s, generator=random) for n, s in MATRICES.items()}
+    ours, theirs = ({n: torch.nn.Parameter(v.clone()) for n, v in values.items()} for _ in range(2))
+    wide = [theirs["wide"], theirs["tall"]]
+    muon = torch.optim.Muon(wide, RATE, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW([theirs["bias"], theirs["head"]], RATE, weight_decay=0.1, fused=True)
+    optimizer = make_optimizer(ours, Optimizer(OptimizerName.MUON, weight_decay=0.1), STATES)
+    assert optimizer is not None
+    for _ in range(4):
+        for name, shape in MATRICES.items():
+            gradient = torch.randn(shape, generator=random)
+            ours[name].grad, theirs[name].grad = gradient.clone(), gradient
+        optimizer.step(RATE)
+        muon.step()
+        adamw.step()
+        assert all(torch.equal(ours[n], theirs[n]) for n in ("bias", "head"))
+        same = [torch.equal(ours[n], theirs[n]) for n in ("wide", "tall")]
+        assert same == [dtype is torch.bfloat16] * 2
+        assert all(torch.allclose(ours[n], theirs[n], atol=0.02) for n in ("wide", "tall"))
+    kept = {name: set(state) for name, state in optimizer.state.items()}
+    adamws = {"exp_avg", "exp_avg_sq", "step"}
+    assert kept == {"wide": {"momentum_buffer"}, "tall": {"momentum_buffer"}, "bias": adamws, "head": adamws}
+
+
+def test_muons_iterations_are_in_float32_on_a_cpu_and_bring_singular_values_near_one() -> None:
+    dtype = iterations_dtype(torch.device("cpu"))
+    assert dtype is torch.float32
+    given = torch.randn(48, 20, generator=torch.Generator().manual_seed(1))
+    found = orthogonalised(given.clone(), dtype)
+    singular = torch.linalg.svdvals(found)
+    assert 0.6 < float(singular.min()) <= float(singular.max()) < 1.3
+    left, _, right = torch.linalg.svd(given, full_matrices=False)
+    turned = left.T @ found @ right.T  # the same singular vectors: nothing off the diagonal
+    assert float((turned - torch.diag(turned.diag())).abs().max()) < 1e-3
+    assert float(orthogonalised(torch.zeros(3, 5), dtype).abs().max()) == 0.0
+
+
+def test_muon_asks_what_a_parameter_is_in_the_model() -> None:
+    with pytest.raises(UsageError, match="muon needs to know what w is"):
+        make_optimizer({"w": torch.nn.Parameter(torch.ones(2, 2))}, Optimizer(OptimizerName.MUON))
+
+
+def test_a_group_has_an_optimizer_of_its_own() -> None:
+    random = torch.Generator().manual_seed(5)
+    spec = Optimizer(weight_decay=0.1, groups=(ParamGroup(("head",), optimizer=OptimizerName.SGD),))
+    values = {n: torch.randn(s, generator=random) for n, s in MATRICES.items()}
+    ours = {n: torch.nn.Parameter(v.clone()) for n, v in values.items()}
+    optimizer = make_optimizer(ours, spec, STATES)
+    assert optimizer is not None
+    ours["head"].grad = torch.ones(MATRICES["head"])
+    optimizer.step(RATE)
+    expected = values["head"] - RATE * (1.0 + 0.1 * values["head"])
+    assert torch.allclose(ours["head"], expected)
+    assert optimizer.state.get("head", {}) == {}
+
+
 def test_a_momentum_buffer_may_begin_later_than_anothers() -> None:
     spec = Optimizer(OptimizerName.SGD, momentum=0.9)
     first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
@@ -72,6 +142,10 @@ def test_an_optimizer_imports_no_compiler() -> None:
         "from worker.stage.optimizers import make_optimizer\n"
         "p = torch.nn.Parameter(torch.ones(2)); p.grad = torch.ones(2)\n"
         "make_optimizer({'p': p}, Optimizer()).step(0.1)\n"
+        "from atoll.opdag import StateMeta, TensorMeta\n"
+        "w = torch.nn.Parameter(torch.ones(2, 2)); w.grad = torch.ones(2, 2)\n"
+        "states = {'w': StateMeta(TensorMeta((2, 2), 'float32'), True, hidden_matrix=True)}\n"
+        "make_optimizer({'w': w}, Optimizer('muon'), states).step(0.1)\n"
         "assert 'torch._dynamo' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from atoll.exchange import Exchange
-from atoll.job import Optimizer
+from atoll.job import Optimizer, OptimizerName
 from atoll.messages.to_worker import PeerLink
 from atoll.microbatch import ScheduleName
 from atoll.plan import Piece, Plan, Replica, stage_of
@@ -167,6 +168,15 @@ def test_a_ring_beside_a_chain_has_the_bits_of_whole_peers(rule: str) -> None:
     made = case("gpt2")
     (ring, _), (chain, _) = cuts(made, 1), cuts(made, 2)
     bits_of_whole_peers("gpt2", rule, (ring, chain[:2]), ((0, 1, 0), (0, 1)))
+
+
+def test_muon_inside_local_steps_has_the_bits_of_whole_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DiLoCo's inner optimizer, in a ring beside a chain."""
+    muon = Optimizer(OptimizerName.MUON, lr=3e-3, weight_decay=0.01, clip_norm=0.5)
+    monkeypatch.setattr(sys.modules[__name__], "SPEC", replace(SPEC, optimizer=muon))
+    made = case("gpt2")
+    (ring, _), (chain, _) = cuts(made, 1), cuts(made, 2)
+    bits_of_whole_peers("gpt2", "diloco", (ring, chain[:2]), ((0, 1, 0), (0, 1)))
 
 
 def test_what_a_peer_keeps_is_stored_as_its_own_whatever_the_stage() -> None:

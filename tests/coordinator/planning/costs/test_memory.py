@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.execute import Executor
-from atoll.job import Optimizer, OptimizerName, Precision, TrainingSpec
+from atoll.job import Optimizer, OptimizerName, ParamGroup, Precision, TrainingSpec
 from atoll.opdag import OpDag, leaf_refs
 from atoll.program import stage_programs
 from atoll.stage_memory import BESIDE, BESIDE_BYTES
@@ -20,6 +20,7 @@ from coordinator.planning.costs.fleet import Device
 from coordinator.planning.costs.memory import MemoryModel, Together
 from coordinator.planning.costs.traffic import Traffic
 from tests.coordinator.planning.dags import chain_dag, gpt_like
+from tests.models import gpt2
 
 NAMES = (
     "weights", "gradients", "optimizer", "activations", "boundary", "largest op", "messages",
@@ -41,7 +42,12 @@ def intervals(dag: OpDag, seed: int, count: int = 60) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("training", [{}, {"blocks": 3}, {"blocks": 2, "replicas": "2"}])
 @pytest.mark.parametrize(
     "optimizer",
-    [Optimizer(), Optimizer(OptimizerName.SGD, momentum=0.9), Optimizer(OptimizerName.SGD, clip_norm=1.0)],
+    [
+        Optimizer(),
+        Optimizer(OptimizerName.SGD, momentum=0.9),
+        Optimizer(OptimizerName.SGD, clip_norm=1.0),
+        Optimizer(groups=(ParamGroup(("h.0.*", "p1*"), optimizer=OptimizerName.SGD),)),
+    ],
 )
 def test_the_terms_add_up_to_what_the_planner_counts(
     optimizer: Optimizer, training: dict[str, object]
@@ -97,6 +103,33 @@ def test_the_last_piece_of_a_pipeline_has_one_micro_batch_and_the_others_what_is
         assert caps[0] == 4 or both.bytes([(caps[0] + 1, None), (1, None)]) > limit
     assert both.caps(both.bytes([(1, None), (1, None)]) - 1.0, ends=True) == [0, 0]
     assert both.caps(1e15, ends=True) == [4, 4]
+
+
+def test_muon_keeps_four_bytes_of_a_hidden_matrix_and_eight_of_the_rest() -> None:
+    example = gpt2()
+    dag = capture(example.module, example.example_inputs).train
+    memory, adamws = model(dag, Optimizer(OptimizerName.MUON)), model(dag)
+    hidden, others = (
+        sum(s.meta.nbytes for s in dag.parameters.values() if s.hidden_matrix is wanted)
+        for wanted in (True, False)
+    )
+    assert memory.terms(0, len(dag.ops), 1)["optimizer"] == hidden + 2 * others
+    assert adamws.terms(0, len(dag.ops), 1)["optimizer"] == 2 * (hidden + others)
+    shapes = [s.meta.shape for s in dag.parameters.values() if s.hidden_matrix]
+    largest = max(8 * (m * n + min(m, n) ** 2) for m, n in shapes)  # two of it and of its square, float32
+    assert memory.update_bytes(0, len(dag.ops)) == largest > adamws.update_bytes(0, len(dag.ops))
+    for a, b in intervals(dag, seed=2):
+        terms = memory.terms(a, b, 2)
+        assert sum(terms.values()) == pytest.approx(memory.bytes(a, b, 2))
+        assert min(terms.values()) >= 0.0
+        rest = [(x, y) for x, y in ((0, a), (b, len(dag.ops))) if x < y]
+        held = {
+            leaf.name for x, y in rest for node in dag.ops[x:y] for leaf in leaf_refs(node)
+        } & dag.parameters.keys()
+        states = [dag.parameters[name] for name in held]
+        wanted = sum(s.meta.nbytes * (1 if s.hidden_matrix else 2) for s in states)
+        if len(rest) == 2:  # the tied table counts once
+            assert Together(memory, rest).stepped()[0] == wanted
 
 
 def test_the_terms_of_the_state_are_those_of_its_parameters() -> None:

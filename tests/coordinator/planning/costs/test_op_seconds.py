@@ -5,12 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.job import Optimizer, OptimizerName, Recompute, TrainingSpec
+from atoll.job import Optimizer, OptimizerName, Recompute
+from atoll.opdag import StateMeta, TensorMeta
 from coordinator.planning.costs.fleet import Device
 from coordinator.planning.costs.op_seconds import (
     SCALE_RANGE,
     OpTable,
     apply_seconds,
+    apply_work,
     op_class,
     probe_ops,
     refresh_scale,
@@ -102,10 +104,22 @@ def test_the_scale_is_the_first_measurements_mean_and_follows_later_ones_slowly(
 
 
 def test_adamw_moves_more_memory_than_sgd():
-    adamw = TrainingSpec(1, 1)
-    sgd = TrainingSpec(1, 1, optimizer=Optimizer(OptimizerName.SGD))
-    assert apply_seconds(1e9, 0, adamw, DEVICE) == pytest.approx(7 * 1e9 / 5e9)
-    assert apply_seconds(1e9, 0, sgd, DEVICE) == pytest.approx(3 * 1e9 / 5e9)
+    state = StateMeta(TensorMeta((250, 1_000_000), "float32"), requires_grad=True)
+    each = (OptimizerName.ADAMW, OptimizerName.SGD)
+    (adamw, _), (sgd, _) = (apply_work("w", state, Optimizer(name)) for name in each)
+    assert apply_seconds(adamw, 0, 0.0, DEVICE) == pytest.approx(7 * 1e9 / 5e9)
+    assert apply_seconds(sgd, 0, 0.0, DEVICE) == pytest.approx(3 * 1e9 / 5e9)
+
+
+def test_muon_multiplies_hidden_matrices_five_times_and_nothing_else():
+    meta = TensorMeta((512, 128), "float32")
+    hidden, head = (StateMeta(meta, requires_grad=True, hidden_matrix=h) for h in (True, False))
+    muon = Optimizer(OptimizerName.MUON)
+    moved, flops = apply_work("w", hidden, muon)
+    assert flops == 5 * 2 * (2 * 128 * 128 * 512 + 128**3)
+    assert apply_work("w", head, muon) == apply_work("w", head, Optimizer())
+    alone = apply_seconds(moved, 0, 0.0, DEVICE)
+    assert apply_seconds(moved, 0, flops, DEVICE) - alone == pytest.approx(flops / 40e9)
 
 
 def test_classes_of_common_ops():

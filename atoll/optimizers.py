@@ -1,0 +1,83 @@
+"""Which optimizer steps each parameter, and the tensors of state that it keeps for it. Pure.
+
+Muon is for matrices between embedding and head alone; what else a group that names it matches is stepped
+by AdamW. So a parameter's optimizer depends on the whole graph: ``StateMeta.hidden_matrix`` says at every
+stage what capture found there.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+from atoll.job import OptimizerName
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from atoll.job import Optimizer
+    from atoll.opdag import StateMeta
+
+MUON_STEPS = 5
+"""Newton-Schulz iterations of an update, torch's own number."""
+_MUONS = frozenset({"float32", "float64", "bfloat16", "float16"})
+
+State = dict[str, tuple[int, ...]]
+"""Names of an optimizer's tensors for a parameter, as a checkpoint has them, with their shapes."""
+
+
+def optimizer_of(name: str, state: StateMeta, spec: Optimizer) -> OptimizerName:
+    """Return the optimizer that steps a parameter.
+
+    A group that names Muon gives it every matrix (two dims) that it matches, an embedding or a head too; the
+    job's own Muon takes hidden matrices alone.
+    """
+    group = spec.group_of(name)
+    own = group.optimizer if group is not None else None
+    found = own or spec.name
+    if found is not OptimizerName.MUON:
+        return found
+    takes = len(state.meta.shape) == 2 if own is not None else state.hidden_matrix
+    return found if takes and state.meta.dtype in _MUONS else OptimizerName.ADAMW
+
+
+def optimizers_of(states: Mapping[str, StateMeta], spec: Optimizer) -> dict[str, OptimizerName]:
+    """Return ``optimizer_of`` of each parameter."""
+    return {name: optimizer_of(name, state, spec) for name, state in states.items()}
+
+
+def uniform(spec: Optimizer) -> bool:
+    """Return whether one optimizer steps every parameter, whatever it is in the graph."""
+    return spec.name is not OptimizerName.MUON and all(
+        group.optimizer in (None, spec.name) for group in spec.groups
+    )
+
+
+def state_shapes(optimizer: OptimizerName, shape: tuple[int, ...], momentum: float) -> State:
+    """Return what ``optimizer`` keeps for a parameter of ``shape``, all in float32 where the parameter is."""
+    if optimizer is OptimizerName.ADAMW:
+        return {"exp_avg": shape, "exp_avg_sq": shape, "step": ()}
+    if optimizer is OptimizerName.MUON or momentum > 0.0:
+        return {"momentum_buffer": shape}
+    return {}
+
+
+def state_elements(optimizer: OptimizerName, shape: tuple[int, ...], momentum: float) -> int:
+    """Return the elements of ``state_shapes``, counters aside."""
+    kept = state_shapes(optimizer, shape, momentum)
+    return sum(prod(each) for key, each in kept.items() if key != "step")
+
+
+def muon_workspace(shape: tuple[int, ...]) -> int:
+    """Return the elements that Muon's iterations hold at one time: X, the next X, X X^T and its square."""
+    m, n = sorted(shape)
+    return 2 * m * n + 2 * m * m
+
+
+def muon_flops(shape: tuple[int, ...]) -> float:
+    """Return the floating-point operations of Muon's iterations on an m x n matrix, m <= n.
+
+    10 (2 m^2 n + m^3): each has products of m x n by n x m, of m x m by m x m and of m x m by m x n.
+    """
+    m, n = sorted(shape)
+    return 2.0 * MUON_STEPS * (2.0 * m * m * n + float(m) ** 3)
