@@ -19,7 +19,7 @@ import numpy as np
 
 from atoll.collective import Send, tree
 from atoll.errors import NotEnoughMemory, PlanError, UsageError
-from atoll.exchange import AUTO, EXACT, Exchange, Pattern
+from atoll.exchange import AUTO, EXACT, SIGN_RULES, Exchange, Pattern
 from atoll.gradient_exchange import ELEMENT_BYTES, contributions, joining
 from atoll.job import Recompute
 from atoll.microbatch import block_ranges
@@ -154,6 +154,9 @@ def _fastest(request: PlanRequest, effort: Effort | None) -> Plan:
     most = min(TUNED.most_replicas, request.training.blocks, len(request.fleet.devices))
     for count in range(2, most + 1):
         found += _planned(request, count, effort)
+    exchange = request.training.gradient_exchange
+    if found and exchange is not None and exchange.rule in SIGN_RULES:
+        return min(found, key=_step_s)  # one alone would take its gradients for steps
     try:
         found.append(make_plan(_alone(request), effort))
     except NotEnoughMemory:

@@ -10,7 +10,7 @@ import pytest
 from atoll.collective import even_shares, owner_shares
 from atoll.device_class import DeviceClass
 from atoll.errors import NotEnoughMemory, UsageError
-from atoll.job import TrainingSpec
+from atoll.job import Optimizer, OptimizerName, TrainingSpec
 from atoll.opdag import LeafRef, Source, StateMeta, TensorMeta
 from coordinator.client.fleet_file import parse_fleet, read_fleet
 from coordinator.planning.chosen import chosen_plan
@@ -261,6 +261,16 @@ def test_replicas_that_make_results_of_their_own_are_of_one_class_of_machines() 
 
     assert workers("acp_sgd:4") == {device.worker for device in mixed.devices[:3]}
     assert len(workers("mean:int8_block")) >= 3
+
+
+def test_a_rule_of_signs_has_replicas_where_one_pipeline_would_be_faster() -> None:
+    """What a machine alone makes are gradients, and the optimizer takes signs."""
+    fleet = fleet_of(2, memory_mib=8000, gflops=200, mbit=1, ms=20)
+    plain = Optimizer(OptimizerName.SGD)
+    for how, count in (("gtopk:10", 1), ("demo:10", 2)):
+        training = with_blocks(replace(TRAINING, exchange=how, optimizer=plain))
+        plan = chosen_plan(PlanRequest("j", 1, DAG, None, training, fleet))
+        assert (how, len(plan.replicas)) == (how, count)
 
 
 def test_a_rule_of_few_elements_is_planned_along_its_tree() -> None:

@@ -151,10 +151,11 @@ def test_a_restored_job_goes_on_with_what_was_left_out_under_any_cut(
     same(crew, reference)
 
 
-def test_replicas_that_are_left_go_on_with_what_they_kept() -> None:
+@pytest.mark.parametrize("rule", ["int8", "gtopk", "ok_topk", "demo"])
+def test_replicas_that_are_left_go_on_with_what_they_kept(rule: str) -> None:
     """The last one alone exchanges nothing: what it kept is over with the exchange."""
     made = case("gpt2")
-    crew, before = both(made, cuts_of(made, (1, 1), (2, 2), (1, 1)), INT8)
+    crew, before = both(made, cuts_of(made, (1, 1), (2, 2), (1, 1)), RULES[rule])
     stepped(crew, before, 0)
     without(crew, 0, ((0, 2), (2, 4)), 1)
     plan, held = crew.runs[0].assignment.plan, before.snapshot()
