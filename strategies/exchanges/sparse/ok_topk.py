@@ -137,8 +137,10 @@ class OkTopK(ExchangeRule):
         carry: _Kept = done.contribution.carry
         mean = average(done).values
         if done.contribution.phase == BORDERS:
-            ascending = torch.cummax(mean, 0).values.round().to(torch.int64)
-            borders = ascending.clamp(0, carry.kept.size).tolist()
+            # Within the row and ascending, whatever others proposed: no integer stands for an infinity.
+            size = carry.kept.size
+            sound = mean.nan_to_num(0.0, posinf=size, neginf=0.0).clamp(0, size)
+            borders = torch.cummax(sound, 0).values.round().to(torch.int64).clamp(0, size).tolist()
             return _sums(replace(carry, borders=tuple(borders)))
         if not all_finite(mean):
             return Settled(mean, done.state)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.collective import TOTAL
+from atoll.collective import TOTAL, Segment
 from atoll.exchange import Exchange, ExchangeRound
 from compressors.sparse_sizes import vector_kept
+from compressors.vector import dense
 from strategies.exchanges import make_rule
-from strategies.exchanges.base import Flat, is_own
+from strategies.exchanges.base import Contribution, Exchanged, Flat, Piece, is_own
 from strategies.exchanges.sparse.ok_topk import SUMS, OkState, OkTopK
 from tests.strategies.exchanges.rounds import Rounds, gradients, same_bits
 
@@ -186,3 +187,19 @@ def test_borders_that_cannot_be_are_found_anew(wrong: tuple[float, ...]) -> None
     row = torch.tensor([0.0, SIZE, 2.0, 0.0, *wrong], dtype=torch.float64)
     state = RULE.resumed([{"value": torch.zeros(SIZE), "regions": row}], flat)
     assert (state.borders, state.threshold) == ((), None)
+
+
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf, 1e30, -1e30])
+def test_whatever_is_proposed_regions_ascend_within_the_row(odd: float) -> None:
+    at = ExchangeRound(0, (0, 1, 2, 3))
+    state = RULE.init(Flat(((SIZE,),)), torch.zeros(SIZE))
+    first = RULE.contribute(gradients(1, SIZE)[0], state, at, 0)
+    everyone = frozenset(at.ranks)
+    total = dense(torch.tensor([4 * 700.0, odd, 4 * 9000.0]))
+    done = Exchanged(
+        0, at, first, first.vector, (Piece(Segment(0, 3), total, everyone),), state, torch.zeros(1)
+    )
+    found = RULE.settle(done)
+    assert isinstance(found, Contribution)
+    edges = (0, *found.borders, SIZE)
+    assert list(edges) == sorted(edges)
