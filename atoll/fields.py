@@ -146,11 +146,20 @@ def _tuple(value: Any, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
 
 # ---------------------------------------------------------------- what people bring from torch
 
-_OPTIMIZERS = {"AdamW": "ADAMW", "Adam": "ADAMW", "SGD": "SGD", "Muon": "MUON"}
-_OTHERS = "SGD, MUON"
+_OPTIMIZERS = {"AdamW": "ADAMW", "Adam": "ADAMW", "SGD": "SGD", "Muon": "MUON", "Adafactor": "ADAFACTOR"}
+_OTHERS = "SGD, MUON, ADAFACTOR, LION"
 _OPTIONS = {"lr": 1e-3, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "momentum": 0.0,
             "nesterov": False}  # fmt: skip
 """Hyper-parameters that mean the same in ``atoll.Optimizer``, with its defaults."""
+
+
+_SCHEDULES = {
+    "StepLR": "STEP, every=30, gamma=0.1",
+    "OneCycleLR": "ONE_CYCLE, final=4e-6",
+    "LinearLR": "LINEAR, final=0.0",
+    "PolynomialLR": "LINEAR, final=0.0",
+}
+"""Kinds by the names of torch's schedulers."""
 
 
 def instead_of(value: object, kind: str) -> str:
@@ -158,7 +167,8 @@ def instead_of(value: object, kind: str) -> str:
     if kind == "Optimizer":
         return _optimizer_words(value)
     if kind == "Schedule":
-        return "Schedule(ScheduleKind.COSINE, warmup_steps=100), which is a function of the step alone"
+        kind = _SCHEDULES.get(type(value).__name__, "COSINE, warmup_steps=100")
+        return f"Schedule(ScheduleKind.{kind}), which is a function of the step alone"
     if kind == "TrainingSpec":
         return "TrainingSpec(steps=1000, n_micro=8)"
     if kind == "Federated":

@@ -56,6 +56,8 @@ class OptimizerName(StrEnum):
     SGD = "sgd"
     ADAMW = "adamw"
     MUON = "muon"  # of hidden matrices; AdamW of everything else: ``atoll.optimizers``
+    ADAFACTOR = "adafactor"
+    LION = "lion"
 
 
 class Precision(StrEnum):
@@ -85,20 +87,22 @@ class ParamGroup:
 
 
 MUON_MOMENTUM = 0.95
+ADAMW_BETAS, LION_BETAS = (0.9, 0.999), (0.9, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """A torch optimizer by name, with its hyper-parameters.
+    """An optimizer by name, with its hyper-parameters; torch's own where torch has it.
 
     Muon has Nesterov's momentum always, of 0.95 where ``momentum`` is 0, and AdamW's ``lr`` and
-    ``weight_decay``: torch's ``Muon(adjust_lr_fn="match_rms_adamw")``.
+    ``weight_decay``: torch's ``Muon(adjust_lr_fn="match_rms_adamw")``. Lion takes the default of ``betas``
+    for (0.9, 0.99). Adafactor's ``lr`` is the largest relative step; the rest of it is as in torch.
     """
 
     name: OptimizerName = OptimizerName.ADAMW
     lr: Amount = 1e-3
     weight_decay: Amount = 0.0
-    betas: Annotated[tuple[Share, Share], At("beta1", "beta2")] = (0.9, 0.999)
+    betas: Annotated[tuple[Share, Share], At("beta1", "beta2")] = ADAMW_BETAS
     eps: Amount = 1e-8
     momentum: Amount = 0.0
     nesterov: bool = False
@@ -121,6 +125,11 @@ class Optimizer:
     def muon_momentum(self) -> float:
         """Momentum of the parameters that Muon steps."""
         return self.momentum or MUON_MOMENTUM
+
+    @property
+    def lion_betas(self) -> tuple[float, float]:
+        """Shares of the average in an update, and in the next average, of the parameters that Lion steps."""
+        return LION_BETAS if self.betas == ADAMW_BETAS else self.betas
 
     def group_of(self, parameter: str) -> ParamGroup | None:
         """The first group one of whose patterns matches ``parameter``."""
@@ -157,31 +166,56 @@ class ScheduleKind(StrEnum):
     CONSTANT = "constant"
     COSINE = "cosine"
     LINEAR = "linear"
+    STEP = "step"
+    ONE_CYCLE = "one_cycle"
+
+
+GAMMA = 0.1  # of a schedule of steps
+ONE_CYCLE_START, ONE_CYCLE_RISE = 1 / 25, 0.3  # torch's: of the rate at first, of the steps that it rises
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Learning-rate factor by step: linear warm-up, then constant, or linear or cosine to ``final``."""
+    """Learning-rate factor by step: linear warm-up, then constant, linear or cosine to ``final``, or
+    ``gamma`` times less after ``every`` steps. One cycle rises from 1/25 over ``warmup_steps``, 0: over
+    0.3 of all, and falls to ``final``, both by a cosine.
+    """
 
     kind: ScheduleKind = ScheduleKind.CONSTANT
     warmup_steps: Annotated[int, Within(0, MAX_STEPS)] = 0
     final: Amount = 0.1  # of the base rate, at the last step
     from_zero: bool = False  # the warm-up's first step has the rate 0, as in transformers; else one share
+    every: Annotated[int, Within(0, MAX_STEPS)] = 0  # steps; of the kind step alone, as gamma
+    gamma: Amount | None = None  # 0.1
 
     def __post_init__(self) -> None:
         check_fields(self)
 
     def factor(self, step: int, steps: int) -> float:
         """Multiplier of the base learning rate at ``step`` of ``steps``, both from 0."""
+        if self.kind is ScheduleKind.ONE_CYCLE:
+            return self._one_cycle(step, steps)
         if step < self.warmup_steps:
             return (step + (not self.from_zero)) / self.warmup_steps
         if self.kind is ScheduleKind.CONSTANT:
             return 1.0
+        if self.kind is ScheduleKind.STEP:
+            times = (step - self.warmup_steps) // (self.every or steps)
+            return float((GAMMA if self.gamma is None else self.gamma) ** times)
         span = max(1, steps - self.warmup_steps)
         progress = min(1.0, (step - self.warmup_steps) / span)
         if self.kind is ScheduleKind.LINEAR:
             return self.final + (1.0 - self.final) * (1.0 - progress)
         return self.final + (1.0 - self.final) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+    def _one_cycle(self, step: int, steps: int) -> float:
+        """Formula: torch.optim.lr_scheduler.OneCycleLR, of which ``final`` is 1 / (25 final_div_factor)."""
+        peak = (self.warmup_steps or ONE_CYCLE_RISE * steps) - 1.0
+        if step <= peak:
+            begin, end, progress = ONE_CYCLE_START, 1.0, step / peak if peak > 0.0 else 1.0
+        else:
+            begin, end, progress = 1.0, self.final, min(1.0, (step - peak) / max(1.0, steps - 1.0 - peak))
+        return end + (begin - end) / 2.0 * (1.0 + math.cos(math.pi * progress))
 
 
 class Recompute(StrEnum):
@@ -250,7 +284,8 @@ class TrainingSpec:
     def _check_signs(self, exchange: Exchange | None) -> None:
         """Raise UsageError where signs would go through more than plain SGD."""
         optimizer = self.optimizer
-        plain = optimizer.name is OptimizerName.SGD and not optimizer.momentum and optimizer.clip_norm is None
+        plain = not optimizer.momentum and optimizer.clip_norm is None
+        plain &= set(optimizer.names.values()) == {OptimizerName.SGD}
         if exchange is not None and exchange.rule in SIGN_RULES and not plain:
             raise UsageError(
                 f"exchange {exchange.rule} makes signs of gradients with a momentum of its own; give the "

@@ -53,6 +53,10 @@ def check_values(training: Any) -> None:
     if schedule.warmup_steps < 0:
         raise UsageError(f"warmup_steps = {schedule.warmup_steps}; give a number of steps from 0")
     _from_zero("final", schedule.final)
+    if schedule.gamma is not None:
+        _from_zero("gamma", schedule.gamma)
+    if schedule.kind == "step" and schedule.every < 1:
+        raise UsageError("a schedule of kind step with every = 0; give the steps between two of its steps")
     if not 0 <= training.seed < 2**64:
         raise UsageError(f"seed = {training.seed}; give a number from 0 to 2**64 - 1")
 

@@ -57,7 +57,13 @@ def state_shapes(optimizer: OptimizerName, shape: tuple[int, ...], momentum: flo
     """Return what ``optimizer`` keeps for a parameter of ``shape``, all in float32 where the parameter is."""
     if optimizer is OptimizerName.ADAMW:
         return {"exp_avg": shape, "exp_avg_sq": shape, "step": ()}
-    if optimizer is OptimizerName.MUON or momentum > 0.0:
+    if optimizer is OptimizerName.ADAFACTOR and len(shape) > 1:  # of the last two dims
+        return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1]), "step": ()}
+    if optimizer is OptimizerName.ADAFACTOR:
+        return {"variance": shape, "step": ()}
+    if optimizer is OptimizerName.LION:
+        return {"exp_avg": shape}
+    if optimizer is OptimizerName.MUON or (optimizer is OptimizerName.SGD and momentum > 0.0):
         return {"momentum_buffer": shape}
     return {}
 
@@ -68,10 +74,18 @@ def state_elements(optimizer: OptimizerName, shape: tuple[int, ...], momentum: f
     return sum(prod(each) for key, each in kept.items() if key != "step")
 
 
-def muon_workspace(shape: tuple[int, ...]) -> int:
-    """Return the elements that Muon's iterations hold at one time: X, the next X, X X^T and its square."""
-    m, n = sorted(shape)
-    return 2 * m * n + 2 * m * m
+def workspace_elements(optimizer: OptimizerName, shape: tuple[int, ...]) -> int:
+    """Return the elements that an optimizer's step of a parameter makes and drops again.
+
+    Of Muon X, the next X, X X^T and its square; Lion and Adafactor make the update, Adafactor of a vector
+    also its squares. AdamW's and SGD's functions make none.
+    """
+    if optimizer is OptimizerName.MUON:
+        m, n = sorted(shape)
+        return 2 * m * n + 2 * m * m
+    if optimizer is OptimizerName.ADAFACTOR:
+        return prod(shape) * (1 if len(shape) > 1 else 2)
+    return prod(shape) if optimizer is OptimizerName.LION else 0
 
 
 def muon_flops(shape: tuple[int, ...]) -> float:

@@ -541,10 +541,14 @@ class Schedule(_message.Message):
     WARMUP_STEPS_FIELD_NUMBER: _builtins.int
     FINAL_FIELD_NUMBER: _builtins.int
     FROM_ZERO_FIELD_NUMBER: _builtins.int
+    EVERY_FIELD_NUMBER: _builtins.int
+    GAMMA_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     warmup_steps: _builtins.int
     final: _builtins.float
     from_zero: _builtins.bool
+    every: _builtins.int
+    gamma: _builtins.float
     def __init__(
         self,
         *,
@@ -552,12 +556,16 @@ class Schedule(_message.Message):
         warmup_steps: _builtins.int = ...,
         final: _builtins.float = ...,
         from_zero: _builtins.bool = ...,
+        every: _builtins.int = ...,
+        gamma: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gamma", b"_gamma", "gamma", b"gamma"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["final", b"final", "from_zero", b"from_zero", "kind", b"kind", "warmup_steps", b"warmup_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gamma", b"_gamma", "every", b"every", "final", b"final", "from_zero", b"from_zero", "gamma", b"gamma", "kind", b"kind", "warmup_steps", b"warmup_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__gamma: _TypeAlias = _typing.Literal["gamma"]  # noqa: Y015
+    _WhichOneofArgType__gamma: _TypeAlias = _typing.Literal["_gamma", b"_gamma"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gamma) -> _WhichOneofReturnType__gamma | None: ...
 
 Global___Schedule: _TypeAlias = Schedule  # noqa: Y015
 

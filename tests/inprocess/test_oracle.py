@@ -43,6 +43,8 @@ MUON = Optimizer(
     weight_decay=0.01,
     groups=(ParamGroup(("*.h.1.*", "*layers.1*"), lr_scale=0.5, optimizer=OptimizerName.ADAMW),),
 )
+ADAFACTOR = Optimizer(OptimizerName.ADAFACTOR, lr=1e-2, clip_norm=0.5)
+LION = Optimizer(OptimizerName.LION, lr=3e-4, weight_decay=0.1)
 TRAINING = TrainingSpec(steps=5, n_micro=4, seed=11, optimizer=ADAMW)
 SEEDED = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
@@ -105,7 +107,14 @@ def test_muon_keeps_one_buffer_of_hidden_matrices_and_trains_another_model(name:
     assert difference(reference(name, MUON), reference(name, ADAMW)) > 0.0
 
 
-@pytest.mark.parametrize("optimizer", [MUON], ids=["muon"])
+@pytest.mark.parametrize("optimizer", [ADAFACTOR, LION], ids=["adafactor", "lion"])
+@settings(SEEDED, max_examples=1)
+@given(data=st.data())
+def test_three_stages_are_bit_equal_to_one_under_other_optimizers(optimizer: Optimizer, data: st.DataObject):
+    check_cut("gpt2", optimizer, data)
+
+
+@pytest.mark.parametrize("optimizer", [MUON, ADAFACTOR, LION], ids=["muon", "adafactor", "lion"])
 def test_a_checkpoint_goes_on_with_the_bits_of_the_whole_under_another_cut(optimizer: Optimizer):
     whole = with_training("gpt2", optimizer=optimizer, steps=4)
     first = run_local(with_training("gpt2", optimizer=optimizer, steps=2), (0,))

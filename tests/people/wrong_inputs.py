@@ -240,7 +240,9 @@ TRAINING = (
         "training=TrainingSpec(8, 4, optimizer=torch.optim.RMSprop(Net().parameters()))",
     ),
     Case("an optimizer's name alone", "training=TrainingSpec(8, 4, optimizer='sgd')"),
-    Case("an optimizer's name that there is not", "training=TrainingSpec(8, 4, optimizer=Optimizer('lion'))"),
+    Case(
+        "an optimizer's name that there is not", "training=TrainingSpec(8, 4, optimizer=Optimizer('adagrad'))"
+    ),
     Case(
         "a scheduler of torch",
         "training=TrainingSpec(8, 4, schedule=StepLR(torch.optim.SGD(Net().parameters()), 2))",
@@ -266,6 +268,10 @@ TRAINING = (
     Case(
         "parameters in place of a group",
         "training=TrainingSpec(8, 4, optimizer=Optimizer(groups=[{'params': []}]))",
+    ),
+    Case(
+        "steps of a rate without their distance",
+        "training=TrainingSpec(8, 4, schedule=Schedule('step', gamma=0.5))",
     ),
     Case("a negative warm-up", "training=TrainingSpec(8, 4, schedule=Schedule(warmup_steps=-5))"),
     Case("a compression that there is not", "training=TrainingSpec(8, 4, compress='gzip')"),

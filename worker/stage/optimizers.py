@@ -32,6 +32,10 @@ MUON_EPS = 1e-7
 MUON_RMS = 0.2  # of an update's elements, that of AdamW's: so one learning rate suits both
 
 
+ADAFACTOR_DECAY, ADAFACTOR_FLOOR = -0.8, 1e-3
+"""Power of the step by which averages of squares follow; least root mean square of weights for their step."""
+
+
 class _Group(NamedTuple):
     """Parameters of one optimizer, learning-rate scale and weight decay."""
 
@@ -66,6 +70,12 @@ class StageOptimizer:
             key = (self._optimizers[name], chosen[name].lr_scale, own_decay)
             groups.setdefault(key, _Group(*key, [])).names.append(name)
         self._groups = tuple(groups.values())
+        # One parameter after another: what a step makes is that of the largest.
+        self._one_by_one = {
+            OptimizerName.MUON: self._muon,
+            OptimizerName.ADAFACTOR: adafactor_step,
+            OptimizerName.LION: self._lion,
+        }
         self._reserved: list[Tensor] = []
 
     def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
@@ -96,8 +106,10 @@ class StageOptimizer:
             scaled = rate * group.lr_scale
             if group.optimizer is OptimizerName.ADAMW:
                 self._adamw(names, scaled, group.weight_decay)
-            elif group.optimizer is OptimizerName.MUON:
-                self._muon(names, scaled, group.weight_decay)
+            elif group.optimizer in (own := self._one_by_one):
+                self._begin(names)
+                for name, parameter, gradient in zip(names, *self._of(names), strict=True):
+                    own[group.optimizer](parameter, gradient, self.state[name], scaled, group.weight_decay)
             else:
                 # The function fills the buffers of all or of none.
                 for some in (self._with_state(names, False), self._with_state(names, True)):
@@ -112,7 +124,7 @@ class StageOptimizer:
             parameter = self._parameters[name]
             self.state[name] = {
                 key: torch.zeros_like(parameter)
-                if key != "step"
+                if shape == tuple(parameter.shape) and key != "step"
                 else torch.zeros(shape, dtype=torch.float32, device=parameter.device)
                 for key, shape in self.shapes(name).items()
             }
@@ -159,15 +171,24 @@ class StageOptimizer:
             if buffer is not None:
                 self.state[name] = {"momentum_buffer": buffer}
 
-    def _muon(self, names: list[str], rate: float, decay: float) -> None:
-        """One matrix after another: the iterations' memory is that of the largest."""
-        self._begin(names)
+    def _muon(self, matrix: Tensor, gradient: Tensor, state: State, rate: float, decay: float) -> None:
+        """B <- u B + (1 - u) G; W <- (1 - rate decay) W - rate 0.2 sqrt(max(m, n)) NS(u B + (1 - u) G)."""
         momentum = self._spec.muon_momentum
-        for name, matrix, gradient in zip(names, *self._of(names), strict=True):
-            average = self.state[name]["momentum_buffer"].lerp_(gradient, 1.0 - momentum)
-            update = orthogonalised(gradient.lerp(average, momentum), iterations_dtype(matrix.device))
-            matrix.mul_(1.0 - rate * decay)
-            matrix.add_(update, alpha=-(rate * (MUON_RMS * math.sqrt(max(matrix.shape)))))
+        average = state["momentum_buffer"].lerp_(gradient, 1.0 - momentum)
+        update = orthogonalised(gradient.lerp(average, momentum), iterations_dtype(matrix.device))
+        matrix.mul_(1.0 - rate * decay)
+        matrix.add_(update, alpha=-(rate * (MUON_RMS * math.sqrt(max(matrix.shape)))))
+
+    def _lion(self, weights: Tensor, gradient: Tensor, state: State, rate: float, decay: float) -> None:
+        """W <- (1 - rate decay) W - rate sign(beta1 M + (1 - beta1) G), then M <- beta2 M + (1 - beta2) G.
+
+        Source: Lion (Chen 2023), algorithm 2.
+        """
+        beta1, beta2 = self._spec.lion_betas
+        average = state["exp_avg"]
+        update = average.lerp(gradient, 1.0 - beta1).sign_()
+        weights.mul_(1.0 - rate * decay).add_(update, alpha=-rate)
+        average.lerp_(gradient, 1.0 - beta2)
 
     def _of(self, names: list[str]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the parameters and their gradients."""
@@ -212,6 +233,33 @@ def orthogonalised(matrix: Tensor, dtype: torch.dtype) -> Tensor:
         gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.addmm(x, gram, x, beta=a)
     return x.T if tall else x
+
+
+def adafactor_step(weights: Tensor, gradient: Tensor, state: State, rate: float, decay: float) -> None:
+    """Take a step of ``weights`` relative to their root mean square, by factored averages of squares.
+
+    Source: torch.optim.Adafactor with its defaults (Shazeer 2018), bit for bit.
+    """
+    if not weights.numel():
+        return
+    state["step"].add_(1.0)
+    step = state["step"].item()
+    share, smallest = step**ADAFACTOR_DECAY, torch.finfo(weights.dtype).eps
+    size = max(ADAFACTOR_FLOOR, torch.linalg.vector_norm(weights).item() / weights.numel() ** 0.5)
+    relative = min(rate, 1.0 / step**0.5)
+    if decay != 0.0:
+        weights.mul_(1.0 - rate * decay)
+    if "variance" in state:
+        squares = state["variance"].lerp_(gradient * gradient, share).clone()
+    else:
+        for key, dim in (("row_var", -1), ("col_var", -2)):
+            mean = torch.linalg.vector_norm(gradient, dim=dim, keepdim=True).square_()
+            state[key].lerp_(mean.div_(gradient.size(dim)), share)
+        squares = state["row_var"] @ state["col_var"]
+        squares.div_(state["row_var"].mean(dim=-2, keepdim=True).clamp_(min=smallest))
+    update = squares.clamp_(min=smallest * smallest).rsqrt_().mul_(gradient)
+    longest = max(1.0, torch.linalg.vector_norm(update).item() / update.numel() ** 0.5)
+    weights.add_(update, alpha=-(size * relative) / longest)
 
 
 def make_optimizer(

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from atoll.job import Optimizer, OptimizerName, Precision, Recompute, TrainingSpec
+from atoll.job import Optimizer, Precision, Recompute, TrainingSpec
 from atoll.opdag import DTYPE_BYTES, Kind, LeafRef, OpDag, Source, leaf_refs, op_refs
 from atoll.ops import DEEPEST, cheap_again, is_layer
-from atoll.optimizers import muon_workspace, optimizer_of, state_elements
+from atoll.optimizers import optimizer_of, state_elements, workspace_elements
 from coordinator.planning.costs.op_seconds import apply_work, is_trained, leaf_meta, weights_share
 from strategies.exchanges.catalogue import exchange_facts
 
@@ -459,10 +459,9 @@ def _step_figures(dag: OpDag, leaf: LeafRef, optimizer: Optimizer) -> Floats:
 
 
 def workspace_bytes(dag: OpDag, leaf: LeafRef, optimizer: Optimizer) -> float:
-    """Return the bytes that the iterations of a leaf's step hold at one time, in float32."""
+    """Return the bytes of what an optimizer's step of a leaf makes and drops again, in float32."""
     if leaf.source is not Source.PARAMETER or not is_trained(dag, leaf.name, optimizer):
         return 0.0
     state = dag.parameters[leaf.name]
-    if optimizer_of(leaf.name, state, optimizer) is not OptimizerName.MUON:
-        return 0.0
-    return float(DTYPE_BYTES["float32"] * muon_workspace(state.meta.shape))
+    own = optimizer_of(leaf.name, state, optimizer)
+    return float(DTYPE_BYTES["float32"] * workspace_elements(own, state.meta.shape))

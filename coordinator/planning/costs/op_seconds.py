@@ -55,7 +55,13 @@ SCALE_RANGE = (0.05, 20.0)
 
 
 # Tensors read and written per parameter element in one optimizer step, fp32; of Muon outside its iterations.
-_APPLY_PASSES = {OptimizerName.SGD: 3, OptimizerName.ADAMW: 7, OptimizerName.MUON: 14}
+_APPLY_PASSES = {
+    OptimizerName.SGD: 3,
+    OptimizerName.ADAMW: 7,
+    OptimizerName.MUON: 14,
+    OptimizerName.ADAFACTOR: 19,
+    OptimizerName.LION: 13,
+}
 APPLY_OVERHEAD_S = 20e-6  # per parameter tensor
 
 

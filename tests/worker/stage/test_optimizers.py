@@ -108,6 +108,46 @@ def test_muon_asks_what_a_parameter_is_in_the_model() -> None:
         make_optimizer({"w": torch.nn.Parameter(torch.ones(2, 2))}, Optimizer(OptimizerName.MUON))
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_adafactor_has_the_bits_of_torchs(decay: float) -> None:
+    random = torch.Generator().manual_seed(5)
+    shapes = {"matrix": (17, 30), "vector": (33,), "kernel": (6, 5, 3, 3), "scalar": (), "row": (1, 9)}
+    values = {n: torch.randn(s, generator=random) for n, s in shapes.items()}
+    ours, theirs = ({n: torch.nn.Parameter(v.clone()) for n, v in values.items()} for _ in range(2))
+    reference = torch.optim.Adafactor(theirs.values(), RATE, weight_decay=decay, foreach=False)
+    optimizer = make_optimizer(ours, Optimizer(OptimizerName.ADAFACTOR, weight_decay=decay))
+    assert optimizer is not None
+    for _ in range(5):
+        for name, shape in shapes.items():
+            gradient = torch.randn(shape, generator=random)
+            ours[name].grad, theirs[name].grad = gradient.clone(), gradient
+        optimizer.step(RATE)
+        reference.step()
+        assert [n for n in shapes if not torch.equal(ours[n], theirs[n])] == []
+    assert {k: tuple(v.shape) for k, v in optimizer.state["kernel"].items()} == {
+        **{"row_var": (6, 5, 3, 1), "col_var": (6, 5, 1, 3), "step": ()},
+    }
+
+
+def test_lion_steps_by_signs_of_the_mixed_average() -> None:
+    random = torch.Generator().manual_seed(5)
+    value = torch.randn(7, 9, generator=random)
+    ours = torch.nn.Parameter(value.clone())
+    optimizer = make_optimizer({"w": ours}, Optimizer(OptimizerName.LION, weight_decay=0.1))
+    assert optimizer is not None
+    weights, average = value.double(), torch.zeros(7, 9, dtype=torch.float64)
+    for _ in range(6):
+        ours.grad = torch.randn(7, 9, generator=random)
+        gradient = ours.grad.double()
+        optimizer.step(RATE)
+        update = (0.9 * average + 0.1 * gradient).sign()
+        weights = weights - RATE * (update + 0.1 * weights)
+        average = 0.99 * average + 0.01 * gradient
+        assert torch.allclose(ours.double(), weights, atol=1e-5)
+    assert torch.allclose(optimizer.state["w"]["exp_avg"].double(), average, atol=1e-6)
+    assert Optimizer(OptimizerName.LION, betas=(0.95, 0.98)).lion_betas == (0.95, 0.98)
+
+
 def test_a_group_has_an_optimizer_of_its_own() -> None:
     random = torch.Generator().manual_seed(5)
     spec = Optimizer(weight_decay=0.1, groups=(ParamGroup(("head",), optimizer=OptimizerName.SGD),))
@@ -157,8 +197,10 @@ def test_an_optimizer_imports_no_compiler() -> None:
         (Optimizer(), 2),
         (Optimizer(name=OptimizerName.SGD, momentum=0.9), 1),
         (Optimizer(name=OptimizerName.SGD), 0),
+        (Optimizer(name=OptimizerName.LION), 1),
+        (Optimizer(name=OptimizerName.ADAFACTOR), 1),
     ],
-    ids=["adamw", "momentum", "sgd"],
+    ids=["adamw", "momentum", "sgd", "lion", "adafactor"],
 )
 def test_memory_of_states_to_come_is_held_until_the_first_step(spec: Optimizer, states: int) -> None:
     """So a stage that does not fit is killed before a step of it is committed."""

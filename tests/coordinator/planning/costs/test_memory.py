@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 import pytest
@@ -130,6 +131,18 @@ def test_muon_keeps_four_bytes_of_a_hidden_matrix_and_eight_of_the_rest() -> Non
         wanted = sum(s.meta.nbytes * (1 if s.hidden_matrix else 2) for s in states)
         if len(rest) == 2:  # the tied table counts once
             assert Together(memory, rest).stepped()[0] == wanted
+
+
+@pytest.mark.parametrize("name", [OptimizerName.ADAFACTOR, OptimizerName.LION])
+def test_adafactor_keeps_a_row_and_a_column_of_a_matrix_and_lion_one_average(name: OptimizerName) -> None:
+    example = gpt2()
+    dag = capture(example.module, example.example_inputs).train
+    memory = model(dag, Optimizer(name))
+    shapes = [state.meta.shape for state in dag.parameters.values()]
+    factored = sum(sum(s) if len(s) == 2 else s[0] for s in shapes)
+    wanted = 4 * (factored if name is OptimizerName.ADAFACTOR else sum(map(prod, shapes)))
+    assert memory.terms(0, len(dag.ops), 1)["optimizer"] == wanted
+    assert memory.update_bytes(0, len(dag.ops)) >= 4 * max(map(prod, shapes))
 
 
 def test_the_terms_of_the_state_are_those_of_its_parameters() -> None:
