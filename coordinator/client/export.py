@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
 from atoll.errors import StorageError, UsageError
+from coordinator.client.weights import MAX_NAMED
 from strategies.files import WEIGHTS
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 ADAPTED = "peft_config"
 """An attribute that peft's models have, and transformers' only with an adapter."""
 MERGE = "merge_and_unload"
-MAX_NAMED = 4  # tensors in one message
 
 
 class Format(StrEnum):

