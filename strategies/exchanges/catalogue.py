@@ -54,6 +54,12 @@ class ExchangeFacts:
     # with 64 MiB of parameters over three rounds, the last of which joins all; with a lossy codec where the
     # rule takes one. Of a rule of gradients those that a replica has beside what exact sums need.
     own_copies: int = 0
+    # And further ones over the ratio, where values travel with positions (8 bytes each in memory).
+    pair_copies: int = 0
+
+    def copies(self, exchange: Exchange) -> float:
+        """Copies of the trained parameters that ``own_copies`` and ``pair_copies`` come to."""
+        return self.own_copies + self.pair_copies / exchange.ratio
 
     def efficiency_at(self, every: int) -> float:
         """Tokens that an exact way needs to the same held-out loss, over those that this rule needs with a
@@ -287,6 +293,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             works_as="topk",
             check=no_codec,
             own_copies=2,
+            pair_copies=9,
             efficiencies=((1, 0.20),),
         ),
         ExchangeFacts(
@@ -304,6 +311,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             works_as="topk",
             check=no_codec,
             own_copies=2,
+            pair_copies=9,
             efficiencies=((1, 0.20),),
         ),
         ExchangeFacts(
@@ -320,6 +328,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             works_as="dct_topk",
             check=no_codec,
             own_copies=3,
+            pair_copies=9,
             efficiencies=((1, 0.47),),
         ),
         ExchangeFacts(

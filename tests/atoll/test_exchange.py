@@ -18,7 +18,7 @@ from atoll.exchange import (
     check_exchange,
     wanted_exchange,
 )
-from atoll.job import Optimizer, OptimizerName, TrainingSpec
+from atoll.job import Optimizer, OptimizerName, ParamGroup, TrainingSpec
 from strategies.exchanges.catalogue import EXCHANGES
 
 
@@ -127,6 +127,7 @@ def test_a_rule_of_gradients_needs_a_codec_and_has_no_steps_of_its_own(how: str,
         Optimizer(),
         Optimizer(OptimizerName.SGD, momentum=0.9),
         Optimizer(OptimizerName.SGD, clip_norm=1.0),
+        Optimizer(OptimizerName.SGD, groups=(ParamGroup(("w",), optimizer=OptimizerName.ADAMW),)),
     ],
 )
 def test_signs_go_through_plain_sgd_alone(optimizer: Optimizer) -> None:

@@ -58,7 +58,7 @@ class MemoryModel:
         n = len(dag.ops)
         among = training.gradient_exchange if training.replicas != "1" else None
         keeping = training.local_exchange or among
-        own_copies = exchange_facts(keeping.rule).own_copies if keeping is not None else 0
+        own_copies = exchange_facts(keeping.rule).copies(keeping) if keeping is not None else 0.0
         self.n_micro = training.n_micro
         self.full = recompute is Recompute.FULL
         self.autocast = training.precision is not Precision.FP32
