@@ -174,9 +174,9 @@ def _undecayed(decay: float, decayed: Collection[str], trained: Iterable[str]) -
     for name in rest:
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             continue
-        parts = name.split(".")
-        tails = (f"*.{'.'.join(parts[-count:])}" for count in range(1, len(parts)))
         exact = name.replace("[", "[[]")
+        parts = exact.split(".")
+        tails = (f"*.{'.'.join(parts[-count:])}" for count in range(1, len(parts)))
         patterns.append(next((t for t in tails if not any(fnmatchcase(d, t) for d in decayed)), exact))
     return (ParamGroup(tuple(patterns), weight_decay=0.0),)
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from protos import atoll_control_pb2 as pb
 
+log = transformers.utils.logging.get_logger(__name__)
+
 NOT_HONOURED = ("compute_loss_func", "optimizer_cls_and_kwargs")
 """Arguments of a Trainer that only its own steps would read."""
 OF_STEPS = (
@@ -55,8 +57,9 @@ class Trainer(transformers.Trainer):
     """
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, **others: Any) -> None:
+        if args is not None:
+            check_arguments(args)  # before transformers act on them
         super().__init__(loaded(model), args, *more, **others)
-        check_arguments(self.args)
         given = inspect.signature(transformers.Trainer).bind(model, args, *more, **others).arguments
         self._check(given.get("callbacks") or ())
 
@@ -95,7 +98,8 @@ class Trainer(transformers.Trainer):
         batch = self.args.train_batch_size
         rows = Rows.of(train.dataset, held_out=held, seed=order_of(self.args), collate=train.collate_fn)
         examples = {name: tensor_of(array_of(name, array[:batch])) for name, array in rows.arrays.items()}
-        model = self._model().to("cpu")
+        # All of it, as transformers' own steps: a base of peft is in evaluation mode, its adapters are not.
+        model = self._model().to("cpu").train()
         return Job(
             model,
             examples,
@@ -146,8 +150,10 @@ class Trainer(transformers.Trainer):
         self.state = state
         self.control = self.callback_handler.on_train_begin(self.args, state, self.control)
         losses: list[float] = []
-        since = 0
+        since, shown = 0, ""
         for update in client.watch(job):
+            if update.reason and shown != (shown := f"{job} {update.state}: {update.reason}"):
+                log.warning(shown)
             for step, loss in _points(update, "loss"):
                 if step <= state.global_step:
                     continue  # done again after a loss: what was logged stays

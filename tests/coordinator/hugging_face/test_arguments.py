@@ -156,10 +156,10 @@ def test_weight_decay_is_of_the_parameters_that_transformers_decay(tmp_path: Pat
 
 
 def test_a_name_that_a_wider_pattern_would_mix_up_stands_by_itself(tmp_path: Path) -> None:
-    names = ["a.weight", "b.weight", "c[0].weight"]
+    names = ["a.weight", "b.weight", "c.d[0]"]
     given = arguments(tmp_path, weight_decay=0.1)
     [group] = training_of(given, LENGTH, {"a.weight"}, names, 0).optimizer.groups
-    assert [n for n in names if any(fnmatchcase(n, p) for p in group.patterns)] == ["b.weight", "c[0].weight"]
+    assert [n for n in names if any(fnmatchcase(n, p) for p in group.patterns)] == ["b.weight", "c.d[0]"]
 
 
 def test_the_order_of_samples_is_that_of_the_data_or_of_a_seed(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def test_a_folder_is_loaded_as_the_model_that_it_names(arguments: TrainingArgume
     resumed = job(str(tmp_path / "adapter"), rows, arguments).module
     assert isinstance(resumed, PeftModel)
     trained = [name for name, parameter in resumed.named_parameters() if parameter.requires_grad]
+    assert all(part.training for part in resumed.modules()), "dropout of the base, as in transformers"
     assert len(trained) == 2
     assert all("lora_" in name for name in trained)
     with pytest.raises(UsageError, match="is no folder"):
