@@ -46,6 +46,23 @@ def optimizers_of(states: Mapping[str, StateMeta], spec: Optimizer) -> dict[str,
     return {name: optimizer_of(name, state, spec) for name, state in states.items()}
 
 
+def muon_words(states: Mapping[str, StateMeta], spec: Optimizer) -> str:
+    """Return what Muon steps of the trained parameters of a graph; "" where the job does not name it."""
+    if OptimizerName.MUON not in spec.names.values():
+        return ""
+    groups = {name: spec.group_of(name) for name in states}
+    trained = {
+        name: state
+        for name, state in states.items()
+        if state.requires_grad and not ((group := groups[name]) is not None and group.frozen)
+    }
+    own = [n for n, found in optimizers_of(trained, spec).items() if found is OptimizerName.MUON]
+    own_elements, elements = (sum(trained[n].meta.elements for n in names) for names in (own, trained))
+    share = own_elements / max(1, elements)
+    rest = "" if len(own) == len(trained) else f"; {len(trained) - len(own)} others have another optimizer"
+    return f"muon steps {len(own)} matrices, {100 * share:.0f} % of the trained parameters{rest}"
+
+
 def uniform(spec: Optimizer) -> bool:
     """Return whether one optimizer steps every parameter, whatever it is in the graph."""
     return spec.name is not OptimizerName.MUON and all(

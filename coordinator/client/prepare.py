@@ -23,6 +23,7 @@ from atoll.federated import Federated, FederatedSpec, Floors, Registered
 from atoll.fields import described
 from atoll.job import Job, JobSpec, TrainingSpec
 from atoll.opdag import FLOATING, OpDag, TensorMeta
+from atoll.optimizers import muon_words
 from atoll.program import stage_programs
 from atoll.rows import dag_at_rows
 from coordinator.capture.capture import Captured, capture
@@ -107,6 +108,8 @@ def prepare(
     captured, training = captured_with(job, held_out)
     if training != job.training:
         tell(held_out_words(job.training, training, held_out))
+    if words := muon_words(captured.train.parameters, training.optimizer):
+        tell(words)
     notice = check_graphs(federated.rule, captured) if federated is not None else ""
     tell(f"checking {len(captured.train.ops)} ops against the module")
     inputs = captured.train.inputs

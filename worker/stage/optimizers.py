@@ -220,18 +220,22 @@ def iterations_dtype(device: torch.device) -> torch.dtype:
 def orthogonalised(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """Return U S V^T of ``matrix`` [m, n] = U T V^T, with S near 1, in ``dtype``; may overwrite ``matrix``.
 
-    Newton-Schulz: X <- a X + (b X X^T + c (X X^T)^2) X, from X / |X|, on the smaller side.
+    Newton-Schulz: X <- a X + (b X X^T + c (X X^T)^2) X, from X / |X|, on the smaller side, in two buffers of
+    each size: ``atoll.optimizers.workspace_elements``.
     Source: torch.optim.Muon (K. Jordan's coefficients), bit for bit in bfloat16.
     """
     a, b, c = MUON_COEFFICIENTS
     tall = matrix.size(0) > matrix.size(1)
-    x = matrix.to(dtype)
-    x = x.T if tall else x
+    held = matrix.to(dtype).contiguous()
+    x = held.T if tall else held
     x.div_(x.norm().clamp(min=MUON_EPS))
+    spare, free = torch.empty(x.shape, dtype=dtype, device=x.device), held.view(x.shape)
+    gram, powers = (x.new_empty(x.size(0), x.size(0)) for _ in range(2))
     for _ in range(MUON_STEPS):
-        gram = x @ x.T
-        gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.addmm(x, gram, x, beta=a)
+        torch.mm(x, x.T, out=gram)
+        torch.addmm(gram, gram, gram, beta=b, alpha=c, out=powers)
+        torch.addmm(x, powers, x, beta=a, out=spare)
+        x, spare, free = spare, free, spare
     return x.T if tall else x
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from atoll.job import Optimizer, OptimizerName, ParamGroup
 from atoll.opdag import OpDag
-from atoll.optimizers import optimizers_of
+from atoll.optimizers import muon_words, optimizers_of
 from coordinator.capture.capture import capture
 from tests.models import Example, bert, gpt2, llama, resnet
 
@@ -55,6 +55,10 @@ def test_kernels_of_convolutions_are_no_matrices_so_a_resnet_is_left_to_adamw() 
     assert any(len(state.meta.shape) == 4 for state in dag.parameters.values())
     assert hidden(dag) == set()
     assert set(optimizers_of(dag.parameters, MUON).values()) == {OptimizerName.ADAMW}
+    words = muon_words(dag.parameters, MUON)
+    assert words.startswith("muon steps 0 matrices, 0 % of the trained parameters; ")
+    assert words.endswith(f"; {len(dag.parameters)} others have another optimizer")
+    assert muon_words(dag.parameters, Optimizer()) == ""
 
 
 class Odd(nn.Module):
@@ -98,6 +102,7 @@ def test_a_group_may_keep_matrices_from_muon_or_give_it_others() -> None:
     found = optimizers_of(dag.parameters, spec)
     muon = {n for n, o in found.items() if o is OptimizerName.MUON}
     assert muon == {n for n in hidden(dag) if "o_proj" not in n}
+    assert muon_words(dag.parameters, spec).startswith(f"muon steps {len(muon)} matrices, ")
     given = ParamGroup(("lm_head.*", "*norm*"), optimizer=OptimizerName.MUON)
     found = optimizers_of(dag.parameters, Optimizer(groups=(given,)))
     assert {n for n, o in found.items() if o is OptimizerName.MUON} == {"lm_head.weight"}

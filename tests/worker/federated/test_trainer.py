@@ -28,6 +28,7 @@ from tests.inprocess.federation import LocalFederation, local_model
 from tests.strategies.test_modules import SPEC, Net, batch, fedimpro
 from worker.cancel import Cancel, Cancelled
 from worker.federated.local_model import Client, LocalData, LocalModel
+from worker.stage import optimizers
 
 BATCH = 8
 SGD = Optimizer(OptimizerName.SGD, lr=0.05)
@@ -111,6 +112,37 @@ def test_one_client_under_fedavg_is_plain_training(optimizer: Optimizer) -> None
     for name, tensor in federation.state.weights.items():
         assert np.allclose(tensor, expected[name].numpy(), atol=1e-6), name
     assert federation.state.weights["norm.running_mean"].any()
+
+
+class Deep(nn.Module):
+    """Two layers, of which the first is hidden."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(64, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(torch.tanh(self.first(x.flatten(1)))), y)
+
+
+def test_a_client_steps_its_hidden_matrices_by_muon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "iterations_dtype", lambda device: torch.bfloat16)  # torch's own
+    training, rule = spec(Optimizer(OptimizerName.MUON, lr=0.01)), Federated(held_out=0.2)
+    data = arrays(70, 1)
+    federation = LocalFederation(model_of(Deep(), training), rule, {"c0": data})
+    federation.run_round()
+    module, client = Deep(), federation.clients["c0"]
+    rest = [p for name, p in module.named_parameters() if name != "first.weight"]
+    muon = torch.optim.Muon([module.first.weight], 0.01, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(rest, 0.01, weight_decay=0.0)
+    for at in epoch_batches(client.split.train, BATCH, training.seed, client.name, 0, 0):
+        module.zero_grad()
+        module(**{n: torch.from_numpy(a[at]) for n, a in data.items()}).backward()
+        muon.step()
+        adamw.step()
+    for name, tensor in module.state_dict().items():
+        assert np.allclose(federation.state.weights[name], tensor.numpy(), atol=1e-5), name
 
 
 # ---------------------------------------------------------------- two quadratics, through the trainer

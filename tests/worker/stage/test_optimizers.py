@@ -101,6 +101,7 @@ def test_muons_iterations_are_in_float32_on_a_cpu_and_bring_singular_values_near
     turned = left.T @ found @ right.T  # the same singular vectors: nothing off the diagonal
     assert float((turned - torch.diag(turned.diag())).abs().max()) < 1e-3
     assert float(orthogonalised(torch.zeros(3, 5), dtype).abs().max()) == 0.0
+    assert torch.equal(orthogonalised(given.T.contiguous().T, dtype), found), "whatever its layout"
 
 
 def test_muon_asks_what_a_parameter_is_in_the_model() -> None:
