@@ -27,6 +27,8 @@ GOSSIP_RULES = frozenset({"saps", "swarm", "wagma"})
 """Rules of peers' models (``Content.MODEL`` of the catalogue), some with some in each round."""
 LOCAL_RULES = frozenset({"diloco", "streaming_diloco", "sparseloco"}) | GOSSIP_RULES
 """Rules of what comes of peers' own steps: those, and what peers have changed (``Content.DELTA``)."""
+QUORUM_RULES = frozenset({"diloco", "sparseloco"})
+"""Those whose rounds may begin before all peers have taken all of a period's steps."""
 CODED_RULES = frozenset({"diloco", "streaming_diloco"})
 """Those whose rounds travel in a codec of the job's choice."""
 WHOLE_RULES = frozenset({"saps"})
@@ -111,8 +113,7 @@ class Exchange:
     # Steps between a round's start and the use of its result.
     delay: Annotated[int, Within(0, MAX_PERIOD)] = 0
     quorum: Annotated[float, Within(0.0, 1.0)] = 1.0  # share of the ranks that are waited for, in (0, 1]
-    # From the quorum to the end of waiting for the others; 0: no deadline.
-    deadline_s: Annotated[float, Within()] = 0.0
+    deadline_s: Annotated[float, Within()] = 0.0  # of what a round brings to a rank; 0: none
     inner: Exchange | None = None  # of the ranks of one site among themselves
     # Gradients are merged into messages up to this size.
     bucket_bytes: Annotated[int, Within(1, MAX_BUCKET_BYTES), Unset(BUCKET_BYTES)] = BUCKET_BYTES
@@ -121,10 +122,23 @@ class Exchange:
     # Of each rank, where ``inner`` joins those of one.
     sites: Annotated[tuple[int, ...], Most(MAX_STAGES)] = ()
     pairs: Annotated[PairTable | None, Coded("pairs")] = None  # that gossip draws pairs by; None: at random
+    grace_s: Annotated[float, Within()] = 0.0  # from the quorum until nobody begins another step
+
+    def among(self, ranks: int, awaited: int, grace_s: float) -> Exchange:
+        """The same of so many ranks, of which ``awaited`` are waited for, and the others ``grace_s`` longer;
+        0: all."""
+        if not 0 < awaited < ranks:
+            return self
+        return replace(self, quorum=awaited / ranks, grace_s=grace_s)
 
     def awaited(self, ranks: int) -> int:
         """Ranks that are waited for, of so many."""
         return ceil(self.quorum * ranks - 1e-9)  # 0.07 of 100 are 7
+
+    @property
+    def early(self) -> bool:
+        """Whether rounds may begin before all peers have taken all steps of a period."""
+        return self.local and self.quorum < 1.0
 
     @property
     def local(self) -> bool:
@@ -251,10 +265,16 @@ def check_exchange(exchange: Exchange) -> None:
         )
     if not (isfinite(exchange.ratio) and exchange.ratio >= 1.0):
         raise PlanError(f"exchange of ratio {exchange.ratio}; at least 1")
-    if not 0.0 < exchange.quorum <= 1.0 or not (isfinite(exchange.deadline_s) and exchange.deadline_s >= 0.0):
+    waits_s = (exchange.grace_s, exchange.deadline_s)
+    if not 0.0 < exchange.quorum <= 1.0 or not all(isfinite(each) and each >= 0.0 for each in waits_s):
         raise PlanError(
-            f"exchange with quorum {exchange.quorum} and deadline {exchange.deadline_s} s; a share in (0, 1] "
-            "and at least 0"
+            f"exchange with quorum {exchange.quorum}, grace {exchange.grace_s} s and deadline "
+            f"{exchange.deadline_s} s; a share in (0, 1] and at least 0"
+        )
+    if exchange.early and exchange.rule not in QUORUM_RULES:
+        raise PlanError(
+            f"a quorum with {exchange.rule}; rounds begin before all steps are done with "
+            f"{' and '.join(sorted(QUORUM_RULES))} alone"
         )
     if exchange.bucket_bytes < 1 or not all(isfinite(rate) and rate > 0.0 for rate in exchange.rates):
         raise PlanError(

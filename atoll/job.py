@@ -33,7 +33,7 @@ from atoll.bounded import (
 from atoll.compression import AUTO, Compression
 from atoll.dataset_spec import DataSpec
 from atoll.errors import UsageError
-from atoll.exchange import EXACT, SIGN_RULES, wanted_exchange
+from atoll.exchange import EXACT, QUORUM_RULES, SIGN_RULES, wanted_exchange
 from atoll.federated import Federated, FederatedSpec
 from atoll.fields import check_fields
 from atoll.job_checks import check_job
@@ -229,6 +229,7 @@ class Recompute(StrEnum):
 
 MOST_REPLICAS = 64
 MOST_LOCAL_STEPS = 10_000
+MOST_GRACE_S = 86_400
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +256,8 @@ class TrainingSpec:
     # exact; RULE[:CODEC]: peers with steps of their own; auto: what counts most.
     exchange: Annotated[str, Chars(MAX_NAME_CHARS), Unset(EXACT)] = EXACT
     local_steps: int = 0  # of a peer between two exchanges; 0 = as many as the rule has by itself
+    quorum: int = 0  # peers whose steps of a period are waited for, and then ``grace_s`` more; 0 = all
+    grace_s: float = 0.0  # until nobody begins another step of the period
     spot_checks: Share = 0.005  # share of the steps that an idle worker repeats to compare; 0 = none
 
     def __post_init__(self) -> None:
@@ -267,6 +270,8 @@ class TrainingSpec:
             ("eval_batches", self.eval_batches, 0, 10**6),
             ("checkpoint_every", self.checkpoint_every, 0, 10**9),
             ("local_steps", self.local_steps, 0, MOST_LOCAL_STEPS),
+            ("quorum", self.quorum, 0, MOST_REPLICAS),
+            ("grace_s", self.grace_s, 0, MOST_GRACE_S),
         ):
             if not low <= value <= high:
                 raise UsageError(f"{name} = {value}; give a number from {low} to {high}")
@@ -274,6 +279,11 @@ class TrainingSpec:
             raise UsageError(f"spot_checks = {self.spot_checks}; give a share of the steps from 0 to 1")
         Compression.parse(self.compress)
         self._check_signs(wanted_exchange(self.exchange, self.local_steps))
+        if self.quorum and self.exchange.partition(":")[0] not in QUORUM_RULES:
+            raise UsageError(
+                f"quorum = {self.quorum} with exchange {self.exchange}; rounds begin before all peers have "
+                f"taken their steps with {' and '.join(sorted(QUORUM_RULES))} alone"
+            )
         if self.replicas != AUTO and not (
             self.replicas.isascii() and self.replicas.isdecimal() and len(self.replicas) < 4
         ):

@@ -306,12 +306,15 @@ class Plan:
 
     @property
     def piped(self) -> bool:
-        """Whether peers with steps of their own have several stages, each step of which is committed."""
-        return self.local and any(len(replica.stages) > 1 for replica in self.replicas)
+        """Whether of some peers with steps of their own each step is committed."""
+        return self.local and any(map(self.in_pipe, range(len(self.places))))
 
     def in_pipe(self, rank: int) -> bool:
-        """Whether a rank is one of several stages of a peer with steps of its own."""
-        return self.local and len(self.replicas[self.places[rank].replica].stages) > 1
+        """Whether each step of a rank's peer within a period is committed: of peers of several stages, which
+        wait for each other, and where a round may begin before a peer has taken all of its steps."""
+        if not self.local or self.exchange is None:
+            return False
+        return self.exchange.early or len(self.replicas[self.places[rank].replica].stages) > 1
 
     @property
     def storers(self) -> tuple[str, ...]:

@@ -105,7 +105,7 @@ class HeldOut:
     def loss(self, state: dict[str, dict[str, torch.Tensor]]) -> float:
         """Mean loss of the module with these tensors."""
         self._module.load_state_dict({name: kept["value"] for name, kept in state.items()}, strict=False)
-        self._module.eval()
+        self._module.train(False)
         found = []
         for batch in self._batches:
             out = self._module(**batch)

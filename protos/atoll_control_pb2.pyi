@@ -2601,6 +2601,7 @@ class StepCommit(_message.Message):
     KEEP_FIELD_NUMBER: _builtins.int
     REPLAY_FROM_FIELD_NUMBER: _builtins.int
     OWN_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     step: _builtins.int
@@ -2619,10 +2620,14 @@ class StepCommit(_message.Message):
     replay_from: _builtins.int
     """messages of earlier steps may leave the send logs: no replay begins before it"""
     own: _builtins.bool
-    """of a peer of several stages, within its period: neither the round nor the job's step"""
+    """of one peer, within its period: neither the round nor the job's step"""
     @_builtins.property
     def relink(self) -> Global___Relink:
         """unset: the links stay as they are"""
+
+    @_builtins.property
+    def shares(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """with own: the round begins, to which peers bring so much, by their numbers"""
 
     def __init__(
         self,
@@ -2639,10 +2644,11 @@ class StepCommit(_message.Message):
         keep: _builtins.bool = ...,
         replay_from: _builtins.int = ...,
         own: _builtins.bool = ...,
+        shares: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["relink", b"relink"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluate", b"evaluate", "evaluate_coded", b"evaluate_coded", "gradient_scale", b"gradient_scale", "job", b"job", "keep", b"keep", "last", b"last", "own", b"own", "plan_version", b"plan_version", "relink", b"relink", "replay_from", b"replay_from", "step", b"step", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluate", b"evaluate", "evaluate_coded", b"evaluate_coded", "gradient_scale", b"gradient_scale", "job", b"job", "keep", b"keep", "last", b"last", "own", b"own", "plan_version", b"plan_version", "relink", b"relink", "replay_from", b"replay_from", "shares", b"shares", "step", b"step", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -589,6 +589,8 @@ class TrainingSpec(_message.Message):
     REPLICAS_FIELD_NUMBER: _builtins.int
     EXCHANGE_FIELD_NUMBER: _builtins.int
     LOCAL_STEPS_FIELD_NUMBER: _builtins.int
+    QUORUM_FIELD_NUMBER: _builtins.int
+    GRACE_S_FIELD_NUMBER: _builtins.int
     SPOT_CHECKS_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     n_micro: _builtins.int
@@ -611,6 +613,10 @@ class TrainingSpec(_message.Message):
     """exact | auto | RULE[:CODEC or RATIO]; empty: exact"""
     local_steps: _builtins.int
     """of a peer between two exchanges; 0: as many as the rule has by itself"""
+    quorum: _builtins.int
+    """peers whose steps of a period are waited for; 0: all"""
+    grace_s: _builtins.float
+    """from then on, until nobody begins another step of it"""
     spot_checks: _builtins.float
     """share of the steps that another worker repeats to compare; 0: none"""
     @_builtins.property
@@ -636,11 +642,13 @@ class TrainingSpec(_message.Message):
         replicas: _builtins.str = ...,
         exchange: _builtins.str = ...,
         local_steps: _builtins.int = ...,
+        quorum: _builtins.int = ...,
+        grace_s: _builtins.float = ...,
         spot_checks: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["optimizer", b"optimizer", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["average_buffers", b"average_buffers", "blocks", b"blocks", "checkpoint_every", b"checkpoint_every", "compress", b"compress", "eval_batches", b"eval_batches", "eval_every", b"eval_every", "exchange", b"exchange", "local_steps", b"local_steps", "n_micro", b"n_micro", "optimizer", b"optimizer", "precision", b"precision", "recompute", b"recompute", "replicas", b"replicas", "schedule", b"schedule", "seed", b"seed", "spot_checks", b"spot_checks", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["average_buffers", b"average_buffers", "blocks", b"blocks", "checkpoint_every", b"checkpoint_every", "compress", b"compress", "eval_batches", b"eval_batches", "eval_every", b"eval_every", "exchange", b"exchange", "grace_s", b"grace_s", "local_steps", b"local_steps", "n_micro", b"n_micro", "optimizer", b"optimizer", "precision", b"precision", "quorum", b"quorum", "recompute", b"recompute", "replicas", b"replicas", "schedule", b"schedule", "seed", b"seed", "spot_checks", b"spot_checks", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1343,6 +1351,7 @@ class Exchange(_message.Message):
     DELAY_FIELD_NUMBER: _builtins.int
     QUORUM_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
+    GRACE_S_FIELD_NUMBER: _builtins.int
     INNER_FIELD_NUMBER: _builtins.int
     BUCKET_BYTES_FIELD_NUMBER: _builtins.int
     RATES_FIELD_NUMBER: _builtins.int
@@ -1359,6 +1368,7 @@ class Exchange(_message.Message):
     """steps"""
     quorum: _builtins.float
     deadline_s: _builtins.float
+    grace_s: _builtins.float
     bucket_bytes: _builtins.int
     """gradients are merged into messages up to this size; 0: 4 MiB"""
     pair_threshold: _builtins.float
@@ -1390,6 +1400,7 @@ class Exchange(_message.Message):
         delay: _builtins.int = ...,
         quorum: _builtins.float = ...,
         deadline_s: _builtins.float = ...,
+        grace_s: _builtins.float = ...,
         inner: Global___Exchange | None = ...,
         bucket_bytes: _builtins.int = ...,
         rates: _abc.Iterable[_builtins.float] | None = ...,
@@ -1399,7 +1410,7 @@ class Exchange(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["inner", b"inner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_bytes", b"bucket_bytes", "codec", b"codec", "deadline_s", b"deadline_s", "delay", b"delay", "every", b"every", "fragments", b"fragments", "inner", b"inner", "pair_rates", b"pair_rates", "pair_threshold", b"pair_threshold", "quorum", b"quorum", "rates", b"rates", "ratio", b"ratio", "rule", b"rule", "sites", b"sites"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_bytes", b"bucket_bytes", "codec", b"codec", "deadline_s", b"deadline_s", "delay", b"delay", "every", b"every", "fragments", b"fragments", "grace_s", b"grace_s", "inner", b"inner", "pair_rates", b"pair_rates", "pair_threshold", b"pair_threshold", "quorum", b"quorum", "rates", b"rates", "ratio", b"ratio", "rule", b"rule", "sites", b"sites"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,6 +12,7 @@ from typing import Annotated
 
 from atoll import bounded
 from atoll.bounded import (
+    MAX_STAGES,
     Amount,
     At,
     Clean,
@@ -22,6 +23,7 @@ from atoll.bounded import (
     OptionalBlob,
     OptionalHost,
     Port,
+    Share,
     Sorted,
     Unset,
     Version,
@@ -321,7 +323,10 @@ class StepCommit:
     evaluate_coded: bool = False  # with evaluate: once more through the links' codecs
     replay_from: int = 0  # step of the newest checkpoint: older messages may leave the send logs
     keep: bool = False  # a snapshot on the workers' own disks, for the others of the plan
-    own: bool = False  # of a peer of several stages, within its period: the round that ends that is to come
+    own: bool = False  # of one peer, within its period: the round that ends that is to come
+    # With ``own``: the peer takes no further step of the period. Samples of each peer in the round that
+    # begins now, over the most of any, by the peers' numbers; 0 of those that are lost.
+    shares: Annotated[tuple[Share, ...], Most(MAX_STAGES)] = ()
 
 
 @dataclass(frozen=True, slots=True)

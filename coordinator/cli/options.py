@@ -138,6 +138,25 @@ class JobOptions:
             "local_steps=H. Default: the rule's own, 50 for diloco.",
         ),
     ] = None
+    quorum: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="PEERS",
+            help="Peers whose local steps a round waits for; from then on a peer that is late ends with the "
+            "step it is at, and brings those that it has taken. Same as "
+            "--set quorum=PEERS. Default: all.",
+        ),
+    ] = None
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            metavar="SECONDS",
+            help="Wait for late peers so much longer than for the --quorum; same as --set grace_s=SECONDS. "
+            "Default: 0; the step that they are at is awaited in any case.",
+        ),
+    ] = None
     spot_checks: Annotated[
         float | None,
         typer.Option(
@@ -163,6 +182,8 @@ class JobOptions:
             ("replicas", self.replicas),
             ("exchange", self.exchange),
             ("local_steps", self.local_steps),
+            ("quorum", self.quorum),
+            ("grace_s", self.grace),
             ("spot_checks", self.spot_checks),
         )
         items = [f"{name}={value}" for name, value in given if value is not None]

@@ -141,6 +141,7 @@ class RoundMet:
     digest: str  # of the result; of several groups theirs
     at_s: float
     groups: tuple[tuple[int, ...], ...] = ()  # ranks that exchanged with each other, where not all with all
+    late: Mapping[str, int] = field(default_factory=dict)  # by first worker: of whom there are fewer steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -400,9 +400,10 @@ Todo = Record | ToRanks | Exclude | Placed | Redo | Point | OddLoss | Dropped | 
 
 @dataclass(frozen=True, slots=True)
 class OwnSteps:
-    """How far a peer of several stages is within a period: each of its steps is committed for it alone."""
+    """How far a peer is within a period, each of whose steps is committed for it alone."""
 
     step: int  # the next one; behind the period's last its round is to come
+    taken: int | None = None  # steps that it brings to that, where they are fewer than the period's
     ready: Mapping[int, StepReady] = field(default_factory=dict)  # by rank
     commit: StepCommit | None = None  # the newest
     figures: Mapping[int, StepReady] = field(default_factory=dict)  # of the step before, by rank
@@ -422,7 +423,8 @@ class Running:
     load_s: Mapping[int, float] = field(default_factory=dict)  # that loading took, by rank, ...
     fetched_s: Mapping[int, float] = field(default_factory=dict)  # ... and of that, fetching its tensors
     ready: Mapping[int, StepReady] = field(default_factory=dict)
-    own: Mapping[int, OwnSteps] = field(default_factory=dict)  # of peers of several stages, by their numbers
+    own: Mapping[int, OwnSteps] = field(default_factory=dict)  # of peers whose steps are committed, by number
+    quorum_s: float | None = None  # since when as many of them as the round waits for have their last one
     last_commit: StepCommit | None = None
     awaiting_eval: int | None = None  # step whose evaluation is running
     eval_owed: bool = False  # one was dropped: the next commit asks for another

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
+from typing import TYPE_CHECKING
 
 from atoll.step_loss import StepLoss, step_loss
 from coordinator.messages.events import EvalReady, StepReady
@@ -14,6 +16,9 @@ from coordinator.messages.jobs import Dropped, FromRank, JobState, OddLoss, OwnS
 from coordinator.pipeline import periods
 from coordinator.pipeline.joined import ranks_of
 from coordinator.pipeline.tuning import link_policy, relink
+
+if TYPE_CHECKING:
+    from atoll.exchange import Exchange
 
 
 def fact_of(commit: StepCommit, loss: float, now_s: float, reports: Sequence[StepReady]) -> StepCommitted:
@@ -100,10 +105,14 @@ def evaluation_due(state: JobState, done: int) -> bool:
 # Within a period of local steps a step is committed for the stages of that peer alone, as soon as all of
 # them have its gradients ready, with the norm and the loss of the peer's own share. The job's step is the
 # period's.
+#
+# Where a round waits for a quorum, the commit of a peer's last step waits for those of the others. Once there
+# are as many as the quorum and the grace is over, a peer that is late ends with the step that it is at. When
+# all have reported their last ones, these are committed together, and say what each peer brings.
 
 
-def own_ready(state: JobState, event: FromRank[StepReady]) -> tuple[JobState, list[Todo]]:
-    """Take the report of a step; commit it once it is the last of its peer."""
+def own_ready(state: JobState, event: FromRank[StepReady], now_s: float) -> tuple[JobState, list[Todo]]:
+    """Take the report of a step; commit it once it is the last of its peer, or all at the end of a period."""
     plan, report, rank = state.adopted, event.message, event.rank
     number = plan.places[rank].replica
     own = state.run.own.get(number, OwnSteps(state.step))
@@ -112,13 +121,60 @@ def own_ready(state: JobState, event: FromRank[StepReady]) -> tuple[JobState, li
     if rank in own.ready:
         return state, [Dropped(f"rank {rank} reports step {report.step} twice")]
     own = replace(own, ready={**own.ready, rank: report})
-    ranks, todo = ranks_of(plan, number), list[Todo]()
-    if len(own.ready) == len(ranks):
-        reports = [own.ready[at] for at in ranks]
-        commit = _own_commit(state, reports)
-        own = OwnSteps(own.step + 1, {}, commit, own.ready)
-        todo = [ToRanks(commit, at) for at in ranks]
-    return replace(state, run=replace(state.run, own={**state.run.own, number: own})), todo
+    state = replace(state, run=replace(state.run, own={**state.run.own, number: own}))
+    if len(own.ready) < len(ranks_of(plan, number)):
+        return state, []
+    if plan.exchange is None or not plan.exchange.early:
+        return _own_committed(state, [number])
+    state = _with_quorum(state, plan.exchange, now_s)
+    waits_until_s = inf if state.run.quorum_s is None else state.run.quorum_s + plan.exchange.grace_s
+    if own.step < state.due and now_s < waits_until_s:
+        return _own_committed(state, [number])
+    peers = plan.present_replicas
+    if all(_reported(state, peer) for peer in peers):
+        return _own_committed(state, peers, _shares(state))
+    return state, []
+
+
+def _with_quorum(state: JobState, exchange: Exchange, now_s: float) -> JobState:
+    """Know since when as many peers as a round waits for have their last step."""
+    plan, own = state.adopted, state.run.own
+    peers = plan.present_replicas
+    last = sum(_reported(state, peer) and own[peer].step == state.due for peer in peers)
+    enough = last >= min(len(peers), exchange.awaited(len(plan.replicas)))
+    if not enough or state.run.quorum_s is not None:
+        return state
+    return replace(state, run=replace(state.run, quorum_s=now_s))
+
+
+def _reported(state: JobState, peer: int) -> bool:
+    """Whether all stages of a peer have reported the step that it is at."""
+    own = state.run.own.get(peer)
+    return own is not None and len(own.ready) == len(ranks_of(state.adopted, peer))
+
+
+def _shares(state: JobState) -> tuple[float, ...]:
+    """Return the samples that each peer brings to the round, over the most of any; 0 of who is lost."""
+    plan, own = state.adopted, state.run.own
+    samples = [0] * len(plan.replicas)
+    for peer in plan.present_replicas:
+        first, stop = plan.replicas[peer].micros
+        samples[peer] = (own[peer].step + 1 - state.step) * (stop - first)
+    return tuple(each / max(samples) for each in samples)
+
+
+def _own_committed(
+    state: JobState, peers: Sequence[int], shares: tuple[float, ...] = ()
+) -> tuple[JobState, list[Todo]]:
+    """Commit the step that each of these peers has reported. ``shares``: it is the period's last of each."""
+    plan, todo, known = state.adopted, list[Todo](), dict(state.run.own)
+    for peer in peers:
+        own, ranks = known[peer], ranks_of(plan, peer)
+        commit = replace(_own_commit(state, [own.ready[at] for at in ranks]), shares=shares)
+        taken = own.step + 1 - state.step if shares and own.step < state.due else None
+        known[peer] = OwnSteps(state.due + 1 if shares else own.step + 1, taken, {}, commit, own.ready)
+        todo += [ToRanks(commit, at) for at in ranks]
+    return replace(state, run=replace(state.run, own=known)), todo
 
 
 def _own_late(own: OwnSteps, rank: int, reported: int) -> list[Todo]:

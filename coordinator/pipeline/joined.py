@@ -39,10 +39,10 @@ def square_norms(plan: Plan, ready: Reports) -> list[float]:
 
 
 def disagreement(
-    plan: Plan, ready: Reports, groups: Sequence[Group] = (), steps: int = 1
+    plan: Plan, ready: Reports, groups: Sequence[Group] = (), steps: Sequence[int] = ()
 ) -> Disagreement | None:
     """Return what does not go together in the reports of a step, None where all of it does; ``groups``: who
-    exchanges with whom, where peers take local steps, and ``steps``: that they report at once.
+    exchanges with whom, where peers take local steps, and ``steps``: so many of each peer's they report.
 
     Each replica sums the same totals in the same order, whatever its cut, so the norms are equal to the bit.
     """

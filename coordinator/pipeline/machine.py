@@ -216,7 +216,7 @@ def _ready_before(state: JobState, event: FromRank[StepReady], now_s: float) -> 
 def _ready(state: JobState, event: FromRank[StepReady], now_s: float) -> Outcome:
     report = event.message
     if state.adopted.in_pipe(event.rank) and not report.receipts:
-        return commits.own_ready(state, event)
+        return commits.own_ready(state, event, now_s)
     if report.step != state.due:
         return state, _late(state, event.rank, report.step)
     if event.rank in state.run.ready:
@@ -228,8 +228,7 @@ def _ready(state: JobState, event: FromRank[StepReady], now_s: float) -> Outcome
         return replace(state, run=replace(state.run, ready=ready)), []
     if not all(report.finite for report in ready.values()):
         return _doubt(state, ready)
-    steps = state.due + 1 - state.step
-    wrong = joined.disagreement(state.plan, ready, periods.round_groups(state), steps)
+    wrong = joined.disagreement(state.plan, ready, periods.round_groups(state), periods.taken(state))
     if wrong is not None:
         state, odd = disputes.judged(state, wrong)
         if odd:
@@ -290,6 +289,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
             state.run,
             ready={},
             own={},
+            quorum_s=None,
             reports=ready,
             last_commit=commit,
             begun_s=now_s,

@@ -45,8 +45,19 @@ class Disagreement(NamedTuple):
     suspects: tuple[int, ...] = ()
 
 
-def disagreement(plan: Plan, ready: Reports, groups: Sequence[Group], steps: int) -> Disagreement | None:
-    """Return what does not go together in the reports of a period of so many steps, None where all does.
+def taken(state: JobState) -> tuple[int, ...]:
+    """Return the steps that each peer brings to the round of the period, by its number."""
+    steps, own = state.due + 1 - state.step, state.run.own
+    count = len(state.adopted.replicas)
+    short = {peer: at.taken for peer, at in own.items() if at.taken is not None}
+    return tuple(short.get(peer, steps) for peer in range(count))
+
+
+def disagreement(
+    plan: Plan, ready: Reports, groups: Sequence[Group], steps: Sequence[int]
+) -> Disagreement | None:
+    """Return what does not go together in the reports of a period, of so many steps of each peer, None where
+    all does.
 
     Peers of a group have the same sums of every slice of the model. That each makes its own model of them as
     the rule says is not seen.
@@ -59,7 +70,7 @@ def disagreement(plan: Plan, ready: Reports, groups: Sequence[Group], steps: int
     wrong = {
         rank: words
         for rank, report in ready.items()
-        if (words := _unexpected(plan, rank, report, group_of(places[rank].replica, groups), steps))
+        if (words := _unexpected(plan, rank, report, groups, steps[places[rank].replica]))
     }
     if wrong:
         return Disagreement(next(iter(wrong.values())), tuple(wrong) if 2 * len(wrong) <= len(ready) else ())
@@ -163,10 +174,11 @@ def _totals(receipt: RoundReceipt) -> tuple[tuple[int, str], ...]:
     return tuple(sorted(receipt.totals.items()))
 
 
-def _unexpected(plan: Plan, rank: int, report: StepReady, group: Group, steps: int) -> str:
+def _unexpected(plan: Plan, rank: int, report: StepReady, groups: Sequence[Group], steps: int) -> str:
     """Return how a report is another than is awaited of a rank, "" where it is not. Of a peer's stages the
     one that computes the loss reports it."""
     worker, said = plan.places[rank].worker, len(report.losses)
+    group = group_of(plan.places[rank].replica, groups)
     number = plan.exchange.round_of(report.step) if plan.exchange is not None else 0
     silent = plan.in_pipe(rank) and not said
     for receipt in report.receipts:
@@ -193,7 +205,7 @@ def step_losses(plan: Plan, ready: Reports) -> list[StepLoss]:
     """Return the loss of each step of the period: the mean over the peers whose own is finite, by their
     shares of the step, or by what each has counted. ``odd`` counts peers."""
     reports = [(_share(plan, rank), ready[rank]) for rank in sorted(ready) if ready[rank].losses]
-    count = min((len(report.losses) for _, report in reports), default=0)  # all say as many
+    count = max((len(report.losses) for _, report in reports), default=0)  # who was late says fewer
     return [_mean(reports, at) for at in range(count)] or [StepLoss(math.nan)]
 
 
@@ -201,6 +213,7 @@ def _mean(reports: Sequence[tuple[int, StepReady]], at: int) -> StepLoss:
     found = [
         (report.losses[at], report.weights[at] if report.weights else float(share))
         for share, report in reports
+        if at < len(report.losses)
     ]
     finite = [(loss, weight) for loss, weight in found if math.isfinite(loss) and weight > 0.0]
     whole = math.fsum(weight for _, weight in finite)  # exact sums: the figure has no order of peers in it
@@ -226,14 +239,24 @@ def round_met(state: JobState, ready: Reports, at_s: float) -> RoundMet:
         digests[0] if len(digests) == 1 else blake2b(",".join(digests).encode(), digest_size=16).hexdigest(),
         at_s,
         groups if len(groups) > 1 else (),
+        {
+            plan.replicas[peer].stages[0].worker: own.taken
+            for peer, own in sorted(state.run.own.items())
+            if own.taken is not None
+        },
     )
 
 
 def met_fields(met: RoundMet, label: Callable[[str], str]) -> dict[str, object]:
-    """Return what a log line says of a round: who is missing in it is no secret."""
+    """Return what a log line says of a round: who is missing in it, or was late, is no secret."""
     missing = "; ".join(f"{label(worker)}: {why}" for worker, why in met.missing.items())
     figures = {"round": met.round, "included": len(met.included), "bytes": met.sent_bytes}
-    return {**figures, "step": met.step, "missing": missing or None}
+    return {**figures, "step": met.step, "missing": missing or None, "late": _late_words(met, label) or None}
+
+
+def _late_words(met: RoundMet, label: Callable[[str], str]) -> str:
+    """Say who brought fewer steps than the others."""
+    return ", ".join(f"{label(worker)} with {steps} steps" for worker, steps in met.late.items())
 
 
 def exchange_words(state: JobState, met: RoundMet | None, label: Callable[[str], str]) -> str:
@@ -249,10 +272,15 @@ def exchange_words(state: JobState, met: RoundMet | None, label: Callable[[str],
     coded = "" if exchange.codec == "none" else f" in {exchange.codec}"
     steps = "step" if exchange.every == 1 else f"{exchange.every} steps"
     words = f"{exchange.rule}{coded} every {steps}, {_partners(state, plan, exchange, label)}"
+    if exchange.early:
+        awaited = exchange.awaited(len(plan.replicas))
+        words += f", once {awaited} have theirs and {exchange.grace_s:g} s more"
     for rank in sorted(plan.absent):
         words += f"; without {label(places[rank].worker)}: {state.run.lost.get(rank, 'is lost')}"
     if met is not None and met.version:
         words += f"; round {met.round} after {met.step + 1} steps: {len(met.included)} of {len(places)}"
+        late = _late_words(met, label)
+        words += f", {late}" if late else ""
     return words
 
 

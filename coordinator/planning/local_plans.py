@@ -335,6 +335,7 @@ def _together(
 ) -> Plan:
     schedule, replicas = as_replicas(plans, spans)
     fleet, seed = request.fleet, request.training.seed
+    exchange = exchange.among(len(replicas), request.training.quorum, request.training.grace_s)
     members = [fleet.index[stage.worker] for replica in replicas for stage in replica.stages]
     problem = _problem(request, exchange)
     n_bytes = problem.memory.trained(0, problem.n_ops)[0]

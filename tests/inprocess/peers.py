@@ -8,7 +8,7 @@ micro-batches; a rule of gradients exchanges before the optimizer's step, others
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -122,6 +122,7 @@ class LocalPeers:
         self._rounds = 0
         self._first: int | None = None  # step that was the first here
         self._under_way: list[_UnderWay] = []
+        self.shares: tuple[float, ...] = ()  # of the ranks in the next round; none: all alike
         self.begin(exchange)
 
     def begin(self, exchange: Exchange) -> None:
@@ -141,13 +142,15 @@ class LocalPeers:
         own = torch.zeros_like(first) if self.facts.content is Content.GRADIENT else first
         self.rule_states = {rank: self.rule.init(flat, own) for rank in self.ranks}
 
-    def step(self, step: int, batches: Batches) -> StepFigures:
+    def step(self, step: int, batches: Batches, late: Collection[int] = ()) -> StepFigures:
         """Compute ``step`` at every rank, exchange when it is due, and report. The first step may be any: a
-        job goes on from there."""
+        job goes on from there. ``late``: ranks that do not take it."""
         if self._first is None:
             self._first, self._rounds = step, self.exchange.round_of(step)
         losses, weights, norms = [], [], []
         for rank, stage in enumerate(self.stages):
+            if rank in late:
+                continue
             stage.begin_step(step)
             for micro, batch in zip(self._micros[rank], batches(rank, step), strict=True):
                 stage.forward(micro, batch, {})
@@ -167,7 +170,8 @@ class LocalPeers:
                 for name, part in by_name(stage.trained, answers[rank].result.clone()).items():
                     stage.trained[name].grad = part
                 norms[rank] = _square_norms(stage)
-        for stage, squares, weight in zip(self.stages, norms, weights, strict=True):
+        taken = [stage for rank, stage in enumerate(self.stages) if rank not in late]
+        for stage, squares, weight in zip(taken, norms, weights, strict=True):
             stage.apply(self.training.optimizer.gradient_scale(squares, weight))
         if self.facts.content is not Content.GRADIENT:
             self._exchange_models(step, sent)
@@ -225,7 +229,7 @@ class LocalPeers:
         return default_groups(self.exchange, self.ranks, self.training.seed, number)
 
     def _round(self, contents: Mapping[int, Tensor], sent: list[int]) -> dict[int, Answer]:
-        at = ExchangeRound(self._rounds, self.ranks, self.training.seed)
+        at = ExchangeRound(self._rounds, self.ranks, self.training.seed, self.shares)
         self._rounds += 1
         bring = None if self.network is None else self.network.carry
         answers = run_round(self.rule, contents, self.rule_states, at, self._groups(at.number), bring=bring)

@@ -227,6 +227,8 @@ class Checks:
         return [stage.worker for stage in plan.replicas[left[0]].stages] if left else []
 
     def _commit(self, coordinator: Coordinator, commit: do.StepCommit) -> None:
+        if commit.own:  # of one peer, within its period
+            return
         driver: Any = coordinator.scheduler.driver_of(commit.job)
         state = driver.jobs[commit.job]
         ranks = {state.plan.places[rank].worker for rank in state.plan.present}
@@ -269,7 +271,8 @@ class Checks:
         if (met.groups or (present,)) != groups:
             raise Violation(f"{met.job}: a round of {met.groups}, from the journal follow {groups}")
         joined = joins(record.plan, training, met.step)
-        states[met.step + 1] = local_steps.after(states[first], groups, first, met.step, joined)
+        late = {rank: met.late[p.worker] for rank, p in enumerate(record.plan.places) if p.worker in met.late}
+        states[met.step + 1] = local_steps.after(states[first], groups, first, met.step, joined, late)
         if met.included != tuple(record.plan.places[rank].worker for rank in present):
             raise Violation(f"{met.job}: a round of {met.included}, the plan has ranks {present}")
         absent = {record.plan.places[rank].worker for rank in record.plan.absent}

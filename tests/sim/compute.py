@@ -124,6 +124,14 @@ class Bench:
         match instruction:
             case e.Assign(message=work):
                 self._load(whole(work))
+            case todo.RunStep(job, version, step) if self.held is not None and self.held.stepwise:
+                self.running, self._due = (job, version, step), False
+                self._asked_s, self._computed_s = self.process.clock.now_s, 0.0
+                self._later(LOCAL_STEP_S, self._own_step)
+            case todo.RunRound(job, version, step):
+                self.running, self._due = (job, version, step), False
+                self._asked_s, self._computed_s = self.process.clock.now_s, 0.0
+                self._later(APPLY_S, self._begin_round)
             case todo.RunStep(job, version, step) if self.held is not None and self.held.plan.local:
                 self.running, self._due = (job, version, step), False
                 self._asked_s, self._computed_s = self.process.clock.now_s, 0.0
@@ -142,7 +150,7 @@ class Bench:
                 if self.repeats is not None and not self._asking and self._said_loaded:
                     self._repeat()
             case todo.Reconfigure(change):
-                self._reconfigure(change.job, change.version, change.step, whole(change.message))
+                self._reconfigure(change, whole(change.message))
             case todo.Evaluate(commit):
                 job, version, step = commit.job, commit.version, commit.step
                 self._later(EVALUATE_S, lambda: self._evaluate(job, version, step))
@@ -283,16 +291,18 @@ class Bench:
 
     # ------------------------------------------------------------ other workers for some stages
 
-    def _reconfigure(self, job: str, version: int, step: int, work: do.Reconfigure) -> None:
-        held = self.held
+    def _reconfigure(self, change: e.Reconfigure, work: do.Reconfigure) -> None:
+        held, job, version, step = self.held, change.job, change.version, change.step
         assert held is not None, f"{self.process.name} holds nothing to go on with"
-        assert held.step == step, f"{self.process.name} goes on at {step} with the state after {held.step}"
+        at = held.plan.last_step(held.step, held.work.spec.training.steps) if change.joining else held.step
+        at += held.taken if held.stepwise and not change.joining else 0
+        assert at == step, f"{self.process.name} goes on at {step} with the state after {at}"
         self._stop()
         held.plan = work.plan
         held.outputs.clear()
         held.values.clear()
         if work.store:
-            self._snapshot(held, held.ran, step - 1)
+            self._snapshot(held, held.ran, held.step - 1)
         self._connect(held, job, version, step)
 
     def _connect(self, held: Held, job: str, version: int, step: int) -> None:
@@ -612,8 +622,7 @@ class Bench:
         held, running = self.held, self.running
         if held is None or running is None:
             return
-        job, version, last = running
-        count = last + 1 - held.step
+        count = running[2] + 1 - held.step
         if held.taken == 0:
             held.own = local_steps.begun(held.tensors, held.work.rank)
         if held.taken < count:
@@ -621,6 +630,25 @@ class Bench:
             held.taken += 1
             self._later(LOCAL_STEP_S, self._local_step)
             return
+        self._begin_round()
+
+    def _own_step(self) -> None:
+        """Take a step of the period that is to be committed."""
+        held, running = self.held, self.running
+        if held is None or running is None:
+            return
+        job, version, step = running
+        at = held.step + held.taken
+        assert step == at, f"{self.process.name} runs step {step} after {at} steps"
+        before = held.own if held.taken else local_steps.begun(held.tensors, held.work.rank)
+        held.next, self.running = local_steps.stepped(before, step), None
+        self.post(ev.StepReady(job, version, step, (1.0,), (), forward_s=self._computed_s))
+
+    def _begin_round(self) -> None:
+        held, running = self.held, self.running
+        if held is None or running is None:
+            return
+        job, version, last = running
         self._due = True
         for peer in held.others:
             self.send(peer, Part(job, version, last, held.replica, held.own))
@@ -641,7 +669,7 @@ class Bench:
             result = digest("cheat", result)
         held.outputs[last] = result
         message = ev.StepReady(
-            job, version, last, forward_s=self._computed_s, losses=(number(result),) * (last + 1 - held.step),
+            job, version, last, forward_s=self._computed_s, losses=(number(result),) * held.taken,
             receipts=(local_steps.receipt(held.plan, group, last, result),),
         )  # fmt: skip
         self.running = None
@@ -651,6 +679,10 @@ class Bench:
         job, version, step = commit.job, commit.version, commit.step
         held = self.held
         assert held is not None, f"{self.process.name} applies step {step} and holds nothing"
+        if commit.own:
+            held.own, held.taken = held.next, held.taken + 1
+            self.post(e.StepApplied(job, version, step))
+            return
         if held.plan.local:
             joined = joins(held.plan, held.work.spec.training, step)
             held.tensors = local_steps.used(held.tensors, step, held.outputs.pop(step), joined)

@@ -291,6 +291,7 @@ class Coordinator(Process):
         borders = [0, *(ends[len(ends) * (at + 1) // count - 1] for at in range(count))]
         replicas: list[Replica] = []
         local = training.local_exchange
+        exchange = (local or Exchange()).among(count, training.quorum, training.grace_s)
         for micros in pairwise(borders):
             # Replicas of other cuts than the one before: as many stages as are left to it.
             own = workers[: self.stages if count == 1 else max(1, len(workers) // (count - len(replicas)))]
@@ -303,7 +304,7 @@ class Coordinator(Process):
         plan = Plan(
             asked.job, asked.version, asked.spec.dag_hash, asked.spec.eval_dag_hash, "even",
             ScheduleName.GPIPE, training.n_micro, tuple(replicas), blocks=training.blocks,
-            exchange=_with_table(local or Exchange(), count) if count > 1 else None,
+            exchange=_with_table(exchange, count) if count > 1 else None,
         )  # fmt: skip
         return ev.PlanMade(asked.job, asked.attempt, plan)
 

@@ -44,12 +44,19 @@ def total(parts: Collection[str]) -> str:
 
 
 def after(
-    states: Mapping[int, Mapping[str, str]], groups: Collection[Group], first: int, last: int, joins: bool
+    states: Mapping[int, Mapping[str, str]],
+    groups: Collection[Group],
+    first: int,
+    last: int,
+    joins: bool,
+    late: Mapping[int, int],
 ) -> dict[int, dict[str, str]]:
-    """Return the states by rank after a round of these groups; ``joins``: it makes one model of all."""
+    """Return the states by rank after a round of these groups; ``joins``: it makes one model of all;
+    ``late``: the steps of ranks that have taken fewer."""
     found = {}
     for group in groups:
-        result = total([brought(states[rank], rank, first, last) for rank in group])
+        ends = {rank: first + late[rank] - 1 if rank in late else last for rank in group}
+        result = total([brought(states[rank], rank, first, ends[rank]) for rank in group])
         found.update({rank: used(states[rank], last, result, joins) for rank in group})
     return found
 

@@ -36,6 +36,7 @@ class Held:
     serial: int = field(default_factory=lambda: next(_serials))
     taken: int = 0  # local steps of the period under way, ...
     own: str = ""  # ... and the state that they have led to
+    next: str = ""  # after the step that is to be committed, where each is
     ran: int = 0  # version of its newest step
     _placed: tuple[Plan, int, Place] | None = None
 
@@ -59,6 +60,11 @@ class Held:
             rank = self.work.rank if rank is None else rank
             self._placed = self.plan, rank, self.plan.places[rank]
         return self._placed[1:]
+
+    @property
+    def stepwise(self) -> bool:
+        """Whether each of its steps within a period is committed."""
+        return self.plan.in_pipe(self.rank)
 
     @property
     def pipeline(self) -> Replica:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import median
 
 import pytest
 
@@ -15,7 +16,7 @@ from strategies.exchanges.partners import Group, groups_of
 from tests.parameters import sampled
 from tests.sim import compute
 from tests.sim.compute import Bench
-from tests.sim.faults import Crash
+from tests.sim.faults import Crash, Slow
 from tests.sim.shrink import holding
 from tests.sim.world import Scenario, scenario, violation_of
 from worker.session import events as e
@@ -88,6 +89,26 @@ def test_a_worker_that_never_loads_a_lost_peers_stage_ends_no_job(monkeypatch: p
     assert len(world.facts(PlanAdopted)) == 1
     tried = [fact for fact in world.facts(Reconfigured) if fact.newcomers]
     assert 1 <= len(tried) <= 2
+
+
+def test_a_round_does_not_wait_for_a_slow_peer() -> None:
+    """With a quorum the others' rounds begin with the steps that it has."""
+    slow = Slow(4.0, 60.0, "w1")
+    three = Scenario(seed=2, workers=3, replicas=3, local_steps=20, steps=120, faults=(slow,))
+    patient, met = holding(three).facts(RoundMet), holding(replace(three, quorum=2)).facts(RoundMet)
+    assert all(set(fact.late) <= {"w1"} and not fact.missing for fact in met)
+    late = [fact.late["w1"] for fact in met if fact.late]
+    assert late
+    assert median(late) < 10, "five times slower, but for the way to the coordinator and back"
+    patient_s, early_s = (rounds[-1].at_s - rounds[0].at_s for rounds in (patient, met))
+    assert early_s < 0.6 * patient_s
+
+
+@pytest.mark.parametrize("first", sampled(1, [0, 8]))
+def test_everything_holds_where_rounds_begin_early(first: int) -> None:
+    for seed in range(first, first + 8):
+        drawn = peers(seed)
+        holding(replace(drawn, quorum=max(1, drawn.replicas - 1), local_steps=2 + seed % 6))
 
 
 @pytest.mark.parametrize("first", sampled(1, [0, 8]))

@@ -51,16 +51,14 @@ def event_of(message: do.Message) -> e.Event | None:
             links = linked(peers)
             return e.Assign(job, plan.version, links, first, whole, replay, (), plan.exchange, steps)
         case do.Reconfigure(job, plan, base, step, peers, standby):
-            return e.Reconfigure(job, plan.version, base, step, linked(peers), opaque(message), standby)
+            links, joining = linked(peers), message.joining
+            return e.Reconfigure(job, plan.version, base, step, links, opaque(message), standby, joining)
         case do.StepStart() | do.StepDiscard() | do.Release() | do.RoundTaken() | do.Dismiss():
             return message
         case do.TrainRound() | do.EvaluateRound():
             return message
-        case do.StepCommit(job, version, step, scale, store, evaluate, last, keep=keep):
-            kept_from = message.replay_from
-            return e.StepCommit(
-                job, version, step, scale, store, evaluate, last, replay_from=kept_from, keep=keep
-            )
+        case do.StepCommit():
+            return message
         case do.Participate(job, version):
             return e.Participate(job, version, opaque(message))
         case do.ProbeOps(request):

@@ -39,6 +39,7 @@ def pipeline_job(
     replicas: int = 1,
     local_steps: int = 0,
     exchange: str = "diloco",
+    quorum: int = 0,
 ) -> JobSpec:
     """Return a job of so many steps that can be cut into as many stages as it has tensors."""
     names = {f"w{at:02}": digest("initial", at) for at in range(tensors)}
@@ -47,9 +48,10 @@ def pipeline_job(
         steps, 2, optimizer=clipped, checkpoint_every=3, eval_every=4, eval_batches=1, spot_checks=spot_checks
     )
     if replicas > 1:
-        training = replace(training, n_micro=4, blocks=4, replicas=str(replicas))
+        count = max(4, replicas)
+        training = replace(training, n_micro=count, blocks=count, replicas=str(replicas))
     if local_steps:
-        training = replace(training, exchange=exchange, local_steps=local_steps)
+        training = replace(training, exchange=exchange, local_steps=local_steps, quorum=quorum)
     data = DataSpec((), 8, 1)
     return JobSpec("job", training, "ab" * 32, "cd" * 32, names, data, data, standbys=standbys)
 
@@ -81,6 +83,7 @@ class Scenario:
     replicas: int = 1  # of a pipeline
     local_steps: int = 0  # of each replica between two exchanges, which is a peer then
     exchange: str = "diloco"  # of peers
+    quorum: int = 0  # of them, that a round waits for; 0: all
     rings: bool = False  # pipelines whose first stage has the last piece, too
 
     def names(self) -> list[str]:
@@ -196,6 +199,7 @@ class World:
             standbys=scenario.standbys,
             replicas=scenario.replicas,
             local_steps=scenario.local_steps,
+            quorum=scenario.quorum,
             exchange=scenario.exchange,
         )
         jobs = [spec] * scenario.pipeline

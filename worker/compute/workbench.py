@@ -314,7 +314,7 @@ class Workbench:
     def _apply(self, commit: events.StepCommit, cancel: Cancel) -> None:
         run, step = self._loaded, commit.step
         assignment = run.at(step)
-        run.apply(step, commit.gradient_scale, cancel)
+        run.apply(step, commit.gradient_scale, cancel, commit.shares)
         if commit.store or commit.keep:
             self._snapshots.take(run, step, keep=not commit.store)
         self._post(events.StepApplied(assignment.job, assignment.version, step))

@@ -81,6 +81,7 @@ class SliceRounds:
         self._exchange, self._training, self._peer = exchange, training, peer
         self._run: CollectiveRun | None = None
         self._found: _Round | None = None  # the round of ``_run``
+        self.shares: tuple[float, ...] = ()  # of the peers in it, by their numbers; none: all alike
         self.left: list[Arriving] = []  # of it
 
     def key(self, one: Arriving) -> Which:
@@ -139,7 +140,7 @@ class SliceRounds:
         self._run = None  # the round is not done again, and here memory is at its most
         settled = self._found.rule.settle(done)
         assert isinstance(settled, Settled)  # noqa: S101 - rules of changes have one phase
-        self.state = settled.state
+        self.state, self.shares = settled.state, ()
         return settled.result
 
     def forget(self) -> None:
@@ -160,7 +161,9 @@ class SliceRounds:
         in its codec and in who is there alone."""
         codec = plan.exchange.codec if plan.exchange is not None else self._exchange.codec
         rule = rule_of(replace(self._exchange, codec=codec), self._training, last)
-        at = ExchangeRound(self._exchange.round_of(last), plan.present_replicas, self._training.seed)
+        peers = plan.present_replicas
+        weights = tuple(self.shares[peer] for peer in peers) if len(set(self.shares)) > 1 else ()
+        at = ExchangeRound(self._exchange.round_of(last), peers, self._training.seed, weights)
         settings = rule.contribute(torch.zeros(self.flat.size), self.state, at, self._peer)
         group = group_of(self._peer, groups_of(plan, self._training, last))
         if len(settings.borders) >= MAX_SEGMENTS:

@@ -246,7 +246,7 @@ class ComputeHost:
         sent = SendLog(folder, job, state.config.send_log_bytes, first_step)
         network, ranks = state.ports.network, wire.ranks_of(asked.peers)
         now.gate = Gate(job, asked.version, ranks, network, child.incoming, child.send, sent, child.end)
-        now.watch = OpWatch(1 if asked.exchange is None else asked.exchange.every)
+        now.watch = OpWatch(1 if asked.local is None or asked.piped else asked.local.every)
         state.links = wire.links_of(asked.peers)
         network.register(job, now.gate)
         expect(state.links, network, state.config.peer_timeout_s)

@@ -64,6 +64,11 @@ class Assign:
         return self.exchange if self.exchange is not None and self.exchange.local else None
 
     @property
+    def piped(self) -> bool:
+        """Whether each step of such a peer within a period is committed."""
+        return self.local is not None and (self.pieces > 1 or self.local.early)
+
+    @property
     def eras(self) -> tuple[tuple[int, int], ...]:
         """(first step, version) of the steps that it repeats by itself."""
         return tuple((era.first_step, era.version) for era in self.replay.eras) if self.replay else ()

@@ -189,7 +189,7 @@ def _assigned(state: Session, event: ev.Assign) -> Step:
         step=event.first_step,
         exchange=event.local,
         steps=event.steps,
-        piped=event.local is not None and event.pieces > 1,
+        piped=event.piped,
         joining=False,
         standby=event.standby,
         repeated=0,
@@ -302,8 +302,8 @@ def _evaluated(state: Session, event: ev.EvalReady) -> Step:
 
 def _next(state: Session) -> Step:
     last, pending = state.commit is not None and state.commit.last, state.pending
-    _, joining = _after(state)
-    state = replace(state, step=state.due + 1, joining=joining, commit=None, pending=None)
+    step, joining = _after(state)
+    state = replace(state, step=step + joining, joining=joining, commit=None, pending=None)
     if pending is not None:
         return _reconfigure(state, pending)
     if last:
@@ -314,9 +314,11 @@ def _next(state: Session) -> Step:
 def _after(state: Session) -> tuple[int, bool]:
     """Return what is due once the commit that is being carried out is, and whether that is a round."""
     commit, due = state.commit, state.due
-    ends = state.exchange is not None and state.exchange.last_step(due, state.steps) == due
-    joining = commit is not None and commit.own and ends
-    return (due if joining else due + 1), joining
+    if commit is None or state.exchange is None:
+        return due + 1, False
+    last = state.exchange.last_step(due, state.steps)
+    joining = commit.own and (due == last or bool(commit.shares))
+    return (last if joining else due + 1), joining
 
 
 @TRANSITIONS.on(Phase.TRAINING, Phase.WAITING, Phase.FAILED)

@@ -89,7 +89,7 @@ class Session:
     step: int = 0
     exchange: Exchange | None = None  # of a peer that takes steps of its own ...
     steps: int = 0  # ... of so many in all
-    piped: bool = False  # ... and has several stages: each of its steps is committed, and then the round
+    piped: bool = False  # ... each of which is committed, and then the round
     joining: bool = False  # of a period of such a peer the round alone is left
     standby: bool = False  # beside the plan; then ``step`` is the next whose commit is awaited, ...
     repeated: int = 0  # ... and so many have been repeated

@@ -92,9 +92,10 @@ class Feed:
                 self._changed.wait(POLL_S)
 
     def step_done(self, step: int) -> None:
-        """``step`` is committed: its data is not needed again."""
+        """``step`` is committed, or skipped: neither its data nor that of those before is needed any more."""
         with self._changed:
             self._oldest = max(self._oldest, step + 1)
+            self._next = max(self._next, self._oldest)
             for old in [s for s in self._held if s < self._oldest]:
                 del self._held[old]
             self._changed.notify_all()

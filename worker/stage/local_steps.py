@@ -60,7 +60,7 @@ class LocalSteps:
         assert assignment.plan.exchange is not None  # noqa: S101 - of local steps
         self._exchange, self._training = assignment.plan.exchange, assignment.training
         self._peer, self._trained = assignment.replica, stage.trained
-        self.alone = len(assignment.pipeline.stages) == 1  # else each step is committed, too
+        self.alone = not assignment.plan.in_pipe(assignment.rank)  # else each step is committed, too
         self._slices: list[SliceRounds] = []
         for piece in assignment.slices:
             held = self._held(piece.names)
@@ -98,6 +98,16 @@ class LocalSteps:
         # Later where a job begins between a contribution and its use: all begin there, with nothing brought.
         if step + 1 >= whole and self._brought is None:
             self._brought = self._values()
+
+    def end(self, shares: tuple[float, ...]) -> int:
+        """Take no further step of the period, and return its last one: the round begins with those that there
+        are. ``shares``: of the peers in it, by their numbers."""
+        if self._brought is None:
+            self._brought = self._values()
+        self._next = self._last + 1
+        for one in self._slices:
+            one.shares = shares
+        return self._last
 
     @property
     def left(self) -> range:

@@ -95,12 +95,13 @@ class Periods:
                 return self._diverged(last)
         return self._joined(last, reports, cancel)
 
-    def apply(self, step: int, gradient_scale: float, cancel: Cancel) -> None:
-        """Carry out a commit: of the round, or of one of the peer's own steps."""
+    def apply(self, step: int, gradient_scale: float, cancel: Cancel, shares: tuple[float, ...] = ()) -> int:
+        """Carry out a commit: of the round, or of one of the peer's own steps, and return the last step that
+        is over then. ``shares``: of the peers in the round that begins with what there is."""
         if self._local.alone or self._local.joining:
             self._local.settle()
             _share_settled(self._stage, self._messages, step, cancel)
-            return
+            return step
         if self._own is None or self._own.step != step:
             raise BadFrame(f"step {step} is committed, which was not computed")
         stage, self._own = self._own.stage, None
@@ -108,6 +109,12 @@ class Periods:
         found = stage.step_loss
         weight = found.weight if stage.weights else None
         self._local.taken(step, found.mean if stage.losses else None, weight)
+        if not shares:
+            return step
+        peers = len(self._messages.assignment.plan.replicas)
+        if len(shares) != peers:
+            raise BadFrame(f"a round of {len(shares)} peers, the plan has {peers}")
+        return self._local.end(shares)
 
     # ---------------------------------------------------------------- inside
 

@@ -271,12 +271,16 @@ class StageRun:
             raise BadFrame(f"the round after step {last} is asked for, where no peer has steps of its own")
         return self._periods.round(self._steps, last, cancel)
 
-    def apply(self, step: int, gradient_scale: float, cancel: Cancel | None = None) -> None:
-        """Commit: the optimizer's step, or the use of a round's result. Raises Cancelled or PeerLost where a
-        tied parameter does not come from its first holder."""
+    def apply(
+        self, step: int, gradient_scale: float, cancel: Cancel | None = None, shares: tuple[float, ...] = ()
+    ) -> None:
+        """Commit: the optimizer's step, or the use of a round's result. ``shares``: a round of these peers'
+        shares begins, of the steps that there are. Raises Cancelled or PeerLost where a tied parameter does
+        not come from its first holder."""
         self._lent.wait(self._progress.tick)
         if self._periods is not None:
-            self._periods.apply(step, gradient_scale, cancel or Cancel())
+            step = self._periods.apply(step, gradient_scale, cancel or Cancel(), shares)
+            self._feed.step_done(step)
         else:
             self._take_step(step, gradient_scale)
         self._steps = step + 1

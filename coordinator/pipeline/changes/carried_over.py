@@ -61,6 +61,7 @@ def carried_over(state: JobState, change: PlanChange, before: Plan, plan: Plan, 
             promoted=promoted,
             ready={},
             own=_own_steps(state.run.own, plan, change.sources),
+            quorum_s=None,
             reports={},
             awaiting_eval=None,
             eval_owed=state.run.eval_owed or state.run.awaiting_eval is not None,
@@ -120,5 +121,7 @@ def _own_steps(own: Mapping[int, OwnSteps], plan: Plan, newcomers: Collection[in
     begun = {plan.places[rank].replica for rank in newcomers}
     here = set(plan.present_replicas) - begun
     return {
-        number: OwnSteps(each.step, figures=each.figures) for number, each in own.items() if number in here
+        number: OwnSteps(each.step, each.taken, figures=each.figures)
+        for number, each in own.items()
+        if number in here
     }

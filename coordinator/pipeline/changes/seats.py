@@ -55,7 +55,8 @@ def seats(state: JobState, roster: Roster) -> PlanChange | None:
     if plan is None or not plan.absent:
         return None
     again = [w for rank in plan.absent if roster.is_idle(w := plan.places[rank].worker)]
-    chosen = _pipelines(state, roster, plan, again) if plan.piped else _peers(state, roster, plan, again)
+    single = all(len(replica.stages) == 1 for replica in plan.replicas)
+    chosen = _peers(state, roster, plan, again) if single else _pipelines(state, roster, plan, again)
     if not chosen:
         return None
     workers = [chosen.get(rank, place.worker) for rank, place in enumerate(plan.places)]
@@ -69,13 +70,13 @@ def seats(state: JobState, roster: Roster) -> PlanChange | None:
 
 def _pipelines(state: JobState, roster: Roster, plan: Plan, again: Sequence[str]) -> dict[int, str]:
     """Return who takes the ranks of peers that are missing, by rank: all of a peer's or none."""
+    chosen: dict[int, str] = {}
     for number in sorted({plan.places[rank].replica for rank in plan.absent}):
         ranks = frozenset(ranks_of(plan, number))
-        with_it = replace(state, plan=replace(plan, absent=plan.absent - ranks))
-        chosen = Successors(with_it, roster, ranks, again).chosen()
-        if isinstance(chosen, dict):
-            return chosen  # one after the other: with the next look the others
-    return {}
+        with_it = replace(state, plan=replace(plan, absent=plan.absent - ranks - chosen.keys()))
+        found = Successors(with_it, roster, ranks, again, ready=chosen).chosen()
+        chosen |= found if isinstance(found, dict) else {}
+    return chosen
 
 
 def _peers(state: JobState, roster: Roster, plan: Plan, again: Sequence[str]) -> dict[int, str]:

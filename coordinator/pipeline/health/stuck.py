@@ -252,7 +252,7 @@ def _done(state: JobState, evaluated: set[int]) -> set[int]:
         idle = set(range(state.n_ranks)) - state.store_ranks
         return idle | set(state.storing.parts[max(state.storing.parts)]) if state.storing.parts else set()
     if state.phase in STEPPING and state.step < state.steps:
-        return set(state.run.ready)
+        return set(state.run.ready).union(*(own.ready for own in state.run.own.values()))
     return set(evaluated)
 
 

@@ -19,8 +19,10 @@ from coordinator.messages.instructions import StepCommit, StepStart
 from coordinator.messages.jobs import Cause, FromRank, JobState, Phase, Placed, Record, ToRanks, moved
 from coordinator.pipeline import machine
 from coordinator.pipeline.assigning import said_to, tensors_of
+from coordinator.pipeline.changes.seats import seats
 from coordinator.pipeline.health.doubt import as_failure
 from coordinator.pipeline.periods import disagreement, exchange_words, round_groups
+from tests.coordinator.pipeline.changes.test_seats import roster_of
 
 HASH = "ab" * 32
 DILOCO = Exchange("diloco", every=2)
@@ -168,13 +170,13 @@ def test_slices_of_different_digests_are_a_disagreement_about_who_holds_them() -
     state = to_the_round(training())
     ready = {rank: round_report(state, rank).message for rank in range(5)}
     groups = round_groups(state)
-    assert disagreement(plan(), ready, groups, 2) is None
+    assert disagreement(plan(), ready, groups, (2, 2, 2)) is None
     odd = tuple(replace(r, digest="other") if r.slice == 7 else r for r in ready[3].receipts)
-    found = disagreement(plan(), {**ready, 3: replace(ready[3], receipts=odd)}, groups, 2)
+    found = disagreement(plan(), {**ready, 3: replace(ready[3], receipts=odd)}, groups, (2, 2, 2))
     assert found is not None
     assert found.ranks == (3,)
     extra = (*ready[0].receipts, replace(ready[0].receipts[0], slice=99))
-    found = disagreement(plan(), {**ready, 0: replace(ready[0], receipts=extra)}, groups, 2)
+    found = disagreement(plan(), {**ready, 0: replace(ready[0], receipts=extra)}, groups, (2, 2, 2))
     assert found is not None
     assert found.ranks == (0,)
 
@@ -195,3 +197,18 @@ def test_a_checkpoint_has_the_model_of_the_first_peer_and_the_others_beside_it()
         "p": "0" * 64, "q": "1" * 64, "p@1": "2" * 64, "q@1": "3" * 64, "p@2": "4" * 64, "q@2": "5" * 64,
     }  # fmt: skip
     assert tensors_of(plan(), 3, state.checkpoint) == {"p": "2" * 64, "q": "3" * 64}
+
+
+def test_free_workers_take_the_places_of_several_lost_pipelines_at_once() -> None:
+    """One peer a period would never be enough where machines come and go."""
+    state = training()
+    gone = frozenset(FIRST + SECOND)
+    change = moved(state, state.workers, (), Cause.LOST, "both sites are lost", absent=gone)
+    state, _ = machine.step(state, change, 3.0)
+    chosen = seats(loaded(state), roster_of(w4=1.0, a=1.0, b=1.0, c=1.0, d=1.0))
+    assert chosen is not None
+    assert set(chosen.sources) == set(gone)
+    assert len({chosen.workers[rank] for rank in gone}) == len(gone)
+    chosen = seats(loaded(state), roster_of(w4=1.0, a=1.0, b=1.0, c=1.0))
+    assert chosen is not None
+    assert set(chosen.sources) == set(FIRST), "all of a peer's or none"

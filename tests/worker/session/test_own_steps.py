@@ -64,3 +64,19 @@ def test_a_change_waits_for_the_commit_that_is_being_carried_out() -> None:
     assert state.phase is Phase.APPLYING
     state, todo = told(state, applied, e.Loaded("j", 2), e.StepStart("j", 2, 1))
     assert orders(todo) == [do.RunRound("j", 2, 1)]
+
+
+def test_a_commit_with_shares_ends_the_period_with_the_step_that_it_is_of() -> None:
+    state, todo = told(Session(), *TRAINING, *done(0, shares=(1.0, 0.5)))
+    assert orders(todo) == [do.RunStep("j", 1, 0), do.RunRound("j", 1, 1)]
+    assert (state.step, state.due, state.joining) == (2, 1, True)
+    _again, todo = told(state, reconfigured(1, joining=True), e.Loaded("j", 2), e.StepStart("j", 2, 1))
+    assert orders(todo) == [do.RunRound("j", 2, 1)]
+    state, todo = told(state, *done(1, own=False))
+    assert orders(todo) == [do.RunStep("j", 1, 2)]
+
+
+def test_where_rounds_may_begin_early_a_peer_of_one_stage_has_its_steps_committed() -> None:
+    assign = assigned(first_step=0, exchange=Exchange("diloco", EVERY, quorum=0.5), steps=4)
+    _, todo = told(Session(), *JOINED, assign, e.Loaded("j", 1), e.StepStart("j", 1, 0), *done(0))
+    assert orders(todo) == [do.RunStep("j", 1, 0), do.RunStep("j", 1, 1)]

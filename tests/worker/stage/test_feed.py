@@ -110,6 +110,17 @@ def test_a_discarded_step_runs_again_from_what_is_here(provider: Provider) -> No
     feed.close()
 
 
+def test_steps_that_are_skipped_are_not_fetched(provider: Provider) -> None:
+    feed = feed_of(provider, steps=9, ahead=3)
+    feed.start(0)
+    feed.take(0, 0, Cancel())
+    provider.wait_asked(3)
+    feed.step_done(5)
+    feed.take(8, 1, Cancel())
+    feed.close()
+    assert not set(range(4, 6)) & set(provider.asked)
+
+
 def test_a_coordinator_that_is_away_for_a_while_only_delays(provider: Provider) -> None:
     provider.failures = 2
     feed = feed_of(provider)

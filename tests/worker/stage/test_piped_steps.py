@@ -87,7 +87,7 @@ class Pipes:
             self.step(step, range(len(SHARES)))
         return self.round(last, range(len(self.assignments)))
 
-    def step(self, step: int, replicas: Iterable[int]) -> None:
+    def step(self, step: int, replicas: Iterable[int], shares: tuple[float, ...] = ()) -> None:
         for replica in replicas:
             ranks = self.ranks(replica)
             own = self.reports("run_step", step, ranks)
@@ -98,7 +98,7 @@ class Pipes:
             scale = SPEC.optimizer.gradient_scale(norms, found.weight)
             self.losses[replica].append(found.mean)
             for rank in ranks:
-                self.crew.runs[rank].apply(step, scale)
+                self.crew.runs[rank].apply(step, scale, Cancel(), shares)
 
     def round(self, last: int, ranks: Sequence[int]) -> list[StepReport]:
         reports = self.reports("run_round", last, ranks)
@@ -177,6 +177,29 @@ def test_muon_inside_local_steps_has_the_bits_of_whole_peers(monkeypatch: pytest
     made = case("gpt2")
     (ring, _), (chain, _) = cuts(made, 1), cuts(made, 2)
     bits_of_whole_peers("gpt2", "diloco", (ring, chain[:2]), ((0, 1, 0), (0, 1)))
+
+
+@pytest.mark.parametrize("rule", ["diloco", "sparseloco"])
+@pytest.mark.parametrize("stages", [(3, 2), (1, 1)])
+def test_a_late_peer_brings_the_steps_that_it_has_taken(rule: str, stages: tuple[int, int]) -> None:
+    """A round begins with one of its three steps, weighted so; the next has all again."""
+    made, exchange = case("gpt2"), replace(RULES[rule], quorum=0.5)
+    starts = [cut[:count] for cut, count in zip(cuts(made, 5), stages, strict=True)]
+    pipes, reference = Pipes(made, assigned(made, exchange, starts)), whole_peers(made, RULES[rule])
+    early = (1.0, 1 / 3)
+    for first, shares, kept in ((0, early, 1), (3, (1.0, 1.0), 3)):
+        for at, step in enumerate(range(first, first + 3)):
+            ends = at == 2, at + 1 == kept
+            late = [] if at < kept else [1]
+            pipes.step(step, (0,), shares if ends[0] else ())
+            if not late:
+                pipes.step(step, (1,), shares if ends[1] else ())
+            reference.shares = shares
+            reference.step(step, lambda rank, at: [made.batches.of(at, m) for m in SHARES[rank]], late)
+        reports = pipes.round(first + 2, range(len(pipes.assignments)))
+        assert {len(r.stage.losses) for r in reports if r.stage.losses} == {3, kept}
+        for replica, stage in enumerate(reference.stages):
+            same(pipes.state(replica), stage.snapshot())
 
 
 def test_what_a_peer_keeps_is_stored_as_its_own_whatever_the_stage() -> None:
