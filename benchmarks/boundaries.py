@@ -1,0 +1,195 @@
+"""Which codec a boundary wants: held-out loss by ratio and number of cuts, paired by seed.
+
+A job is cut into stages of about equal numbers of ops, where least crosses, and all of them run in this
+process through the links' codecs (tests/inprocess/pipeline.py). Every link has the same codec and ratio.
+Judged is the plain module with the trained weights, no codec anywhere. ``--warm`` steps go first without any
+codec: with most of the steps it is what fine-tuning meets. Decision 010 says which codecs `auto` takes.
+
+  python -m benchmarks.boundaries --state boundaries.jsonl --json
+  python -m benchmarks.boundaries --steps 100 --seeds 1 --cuts 1 --ratios 16 --codecs eden,topk
+
+Each finished training is a line of ``--state``; a second start goes on where the first ended. Two that have
+different seeds may share a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atoll.compression import Compression
+from atoll.errors import UsageError
+from atoll.program import stage_programs
+from benchmarks.convergence import batch_of, sent_bytes, stored
+from benchmarks.harness import execute, machine, parser
+from benchmarks.optimizers import HeldOut, job_of
+from coordinator.capture.capture import capture
+from coordinator.client.fleet_file import parse_fleet
+from coordinator.planning.problem import Candidate, Problem
+from lab.fleet import fleet_of
+from lab.reader import read_scenario
+from tests.inprocess.pipeline import LocalPipeline
+
+DENSE = "none"
+NEAR = 0.1  # of the ops: so far from an even cut the thinnest place is looked for
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A training: the codec of every link, how many times fewer bytes, and the cuts."""
+
+    codec: str
+    ratio: float
+    cuts: int
+    seed: int
+
+    @property
+    def compression(self) -> Compression:
+        return Compression.parse("off" if self.codec == DENSE else f"{self.codec}:{self.ratio:g}")
+
+
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    """Yield the trainings, a seed after the other, its dense ones first."""
+    for seed in range(args.seed, args.seed + args.seeds):
+        for cuts in map(int, args.cuts.split(",")):
+            yield Case(DENSE, 1.0, cuts, seed)
+            for ratio in map(float, args.ratios.split(",")):
+                yield from (Case(codec, ratio, cuts, seed) for codec in args.codecs.split(","))
+
+
+def starts_of(problem: Problem, cuttable: Sequence[int], cuts: int) -> tuple[int, ...]:
+    """Return where stages begin: near even numbers of ops, where least crosses."""
+    n_ops, found = problem.n_ops, [0]
+    for number in range(1, cuts + 1):
+        even = number * n_ops / (cuts + 1)
+        near = [at for at in cuttable if at > found[-1] and abs(at - even) <= NEAR * n_ops]
+        if not near:
+            raise UsageError(f"no place for cut {number} of {cuts} near op {even:.0f} of {n_ops}")
+
+        def crossing(at: int, even: float = even) -> tuple[int, float]:
+            return sum(load.n_bytes for load in problem.traffic.loads((0, at))), abs(at - even)
+
+        found.append(min(near, key=crossing))
+    return tuple(found)
+
+
+def train(args: argparse.Namespace, case: Case) -> dict[str, Any]:
+    """Train a case; its held-out loss, and the bytes of its links that are dense over those that are sent."""
+    job = job_of(args, case.seed)
+    captured = capture(job.module, job.example_inputs, job.training)
+    fleet = parse_fleet(tomllib.loads(fleet_of(read_scenario(args.scenario))))
+    problem = Problem(captured.train, job.training, fleet, compression=case.compression)
+    starts = starts_of(problem, captured.train.cuttable(), case.cuts)
+    if len(starts) > len(fleet.devices):
+        raise UsageError(f"{len(starts)} stages, {args.scenario} has {len(fleet.devices)} machines")
+    links = problem.specs(Candidate(tuple(range(len(starts))), starts))
+    dag = captured.train
+    pipeline = LocalPipeline(
+        stage_programs(dag, list(starts)),
+        job.training,
+        {name: {"value": tensor.clone()} for name, tensor in captured.state.items()},
+        states={**dag.parameters, **dag.buffers},
+    )
+    data, _ = job.data.materialise(next(iter(job.example_inputs.values())).shape[0])
+    held_out, steps, n_micro = HeldOut(job), job.training.steps, job.training.n_micro
+    loads = problem.traffic.loads(starts)
+    dense = {(load.source, load.target): load.n_bytes * n_micro for load in loads}
+    begun_s = time.perf_counter()
+    for step in range(steps):
+        if step == args.warm:
+            pipeline.relink(links)
+        pipeline.step(step, [batch_of(data, job, n_micro, step, micro) for micro in range(n_micro)])
+    sent = sent_bytes(pipeline, dense, steps - args.warm)
+    return {
+        "loss": held_out.loss(pipeline.snapshot()),
+        "times_fewer": sum(dense.values()) / sum(sent.values()),
+        "starts": list(starts),
+        "took_s": time.perf_counter() - begun_s,
+    }
+
+
+# ---------------------------------------------------------------- all of them
+
+
+def key_of(args: argparse.Namespace, case: Case) -> str:
+    """What a stored line must agree in to be used again."""
+    facts = [args.job, args.scenario, args.steps, args.warm, args.set, asdict(case), 1]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every training that the state file does not hold yet, one after another."""
+    path = Path(args.state) if args.state else None
+    known = {line["key"]: line for line in stored(path)} if path else {}
+    found = []
+    for case in cases(args):
+        key = key_of(args, case)
+        if key not in known:
+            variant = f"{case.codec}:{case.ratio:g} over {case.cuts}"
+            known[key] = {"key": key, "variant": variant, **asdict(case), **train(args, case)}
+            if path:
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(known[key]) + "\n")
+            print(f"seed {case.seed} {variant:<18} {known[key]['loss']:.4f}", flush=True)
+        found.append(known[key])
+    return found
+
+
+def rows_of(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each codec at each ratio and number of cuts: its loss, and by how much more than dense, over seeds."""
+    dense = {(line["seed"], line["cuts"]): line["loss"] for line in found if line["codec"] == DENSE}
+    rows: dict[tuple[int, float, str], list[Mapping[str, Any]]] = {}
+    for line in found:
+        rows.setdefault((line["cuts"], line["ratio"], line["codec"]), []).append(line)
+    return [
+        {
+            "cuts": cuts,
+            "ratio": ratio,
+            "codec": codec,
+            "times_fewer": statistics.fmean(line["times_fewer"] for line in lines),
+            "loss": statistics.fmean(line["loss"] for line in lines),
+            "more": [line["loss"] / dense[line["seed"], cuts] - 1.0 for line in lines],
+        }
+        for (cuts, ratio, codec), lines in sorted(rows.items())
+    ]
+
+
+def main() -> None:
+    """Run what is missing, then print the table and, with --json, one object."""
+    found = parser(__doc__, job="examples/gpt.py")
+    found.add_argument("--scenario", default="two_islands", help="whose machines (name or path)")
+    found.add_argument("--codecs", default="eden,topk", help="by commas")
+    found.add_argument("--ratios", default="8,10,16,30", help="dense bytes over sent ones, by commas")
+    found.add_argument("--cuts", default="1,3", help="numbers of cuts, by commas")
+    found.add_argument("--steps", type=int, default=500)
+    found.add_argument("--warm", type=int, default=0, help="steps without codecs, before the others")
+    found.add_argument("--seeds", type=int, default=3, help="paired seeds, from --seed on")
+    found.add_argument("--state", help="JSON lines of finished trainings; goes on from there")
+    found.add_argument("--set", action="append", default=[], help="job override")
+    args = found.parse_args()
+    if not 0 <= args.warm < args.steps:
+        raise UsageError(f"--warm {args.warm} of {args.steps} steps")
+    torch.set_num_threads(1)
+    rows = rows_of(run_all(args))
+    for row in rows:
+        more, name = (
+            ", ".join(f"{each:+.1%}" for each in row["more"]),
+            f"{row['cuts']} cuts {row['codec']:<6}",
+        )
+        print(f"{name} {row['times_fewer']:5.1f} times fewer: {row['loss']:.4f} ({more})")
+    if args.json:
+        print(json.dumps({"rows": rows, "steps": args.steps, "warm": args.warm, "machine": machine()}))
+
+
+if __name__ == "__main__":
+    execute(main)
