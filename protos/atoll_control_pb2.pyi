@@ -3565,6 +3565,9 @@ class JobUpdate(_message.Message):
     EVAL_METRICS_FIELD_NUMBER: _builtins.int
     EVAL_ROWS_FIELD_NUMBER: _builtins.int
     HELD_OUT_ROWS_FIELD_NUMBER: _builtins.int
+    BEST_EVAL_LOSS_FIELD_NUMBER: _builtins.int
+    BEST_STEP_FIELD_NUMBER: _builtins.int
+    BEST_CHECKPOINT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     name: _builtins.str
     state: _builtins.str
@@ -3593,6 +3596,11 @@ class JobUpdate(_message.Message):
     """that it is a mean over, ..."""
     held_out_rows: _builtins.int
     """... of so many"""
+    best_eval_loss: _builtins.float
+    best_step: _builtins.int
+    """after which that was, ..."""
+    best_checkpoint: _builtins.int
+    """... and that of the kept checkpoint nearest to it; 0: none yet"""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageStatus]: ...
     @_builtins.property
@@ -3640,11 +3648,16 @@ class JobUpdate(_message.Message):
         eval_metrics: _abc.Iterable[Global___Figure] | None = ...,
         eval_rows: _builtins.int = ...,
         held_out_rows: _builtins.int = ...,
+        best_eval_loss: _builtins.float | None = ...,
+        best_step: _builtins.int = ...,
+        best_checkpoint: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "federated", b"federated", "loss", b"loss", "plan", b"plan", "samples_per_s", b"samples_per_s", "step_s", b"step_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_best_eval_loss", b"_best_eval_loss", "_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "best_eval_loss", b"best_eval_loss", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "federated", b"federated", "loss", b"loss", "plan", b"plan", "samples_per_s", b"samples_per_s", "step_s", b"step_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "checkpoint_step", b"checkpoint_step", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "eval_metrics", b"eval_metrics", "eval_rows", b"eval_rows", "exchange", b"exchange", "federated", b"federated", "held_out_rows", b"held_out_rows", "job", b"job", "links", b"links", "loss", b"loss", "loss_now", b"loss_now", "metrics", b"metrics", "name", b"name", "plan", b"plan", "plan_version", b"plan_version", "reason", b"reason", "samples_per_s", b"samples_per_s", "spot_checks", b"spot_checks", "stages", b"stages", "state", b"state", "step", b"step", "step_s", b"step_s", "steps", b"steps", "time_s", b"time_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best_eval_loss", b"_best_eval_loss", "_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "best_checkpoint", b"best_checkpoint", "best_eval_loss", b"best_eval_loss", "best_step", b"best_step", "checkpoint_step", b"checkpoint_step", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "eval_metrics", b"eval_metrics", "eval_rows", b"eval_rows", "exchange", b"exchange", "federated", b"federated", "held_out_rows", b"held_out_rows", "job", b"job", "links", b"links", "loss", b"loss", "loss_now", b"loss_now", "metrics", b"metrics", "name", b"name", "plan", b"plan", "plan_version", b"plan_version", "reason", b"reason", "samples_per_s", b"samples_per_s", "spot_checks", b"spot_checks", "stages", b"stages", "state", b"state", "step", b"step", "step_s", b"step_s", "steps", b"steps", "time_s", b"time_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__best_eval_loss: _TypeAlias = _typing.Literal["best_eval_loss"]  # noqa: Y015
+    _WhichOneofArgType__best_eval_loss: _TypeAlias = _typing.Literal["_best_eval_loss", b"_best_eval_loss"]  # noqa: Y015
     _WhichOneofReturnType__commit_s: _TypeAlias = _typing.Literal["commit_s"]  # noqa: Y015
     _WhichOneofArgType__commit_s: _TypeAlias = _typing.Literal["_commit_s", b"_commit_s"]  # noqa: Y015
     _WhichOneofReturnType__eta_s: _TypeAlias = _typing.Literal["eta_s"]  # noqa: Y015
@@ -3657,6 +3670,8 @@ class JobUpdate(_message.Message):
     _WhichOneofArgType__samples_per_s: _TypeAlias = _typing.Literal["_samples_per_s", b"_samples_per_s"]  # noqa: Y015
     _WhichOneofReturnType__step_s: _TypeAlias = _typing.Literal["step_s"]  # noqa: Y015
     _WhichOneofArgType__step_s: _TypeAlias = _typing.Literal["_step_s", b"_step_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__best_eval_loss) -> _WhichOneofReturnType__best_eval_loss | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__commit_s) -> _WhichOneofReturnType__commit_s | None: ...
     @_typing.overload
@@ -3964,6 +3979,35 @@ class ResultReply(_message.Message):
 Global___ResultReply: _TypeAlias = ResultReply  # noqa: Y015
 
 @_typing.final
+class ResultRequest(_message.Message):
+    """step: of a kept checkpoint; best: the one nearest to the best held-out loss; neither: the newest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    BEST_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    step: _builtins.int
+    best: _builtins.bool
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        step: _builtins.int | None = ...,
+        best: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "best", b"best", "job", b"job", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
+
+Global___ResultRequest: _TypeAlias = ResultRequest  # noqa: Y015
+
+@_typing.final
 class FileChunk(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -4048,11 +4092,13 @@ class Checkpoint(_message.Message):
     BYTES_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     TORN_FIELD_NUMBER: _builtins.int
+    BEST_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     at_s: _builtins.float
     bytes: _builtins.int
     tensors: _builtins.int
     torn: _builtins.str
+    best: _builtins.bool
     def __init__(
         self,
         *,
@@ -4061,10 +4107,11 @@ class Checkpoint(_message.Message):
         bytes: _builtins.int = ...,
         tensors: _builtins.int = ...,
         torn: _builtins.str = ...,
+        best: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "bytes", b"bytes", "step", b"step", "tensors", b"tensors", "torn", b"torn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "best", b"best", "bytes", b"bytes", "step", b"step", "tensors", b"tensors", "torn", b"torn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

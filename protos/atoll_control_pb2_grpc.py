@@ -417,7 +417,7 @@ class OwnerStub:
                 _registered_method=True)
         self.Result = channel.unary_unary(
                 '/atoll.v1.Owner/Result',
-                request_serializer=protos_dot_atoll__control__pb2.JobRequest.SerializeToString,
+                request_serializer=protos_dot_atoll__control__pb2.ResultRequest.SerializeToString,
                 response_deserializer=protos_dot_atoll__control__pb2.ResultReply.FromString,
                 _registered_method=True)
         self.Trace = channel.unary_stream(
@@ -681,7 +681,7 @@ def add_OwnerServicer_to_server(servicer, server):
             ),
             'Result': grpc.unary_unary_rpc_method_handler(
                     servicer.Result,
-                    request_deserializer=protos_dot_atoll__control__pb2.JobRequest.FromString,
+                    request_deserializer=protos_dot_atoll__control__pb2.ResultRequest.FromString,
                     response_serializer=protos_dot_atoll__control__pb2.ResultReply.SerializeToString,
             ),
             'Trace': grpc.unary_stream_rpc_method_handler(
@@ -976,7 +976,7 @@ class Owner:
             request,
             target,
             '/atoll.v1.Owner/Result',
-            protos_dot_atoll__control__pb2.JobRequest.SerializeToString,
+            protos_dot_atoll__control__pb2.ResultRequest.SerializeToString,
             protos_dot_atoll__control__pb2.ResultReply.FromString,
             options,
             channel_credentials,

@@ -100,7 +100,7 @@ def _show(job: str, found: Sequence[pb.Checkpoint], json: bool) -> None:
         print_json(
             [
                 {"step": c.step, "at_s": c.at_s or None, "bytes": c.bytes, "tensors": c.tensors}
-                | {"whole": not c.torn, "torn": c.torn}
+                | {"whole": not c.torn, "torn": c.torn, "best": c.best}
                 for c in found
             ]
         )
@@ -110,6 +110,8 @@ def _show(job: str, found: Sequence[pb.Checkpoint], json: bool) -> None:
         return
     table = Table("step", "when", "size", "tensors", "state", box=None, pad_edge=False)
     for c in found:
-        state = Text(f"torn: {c.torn}", style="red") if c.torn else Text("whole")
+        state = (
+            Text(f"torn: {c.torn}", style="red") if c.torn else Text("whole, the best" if c.best else "whole")
+        )
         table.add_row(str(c.step), shown_time(c.at_s, "unknown"), in_bytes(c.bytes), str(c.tensors), state)
     out.print(table)

@@ -10,20 +10,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import localtime, strftime
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.live import Live
 
 from atoll.errors import StorageError, UsageError
 from atoll.exchange import EXACT
+from atoll.job import MAX_STEPS
 from atoll.worker_names import with_names
 from coordinator.cli.format import in_bytes, plain
 from coordinator.cli.options import Common, PlanOptions, Trace, telling
 from coordinator.cli.pool import need_workers
 from coordinator.cli.render import memory_view, plan_view, watch_line, watch_view, worker_names
 from coordinator.cli.render_ways import ways_values, ways_view
-from coordinator.client.client import Client, check_ended
+from coordinator.client.client import BEST, Client, check_ended
 from hostos.command_line import byte_progress, out, print_json, with_groups
 from protos.convert import to_proto
 
@@ -336,6 +337,14 @@ def export(
     sets: Annotated[
         list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="As of `atoll submit`.")
     ] = None,
+    step: Annotated[
+        str,
+        typer.Option(
+            metavar="N|best",
+            help="Of this kept checkpoint (`atoll checkpoints JOB`), or of the one nearest to the best "
+            "held-out loss; default: the newest.",
+        ),
+    ] = "",
     *,
     trace: Trace = False,
     common: Common,
@@ -346,6 +355,7 @@ def export(
     if form not in {known.value for known in Format}:
         raise UsageError(f"--format {form}: give {', '.join(Format)}")
     wanted = Format(form)
+    at = _kept_step(step)
     path = output or Path("model.safetensors" if wanted is Format.SAFETENSORS else job)
     module = None if wanted is Format.SAFETENSORS else _module(form, jobfile, sets or [], trace)
     with (
@@ -353,9 +363,9 @@ def export(
         byte_progress("downloading", common.json) as progress,
     ):
         if module is None:
-            found = client.export(job, path, progress)
+            found = client.export(job, path, progress, at)
         else:
-            found = client.export_folder(job, path, module, wanted, progress)
+            found = client.export_folder(job, path, module, wanted, progress, at)
     if common.json:
         print_json(
             {"path": str(found.path), "step": found.step, "tensors": found.tensors, "bytes": found.bytes}
@@ -363,6 +373,15 @@ def export(
     else:
         size = in_bytes(found.bytes)
         out.print(f"{found.path}: {found.tensors} tensors, {size}, after step {found.step}", soft_wrap=True)
+
+
+def _kept_step(given: str) -> int | Literal["best"] | None:
+    """Return what --step asks for, None without; UsageError for what is no step."""
+    if given in ("", BEST):
+        return BEST if given else None
+    if not (given.isascii() and given.isdecimal() and len(given) < len(str(MAX_STEPS)) + 1):
+        raise UsageError(f"--step {given[:40]}: give the step of a kept checkpoint, or {BEST}")
+    return int(given)
 
 
 def _module(form: str, jobfile: Path | None, sets: Sequence[str], trace: bool) -> nn.Module:

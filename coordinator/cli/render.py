@@ -240,10 +240,12 @@ def watch_view(update: pb.JobUpdate, losses: Sequence[float], names: Names) -> R
 
 
 def held_out_words(update: pb.JobUpdate) -> str:
-    """Held-out loss and metrics, and of how many rows where those are not all."""
+    """Held-out loss and metrics, the best loss and its step, and of how many rows where those are not all."""
     if not update.HasField("eval_loss"):
         return ""
     words = [f"held-out {update.eval_loss:.4f}", *(f"{f.name} {f.value:.4g}" for f in update.eval_metrics)]
+    if update.HasField("best_eval_loss") and update.best_eval_loss != update.eval_loss:
+        words.append(f"(best {update.best_eval_loss:.4f} at step {update.best_step})")
     if update.eval_rows < update.held_out_rows:
         words.append(f"({update.eval_rows} of {update.held_out_rows} rows)")
     return " ".join(words)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 import atoll
 from atoll.errors import BadFrame, JobFailed, ProtocolMismatch
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from protos.blob_transfer import LocalBlob
 
 FINISHED = "finished"
+BEST: Literal["best"] = "best"
 ENDED = frozenset({FINISHED, "failed", "cancelled"})
 T = TypeVar("T")
 
@@ -266,20 +267,28 @@ class Client:
         reply: pb.SubmitReply = self._patiently(lambda: self._owner.Restore(request, **self._short(60.0)))
         return reply
 
-    def result(self, job: str) -> pb.ResultReply:
-        """Names and hashes of the job's newest weights."""
+    def result(self, job: str, step: int | Literal["best"] | None = None) -> pb.ResultReply:
+        """Names and hashes of the job's newest weights, or of its kept checkpoint of ``step``; best: of the
+        one nearest to the best held-out loss. UsageError where there is none."""
+        request = (
+            pb.ResultRequest(job=job, best=True) if step == BEST else pb.ResultRequest(job=job, step=step)
+        )
         with calling(self.endpoint.address):
-            reply: pb.ResultReply = self._owner.Result(pb.JobRequest(job=job), **self._short())
+            reply: pb.ResultReply = self._owner.Result(request, **self._short())
         return reply
 
     def weights(
-        self, job: str, progress: Progress = silent, wanted: Collection[str] | None = None
+        self,
+        job: str,
+        progress: Progress = silent,
+        wanted: Collection[str] | None = None,
+        step: int | Literal["best"] | None = None,
     ) -> Weights:
         """The job's newest weights by the module's own names, tied ones too. ``wanted``: only those, where
-        the job has them."""
+        the job has them; ``step`` as of ``result``."""
         from coordinator.client.export import assemble, unwrapped  # torch is slow to import
 
-        reply = self.result(job)
+        reply = self.result(job, step)
         kept = None if wanted is None else {reply.prefix + name for name in wanted}
         names = {t.name: t.blob for t in reply.tensors if kept is None or t.name in kept}
         hashes = list(dict.fromkeys([*names.values(), *filter(None, [reply.model])]))
@@ -289,23 +298,37 @@ class Client:
             tensors = {name: tensor for name, tensor in tensors.items() if name in kept}
         return Weights(unwrapped(tensors, reply.prefix), reply.step, reply.update.name)
 
-    def export(self, job: str, path: Path, progress: Progress = silent) -> Exported:
-        """Write the newest weights to ``path`` under the module's own names, tied ones too."""
+    def export(
+        self,
+        job: str,
+        path: Path,
+        progress: Progress = silent,
+        step: int | Literal["best"] | None = None,
+    ) -> Exported:
+        """Write the newest weights to ``path`` under the module's own names, tied ones too; ``step`` as of
+        ``result``."""
         from coordinator.client.export import write_weights
 
-        found = self.weights(job, progress)
+        found = self.weights(job, progress, step=step)
         write_weights(path, found.tensors, {"job": job, "step": found.step, "name": found.name})
         return Exported(path, found.step, len(found.tensors), path.expanduser().stat().st_size)
 
     def export_folder(
-        self, job: str, path: Path, module: nn.Module, form: Format, progress: Progress = silent
+        self,
+        job: str,
+        path: Path,
+        module: nn.Module,
+        form: Format,
+        progress: Progress = silent,
+        step: int | Literal["best"] | None = None,
     ) -> Exported:
         """Write a folder that transformers or peft reads, by the ``module`` that was trained: it takes the
-        newest weights. Of an adapter only what was trained is fetched."""
+        newest weights, or those of ``step`` as of ``result``. Of an adapter only what was trained is
+        fetched."""
         from coordinator.client.export import fill, needed, write_folder
 
         wanted = needed(module, form)
-        found = self.weights(job, progress, wanted)
+        found = self.weights(job, progress, wanted, step)
         fill(module, found.tensors, wanted)
         write_folder(path, module, form)
         size = sum(file.stat().st_size for file in path.expanduser().rglob("*") if file.is_file())

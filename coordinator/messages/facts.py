@@ -17,6 +17,7 @@ from atoll.messages.from_worker import MOST_REPLAYED
 from atoll.messages.to_worker import Era as Era
 from atoll.plan import LinkSpec, Plan
 from coordinator.messages.encoding import from_json, to_json
+from coordinator.messages.held_out import HeldOut
 
 LINEAGE = 64  # versions remembered of one plan, for reports that come late
 ENDED = ("finished", "failed", "cancelled")
@@ -172,6 +173,7 @@ class Evaluated:
     step: int
     loss: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    counts: bool = False  # for the best one; not in journals of before, whose best checkpoint may be gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +326,7 @@ class JobRecord:
     loss: float | None = None
     eval_loss: float | None = None
     eval_metrics: Mapping[str, float] = field(default_factory=dict)
+    held_out: HeldOut = field(default_factory=HeldOut)
     cap: float | None = None  # largest ratio that the guard allows
     # Of the plan adopted last: (version, first step) since, its newest commit, and what that asked for.
     lineage: tuple[tuple[int, int], ...] = ()
@@ -342,7 +345,7 @@ class JobRecord:
     agreed: tuple[
         int, ...
     ] = ()  # by rank: steps that have last been repeated by another with the same result
-    checkpoints: tuple[Checkpoint, ...] = ()  # oldest first, at most ``keep``
+    checkpoints: tuple[Checkpoint, ...] = ()  # oldest first: the newest ``keep``, ``sound`` and ``best``
     closed: tuple[RoundClosed, ...] = ()  # the same of a federated job's rounds
     evaluated: dict[str, RoundEvaluated] = field(default_factory=dict)  # newest by where
     bytes_up: int = 0
@@ -359,6 +362,16 @@ class JobRecord:
         """The newest state that no rank had gone beyond when it was last found to compute as others do."""
         through = min(self.agreed, default=self.start.step)
         return next((c for c in reversed(self.checkpoints) if c.step <= through), self.start)
+
+    @property
+    def best(self) -> Checkpoint | None:
+        """The kept state that is the fewest steps away from the best held-out loss, of two the older."""
+        found = self.held_out.best
+        return (
+            min(self.checkpoints, key=lambda c: abs(c.step - found.step), default=None)
+            if found is not None
+            else None
+        )
 
     def worker_at(self, rank: int, step: int) -> str:
         """Return who computed a rank's part of a step since the newest checkpoint, "" unknown."""
@@ -467,18 +480,20 @@ class Ledger:
                 self._reject(job, step)
             case Evaluated():
                 job.eval_loss, job.eval_metrics = fact.loss, fact.metrics
+                if fact.counts:
+                    job.held_out = job.held_out.after(fact.step, fact.loss)
                 if fact.step == job.awaiting_eval:
                     job.awaiting_eval = None
             case CheckpointStored(_, step, tensors, at_s):
                 job.storing = tuple(done for done in job.storing if done > step)
                 self._forget_before(job, step)
                 job.checkpoints = (*job.checkpoints, Checkpoint(step, tensors, at_s))
-                sound = job.sound  # however old: what to go back to where newer ones turn out to be wrong
-                for old in job.checkpoints[: -self.keep]:
-                    if old != sound:
+                # However old: what to go back to where newer ones turn out to be wrong, and the best one.
+                kept = (job.sound, job.best, *job.checkpoints[-self.keep :])
+                for old in job.checkpoints:
+                    if old not in kept:
                         self.superseded.update(old.tensors.values())
-                newest = job.checkpoints[-self.keep :]
-                job.checkpoints = tuple(c for c in job.checkpoints if c in newest or c == sound)
+                job.checkpoints = tuple(c for c in job.checkpoints if c in kept)
             case CheckpointTorn(_, step):
                 for old in job.checkpoints:
                     if old.step == step:
@@ -525,6 +540,7 @@ class Ledger:
                 self.superseded.update(newer.tensors.values())
         job.checkpoints = tuple(c for c in job.checkpoints if c.step <= step)
         job.agreed = tuple(min(through, step) for through in job.agreed)
+        job.held_out = job.held_out.until(step)
 
     def _forget_before(self, job: JobRecord, step: int) -> None:
         """Nobody repeats steps in front of a newer checkpoint."""

@@ -364,7 +364,7 @@ def _evaluated(state: JobState, event: FromRank[EvalReady], now_s: float) -> Out
     if done != state.run.awaiting_eval:
         return state, [Dropped(f"evaluation of step {done}, awaited is {state.run.awaiting_eval}")]
     settled, todo = _settle(commits.evaluated(state, report))
-    fact = Evaluated(state.job, done, report.loss, dict(report.metrics))
+    fact = Evaluated(state.job, done, report.loss, dict(report.metrics), counts=True)
     return settled, [Record(fact), *commits.evaluation_points(done, report), *todo]
 
 

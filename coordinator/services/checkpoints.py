@@ -22,8 +22,28 @@ def chosen(record: JobRecord, step: int | None) -> tuple[Checkpoint, ...]:
         steps = ", ".join(str(c.step) for c in kept) or "none yet"
         raise UsageError(
             f"{record.submitted.job} has no checkpoint of step {step}; kept are: {steps}. A job keeps its "
-            "newest two; --set checkpoint_every=N at submit makes them more frequent"
+            "newest two and the best; --set checkpoint_every=N at submit makes them more frequent"
         )
+    return found
+
+
+def exported(record: JobRecord, request: pb.ResultRequest) -> Checkpoint:
+    """The state that an export asks for, the newest where it does not say; UsageError where it is not
+    kept, and for the best one of a job that has no held-out loss."""
+    if request.HasField("step"):
+        return chosen(record, request.step)[0]
+    if not request.best:
+        return record.last_checkpoint
+    job, found = record.submitted.job, record.best
+    if record.held_out.best is None:
+        training = record.submitted.spec.training
+        raise UsageError(
+            f"{job} has no held-out loss to be the best by: it evaluates {training.eval_batches} "
+            f"micro-batches every {training.eval_every} steps; leave --step out for the newest weights, or "
+            "submit with eval_batches, eval_every and held-out data"
+        )
+    if found is None:
+        raise UsageError(f"{job} has stored no checkpoint since it was first evaluated; wait for the next")
     return found
 
 
@@ -32,7 +52,8 @@ def described(
 ) -> list[pb.Checkpoint]:
     """Size and state of each; ``hashes``: after reading them to the last byte. StorageError, BadFrame when
     the job's own graph cannot be read."""
-    spec, blobs = shell.scheduler.ledger.jobs[job].submitted.spec, shell.blobs
+    record, blobs = shell.scheduler.ledger.jobs[job], shell.blobs
+    spec, best = record.submitted.spec, record.best
     return [
         pb.Checkpoint(
             step=c.step,
@@ -40,6 +61,7 @@ def described(
             torn=shell.graphs.torn(spec, c.tensors, hashes=hashes),
             bytes=sum(blobs.held(blob) for blob in set(c.tensors.values())),
             tensors=len(c.tensors),
+            best=c == best,
         )
         for c in checkpoints
     ]

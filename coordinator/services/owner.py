@@ -24,7 +24,7 @@ from coordinator.messages.jobs import ENDED
 from coordinator.planning.planner import known_partitioner
 from coordinator.planning.ratios import check_compression
 from coordinator.planning.search.pins import check_pinned
-from coordinator.services.checkpoints import chosen, described
+from coordinator.services.checkpoints import chosen, described, exported
 from coordinator.services.in_names import in_names, names_of
 from coordinator.services.owners import Owner, Owners, Role
 from coordinator.services.views import job_update, link_statuses, worker_status
@@ -223,8 +223,8 @@ class OwnerService(rpc.OwnerServicer):
                 f"administer can {what} it"
             )
 
-    async def Result(self, request: pb.JobRequest, context: Context) -> pb.ResultReply:  # noqa: N802
-        """Names and blobs of the job's newest complete state."""
+    async def Result(self, request: pb.ResultRequest, context: Context) -> pb.ResultReply:  # noqa: N802
+        """Names and blobs of the job's newest complete state, or of the kept one that is asked for."""
         self._known(request.job)
         shell = self._shell
         state = shell.scheduler.jobs[request.job]
@@ -236,7 +236,8 @@ class OwnerService(rpc.OwnerServicer):
             )
         graphs = await asyncio.to_thread(shell.graphs.graphs, state.spec.dag_hash, state.spec.eval_dag_hash)
         self._known(request.job)  # it may have been forgotten meanwhile
-        checkpoint, hidden = shell.scheduler.ledger.jobs[request.job].last_checkpoint, set(state.spec.hidden)
+        checkpoint = exported(shell.scheduler.ledger.jobs[request.job], request)
+        hidden = set(state.spec.hidden)
         # A federated job's newest model is one file over the tensors that it began with; the server's
         # state holds it too, uncoded.
         model = checkpoint.tensors.get(STATE, "")

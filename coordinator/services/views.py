@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from atoll.plan import Plan
+    from coordinator.messages.facts import JobRecord
     from coordinator.scheduler import Scheduler
     from coordinator.storage.run_log import Point
 
@@ -70,6 +71,7 @@ def job_update(
     if held_out is not None and isinstance(driver, PipelineDriver):
         update.held_out_rows = held_out.n_samples
         update.eval_rows = min(held_out.n_samples, training.eval_batches * held_out.batch)
+        _best(update, scheduler.ledger.jobs[job])
         update.eval_metrics.extend(pb.Figure(name=n, value=v) for n, v in sorted(state.eval_metrics.items()))
     if state.plan is not None:
         if with_plan:
@@ -87,6 +89,13 @@ def job_update(
             update.stages[rank].standby = standby.worker
             update.stages[rank].standby_why = standby_words(state, standby)
     return update
+
+
+def _best(update: pb.JobUpdate, record: JobRecord) -> None:
+    found, kept = record.held_out.best, record.best
+    if found is not None:
+        update.best_eval_loss, update.best_step = found.loss, found.step
+        update.best_checkpoint = kept.step if kept is not None else 0
 
 
 def _stages(state: JobState, step_s: float | None, roster: Roster) -> Iterable[pb.StageStatus]:

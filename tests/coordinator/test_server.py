@@ -63,7 +63,7 @@ def test_a_job_trains_over_two_workers_is_evaluated_stored_and_fetched(
     assert update.eval_loss == 1.5
     assert update.loss == pytest.approx(2.0 / 3)
     assert [c.store for c in workers[0].commits] == [False, True, True]
-    result = owner.call("Result", pb.JobRequest(job=job))
+    result = owner.call("Result", pb.ResultRequest(job=job))
     assert result.step == 3
     assert [t.name for t in result.tensors] == ["w0", "w1", "w2", "w3"]
     chunks = list(
@@ -258,6 +258,34 @@ def test_a_fleet_without_enough_memory_is_told_by_how_much(stack: ExitStack, tmp
     assert owner.watch(job).state == "finished"
 
 
+def test_the_best_checkpoint_is_kept_and_exported_by_name_or_step(stack: ExitStack, tmp_path: Path) -> None:
+    running, hold = start(stack, tmp_path), Hold(stack, 2, 4, 6)
+    fleet(stack, running, 2, ready=hold)
+    owner = Owner(running)
+    job = owner.submit(steps=8, evaluate=True, eval_batches=1, eval_every=2, checkpoint_every=2)
+    for step in (2, 4, 6):  # each is stored before the next begins
+        owner.watch(job, lambda u, at=step: u.checkpoint_step == at)
+        hold.release()
+    update = owner.watch(job)
+    # Every evaluation gives the same loss: the first is the best.
+    assert (update.best_eval_loss, update.best_step, update.best_checkpoint) == (1.5, 2, 2), update.reason
+    listed = owner.call("Checkpoints", pb.CheckpointsRequest(job=job, verify=True)).checkpoints
+    assert [(c.step, c.torn, c.best) for c in listed] == [(2, "", True), (6, "", False), (8, "", False)]
+    best = owner.call("Result", pb.ResultRequest(job=job, best=True))
+    assert best.tensors == owner.call("Result", pb.ResultRequest(job=job, step=2)).tensors
+    wanted = pb.BlobList(blobs=[pb.BlobRef(hash=tensor.blob) for tensor in best.tensors])
+    assert sum(len(c.data) for c in owner.blobs.Get(wanted, metadata=owner.metadata)) > 0
+    assert owner.call("Result", pb.ResultRequest(job=job)).step == 8
+    error = refused(lambda: owner.call("Result", pb.ResultRequest(job=job, step=3)))
+    assert isinstance(error, UsageError)
+    assert "no checkpoint of step 3; kept are: 2, 6, 8. " in str(error)
+    plain = owner.submit()
+    owner.watch(plain)
+    error = refused(lambda: owner.call("Result", pb.ResultRequest(job=plain, best=True)))
+    assert isinstance(error, UsageError)
+    assert "no held-out loss to be the best by" in str(error)
+
+
 def test_a_loss_that_becomes_nan_stops_the_job_with_its_checkpoint(stack: ExitStack, tmp_path: Path) -> None:
     hold = Hold(stack, 5, 12)
 
@@ -280,7 +308,7 @@ def test_a_loss_that_becomes_nan_stops_the_job_with_its_checkpoint(stack: ExitSt
     update = owner.watch(job)
     assert update.state == "failed"
     assert "loss became nan at step 13" in update.reason
-    assert owner.call("Result", pb.JobRequest(job=job)).step == 10
+    assert owner.call("Result", pb.ResultRequest(job=job)).step == 10
 
 
 def test_impossible_figures_set_a_worker_aside_and_the_job_goes_on(stack: ExitStack, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ class _Owner(_Service, rpc.OwnerServicer):
         self.script.forgotten += request.jobs
         return pb.Empty()
 
-    def Result(self, request: pb.JobRequest, context: Context) -> pb.ResultReply:
+    def Result(self, request: pb.ResultRequest, context: Context) -> pb.ResultReply:
         self.admit("Result", context)
         return self.script.result
 

@@ -51,7 +51,7 @@ def test_what_no_other_job_needs_goes_and_stays_away(stack: ExitStack, tmp_path:
     assert here(running, mine) == mine
     forget(owner, job)
     assert known(owner) == [other]
-    for call in (lambda: owner.watch(job), lambda: owner.call("Result", pb.JobRequest(job=job))):
+    for call in (lambda: owner.watch(job), lambda: owner.call("Result", pb.ResultRequest(job=job))):
         error = refused(call)
         assert isinstance(error, UsageError)
         assert f"no job '{job}'" in str(error)
