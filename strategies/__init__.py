@@ -22,6 +22,7 @@ from strategies.fedimpro import FedImpro
 from strategies.fednova import FedNova
 from strategies.fedprox import FedProx
 from strategies.fedrep import FedRep
+from strategies.fedsvd import FedSVD
 from strategies.fedyogi import FedYogi
 from strategies.krum import Krum
 from strategies.moon import Moon
@@ -55,6 +56,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "vhl": Vhl,
     "fedimpro": FedImpro,
     "moon": Moon,
+    "fedsvd": FedSVD,
 }
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 ADAPTED = "peft_config"
 """An attribute that peft's models have, and transformers' only with an adapter."""
+FACTOR = ".lora_"
+"""In the names of a layer's factors."""
 MERGE = "merge_and_unload"
 
 
@@ -99,11 +101,15 @@ def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], facts: Mappin
 
 
 def needed(module: torch.nn.Module, form: Format) -> frozenset[str] | None:
-    """Return the names of the tensors that a folder of this format is made of, None for all: an adapter's are
-    those that are trained, whatever the base weighs."""
+    """Return the names of the tensors that a folder of this format is made of, None for all.
+
+    An adapter's are its factors, which a server may change where clients do not train them, and whatever else
+    is trained.
+    """
     if form is not Format.PEFT:
         return None
-    return frozenset(name for name, parameter in module.named_parameters() if parameter.requires_grad)
+    named = module.named_parameters()
+    return frozenset(name for name, held in named if held.requires_grad or FACTOR in name)
 
 
 def fill(

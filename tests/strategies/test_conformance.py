@@ -32,7 +32,8 @@ every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 
 
 def model(dtype: str = "float64") -> tuple[Layout, Arrays]:
-    """One of everything: what the wrappers of VHL, FedImpro and MOON add is there for every rule."""
+    """One of everything: what the wrappers of VHL, FedImpro and MOON add is there for every rule, and an
+    adapter."""
     draw = np.random.default_rng(0)
 
     def normal(*shape: int) -> Any:
@@ -45,8 +46,12 @@ def model(dtype: str = "float64") -> tuple[Layout, Arrays]:
         "net.bn.running_mean": normal(3),
         "net.bn.num_batches_tracked": np.array(5),
         "net.frozen": normal(2),
+        "net.up.base_layer.weight": normal(5, 3),
+        "net.up.lora_A.default.weight": normal(2, 3),
+        "net.up.lora_B.default.weight": np.zeros((5, 2), dtype),
     }
-    trained = ("net.fc.weight", "net.fc.bias", "net.bn.weight")
+    factors = ("net.up.lora_A.default.weight", "net.up.lora_B.default.weight")
+    trained = ("net.fc.weight", "net.fc.bias", "net.bn.weight", *factors)
     copies = {p + n.removeprefix("net."): a.copy() for p in ("anchor.", "previous.") for n, a in net.items()}
     kinds = ("means", "stds", "shared_means", "shared_stds")
     stats = {f"fedimpro_{kind}": np.abs(normal(2, 3)) for kind in kinds}

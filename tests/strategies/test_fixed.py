@@ -264,7 +264,8 @@ def test_every_such_strategy_gives_the_same_round_whoever_trains_whom(rule: Any,
         assert bits(other.weights) == bits(found[0].weights)
         assert {n: bits(s) for n, s in other.slots.items()} == {n: bits(s) for n, s in found[0].slots.items()}
     # FedNova divides weights by local steps and multiplies the mean by them again, and the errors with it.
-    error = N * ldexp(1.0, -BITS) * (20 if rule.name == "fednova" else 1)
+    # Singular vectors turn by an error over the gap between two singular values.
+    error = N * ldexp(1.0, -BITS) * (20 if rule.name in ("fednova", "fedsvd") else 1)
     rough = 1e-6 if dtype == "float32" else 0.0
     for name, array in plain.weights.items():
         assert found[0].weights[name].dtype == array.dtype

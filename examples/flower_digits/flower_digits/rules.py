@@ -24,6 +24,22 @@ if TYPE_CHECKING:
 
 PREFIX = "atoll."
 CHANGE_LOSS = ("vhl", "fedimpro", "moon")
+OF_ADAPTERS = ("fedsvd",)
+
+
+class Adapted(nn.Module):
+    """A frozen layer and what is trained beside it, under peft's names."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = nn.Linear(base.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        adapted: torch.Tensor = self.base_layer(x) + self.lora_B(self.lora_A(x))
+        return adapted
 
 
 def rule_of(run_config: UserConfig) -> str:
@@ -35,10 +51,12 @@ def rule_of(run_config: UserConfig) -> str:
 def make_model(run: UserConfig) -> nn.Module:
     """The plain app's model, or what the run's rule makes of it."""
     rule, seed, hidden = rule_of(run), int(run["seed"]), int(run["hidden"])
-    if rule != "fedbn" and rule not in CHANGE_LOSS:
+    if rule not in ("fedbn", *CHANGE_LOSS, *OF_ADAPTERS):
         return task.make_model(seed, hidden)
     torch.manual_seed(seed)
     below, head = nn.Linear(64, hidden), nn.Linear(hidden, task.CLASSES)
+    if rule in OF_ADAPTERS:
+        return nn.Sequential(Adapted(below), nn.ReLU(), head)
     if rule == "fedbn":
         return nn.Sequential(below, nn.BatchNorm1d(hidden), nn.ReLU(), head)
     return _wrapped(rule, nn.Sequential(nn.Flatten(), below, nn.ReLU(), head))

@@ -91,14 +91,19 @@ def test_a_folder_of_a_model_is_loaded_with_no_key_missing(
     assert found.step == 7
 
 
+@pytest.mark.parametrize("frozen", ["", "lora_A"])
 def test_an_adapter_is_fetched_and_written_without_its_base(
-    script: Script, client: Client, tmp_path: Path
+    script: Script, client: Client, tmp_path: Path, frozen: str
 ) -> None:
-    source = adapted(1)
+    """A frozen factor too: a strategy may change it on the server."""
+    source, module = adapted(1), adapted(2)
+    for name, parameter in module.named_parameters():
+        if frozen and frozen in name:
+            parameter.requires_grad_(False)
     trained(script, source)
     for blob in {t.blob for t in script.result.tensors if ".lora_" not in t.name}:
         del script.blobs[blob]  # whoever asks for the base is refused
-    found = client.export_folder("j-1", tmp_path / "adapter", adapted(2), Format.PEFT)
+    found = client.export_folder("j-1", tmp_path / "adapter", module, Format.PEFT)
     keys = load_file(found.path / "adapter_model.safetensors").keys()
     assert len(keys) == found.tensors == 8
     assert all(key.startswith("base_model.model.bert.") and "default" not in key for key in keys)
