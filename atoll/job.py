@@ -245,6 +245,7 @@ class TrainingSpec:
     recompute: Annotated[Recompute, Unset("off")] = Recompute.AUTO
     eval_every: int = 0  # steps; 0 = at the end, and where links lose precision as often as the guard looks
     eval_batches: int = 0  # micro-batches of held-out data; 0 = no evaluation
+    patience: int = 0  # evaluations without a better held-out loss, after which training ends; 0 = never
     checkpoint_every: int = 0  # steps; 0 = every few minutes, by the clock; always at the end
     # What links may do to boundary tensors: ``atoll.compression``.
     compress: Annotated[str, Unset("off")] = "off"
@@ -268,6 +269,7 @@ class TrainingSpec:
             ("blocks", self.blocks, 1, self.n_micro),
             ("eval_every", self.eval_every, 0, 10**9),
             ("eval_batches", self.eval_batches, 0, 10**6),
+            ("patience", self.patience, 0, 10**6),
             ("checkpoint_every", self.checkpoint_every, 0, 10**9),
             ("local_steps", self.local_steps, 0, MOST_LOCAL_STEPS),
             ("quorum", self.quorum, 0, MOST_REPLICAS),

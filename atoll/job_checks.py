@@ -36,6 +36,10 @@ def check_job(job: Any, training: type, federated: type) -> None:
             f"training = {described(job.training)}; give {instead_of(job.training, 'TrainingSpec')}"
         )
     check_values(job.training)
+    if job.federated is not None and job.training.patience:
+        raise UsageError(
+            f"patience = {job.training.patience} of a federated job, which has rounds; leave it out"
+        )
     _check_data(job.data, list(job.example_inputs))
     if not isinstance(job.name, str) or not 0 < len(job.name) <= MAX_NAME:
         raise UsageError(f"name = {described(job.name)}; give a word of 1 to {MAX_NAME} characters")
@@ -57,6 +61,11 @@ def check_values(training: Any) -> None:
         _from_zero("gamma", schedule.gamma)
     if schedule.kind == "step" and schedule.every < 1:
         raise UsageError("a schedule of kind step with every = 0; give the steps between two of its steps")
+    if training.patience and not (training.eval_every and training.eval_batches):
+        raise UsageError(
+            f"patience = {training.patience} with eval_every = {training.eval_every} and eval_batches = "
+            f"{training.eval_batches}; give both, and held-out data: it counts evaluations while training"
+        )
     if not 0 <= training.seed < 2**64:
         raise UsageError(f"seed = {training.seed}; give a number from 0 to 2**64 - 1")
 

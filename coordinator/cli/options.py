@@ -157,6 +157,15 @@ class JobOptions:
             "Default: 0; the step that they are at is awaited in any case.",
         ),
     ] = None
+    patience: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="End training after so many evaluations without a better held-out loss; same as "
+            "--set patience=N. Default: 0, never.",
+        ),
+    ] = None
     spot_checks: Annotated[
         float | None,
         typer.Option(
@@ -184,6 +193,7 @@ class JobOptions:
             ("local_steps", self.local_steps),
             ("quorum", self.quorum),
             ("grace_s", self.grace),
+            ("patience", self.patience),
             ("spot_checks", self.spot_checks),
         )
         items = [f"{name}={value}" for name, value in given if value is not None]

@@ -13,6 +13,7 @@ from atoll.plan import LinkSpec, Plan, Prediction, StagePrediction
 from atoll.step_loss import StepLoss
 from coordinator.messages.events import StageMessage, StepReady
 from coordinator.messages.facts import Checkpoint, Fact
+from coordinator.messages.held_out import HeldOut
 from coordinator.messages.instructions import Relink, StepCommit, StepDiscard, StepStart
 
 MessageT = TypeVar("MessageT", bound=StageMessage, covariant=True)
@@ -472,6 +473,7 @@ class JobState:
     odd: str = ""  # words about the newest step whose loss was not all finite
     eval_loss: float | None = None
     eval_metrics: Mapping[str, float] = field(default_factory=dict)  # the job's own, of the same rows
+    held_out: HeldOut = field(default_factory=HeldOut)
     coded_loss: float | None = None  # the same, through the links' codecs
     failures: int = 0  # since the last committed step, ...
     broken: int = 0  # ... and of these, stages that failed by themselves

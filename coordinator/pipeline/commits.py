@@ -61,10 +61,37 @@ def losses(state: JobState, ready: Mapping[int, StepReady], found: StepLoss) -> 
     return todo
 
 
-def evaluated(state: JobState, report: EvalReady) -> JobState:
+def evaluated(state: JobState, loss: float, report: EvalReady) -> JobState:
     """Take in what an evaluation gave."""
-    figures = {"eval_loss": report.loss, "coded_loss": report.coded_loss, "eval_metrics": report.metrics}
-    return replace(state, run=replace(state.run, awaiting_eval=None), **figures)  # type: ignore[arg-type]
+    return replace(
+        state,
+        run=replace(state.run, awaiting_eval=None),
+        eval_loss=loss,
+        coded_loss=report.coded_loss,
+        eval_metrics=report.metrics,
+        held_out=state.held_out.after(report.step + 1, loss),
+    )
+
+
+def stopped_early(state: JobState, stored: int) -> str:
+    """Say why training ends before its last step, "" while it goes on: as many evaluations as the job's
+    ``patience`` gave no better loss, and the checkpoint of ``stored`` steps is no older than the best one."""
+    patience, best = state.spec.training.patience, state.held_out.best
+    if not patience or state.held_out.since < patience or state.step >= state.steps:
+        return ""
+    if best is None:
+        return (
+            f"stopped after {state.step} of {state.steps} steps: no held-out loss was finite"
+            if stored
+            else ""
+        )
+    if stored < best.step:
+        return ""
+    return (
+        f"stopped after {state.step} of {state.steps} steps: {state.held_out.since} evaluations without a "
+        f"held-out loss below {best.loss:.4f}, that of step {best.step}; "
+        f"`atoll export {state.job} --step best` writes the checkpoint nearest to it"
+    )
 
 
 def evaluation_points(done: int, report: EvalReady) -> list[Todo]:
@@ -79,8 +106,11 @@ def reached(state: JobState, done: int, every: int) -> bool:
     return done // every > state.step // every
 
 
-def store_due(state: JobState, done: int, now_s: float) -> bool:
-    """Every ``checkpoint_every`` steps; where the job does not say, by the clock since the last one."""
+def store_due(state: JobState, done: int, now_s: float, *, evaluate: bool) -> bool:
+    """Every ``checkpoint_every`` steps; where the job does not say, by the clock since the last one. And
+    whatever is evaluated where that may be the last of it."""
+    if evaluate and state.spec.training.patience:
+        return True
     every = state.spec.training.checkpoint_every
     return reached(state, done, every) if every else now_s >= state.storing.due_s and not state.storing.parts
 

@@ -252,7 +252,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     evaluate = commits.can_evaluate(state) and (
         last or state.run.eval_owed or commits.evaluation_due(state, done)
     )
-    owed = state.storing.owed or commits.store_due(state, done, now_s)
+    owed = state.storing.owed or commits.store_due(state, done, now_s, evaluate=evaluate)
     # One checkpoint at a time, so that slow lines do not keep ever more copies of the state waiting.
     store = last or (owed and not state.storing.parts)
     norms = joined.square_norms(state.adopted, ready)
@@ -363,7 +363,7 @@ def _evaluated(state: JobState, event: FromRank[EvalReady], now_s: float) -> Out
         return state, []
     if done != state.run.awaiting_eval:
         return state, [Dropped(f"evaluation of step {done}, awaited is {state.run.awaiting_eval}")]
-    settled, todo = _settle(commits.evaluated(state, report))
+    settled, todo = _settle(commits.evaluated(state, report.loss, report))
     fact = Evaluated(state.job, done, report.loss, dict(report.metrics), counts=True)
     return settled, [Record(fact), *commits.evaluation_points(done, report), *todo]
 
@@ -408,7 +408,9 @@ def _not_stored(state: JobState, rank: int, done: int, error: str, now_s: float)
     alone = len(state.storing.unstored) == 1  # else it is rather the store
     if done >= state.steps and times > MAX_FAILURES:
         return _end(state, Phase.FAILED, f"{reason}; it was tried {times} times")
-    if done >= state.steps or (alone and times == TWICE) or state.run.unfit:
+    # A step that began before training was to end is not taken up again.
+    ends = state.run.unfit or (state.phase is Phase.STORING and state.step < state.steps)
+    if done >= state.steps or (alone and times == TWICE) or ends:
         return _interrupt(replace(state, failed=(*state.failed, worker)), reason, Cause.BROKEN)
     goes_on = replace(
         state,
@@ -483,12 +485,13 @@ def _settle(state: JobState) -> Outcome:
     if evaluating:
         reason = f"evaluating after step {state.run.awaiting_eval}"
         return replace(state, phase=Phase.EVALUATING, reason=reason), []
-    if state.step < state.steps:
+    enough = commits.stopped_early(state, max((state.checkpoint.step, *state.storing.parts)))
+    if state.step < state.steps and not enough:
         reason = f"training with plan {state.version}{relink.gap_words(state)}{_without(state)}{state.odd}"
         return replace(state, phase=Phase.TRAINING, reason=reason), []
     if state.storing.parts:
         return replace(state, phase=Phase.STORING, reason="storing the result"), []
-    return _end(state, Phase.FINISHED, f"{state.step} steps done")
+    return _end(state, Phase.FINISHED, enough or f"{state.step} steps done")
 
 
 # ---------------------------------------------------------------- restarts, interruptions and ends
@@ -518,9 +521,11 @@ def _change(state: JobState, event: PlanChange, now_s: float) -> Outcome:
     is planned anew, from the checkpoint."""
     state = disputes.suspected(state, event.suspects)
     if event.cause is Cause.WRONG:  # wrong steps are no result, however far the job has come
-        state = replace(state, checkpoint=event.sources[0], ring=Ring())
+        back = event.sources[0]
+        state = replace(state, checkpoint=back, ring=Ring(), held_out=state.held_out.until(back.step))
     before, plan = state.plan, event.plan
-    if before is None or plan is None or state.checkpoint.step >= state.steps:
+    over = state.checkpoint.step >= state.steps or commits.stopped_early(state, state.checkpoint.step)
+    if before is None or plan is None or over:
         return _interrupt(state, event.reason, event.cause)
     # One peer fewer is no failure of the job's: there are so many, and they join again at a commit alone.
     counts = not (before.local and plan.absent > before.absent)
@@ -580,6 +585,8 @@ def _interrupt(state: JobState, reason: str, cause: Cause) -> Outcome:
     it counts on more than before, so such stops come to an end by themselves."""
     if state.checkpoint.step >= state.steps:  # the result is stored: no evaluation is worth another plan
         return _end(state, Phase.FINISHED, f"{state.steps} steps done; not evaluated at the end: {reason}")
+    if enough := commits.stopped_early(state, state.checkpoint.step):
+        return _end(state, Phase.FINISHED, f"{enough}; {reason}")
     failures, broken = state.failures + cause.counts, state.broken + (cause is Cause.BROKEN)
     if cause.counts and (failures > MOST_LOSSES or broken > MAX_FAILURES):
         return _end(state, Phase.FAILED, f"{reason}; gave up after {failures} interruptions without a step")

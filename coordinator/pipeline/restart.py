@@ -125,6 +125,7 @@ class Returns:
             loss=record.loss,
             eval_loss=record.eval_loss,
             eval_metrics=record.eval_metrics,
+            held_out=record.held_out,
         )
         if record.outcome:
             state = replace(state, phase=Phase(record.outcome), reason=record.reason)

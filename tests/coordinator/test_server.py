@@ -286,6 +286,23 @@ def test_the_best_checkpoint_is_kept_and_exported_by_name_or_step(stack: ExitSta
     assert "no held-out loss to be the best by" in str(error)
 
 
+def test_a_job_ends_early_with_its_reason_and_has_the_workers_back(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    fleet(stack, running, 2)
+    owner = Owner(running)
+    job = owner.submit(steps=1000, evaluate=True, eval_batches=1, eval_every=1, patience=2)
+    update = owner.watch(job)  # every evaluation gives the same loss, and the evaluator's word comes in order
+    assert (update.state, update.step, update.best_step) == ("finished", 3, 1), update.reason
+    assert (
+        "stopped after 3 of 1000 steps: 2 evaluations without a held-out loss below 1.5000" in update.reason
+    )
+    best, last = (owner.call("Result", pb.ResultRequest(job=job, best=at)) for at in (True, False))
+    assert best.step == update.best_checkpoint
+    assert 1 <= best.step <= last.step <= 3
+    again = owner.submit()
+    assert owner.watch(again).state == "finished"
+
+
 def test_a_loss_that_becomes_nan_stops_the_job_with_its_checkpoint(stack: ExitStack, tmp_path: Path) -> None:
     hold = Hold(stack, 5, 12)
 
