@@ -36,10 +36,6 @@ def check_job(job: Any, training: type, federated: type) -> None:
             f"training = {described(job.training)}; give {instead_of(job.training, 'TrainingSpec')}"
         )
     check_values(job.training)
-    if job.federated is not None and job.training.patience:
-        raise UsageError(
-            f"patience = {job.training.patience} of a federated job, which has rounds; leave it out"
-        )
     _check_data(job.data, list(job.example_inputs))
     if not isinstance(job.name, str) or not 0 < len(job.name) <= MAX_NAME:
         raise UsageError(f"name = {described(job.name)}; give a word of 1 to {MAX_NAME} characters")
@@ -48,6 +44,7 @@ def check_job(job: Any, training: type, federated: type) -> None:
     if isinstance(job.metrics, str):
         raise UsageError(f"metrics = {job.metrics!r}; give a tuple, metrics=({job.metrics!r},)")
     _check_federated(job.federated, federated)
+    _check_patience(job.training, job.federated)
 
 
 def check_values(training: Any) -> None:
@@ -61,11 +58,6 @@ def check_values(training: Any) -> None:
         _from_zero("gamma", schedule.gamma)
     if schedule.kind == "step" and schedule.every < 1:
         raise UsageError("a schedule of kind step with every = 0; give the steps between two of its steps")
-    if training.patience and not (training.eval_every and training.eval_batches):
-        raise UsageError(
-            f"patience = {training.patience} with eval_every = {training.eval_every} and eval_batches = "
-            f"{training.eval_batches}; give both, and held-out data: it counts evaluations while training"
-        )
     if not 0 <= training.seed < 2**64:
         raise UsageError(f"seed = {training.seed}; give a number from 0 to 2**64 - 1")
 
@@ -214,3 +206,14 @@ def data_words(data: Any, inputs: Sequence[str]) -> str:
 def _check_federated(given: Any, federated: type) -> None:
     if given is not None and not isinstance(given, federated):
         raise UsageError(f"federated = {described(given)}; give {instead_of(given, 'Federated')}")
+
+
+def _check_patience(training: Any, federated: Any) -> None:
+    """UsageError where nothing is evaluated that could be waited for."""
+    if training.patience and federated is not None:
+        raise UsageError(f"patience = {training.patience} of a federated job, which has rounds; leave it out")
+    if training.patience and not (training.eval_every and training.eval_batches):
+        raise UsageError(
+            f"patience = {training.patience} with eval_every = {training.eval_every} and eval_batches = "
+            f"{training.eval_batches}; give both, and held-out data: it counts evaluations while training"
+        )

@@ -78,6 +78,14 @@ def test_an_optional_field_can_be_taken_back() -> None:
     assert job.training.optimizer.clip_norm is None
 
 
+def test_patience_comes_with_its_evaluations_and_not_with_rounds() -> None:
+    sets = ["patience=2", "eval_every=5", "eval_batches=1"]
+    assert override_job(_plain(), sets).training.patience == 2
+    rounds = dataclasses.replace(_plain(), data=Registered("digits", {"input": "x"}), federated=Federated())
+    with pytest.raises(UsageError, match="patience = 2 of a federated job"):
+        override_job(rounds, sets)
+
+
 @pytest.mark.parametrize(
     ("item", "message"),
     [
@@ -95,6 +103,8 @@ def test_an_optional_field_can_be_taken_back() -> None:
         ("precision=fp8", "use one of fp32, bf16"),
         ("recompute=maybe", "use one of off, selective, full, auto"),
         ("steps=0", "give a number from 1"),
+        ("patience=2", "patience = 2 with eval_every = 0 and eval_batches = 0; give both"),
+        ("patience=-1", "give a number from 0"),
     ],
 )
 def test_a_wrong_override_says_what_would_be_accepted(item: str, message: str) -> None:

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
-from atoll.errors import UsageError
-from atoll.job import TrainingSpec
-from atoll.job_checks import check_values
 from coordinator.messages import events as ev
 from coordinator.messages.events import EvalReady, Held, Leaving
 from coordinator.messages.facts import JobEnded
@@ -119,10 +114,3 @@ def test_a_restarted_coordinator_counts_on() -> None:
     back(world, "b", Held(JOB, 1, 2))
     step(world, 2.0)
     assert ended(world)[0].outcome == "finished"
-
-
-@pytest.mark.parametrize("changes", [{"eval_batches": 1}, {"eval_every": 1}])
-def test_patience_counts_evaluations_so_there_must_be_some(changes: dict[str, int]) -> None:
-    check_values(TrainingSpec(4, 1, patience=1, eval_every=1, eval_batches=1))
-    with pytest.raises(UsageError, match="patience = 1 with eval_every"):
-        check_values(TrainingSpec(4, 1, patience=1, **changes))
