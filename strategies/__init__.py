@@ -24,6 +24,7 @@ from strategies.fedprox import FedProx
 from strategies.fedrep import FedRep
 from strategies.fedsvd import FedSVD
 from strategies.fedyogi import FedYogi
+from strategies.flora import FLoRA
 from strategies.krum import Krum
 from strategies.moon import Moon
 from strategies.options import Option, typed
@@ -57,6 +58,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "fedimpro": FedImpro,
     "moon": Moon,
     "fedsvd": FedSVD,
+    "flora": FLoRA,
 }
 
 

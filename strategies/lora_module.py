@@ -6,6 +6,7 @@ BA: ``fedavg`` is exact, and an update is half as large. papers/federated.md 7.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -39,6 +40,27 @@ def freeze_a(model: nn.Module, seed: int = 0) -> nn.Module:
             a.copy_(q.T.reshape(a.shape))
         a.requires_grad_(False)
     return model
+
+
+def check_scaling(model: nn.Module, scaling: float) -> None:
+    """UsageError unless every adapted layer of ``model`` is W + ``scaling`` B A, as FLoRA folds it."""
+    for name, layer in model.named_modules():
+        scales = getattr(layer, "scaling", None)
+        if not isinstance(scales, dict) or not hasattr(layer, "lora_A"):
+            continue
+        if len(getattr(layer, "lora_magnitude_vector", ())):
+            raise UsageError(
+                f"flora: {name!r} is a DoRA layer, which is no sum of W and BA; leave out use_dora"
+            )
+        if getattr(layer, "fan_in_fan_out", False):
+            raise UsageError(
+                f"flora: {name!r} stores W as fan_in_fan_out; take fedsvd, or leave the layer out"
+            )
+        if other := [scale for scale in scales.values() if not math.isclose(scale, scaling, rel_tol=1e-6)]:
+            raise UsageError(
+                f"flora: {name!r} scales its adapter by {other[0]:g}, the job's option by {scaling:g}; set "
+                f'Federated("flora", {{"scaling": {other[0]:g}}}), one for all layers'
+            )
 
 
 def _factors(model: nn.Module, word: str) -> Iterator[tuple[str, nn.Parameter]]:

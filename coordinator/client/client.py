@@ -325,10 +325,12 @@ class Client:
         """Write a folder that transformers or peft reads, by the ``module`` that was trained: it takes the
         newest weights, or those of ``step`` as of ``result``. Of an adapter only what was trained is
         fetched."""
-        from coordinator.client.export import fill, needed, write_folder
+        from coordinator.client.export import check_adapter, fill, needed, write_folder
 
         wanted = needed(module, form)
         found = self.weights(job, progress, wanted, step)
+        if wanted is not None:
+            check_adapter(found.tensors)
         fill(module, found.tensors, wanted)
         write_folder(path, module, form)
         size = sum(file.stat().st_size for file in path.expanduser().rglob("*") if file.is_file())

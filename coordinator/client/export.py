@@ -140,6 +140,16 @@ def fill(
         own[name].data.copy_(tensor)
 
 
+def check_adapter(tensors: Mapping[str, torch.Tensor]) -> None:
+    """UsageError where every B is 0, as FLoRA leaves it: what was trained is in the layers."""
+    factors = [tensor for name, tensor in tensors.items() if f"{FACTOR}B." in name]
+    if factors and not any(tensor.any() for tensor in factors):
+        raise UsageError(
+            "--format peft: every B is 0, so the adapter changes nothing; what flora trained is folded into "
+            "the layers: give --format hf"
+        )
+
+
 def write_folder(path: Path, module: torch.nn.Module, form: Format) -> None:
     """Have the module write itself to a new folder, which appears whole or not at all.
 

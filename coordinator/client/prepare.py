@@ -39,7 +39,9 @@ from protos.convert import dag_bytes
 from protos.tensor_files import VALUE, blob_head
 from strategies import make_strategy
 from strategies.counted import check_measured, check_numbers, returned_numbers, values_of
+from strategies.flora import FLoRA
 from strategies.layout import Layout, own_parts
+from strategies.lora_module import check_scaling
 from strategies.returned import check_returned
 
 if TYPE_CHECKING:
@@ -256,6 +258,8 @@ def federated_spec(job: Job) -> FederatedSpec | None:
     strategy = check_federated(job.federated, job.training)
     check_inputs(job.data.inputs, job.example_inputs)
     check_wrapped(strategy, [name for name, _ in job.module.named_parameters()])
+    if isinstance(strategy, FLoRA):
+        check_scaling(job.module, strategy.scaling)
     return FederatedSpec(job.federated, job.data.name, dict(job.data.inputs))
 
 

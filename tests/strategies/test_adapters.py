@@ -1,4 +1,4 @@
-"""Adapters of several owners: peft's LoRA under FedAvg (FedIT), FFA-LoRA and FedSVD, by the real trainer.
+"""Adapters of several owners: peft's LoRA under FedIT, FFA-LoRA, FedSVD and FLoRA, by the real trainer.
 
 Source: the deltas that papers/federated.md 7 asks for: the mean of the clients' BA, which averaging both
 factors misses.
@@ -16,19 +16,22 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from atoll.errors import UsageError
-from atoll.federated import NO_FLOORS, Federated
-from atoll.job import Optimizer, OptimizerName, TrainingSpec
+from atoll.federated import NO_FLOORS, Federated, Registered
+from atoll.job import Job, Optimizer, OptimizerName, TrainingSpec
 from coordinator.capture.capture import capture
+from coordinator.client.prepare import federated_spec
 from strategies import make_strategy
 from strategies.adapters import adapters_of
 from strategies.fedsvd import turned
 from strategies.layout import Layout, Role
-from strategies.lora_module import freeze_a
+from strategies.lora_module import check_scaling, freeze_a
 from tests.inprocess.federation import LocalFederation, local_model
 
 RANK, ROWS = 4, 8
+SCALE = 2.0
 SAMPLES = {"a": 8, "b": 16, "c": 24}
 ADAM = Optimizer(lr=0.01)
 SGD = Optimizer(OptimizerName.SGD, lr=0.5)
@@ -65,7 +68,7 @@ class Adapted(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         make, targets = MODELS[kind]
-        settings = {"r": RANK, "target_modules": targets, "lora_alpha": 2 * RANK, **options}
+        settings = {"r": RANK, "target_modules": targets, "lora_alpha": int(SCALE) * RANK, **options}
         self.net = get_peft_model(make(), LoraConfig(**settings))
         self.labels = kind == "bert"
         if frozen:
@@ -146,10 +149,11 @@ def test_averaging_both_factors_is_biased() -> None:
     assert min(errors) > 0.01, errors
 
 
-@pytest.mark.parametrize("case", [*EXACT, "FedIT"])
+@pytest.mark.parametrize("case", [*EXACT, "FedIT", "FLoRA"])
 def test_adapters_of_three_owners_learn(case: str) -> None:
-    rule, frozen = EXACT.get(case, ("fedavg", False))
-    made = federation(rule, frozen=frozen, optimizer=Optimizer(lr=0.02), task="SEQ_CLS")
+    rule, frozen = EXACT.get(case, ("fedavg" if case == "FedIT" else "flora", False))
+    options: dict[str, Any] = {"scaling": SCALE} if rule == "flora" else {}
+    made = federation(rule, frozen=frozen, **options, optimizer=Optimizer(lr=0.02), task="SEQ_CLS")
     losses = [made.run_round().loss for _ in range(8)]
     assert losses[-1] < 0.9 * losses[0], losses
 
@@ -288,3 +292,98 @@ def test_adapters_that_clients_keep_stay_with_them() -> None:
     assert [adapted.roles[name] for name in names] == [Role.LOCAL, Role.LOCAL, Role.TOLD, Role.TRAINED]
     with pytest.raises(UsageError, match="is local and its B is not"):
         make_strategy("fedsvd").adapt(layout.with_roles(Role.LOCAL, names[2:3]))
+
+
+# ---------------------------------------------------------------- FLoRA
+
+
+def folded_round(made: LocalFederation) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One round. Return the mean of the clients' BA and the layers' change over the scale, by layer."""
+    before = made.weights
+    mean, left = exact_round(made)
+    assert all(not product.any() for product in left.values()), "new adapters begin at 0"
+    after = made.weights
+    return mean, {n: (after[n].astype(np.float64) - before[n]) / SCALE for n in mean}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_flora_folds_the_mean_of_the_clients_products_into_the_layers(kind: str) -> None:
+    made = federation("flora", frozen=False, kind=kind, scaling=SCALE)
+    for _ in range(3):
+        before = made.weights
+        assert off(*folded_round(made)) < 1e-5
+        for pair in adapters_of("test", made.trainer.layout):
+            assert not np.array_equal(made.weights[pair.a], before[pair.a])
+
+
+def test_flora_sums_factors_of_smaller_rank_exactly() -> None:
+    """Padded with zeros, a client's factors stay of its rank through AdamW."""
+    made = federation("flora", frozen=False, scaling=SCALE)
+    sent = made.strategy.configure(made.state)
+    pairs = adapters_of("test", made.trainer.layout)
+    padded = {p.a: np.where(np.arange(RANK)[:, None] < 2, sent.weights[p.a], 0.0) for p in pairs}
+    narrow = replace(sent, weights={**sent.weights, **{n: a.astype(np.float32) for n, a in padded.items()}})
+    found = made.trainer.train(made.clients["a"], narrow, made.client_states["a"])
+    for pair in pairs:
+        delta = found.update.delta
+        assert delta[pair.a][:2].any()
+        assert delta[pair.b][:, :2].any()
+        assert not delta[pair.a][2:].any()
+        assert not delta[pair.b][:, 2:].any()
+
+
+def test_what_a_layer_cannot_be_folded_into_is_refused() -> None:
+    shapes = {**FC, "fc.base_layer.weight": (3, 4)}
+    a, b, base = shapes
+
+    def adapted(
+        trained: tuple[str, ...] = (a, b), dtype: str = "float32", **given: tuple[int, ...]
+    ) -> Layout:
+        made = {**shapes, **({base: given["base"]} if given else {})}
+        arrays = {n: np.zeros(s, dtype if n == base else "float32") for n, s in made.items()}
+        return make_strategy("flora").adapt(Layout.of(arrays, trained))
+
+    assert adapted().roles[base] is Role.TOLD
+    for why, found in {
+        r"is float32 \(4, 3\)": lambda: adapted(base=(4, 3)),
+        "is float16": lambda: adapted(dtype="float16"),
+        "is frozen; take fedavg or fedsvd": lambda: adapted((b,)),
+        "is trained beside its adapter": lambda: adapted((a, b, base)),
+    }.items():
+        with pytest.raises(UsageError, match=why):
+            found()  # type: ignore[no-untyped-call]
+
+
+def test_the_scale_of_flora_is_that_of_the_module() -> None:
+    def made(**options: Any) -> nn.Module:
+        settings = {"r": 4, "lora_alpha": 8, "target_modules": ["query"], **options}
+        return get_peft_model(bert(), LoraConfig(**settings))
+
+    conv = nn.Sequential(Conv1D(4, 6))  # type: ignore[no-untyped-call]
+    transposed = get_peft_model(conv, LoraConfig(target_modules=["0"], fan_in_fan_out=True))
+    check_scaling(made(), 2.0)
+    check_scaling(made(use_rslora=True), 4.0)
+    for module, why in (
+        (made(), r"'.*query' scales its adapter by 2"),
+        (made(use_dora=True, lora_alpha=4), "DoRA"),
+        (transposed, "fan_in_fan_out"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            check_scaling(module, 1.0)
+
+
+def test_a_wrong_scale_is_refused_at_submit() -> None:
+    example = {name: torch.from_numpy(array) for name, array in data(ROWS, 0).items()}
+
+    def job(scaling: float) -> Job:
+        return Job(
+            Adapted("bert", frozen=False),
+            example,
+            Registered("reviews", {"ids": "ids", "labels": "labels"}),
+            TrainingSpec(steps=1, n_micro=1),
+            federated=Federated("flora", {"scaling": scaling}),
+        )
+
+    assert federated_spec(job(SCALE)) is not None
+    with pytest.raises(UsageError, match=r"scales its adapter by 2, the job's option by 1;"):
+        federated_spec(job(1.0))

@@ -60,7 +60,7 @@ def test_noise_has_the_stated_deviation_and_is_drawn_by_the_secret_alone() -> No
 
 PLAIN = {
     "coordinate_median", "fedadagrad", "fedadam", "fedavg", "fedavgm", "fednova", "fedprox", "fedsvd",
-    "fedyogi", "krum", "opwa", "trimmed_mean", "vhl",
+    "fedyogi", "flora", "krum", "opwa", "trimmed_mean", "vhl",
 }  # fmt: skip
 
 

@@ -301,7 +301,7 @@ def test_a_client_refuses_what_the_server_should_not_send() -> None:
 
 
 PLAIN = {
-    "fedavg", "fedavgm", "fedadam", "fedyogi", "fedadagrad",
+    "fedavg", "fedavgm", "fedadam", "fedyogi", "fedadagrad", "flora",
     "coordinate_median", "trimmed_mean", "krum", "opwa",
 }  # fmt: skip
 

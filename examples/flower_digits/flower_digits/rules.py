@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PREFIX = "atoll."
 CHANGE_LOSS = ("vhl", "fedimpro", "moon")
-OF_ADAPTERS = ("fedsvd",)
+OF_ADAPTERS = ("fedsvd", "flora")
 
 
 class Adapted(nn.Module):

@@ -112,6 +112,17 @@ def test_an_adapter_is_fetched_and_written_without_its_base(
         assert torch.equal(loaded(IDS).logits, source(IDS).logits)
 
 
+def test_an_adapter_that_changes_nothing_is_refused(script: Script, client: Client, tmp_path: Path) -> None:
+    source = adapted(1)
+    for name, parameter in source.named_parameters():
+        if "lora_B" in name:
+            nn.init.zeros_(parameter)
+    trained(script, source)
+    with pytest.raises(UsageError, match=r"every B is 0.*--format hf"):
+        client.export_folder("j-1", tmp_path / "adapter", adapted(2), Format.PEFT)
+    assert client.export_folder("j-1", tmp_path / "merged", adapted(2), Format.HF).path.is_dir()
+
+
 def test_a_folder_of_an_adapted_model_is_the_model_with_the_adapter_merged(
     script: Script, client: Client, tmp_path: Path
 ) -> None:
