@@ -17,7 +17,7 @@ from tests.worker.federated.test_trainer import Small, arrays, model_of, spec
 from worker.federated.local_model import LocalModel
 
 HEAD = ("head.weight", "head.bias")
-ANY = sorted(STRATEGIES.keys() - WRAPPERS.keys() - {"ditto", "fedbn"})
+ANY = sorted(STRATEGIES.keys() - WRAPPERS.keys() - {"ditto", "fedbn", "fedsvd", "flora"})
 
 
 @pytest.fixture(scope="module")
