@@ -58,7 +58,7 @@ def ring_cuts(
 
 def _anchors(problem: Problem, positions: Positions) -> list[tuple[Interval, ...]]:
     """Intervals around the uses of what is shared: of all such parameters, and of the largest alone; around
-    what is pinned as well, between narrow places and between any."""
+    what is pinned as well, between narrow places, between any, and between the narrowest."""
     live = problem.traffic.live_bytes
     inner = live[positions[1:-1]]
     if not len(inner):
@@ -70,7 +70,13 @@ def _anchors(problem: Problem, positions: Positions) -> list[tuple[Interval, ...
         pins = tuple(map(int, problem.pins))
         every = [pins, *((*pins, *ops) for ops in every)]
         anywhere = list(map(int, problem.positions))
-        pinned = (_around(sorted({*ops}), among) for ops in every for among in (narrow, anywhere))
+        # Far narrower than the rest, as around a layer of split fine-tuning: worth a longer way to it.
+        thin = [
+            p for p in narrow if p in (0, problem.n_ops) or live[p] <= np.median(inner) * TUNED.thin_place
+        ]
+        places = (narrow, anywhere, thin)
+        least = [_around(sorted({*ops}), among) for ops in every for among in places]
+        pinned = (*least, *(_to_ends(problem, anchors) for anchors in least))
         return [anchors for anchors in dict.fromkeys(pinned) if anchors != ((0, problem.n_ops),)]
     found = (_to_ends(problem, _around(sorted(ops), narrow)) for ops in every)
     return [anchors for anchors in dict.fromkeys(found) if len(anchors) > 1]
