@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from benchmarks.real_workers import LoopbackFleet
 from coordinator.cli.main import app
 from hostos.command_line import run
+from protos import atoll_control_pb2 as pb
 
 STEPS = 24
 JOB = """
@@ -84,3 +85,23 @@ def test_the_best_checkpoint_is_what_a_job_of_its_steps_ends_with(
     assert [name for name in best if not torch.equal(best[name], alone[name])] == []
     at = exported(job, "--step", str(update.best_checkpoint))
     assert all(torch.equal(at[name], best[name]) for name in best)
+
+
+def test_a_job_that_gets_no_better_ends_early_and_its_workers_train_the_next(
+    fleet: LoopbackFleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "best.py").write_text(JOB)
+    here = ["--state-dir", str(fleet.state), "--json"]
+
+    def trained(steps: int, *options: str) -> pb.JobUpdate:
+        command = ["submit", str(tmp_path / "best.py"), "--steps", str(steps), "--partitioner", "even"]
+        assert run(app, [*command, *options, *here]) == 0
+        return fleet.client.wait(json.loads(capsys.readouterr().out)["job"])
+
+    update = trained(2000, "--patience", "2")
+    assert update.state == "finished", update.reason
+    assert update.best_step < update.step < 2000
+    assert "evaluations without a held-out loss below" in update.reason
+    assert 0 < update.best_checkpoint <= update.checkpoint_step <= update.step
+    again = trained(4)
+    assert (again.state, again.step) == ("finished", 4)
