@@ -81,8 +81,8 @@ def split_finetune(
 
     ``layer`` is a name as in ``named_modules`` ("bert.encoder.layer.11"); ``feed_forward`` names the parts of
     a layer that is none of ``SHAPES``. ``rank``: 1 to min(d, f). UsageError: no such layer or parts, linears
-    that do not fit each other, weights without numbers. The last layer costs least; with ``residual`` and
-    full rank the module computes what it did.
+    that do not fit each other, weights without numbers. With ``residual`` and full rank the module computes
+    what it did.
     """
     inner = submodule(module, layer, "split_finetune")
     parts = feed_forward(inner) if feed_forward else _known(inner, layer)
