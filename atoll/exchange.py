@@ -138,7 +138,7 @@ class Exchange:
     @property
     def early(self) -> bool:
         """Whether rounds may begin before all peers have taken all steps of a period."""
-        return self.local and self.quorum < 1.0
+        return self.rule in QUORUM_RULES and self.quorum < 1.0
 
     @property
     def local(self) -> bool:
@@ -270,11 +270,6 @@ def check_exchange(exchange: Exchange) -> None:
         raise PlanError(
             f"exchange with quorum {exchange.quorum}, grace {exchange.grace_s} s and deadline "
             f"{exchange.deadline_s} s; a share in (0, 1] and at least 0"
-        )
-    if exchange.early and exchange.rule not in QUORUM_RULES:
-        raise PlanError(
-            f"a quorum with {exchange.rule}; rounds begin before all steps are done with "
-            f"{' and '.join(sorted(QUORUM_RULES))} alone"
         )
     if exchange.bucket_bytes < 1 or not all(isfinite(rate) and rate > 0.0 for rate in exchange.rates):
         raise PlanError(

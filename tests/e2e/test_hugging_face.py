@@ -112,6 +112,7 @@ def ran(script: Path, *arguments: Path, state: Path | None = None) -> tuple[floa
     return float(loss), [float(one) for one in losses.strip("[]").split(",")]
 
 
+@pytest.mark.slow
 def test_a_trainer_script_runs_on_two_workers_by_one_changed_line(tmp_path: Path) -> None:
     torch.manual_seed(0)
     BertForMaskedLM(small()).save_pretrained(tmp_path / "start")
@@ -212,6 +213,7 @@ def small_model(folder: Path, words: list[str]) -> None:
     BertForSequenceClassification(small(len(names))).save_pretrained(folder)
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_tutorial_fine_tune_a_small_model(
     fleet: LoopbackFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
