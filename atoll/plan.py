@@ -307,14 +307,16 @@ class Plan:
     @property
     def piped(self) -> bool:
         """Whether of some peers with steps of their own each step is committed."""
-        return self.local and any(map(self.in_pipe, range(len(self.places))))
+        return any(map(self._stepwise, self.replicas))
 
     def in_pipe(self, rank: int) -> bool:
         """Whether each step of a rank's peer within a period is committed: of peers of several stages, which
         wait for each other, and where a round may begin before a peer has taken all of its steps."""
-        if not self.local or self.exchange is None:
-            return False
-        return self.exchange.early or len(self.replicas[self.places[rank].replica].stages) > 1
+        return self.local and self._stepwise(self.replicas[self.places[rank].replica])
+
+    def _stepwise(self, replica: Replica) -> bool:
+        exchange = self.exchange
+        return exchange is not None and exchange.local and (exchange.early or len(replica.stages) > 1)
 
     @property
     def storers(self) -> tuple[str, ...]:

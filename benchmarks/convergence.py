@@ -219,7 +219,7 @@ def train(experiment: Experiment, variant: Variant, every: int) -> dict[str, Any
     took_s = time.perf_counter() - begun_s
     return {
         "curve": curve,
-        "exported": exported_loss(job.module, pipeline, large),
+        "exported": exported_loss(job.module, pipeline.snapshot(), large),
         "plain": pipeline.evaluate(large),
         "coded": pipeline.evaluate(large, coded=True),
         "slow_bytes_per_step": sum(sent[pair] for pair in experiment.slow),
@@ -246,10 +246,10 @@ def sent_bytes(
 
 @torch.no_grad()
 def exported_loss(
-    module: nn.Module, pipeline: LocalPipeline, batches: Iterable[Mapping[str, Tensor]]
+    module: nn.Module, state: Mapping[str, Mapping[str, Tensor]], batches: Iterable[Mapping[str, Tensor]]
 ) -> float:
     """Held-out loss of the plain module with the trained weights: no pipeline, no codec."""
-    weights = {name: kept["value"] for name, kept in pipeline.snapshot().items() if "value" in kept}
+    weights = {name: kept["value"] for name, kept in state.items() if "value" in kept}
     own = module.state_dict()
     own.update({name: tensor for name, tensor in weights.items() if name in own})
     module.load_state_dict(own)

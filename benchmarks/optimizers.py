@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-from atoll.data import sample_indices, take
 from atoll.errors import UsageError
 from atoll.job import Job, Optimizer, OptimizerName
 from atoll.program import stage_programs
+from benchmarks.convergence import batch_of, exported_loss
 from benchmarks.harness import execute, machine, parser
 from benchmarks.oracle import (
     Case,
@@ -89,28 +89,15 @@ class HeldOut:
     """Micro-batches of the job's held-out data, and the plain module's loss on them."""
 
     def __init__(self, job: Job) -> None:
-        examples = job.example_inputs
-        source = job.data.materialise(next(iter(examples.values())).shape[0])[1]
+        source = job.data.materialise(next(iter(job.example_inputs.values())).shape[0])[1]
         if source is None:
             raise UsageError("the job's data holds nothing out; give it a held-out share")
         self._module = job.module
-        self._batches = []
-        for micro in range(HELD_OUT):
-            chosen = sample_indices(source.spec, HELD_OUT, 0, micro)
-            arrays = {f.input: take(source.arrays[f.blob], f, chosen) for f in source.spec.fields}
-            made = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
-            self._batches.append({name: tensor.to(examples[name].dtype) for name, tensor in made.items()})
+        self._batches = [batch_of(source, job, HELD_OUT, 0, micro) for micro in range(HELD_OUT)]
 
-    @torch.no_grad()
     def loss(self, state: dict[str, dict[str, torch.Tensor]]) -> float:
         """Mean loss of the module with these tensors."""
-        self._module.load_state_dict({name: kept["value"] for name, kept in state.items()}, strict=False)
-        self._module.train(False)
-        found = []
-        for batch in self._batches:
-            out = self._module(**batch)
-            found.append(float(getattr(out, "loss", out)))
-        return statistics.fmean(found)
+        return exported_loss(self._module, state, self._batches)
 
 
 def train(case: Case, held_out: HeldOut, every: int) -> dict[str, Any]:

@@ -325,7 +325,7 @@ class StepCommit:
     keep: bool = False  # a snapshot on the workers' own disks, for the others of the plan
     own: bool = False  # of one peer, within its period: the round that ends that is to come
     # With ``own``: the peer takes no further step of the period. Samples of each peer in the round that
-    # begins now, over the most of any, by the peers' numbers; 0 of those that are lost.
+    # begins now, over the most of any, by the peers' numbers; 0 where a peer is lost.
     shares: Annotated[tuple[Share, ...], Most(MAX_STAGES)] = ()
 
 

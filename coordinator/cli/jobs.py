@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import localtime, strftime
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.live import Live
@@ -24,7 +24,7 @@ from coordinator.cli.options import Common, PlanOptions, Trace, telling
 from coordinator.cli.pool import need_workers
 from coordinator.cli.render import memory_view, plan_view, watch_line, watch_view, worker_names
 from coordinator.cli.render_ways import ways_values, ways_view
-from coordinator.client.client import BEST, Client, check_ended
+from coordinator.client.client import BEST, Client, KeptStep, check_ended
 from hostos.command_line import byte_progress, out, print_json, with_groups
 from protos.convert import to_proto
 
@@ -375,7 +375,7 @@ def export(
         out.print(f"{found.path}: {found.tensors} tensors, {size}, after step {found.step}", soft_wrap=True)
 
 
-def _kept_step(given: str) -> int | Literal["best"] | None:
+def _kept_step(given: str) -> KeptStep:
     """Return what --step asks for, None without; UsageError for what is no step."""
     if given in ("", BEST):
         return BEST if given else None

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 FINISHED = "finished"
 BEST: Literal["best"] = "best"
+KeptStep = int | Literal["best"] | None
+"""A checkpoint that is kept: its step, the best held-out loss's, or the newest."""
 ENDED = frozenset({FINISHED, "failed", "cancelled"})
 T = TypeVar("T")
 
@@ -267,7 +269,7 @@ class Client:
         reply: pb.SubmitReply = self._patiently(lambda: self._owner.Restore(request, **self._short(60.0)))
         return reply
 
-    def result(self, job: str, step: int | Literal["best"] | None = None) -> pb.ResultReply:
+    def result(self, job: str, step: KeptStep = None) -> pb.ResultReply:
         """Names and hashes of the job's newest weights, or of its kept checkpoint of ``step``; best: of the
         one nearest to the best held-out loss. UsageError where there is none."""
         request = (
@@ -282,7 +284,7 @@ class Client:
         job: str,
         progress: Progress = silent,
         wanted: Collection[str] | None = None,
-        step: int | Literal["best"] | None = None,
+        step: KeptStep = None,
     ) -> Weights:
         """The job's newest weights by the module's own names, tied ones too. ``wanted``: only those, where
         the job has them; ``step`` as of ``result``."""
@@ -303,7 +305,7 @@ class Client:
         job: str,
         path: Path,
         progress: Progress = silent,
-        step: int | Literal["best"] | None = None,
+        step: KeptStep = None,
     ) -> Exported:
         """Write the newest weights to ``path`` under the module's own names, tied ones too; ``step`` as of
         ``result``."""
@@ -320,7 +322,7 @@ class Client:
         module: nn.Module,
         form: Format,
         progress: Progress = silent,
-        step: int | Literal["best"] | None = None,
+        step: KeptStep = None,
     ) -> Exported:
         """Write a folder that transformers or peft reads, by the ``module`` that was trained: it takes the
         newest weights, or those of ``step`` as of ``result``. Of an adapter only what was trained is

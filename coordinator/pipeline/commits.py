@@ -168,13 +168,13 @@ def own_ready(state: JobState, event: FromRank[StepReady], now_s: float) -> tupl
 
 def _with_quorum(state: JobState, exchange: Exchange, now_s: float) -> JobState:
     """Know since when as many peers as a round waits for have their last step."""
+    if state.run.quorum_s is not None:
+        return state
     plan, own = state.adopted, state.run.own
     peers = plan.present_replicas
     last = sum(_reported(state, peer) and own[peer].step == state.due for peer in peers)
     enough = last >= min(len(peers), exchange.awaited(len(plan.replicas)))
-    if not enough or state.run.quorum_s is not None:
-        return state
-    return replace(state, run=replace(state.run, quorum_s=now_s))
+    return replace(state, run=replace(state.run, quorum_s=now_s)) if enough else state
 
 
 def _reported(state: JobState, peer: int) -> bool:

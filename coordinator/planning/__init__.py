@@ -26,9 +26,7 @@ class Tunables:
         3.0,
     )  # of the min-max: a smaller sum for a larger maximum
     sets_each: int = 8  # of devices, of every size, whose best order is cut
-    thin_place: float = (
-        0.25  # of the median bytes at a boundary: around pinned ops, reach for what is narrower
-    )
+    thin_place: float = 0.25  # of the median bytes at a boundary: pinned ops reach for what is narrower
     ring_rest: float = 0.01  # of the compute: less than that at an end goes to the piece there
     spares: int = 4  # unused devices tried in place of a used one
     cut_tolerance: float = 1e-3  # of threshold cuts

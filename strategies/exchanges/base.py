@@ -186,6 +186,11 @@ class ExchangeRule(ABC):
         return self.init(flat, torch.zeros(flat.size))
 
 
+def own_kept(row: Tensor | None, flat: Flat) -> list[Kept]:
+    """Return what a rank alone keeps, a row [n] or nothing, by tensor."""
+    return [{} for _ in flat.shapes] if row is None else [{OWN: part} for part in flat.tensors(row)]
+
+
 def own_row(kept: Sequence[Kept], flat: Flat, key: str = OWN) -> Tensor | None:
     """Row [n] of what a rank alone keeps under a key in the tensors' shapes, zero where it keeps nothing;
     None where it does of no tensor."""

@@ -17,7 +17,6 @@ from compressors import CODECS, make_compressor
 from compressors.sparse import Scattered
 from compressors.vector import UNCOMPRESSED, dense
 from strategies.exchanges.base import (
-    OWN,
     Contribution,
     Exchanged,
     ExchangeRule,
@@ -28,6 +27,7 @@ from strategies.exchanges.base import (
     average,
     finite_or,
     left_over,
+    own_kept,
     own_row,
     weighted,
 )
@@ -78,7 +78,7 @@ class Mean(ExchangeRule):
         return finite_or(contribution.vector.dense() / contribution.carry, state)
 
     def stored(self, state: State, flat: Flat) -> list[Kept]:
-        return [{} for _ in flat.shapes] if state is None else [{OWN: part} for part in flat.tensors(state)]
+        return own_kept(state, flat)
 
     def resumed(self, kept: Sequence[Kept], flat: Flat) -> State:
         return own_row(kept, flat)

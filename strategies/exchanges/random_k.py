@@ -21,7 +21,6 @@ from compressors.selection import all_finite
 from compressors.sparse_sizes import random_k_most, random_k_of
 from compressors.vector import dense
 from strategies.exchanges.base import (
-    OWN,
     Contribution,
     Exchanged,
     ExchangeRule,
@@ -33,6 +32,7 @@ from strategies.exchanges.base import (
     average,
     finite_or,
     left_over,
+    own_kept,
     own_row,
     weighted,
 )
@@ -83,7 +83,7 @@ class RandomK(ExchangeRule):
         return ((Row(random_k_most(kept, flat.size)),),)
 
     def stored(self, state: State, flat: Flat) -> list[Kept]:
-        return [{} for _ in flat.shapes] if state is None else [{OWN: part} for part in flat.tensors(state)]
+        return own_kept(state, flat)
 
     def resumed(self, kept: Sequence[Kept], flat: Flat) -> State:
         return own_row(kept, flat)

@@ -119,7 +119,7 @@ class StageOptimizer:
         return [name for name in names if (name in self.state) is there]
 
     def _begin(self, names: Iterable[str]) -> None:
-        """Make the states of those that have none yet, all zeros."""
+        """Make the states that there are not yet, all zeros."""
         for name in self._with_state(names, False):
             parameter = self._parameters[name]
             self.state[name] = {

@@ -25,7 +25,6 @@ from compressors.selection import all_finite
 from compressors.sparse_sizes import vector_kept
 from compressors.vector import Vector, dense, strongest, total
 from strategies.exchanges.base import (
-    OWN,
     Contribution,
     Exchanged,
     ExchangeRule,
@@ -37,6 +36,7 @@ from strategies.exchanges.base import (
     State,
     average,
     finite_or,
+    own_kept,
     own_row,
     picked,
     unpicked,
@@ -86,7 +86,7 @@ class GTopK(ExchangeRule):
         return ((Row(flat.size, (kept, kept)),),)
 
     def stored(self, state: State, flat: Flat) -> list[Kept]:
-        return [{} for _ in flat.shapes] if state is None else [{OWN: part} for part in flat.tensors(state)]
+        return own_kept(state, flat)
 
     def resumed(self, kept: Sequence[Kept], flat: Flat) -> State:
         return own_row(kept, flat)
