@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -200,6 +200,9 @@ class Registered:
     ``pin`` is for a job that is cut into stages: the worker that has the data computes all that reads them,
     the others what is between. "owner": the only worker that has registered such a set; else its name.
     ``seed``: of the order of its samples then; None: as stored.
+
+    ``stand_in(owner, owners)`` returns arrays by field in the place of an owner's data; ``owner`` counts from
+    0. `atoll dev` registers them for its workers, and nothing else calls it.
     """
 
     name: str
@@ -207,6 +210,7 @@ class Registered:
     held_out: DataSource | Mapping[str, object] | None = None
     pin: str = ""
     seed: int | None = 0
+    stand_in: Callable[[int, int], Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         inputs: Any = self.inputs

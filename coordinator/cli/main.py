@@ -29,6 +29,7 @@ from coordinator.cli import (
     submit,
 )
 from coordinator.cli import jobs as cli_jobs
+from coordinator.cli.first import dev, new
 from coordinator.cli.options import EXIT_CODES, Trace, UseProxy
 from hostos.command_line import AsJson, enter, err, out, print_json
 from protos import PROTOCOL_VERSION
@@ -77,6 +78,8 @@ def common(use_proxy: UseProxy = False) -> None:
     """Train one PyTorch model across islands of machines."""
 
 
+new.register(app)
+dev.register(app)
 admin.register(app)
 owners.register(app)
 authority.register(app)

@@ -140,7 +140,7 @@ def _ended(one: socket.socket) -> bool:
 
 
 def joins(served: Limited, stack: ExitStack, name: str) -> None:
-    """Return when a worker of this ``name`` is a member; where it meets a full port it tries again, as ours do."""
+    """Return when a worker of this ``name`` is a member; at a full port it tries again, as ours do."""
     worker = served.worker(name)
     stack.callback(worker.stop)
     worker.ended.set()
@@ -164,7 +164,7 @@ def flooded(folder: Path, limit: int, most: int, least: int) -> None:
         with Flood(served.entry_port, most) as one, Flood(served.work_port, most) as other:
             eventually(lambda: min(one.made, other.made) >= least or served.process.poll() is not None)
             served.lives()
-        joins(served, stack, "second")  # the ports may still be full: what the flood closed is cleared in a while
+        joins(served, stack, "second")  # the ports may still be full for a while
         assert served.members() == {"first", "second"}
         served.lives()
         assert not first.ended.is_set(), first.error

@@ -1,0 +1,171 @@
+"""`atoll dev`: coordinator, workers and a job on this machine, for the length of one command."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atoll.errors import StorageError, UsageError
+from atoll.federated import Registered
+from coordinator.cli.jobs import JobFile, follow
+from coordinator.cli.options import PlanOptions, telling
+from hostos.command_line import AsJson, err, out, with_groups
+from hostos.units import parse_size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from atoll.job import Job
+    from coordinator.cli.local_fleet import LocalFleet
+    from coordinator.cli.processes import Processes
+
+# Nothing leaves the machine that is not its user's: no floor need hold.
+FLOORS = ("--min-batch", "1", "--min-samples", "1", "--min-steps", "1", "--min-clients", "1")
+EVERYTHING = ("--accept", "any", "--allow-statistics", "1000000000")
+
+
+def register(app: typer.Typer) -> None:
+    """Add `atoll dev`."""
+    app.command(epilog="Example: atoll dev my-job/job.py --workers 2 --output model.safetensors")(dev)
+
+
+@with_groups
+def dev(
+    jobfile: JobFile,
+    workers: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Worker processes.")] = 2,
+    memory: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory that plans count on for a worker's stage, such as 10MiB, to see a model cut that "
+            "fits none; default: what is free.",
+        ),
+    ] = "",
+    device: Annotated[str, typer.Option(metavar="D", help="Of each worker: cpu, auto or cuda.")] = "cpu",
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Export the weights to this file at the end."),
+    ] = None,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep logs and state in this folder; default: none.")
+    ] = None,
+    stay: Annotated[
+        bool, typer.Option("--stay", help="Stay after the job's end, for other commands, until Ctrl+C.")
+    ] = False,
+    *,
+    options: PlanOptions,
+    json: AsJson = False,
+) -> None:
+    """Train a job with a coordinator and workers of this machine's own; all of it ends with this command.
+
+    The same job file trains on a fleet with `atoll submit`. A federated job needs data for its workers: give
+    `Registered(stand_in=...)` in the job file.
+    """
+    from coordinator.cli.processes import ended_by_signals
+
+    job = options.load(jobfile)
+    _check(job, workers)
+    join = ["--threads", str(max(1, (os.cpu_count() or 1) // workers)), "--device", device]
+    join += ["--stage-memory", str(parse_size(memory))] if memory else []
+    join += FLOORS if job.federated is not None else ()
+    with ExitStack() as stack:
+        stack.enter_context(ended_by_signals())
+        folder = (
+            _folder(keep)
+            if keep
+            else Path(stack.enter_context(tempfile.TemporaryDirectory("", "atoll-dev-")))
+        )
+        fleet = stack.enter_context(_fleet(stack, job, workers, join, folder))
+        try:
+            _train(fleet, job, jobfile, options, json)
+            if output is not None:
+                found = fleet.client.export(fleet.client.status().jobs[-1].job, output)
+                err.print(f"{found.path}: {found.tensors} tensors, after step {found.step}", soft_wrap=True)
+            if stay:
+                err.print("the job has ended; Ctrl+C ends coordinator and workers", soft_wrap=True)
+                threading.Event().wait()
+        except KeyboardInterrupt:
+            err.print("ending coordinator and workers; nothing is left running", soft_wrap=True)
+            raise
+
+
+def _check(job: Job, workers: int) -> None:
+    """UsageError for a federated job that cannot be tried here."""
+    if job.federated is None:
+        return
+    if not isinstance(job.data, Registered) or job.data.stand_in is None:
+        raise UsageError(
+            f"{job.name} is federated, its data are elsewhere; give Registered(..., stand_in=...) data for "
+            "each worker here, or `atoll simulate` it with data of this machine"
+        )
+    if workers < (least := max(job.federated.min_clients, job.federated.clients)):
+        raise UsageError(f"{job.name} needs {least} clients a round; give --workers {least}")
+
+
+def _folder(keep: Path) -> Path:
+    try:
+        keep.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot write {keep}: {error.strerror}; give another --keep") from None
+    return keep.resolve()
+
+
+def _fleet(stack: ExitStack, job: Job, workers: int, join: Sequence[str], folder: Path) -> LocalFleet:
+    from coordinator.cli.first.ending import EndedTogether
+    from coordinator.cli.local_fleet import LocalFleet
+
+    together = stack.enter_context(EndedTogether())
+
+    def before(processes: Processes, states: Sequence[Path]) -> None:
+        if isinstance(job.data, Registered) and job.data.stand_in is not None:
+            _register(job.data, processes, states)
+
+    return LocalFleet(
+        workers, join, keep=folder, before=before, start=together.start, in_order=False, awaited=False
+    )
+
+
+def _register(data: Registered, processes: Processes, states: Sequence[Path]) -> None:
+    """Have each worker hold what stands in for an owner's data."""
+    import torch
+    from safetensors.torch import save_file
+
+    assert data.stand_in is not None  # noqa: S101 - the caller looked
+    for owner, state in enumerate(states):
+        arrays = data.stand_in(owner, len(states))
+        path = processes.folder / f"{data.name}-{owner}.safetensors"
+        save_file({name: torch.as_tensor(value).contiguous() for name, value in arrays.items()}, path)
+        add = ["-m", "worker.cli", "data", "add", data.name, str(path), *EVERYTHING]
+        processes.run("data-add", "", [*add, "--replace", "--state-dir", str(state)])
+
+
+def _train(fleet: LocalFleet, job: Job, jobfile: Path, options: PlanOptions, json: bool) -> None:
+    """Capture the job while the workers join, submit it, and show it until it ends."""
+    from coordinator.client.job_file import blaming
+    from coordinator.client.prepare import prepare
+
+    if not json:
+        out.print(f"coordinator {fleet.client.endpoint.address}, {len(fleet.names)} workers on this machine")
+        out.print(f"logs and state: {fleet.folder}; in another terminal:", soft_wrap=True)
+        out.print(f"  atoll status --state-dir {fleet.folder / 'coordinator'}", soft_wrap=True)
+    with telling(json) as tell:
+        with blaming(jobfile, options.trace):
+            prepared = prepare(
+                job,
+                partitioner=options.partitioner,
+                schedule=options.schedule,
+                standbys=options.most_standbys,
+                tell=tell,
+            )
+        tell("waiting for the workers")
+        fleet.joined()
+        reply = fleet.client.submit(prepared)
+    if not json:
+        out.print(f"{reply.job} submitted", soft_wrap=True)
+    follow(fleet.client, reply.job, json)
