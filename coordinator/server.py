@@ -72,6 +72,7 @@ from protos.credentials import (
     CurrentIdentity,
     JoinToken,
     fingerprint,
+    join_command,
     secret_hash,
     server_credentials,
 )
@@ -479,8 +480,10 @@ class Server:
         host, port = self.config.host, entry_port
         if self.config.advertise:
             host, port = parse_address(self.config.advertise, entry_port)
-        where = join_address("HOST" if host in ANYWHERE else host, port)
-        return f"atoll-worker join {where} " + ("--insecure" if token is None else f"--token {token}")
+        named = "" if host in ANYWHERE else host
+        if token is None:
+            return f"atoll-worker join {join_address(named or 'HOST', port)} --insecure"
+        return join_command(JoinToken.decode(token), named, port)
 
 
 # ---------------------------------------------------------------- running it

@@ -29,8 +29,18 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from atoll.errors import AccessDenied, StorageError
+from hostos.addresses import join_address
 from hostos.private_files import private_folder, write_private
 from protos.certificate_words import issued_by, own_refusal
+from protos.short_tokens import (
+    HOST,
+    MAX_AUTHORITIES,
+    MAX_SHORT_CHARS,
+    PIN_BYTES,
+    SECRET_BYTES,
+    ShortToken,
+    is_short,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -49,9 +59,7 @@ CLOCK_SKEW = dt.timedelta(days=1)
 """Tolerated lag of a volunteer's clock, in which a fresh certificate would look not yet valid."""
 
 MAX_PEM_BYTES = 16 * 1024
-MAX_AUTHORITIES = 2  # that are trusted at once: the one in force, and the one that takes its place
 MAX_TOKEN_CHARS = 8 * 1024
-SECRET_BYTES = 16
 AUTHORIZATION, BEARER = "authorization", "Bearer "  # metadata of a call with a token
 TOKEN_PREFIX = "atoll1_"  # noqa: S105 - names the format, opens nothing
 _TOKEN_HEAD = struct.Struct("!BHB")  # version, work port, secret length
@@ -375,6 +383,11 @@ class JoinToken:
     def decode(cls, text: str) -> JoinToken:
         """Parse a token as pasted by a person. Raises AccessDenied, saying what is wrong with it."""
         text = "".join(text.split())
+        if is_short(text):
+            raise AccessDenied(
+                "this is a short join token, for `atoll-worker join`; here an owner's token is needed, as in "
+                "the file owner-token of the coordinator's state folder"
+            )
         if not text.startswith(TOKEN_PREFIX):
             raise AccessDenied(f"this is no join token: it must begin with {TOKEN_PREFIX}; copy it whole")
         if len(text) > MAX_TOKEN_CHARS:
@@ -411,6 +424,46 @@ class JoinToken:
         if token.encode() != text:
             raise AccessDenied("join token is not written as it was issued; copy it again")
         return token
+
+
+def pin_of(certificate_pem: bytes) -> bytes:
+    """The part of a certificate's SHA-256 that short tokens name."""
+    return _certificate(certificate_pem).fingerprint(hashes.SHA256())[:PIN_BYTES]
+
+
+def shortened(token: JoinToken, host: str = "", port: int = 0) -> ShortToken:
+    """The short form of ``token``, with the coordinator's address where there is room for it."""
+    pins = tuple(pin_of(ca) for ca in authorities_in(token.ca_pem))
+    made = ShortToken(token.secret, pins, host, port)
+    fits = host and HOST.fullmatch(host) and len(made.encode()) <= MAX_SHORT_CHARS
+    return made if fits else ShortToken(token.secret, pins)
+
+
+def opened(short: ShortToken, ca_pem: bytes) -> JoinToken:
+    """The long form of ``short``, with those authorities of ``ca_pem`` that it names.
+
+    Raises AccessDenied when there is none: then ``ca_pem`` is not of the coordinator that made the token.
+    """
+    named = [ca for ca in authorities_in(ca_pem) if pin_of(ca) in short.pins]
+    if not named:
+        raise AccessDenied(
+            "the authority that was shown is not the token's: another coordinator runs there, or somebody in "
+            "between answers in its place; nothing was sent. Ask for a token of the one that runs there"
+        )
+    return JoinToken(b"".join(named), short.secret, 0)
+
+
+def read_token(text: str) -> JoinToken | ShortToken:
+    """The token of either length. Raises AccessDenied."""
+    return ShortToken.decode(text) if is_short(text) else JoinToken.decode(text)
+
+
+def join_command(token: JoinToken, host: str, port: int) -> str:
+    """The command with which a worker joins, with the short form of ``token``; ``host`` "" where the
+    coordinator does not know how others reach it."""
+    short = shortened(token, host, port)
+    where = "" if short.host else f"{join_address(host or 'HOST', port)} "
+    return f"atoll-worker join {where}--token {short.encode()}"
 
 
 def presented_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:

@@ -24,6 +24,7 @@ from hostos.private_files import state_folder
 from hostos.units import parse_size
 from protos.app_bundle import ConfigValue
 from protos.app_signing import SCHEME, checked_publisher
+from protos.short_tokens import ShortToken, is_short
 from protos.text_limits import plain
 from worker.manners.settings_file import OLDER_FILE, SETTINGS_FILE, read_settings, write_settings
 
@@ -204,6 +205,10 @@ def make_config(given: Mapping[str, Any], environment: Mapping[str, str] = os.en
     options = {name: value for name, value in given.items() if value is not None}
     state_dir = Path(options.get("state_dir") or default_state_dir()).expanduser()
     remembered = _recall(state_dir)
+    if "host" not in options:
+        # A token that is given now names its coordinator; one that stands in the environment only the first.
+        standing = "" if "host" in remembered else environment.get(TOKEN_VARIABLE, "")
+        options |= _address_in(options.get("token") or standing)
     if "host" in options and remembered.get("host") not in (None, options["host"]):
         # Another coordinator: its own answers, this machine's limits; floors were lowered for one.
         remembered = {k: v for k, v in remembered.items() if k not in ("port", "site", *_FLOORS)}
@@ -219,6 +224,13 @@ def make_config(given: Mapping[str, Any], environment: Mapping[str, str] = os.en
         )
     merged.setdefault("token", environment.get(TOKEN_VARIABLE, ""))
     return WorkerConfig(**merged)
+
+
+def _address_in(token: str) -> dict[str, Any]:
+    """The coordinator's address in a token, as fields of the configuration; none in a long one. Raises
+    AccessDenied for a short one that is damaged."""
+    given = ShortToken.decode(token) if is_short(token) else None
+    return {"host": given.host, "port": given.port} if given is not None and given.host else {}
 
 
 def remember(config: WorkerConfig) -> None:

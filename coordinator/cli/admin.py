@@ -21,10 +21,11 @@ from coordinator.cli.options import (
 from coordinator.cli.relay import RelayOptions, metrics_address
 from coordinator.cli.render import status_view
 from coordinator.client.endpoint import Endpoint, default_state_dir, remember
-from hostos.addresses import parse_address
+from hostos.addresses import join_address, parse_address
 from hostos.command_line import AsJson, out, print_json, with_groups
 from hostos.networks import ANYWHERE
 from hostos.units import parse_size
+from protos.credentials import JoinToken, join_command
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -203,6 +204,14 @@ def token_create(
         int, typer.Option(min=0, help="Most workers that may join with it; 0: any number.")
     ] = DEFAULT_USES,
     host: Annotated[str, typer.Option(help="Address in the join command.")] = "",
+    long: Annotated[
+        bool,
+        typer.Option(
+            "--long",
+            help="Print the long form, which holds the authority's certificate: for workers behind a proxy, "
+            "and of older versions.",
+        ),
+    ] = False,
     *,
     common: Common,
 ) -> None:
@@ -210,13 +219,16 @@ def token_create(
     lifetime_s = 0.0 if expires == "never" else parse_duration(expires)
     with common.client() as client:
         reply = client.create_token(name, lifetime_s, uses, host)
-        address = client.endpoint.address
+        at = client.endpoint
+    host, port = parse_address(host, at.port) if host else (at.host, at.port)
+    command = join_command(JoinToken.decode(reply.token), host, port)
+    if long:
+        command = f"atoll-worker join {join_address(host, port)} --token {reply.token}"
     if common.json:
-        print_json({"token": reply.token, **plain(reply.info)})
+        print_json({"token": command.rpartition(" ")[2], "join_command": command, **plain(reply.info)})
         return
     out.print(f"token {reply.info.id}; workers join with:")
-    where = f"{host}:{address.rpartition(':')[2]}" if host else address
-    out.print(f"  atoll-worker join {where} --token {reply.token}", soft_wrap=True)
+    out.print(f"  {command}", soft_wrap=True)
 
 
 @token_app.command("list", epilog="Example: atoll token list --json")

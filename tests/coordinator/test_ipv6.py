@@ -16,6 +16,7 @@ from hostos.addresses import join_address, parse_address
 from hostos.networks import customer, open_listener, unmapped
 from protos.credentials import Authority
 from protos.relay_tickets import GREETING_BYTES, nonce_of
+from protos.short_tokens import ShortToken
 from tests.coordinator.serving import start
 from tests.patience import HUNG_S
 from tests.worker.transport.hosts import Host, enroll, key
@@ -90,8 +91,11 @@ def test_the_join_command_names_an_address_that_a_worker_takes(
     stack: ExitStack, tmp_path: Path, listens: str, advertise: str, named: str
 ) -> None:
     started = start(stack, tmp_path, host=listens, advertise=advertise).started
-    where = started.join_command.split()[2]
+    *_, option, text = started.join_command.split()
+    token = ShortToken.decode(text)
+    where = join_address(token.host, token.port) if token.host else started.join_command.split()[2]
     has_port = named.endswith(":443")
+    assert option == "--token"
     assert where == (named if has_port else f"{named}:{started.entry_port}")
     assert parse_address(where)[1] == (443 if has_port else started.entry_port)
 

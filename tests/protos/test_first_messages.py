@@ -24,7 +24,7 @@ from protos import atoll_control_pb2_grpc as rpc
 from tests.coordinator.serving import Owner, refused, start
 from tests.fixtures.first_messages import recorded
 from tests.patience import HUNG_S
-from worker.control.enroll import greet
+from worker.control.greeting import greet
 
 BEFORE = recorded("622f406")
 EXIT_CODE = 7

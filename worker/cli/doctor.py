@@ -26,12 +26,14 @@ from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos import bounds
 from protos.certificate_words import shown_certificate
-from protos.credentials import Identity, JoinToken, fingerprint
+from protos.credentials import Identity, JoinToken, fingerprint, read_token
 from protos.grpc_errors import to_atoll_error
 from protos.relay_tickets import GREETING_BYTES, nonce_of
+from protos.short_tokens import ShortToken
 from protos.text_limits import clean
 from worker.control.calls import open_channel
-from worker.control.enroll import greet
+from worker.control.greeting import greet
+from worker.control.pinned import opened_token
 from worker.hosting.protections import protections
 from worker.hosting.sandbox import chosen, probe
 from worker.machine.device import Device
@@ -261,7 +263,8 @@ def _trust(config: WorkerConfig, report: Report) -> tuple[JoinToken | None, byte
         report.add("identity", Mark.NOTE, "no TLS (--insecure)", "for experiments on this machine only")
         return None, None, False
     if config.token:
-        token = JoinToken.decode(config.token)
+        given = read_token(config.token)
+        token = opened_token(config, given) if isinstance(given, ShortToken) else given
         return token, token.ca_pem, True
     identity = Identity.load(config.identity_dir)
     if identity is not None:

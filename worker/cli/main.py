@@ -51,7 +51,7 @@ cli_install.register(app)
 
 
 @app.command(
-    epilog="Examples: atoll-worker join 192.0.2.7:7700 --token atoll1_... --memory 4GiB; later just: "
+    epilog="Examples: atoll-worker join 192.0.2.7:7700 --token atoll2_... --memory 4GiB; later just: "
     "atoll-worker join. Ctrl+C leaves at once."
 )
 @with_groups
@@ -81,7 +81,7 @@ def join(
     return _run_daemon(config)
 
 
-@app.command(epilog=f"Example: atoll-worker doctor 192.0.2.7:7700 --token atoll1_...\n\n{DOCTOR_CODES}")
+@app.command(epilog=f"Example: atoll-worker doctor 192.0.2.7:7700 --token atoll2_...\n\n{DOCTOR_CODES}")
 @with_groups
 def doctor(joining: Joining, json: AsJson = False) -> int:
     """Check this machine and its route to the coordinator before joining; changes nothing."""

@@ -25,12 +25,16 @@ class Joining:
 
     coordinator: Annotated[
         str | None,
-        typer.Argument(metavar="HOST:PORT", help="The coordinator; default: the one joined last."),
+        typer.Argument(
+            metavar="HOST:PORT", help="The coordinator; default: the token's, or the one joined last."
+        ),
     ] = None
     token: Annotated[
         str | None,
         typer.Option(
-            metavar="T", help="Join token as `atoll serve` prints it; or ATOLL_TOKEN. First join only."
+            metavar="T",
+            help="Join token as `atoll serve` prints it, which names the coordinator too; or "
+            "ATOLL_TOKEN. First join only.",
         ),
     ] = None
     token_file: TokenFile = None

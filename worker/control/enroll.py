@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
 
-import atoll
-from atoll.errors import AccessDenied, ConnectionFailed, ProtocolMismatch
+from atoll.errors import AccessDenied, ConnectionFailed
 from hostos.addresses import join_address
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
@@ -23,19 +23,22 @@ from protos.credentials import (
     identity_from,
     new_key,
     of_one_coordinator,
+    opened,
+    read_token,
     signing_request,
     verify_certificate,
 )
 from protos.devices import device_metadata, device_name
 from protos.grpc_errors import to_atoll_error
-from protos.text_limits import clean
+from protos.short_tokens import ShortToken
 from worker.config import WorkerConfig
 from worker.control.calls import answer, open_async_channel, open_channel
+from worker.control.greeting import CALL_TIMEOUT_S, greet
+from worker.control.pinned import opened_token
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-CALL_TIMEOUT_S = 5.0
 CLOCK_OFF_S = 3600.0  # an hour: certificates bear a day, and last a third of their time beyond their renewal
 
 log = structlog.get_logger()
@@ -88,18 +91,18 @@ def join(
     ``stopped(seconds)`` waits and returns True when we should give up. Raises AccessDenied (wrong token,
     wrong CA), ProtocolMismatch, ConnectionFailed.
     """
-    identity, token = _credentials(config)
-    ca = None if config.insecure else (identity.ca_pem if identity else _token_ca(token))
     deadline_s = clock() + config.connect_timeout_s
     while True:
-        with open_channel(
-            config.entry_address, ca, None, config.max_message_bytes, use_proxy=config.use_proxy
-        ) as channel:
-            try:
+        try:
+            identity, token = _credentials(config, stopped)
+            ca = None if config.insecure else (identity.ca_pem if identity else _token_ca(token))
+            with open_channel(
+                config.entry_address, ca, None, config.max_message_bytes, use_proxy=config.use_proxy
+            ) as channel:
                 return _enter(config, rpc.EntryStub(channel), identity, token, ca, stopped)
-            except ConnectionFailed:
-                if clock() >= deadline_s:
-                    raise
+        except ConnectionFailed:
+            if clock() >= deadline_s:
+                raise
         if stopped(RETRY_S):
             raise ConnectionFailed(f"gave up waiting for {config.entry_address}")
 
@@ -131,32 +134,6 @@ def _trusting(identity: Identity | None, reply: pb.HelloReply) -> Identity | Non
     return identity.trusting(named) if identity is not None and named else identity
 
 
-def greet(
-    stub: Any,
-    address: str,
-    ca_pem: bytes | None,
-    timeout_s: float = CALL_TIMEOUT_S,
-    stopped: Callable[[float], bool] = lambda _: False,
-) -> tuple[pb.HelloReply, float]:
-    """The coordinator's greeting, and the seconds it took; ``ca_pem``: what it is checked against.
-
-    Raises ProtocolMismatch, AccessDenied, ConnectionFailed.
-    """
-    request = pb.HelloRequest(protocol=PROTOCOL_VERSION, version=atoll.__version__)
-    started_s = time.perf_counter()
-    try:
-        reply: pb.HelloReply = answer(stub.Hello.future(request, timeout=timeout_s), stopped)
-    except grpc.RpcError as error:
-        raise to_atoll_error(error, address, ca_pem) from None
-    took_s = time.perf_counter() - started_s
-    if reply.protocol != PROTOCOL_VERSION:
-        raise ProtocolMismatch(
-            f"{address} speaks protocol {reply.protocol} (atoll {clean(reply.version, 20)}), this worker "
-            f"{PROTOCOL_VERSION} (atoll {atoll.__version__}); update the older of the two"
-        )
-    return reply, took_s
-
-
 def note_clock(offset_s: float) -> None:
     """Log a clock that is off by so much that certificates would soon, or do, look invalid. ``offset_s``: the
     coordinator's clock minus ours."""
@@ -164,17 +141,21 @@ def note_clock(offset_s: float) -> None:
         log.warning("clock.wrong", reason=f"{clock_words(offset_s)}: set the clock, or the coordinator's")
 
 
-def _credentials(config: WorkerConfig) -> tuple[Identity | None, JoinToken | None]:
-    """The stored identity where it fits the token, and the token. Raises AccessDenied without both."""
+def _credentials(
+    config: WorkerConfig, stopped: Callable[[float], bool]
+) -> tuple[Identity | None, JoinToken | None]:
+    """The stored identity where it fits the token, and the token. Raises AccessDenied without both, and as
+    ``opened_token``."""
     if config.insecure:
         return None, None
-    token = JoinToken.decode(config.token) if config.token else None
+    given = read_token(config.token) if config.token else None
     try:
         identity = Identity.load(config.identity_dir)
     except AccessDenied:
-        if token is None:
+        if given is None:
             raise
         identity = None
+    token = _opened(config, given, identity, stopped) if isinstance(given, ShortToken) else given
     if identity is not None and token is not None and not _fits(identity, token):
         identity = None  # a token of another coordinator, or of its next authority: enroll there
     if identity is None and token is None:
@@ -183,6 +164,16 @@ def _credentials(config: WorkerConfig) -> tuple[Identity | None, JoinToken | Non
             f"{config.entry_address} --token TOKEN` (or set ATOLL_TOKEN); `atoll token create` makes one"
         )
     return identity, token
+
+
+def _opened(
+    config: WorkerConfig, given: ShortToken, identity: Identity | None, stopped: Callable[[float], bool]
+) -> JoinToken:
+    """The long form of a short token, by an authority that is trusted already, else by the coordinator's."""
+    if identity is not None:
+        with suppress(AccessDenied):
+            return opened(given, identity.ca_pem)
+    return opened_token(config, given, stopped)
 
 
 def _fits(identity: Identity, token: JoinToken) -> bool:

@@ -21,8 +21,9 @@ from hostos.addresses import parse_address
 from hostos.command_line import run
 from protos import atoll_control_pb2 as pb
 from protos.convert import to_proto
-from protos.credentials import JoinToken
-from tests.coordinator.client.fake_owner import FakeOwnerServer, Script
+from protos.credentials import JoinToken, shortened
+from protos.short_tokens import ShortToken
+from tests.coordinator.client.fake_owner import JOIN_TOKEN, FakeOwnerServer, Script
 from tests.interrupts import interrupted, own_session
 from tests.parameters import sampled
 
@@ -378,9 +379,15 @@ def test_tokens_are_made_for_scripts_and_for_people(
     server: FakeOwnerServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(app, ["token", "create", "--name", "lab", "--expires", "24h", "--json", *server.options]) == 0
-    assert json.loads(capsys.readouterr().out) | {"token": "atoll1_secret", "expires_s": 86400.0}
+    made = json.loads(capsys.readouterr().out)
+    token = ShortToken.decode(made["token"])
+    assert (token.host, token.port, made["expires_s"]) == ("127.0.0.1", server.port, 86400.0)
+    assert made["join_command"] == f"atoll-worker join --token {made['token']}"
     assert run(app, ["token", "create", "--host", "lab.example.org", *server.options]) == 0
-    assert f"atoll-worker join lab.example.org:{server.port} --token atoll1_secret" in _words(capsys)
+    short = shortened(JoinToken.decode(JOIN_TOKEN), "lab.example.org", server.port)
+    assert f"atoll-worker join --token {short.encode()}" in _words(capsys)
+    assert run(app, ["token", "create", "--host", "lab.example.org", "--long", *server.options]) == 0
+    assert f"atoll-worker join lab.example.org:{server.port} --token {JOIN_TOKEN}" in _words(capsys)
     assert run(app, ["token", "revoke", "t-1", *server.options]) == 0
     assert run(app, ["token", "list", *server.options]) == 0
     assert "revoked" in _words(capsys)
@@ -578,7 +585,9 @@ def test_serve_tells_scripts_in_one_line_once_it_listens(tmp_path: Path) -> None
         process.terminate()
         rest = process.stdout.read()
     assert (process.returncode, rest) == (0, "")
-    assert told["join_command"] == f"atoll-worker join {told['address']} --token {told['join_token']}"
+    host, port = parse_address(told["address"])
+    short = shortened(JoinToken.decode(told["join_token"]), host, port)
+    assert told["join_command"] == f"atoll-worker join --token {short.encode()}"
     assert JoinToken.decode(told["join_token"]).work_port == parse_address(told["work_address"])[1]
     assert (told["state_dir"], told["insecure"]) == (str(tmp_path), False)
 

@@ -21,6 +21,7 @@ from protos.credentials import Authority, JoinToken, new_token, server_credentia
 from tests.patience import HUNG_S
 
 Context = Any
+JOIN_TOKEN = JoinToken(Authority._create(None).certificate_pem, bytes(16), 7701).encode()  # that it creates
 
 
 @dataclass
@@ -124,7 +125,7 @@ class _Owner(_Service, rpc.OwnerServicer):
         self.admit("CreateToken", context)
         info = pb.TokenInfo(id="t-1", name=request.name, created_s=1.0, expires_s=request.lifetime_s)
         self.script.tokens[info.id] = info
-        return pb.TokenReply(info=info, token="atoll1_secret")
+        return pb.TokenReply(info=info, token=JOIN_TOKEN)
 
     def ListTokens(self, request: pb.Empty, context: Context) -> pb.TokenList:
         self.admit("ListTokens", context)

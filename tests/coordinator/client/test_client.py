@@ -25,7 +25,7 @@ from hostos.retries import retrying, stop_after_pauses
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos.credentials import Authority, new_token
-from tests.coordinator.client.fake_owner import FakeOwnerServer, Script
+from tests.coordinator.client.fake_owner import JOIN_TOKEN, FakeOwnerServer, Script
 
 
 def _quick() -> Retrying:
@@ -224,7 +224,7 @@ def test_an_impossible_span_is_refused(script: Script, client: Client) -> None:
 
 def test_tokens_are_made_listed_and_revoked(client: Client) -> None:
     reply = client.create_token("lab", lifetime_s=60.0, max_uses=2)
-    assert reply.token == "atoll1_secret"
+    assert reply.token == JOIN_TOKEN
     client.revoke_token(reply.info.id)
     assert [info.revoked for info in client.tokens()] == [True]
     with pytest.raises(UsageError, match="no token t-9"):
