@@ -33,6 +33,7 @@ from atoll.opdag import Autocast, LeafRef, Source, TorchLiteral
 from atoll.ops import weights_may_wait
 from atoll.repeats import Repeats, repeatable
 from atoll.slots import Compiler, segments
+from atoll.standing import standing
 from atoll.value_guards import index_guarded
 
 if TYPE_CHECKING:
@@ -121,6 +122,18 @@ def _noting(call: Call, needed: int, notes: _Notes) -> Call:
     return noting
 
 
+def _noting_standing(call: Call, notes: _Notes) -> Call:
+    def noting(*args: Any) -> Any:
+        result = call(*args)
+        if notes.repeats is not None and isinstance(result, Tensor):
+            memory = result.untyped_storage()._cdata
+            if all(not isinstance(arg, Tensor) or arg.untyped_storage()._cdata != memory for arg in args):
+                notes.repeats.note(call, args, result)
+        return result
+
+    return noting
+
+
 class _Boundary(torch.autograd.Function):
     """A received value's own graph node; its whole gradient lands in ``sink[op]``.
 
@@ -182,6 +195,7 @@ class Executor:
         self._effects = effects(program)
         self.uses: dict[str, list[tuple[int, Tensor]]] = {}
         self.late: set[int] = set()  # ops that leave their weight gradients to be taken
+        self.standing: frozenset[int] = frozenset()  # ops whose results no micro-batch keeps
         self.buffers: dict[str, Tensor] = {}
         self._segments: tuple[Segment, ...] = ()
         self._template: Values = []
@@ -229,7 +243,8 @@ class Executor:
             sites.sort(key=lambda use: -use[0])
         nodes = dict(program.ops)
         constants, steps = self._looked_at(constants, nodes), self._looked_at(steps, nodes)
-        if self._selective:
+        self.standing = self._untrained(trained)
+        if self._selective or self.standing:
             steps = self._noted(steps)
         if self._defer:
             steps = self._apart(steps, nodes)
@@ -397,7 +412,8 @@ class Executor:
                 if r.grad_from is not None:
                     graph.roots.append((r.op, value))
             values[self._op_slots[r.op]] = value
-        with self._remembering(graph):
+        # Who observes has hooks of its own, and autograd applies the innermost pair alone.
+        with self._remembering(graph) if observe is None or self._selective else nullcontext():
             self._run(values, self._segments, grad=self._differentiate, observe=observe)
         if self._differentiate:
             graph.roots.extend((p.op, self._value(p.op)) for p in self.program.produced if p.requires_grad)
@@ -408,7 +424,7 @@ class Executor:
     @contextmanager
     def _remembering(self, graph: _Micro) -> Iterator[None]:
         """The forward's ops keep how cheap results came about, in place of them."""
-        if not self._selective:
+        if not (self._selective or self.standing):
             yield
             return
         graph.repeats = self._notes.repeats = Repeats(self.device)
@@ -428,15 +444,29 @@ class Executor:
             for step in steps
         ]
 
+    def _untrained(self, trained: Collection[str]) -> frozenset[int]:
+        """Positions of ops that read nothing but weights outside ``trained`` and what stays as it is."""
+        if not self._differentiate:
+            return frozenset()
+        written = self._effects.leaves
+
+        def fixed(leaf: LeafRef) -> bool:
+            return leaf.source is not Source.INPUT and leaf.name not in trained and leaf not in written
+
+        return standing(self.program.ops, fixed, self._effects.cached, self._effects.values)
+
     def _noted(self, steps: Iterable[Step]) -> list[Step]:
-        """The steps, those whose results are cheap to compute again noting how they came about."""
-        cheap = repeatable(self.program, self._effects.values)
-        return [
-            replace(step, call=_noting(step.call, cheap[step.position], self._notes))
-            if step.position in cheap
-            else step
-            for step in steps
-        ]
+        """The steps, those whose results are computed again noting how they came about."""
+        cheap = repeatable(self.program, self._effects.values) if self._selective else {}
+
+        def noted(step: Step) -> Step:
+            if step.position in self.standing:
+                return replace(step, call=_noting_standing(step.call, self._notes))
+            if step.position in cheap:
+                return replace(step, call=_noting(step.call, cheap[step.position], self._notes))
+            return step
+
+        return [noted(step) for step in steps]
 
     def _apart(self, steps: Iterable[Step], nodes: Mapping[int, OpNode]) -> list[Step]:
         """The steps, those whose weights can wait leaving them in the backward."""

@@ -9,7 +9,7 @@ arguments are the same, so the bits are.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -69,12 +69,25 @@ class _Kept:
     """In place of a tensor: the result it lies in, and where."""
 
     again: _Again
+    dtype: torch.dtype
     size: Sequence[int]
     stride: Sequence[int]
     offset: int
 
     def tensor(self) -> Tensor:
-        return self.again.memory.result(self.again).as_strided(self.size, self.stride, self.offset)
+        result = self.again.memory.result(self.again)
+        if result.dtype is not self.dtype:
+            result = result.view(self.dtype)
+        return result.as_strided(self.size, self.stride, self.offset)
+
+
+class _Known(NamedTuple):
+    """Memory of a result; bytes of what is row-major can be read as another type."""
+
+    storage: StorageWeakRef
+    again: _Again
+    dtype: torch.dtype
+    row_major: bool
 
 
 class Repeats:
@@ -83,7 +96,7 @@ class Repeats:
     def __init__(self, device: torch.device) -> None:
         self.device_type = device.type
         # The weak reference keeps an address from being used twice, not the memory behind it.
-        self._known: dict[int, tuple[StorageWeakRef, _Again, torch.dtype]] = {}
+        self._known: dict[int, _Known] = {}
         # Not the call itself, which knows these Repeats: no ring that only the garbage collector would break.
         self._newest: tuple[ref[_Again], Tensor] | None = None
 
@@ -94,15 +107,17 @@ class Repeats:
     def note(self, call: Callable[..., Any], args: tuple[Any, ...], result: Tensor) -> None:
         """``call(*args)`` gave ``result``, in memory of its own."""
         storage = StorageWeakRef(result.untyped_storage())  # type: ignore[no-untyped-call]
-        self._known[storage.cdata] = storage, _Again(call, args, self), result.dtype
+        row_major = result.dim() > 0 and result.is_contiguous()
+        self._known[storage.cdata] = _Known(storage, _Again(call, args, self), result.dtype, row_major)
 
     def pack(self, tensor: Tensor) -> Tensor | _Kept:
         """The tensor, or what gives it again."""
         found = self._known.get(tensor.untyped_storage()._cdata)
-        if found is None or found[2] is not tensor.dtype:
+        if found is None or not (found.dtype is tensor.dtype or found.row_major):
             # Cut off: an op's own result would hold its node, and nobody sees that ring.
             return tensor.detach()
-        return _Kept(found[1], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        at = int(tensor.storage_offset())
+        return _Kept(found.again, tensor.dtype, tensor.size(), tensor.stride(), at)
 
     def unpack(self, kept: Tensor | _Kept) -> Tensor:
         """The tensor that was packed."""

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from atoll.data import Rows
 from atoll.job import Job, Optimizer, TrainingSpec
+from strategies.quantised_module import quantise_frozen
 
 if TYPE_CHECKING:
     import transformers
@@ -62,6 +63,11 @@ def lora() -> nn.Module:
 
     wanted = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
     return get_peft_model(_llama(), wanted)
+
+
+def lora_nf4() -> nn.Module:
+    """The same on a base whose layers are in 4 bits; embedding and head, which are tied, are not."""
+    return quantise_frozen(lora(), "nf4")
 
 
 class Classifier(nn.Module):
@@ -198,11 +204,12 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Any, int]] = {
     "vit": (vit, _images, 8),
     "lora": (lora, _text(32_000), MICRO_BATCH),
 }
+BY_NAME = {**MODELS, "lora_nf4": (lora_nf4, _text(32_000), MICRO_BATCH)}  # what needs torchao is asked for
 
 
 def model_job(name: str, seed: int) -> Job:
     """The job of a kind of model: a few steps with AdamW, stored in between and at the end, evaluated."""
-    build, data, batch = MODELS[name]
+    build, data, batch = BY_NAME[name]
     torch.manual_seed(seed)
     module = build()
     rows = data(torch.Generator().manual_seed(seed))

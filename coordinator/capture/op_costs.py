@@ -114,6 +114,7 @@ class _Ledger:
         whole = {p for begin, end in dag.unsplittable for p in range(begin, end)}
         self.whole = whole
         self.late: dict[int, Tensor] = {}
+        self.standing: frozenset[int] = frozenset()  # ops whose results no micro-batch keeps
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Count a saved tensor; what is handed back is never unpacked."""
@@ -132,6 +133,9 @@ class _Ledger:
         tensors = [v for v in (value if several else (value,)) if isinstance(v, Tensor)]
         where = f"op {node.target} in {node.module_path or 'the module'} at {node.source_line}"
         self.storages[position] = {t.untyped_storage()._cdata for t in tensors}
+        if position in self.standing:
+            self.known |= self.storages[position]
+            self.kept += [tensor.untyped_storage() for tensor in tensors]
         self.nodes[position] = replace(
             node,
             outputs=tuple(meta_of(t, where) for t in tensors),
@@ -176,6 +180,7 @@ def measured(
             ledger.flops,
         ):
             executor.load(leaves, frozen, ledger.observe)
+            ledger.standing = executor.standing
             try:
                 executor.forward(0, 0, given, {}, ledger.observe)
             except AtollError:

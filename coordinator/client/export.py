@@ -20,6 +20,7 @@ from safetensors.torch import load, save_file
 from atoll.errors import StorageError, UsageError
 from coordinator.client.weights import MAX_NAMED
 from strategies.files import WEIGHTS
+from strategies.quantised_module import is_quantised
 
 if TYPE_CHECKING:
     import torch
@@ -181,6 +182,11 @@ def _savable(module: torch.nn.Module, form: Format) -> Any:
             "transformers have; leave --format out for one safetensors file"
         )
     _check_whole(module, found, form)
+    if form is Format.HF and is_quantised(found):
+        raise UsageError(
+            f"--format hf: the base of {type(found).__name__} is in 8 or 4 bits by quantise_frozen, which "
+            "from_pretrained does not read; give --format peft and load the adapter on the whole base"
+        )
     adapted = hasattr(found, ADAPTED) and hasattr(found, MERGE)
     if form is Format.PEFT and not adapted:
         raise UsageError(f"--format peft: {type(found).__name__} has no adapter of peft; give --format hf")

@@ -27,6 +27,7 @@ from atoll.job import Optimizer, Precision, Recompute, TrainingSpec
 from atoll.opdag import DTYPE_BYTES, Kind, LeafRef, OpDag, Source, leaf_refs, op_refs
 from atoll.ops import DEEPEST, cheap_again, is_layer
 from atoll.optimizers import optimizer_of, state_elements, workspace_elements
+from atoll.standing import standing_of
 from coordinator.planning.costs.op_seconds import apply_work, is_trained, leaf_meta, weights_share
 from strategies.exchanges.catalogue import exchange_facts
 
@@ -384,9 +385,14 @@ class Together:
 
 def _largest_bytes(dag: OpDag, training: TrainingSpec) -> Floats:
     """[ops] what each op's backward makes at one time: gradients of its result, of its arguments and of its
-    weights, which are added to those of earlier micro-batches; under autocast in both precisions."""
+    weights, which are added to those of earlier micro-batches; under autocast in both precisions. What
+    follows from frozen weights alone is there once with what it is computed from, and beside its reader."""
     found = np.zeros(len(dag.ops))
+    untrained = standing_of(dag, lambda name: is_trained(dag, name, training.optimizer))
     for op, node in enumerate(dag.ops):
+        beside = sum(m.nbytes for ref in op_refs(node) if ref in untrained for m in dag.ops[ref].outputs)
+        if op in untrained:
+            found[op] = beside + sum(meta.nbytes for meta in node.outputs)
         if not node.requires_grad:
             continue
         trained = sum(leaf_bytes(dag, leaf, training.optimizer)[1] for leaf in leaf_refs(node))
@@ -396,7 +402,7 @@ def _largest_bytes(dag: OpDag, training: TrainingSpec) -> Floats:
         )
         # A loss is several ops to torch, each with a gradient of the size of the logits.
         twice = arguments if node.kind is Kind.LOSS or "cross_entropy" in node.target else 0
-        found[op] = weights + arguments + twice + sum(meta.nbytes for meta in node.outputs)
+        found[op] = beside + weights + arguments + twice + sum(meta.nbytes for meta in node.outputs)
     return found
 
 

@@ -31,6 +31,7 @@ from atoll.opdag import (
 )
 from atoll.ops import cheap_again, weights_may_wait
 from atoll.optimizers import muon_flops, optimizer_of
+from atoll.standing import kept_for_backward, standing_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -167,8 +168,12 @@ class OpTable:
         first = {sig: op for op, sig in reversed(list(enumerate(sigs)))}
         self._nodes = [dag.ops[first[str(name)]] for name in self._names]
         # Not by signature: it does not tell which parameters are frozen.
-        shares = [weights_share(dag, op, optimizer or Optimizer()) for op in range(len(dag.ops))]
+        optimizer = optimizer or Optimizer()
+        shares = [weights_share(dag, op, optimizer) for op in range(len(dag.ops))]
         self._weights_share: Floats = np.array(shares)  # [ops]
+        untrained = kept_for_backward(dag, standing_of(dag, lambda name: is_trained(dag, name, optimizer)))
+        self._standing: Floats = np.zeros(len(dag.ops))  # [ops] 1 where every backward runs it again
+        self._standing[sorted(untrained)] = 1.0
         cheap = [float(cheap_again(node) > 0 and node.requires_grad) for node in dag.ops]
         self._cheap: Floats = np.array(cheap)  # [ops] 1 where a selective recomputation runs it again
 
@@ -184,9 +189,9 @@ class OpTable:
             seconds[i] = timing or fallback_seconds(node, device)
         forward, backward = seconds[self._kind, 0], seconds[self._kind, 1]
         weights = backward * self._weights_share
-        again = {Recompute.FULL: np.ones(len(forward)), Recompute.SELECTIVE: self._cheap}.get(recompute)
-        if again is not None:
-            backward = backward + again * forward
+        beside = {Recompute.FULL: np.ones(len(forward)), Recompute.SELECTIVE: self._cheap}.get(recompute)
+        again = self._standing if beside is None else self._standing + beside
+        backward = backward + again * forward
         total = float((forward + backward).sum())
         share = float((forward + backward)[probed[self._kind]].sum()) / total if total else 0.0
         return Costs(forward * device.scale, backward * device.scale, weights * device.scale, share)
