@@ -29,7 +29,7 @@ SUPPLY := .venv-supply
 SUPPLY_STAMP := $(SUPPLY)/.installed
 LOCK := $(BIN)/uv pip compile -q --universal --generate-hashes --no-emit-package torch --no-emit-index-url \
 	--no-annotate --custom-compile-command "make lock" --overrides locks/without-torch.in
-EXTRAS := coordinator test dev hf quantised tensorboard flower simulation s3 postgresql
+EXTRAS := coordinator dashboard test dev hf quantised tensorboard flower simulation s3 postgresql
 PIP := pip install -qq --disable-pip-version-check
 
 # An environment of its own for the newest Flower that is supported; what it wants otherwise stands in the file.
@@ -69,7 +69,7 @@ $(STAMP): pyproject.toml experiments/pyproject.toml constraints.txt
 	@echo "[2/3] installing torch (the largest download)"
 	@$(BIN)/python -m $(PIP) torch==2.13.0 -c constraints.txt
 	@echo "[3/3] installing Atoll and its test tools"
-	@$(BIN)/python -m $(PIP) -c constraints.txt -e '.[coordinator,test,dev,hf,tensorboard,flower,simulation,s3,postgresql]' \
+	@$(BIN)/python -m $(PIP) -c constraints.txt -e '.[coordinator,dashboard,test,dev,hf,tensorboard,flower,simulation,s3,postgresql]' \
 		-e ./experiments
 	@touch $@
 	@echo "ready: $(BIN)/atoll --help"

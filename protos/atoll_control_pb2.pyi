@@ -3568,6 +3568,7 @@ class JobUpdate(_message.Message):
     BEST_EVAL_LOSS_FIELD_NUMBER: _builtins.int
     BEST_STEP_FIELD_NUMBER: _builtins.int
     BEST_CHECKPOINT_FIELD_NUMBER: _builtins.int
+    TRAINING_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     name: _builtins.str
     state: _builtins.str
@@ -3619,6 +3620,10 @@ class JobUpdate(_message.Message):
     def eval_metrics(self) -> _containers.RepeatedCompositeFieldContainer[Global___Figure]:
         """the job's own, of the newest evaluation"""
 
+    @_builtins.property
+    def training(self) -> _atoll_job_pb2.TrainingSpec:
+        """as submitted; beside the plan"""
+
     def __init__(
         self,
         *,
@@ -3651,10 +3656,11 @@ class JobUpdate(_message.Message):
         best_eval_loss: _builtins.float | None = ...,
         best_step: _builtins.int = ...,
         best_checkpoint: _builtins.int = ...,
+        training: _atoll_job_pb2.TrainingSpec | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_best_eval_loss", b"_best_eval_loss", "_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "best_eval_loss", b"best_eval_loss", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "federated", b"federated", "loss", b"loss", "plan", b"plan", "samples_per_s", b"samples_per_s", "step_s", b"step_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_best_eval_loss", b"_best_eval_loss", "_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "best_eval_loss", b"best_eval_loss", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "federated", b"federated", "loss", b"loss", "plan", b"plan", "samples_per_s", b"samples_per_s", "step_s", b"step_s", "training", b"training"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best_eval_loss", b"_best_eval_loss", "_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "best_checkpoint", b"best_checkpoint", "best_eval_loss", b"best_eval_loss", "best_step", b"best_step", "checkpoint_step", b"checkpoint_step", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "eval_metrics", b"eval_metrics", "eval_rows", b"eval_rows", "exchange", b"exchange", "federated", b"federated", "held_out_rows", b"held_out_rows", "job", b"job", "links", b"links", "loss", b"loss", "loss_now", b"loss_now", "metrics", b"metrics", "name", b"name", "plan", b"plan", "plan_version", b"plan_version", "reason", b"reason", "samples_per_s", b"samples_per_s", "spot_checks", b"spot_checks", "stages", b"stages", "state", b"state", "step", b"step", "step_s", b"step_s", "steps", b"steps", "time_s", b"time_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best_eval_loss", b"_best_eval_loss", "_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "best_checkpoint", b"best_checkpoint", "best_eval_loss", b"best_eval_loss", "best_step", b"best_step", "checkpoint_step", b"checkpoint_step", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "eval_metrics", b"eval_metrics", "eval_rows", b"eval_rows", "exchange", b"exchange", "federated", b"federated", "held_out_rows", b"held_out_rows", "job", b"job", "links", b"links", "loss", b"loss", "loss_now", b"loss_now", "metrics", b"metrics", "name", b"name", "plan", b"plan", "plan_version", b"plan_version", "reason", b"reason", "samples_per_s", b"samples_per_s", "spot_checks", b"spot_checks", "stages", b"stages", "state", b"state", "step", b"step", "step_s", b"step_s", "steps", b"steps", "time_s", b"time_s", "training", b"training"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__best_eval_loss: _TypeAlias = _typing.Literal["best_eval_loss"]  # noqa: Y015
     _WhichOneofArgType__best_eval_loss: _TypeAlias = _typing.Literal["_best_eval_loss", b"_best_eval_loss"]  # noqa: Y015
@@ -3915,11 +3921,13 @@ class LogLine(_message.Message):
     EVENT_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     FIELDS_JSON_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
     time_s: _builtins.float
     level: _builtins.str
     event: _builtins.str
     source: _builtins.str
     fields_json: _builtins.str
+    job: _builtins.str
     def __init__(
         self,
         *,
@@ -3928,10 +3936,11 @@ class LogLine(_message.Message):
         event: _builtins.str = ...,
         source: _builtins.str = ...,
         fields_json: _builtins.str = ...,
+        job: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "fields_json", b"fields_json", "level", b"level", "source", b"source", "time_s", b"time_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "fields_json", b"fields_json", "job", b"job", "level", b"level", "source", b"source", "time_s", b"time_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

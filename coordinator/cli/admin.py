@@ -44,6 +44,7 @@ def register(app: typer.Typer) -> None:
     """Add this module's commands to the `atoll` command."""
     app.command(epilog="Example: atoll serve --listen 0.0.0.0:7700 --advertise train.example.org")(serve)
     app.command(epilog="Example: atoll status --json | jq '.workers[].state'")(status)
+    app.command(epilog="Example: atoll dashboard --listen 127.0.0.1:7780")(dashboard)
     app.command(epilog="Example: atoll kick w-7f3a2c9e05b1d846 --for-good --reason 'wrong results'")(kick)
     app.add_typer(token_app, name="token")
     app.add_typer(worker_app, name="worker")
@@ -153,6 +154,44 @@ def status(common: Common) -> None:
         print_json(plain(found))
     else:
         out.print(status_view(found))
+
+
+@with_groups
+def dashboard(
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Address to listen on; port 0: any free one.")
+    ] = "127.0.0.1:7780",
+    tls: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="CERTIFICATE KEY", help="PEM files of a certificate that browsers know."),
+    ] = None,
+    behind_proxy: Annotated[
+        bool,
+        typer.Option("--behind-proxy", help="Another program ends TLS in front of it; needs --name."),
+    ] = False,
+    names: Annotated[
+        list[str] | None,
+        typer.Option("--name", metavar="HOST", help="Name by which browsers reach the page; may repeat."),
+    ] = None,
+    *,
+    common: Common,
+) -> None:
+    """Serve a read-only web page of the fleet and its jobs, and print its address with the key."""
+    from coordinator.dashboard.access import Keys, listening
+    from coordinator.dashboard.app import Settings, serve_page
+
+    settings = Settings(listening(listen, tls, behind_proxy, tuple(names or ())))
+    with common.client() as client:
+        endpoint = client.endpoint
+    announce = partial(_announce_page, as_json=common.json)
+    serve_page(endpoint, settings, Keys(), announce)
+
+
+def _announce_page(address: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"url": address})
+    else:
+        out.print(f"dashboard: {address}", soft_wrap=True)
 
 
 @with_groups

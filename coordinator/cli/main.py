@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 EXPERIMENTS = "atoll-experiments"
 OF_COORDINATORS = ("matplotlib", "networkx", "prometheus_client", "sqlalchemy")  # no worker imports them
+OF_DASHBOARDS = ("starlette", "uvicorn", "jinja2")
 ITS_COMMANDS = ("chaos", "data", "demo", "simulate")
 
 
@@ -56,9 +57,12 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except ModuleNotFoundError as error:
-            if error.name not in OF_COORDINATORS:
+            if error.name in OF_DASHBOARDS:
+                move = "the page needs `pip install '.[dashboard]'` in a clone"
+            elif error.name in OF_COORDINATORS:
+                move = "coordinators and owners need `pip install '.[coordinator]'` in a clone"
+            else:
                 raise
-            move = "coordinators and owners need `pip install '.[coordinator]'` in a clone"
             raise UsageError(f"{error.name} is not installed here; {move}") from None
 
 

@@ -13,9 +13,10 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
+import grpc.aio
 
 from atoll.errors import StorageError, UsageError
 from hostos.addresses import join_address, parse_address
@@ -54,6 +55,13 @@ class Endpoint:
 
     def channel(self) -> grpc.Channel:
         """A channel to the entry port; it connects at the first call."""
+        return cast("grpc.Channel", self._open(grpc))
+
+    def async_channel(self) -> grpc.aio.Channel:
+        """The same for a program on an event loop, which must run."""
+        return cast("grpc.aio.Channel", self._open(grpc.aio))
+
+    def _open(self, library: Any) -> Any:
         options: list[tuple[str, str | int]] = [
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -63,9 +71,9 @@ class Endpoint:
             proxy_option(self.use_proxy),
         ]
         if self.token is None:
-            return grpc.insecure_channel(self.address, options=options)
+            return library.insecure_channel(self.address, options=options)
         options += name_options(COORDINATOR)
-        return grpc.secure_channel(self.address, channel_credentials(self.token.ca_pem), options=options)
+        return library.secure_channel(self.address, channel_credentials(self.token.ca_pem), options=options)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Return the metadata of every owner's call."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
 from atoll.errors import UsageError
-from atoll.job import Job
+from atoll.job import Job, TrainingSpec
 
 TRUE = frozenset({"true", "yes", "on", "1"})
 FALSE = frozenset({"false", "no", "off", "0"})
@@ -59,6 +59,32 @@ def override_job(job: Job, overrides: Sequence[str]) -> Job:
     if training:
         changes["training"] = _overridden(job.training, training)
     return dataclasses.replace(job, **changes)
+
+
+def settings(training: TrainingSpec) -> list[str]:
+    """Return "field=value" for each field that is not the default: what ``--set`` takes to train any job file
+    alike. Groups of parameters, which only a file can give, are left out."""
+    return [*_settings(training, "")]
+
+
+def _settings(value: Any, prefix: str) -> Iterator[str]:
+    for field in dataclasses.fields(value):
+        found = getattr(value, field.name)
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if dataclasses.is_dataclass(found):
+            yield from _settings(found, f"{prefix}{field.name}.")
+        elif found != default and not (
+            isinstance(found, tuple) and any(map(dataclasses.is_dataclass, found))
+        ):
+            yield f"{prefix}{field.name}={_spelled(found)}"
+
+
+def _spelled(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(_spelled, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _overridden(value: Any, items: Sequence[_Given]) -> Any:

@@ -76,6 +76,7 @@ def job_update(
     if state.plan is not None:
         if with_plan:
             update.plan.CopyFrom(to_proto(state.plan))
+            update.training.CopyFrom(to_proto(state.spec.training))
         update.stages.extend(_stages(state, step_s, scheduler.roster))
         update.links.extend(carried(scheduler, state))
         if isinstance(driver, PipelineDriver):

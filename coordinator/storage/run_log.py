@@ -50,7 +50,12 @@ class Logs:
         """Keep a line; ``job`` "" where it concerns none."""
         text = fields if isinstance(fields, str) else json.dumps(fields, default=str)
         line = pb.LogLine(
-            time_s=time_s, level=level, event=event, source=source, fields_json=text[:MAX_FIELDS_CHARS]
+            time_s=time_s,
+            level=level,
+            event=event,
+            source=source,
+            fields_json=text[:MAX_FIELDS_CHARS],
+            job=job,
         )
         self._lines.append((self._next, job, line))
         self._next += 1

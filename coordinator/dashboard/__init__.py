@@ -1,0 +1,1 @@
+"""Dashboard: a read-only web page over what the role ``watch`` may ask; uses coordinator.client."""
