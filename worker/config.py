@@ -34,7 +34,7 @@ FOLDER_VERSION = 2  # raised as docs/decisions/023-versions-of-wire-and-disk.md 
 OLDEST_FOLDER = 1  # read as it is
 # What a worker may have left in its state folder, by which the folder is known as one.
 _KEPT = (
-    "identity", SETTINGS_FILE, OLDER_FILE, "running", "blobs", "compute", "data", "apps", "federated",
+    "identity", SETTINGS_FILE, OLDER_FILE, "running", "blobs", "compute", "data", "apps", "federated", "log",
     "codec_speed.json", "consent", "departures", "send_log", "devices", "weights",
 )  # fmt: skip
 _FLOORS = ("min_batch", "min_samples", "min_steps", "min_clients")

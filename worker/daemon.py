@@ -31,6 +31,7 @@ from worker.machine.conditions import MachineConditions
 from worker.machine.device import machine_memory, memory_limit
 from worker.machine.lent import lent_devices
 from worker.machine.malloc import keep_chunk_memory
+from worker.manners.activity import Activity
 from worker.manners.applied import read_applied
 from worker.manners.keeper import Keeper, Manners
 from worker.manners.verdict import Conditions
@@ -60,6 +61,7 @@ class Daemon:
         self._stopping = self._shared.stopping
         self._members = [Member(device, self._shared) for device in devices]
         self._broken: BaseException | None = None
+        self._begun = False
         self._keeper = Keeper(
             config.state_dir,
             conditions or MachineConditions(),
@@ -97,6 +99,23 @@ class Daemon:
         for member in self._members:
             member.post(events.LeaveAsked(reason))
 
+    def activity(self) -> Activity | None:
+        """What the machine does now, None until it has joined; from any thread."""
+        if not hasattr(self._shared, "membership") or not self._begun:
+            return None
+        first, traffic = self._members[0], self._shared.traffic
+        sent, received = traffic.totals
+        return Activity(
+            coordinator=self._config.entry_address,
+            devices=tuple(replace(member.activity, name=member.name) for member in self._members),
+            memory=str(first.memory_under(self._config)),
+            threads=first.device.threads,
+            sent_bytes=sent,
+            received_bytes=received,
+            today_bytes=traffic.today[1],
+            manners=self._keeper.manners,
+        )
+
     def _serve(self) -> None:
         config, shared, members = self._config, self._shared, self._members
         shared.cache = BlobCache(config.blob_dir, config.cache_bytes)
@@ -117,6 +136,7 @@ class Daemon:
         shared.trust(shared.membership)
         for number, member in enumerate(members):
             member.begin(self._part(number, manners))
+        self._begun = True
         others = [
             threading.Thread(target=self._serve_other, args=(member,), name=member.name, daemon=True)
             for member in members[1:]

@@ -41,6 +41,7 @@ from worker.hosting.protections import protections
 from worker.hosting.sandbox import chosen
 from worker.machine.device import own_address
 from worker.machine.own_share import MemoryShare
+from worker.manners.activity import DeviceActivity
 from worker.manners.keeper import Manners
 from worker.manners.limits import shown_limits
 from worker.session import events, instructions, machine
@@ -91,6 +92,7 @@ class Member:
         self._config, self._shared = config, shared
         self._events: queue.SimpleQueue[Inner] = queue.SimpleQueue()
         self._state = machine.Session()
+        self.activity = _activity(self._state)  # read by other threads
         self._incarnation = secrets.randbits(63)
         self._random = random.Random(self._incarnation)
         self._stopping = shared.stopping
@@ -259,6 +261,7 @@ class Member:
     def _handle(self, event: events.Event) -> tuple[instructions.Instruction, ...]:
         before = self._state
         self._state, todo = machine.handle(before, event)
+        self.activity = _activity(self._state)
         self._open.copies.may_work(self._state.phase is machine.Phase.IDLE)
         _log_change(before, self._state, event)
         return todo
@@ -509,6 +512,10 @@ def registered(config: WorkerConfig) -> list[pb.DatasetFacts]:
     except AtollError as error:
         log.error("data.unreadable", reason=str(error))
         return []
+
+
+def _activity(state: machine.Session) -> DeviceActivity:
+    return DeviceActivity("", str(state.phase), state.job, state.step, state.connected)
 
 
 def _joined(peer: str, way: Way | None, relay: str) -> told.PeerJoined:

@@ -29,6 +29,7 @@ WHAT = {
     "send_log": "what stages sent",
     "devices": "what is kept for further devices: what their stages sent, measured speeds",
     "consent": "jobs that asked, and the owner's word on each",
+    "log": "the log of when a terminal showed what it did",
     "departures": "the log of what left",
     "codec_speed.json": "measured speeds",
     "version": "the folder's version",

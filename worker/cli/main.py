@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import structlog
 import typer
@@ -26,6 +28,9 @@ from worker.cli import model as cli_model
 from worker.cli.options import AppOptions, Joining, Limits, Reach, StateDir
 from worker.config import WorkerConfig, default_state_dir, make_config, was_insecure, with_insecure_check
 from worker.manners.applied import read_applied
+
+if TYPE_CHECKING:
+    from worker.daemon import Daemon
 
 EXIT_CODES = """Exit codes: 0 left as asked, 1 other error, 2 wrong usage, 5 coordinator unreachable,
 6 access denied (token, certificate, or dismissed), 7 protocol mismatch, 9 storage, 130 interrupted."""
@@ -60,6 +65,10 @@ def join(
     reach: Reach,
     limits: Limits,
     apps: AppOptions,
+    log: Annotated[
+        bool,
+        typer.Option("--log", help="Print the log on a terminal too, instead of the view of what it does."),
+    ] = False,
     log_json: Annotated[bool, typer.Option("--log-json", help="Log one JSON object per line.")] = False,
 ) -> int:
     """Join a coordinator's fleet and compute what it plans, within the limits given here.
@@ -77,6 +86,8 @@ def join(
             "log_json": log_json,
         }
     )
+    if err.is_terminal and not err.is_dumb_terminal and not log and not log_json:
+        return _run_shown(config)
     _start_log(config.log_json)
     return _run_daemon(config)
 
@@ -190,14 +201,28 @@ def _config(given: dict[str, Any]) -> WorkerConfig:
     return config
 
 
-def _run_daemon(config: WorkerConfig) -> int:
+def _run_shown(config: WorkerConfig) -> int:
+    """Run the daemon behind a view of what it does; its log goes into the state folder."""
+    from worker.manners.screen import LOG_FOLDER, Notes, shown_live
+
+    notes = Notes(config.state_dir / LOG_FOLDER)
+    _configure_log(notes, None)
+    return _run_daemon(config, lambda daemon: shown_live(daemon.activity, notes))
+
+
+def _run_daemon(
+    config: WorkerConfig,
+    beside: Callable[[Daemon], AbstractContextManager[None]] = lambda daemon: nullcontext(),
+) -> int:
     from worker.cli.running import only_one
     from worker.daemon import Daemon
 
     if config.insecure:
         err.print("--insecure: no TLS, anyone on this network can read and change what is sent")
     with only_one(config.state_dir):
-        Daemon(config).run()
+        daemon = Daemon(config)
+        with beside(daemon):
+            daemon.run()
     return 0
 
 
@@ -208,16 +233,21 @@ def _start_log(as_json: bool) -> None:
         if as_json
         else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     )
+    _configure_log(renderer, log_stream(sys.stderr))
+
+
+def _configure_log(last: Any, stream: TextIO | None) -> None:
+    """``last``: of the processors, which renders an event for ``stream`` or drops it."""
     structlog.configure(
         processors=[
             LogBudget(),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
             structlog.processors.format_exc_info,  # the renderer's own shows the values of local variables
-            renderer,
+            last,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(log_stream(sys.stderr)),
+        logger_factory=structlog.PrintLoggerFactory(stream),
     )
 
 

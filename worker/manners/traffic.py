@@ -63,6 +63,7 @@ class Traffic:
         self._lock = threading.Lock()
         self._today = self._day()
         self._bytes = 0
+        self._totals = [0, 0]
 
     def limit(self, upload_mbit: float, download_mbit: float) -> None:
         """Change the rates, Mbit/s; 0: unlimited."""
@@ -77,12 +78,12 @@ class Traffic:
 
     def sent(self, nbytes: int) -> float:
         """Count ``nbytes`` that leave; returns the seconds to wait before more may."""
-        self._count(nbytes)
+        self._count(nbytes, 0)
         return self._up.take(nbytes, self._clock())
 
     def received(self, nbytes: int) -> float:
         """Count ``nbytes`` that came; returns the seconds to wait before more is taken in."""
-        self._count(nbytes)
+        self._count(nbytes, 1)
         return self._down.take(nbytes, self._clock())
 
     @property
@@ -93,12 +94,19 @@ class Traffic:
     @property
     def today(self) -> tuple[str, int]:
         """The day, ISO 8601, and the bytes of it so far."""
-        self._count(0)
+        self._count(0, 0)
         return self._today.isoformat(), self._bytes
 
-    def _count(self, nbytes: int) -> None:
+    @property
+    def totals(self) -> tuple[int, int]:
+        """Bytes sent and received since this process started."""
+        with self._lock:
+            return self._totals[0], self._totals[1]
+
+    def _count(self, nbytes: int, way: int) -> None:
         with self._lock:
             day = self._day()
             if day != self._today:
                 self._today, self._bytes = day, 0
             self._bytes += nbytes
+            self._totals[way] += nbytes
