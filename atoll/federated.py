@@ -27,6 +27,7 @@ from atoll.errors import UsageError
 from atoll.fields import check_fields, described
 from atoll.opdag import DTYPE_BYTES
 from atoll.opdag import MAX_METRICS as MAX_METRICS
+from atoll.privacy import Privacy, check_private
 
 if TYPE_CHECKING:
     from atoll.data import DataSource
@@ -105,6 +106,7 @@ class Federated:
     local: Annotated[tuple[str, ...], Most(MAX_OPTIONS)] = ()
     # For data owners' consent, while too few take part; then the job fails.
     consent_s: Annotated[float, Unset(CONSENT_S)] = CONSENT_S
+    privacy: Privacy | None = None  # of each client's data, against all but the coordinator: docs/privacy.md
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -139,6 +141,8 @@ class Federated:
             )
         if bad := [p for p in self.local if not isinstance(p, str) or not 1 <= len(p) <= MAX_PATTERN]:
             raise UsageError(f"local: {str(bad[0])[:64]!r}; give patterns of 1 to {MAX_PATTERN} characters")
+        if self.privacy is not None:
+            check_private(self.privacy, self.clients, self.selector, self.evaluate_every)
         if self.downlink not in {mode.value for mode in Downlink}:
             raise UsageError(f"downlink {self.downlink[:64]!r}; give off, lossless or delta")
 

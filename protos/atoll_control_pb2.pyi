@@ -3800,6 +3800,7 @@ class FederatedStatus(_message.Message):
     ROUND_S_FIELD_NUMBER: _builtins.int
     PACE_FIELD_NUMBER: _builtins.int
     ASSIGNMENT_FIELD_NUMBER: _builtins.int
+    PRIVACY_FIELD_NUMBER: _builtins.int
     strategy: _builtins.str
     data: _builtins.str
     chosen: _builtins.int
@@ -3818,6 +3819,8 @@ class FederatedStatus(_message.Message):
     """why the ratios are what they are"""
     assignment: _builtins.str
     """of a population: who trains whom, and why"""
+    privacy: _builtins.str
+    """what is spent of it, in words; then figures of clients and rounds are unset"""
     @_builtins.property
     def clients(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClientStatus]: ...
     @_builtins.property
@@ -3842,10 +3845,11 @@ class FederatedStatus(_message.Message):
         round_s: _builtins.float | None = ...,
         pace: _builtins.str = ...,
         assignment: _builtins.str = ...,
+        privacy: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_central_loss", b"_central_loss", "_clients_loss", b"_clients_loss", "_round_s", b"_round_s", "central_loss", b"central_loss", "clients_loss", b"clients_loss", "round_s", b"round_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_central_loss", b"_central_loss", "_clients_loss", b"_clients_loss", "_round_s", b"_round_s", "arrived", b"arrived", "assignment", b"assignment", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "central_loss", b"central_loss", "central_metrics", b"central_metrics", "chosen", b"chosen", "clients", b"clients", "clients_loss", b"clients_loss", "clients_metrics", b"clients_metrics", "data", b"data", "dropped", b"dropped", "pace", b"pace", "round_s", b"round_s", "strategy", b"strategy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_central_loss", b"_central_loss", "_clients_loss", b"_clients_loss", "_round_s", b"_round_s", "arrived", b"arrived", "assignment", b"assignment", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "central_loss", b"central_loss", "central_metrics", b"central_metrics", "chosen", b"chosen", "clients", b"clients", "clients_loss", b"clients_loss", "clients_metrics", b"clients_metrics", "data", b"data", "dropped", b"dropped", "pace", b"pace", "privacy", b"privacy", "round_s", b"round_s", "strategy", b"strategy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__central_loss: _TypeAlias = _typing.Literal["central_loss"]  # noqa: Y015
     _WhichOneofArgType__central_loss: _TypeAlias = _typing.Literal["_central_loss", b"_central_loss"]  # noqa: Y015

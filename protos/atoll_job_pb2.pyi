@@ -909,6 +909,52 @@ class FieldOfInput(_message.Message):
 Global___FieldOfInput: _TypeAlias = FieldOfInput  # noqa: Y015
 
 @_typing.final
+class Privacy(_message.Message):
+    """Central differential privacy of a federated job: docs/privacy.md."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NOISE_FIELD_NUMBER: _builtins.int
+    EPSILON_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
+    CLIP_FIELD_NUMBER: _builtins.int
+    ADAPTIVE_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    PER_LAYER_FIELD_NUMBER: _builtins.int
+    noise: _builtins.float
+    epsilon: _builtins.float
+    """budget; 0: none"""
+    delta: _builtins.float
+    clip: _builtins.float
+    adaptive: _builtins.float
+    sampling: _builtins.float
+    """0: fixed cohorts"""
+    samples: _builtins.int
+    per_layer: _builtins.bool
+    def __init__(
+        self,
+        *,
+        noise: _builtins.float = ...,
+        epsilon: _builtins.float = ...,
+        delta: _builtins.float = ...,
+        clip: _builtins.float = ...,
+        adaptive: _builtins.float | None = ...,
+        sampling: _builtins.float = ...,
+        samples: _builtins.int = ...,
+        per_layer: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adaptive", b"_adaptive", "adaptive", b"adaptive"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adaptive", b"_adaptive", "adaptive", b"adaptive", "clip", b"clip", "delta", b"delta", "epsilon", b"epsilon", "noise", b"noise", "per_layer", b"per_layer", "samples", b"samples", "sampling", b"sampling"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__adaptive: _TypeAlias = _typing.Literal["adaptive"]  # noqa: Y015
+    _WhichOneofArgType__adaptive: _TypeAlias = _typing.Literal["_adaptive", b"_adaptive"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__adaptive) -> _WhichOneofReturnType__adaptive | None: ...
+
+Global___Privacy: _TypeAlias = Privacy  # noqa: Y015
+
+@_typing.final
 class FederatedSpec(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -931,6 +977,7 @@ class FederatedSpec(_message.Message):
     MAX_SAMPLES_FIELD_NUMBER: _builtins.int
     LOCAL_FIELD_NUMBER: _builtins.int
     CONSENT_S_FIELD_NUMBER: _builtins.int
+    PRIVACY_FIELD_NUMBER: _builtins.int
     strategy: _builtins.str
     local_epochs: _builtins.int
     local_steps: _builtins.int
@@ -965,6 +1012,10 @@ class FederatedSpec(_message.Message):
     def local(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """patterns of tensors that each client keeps for itself"""
 
+    @_builtins.property
+    def privacy(self) -> Global___Privacy:
+        """unset: none"""
+
     def __init__(
         self,
         *,
@@ -987,10 +1038,11 @@ class FederatedSpec(_message.Message):
         max_samples: _builtins.int = ...,
         local: _abc.Iterable[_builtins.str] | None = ...,
         consent_s: _builtins.float = ...,
+        privacy: Global___Privacy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["privacy", b"privacy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "consent_s", b"consent_s", "data", b"data", "deadline_s", b"deadline_s", "downlink", b"downlink", "error_feedback", b"error_feedback", "evaluate_every", b"evaluate_every", "held_out", b"held_out", "inputs", b"inputs", "local", b"local", "local_epochs", b"local_epochs", "local_steps", b"local_steps", "max_samples", b"max_samples", "min_clients", b"min_clients", "options", b"options", "selector", b"selector", "selector_options", b"selector_options", "strategy", b"strategy", "uplink", b"uplink"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "consent_s", b"consent_s", "data", b"data", "deadline_s", b"deadline_s", "downlink", b"downlink", "error_feedback", b"error_feedback", "evaluate_every", b"evaluate_every", "held_out", b"held_out", "inputs", b"inputs", "local", b"local", "local_epochs", b"local_epochs", "local_steps", b"local_steps", "max_samples", b"max_samples", "min_clients", b"min_clients", "options", b"options", "privacy", b"privacy", "selector", b"selector", "selector_options", b"selector_options", "strategy", b"strategy", "uplink", b"uplink"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

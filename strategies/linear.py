@@ -18,6 +18,7 @@ from strategies.layout import Role
 from strategies.sums import Contribution, Sums, Term, divided, total
 
 if TYPE_CHECKING:
+    from strategies.fixed import FixedSums
     from strategies.layout import Arrays, Layout, SlotMetas, Slots
     from strategies.values import ClientUpdate, ServerState
 
@@ -62,6 +63,23 @@ class Linear(Strategy):
             )
         weight = float(samples if self.BY_SAMPLES else clients)
         return Grid({TRAINED: weight, AVERAGED: samples}, {SAMPLES: samples, WEIGHT: weight})
+
+    @property
+    def whole(self) -> bool:
+        """Whether sums are always taken in whole numbers."""
+        return False
+
+    def round_grid(self, clients: int, samples: int) -> Grid:
+        """Bounds of a whole round's sums; raises as ``grid``."""
+        return self.grid(clients, samples)
+
+    def during(self, extra: Slots) -> Linear:
+        """The strategy as a round's broadcast sets it: ``extra``, its slots or the server state's."""
+        return self
+
+    def released(self, sums: FixedSums, layout: Layout) -> FixedSums:
+        """Return what the rest of the server may know of a round's sums."""
+        return sums
 
     def finish(self, state: ServerState, sums: Sums) -> ServerState:
         """The next state from the sums over all participants."""

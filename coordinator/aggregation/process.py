@@ -12,6 +12,7 @@ takes, "" for anything else. So the coordinator knows what it died of, and that 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import sys
 import time
 import traceback
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from coordinator.messages.instructions import HostSums
 
 AT, KIND, VALUE, FILES = "at", "kind", "value", "files"
+SECRET_BYTES = 32
 OOM_SCORE = 500  # of 1000: short of memory, the system shall end this process before the coordinator's
 Asked = do.OpenAggregator | do.AggregateRound | do.EvaluateModel
 _KINDS = {kind.__name__: kind for kind in (*get_args(Asked), *get_args(ev.AggregatorEvent))}
@@ -103,7 +105,8 @@ class Aggregating:
         assert half.state is not None  # noqa: S101 - just opened
         assert model is not None  # noqa: S101 - just written
         up = tuple(half.update_metas.values())
-        return ev.AggregatorOpened(job, half.state.round, model, graphs.train.inputs, up)
+        secret = secrets.token_hex(SECRET_BYTES)
+        return ev.AggregatorOpened(job, half.state.round, model, graphs.train.inputs, up, secret)
 
     def _aggregate(self, request: do.AggregateRound) -> ev.Aggregated:
         from coordinator.aggregation.server_half import Offered

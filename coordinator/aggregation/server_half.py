@@ -30,7 +30,6 @@ from compressors.model_file import Coding, read_sums, read_update, write_delta, 
 from coordinator.messages.instructions import HostSums
 from coordinator.storage.data_provider import map_value
 from coordinator.storage.graph_store import Graphs
-from strategies import make_strategy
 from strategies.checking import Limits, check_update
 from strategies.files import (
     broadcast_arrays,
@@ -44,6 +43,7 @@ from strategies.files import (
 from strategies.fixed import Accumulator, FixedSums, Grid, check_sums, real
 from strategies.layout import Layout, own_parts
 from strategies.linear import SAMPLES, Linear
+from strategies.privacy.private import strategy_of
 from strategies.sums import Contribution, total
 from strategies.values import ClientUpdate, ServerState
 
@@ -109,7 +109,7 @@ class ServerHalf:
         self.job, self.spec, self.graphs = job, spec, graphs
         self._blobs, self._scratch = blobs, scratch
         self.rule_spec = spec.federated.rule
-        self.rule = make_strategy(self.rule_spec.strategy, self.rule_spec.options)
+        self.rule = strategy_of(self.rule_spec)
         self.layout = self.rule.adapt(layout_of(spec, graphs))
         self.state: ServerState | None = None
         self._model = ("", {})  # type: tuple[str, dict[str, Array]]
@@ -170,8 +170,12 @@ class ServerHalf:
 
     def _summed(self, state: ServerState, came: _Round, least: int) -> ServerState | None:
         core, at_round = self.rule.core, state.round
-        if came.drawn is not None:
-            return self._summed_whole(state, came, came.drawn, least)
+        drawn = came.drawn
+        if drawn is None and isinstance(core, Linear) and core.whole:
+            offered = {n: told for n, told in came.offered.items() if isinstance(told, Offered)}
+            drawn = {name: told.registered for name, told in offered.items()}
+        if drawn is not None:
+            return self._summed_whole(state, came, drawn, least)
         if self.rule.facts.linear and isinstance(core, Linear):
             linear = core
 
@@ -190,9 +194,10 @@ class ServerHalf:
         core = self.rule.core
         if not isinstance(core, Linear):
             raise UsageError(f"{core.name} needs each update apart; its clients cannot be a population")
+        core = core.during(state.slots)
         most = self.rule_spec.max_samples
         drawn = {client: min(samples, most) for client, samples in drawn.items()}
-        sums = Accumulator(core.grid(len(drawn), sum(drawn.values())))
+        sums = Accumulator(core.round_grid(len(drawn), sum(drawn.values())))
         counted: set[str] = set()
 
         def count(name: str, told: Offered | HostSums) -> None:
@@ -207,7 +212,9 @@ class ServerHalf:
         for _ in self._good(came, count):
             pass
         found = sums.sums()
-        return core.finish(state, real(found, self.layout)) if found.clients >= max(1, least) else None
+        if found.clients < max(core.min_updates, least):
+            return None
+        return core.finish(state, real(core.released(found, self.layout), self.layout))
 
     def _sums_of(self, told: HostSums, core: Linear, grid: Grid) -> FixedSums:
         arrays = read_sums(self._blobs.path(told.blob), sums_metas(core, self.layout))

@@ -28,6 +28,8 @@ def federated_parts(update: pb.JobUpdate, losses: Sequence[float], names: Names)
     shown = update.federated
     head = Table.grid(padding=(0, 2))
     add_row(head, "strategy", shown.strategy, "data", shown.data)
+    if shown.privacy:
+        return _private_parts(update, head, names)
     told = f"{shown.arrived} of {shown.chosen} updates, {shown.dropped} dropped"
     took = f"{in_seconds(shown.round_s)} a round" if shown.HasField("round_s") else ""
     add_row(head, "round", told, took, f"up {in_bytes(shown.bytes_up)}, down {in_bytes(shown.bytes_down)}")
@@ -45,9 +47,20 @@ def federated_parts(update: pb.JobUpdate, losses: Sequence[float], names: Names)
     return parts
 
 
+def _private_parts(update: pb.JobUpdate, head: Table, names: Names) -> list[RenderableType]:
+    shown = update.federated
+    if shown.HasField("central_loss"):
+        add_row(head, "on own data", f"loss {shown.central_loss:.4f}", figures(shown.central_metrics), "")
+    clients = [_clients(shown.clients, names)] if shown.clients else []
+    return [head, *clients, Text(f"privacy: {shown.privacy}")]
+
+
 def federated_words(update: pb.JobUpdate) -> list[str]:
     """The same in a few words, for lines."""
     shown = update.federated
+    if shown.privacy:
+        own = f"own data ({figures(shown.central_metrics)})" if shown.central_metrics else ""
+        return [own, f"privacy: {shown.privacy}"]
     words = [f"{shown.arrived} of {shown.chosen} updates" if shown.chosen else ""]
     if shown.dropped:
         words.append(f"{shown.dropped} dropped")

@@ -78,11 +78,13 @@ class Exported:
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors of a job by the module's own names, after ``step`` steps; ``name``: the job's own."""
+    """Tensors of a job by the module's own names, after ``step`` steps; ``name``: the job's own;
+    ``privacy``: of a private job what is spent of it, in words."""
 
     tensors: Mapping[str, Tensor]
     step: int
     name: str
+    privacy: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +300,8 @@ class Client:
         tensors = assemble(self._counted(hashes, progress), names, aliases, reply.model)
         if kept is not None:
             tensors = {name: tensor for name, tensor in tensors.items() if name in kept}
-        return Weights(unwrapped(tensors, reply.prefix), reply.step, reply.update.name)
+        update = reply.update
+        return Weights(unwrapped(tensors, reply.prefix), reply.step, update.name, update.federated.privacy)
 
     def export(
         self,
@@ -312,7 +315,10 @@ class Client:
         from coordinator.client.export import write_weights
 
         found = self.weights(job, progress, step=step)
-        write_weights(path, found.tensors, {"job": job, "step": found.step, "name": found.name})
+        facts: dict[str, str | int] = {"job": job, "step": found.step, "name": found.name}
+        if found.privacy:
+            facts["privacy"] = found.privacy
+        write_weights(path, found.tensors, facts)
         return Exported(path, found.step, len(found.tensors), path.expanduser().stat().st_size)
 
     def export_folder(
@@ -334,7 +340,7 @@ class Client:
         if wanted is not None:
             check_adapter(found.tensors)
         fill(module, found.tensors, wanted)
-        write_folder(path, module, form)
+        write_folder(path, module, form, found.privacy)
         size = sum(file.stat().st_size for file in path.expanduser().rglob("*") if file.is_file())
         return Exported(path, found.step, len(found.tensors), size)
 

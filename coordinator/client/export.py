@@ -30,6 +30,7 @@ ADAPTED = "peft_config"
 FACTOR = ".lora_"
 """In the names of a layer's factors."""
 MERGE = "merge_and_unload"
+PRIVACY_FILE = "PRIVACY.txt"
 
 
 class Format(StrEnum):
@@ -151,12 +152,12 @@ def check_adapter(tensors: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def write_folder(path: Path, module: torch.nn.Module, form: Format) -> None:
+def write_folder(path: Path, module: torch.nn.Module, form: Format, privacy: str = "") -> None:
     """Have the module write itself to a new folder, which appears whole or not at all.
 
     The functions are transformers' and peft's own: ``save_pretrained``, of an adapted model that is to be one
     again after ``merge_and_unload``. UsageError for a module that has no such function, and for a folder that
-    is there; StorageError when the disk refuses.
+    is there; StorageError when the disk refuses. ``privacy``: a sentence for the file of that name.
     """
     path = path.expanduser()
     saved = _savable(module, form)
@@ -166,6 +167,8 @@ def write_folder(path: Path, module: torch.nn.Module, form: Format) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         saved.save_pretrained(str(scratch))
+        if privacy:
+            (scratch / PRIVACY_FILE).write_text(f"{privacy}\n")
         scratch.replace(path)
     except (OSError, SafetensorError) as error:
         raise StorageError(f"cannot write {path}: {error}; free some space or give another -o") from None

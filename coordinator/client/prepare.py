@@ -37,11 +37,11 @@ from coordinator.planning.search.pins import check_pinned
 from protos.blob_transfer import LocalBlob
 from protos.convert import dag_bytes
 from protos.tensor_files import VALUE, blob_head
-from strategies import make_strategy
 from strategies.counted import check_measured, check_numbers, returned_numbers, values_of
 from strategies.flora import FLoRA
 from strategies.layout import Layout, own_parts
 from strategies.lora_module import check_scaling
+from strategies.privacy.private import settled, strategy_of
 from strategies.returned import check_returned
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ def check_graphs(rule: Federated, captured: Captured) -> str:
     would take data home. Returns what data owners will refuse unless they allow it, empty for nothing."""
     dags = (captured.train, captured.evaluation)
     metas = {name: meta_of(tensor, f"tensor {name!r}") for name, tensor in captured.state.items()}
-    strategy = make_strategy(rule.strategy, rule.options)
+    strategy = strategy_of(rule)
     programs = [stage_programs(dag, (0,))[0] for dag in dags]
     check_returned(programs, captured.train.inputs, metas, strategy, Floors())
     whole = Layout.of_state({**captured.train.parameters, **captured.train.buffers})
@@ -255,12 +255,13 @@ def federated_spec(job: Job) -> FederatedSpec | None:
         )
     if job.data.pin:
         raise UsageError("Registered(pin=...) is for jobs that are cut into stages; leave it out here")
-    strategy = check_federated(job.federated, job.training)
+    rule = settled(job.federated, job.training.steps)
+    strategy = check_federated(rule, job.training)
     check_inputs(job.data.inputs, job.example_inputs)
     check_wrapped(strategy, [name for name, _ in job.module.named_parameters()])
     if isinstance(strategy, FLoRA):
         check_scaling(job.module, strategy.scaling)
-    return FederatedSpec(job.federated, job.data.name, dict(job.data.inputs))
+    return FederatedSpec(rule, job.data.name, dict(job.data.inputs))
 
 
 def pinned_data(job: Job) -> PinnedData | None:

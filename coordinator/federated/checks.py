@@ -10,14 +10,15 @@ from atoll.errors import UsageError
 from atoll.federated import BCRS, Federated, FederatedSpec, parse_uplink
 from compressors.catalogue import Use, codec
 from coordinator.federated.selection import selector_of
-from strategies import Strategy, make_strategy
 from strategies.checking import check_optimizer
+from strategies.privacy.private import strategy_of
 from strategies.wrapped import NET
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from atoll.job import JobSpec, TrainingSpec
+    from strategies.base import Strategy
 
 ERROR_FEEDBACK = "error_feedback"
 WRAPPERS = {"vhl": "Vhl", "fedimpro": "FedImpro", "moon": "Moon"}
@@ -30,7 +31,7 @@ PERSONAL = ("ditto",)
 
 def check_federated(rule: Federated, training: TrainingSpec) -> Strategy:
     """The strategy of a federated job; UsageError for what no round could be run with."""
-    found = make_strategy(rule.strategy, rule.options)
+    found = strategy_of(rule)
     selector_of(rule)
     check_optimizer(found, training.optimizer)
     if training.n_micro != 1:

@@ -63,6 +63,10 @@ class FederatedDriver:
 
         Its clients' optimizers begin anew in every round: only the strategy has a state.
         """
+        if any(s.federated is not None and s.federated.rule.privacy for s in (before, spec)):
+            return (
+                "what a private job has spent is its own; a job that goes on with its state would begin at 0"
+            )
         held, wanted = (s.federated.rule.strategy if s.federated else "" for s in (before, spec))
         if held == wanted:
             return None
@@ -97,6 +101,7 @@ class FederatedDriver:
                 state=closed.state,
                 last=closed,
                 selector=selector_from_json(closed.selector),
+                spent=closed.privacy or state.spent,
                 verdicts={**dict.fromkeys(closed.participants, ""), **dropped},
                 counted=counted,
                 homes={client: host for host, clients in closed.homes.items() for client in clients},
@@ -357,6 +362,10 @@ class FederatedDriver:
                 # A client may name any blob as its update; what a job still needs is not its to delete.
                 if unneeded := tuple(blob for blob in blobs if blob not in self.blobs_in_flight()):
                     effects.emit(do.DropBlobs(unneeded))
+            case fed.Without(_, worker, _) if state.private and worker in state.clients:
+                pass  # who drops out, why and how many: all can read logs and counts
+            case Dropped() if state.private:
+                pass
             case fed.Without(at_round, worker, reason):
                 effects.log(
                     Name.CLIENT_DROPPED, "warning", job=job, round=at_round, worker=worker, reason=reason
@@ -383,6 +392,9 @@ class FederatedDriver:
     def _say_closed(self, state: FederationState, fact: RoundClosed) -> None:
         told = fact.participants
         self.effects.emit(do.SweepBlobs())
+        if state.private:
+            self.effects.log(Name.ROUND_CLOSED, job=fact.job, round=fact.round)
+            return
         self.effects.log(
             Name.ROUND_CLOSED,
             job=fact.job,

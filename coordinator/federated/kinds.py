@@ -153,10 +153,10 @@ class PopulationRound(Round):
 
     def message(self, state: FederationState, worker: str, message: TrainRound) -> TrainRound:
         order, drawn = state.orders[worker], books(state).drawn
-        n_samples = sum(drawn.values())
-        return replace(
-            message, order=order.key, clients=order.clients, drawn=len(drawn), drawn_samples=n_samples
-        )
+        count, n_samples = len(drawn), sum(drawn.values())
+        if state.private:  # who hosts some of the clients shall not know how many others train
+            count = n_samples = state.federated.rule.clients
+        return replace(message, order=order.key, clients=order.clients, drawn=count, drawn_samples=n_samples)
 
     def taken(self, state: FederationState, worker: str, update: UpdateReady, now_s: float) -> Outcome:
         order, answer, forget = state.orders.get(worker), update.host, forgotten(state, update)
@@ -206,7 +206,12 @@ def round_of(state: FederationState) -> Round:
 
 
 def strike(state: FederationState, worker: str, reason: str) -> Outcome:
-    """Count against a client that it failed or sent what cannot be counted."""
+    """Count against a client that it failed or sent what cannot be counted.
+
+    Not of a private job: whether a client is barred follows from its data, and all can see it.
+    """
+    if state.private:
+        return state, []
     client = state.clients[worker]
     strikes = client.strikes + 1
     if strikes < MAX_STRIKES:

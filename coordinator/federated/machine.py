@@ -32,6 +32,7 @@ from coordinator.federated.metrics import (
     CENTRAL,
     evaluation_points,
     fact_of,
+    unsaid,
 )
 from coordinator.federated.rounds import (
     aggregate,
@@ -39,11 +40,11 @@ from coordinator.federated.rounds import (
     close_summed,
     deal,
     end,
+    enough,
     evaluate_message,
     evaluated_if_complete,
     gather,
     go_on,
-    least,
     not_loaded,
     repeat,
     train_message,
@@ -143,7 +144,7 @@ def _opened(state: FederationState, event: AggregatorOpened, now_s: float) -> Ou
     if event.round != state.round:
         return state, [Dropped(f"the aggregator opened at round {event.round}, this is {state.round}")]
     model = state.model if state.model and state.model.full == event.model else Model(event.model)
-    here = replace(state, opened=True, model=model, inputs=event.inputs, up=event.up)
+    here = replace(state, opened=True, model=model, inputs=event.inputs, up=event.up, secret=event.secret)
     before: list[Todo] = [EvaluateCentrally(here.round)] if here.central else []
     after: Outcome = here, []
     if state.phase is Phase.AGGREGATING:
@@ -185,7 +186,7 @@ def _blame(state: FederationState, name: str, reason: str) -> Outcome:
         todo.append(Say(worker, RoundTaken(state.job, state.round, False, why)))
     todo.append(Forget((blob,)))
     after = replace(less, opened=False)
-    if (left := found.arrived(after)) < least(after):
+    if (left := found.arrived(after)) < enough(after):
         after, more = repeat(after, f"{left} updates can be counted")
         todo += more
     return after, todo if after.ended else [*todo, Open(after.round, after.state)]
@@ -341,7 +342,7 @@ def _consent(state: FederationState, event: FromClient[ConsentSaid], now_s: floa
 
 @TRANSITIONS.on(Phase.TRAINING)
 def _updated(state: FederationState, event: FromClient[UpdateReady], now_s: float) -> Outcome:
-    worker, update = event.worker, event.message
+    worker, update = event.worker, unsaid(state, event.message)
     found = round_of(state)
     if not found.covers_late or update.round != state.round:
         if worker in state.updates:

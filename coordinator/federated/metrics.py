@@ -13,6 +13,7 @@ from coordinator.messages.facts import RoundClosed, RoundEvaluated
 from coordinator.messages.jobs import Point
 from strategies.checking import MAX_METRICS
 from strategies.fairness import FIGURES, fairness
+from strategies.privacy.accountant import Spent
 from strategies.selection import Outcome, smoothed
 
 LOSS = "loss"
@@ -86,6 +87,17 @@ def _uplink(client: Client, update: UpdateReady, took_s: float) -> tuple[float, 
     return (old_s * client.uplink_bps + new_s * rate_bps) / (old_s + new_s), old_s + new_s
 
 
+def unsaid(state: FederationState, update: UpdateReady) -> UpdateReady:
+    """The update without figures of a client's data, of a private job: no noise covers them."""
+    if not state.private:
+        return update
+    host = update.host
+    if host is not None:
+        rows = {who: replace(row, loss=0.0, square_loss=0.0) for who, row in host.rows.items()}
+        host = replace(host, rows=rows)
+    return replace(update, metrics={}, square_loss=0.0, host=host)
+
+
 def outcomes(updates: Mapping[str, UpdateReady], clients: Mapping[str, Client]) -> dict[str, Outcome]:
     """What a selector learns of a round's participants."""
     return {
@@ -148,6 +160,8 @@ def round_points(state: FederationState, fact: RoundClosed) -> list[Point]:
     """Metric points of a closed round."""
     done = fact.round + 1
     told = fact.participants
+    if fact.privacy is not None:
+        return _private_points(state, fact, fact.privacy)
     points = {
         "learning_rate": state.spec.training.learning_rate(fact.round),
         "round_s": fact.took_s,
@@ -162,6 +176,15 @@ def round_points(state: FederationState, fact: RoundClosed) -> list[Point]:
         points |= {f"client/{name}/train_{metric}": value for metric, value in told[name]["metrics"].items()}
         points |= {f"client/{name}/{figure}": float(told[name][figure]) for figure in OF_A_CLIENT}
     return [Point(done, name, value) for name, value in points.items()]
+
+
+def _private_points(state: FederationState, fact: RoundClosed, spent: Spent) -> list[Point]:
+    """What may be shown of a private round: nothing that depends on who took part, or on their data."""
+    privacy = state.federated.rule.privacy
+    points = {"learning_rate": state.spec.training.learning_rate(fact.round)}
+    if privacy is not None:
+        points["epsilon"] = spent.epsilon(privacy.delta)[0]
+    return [Point(fact.round + 1, name, value) for name, value in points.items()]
 
 
 def evaluation_points(prefix: str, found: Evaluation) -> list[Point]:

@@ -22,8 +22,8 @@ from coordinator.federated.makespan import HostTimes, Timed, explained, rates
 from coordinator.federated.selection import even_coding
 from coordinator.federated.state import Client, FederationState, Order
 from coordinator.messages.instructions import HostSums
-from strategies import make_strategy
 from strategies.linear import Linear
+from strategies.privacy.private import strategy_of
 from strategies.selection import Outcome, smoothed
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def is_population(state: FederationState) -> bool:
 def misfit(state: FederationState, host: Client) -> str | None:
     """Why the clients that a host speaks for cannot take part, None when they can."""
     rule = state.federated.rule
-    core = make_strategy(rule.strategy, rule.options).core
+    core = strategy_of(rule).core
     if not isinstance(core, Linear):
         return f"{core.name} needs each update apart; its clients cannot be a population"
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -44,13 +45,16 @@ from coordinator.messages.events import (
 from coordinator.messages.facts import JobEnded, RoundClosed
 from coordinator.messages.instructions import EvaluateRound, Model, RoundTaken, TrainRound
 from coordinator.messages.jobs import RECENT, Phase, Record
-from strategies import make_strategy
+from strategies.privacy.accountant import Spent
+from strategies.privacy.private import strategy_of
+from strategies.privacy.report import exhausted
 
 SHOWN = 4  # names in a reason
 MAX_REPEATS = 3  # of one round
 BESIDE_BYTES = 32 * 2**20
 """Of a model that the owner's machine evaluates while clients train: with larger ones, whose rounds are long
 anyway, it would hold the weights just when clients, perhaps on the same machine, need most."""
+DROPPED = "not counted"
 NONE_COUNTED = "the round was closed without its clients"
 MAX_LOADS = 3  # failed ones in a row; a worker itself refuses a job that has cost it three processes
 LOAD_AGAIN_S = 5.0  # after the first of them, twice as long after each further one
@@ -59,7 +63,33 @@ LOAD_AGAIN_S = 5.0  # after the first of them, twice as long after each further 
 def least(state: FederationState) -> int:
     """Return how many good updates a round needs to be aggregated."""
     rule = state.federated.rule
-    return max(rule.min_clients, make_strategy(rule.strategy, rule.options).min_updates)
+    return max(rule.min_clients, strategy_of(rule).min_updates)
+
+
+def enough(state: FederationState) -> int:
+    """Return how many good updates close a round: of a private job none, as noise covers nobody's as well."""
+    return 0 if state.private else least(state)
+
+
+def is_last(state: FederationState) -> bool:
+    """Whether no further round begins: all are done, or a private job's budget is."""
+    return state.round >= state.rounds or bool(exhausted(state.federated.rule.privacy, state.spent))
+
+
+def spent_with_this(state: FederationState) -> Spent | None:
+    """What a private job has spent once the round in flight is published."""
+    privacy = state.federated.rule.privacy
+    return None if privacy is None else state.spent.after(privacy)
+
+
+def shown_dropped(state: FederationState, dropped: Mapping[str, str]) -> dict[str, str]:
+    """Clients that are not counted, and why; of a private job no reason, which their data are."""
+    return dict(sorted((dict.fromkeys(dropped, DROPPED) if state.private else dropped).items()))
+
+
+def _at(state: FederationState, what: str) -> str:
+    """The round in flight, for people; of a private job without ``what``, which tells who takes part."""
+    return f"round {state.round + 1} of {state.rounds}" + ("" if state.private else f": {what}")
 
 
 def seed_of(seed: int, client: str, at_round: int) -> int:
@@ -83,7 +113,7 @@ def gather(state: FederationState, now_s: float) -> Outcome:
     loading = [c.worker for c in state.clients.values() if c.present and not c.loaded and not c.out]
     absent = state.awaited - {c.worker for c in state.clients.values() if c.present or c.consent}
     waits = bool(loading or absent) and now_s < state.hold_until_s
-    summed = state.round >= state.rounds  # and interrupted before it had ended: what is left is to evaluate
+    summed = is_last(state)  # and interrupted before it had ended: what is left is to evaluate
     if not state.opened or (len(ready) < need and not summed) or waits:
         what = f"{len(ready)} clients are ready, {need} are needed"
         if state.opened and len(ready) < need and not loading and state.of_consent(Word.AWAITED):
@@ -164,7 +194,7 @@ def begin_round(state: FederationState, now_s: float) -> Outcome:
 def choose(state: FederationState, now_s: float) -> Outcome:
     """Fix the participants and their codecs, and send each the model."""
     names, selector = chosen(state, population.losses(state))
-    reason = f"round {state.round + 1} of {state.rounds}: {len(names)} clients train"
+    reason = _at(state, f"{len(names)} clients train")
     if population.is_population(state):
         parted = population.opened(replace(state, selector=selector, reason=reason), names)
         due_s = now_s + state.federated.rule.deadline_s
@@ -194,6 +224,8 @@ def choose(state: FederationState, now_s: float) -> Outcome:
         begun_s=now_s,
         due_s=now_s + state.federated.rule.deadline_s,
     )
+    if not names:  # a private round of nobody is closed, and its noise published, like every other
+        return go_on(training, now_s)
     return training, [Say(worker, train_message(training, worker, now_s)) for worker in names]
 
 
@@ -250,16 +282,16 @@ def close_if_complete(state: FederationState) -> Outcome:
     left, of = round_of(state).left(state), round_of(state).drawn(state)
     if not left:
         return close(state)
-    reason = f"round {state.round + 1} of {state.rounds}: {left} of {of} clients train"
+    reason = _at(state, f"{left} of {of} clients train")
     return replace(state, reason=reason), []
 
 
 def close(state: FederationState) -> Outcome:
     """Sum what came, or repeat the round."""
     found = round_of(state)
-    if (came := found.arrived(state)) < least(state):
+    if (came := found.arrived(state)) < enough(state):
         return repeat(state, f"{came} of {found.drawn(state)} updates came")
-    reason = f"round {state.round + 1} of {state.rounds}: summing {len(state.updates)} updates"
+    reason = _at(state, f"summing {len(state.updates)} updates")
     return aggregate(replace(state, phase=Phase.AGGREGATING, reason=reason, strayed=strayed(state)))
 
 
@@ -269,7 +301,7 @@ def aggregate(state: FederationState) -> Outcome:
     if not state.opened:  # it is being started, and will be asked then
         return asked, []
     found = round_of(state)
-    return asked, [found.summed(state, asked.attempt, max(1, found.size(state)), least(state))]
+    return asked, [found.summed(state, asked.attempt, max(1, found.size(state)), enough(state))]
 
 
 def repeat(state: FederationState, reason: str) -> Outcome:
@@ -320,11 +352,12 @@ def close_summed(
         model.size,
         mean_loss(good.values()),
         told,
-        dict(sorted(dropped.items())),
+        shown_dropped(state, dropped),
         selector_to_json(selector),
         took_s,
         now_s,
         population.homes_by_host(state),
+        spent_with_this(state),
     )
     clients = {
         name: replace(client, strikes=0, metrics=told[name]["metrics"]) if name in told else client
@@ -350,6 +383,7 @@ def close_summed(
         failures=0,
         loss=fact.loss,
         last=fact,
+        spent=fact.privacy or state.spent,
         bytes_up=state.bytes_up + sum(u.upload_bytes for u in good.values()),
         bytes_down=state.bytes_down + sum(u.download_bytes for u in good.values()),
         round_times_s=(*state.round_times_s, took_s)[-RECENT:],
@@ -369,7 +403,7 @@ def close_summed(
 def evaluate(state: FederationState, now_s: float) -> Outcome:
     """On the clients and on the owner's data, where it is time; then the next round."""
     rule, training = state.federated.rule, state.spec.training
-    last = state.round >= state.rounds
+    last = is_last(state)
     on_clients = bool(
         rule.evaluate_every and state.spec.eval_dag_hash and (last or state.round % rule.evaluate_every == 0)
     )
@@ -400,7 +434,7 @@ def waits_for_owner(state: FederationState) -> bool:
     """Whether what comes next waits for the evaluation on the owner's data. Otherwise the clients train
     meanwhile, and the aggregator evaluates the model before it sums the next one."""
     large = sum(meta.nbytes for meta in state.up) > BESIDE_BYTES
-    return state.central and (large or state.round >= state.rounds)
+    return state.central and (large or is_last(state))
 
 
 def evaluated_if_complete(state: FederationState, now_s: float) -> Outcome:
@@ -421,8 +455,9 @@ def evaluated_if_complete(state: FederationState, now_s: float) -> Outcome:
             *client_points(state.round, state.told),
             *spread_points(state.round, state.told),
         ]
-    if state.round >= state.rounds:
-        after, more = end(state, Phase.FINISHED, f"{state.round} rounds done")
+    if is_last(state):
+        spent = exhausted(state.federated.rule.privacy, state.spent) if state.round < state.rounds else ""
+        after, more = end(state, Phase.FINISHED, f"{state.round} rounds done{spent and f': {spent}'}")
     else:
         after, more = begin_round(state, now_s)
     return after, [*todo, *more]

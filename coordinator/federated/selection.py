@@ -22,6 +22,7 @@ from compressors.sparse_sizes import whole_size
 from coordinator.federated.state import Client, FederationState
 from strategies.bcrs import EVEN, PLANNED, Ratios, Uplink, bcrs, even_base, spread
 from strategies.oort import OortState, Seen
+from strategies.privacy.sampling import drawn
 from strategies.selection import Candidate, Outcome, Selector, candidates_of, smoothed
 from strategies.selectors import make_selector
 
@@ -67,7 +68,11 @@ def to_ask(state: FederationState) -> tuple[str, ...]:
 
 def chosen(state: FederationState, losses: Mapping[str, float]) -> tuple[tuple[str, ...], Any]:
     """The round's participants, ascending, and the selector's next state."""
-    selector = selector_of(state.federated.rule)
+    rule = state.federated.rule
+    if rule.privacy is not None:
+        secret = f"{state.secret}/{state.round}/{state.attempt}" if state.secret else ""
+        return drawn(state.members, rule.privacy.sampling, rule.clients, secret), None
+    selector = selector_of(rule)
     before = selector.init() if state.selector is None else state.selector
     return selector.choose(
         before, candidates(state), places(state), state.round, state.spec.training.seed, losses

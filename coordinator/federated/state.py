@@ -38,6 +38,7 @@ from coordinator.messages.jobs import (
     Running,
     Waits,
 )
+from strategies.privacy.accountant import Spent
 
 VERSION = 1  # of every Participate: one job, one participation
 
@@ -339,6 +340,8 @@ class FederationState:
     verdicts: Mapping[str, str] = field(default_factory=dict)  # "" taken, else why not
     selector: Any = None
     awaited: frozenset[str] = frozenset()  # after a restart: clients of the last round
+    secret: str = ""  # of the aggregator's life, for draws that nobody may guess
+    spent: Spent = field(default_factory=Spent)  # of a private job: published releases
     hold_until_s: float = 0.0
     consent_due_s: float = 0.0  # when waiting for data owners ends; 0: no round waits for them
     failures: int = 0  # of the aggregator, without a closed round in between
@@ -356,6 +359,11 @@ class FederationState:
     def federated(self) -> FederatedSpec:
         assert self.spec.federated is not None  # noqa: S101 - the scheduler says so
         return self.spec.federated
+
+    @property
+    def private(self) -> bool:
+        """Whether clients' updates are known as a noised sum alone."""
+        return self.federated.rule.privacy is not None
 
     @property
     def rounds(self) -> int:

@@ -157,7 +157,7 @@ class LinksFailed:
 class AggregatorOpened:
     """The aggregator of a federated job holds the state before ``round`` and wrote its broadcast.
 
-    ``inputs``: of the model; ``up``: the arrays of one update.
+    ``inputs``: of the model; ``up``: the arrays of one update; ``secret``: for draws, of this process alone.
     """
 
     job: str
@@ -165,6 +165,7 @@ class AggregatorOpened:
     model: Blob
     inputs: Mapping[str, TensorMeta]
     up: tuple[TensorMeta, ...]
+    secret: str = ""
 
 
 @dataclass(frozen=True, slots=True)

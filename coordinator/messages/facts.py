@@ -18,6 +18,7 @@ from atoll.messages.to_worker import Era as Era
 from atoll.plan import LinkSpec, Plan
 from coordinator.messages.encoding import from_json, to_json
 from coordinator.messages.held_out import HeldOut
+from strategies.privacy.accountant import Spent
 
 LINEAGE = 64  # versions remembered of one plan, for reports that come late
 ENDED = ("finished", "failed", "cancelled")
@@ -216,6 +217,7 @@ class RoundClosed:
     took_s: float
     at_s: float
     homes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    privacy: Spent | None = None  # of a private job, with this round
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atoll.federated import ConsentWord as Word
 from coordinator.federated.kinds import round_of
 from coordinator.messages.jobs import Phase
 from protos import atoll_control_pb2 as pb
+from strategies.privacy.report import spent_words
 
 if TYPE_CHECKING:
     from coordinator.federated.driver import FederatedDriver
@@ -22,6 +24,8 @@ TRAINING, TRAINED, EVALUATING, DROPPED, UNFIT = "training", "trained", "evaluati
 def federated_status(driver: FederatedDriver, job: str) -> pb.FederatedStatus:
     """One federated job as `atoll watch` shows it."""
     state = driver.jobs[job]
+    if state.private:
+        return _private_status(driver, state)
     found = round_of(state)
     times = sorted(state.round_times_s)
     status = pb.FederatedStatus(
@@ -37,17 +41,49 @@ def federated_status(driver: FederatedDriver, job: str) -> pb.FederatedStatus:
         pace=state.pace,
         assignment=state.assignment,
     )
+    _add_unfit(status, driver, job)
+    if state.evaluation is not None:
+        status.clients_loss = state.evaluation.loss
+        status.clients_metrics.extend(_metrics(state.evaluation))
+    _add_central(status, state)
+    return status
+
+
+def _private_status(driver: FederatedDriver, state: FederationState) -> pb.FederatedStatus:
+    """One private job: nothing that depends on who takes part in a round, or on their data."""
+    rule = state.federated.rule
+    status = pb.FederatedStatus(
+        strategy=rule.strategy, data=state.federated.data, privacy=spent_words(rule, state.spent)
+    )
+    for name in sorted(state.clients):
+        client = state.clients[name]
+        here = standing(replace(state, chosen=(), asked=frozenset()), client)
+        told = client.out if here in (OUT, REFUSED, CONSENTING) else ""
+        status.clients.append(
+            pb.ClientStatus(
+                worker=name,
+                state=here,
+                reason=told,
+                n_samples=client.n_samples,
+                population=len(client.roster),
+            )
+        )
+    _add_unfit(status, driver, state.job)
+    _add_central(status, state)
+    return status
+
+
+def _add_unfit(status: pb.FederatedStatus, driver: FederatedDriver, job: str) -> None:
     unfit = driver.unfit.get(job, {})
     status.clients.extend(
         pb.ClientStatus(worker=worker, state=UNFIT, reason=why) for worker, why in sorted(unfit.items())
     )
-    if state.evaluation is not None:
-        status.clients_loss = state.evaluation.loss
-        status.clients_metrics.extend(_metrics(state.evaluation))
+
+
+def _add_central(status: pb.FederatedStatus, state: FederationState) -> None:
     if state.central_evaluation is not None:
         status.central_loss = state.central_evaluation.loss
         status.central_metrics.extend(_metrics(state.central_evaluation))
-    return status
 
 
 def _metrics(found: Evaluation) -> Iterable[pb.Figure]:

@@ -7,6 +7,7 @@ through the files that would travel where the uplink has a codec.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,10 +21,11 @@ from atoll.messages.from_worker import EvaluatedRow
 from atoll.program import stage_programs
 from atoll.sampling import client_key
 from compressors.model_file import NONE, Coding, read_update, write_update
-from strategies import make_strategy
 from strategies.checking import check_feedback
 from strategies.files import lossy_names, parted, update_arrays, update_metas
 from strategies.layout import own_parts
+from strategies.privacy.private import strategy_of
+from strategies.privacy.sampling import drawn
 from strategies.selection import Outcome, candidates_of, smoothed
 from strategies.selectors import make_selector
 from strategies.values import Broadcast, ClientState, ClientUpdate
@@ -116,7 +118,7 @@ class LocalFederation:
         if not clients:
             raise UsageError("a federation without clients; give the data of at least one")
         self.model, self.federated = model, federated
-        self.strategy: Strategy = make_strategy(federated.strategy, federated.options)
+        self.strategy: Strategy = strategy_of(federated)
         self.trainer = LocalTrainer(model, self.strategy, federated, device, floors=floors)
         named = dict(inputs) if inputs is not None else {name: name for name in model.inputs}
         seed = model.training.seed
@@ -141,6 +143,7 @@ class LocalFederation:
         self.client_states = dict.fromkeys(clients, ClientState())
         self.selector = make_selector(federated.selector, federated.selector_options)
         self._selection = self.selector.init()
+        self._secret = secrets.token_hex(32)
         self._seconds = seconds
         self._round_s: dict[str, float] = {}  # of those that took part
         check_feedback(self.strategy, federated)
@@ -169,7 +172,7 @@ class LocalFederation:
             took_s = self.took_s(name, update.steps, down_bytes, up_bytes[name])
             outcomes[name] = Outcome(found.square_loss, update.n_samples, took_s)
         self.close(self.strategy.aggregate(self.state, updates), outcomes)
-        total = sum(update.n_samples for update in updates)
+        total = sum(update.n_samples for update in updates) or 1
         return RoundMetrics(
             broadcast.round,
             chosen,
@@ -221,6 +224,9 @@ class LocalFederation:
         count = self.federated.clients or len(names)
         candidates = candidates_of({n: len(self.clients[n].split.train) for n in names}, self._round_s)
         at = self.state.round
+        if self.federated.privacy is not None:
+            secret = f"{self._secret}/{at}"
+            return drawn(names, self.federated.privacy.sampling, self.federated.clients, secret)
         asked = self.selector.ask(candidates, count, at, seed)
         losses = {name: self._loss_of(name) for name in asked}
         chosen, self._selection = self.selector.choose(self._selection, candidates, count, at, seed, losses)

@@ -95,11 +95,12 @@ class LocalPopulation:
         federation, core = self.federation, self._core
         broadcast = federation.strategy.configure(federation.state)
         chosen = federation.choose()
-        grid = core.grid(len(chosen), sum(federation.clients[name].data.n_samples for name in chosen))
+        core = core.during(broadcast.extra)
+        grid = core.round_grid(len(chosen), sum(federation.clients[name].data.n_samples for name in chosen))
         answers, moved = self._answers(chosen, broadcast, grid, dict(lost or {}))
-        if not answers:
+        if not answers and not core.whole:
             raise UsageError(f"none of the {len(chosen)} clients drawn could be trained")
-        total = Accumulator(grid)
+        total, layout = Accumulator(grid), federation.trainer.layout
         for _, answer, path in answers:
             total.add(self._received(answer, path, grid))
         rows = {name: row for _, answer, _ in answers for name, row in answer.rows.items()}
@@ -113,7 +114,7 @@ class LocalPopulation:
             for name, row in rows.items()
         }
         federation.close(
-            core.finish(federation.state, real(total.sums(), federation.trainer.layout)), outcomes
+            core.finish(federation.state, real(core.released(total.sums(), layout), layout)), outcomes
         )
         self._settle(broadcast.round, answers)
         refused = {name: why for _, answer, _ in answers for name, why in answer.refused.items()}

@@ -63,6 +63,7 @@ def train_clients(
     if not isinstance(core, Linear):
         raise UsageError(f"{core.name} needs each update apart; its clients cannot be a population")
     broadcast, coding, path = asked.broadcast, asked.coding, asked.path
+    core = core.during(broadcast.extra)
     held, refused = Accumulator(asked.grid), {}
     rows: dict[str, Row] = {}
     with states.begin(broadcast.round, coding.codec) as drafts:

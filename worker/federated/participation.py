@@ -23,11 +23,11 @@ from atoll.rehearse import OpCost, rehearse
 from atoll.sampling import client_key
 from compressors.container import drop_pages
 from compressors.model_file import Coding, packet_seed, write_update
-from strategies import make_strategy
 from strategies.checking import check_feedback
 from strategies.clipping import UNCLIPPED, Clipping, unclippable
 from strategies.files import broadcast_metas, broadcast_of, lossy_names, update_arrays, update_metas
 from strategies.linear import Linear
+from strategies.privacy.private import strategy_of
 from strategies.returned import check_returned
 from worker.blobs import BlobFile, most_bytes
 from worker.federated.broadcasts import Models
@@ -86,7 +86,7 @@ class Participation:
         check(joining)
         self.joining, self._context = joining, context
         config, device, spec = context.config, torch_device(context.device), joining.federated.rule
-        strategy = make_strategy(spec.strategy, spec.options)
+        strategy = strategy_of(spec)
         check_feedback(strategy, spec)
         floors = replace(config.floors, statistics=statistics)
         check_job(spec, floors)
@@ -190,7 +190,7 @@ class Participation:
             self.members.in_turn(order.clients),
             HostRound(
                 broadcast_of(order.round, fetched.arrays),
-                core.grid(order.drawn, order.drawn_samples),
+                core.round_grid(order.drawn, order.drawn_samples),
                 coding,
                 path,
                 lambda client: self._noise_seed(client_key(f"{client}/{order.round}")),

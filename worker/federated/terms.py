@@ -19,11 +19,12 @@ from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos import bounds, coding
 from protos.text_limits import clean
-from strategies import make_strategy
 from strategies.clipping import unclippable
 from strategies.counted import counted_names, few_numbers, returned_numbers, too_many, values_of
 from strategies.files import update_metas
 from strategies.layout import Layout, own_parts
+from strategies.privacy.private import strategy_of
+from strategies.privacy.report import plan_words
 from worker.data.policy import MAX_OWNER_CHARS, Terms
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Asked:
         self._m = m
         declared = coding.read(_Declared, m)
         self.training, self.federated, states = declared.training, declared.federated, declared.states
-        self.strategy: Strategy = make_strategy(self.rule.strategy, self.rule.options)
+        self.strategy: Strategy = strategy_of(self.rule)
         used = {n for program in self._programs() for n in (*program.parameters, *program.buffers)}
         missing = sorted(used - states.keys())
         if missing:
@@ -112,10 +113,21 @@ class Asked:
             ("in all", self._total_words(n_samples)),
             ("rounds", f"{self.training.steps}, each with {clients}"),
             ("strategy", f"{rule.strategy}: {self.strategy.facts.summary}"),
-            ("summed with", f"at least {rule.min_clients - 1} other updates, by the coordinator"),
+            ("summed with", self._sum_words()),
+            *self._privacy_facts(),
             ("local steps", self._step_words(n_samples)),
             ("coding", self._coding_words()),
         )
+
+    def _sum_words(self) -> str:
+        if self.rule.privacy is not None:
+            return "those of others who are drawn, perhaps none, by the coordinator, which adds noise first"
+        return f"at least {self.rule.min_clients - 1} other updates, by the coordinator"
+
+    def _privacy_facts(self) -> tuple[Fact, ...]:
+        if self.rule.privacy is None:
+            return ()
+        return (("privacy", plan_words(self.rule, self.training.steps)),)
 
     def _programs(self) -> tuple[job_pb.StageProgram, ...]:
         m = self._m
@@ -157,7 +169,8 @@ class Asked:
     def _total_words(self, n_samples: int) -> str:
         """Everything that depends on the data but the updates of trained tensors."""
         rule, m = self.rule, self._m
-        training = len(TRAINING_NUMBERS) + len(self.strategy.scalars_up()) + self.numbers
+        losses = 0 if rule.privacy is not None else len(TRAINING_NUMBERS)
+        training = losses + len(self.strategy.scalars_up()) + self.numbers
         evaluated = 1 + len(m.eval_program.metrics) if m.HasField("eval_program") else 0
         rounds = self.training.steps
         times = ceil(rounds / rule.evaluate_every) if rule.evaluate_every else 0
@@ -167,6 +180,8 @@ class Asked:
         )
 
     def _number_words(self) -> str:
+        if self.rule.privacy is not None:
+            return "samples and steps trained, times; no loss"
         own = [scalar.name for scalar in self.strategy.scalars_up()]
         more = f"; the strategy's own: {', '.join(own)}" if own else ""
         return f"samples and steps trained, {', '.join(TRAINING_NUMBERS)}, times{more}"
