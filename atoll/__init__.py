@@ -1,10 +1,12 @@
 """Atoll: train one model across islands of GPUs. The vocabulary that both sides share.
 
 >>> from atoll import Job, TrainingSpec, ByteText
+>>> fleet = atoll.connect()
 """
 
 from atoll.data import ByteText, Rows
 from atoll.federated import Federated, Registered
+from atoll.fleet import connect
 from atoll.job import (
     Job,
     Optimizer,
@@ -16,8 +18,7 @@ from atoll.job import (
     ScheduleKind,
     TrainingSpec,
 )
-
-__version__ = "0.7.0"
+from atoll.version import __version__
 
 __all__ = [
     "ByteText",
@@ -34,4 +35,5 @@ __all__ = [
     "ScheduleKind",
     "TrainingSpec",
     "__version__",
+    "connect",
 ]

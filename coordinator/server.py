@@ -29,8 +29,8 @@ from typing import Any, Self
 import grpc
 import structlog
 
-import atoll
 from atoll.errors import StorageError, UsageError
+from atoll.version import __version__
 from coordinator.apps.hub import AppDesk
 from coordinator.apps.service import NodeApps, OwnerApps
 from coordinator.config import CoordinatorConfig
@@ -223,7 +223,7 @@ class Server:
         join_token = tokens.join_token()
         log.info(
             Event.SERVER_STARTED.value,
-            version=atoll.__version__,
+            version=__version__,
             term=self.journal.term,
             entry_port=entry_port,
             work_port=work_port,

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import atoll
+from atoll import version
 from hostos.app_guard import Guarded
 from protos.child_pipe import Pipe
 
-PACKAGES_ROOT = Path(atoll.__file__).resolve().parent.parent
+PACKAGES_ROOT = Path(version.__file__).resolve().parent.parent
 """Folder that our packages are imported from: a checkout, or site-packages."""
 
 

@@ -6,7 +6,7 @@ import contextlib
 import json as jsonlib
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import localtime, strftime
@@ -201,11 +201,25 @@ def _live_plan(
 @with_groups
 def watch(
     job: JobName,
+    loggers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--logger", metavar="NAME",
+            help="Pass the figures on too: wandb, mlflow, trackio, tensorboard, or another plug-in's name.",
+        ),
+    ] = None,
+    *,
     common: Common,
-) -> None:
+) -> None:  # fmt: skip
     """Show a job live until it ends: loss, speed, ETA, stages and links. Exit code 8 when it fails."""
     with common.client() as client:
-        follow(client, job, common.json)
+        if not loggers:
+            follow(client, job, common.json)
+            return
+        from coordinator.notebook.fleet import Fleet
+
+        with Fleet(client).run(job).logging(loggers) as passed_on:
+            follow(client, job, common.json, passed_on.take)
 
 
 def keep_costs(last: pb.JobUpdate, update: pb.JobUpdate) -> None:
@@ -217,8 +231,11 @@ def keep_costs(last: pb.JobUpdate, update: pb.JobUpdate) -> None:
             stage.copy = before.copy
 
 
-def follow(client: Client, job: str, json: bool) -> None:
-    """Show updates as they arrive: a live view, plain lines if not on a terminal, or JSON lines."""
+def follow(
+    client: Client, job: str, json: bool, take: Callable[[pb.JobUpdate], object] = lambda update: None
+) -> None:
+    """Show updates as they arrive: a live view, plain lines if not on a terminal, or JSON lines. ``take``
+    gets each first."""
     names = worker_names(client.status().workers)
     losses: deque[float] = deque(maxlen=LOSSES_SHOWN)
     last: pb.JobUpdate | None = None
@@ -227,6 +244,7 @@ def follow(client: Client, job: str, json: bool) -> None:
         live.start()
     try:
         for update in client.watch(job):
+            take(update)
             if any(stage.worker not in names for stage in update.stages):
                 names = worker_names(client.status().workers)
             losses.extend(point.value for point in update.metrics if point.name == "loss")
@@ -434,6 +452,13 @@ def trace(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")] = Path(
         "trace.json"
     ),
+    otlp: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Send it to a collector of OpenTelemetry instead, such as http://localhost:4318/v1/traces.",
+        ),
+    ] = "",
     *,
     common: Common,
 ) -> None:
@@ -445,6 +470,15 @@ def trace(
         spans = client.trace(job)
     if not spans:
         raise UsageError(f"{job} has no recorded spans yet; try again once it trains")
+    if otlp:
+        from coordinator.notebook.otlp import sent
+
+        count = sent(job, spans, otlp, names)
+        if common.json:
+            print_json({"url": otlp, "spans": count})
+        else:
+            out.print(f"{otlp}: {count} spans", soft_wrap=True)
+        return
     try:
         output.expanduser().write_text(jsonlib.dumps(chrome_trace(job, spans, names)))
     except OSError as error:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-import atoll
 from atoll.errors import UsageError
+from atoll.version import __version__
 from coordinator.cli import (
     admin,
     authority,
@@ -145,7 +145,7 @@ def ops(
 def version(json: AsJson = False) -> None:
     """Show the versions of Atoll, its protocol, Python and the main libraries."""
     facts = {
-        "atoll": atoll.__version__,
+        "atoll": __version__,
         "protocol": str(PROTOCOL_VERSION),
         "python": platform.python_version(),
         **{name: _installed(name) for name in ("torch", "grpcio", "protobuf")},

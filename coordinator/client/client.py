@@ -20,9 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
-import atoll
 from atoll.errors import BadFrame, JobFailed, ProtocolMismatch
 from atoll.plan import Plan
+from atoll.version import __version__
 from coordinator.client.calls import calling, patiently
 from coordinator.client.chrome_trace import TraceSpan
 from coordinator.client.endpoint import Endpoint, find_endpoint
@@ -129,14 +129,14 @@ class Client:
 
     def hello(self) -> pb.HelloReply:
         """The coordinator's versions and clock; ProtocolMismatch when we do not understand it."""
-        request = pb.HelloRequest(protocol=PROTOCOL_VERSION, version=atoll.__version__)
+        request = pb.HelloRequest(protocol=PROTOCOL_VERSION, version=__version__)
         with calling(self.endpoint.address, self.endpoint.token):
             reply: pb.HelloReply = self._entry.Hello(request, timeout=self._timeout_s)
         if reply.protocol != PROTOCOL_VERSION:
             older = "the coordinator" if reply.protocol < PROTOCOL_VERSION else "this machine's atoll"
             raise ProtocolMismatch(
                 f"the coordinator (atoll {clean(reply.version, 20)}) speaks protocol {reply.protocol}, this "
-                f"machine (atoll {atoll.__version__}) {PROTOCOL_VERSION}; update {older}"
+                f"machine (atoll {__version__}) {PROTOCOL_VERSION}; update {older}"
             )
         return reply
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-import atoll
 from atoll.errors import ProtocolMismatch, StorageError
+from atoll.version import __version__
 from coordinator.messages.facts import Record
 from coordinator.services.relay_ways import relay_addresses
 from protos import PROTOCOL_VERSION
@@ -63,7 +63,7 @@ class EntryService(rpc.EntryServicer):
         """Versions and time, for anybody."""
         return pb.HelloReply(
             protocol=PROTOCOL_VERSION,
-            version=atoll.__version__,
+            version=__version__,
             time_s=self._clock(),
             work_port=self._work_port,
             relays=relay_addresses(self._relays),
@@ -81,7 +81,7 @@ class EntryService(rpc.EntryServicer):
         if request.protocol != PROTOCOL_VERSION:
             raise ProtocolMismatch(
                 f"protocol mismatch: the coordinator speaks protocol {PROTOCOL_VERSION} (atoll "
-                f"{atoll.__version__}), this worker {request.protocol}; update the older of the two"
+                f"{__version__}), this worker {request.protocol}; update the older of the two"
             )
         return self._enroll(request, presented_in(context.invocation_metadata()))
 

@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import atoll
 from atoll.dataset_spec import DataSpec, PinnedData
 from atoll.errors import AccessDenied, JobFailed, NoWorkers, StorageError, UsageError
 from atoll.job import MAX_STANDBYS, JobSpec, TrainingSpec
 from atoll.opdag import rows_of
+from atoll.version import __version__
 from coordinator.federated.checks import check_spec, exported_prefix
 from coordinator.federated.datasets import pinned_to
 from coordinator.messages import events as ev
@@ -133,9 +133,7 @@ class OwnerService(rpc.OwnerServicer):
         """Workers, jobs and links now."""
         shell, now_s = self._shell, self._shell.clock()
         scheduler = shell.scheduler
-        version = atoll.__version__ + (
-            "" if self._authority is not None else " (insecure: no TLS, no tokens)"
-        )
+        version = __version__ + ("" if self._authority is not None else " (insecure: no TLS, no tokens)")
         held = names_of(scheduler.roster)
         return pb.StatusReply(
             workers=[

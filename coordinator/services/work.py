@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import structlog
 
-import atoll
 from atoll.errors import (
     AccessDenied,
     AtollError,
@@ -26,6 +25,7 @@ from atoll.errors import (
     UsageError,
 )
 from atoll.messages.to_worker import Welcome
+from atoll.version import __version__
 from coordinator.membership.addresses import passed_on
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
@@ -196,7 +196,7 @@ class WorkService(rpc.WorkServicer):
         theirs = first.introduction.protocol
         if theirs != PROTOCOL_VERSION:
             raise ProtocolMismatch(
-                f"protocol mismatch: the coordinator (atoll {atoll.__version__}) speaks protocol "
+                f"protocol mismatch: the coordinator (atoll {__version__}) speaks protocol "
                 f"{PROTOCOL_VERSION}, this worker {theirs}; update the older of the two"
             )
         introduction = introduction_from(first.introduction)

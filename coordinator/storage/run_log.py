@@ -13,17 +13,19 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import structlog
 from google.protobuf.message import DecodeError
 
 from atoll.errors import UsageError
+from coordinator.loggers.plugin import Logger, RunFacts, open_logger
 from protos import atoll_control_pb2 as pb
 
 MAX_POINTS = 200_000  # of one job, kept in memory for watchers
 MAX_FIELDS_CHARS = 8192
 CSV_PIECE_BYTES = 256 << 10
+BOARD = "tensorboard"  # whose files stand beside ours, where it is installed
 _LENGTH = struct.Struct("<I")
 
 log = structlog.get_logger()
@@ -67,31 +69,6 @@ class Logs:
         ]
 
 
-class _Scalars(Protocol):
-    def add(self, point: Point) -> None: ...
-    def close(self) -> None: ...
-
-
-class _TensorBoard:
-    """Scalar events for TensorBoard, written without torch."""
-
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._event, self._summary = Event, Summary
-        self._writer = EventFileWriter(str(folder))
-
-    def add(self, point: Point) -> None:
-        value = self._summary.Value(tag=point.name, simple_value=point.value)
-        summary = self._summary(value=[value])
-        self._writer.add_event(self._event(wall_time=point.time_s, step=point.step, summary=summary))
-
-    def close(self) -> None:
-        self._writer.close()
-
-
 @dataclass
 class RunLog:
     """Files of a job under ``folder``: metrics.csv, TensorBoard events, spans."""
@@ -101,7 +78,7 @@ class RunLog:
     points: list[Point] = field(default_factory=list)
     first_point: int = 0  # number of points[0]; older ones were dropped
     _csv: IO[str] | None = None
-    _board: _Scalars | None = None
+    _board: Logger | None = None
     _spans: IO[bytes] | None = None
     _spans_size: int = 0
     _broken: bool = False
@@ -157,9 +134,11 @@ class RunLog:
 
     def close(self) -> None:
         """Flush and close the files; they are opened again when needed."""
-        for file in (self._csv, self._board, self._spans):
+        for file in (self._csv, self._spans):
             if file is not None:
                 self._guard(file.close)
+        if (board := self._board) is not None:
+            self._guard(lambda: board.close(""))
         self._csv = self._board = self._spans = None
 
     def _guard(self, work: Any) -> None:
@@ -181,7 +160,7 @@ class RunLog:
             self._board = _open_board(self.folder)
         self._csv.write(f"{point.step},{point.name},{point.value!r},{point.time_s:.3f}\n")
         if self._board is not None:
-            self._board.add(point)
+            self._board.add(point.step, {point.name: point.value}, point.time_s)
 
     def _write_spans(self, chunk: pb.TraceChunk) -> None:
         body = chunk.SerializeToString()
@@ -230,8 +209,8 @@ class RunLogs:
             run.close()
 
 
-def _open_board(folder: Path) -> _Scalars | None:
+def _open_board(folder: Path) -> Logger | None:
     try:
-        return _TensorBoard(folder)
-    except ImportError:
+        return open_logger(BOARD, RunFacts(folder.name, folder.name, folder))
+    except UsageError:
         return None  # the extra atoll[tensorboard] is not installed

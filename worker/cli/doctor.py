@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-import atoll
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed
+from atoll.version import __version__
 from hostos.addresses import join_address
 from hostos.networks import open_listener
 from hostos.units import shown_size
@@ -302,7 +302,7 @@ def _greet(config: WorkerConfig, report: Report, stub: Any, ca: bytes | None) ->
         "coordinator_version": version,
         "protocol": reply.protocol,
     }
-    report.add("versions", Mark.OK, f"coordinator atoll {version}, here {atoll.__version__}")
+    report.add("versions", Mark.OK, f"coordinator atoll {version}, here {__version__}")
     report.add("round trip", Mark.OK, f"{rtt_s * 1e3:.1f} ms, median of {GREETINGS}")
     found = f"{abs(skew_s):.1f} s {'behind' if skew_s > 0 else 'ahead of'} the coordinator's"
     if abs(skew_s) > SKEW_TOO_MUCH_S:

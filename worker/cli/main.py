@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 import structlog
 import typer
 
-import atoll
 from atoll.errors import AtollError
+from atoll.version import __version__
 from hostos.command_line import AsJson, enter, err, out, print_json, with_groups
 from hostos.log_stream import LogBudget, log_stream
 from hostos.units import shown_size
@@ -184,9 +184,9 @@ def status(
 def version(json: AsJson = False) -> int:
     """Print the version; with --json also that of the protocol."""
     if json:
-        print_json({"atoll": atoll.__version__, "protocol": str(PROTOCOL_VERSION)})
+        print_json({"atoll": __version__, "protocol": str(PROTOCOL_VERSION)})
     else:
-        out.print(atoll.__version__)
+        out.print(__version__)
     return 0
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import grpc
 
-import atoll
 from atoll.errors import ProtocolMismatch
+from atoll.version import __version__
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos.grpc_errors import to_atoll_error
@@ -30,7 +30,7 @@ def greet(
 
     Raises ProtocolMismatch, AccessDenied, ConnectionFailed.
     """
-    request = pb.HelloRequest(protocol=PROTOCOL_VERSION, version=atoll.__version__)
+    request = pb.HelloRequest(protocol=PROTOCOL_VERSION, version=__version__)
     started_s = time.perf_counter()
     try:
         reply: pb.HelloReply = answer(stub.Hello.future(request, timeout=timeout_s), stopped)
@@ -40,6 +40,6 @@ def greet(
     if reply.protocol != PROTOCOL_VERSION:
         raise ProtocolMismatch(
             f"{address} speaks protocol {reply.protocol} (atoll {clean(reply.version, 20)}), this worker "
-            f"{PROTOCOL_VERSION} (atoll {atoll.__version__}); update the older of the two"
+            f"{PROTOCOL_VERSION} (atoll {__version__}); update the older of the two"
         )
     return reply, took_s

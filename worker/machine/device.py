@@ -12,8 +12,8 @@ from typing import Protocol
 
 import psutil
 
-import atoll
 from atoll.errors import UsageError
+from atoll.version import __version__
 from protos import atoll_control_pb2 as control
 from worker.machine.cpu import usable
 
@@ -79,7 +79,7 @@ def cpu_device(config: DeviceChoice, instructions: str = "") -> Device:
 def versions() -> dict[str, str]:
     """Return the versions of Atoll, torch, Python and the platform, as a bug report should give them."""
     return {
-        "atoll": atoll.__version__,
+        "atoll": __version__,
         "torch": importlib.metadata.version("torch"),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import atoll
+from atoll import version
 from atoll.errors import AtollError, BadFrame, UsageError
 from protos.text_limits import clean
 from worker.machine.device import Device, DeviceRates
@@ -58,7 +58,7 @@ def ask_facts(
 
 def _run(command: Sequence[str], within_s: float) -> tuple[bytes, str]:
     """Everything that the process prints, and how it ended."""
-    root = str(Path(atoll.__file__).resolve().parent.parent)
+    root = str(Path(version.__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     late = threading.Event()
     with subprocess.Popen(

@@ -51,6 +51,7 @@ def test_points_are_lines_of_the_csv_file_and_kept_for_watchers(written: RunLog)
 def test_without_tensorboard_the_csv_file_is_written_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delitem(sys.modules, "coordinator.loggers.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
     _written(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
