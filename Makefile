@@ -161,7 +161,8 @@ $(DOCS_STAMP): $(STAMP)
 	@touch $@
 
 docs: $(DOCS_STAMP)
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	@$(BIN)/python -m docs.pages.build build/docs
+	@$(BIN)/zensical build --clean --strict -f zensical.toml
 
 clean:
 	rm -rf $(VENV) $(VENV142) $(SUPPLY) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \

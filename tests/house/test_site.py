@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from compressors.catalogue import CODECS
 from coordinator.client.job_file import load_job
-from docs.pages import decisions, diagrams, phases, reference
+from docs.pages import build, decisions, diagrams, phases, reference
 from protos import telemetry
 from strategies import STRATEGIES
 from strategies.selectors import SELECTORS
@@ -227,7 +230,33 @@ def test_the_index_has_every_decision_by_its_title() -> None:
 
 
 def test_the_navigation_has_every_page() -> None:
-    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    nav = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
     written = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
-    pages = [*reference.PAGES, *(name for name in written if not name.startswith("decisions/"))]
-    assert [name for name in pages if not re.search(rf"[ :]{re.escape(name)}$", nav, re.MULTILINE)] == []
+    pages = {*reference.PAGES, *(name for name in written if not name.startswith("decisions/")), build.INDEX}
+    assert pages | set(build.ROOT_PAGES) == set(_named(nav))
+
+
+def _named(nav: list[Any]) -> Iterator[str]:
+    """Pages of a navigation, without the headings that stand above them."""
+    for entry in nav:
+        for page in entry.values() if isinstance(entry, dict) else [entry]:
+            if isinstance(page, list):
+                yield from _named(page)
+            else:
+                yield page
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("Three of them:\n- one\n- two\n", "Three of them:\n\n- one\n- two\n"),
+        ("Steps:\n1. one\n2. two\n", "Steps:\n\n1. one\n2. two\n"),
+        ("- one\nmore of it\n- two\n", "- one\nmore of it\n- two\n"),
+        ("```\nls\n- l\n```\n", "```\nls\n- l\n```\n"),
+        ("| a |\n|---|\n- one\n", "| a |\n|---|\n- one\n"),
+    ],
+)
+def test_a_list_that_follows_a_paragraph_gets_the_empty_line_that_markdown_needs(
+    before: str, after: str
+) -> None:
+    assert build.spaced(before) == after
