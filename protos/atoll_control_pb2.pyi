@@ -4040,6 +4040,30 @@ class FileChunk(_message.Message):
 Global___FileChunk: _TypeAlias = FileChunk  # noqa: Y015
 
 @_typing.final
+class TraceRequest(_message.Message):
+    """last_steps: only the newest few, as many as are in memory; 0: all that is kept."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    LAST_STEPS_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    last_steps: _builtins.int
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        last_steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "last_steps", b"last_steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TraceRequest: _TypeAlias = TraceRequest  # noqa: Y015
+
+@_typing.final
 class TraceChunk(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -4179,6 +4203,92 @@ class RestoreRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__steps) -> _WhichOneofReturnType__steps | None: ...
 
 Global___RestoreRequest: _TypeAlias = RestoreRequest  # noqa: Y015
+
+@_typing.final
+class ContributionsRequest(_message.Message):
+    """What workers have given by UTC day, the newest days first; at most 400 days are kept."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SINCE_S_FIELD_NUMBER: _builtins.int
+    since_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        since_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["since_s", b"since_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContributionsRequest: _TypeAlias = ContributionsRequest  # noqa: Y015
+
+@_typing.final
+class Contribution(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DAY_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    COMPUTE_S_FIELD_NUMBER: _builtins.int
+    BYTES_IN_FIELD_NUMBER: _builtins.int
+    BYTES_OUT_FIELD_NUMBER: _builtins.int
+    DISCARDED_STEPS_FIELD_NUMBER: _builtins.int
+    day: _builtins.str
+    """2026-11-30"""
+    worker: _builtins.str
+    name: _builtins.str
+    steps: _builtins.int
+    """committed; of federated jobs rounds"""
+    samples: _builtins.int
+    compute_s: _builtins.float
+    bytes_in: _builtins.int
+    bytes_out: _builtins.int
+    discarded_steps: _builtins.int
+    def __init__(
+        self,
+        *,
+        day: _builtins.str = ...,
+        worker: _builtins.str = ...,
+        name: _builtins.str = ...,
+        steps: _builtins.int = ...,
+        samples: _builtins.int = ...,
+        compute_s: _builtins.float = ...,
+        bytes_in: _builtins.int = ...,
+        bytes_out: _builtins.int = ...,
+        discarded_steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "compute_s", b"compute_s", "day", b"day", "discarded_steps", b"discarded_steps", "name", b"name", "samples", b"samples", "steps", b"steps", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Contribution: _TypeAlias = Contribution  # noqa: Y015
+
+@_typing.final
+class ContributionList(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTRIBUTIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def contributions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Contribution]: ...
+    def __init__(
+        self,
+        *,
+        contributions: _abc.Iterable[Global___Contribution] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributions", b"contributions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContributionList: _TypeAlias = ContributionList  # noqa: Y015
 
 @_typing.final
 class CreateTokenRequest(_message.Message):

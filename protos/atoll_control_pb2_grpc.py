@@ -422,7 +422,7 @@ class OwnerStub:
                 _registered_method=True)
         self.Trace = channel.unary_stream(
                 '/atoll.v1.Owner/Trace',
-                request_serializer=protos_dot_atoll__control__pb2.JobRequest.SerializeToString,
+                request_serializer=protos_dot_atoll__control__pb2.TraceRequest.SerializeToString,
                 response_deserializer=protos_dot_atoll__control__pb2.TraceChunk.FromString,
                 _registered_method=True)
         self.Metrics = channel.unary_stream(
@@ -434,6 +434,11 @@ class OwnerStub:
                 '/atoll.v1.Owner/Checkpoints',
                 request_serializer=protos_dot_atoll__control__pb2.CheckpointsRequest.SerializeToString,
                 response_deserializer=protos_dot_atoll__control__pb2.CheckpointList.FromString,
+                _registered_method=True)
+        self.Contributions = channel.unary_unary(
+                '/atoll.v1.Owner/Contributions',
+                request_serializer=protos_dot_atoll__control__pb2.ContributionsRequest.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.ContributionList.FromString,
                 _registered_method=True)
         self.Restore = channel.unary_unary(
                 '/atoll.v1.Owner/Restore',
@@ -569,6 +574,12 @@ class OwnerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Contributions(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Restore(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -686,7 +697,7 @@ def add_OwnerServicer_to_server(servicer, server):
             ),
             'Trace': grpc.unary_stream_rpc_method_handler(
                     servicer.Trace,
-                    request_deserializer=protos_dot_atoll__control__pb2.JobRequest.FromString,
+                    request_deserializer=protos_dot_atoll__control__pb2.TraceRequest.FromString,
                     response_serializer=protos_dot_atoll__control__pb2.TraceChunk.SerializeToString,
             ),
             'Metrics': grpc.unary_stream_rpc_method_handler(
@@ -698,6 +709,11 @@ def add_OwnerServicer_to_server(servicer, server):
                     servicer.Checkpoints,
                     request_deserializer=protos_dot_atoll__control__pb2.CheckpointsRequest.FromString,
                     response_serializer=protos_dot_atoll__control__pb2.CheckpointList.SerializeToString,
+            ),
+            'Contributions': grpc.unary_unary_rpc_method_handler(
+                    servicer.Contributions,
+                    request_deserializer=protos_dot_atoll__control__pb2.ContributionsRequest.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.ContributionList.SerializeToString,
             ),
             'Restore': grpc.unary_unary_rpc_method_handler(
                     servicer.Restore,
@@ -1003,7 +1019,7 @@ class Owner:
             request,
             target,
             '/atoll.v1.Owner/Trace',
-            protos_dot_atoll__control__pb2.JobRequest.SerializeToString,
+            protos_dot_atoll__control__pb2.TraceRequest.SerializeToString,
             protos_dot_atoll__control__pb2.TraceChunk.FromString,
             options,
             channel_credentials,
@@ -1059,6 +1075,33 @@ class Owner:
             '/atoll.v1.Owner/Checkpoints',
             protos_dot_atoll__control__pb2.CheckpointsRequest.SerializeToString,
             protos_dot_atoll__control__pb2.CheckpointList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Contributions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Owner/Contributions',
+            protos_dot_atoll__control__pb2.ContributionsRequest.SerializeToString,
+            protos_dot_atoll__control__pb2.ContributionList.FromString,
             options,
             channel_credentials,
             insecure,

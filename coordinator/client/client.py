@@ -265,6 +265,12 @@ class Client:
             timeout_s = 3600.0 if verify else 60.0
             return list(self._owner.Checkpoints(request, **self._short(timeout_s)).checkpoints)
 
+    def contributions(self, since_s: float = 0.0) -> list[pb.Contribution]:
+        """What workers have given by UTC day, from that of ``since_s`` on, the newest first."""
+        with calling(self.endpoint.address):
+            request = pb.ContributionsRequest(since_s=since_s)
+            return list(self._owner.Contributions(request, **self._short(60.0)).contributions)
+
     def restore(self, job: str, step: int, steps: int | None = None) -> pb.SubmitReply:
         """Queue a job that goes on from a checkpoint of ``job``; ``steps`` in all, None: the job's own."""
         request = pb.RestoreRequest(job=job, step=step, steps=steps, submission=uuid.uuid4().hex)
@@ -354,7 +360,7 @@ class Client:
         """Every kept span of the job, in the coordinator's time."""
         found: list[TraceSpan] = []
         with calling(self.endpoint.address):
-            chunks = self._owner.Trace(pb.JobRequest(job=job), metadata=self._metadata, timeout=600.0)
+            chunks = self._owner.Trace(pb.TraceRequest(job=job), metadata=self._metadata, timeout=600.0)
             for chunk in chunks:
                 found.extend(_spans(chunk))
         return found

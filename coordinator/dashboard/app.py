@@ -25,7 +25,7 @@ from atoll.errors import AtollError, UsageError
 from coordinator.client.chrome_trace import chrome_trace
 from coordinator.client.client import Client
 from coordinator.dashboard.access import Entrance, Guard, Keys, Listening
-from coordinator.dashboard.reader import EVENTS, FLEET, JOB, Pace, Reader
+from coordinator.dashboard.reader import EVENTS, FLEET, GIVEN, JOB, TIMELINE, Pace, Reader
 from coordinator.dashboard.stream import MAX_TOPICS_A_PAGE, EventStream, Patience, Viewers
 from hostos.networks import open_listener
 
@@ -64,8 +64,10 @@ class Page:
 PAGES = (
     Page("/", "Fleet", "fleet", (FLEET,), in_menu=True),
     Page("/events", "Events", "events", (EVENTS, FLEET), in_menu=True),
-    Page("/jobs/{job}", "Job", "job", (JOB, EVENTS), subject="job"),
-    Page("/workers/{worker:path}", "Worker", "worker", (FLEET, EVENTS), subject="worker"),
+    Page("/links", "Links", "links", (FLEET,), in_menu=True),
+    Page("/jobs/{job}", "Job", "job", (JOB, TIMELINE, EVENTS), subject="job"),
+    Page("/contributions", "Contributions", "contributions", (GIVEN,), in_menu=True),
+    Page("/workers/{worker:path}", "Worker", "worker", (FLEET, EVENTS, GIVEN), subject="worker"),
 )
 
 
@@ -86,7 +88,7 @@ class Site:
 
         def show(request: Request) -> Response:
             subject = request.path_params.get(page.subject, "")
-            topics = [name + subject if name == JOB else name for name in page.topics]
+            topics = [name + subject if name.endswith(":") else name for name in page.topics]
             return self._html("page.html", page=page, subject=subject, topics=topics)
 
         return show

@@ -21,7 +21,8 @@ from atoll.errors import AtollError, UsageError
 from coordinator.client.overrides import settings
 from coordinator.dashboard.curves import Curves
 from coordinator.dashboard.model import Row, View
-from coordinator.dashboard.rows import JobSeen, event_row, fleet_view
+from coordinator.dashboard.rows import JobSeen, contributions_view, event_row, fleet_view
+from coordinator.dashboard.spans import LAST_STEPS, timeline_view
 from coordinator.dashboard.topic import Pulse, Topic
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
@@ -32,7 +33,7 @@ from protos.text_limits import clean
 if TYPE_CHECKING:
     from coordinator.client.endpoint import Endpoint
 
-FLEET, EVENTS, JOB = "fleet", "events", "job:"
+FLEET, EVENTS, GIVEN, JOB, TIMELINE = "fleet", "events", "contributions", "job:", "timeline:"
 MAX_EVENTS = 2_000  # the newest are shown
 MAX_TOPICS = 200
 MAX_CSV_BYTES = 64 << 20  # of a job's metrics.csv
@@ -47,6 +48,8 @@ class Pace:
 
     status_every_s: float = 1.0
     checkpoints_every_s: float = 10.0
+    timeline_every_s: float = 3.0
+    contributions_every_s: float = 20.0
     linger_s: float = 10.0  # after the last viewer left: a page that is loaded again finds all there
     pause_least_s: float = 0.5  # between two tries while the coordinator is away
     pause_most_s: float = 2.0
@@ -127,8 +130,11 @@ class Reader:
             return self._read_fleet
         if name == EVENTS:
             return self._read_events
-        if name.startswith(JOB) and name != JOB and len(name) <= MAX_NAME_CHARS:
-            return self._read_job
+        if name == GIVEN:
+            return self._read_contributions
+        for prefix, read in ((JOB, self._read_job), (TIMELINE, self._read_timeline)):
+            if name.startswith(prefix) and name != prefix and len(name) <= MAX_NAME_CHARS:
+                return read
         raise UsageError(f"no page reads {clean(name, 80)!r}")
 
     def _release(self, topic: Topic) -> None:
@@ -210,6 +216,20 @@ class Reader:
                 kept, kept_at_s = await self._checkpoints(job), time.monotonic()
             topic.publish(seen.view(self._workers, curves.seen(), kept))
         topic.publish(seen.view(self._workers, curves.seen(), await self._checkpoints(job)))
+
+    async def _read_timeline(self, topic: Topic) -> None:
+        job, owner = topic.name.removeprefix(TIMELINE), await self.stub()
+        request = pb.TraceRequest(job=job, last_steps=LAST_STEPS)
+        while True:
+            topic.publish(timeline_view([chunk async for chunk in owner.Trace(request, **self.call)]))
+            await asyncio.sleep(self._pace.timeline_every_s)
+
+    async def _read_contributions(self, topic: Topic) -> None:
+        owner = await self.stub()
+        while True:
+            found = await owner.Contributions(pb.ContributionsRequest(), **self.call)
+            topic.publish(contributions_view(found.contributions))
+            await asyncio.sleep(self._pace.contributions_every_s)
 
     async def _stored_curves(self, job: str) -> Curves:
         """Return what the job's metrics.csv holds: a coordinator that was restarted has no older points."""

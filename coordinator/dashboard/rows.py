@@ -20,6 +20,8 @@ MAX_WORKERS = 5_000
 MAX_LINKS = 2_000  # the slowest
 MAX_JOBS = 200  # the newest
 SHOWN_WAIT_S, SHOWN_SILENCE_S = 2.0, 3.0  # what is shorter is part of every step, or of every beat
+RECENT_DAYS = 30
+_GIVEN = ("steps", "samples", "compute_s", "bytes_in", "bytes_out", "discarded_steps")
 _OF_JOBS = ("job", "name", "state", "reason", "step", "steps", "checkpoint_step", "plan_version")
 _MEASURED = ("loss", "eval_loss", "best_eval_loss", "step_s", "samples_per_s", "eta_s", "commit_s")
 
@@ -214,6 +216,38 @@ def plan_of(plan: job_pb.Plan) -> dict[str, Any]:
     if found["exchange"] is not None:  # tables of rates between all pairs, which nobody reads
         found["exchange"] = {**found["exchange"], "rates": [], "pair_rates": [], "sites": []}
     return found
+
+
+# ---------------------------------------------------------------- contributions
+
+
+def contributions_view(rows: Iterable[pb.Contribution]) -> View:
+    """Sums by worker and by day, of rows by both. ``recent``: seconds on each of the newest days."""
+    listed = list(rows)
+    days = sorted({row.day for row in listed})
+    recent = days[-RECENT_DAYS:]
+    at = {day: number for number, day in enumerate(recent)}
+    workers: dict[str, dict[str, Any]] = {}
+    by_day = {day: {**dict.fromkeys(_GIVEN, 0), "workers": 0} for day in days}
+    for row in listed:
+        known = workers.get(row.worker)
+        if known is None:
+            if len(workers) >= MAX_WORKERS:
+                continue
+            known = {"name": row.name, **dict.fromkeys(_GIVEN, 0), "days": 0, "since": row.day}
+            known["recent"] = [0.0] * len(recent)
+            workers[row.worker] = known
+        for name in _GIVEN:
+            known[name] += getattr(row, name)
+            by_day[row.day][name] += getattr(row, name)
+        known["days"] += 1
+        known["since"] = min(known["since"], row.day)
+        by_day[row.day]["workers"] += 1
+        if row.day in at:
+            known["recent"][at[row.day]] += row.compute_s
+    totals = {name: sum(day[name] for day in by_day.values()) for name in _GIVEN}
+    facts = {"days": len(days), "since": days[0] if days else "", "recent": recent, "totals": totals}
+    return View(facts, {"given": workers, "days": by_day})
 
 
 # ---------------------------------------------------------------- events

@@ -36,6 +36,13 @@ def round_groups(state: JobState) -> tuple[Group, ...]:
     return groups_of(state.plan, state.spec.training, state.due) if state.plan else ()
 
 
+def steps_reported(state: JobState) -> int:
+    """Return how many steps the newest reports are of: peers with local steps report once a period."""
+    last, exchange = state.step - 1, state.plan.exchange if state.plan else None
+    first = exchange.first_step(last) if exchange is not None else last
+    return max(1, state.step - max(first, state.run.first_step))
+
+
 class Disagreement(NamedTuple):
     """What does not go together in the reports of a step or period; ``ranks``: of those with whom it began,
     none where as many say one thing as another. ``suspects``: of others who may have begun it."""

@@ -27,7 +27,7 @@ from coordinator.planning.search.pins import check_pinned
 from coordinator.services.checkpoints import chosen, described, exported
 from coordinator.services.in_names import in_names, names_of
 from coordinator.services.owners import Owner, Owners, Role
-from coordinator.services.views import job_update, link_statuses, worker_status
+from coordinator.services.views import given_by, job_update, link_statuses, worker_status
 from coordinator.shell import Shell
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
@@ -253,9 +253,13 @@ class OwnerService(rpc.OwnerServicer):
             update=self._update(request.job),
         )
 
-    async def Trace(self, request: pb.JobRequest, context: Context) -> AsyncIterator[pb.TraceChunk]:  # noqa: N802
-        """Every kept span of the job."""
+    async def Trace(self, request: pb.TraceRequest, context: Context) -> AsyncIterator[pb.TraceChunk]:  # noqa: N802
+        """Every kept span of the job, or those of its last steps."""
         self._known(request.job)
+        if request.last_steps:
+            for recent in self._shell.runs.of(request.job).recent(request.last_steps):
+                yield recent
+            return
         chunks = self._shell.runs.of(request.job).chunks()
         while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
             yield chunk
@@ -276,6 +280,10 @@ class OwnerService(rpc.OwnerServicer):
         found = chosen(self._shell.scheduler.ledger.jobs[request.job], step)
         listed = await asyncio.to_thread(described, self._shell, request.job, found, hashes=request.verify)
         return pb.CheckpointList(checkpoints=listed)
+
+    async def Contributions(self, request: pb.ContributionsRequest, context: Context) -> pb.ContributionList:  # noqa: N802
+        """What workers have given by day."""
+        return given_by(self._register, self._shell.contributions.since(request.since_s))
 
     async def Restore(self, request: pb.RestoreRequest, context: Context) -> pb.SubmitReply:  # noqa: N802
         """Queue a job that goes on from a kept checkpoint of another; nothing is uploaded."""

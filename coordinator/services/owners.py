@@ -37,7 +37,9 @@ class Role(StrEnum):
 
 
 _ORDER = list(Role)
-_WATCH = frozenset({"Status", "Watch", "Logs", "Trace", "Metrics", "Checkpoints", "ListAuthorities"})
+_WATCH = frozenset(
+    {"Status", "Watch", "Logs", "Trace", "Metrics", "Checkpoints", "Contributions", "ListAuthorities"}
+)
 _SUBMIT = frozenset({"Submit", "MakePlan", "Cancel", "ForgetJobs", "Result", "Restore"})
 
 

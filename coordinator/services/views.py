@@ -15,18 +15,19 @@ from coordinator.messages.jobs import ENDED, JobState
 from coordinator.pipeline.changes.recovery import loss_prices, loss_words
 from coordinator.pipeline.changes.standbys import standby_words
 from coordinator.pipeline.driver import PipelineDriver
-from coordinator.pipeline.periods import exchange_words
+from coordinator.pipeline.periods import exchange_words, steps_reported
 from coordinator.pipeline.tuning.memory import measured_bytes
 from coordinator.services.views_federated import federated_status
 from protos import atoll_control_pb2 as pb
 from protos.convert import to_proto
+from protos.devices import machine_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from atoll.plan import Plan
     from coordinator.messages.facts import JobRecord
     from coordinator.scheduler import Scheduler
+    from coordinator.services.register import Register
     from coordinator.storage.run_log import Point
 
 
@@ -121,7 +122,7 @@ def carried(scheduler: Scheduler, state: JobState) -> Iterable[pb.LinkRate]:
     if state.plan is None or not isinstance(driver, PipelineDriver):
         return
     step_s = state.run.step_times_s[-1] if state.run.step_times_s else 0.0
-    steps = _steps_reported(state, state.plan)
+    steps = steps_reported(state)
     places = state.plan.places
     specs = {ends: spec for replica in state.plan.replicas for ends, spec in replica.codecs.items()}
     for at, report in sorted(state.run.reports.items()):
@@ -143,11 +144,12 @@ def carried(scheduler: Scheduler, state: JobState) -> Iterable[pb.LinkRate]:
             )
 
 
-def _steps_reported(state: JobState, plan: Plan) -> int:
-    """Return how many steps the newest reports are of: peers with local steps report once a period."""
-    last = state.step - 1
-    first = plan.exchange.first_step(last) if plan.exchange is not None else last
-    return max(1, state.step - max(first, state.run.first_step))
+def given_by(register: Register, rows: Iterable[dict[str, Any]]) -> pb.ContributionList:
+    """Sums of workers and days with the names of those that are enrolled."""
+    names = {known.worker: known.name for known in register.workers.values()}
+    return pb.ContributionList(
+        contributions=[pb.Contribution(name=names.get(machine_of(row["worker"]), ""), **row) for row in rows]
+    )
 
 
 def worker_status(scheduler: Scheduler, name: str, now_s: float) -> pb.WorkerStatus:

@@ -24,6 +24,7 @@ from protos import atoll_control_pb2 as pb
 
 MAX_POINTS = 200_000  # of one job, kept in memory for watchers
 MAX_FIELDS_CHARS = 8192
+RECENT_STEPS, RECENT_SPANS = 4, 50_000  # of spans in memory, for who looks at the last step
 CSV_PIECE_BYTES = 256 << 10
 BOARD = "tensorboard"  # whose files stand beside ours, where it is installed
 _LENGTH = struct.Struct("<I")
@@ -77,6 +78,8 @@ class RunLog:
     trace_bytes: int
     points: list[Point] = field(default_factory=list)
     first_point: int = 0  # number of points[0]; older ones were dropped
+    _recent: deque[pb.TraceChunk] = field(default_factory=deque)
+    _recent_spans: int = 0
     _csv: IO[str] | None = None
     _board: Logger | None = None
     _spans: IO[bytes] | None = None
@@ -98,8 +101,21 @@ class RunLog:
 
     def traced(self, chunk: pb.TraceChunk) -> None:
         """Store spans; the older half is deleted when ``trace_bytes`` are reached."""
+        self._keep(chunk)
         if self.trace_bytes:
             self._guard(lambda: self._write_spans(chunk))
+
+    def _keep(self, chunk: pb.TraceChunk) -> None:
+        self._recent.append(chunk)
+        self._recent_spans += len(chunk.spans.spans)
+        oldest = newest_step(chunk) - RECENT_STEPS
+        while self._recent and (self._recent_spans > RECENT_SPANS or newest_step(self._recent[0]) < oldest):
+            self._recent_spans -= len(self._recent.popleft().spans.spans)
+
+    def recent(self, steps: int) -> list[pb.TraceChunk]:
+        """Return the chunks in memory with a span of the newest ``steps`` steps, oldest first."""
+        newest = max(map(newest_step, self._recent), default=0)
+        return [chunk for chunk in self._recent if newest_step(chunk) > newest - steps]
 
     def chunks(self) -> Iterator[pb.TraceChunk]:
         """Every kept chunk, oldest first; a torn end is left out."""
@@ -176,6 +192,11 @@ class RunLog:
             self._spans_size = 0
         self._spans.write(_LENGTH.pack(len(body)) + body)
         self._spans_size += _LENGTH.size + len(body)
+
+
+def newest_step(chunk: pb.TraceChunk) -> int:
+    """Return the newest step that a chunk has a span of."""
+    return max((span.step for span in chunk.spans.spans), default=0)
 
 
 class RunLogs:

@@ -493,7 +493,7 @@ def test_spans_and_logs_of_workers_are_kept(stack: ExitStack, tmp_path: Path) ->
     span = pb.Span(kind="F", step=1, micro=0, start_s=1.0, end_s=2.0)
     workers[0].say(spans=pb.Spans(job=job, plan_version=1, stage=0, spans=[span]))
     workers[0].say(log=pb.WorkerLog(level="info", event="hello\x1b[31m", job=job, fields_json="{}"))
-    eventually(lambda: bool(list(owner.stub.Trace(pb.JobRequest(job=job), metadata=owner.metadata))))
+    eventually(lambda: bool(list(owner.stub.Trace(pb.TraceRequest(job=job), metadata=owner.metadata))))
     lines = list(owner.stub.Logs(pb.LogsRequest(job=job), metadata=owner.metadata, timeout=HUNG_S))
     said = [line.fields_json for line in lines if line.event == "worker.log"]
     assert len(said) == 1

@@ -37,6 +37,7 @@ PURE = [
     "coordinator/dashboard/curves.py",
     "coordinator/dashboard/model.py",
     "coordinator/dashboard/rows.py",
+    "coordinator/dashboard/spans.py",
     "worker/session",
     "protos/convert.py",
     "protos/coding.py",

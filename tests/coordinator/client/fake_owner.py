@@ -117,7 +117,7 @@ class _Owner(_Service, rpc.OwnerServicer):
         self.admit("Result", context)
         return self.script.result
 
-    def Trace(self, request: pb.JobRequest, context: Context) -> Iterator[pb.TraceChunk]:
+    def Trace(self, request: pb.TraceRequest, context: Context) -> Iterator[pb.TraceChunk]:
         self.admit("Trace", context)
         yield from self.script.chunks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import random
@@ -58,6 +59,7 @@ class World:
     csv: dict[str, str] = field(default_factory=dict)
     checkpoints: dict[str, list[pb.Checkpoint]] = field(default_factory=dict)
     lines: list[pb.LogLine] = field(default_factory=list)
+    contributions: list[pb.Contribution] = field(default_factory=list)
     chunks: list[pb.TraceChunk] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
 
@@ -125,8 +127,11 @@ class _Owner(rpc.OwnerServicer):
     def Checkpoints(self, request: pb.CheckpointsRequest, context: Any) -> pb.CheckpointList:
         return pb.CheckpointList(checkpoints=self.world.checkpoints.get(request.job, []))
 
-    def Trace(self, request: pb.JobRequest, context: Any) -> Iterator[pb.TraceChunk]:
-        yield from self.world.chunks
+    def Contributions(self, request: pb.ContributionsRequest, context: Any) -> pb.ContributionList:
+        return pb.ContributionList(contributions=self.world.contributions)
+
+    def Trace(self, request: pb.TraceRequest, context: Any) -> Iterator[pb.TraceChunk]:
+        yield from (chunk for chunk in self.world.chunks if chunk.spans.job == request.job)
 
 
 class PicturedCoordinator:
@@ -197,6 +202,8 @@ def pictured(seed: int = 7, hostile: bool = False) -> World:
         pb.Checkpoint(step=s, at_s=NOW_S - (353 - s) * 1.1, bytes=int(4.2 * GIB), tensors=436, best=s == 320)
         for s in (160, 240, 320, 350)
     ]
+    world.contributions = _given(draw, workers)
+    world.chunks = _spans()
     world.lines += _lines(draw, workers)
     return world
 
@@ -512,6 +519,72 @@ def _csv(draw: random.Random, update: pb.JobUpdate) -> str:
                 f"{step},eval_loss,{value + 0.05!r},{at_s:.3f}",
             ]
     return "\n".join(rows) + "\n"
+
+
+def _given(draw: random.Random, workers: list[pb.WorkerStatus]) -> list[pb.Contribution]:
+    found = []
+    for day in range(34, -1, -1):
+        date = (datetime.date(2026, 11, 30) - datetime.timedelta(days=day)).isoformat()
+        for number, worker in enumerate(workers):
+            if draw.random() < 0.45 or number % 40 < day - 20:
+                continue
+            hours = draw.uniform(0.5, 11)
+            found.append(
+                pb.Contribution(
+                    day=date,
+                    worker=worker.worker,
+                    name=worker.name,
+                    steps=int(hours * 3000),
+                    samples=int(hours * 96000),
+                    compute_s=hours * 3600,
+                    bytes_in=int(hours * 4e9),
+                    bytes_out=int(hours * 3e9),
+                    discarded_steps=draw.choice((0, 0, 0, 1, 4)),
+                )
+            )
+    return found
+
+
+def _spans() -> list[pb.TraceChunk]:
+    """Two steps of the pipeline: forwards, then backwards as they come back, with sends and receives."""
+    chunks = []
+    for step in (351, 352):
+        for stage in range(STAGES):
+            chunk = pb.TraceChunk(worker=worker_id(stage), clock_offset_s=NOW_S)
+            spans = chunk.spans
+            spans.job, spans.stage, spans.plan_version = "gpt2-medium-1", stage, 3
+            clock_s, begin_s = 0.0, 1.1 * step
+            order = [("F", micro) for micro in range(4 - stage)]
+            for micro in range(8):
+                order += [("B", micro)] + ([("F", micro + 4 - stage)] if micro + 4 - stage < 8 else [])
+            for kind, micro in order:
+                ready = (
+                    (0.045 * (micro + stage))
+                    if kind == "F"
+                    else 0.2 + 0.085 * micro + 0.06 * (STAGES - stage)
+                )
+                clock_s = max(clock_s, ready)
+                took = 0.031 if kind == "F" else 0.052
+                spans.spans.add(
+                    kind=kind,
+                    step=step,
+                    micro=micro,
+                    start_s=begin_s + clock_s,
+                    end_s=begin_s + clock_s + took,
+                )
+                clock_s += took
+                peer = stage + (1 if kind == "F" else -1)
+                if 0 <= peer < STAGES:
+                    at_s, wire_s = begin_s + clock_s, 0.028
+                    size = 1 << 19
+                    spans.spans.add(
+                        kind="send", step=step, micro=micro, start_s=at_s, end_s=at_s + wire_s,
+                        peer=worker_id(peer), bytes=size,
+                    )  # fmt: skip
+            at_s = begin_s + clock_s
+            spans.spans.add(kind="opt", step=step, start_s=at_s, end_s=at_s + 0.02)
+            chunks.append(chunk)
+    return chunks
 
 
 def _lines(draw: random.Random, workers: list[pb.WorkerStatus]) -> list[pb.LogLine]:

@@ -27,6 +27,9 @@ PAGES = {
     "fleet": "/",
     "job": "/jobs/gpt2-medium-1",
     "replicas": "/jobs/vision-diloco-2",
+    "federated": "/jobs/brown-fedavg-4",
+    "links": "/links",
+    "contributions": "/contributions",
     "events": "/events",
     "worker": f"/workers/{worker_id(2)}",
 }

@@ -123,6 +123,15 @@ def test_an_unknown_job_is_said_in_the_coordinators_words() -> None:
     with_reader(pictured(), scenario)
 
 
+def test_the_last_step_of_a_job_is_read_for_who_looks_at_it() -> None:
+    async def scenario(reader: Reader, coordinator: PicturedCoordinator) -> None:
+        async with reader.looking([f"timeline:{JOB}"]) as [topic]:
+            await until(reader, lambda: topic.view.facts.get("step") == 352)
+            assert len(topic.view.facts["ranks"]) == 4
+
+    with_reader(pictured(), scenario)
+
+
 def test_log_lines_that_come_again_after_an_interruption_are_one_row() -> None:
     world = pictured()
 

@@ -10,7 +10,7 @@ import torch
 from atoll import Job, Rows, TrainingSpec
 from coordinator.client.overrides import override_job, settings
 from coordinator.dashboard.model import content
-from coordinator.dashboard.rows import MAX_LINKS, JobSeen, event_row, fleet_view, plan_of
+from coordinator.dashboard.rows import MAX_LINKS, JobSeen, contributions_view, event_row, fleet_view, plan_of
 from protos import atoll_control_pb2 as pb
 from protos.convert import from_proto
 from tests.coordinator.dashboard.pictured import HOSTILE, pictured, worker_id
@@ -97,6 +97,21 @@ def test_a_plan_of_one_replica_and_one_of_several_have_one_form() -> None:
     assert [len(replica["stages"]) for replica in one["replicas"]] == [4]
     assert [len(replica["stages"]) for replica in several["replicas"]] == [2, 2, 2]
     assert several["exchange"]["pair_rates"] == []
+
+
+def test_contributions_are_summed_by_worker_and_by_day() -> None:
+    rows = [
+        pb.Contribution(day=day, worker=worker, name=worker.upper(), steps=2, compute_s=3.0, bytes_out=5)
+        for day, worker in (("2026-11-30", "a"), ("2026-11-29", "a"), ("2026-11-30", "b"))
+    ]
+    found = content(contributions_view(rows))
+    assert found["facts"]["totals"]["steps"] == 6
+    assert found["facts"]["since"] == "2026-11-29"
+    assert found["tables"]["given"]["a"] == {
+        "name": "A", "steps": 4, "samples": 0, "compute_s": 6.0, "bytes_in": 0, "bytes_out": 10,
+        "discarded_steps": 0, "days": 2, "since": "2026-11-29", "recent": [3.0, 3.0],
+    }  # fmt: skip
+    assert found["tables"]["days"]["2026-11-30"]["workers"] == 2
 
 
 def test_a_log_line_with_anything_in_it_is_a_row_of_texts() -> None:

@@ -1,9 +1,12 @@
 // One job: is it going, when is it done, what holds it up, what would a loss cost.
 import { bar, bits, bytes, card, count, figure, h, jobLink, loss, missing, moment, nameOf, pill, seconds, share, show, showIf, tone, workerLink } from "../dom.js";
 import { Chart } from "../curves.js";
+import { Federated } from "../federated.js";
 import { contentOf, start, subject, topics } from "../live.js";
+import { matrix } from "../links.js";
 import { planGraph, planWords } from "../plan.js";
 import { Table } from "../table.js";
+import { timeline } from "../timeline.js";
 import { eventTable } from "./events.js";
 
 const page = document.getElementById("page");
@@ -24,6 +27,12 @@ const command = h("div", {});
 const planCard = h("section", { class: "card" }, h("div", { class: "head" }, h("h2", {}, "Plan"), planHead), plan);
 const lossCard = card("If a worker were lost now", losses);
 const predictionCard = card("Predicted and measured", verdict);
+const commandCard = card("Reproduce", command);
+const federated = new Federated(workers);
+const last = h("div", {});
+const lastCard = card("Timeline of the last step", last);
+const exchanged = h("div", {});
+const exchangeCard = card("Exchange between replicas", exchanged);
 const events = eventTable(workers, { withJob: false, shown: 20 });
 
 const prices = new Table([
@@ -107,7 +116,41 @@ function drawPlan(found, facts) {
   prices.set(Object.entries(found.tables.stages || {}));
 }
 
+function drawTimeline() {
+  const { facts } = contentOf(topics.find((topic) => topic.startsWith("timeline:")));
+  lastCard.hidden = !(facts.ranks && facts.ranks.length);
+  if (!lastCard.hidden) showIf(last, [facts.step, facts.ranks.length, last.clientWidth, Object.keys(workers()).length], () => timeline(facts, workers(), last.clientWidth));
+}
+
+// Who sent how much to whom between replicas, and what the round showed.
+function drawExchange(found, facts) {
+  const replicas = facts.plan ? facts.plan.replicas : [];
+  const of = new Map(replicas.flatMap((replica, number) => replica.stages.map((stage) => [stage.workers[0], number])));
+  for (const [rank, row] of Object.entries(found.tables.stages || {})) of.set(row.worker, rankReplica(replicas, Number(rank)));
+  const links = Object.values(found.tables.links || {}).filter((link) => of.get(link.source) !== of.get(link.target));
+  exchangeCard.hidden = replicas.length < 2 || !links.length;
+  if (exchangeCard.hidden) return;
+  showIf(exchanged, [links, facts.exchange, found.tables.workers], () => {
+    const ends = [...of.keys()];
+    const most = Math.max(...links.map((link) => link.bytes_per_step), 1);
+    return [
+      h("p", { class: "dim" }, facts.exchange || "", facts.exchange ? ". " : "", "Rows send, columns receive; bluer is more."),
+      matrix(ends, links.map((link) => ({
+        source: link.source, target: link.target, step: 3 + Math.min(3, Math.floor(4 * Math.log1p(link.bytes_per_step) / Math.log1p(most) - 0.01)), sign: "",
+        title: `${nameOf(link.source, workers())} → ${nameOf(link.target, workers())}\n${bytes(link.bytes_per_step)} a step, ${bits(link.bps)}${link.codec && link.codec !== "none" ? `, ${link.codec}` : ""}`,
+      })), (id) => nameOf(id, workers())),
+    ];
+  });
+}
+
+function rankReplica(replicas, rank) {
+  let number = 0;
+  for (let left = rank; number < replicas.length && left >= replicas[number].stages.length; number += 1) left -= replicas[number].stages.length;
+  return number;
+}
+
 function drawCommand(facts) {
+  commandCard.hidden = !(facts.settings || []).length;
   const sets = (facts.settings || []).map((setting) => `  --set ${setting}`);
   showIf(command, [facts.settings, facts.state], () => [
     h("code", { class: "command" }, [`atoll submit JOBFILE`, ...sets].join(" \\\n")),
@@ -124,6 +167,10 @@ function draw() {
   drawCurves(found, facts);
   drawVerdict(facts);
   drawPlan(found, facts);
+  drawExchange(found, facts);
+  drawTimeline();
+  federated.element.hidden = !facts.federation;
+  if (facts.federation) federated.draw(found);
   checkpoints.set(Object.entries(found.tables.checkpoints || {}));
   drawCommand(facts);
   events.set(Object.entries(contentOf("events").tables.events || {}).filter(([, row]) => row.job === subject));
@@ -135,8 +182,11 @@ show(
   reason,
   tiles,
   h("div", { class: "wide-left" }, card("Loss", chart.element, heldOut), predictionCard),
+  federated.element,
   planCard,
-  h("div", { class: "wide-left" }, h("div", { class: "stack" }, lossCard, card("Checkpoints", kept)), card("Reproduce", command)),
+  exchangeCard,
+  lastCard,
+  h("div", { class: "wide-left" }, h("div", { class: "stack" }, lossCard, card("Checkpoints", kept)), commandCard),
   card("Events", events.element),
 );
 start(draw);

@@ -1,5 +1,5 @@
 // One machine: what it is, what it does for whom, its links, what happened to it.
-import { bar, bits, bytes, card, flops, h, jobLink, nameOf, pill, seconds, show, showIf, workerLink } from "../dom.js";
+import { bits, bytes, card, count, flops, h, jobLink, nameOf, pill, seconds, show, showIf, workerLink } from "../dom.js";
 import { contentOf, start, subject } from "../live.js";
 import { Table } from "../table.js";
 import { eventTable } from "./events.js";
@@ -11,6 +11,7 @@ const reason = h("p", { class: "reason" });
 const facts = h("dl", { class: "facts" });
 const limits = h("dl", { class: "facts" });
 const work = h("div", {});
+const given = h("dl", { class: "facts" });
 const workers = () => contentOf("fleet").tables.workers || {};
 const events = eventTable(workers, { shown: 25 });
 const links = new Table([
@@ -64,6 +65,11 @@ function draw() {
   showIf(work, [row.job, row.stage, row.waits_s, row.waits_for], () => (row.job
     ? h("p", {}, "Works on ", jobLink(row.job), row.stage >= 0 ? `, stage ${row.stage}` : "", row.waits_s ? `; has waited ${seconds(row.waits_s)} for ${row.waits_what}${row.waits_for ? ` from ${nameOf(row.waits_for, workers())}` : ""}` : "", ".")
     : h("p", { class: "dim" }, "Idle: no job has a use for it now.")));
+  const row_ = (contentOf("contributions").tables.given || {})[subject];
+  list(given, row_ ? [
+    ["since", row_.since], ["compute time", seconds(row_.compute_s)], ["steps", `${count(row_.steps)}${row_.discarded_steps ? `, ${count(row_.discarded_steps)} discarded` : ""}`],
+    ["samples", count(row_.samples)], ["received", bytes(row_.bytes_in)], ["sent", bytes(row_.bytes_out)],
+  ] : [["so far", "nothing yet"]]);
   links.set(pairs());
   events.set(Object.entries(contentOf("events").tables.events || {}).filter(([, event]) => event.worker === subject || Object.values(event.fields).includes(subject)));
 }
@@ -72,7 +78,7 @@ show(
   page,
   h("div", { class: "head" }, title, stateBox),
   reason,
-  h("div", { class: "columns" }, card("Work", work), card("Machine", facts), card("What its owner lends", limits)),
+  h("div", { class: "columns" }, h("div", { class: "stack" }, card("Work", work), card("What it has given", given)), card("Machine", facts), card("What its owner lends", limits)),
   card("Links", links.element),
   card("Events", events.element),
 );
