@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
+from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_type_hints
 
 import click
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
+from typer.models import OptionInfo, TyperInfo
 
 from atoll.errors import AtollError, UsageError
 from hostos import leaving
 from hostos.installation import check_installation
 
 INTERRUPTED = 130
+HELP_ALL = "help_all"
+HELP_NAMES = {"help_option_names": ["-h", "--help"]}  # context settings of both commands
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value for scripts.")]
 TokenFile = Annotated[
     Path | None,
@@ -67,6 +72,8 @@ def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
     """Give a command an option for each field of every dataclass among its parameters' types.
 
     A field is declared as any parameter of a command: ``name: Annotated[type, typer.Option(...)] = default``.
+    The help shows a dataclass's options together, under its ``PANEL`` where it has one. Options declared
+    ``hidden`` are rarely needed: a command that has some gets ``--help-all``, which shows them too.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {
@@ -80,13 +87,22 @@ def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=annotation))
             continue
         kinds = get_type_hints(group, include_extras=True)
+        panel = getattr(group, "PANEL", None)
         parameters += [
-            Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=kinds[f.name])
+            Parameter(
+                f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=_under(panel, kinds[f.name])
+            )
             for f in fields(group)
         ]
+    rare = sum(_hidden(parameter.annotation) for parameter in parameters)
+    if rare:
+        parameters.append(
+            Parameter(HELP_ALL, Parameter.KEYWORD_ONLY, default=False, annotation=_help_all(rare))
+        )
 
     @functools.wraps(command)
     def expanded(**given: Any) -> Result:
+        given.pop(HELP_ALL, None)
         made = {
             name: group(**{f.name: given.pop(f.name) for f in fields(group)})
             for name, group in groups.items()
@@ -96,6 +112,36 @@ def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
     expanded.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return expanded
+
+
+def _under(panel: str | None, annotation: Any) -> Any:
+    """The annotation of an option that the help shows under ``panel``, unless it names another."""
+    kind, *more = get_args(annotation)
+    made = [copy.copy(one) for one in more]
+    for one in made:
+        if isinstance(one, OptionInfo):
+            one.rich_help_panel = one.rich_help_panel or panel
+    return Annotated[(kind, *made)]
+
+
+def _hidden(annotation: Any) -> bool:
+    return any(isinstance(one, OptionInfo) and one.hidden for one in get_args(annotation))
+
+
+def _help_all(rare: int) -> Any:
+    which = f"the {rare} options" if rare > 1 else "the option"
+    words = f"Show this message, also {which} that few need."
+    return Annotated[bool, typer.Option("--help-all", is_eager=True, callback=_show_all, help=words)]
+
+
+def _show_all(context: typer.Context, asked: bool) -> None:
+    if not asked or context.resilient_parsing:
+        return
+    for parameter in context.command.params:
+        if isinstance(parameter, click.Option):
+            parameter.hidden = False
+    click.echo(context.get_help())
+    context.exit()
 
 
 def shown_time(at_s: float, unknown: str = "-") -> str:
@@ -135,7 +181,13 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
         err.print(Text("error:", style="red"), str(error), soft_wrap=True)
         return error.exit_code
     except click.ClickException as error:
-        error.show()
+        message = _hinted_once(error.format_message())
+        shown = (
+            error
+            if message == error.format_message()
+            else click.UsageError(message, getattr(error, "ctx", None))
+        )
+        shown.show()
         return error.exit_code
     except (KeyboardInterrupt, click.Abort, EOFError):
         err.print("interrupted")
@@ -145,6 +197,54 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
         sys.stderr.close()
         return 0
     return result if isinstance(result, int) else 0
+
+
+def _hinted_once(message: str) -> str:
+    """An error's message whose hint, which two libraries may add, stands there once."""
+    words, hint, more = message.partition("Did you mean")
+    return f"{words}{hint}{more.partition('Did you mean')[0].rstrip()}" if hint else message
+
+
+def version_option(version: str) -> Any:
+    """The annotation of ``--version``, which prints ``version`` and exits."""
+
+    def shown(asked: bool) -> None:
+        if asked:
+            out.print(version)
+            raise typer.Exit
+
+    words = "Show the version and exit."
+    return Annotated[bool, typer.Option("--version", is_eager=True, callback=shown, help=words)]
+
+
+def in_panels(app: typer.Typer, panels: Mapping[str, Sequence[str]]) -> None:
+    """Have the help show the commands of ``app`` under these headings, in this order. What stands under none
+    comes first."""
+    panel = {name: heading for heading, names in panels.items() for name in names}
+    order = {name: at for at, name in enumerate(name for names in panels.values() for name in names)}
+    kinds: tuple[list[Any], list[Any]] = (app.registered_commands, app.registered_groups)
+    for infos in kinds:
+        infos.sort(key=lambda info: order.get(_name_of(info), -1))
+        for info in infos:
+            info.rich_help_panel = panel.get(_name_of(info))
+    _flow(app)
+
+
+def _name_of(info: Any) -> str:
+    if isinstance(info, TyperInfo):
+        return str(info.typer_instance.info.name if info.typer_instance else info.name)
+    return str(info.name or info.callback.__name__)
+
+
+def _flow(app: typer.Typer) -> None:
+    """Have the lines of a docstring's paragraph flow together, as wide as the terminal is."""
+    for command in app.registered_commands:
+        if command.callback is not None and command.help is None:
+            text = inspect.getdoc(command.callback) or ""
+            command.help = "\n\n".join(" ".join(part.split("\n")) for part in text.split("\n\n"))
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            _flow(group.typer_instance)
 
 
 def enter(app: typer.Typer) -> NoReturn:

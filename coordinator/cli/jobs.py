@@ -25,7 +25,7 @@ from coordinator.cli.pool import need_workers
 from coordinator.cli.render import memory_view, plan_view, watch_line, watch_view, worker_names
 from coordinator.cli.render_ways import ways_values, ways_view
 from coordinator.client.client import BEST, Client, KeptStep, check_ended
-from hostos.command_line import byte_progress, out, print_json, with_groups
+from hostos.command_line import byte_progress, err, out, print_json, with_groups
 from protos.convert import to_proto
 
 if TYPE_CHECKING:
@@ -232,10 +232,30 @@ def keep_costs(last: pb.JobUpdate, update: pb.JobUpdate) -> None:
 
 
 def follow(
-    client: Client, job: str, json: bool, take: Callable[[pb.JobUpdate], object] = lambda update: None
+    client: Client,
+    job: str,
+    json: bool,
+    take: Callable[[pb.JobUpdate], object] = lambda update: None,
+    *,
+    goes_on: bool = True,
 ) -> None:
     """Show updates as they arrive: a live view, plain lines if not on a terminal, or JSON lines. ``take``
-    gets each first."""
+    gets each first.
+
+    Who interrupts it learns what goes on without it, unless the job does not (``goes_on`` False).
+    """
+    try:
+        _follow(client, job, json, take)
+    except KeyboardInterrupt:
+        if goes_on and not json:
+            err.print(
+                f"{job} goes on by itself: `atoll watch {job}` shows it, `atoll cancel {job}` stops it",
+                soft_wrap=True,
+            )
+        raise
+
+
+def _follow(client: Client, job: str, json: bool, take: Callable[[pb.JobUpdate], object]) -> None:
     names = worker_names(client.status().workers)
     losses: deque[float] = deque(maxlen=LOSSES_SHOWN)
     last: pb.JobUpdate | None = None

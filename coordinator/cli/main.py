@@ -31,7 +31,16 @@ from coordinator.cli import (
 from coordinator.cli import jobs as cli_jobs
 from coordinator.cli.first import dev, new
 from coordinator.cli.options import EXIT_CODES, Trace, UseProxy
-from hostos.command_line import AsJson, enter, err, out, print_json
+from hostos.command_line import (
+    HELP_NAMES,
+    AsJson,
+    enter,
+    err,
+    in_panels,
+    out,
+    print_json,
+    version_option,
+)
 from protos import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
@@ -41,6 +50,16 @@ EXPERIMENTS = "atoll-experiments"
 OF_COORDINATORS = ("matplotlib", "networkx", "prometheus_client", "sqlalchemy")  # no worker imports them
 OF_DASHBOARDS = ("starlette", "uvicorn", "jinja2")
 ITS_COMMANDS = ("chaos", "data", "demo", "simulate")
+PANELS = {
+    "First steps": ("new", "dev", "demo"),
+    "Jobs": ("plan", "submit", "watch", "status", "dashboard", "logs", "cancel", "ops", "codecs"),
+    "What a job leaves": ("export", "checkpoints", "metrics", "trace", "forget"),
+    "The fleet": ("serve", "token", "worker", "kick", "owner", "relay"),
+    "The coordinator's state": ("backup", "journal", "ca"),
+    "Flower apps": ("flower",),
+    "Experiments": ("simulate", "chaos", "data"),
+    "This program": ("version",),
+}
 
 
 class Commands(TyperGroup):
@@ -71,14 +90,14 @@ app = typer.Typer(
     cls=Commands,
     epilog=EXIT_CODES,
     no_args_is_help=True,
-    add_completion=False,
+    context_settings=HELP_NAMES,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
 
 
 @app.callback()
-def common(use_proxy: UseProxy = False) -> None:
+def common(use_proxy: UseProxy = False, version: version_option(__version__) = False) -> None:  # type: ignore[valid-type]
     """Train one PyTorch model across islands of machines."""
 
 
@@ -155,6 +174,9 @@ def version(json: AsJson = False) -> None:
         return
     for name, value in facts.items():
         out.print(f"{name:9} {value}")
+
+
+in_panels(app, PANELS)
 
 
 def _installed(name: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import click
 import typer
@@ -36,13 +36,17 @@ UseProxy = Annotated[
         help="Connect through the environment's proxy (https_proxy); default: directly.",
     ),
 ]
-Insecure = Annotated[bool, typer.Option("--insecure", help="No TLS: loopback experiments only.")]
-Trace = Annotated[bool, typer.Option("--trace", help="Show the whole traceback when the job file raises.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="No TLS: loopback experiments only.", hidden=True)]
+Trace = Annotated[
+    bool, typer.Option("--trace", help="Show the whole traceback when the job file raises.", hidden=True)
+]
 
 
 @dataclass(frozen=True)
 class Common:
     """Options of every command that calls the coordinator."""
+
+    PANEL: ClassVar = "Common options"
 
     coordinator: Annotated[
         str | None,
@@ -70,6 +74,8 @@ class Common:
 class TokenCopies:
     """Files for others on the coordinator's machine, who are not to see its state folder."""
 
+    PANEL: ClassVar = "Tokens"
+
     join_token_file: Annotated[
         Path | None,
         typer.Option(
@@ -86,6 +92,8 @@ class TokenCopies:
 class JobOptions:
     """Options of the commands that read a job file and plan for it."""
 
+    PANEL: ClassVar = "Plan and training"
+
     steps: Annotated[
         int | None, typer.Option(min=1, help="Number of training steps; same as --set steps=N.")
     ] = None
@@ -98,9 +106,10 @@ class JobOptions:
         ),
     ] = None
     partitioner: Annotated[
-        str, typer.Option(help="op_fence, one_piece (of the model a device), proportional or even.")
+        str,
+        typer.Option(help="op_fence, one_piece (of the model a device), proportional or even.", hidden=True),
     ] = "op_fence"
-    schedule: Annotated[str, typer.Option(help="auto, gpipe, 1f1b or zero-bubble.")] = "auto"
+    schedule: Annotated[str, typer.Option(help="auto, gpipe, 1f1b or zero-bubble.", hidden=True)] = "auto"
     compress: Annotated[
         str | None,
         typer.Option(
@@ -136,6 +145,7 @@ class JobOptions:
             metavar="H",
             help="Steps of a machine's own between two exchanges, where --exchange has such; same as --set "
             "local_steps=H. Default: the rule's own, 50 for diloco.",
+            hidden=True,
         ),
     ] = None
     quorum: Annotated[
@@ -146,6 +156,7 @@ class JobOptions:
             help="Peers whose local steps a round waits for; from then on a peer that is late ends with the "
             "step it is at, and brings those that it has taken. Same as "
             "--set quorum=PEERS. Default: all.",
+            hidden=True,
         ),
     ] = None
     grace: Annotated[
@@ -155,6 +166,7 @@ class JobOptions:
             metavar="SECONDS",
             help="Wait for late peers so much longer than for the --quorum; same as --set grace_s=SECONDS. "
             "Default: 0; the step that they are at is awaited in any case.",
+            hidden=True,
         ),
     ] = None
     patience: Annotated[
@@ -174,6 +186,7 @@ class JobOptions:
             metavar="SHARE",
             help="Share of the steps that an idle worker repeats to compare; 0: none; same as "
             "--set spot_checks=SHARE.",
+            hidden=True,
         ),
     ] = None
     trace: Trace = False
@@ -225,6 +238,7 @@ class PlanOptions(JobOptions):
             metavar="auto|N",
             help="Idle workers that repeat a stage's steps, to take it over at once: where that is worth it, "
             "or at most N. 0: none; the fastest plan, whatever losses cost, and it stays when others join.",
+            hidden=True,
         ),
     ] = "auto"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +21,8 @@ from coordinator.client.client import Client, LivePlan
 from hostos.command_line import byte_progress, err, out, print_json, with_groups
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from atoll.job import Job
     from coordinator.client.prepare import Prepared
     from protos import atoll_control_pb2 as pb
@@ -76,37 +79,17 @@ def submit(
     common: Common,
 ) -> None:
     """Capture the job file's model, check the capture, upload it and train it on the fleet."""
-    json, standbys = common.json, options.most_standbys
+    json = common.json
     seconds = _asked_s(train_for, resume)
     with common.client() as client:
-        note_empty(client, json)
-        job = options.load(jobfile, *([f"name={name}"] if name else []))
-        if seconds:
-            _check_timed(job)
-        from coordinator.client.job_file import blaming
-        from coordinator.client.prepare import prepare
-
-        with telling(json) as tell:
-            with blaming(jobfile, options.trace):
-                prepared = prepare(
-                    job,
-                    partitioner=options.partitioner,
-                    schedule=options.schedule,
-                    resume_of=resume,
-                    standbys=standbys,
-                    tell=tell,
-                )
-            wait_for_workers(client, workers, tell)
-            if seconds:
-                tell("timing ops and links on the fleet, then planning")
-                prepared, live = fitted(client, prepared, seconds, options.steps or 1)
-        if prepared.notice:
-            err.print(prepared.notice, style="yellow", soft_wrap=True)
-        if not json:
-            if seconds:
-                _show_fit(live, prepared.spec.training.steps)
-            err.print(f"submitting {job.name}: {in_bytes(prepared.upload_bytes)} of graphs, weights and data")
-        _upload(client, prepared, from_workers, json)
+        with _nothing_submitted(json):
+            note_empty(client, json)
+            job = options.load(jobfile, *([f"name={name}"] if name else []))
+            prepared = _prepared(client, job, jobfile, options, seconds, resume, workers, json)
+            if not json:
+                size = in_bytes(prepared.upload_bytes)
+                err.print(f"submitting {job.name}: {size} of graphs, weights and data")
+            _upload(client, prepared, from_workers, json)
         reply = client.queue(prepared)
         if not watch:
             _tell_submitted(reply, json)
@@ -114,6 +97,54 @@ def submit(
         if not json:
             out.print(f"{reply.job} {reply.update.state} {reply.update.reason}", markup=False)
         follow(client, reply.job, json)
+
+
+@contextmanager
+def _nothing_submitted(json: bool) -> Iterator[None]:
+    """Say to who interrupts it that no job was submitted."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not json:
+            err.print("nothing was submitted")
+        raise
+
+
+def _prepared(
+    client: Client,
+    job: Job,
+    jobfile: Path,
+    options: PlanOptions,
+    seconds: float,
+    resume: str,
+    workers: int,
+    json: bool,
+) -> Prepared:
+    """Capture the job and wait for workers; with ``seconds`` as many steps as are predicted to fit."""
+    from coordinator.client.job_file import blaming
+    from coordinator.client.prepare import prepare
+
+    if seconds:
+        _check_timed(job)
+    with telling(json) as tell:
+        with blaming(jobfile, options.trace):
+            prepared = prepare(
+                job,
+                partitioner=options.partitioner,
+                schedule=options.schedule,
+                resume_of=resume,
+                standbys=options.most_standbys,
+                tell=tell,
+            )
+        wait_for_workers(client, workers, tell)
+        if seconds:
+            tell("timing ops and links on the fleet, then planning")
+            prepared, live = fitted(client, prepared, seconds, options.steps or 1)
+    if prepared.notice:
+        err.print(prepared.notice, style="yellow", soft_wrap=True)
+    if seconds and not json:
+        _show_fit(live, prepared.spec.training.steps)
+    return prepared
 
 
 def _upload(client: Client, prepared: Prepared, from_workers: bool | None, json: bool) -> None:

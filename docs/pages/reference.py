@@ -60,7 +60,7 @@ def _commands_page() -> str:
         with click.Context(command, info_name=path) as context:
             usage = " ".join([path, *command.collect_usage_pieces(context)])
         parts.append(f"## `{path}`\n\n{command.help or ''}\n\n```\n{usage}\n```\n\n{command.epilog or ''}")
-        given = [_parameter(p) for p in command.params if not getattr(p, "hidden", False)]
+        given = [_parameter(p) for p in command.params]  # those that few need too
         parts.append(_table(("option", "default", "meaning"), given))
     return "\n\n".join(parts)
 

@@ -6,6 +6,8 @@ import json
 import re
 import signal
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,7 @@ def test_a_template_trains_on_workers_of_this_machine(template: Template, tmp_pa
     with own_session(command, **_options(tmp_path)) as process:
         out, err = process.communicate()
     assert process.returncode == 0, err
+    assert (kept / "page.log").exists()
     last = json.loads(out.splitlines()[-1])
     assert (last["state"], last["step"], last["name"]) == ("finished", 4, "my-job")
     assert last["loss"] > 0
@@ -45,8 +48,16 @@ def test_a_fleet_ends_with_its_command_however_that_ends(number: int, code: int,
     command = [*DEV, str(write(tmp_path / "job", Template.VISION)), "--keep", str(kept)]
     with own_session(command, **_options(tmp_path)) as process:
         assert process.stdout is not None
-        assert any("submitted" in line for line in process.stdout)
-        assert len(_left(kept)) >= 4
+        lines: list[str] = []
+        for line in process.stdout:
+            lines.append(line)
+            if "submitted" in line:
+                break
+        page = re.search(r"^page: (http://127.0.0.1:\d+/\S*)", "".join(lines), re.MULTILINE)
+        assert page
+        with pytest.raises(urllib.error.HTTPError, match="401"):  # it is there, and asks for the key
+            urllib.request.urlopen(page[1])  # noqa: S310
+        assert len(_left(kept)) >= 5
         process.send_signal(number)
         _, err = process.communicate()
         assert process.returncode == code

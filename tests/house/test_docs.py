@@ -36,6 +36,7 @@ def _commands(command: click.Command, path: str) -> Iterator[tuple[str, click.Co
         yield path, command
 
 
+HELPS = ("--help", "--help-all")  # of every command
 COMMANDS = [
     *_commands(typer.main.get_command(cli.app), "atoll"),
     *_commands(typer.main.get_command(worker_cli.app), "atoll-worker"),
@@ -60,7 +61,7 @@ def test_every_command_and_option_is_in_the_docs(path: str, command: click.Comma
     section = _section(path)
     options = [name for p in command.params if isinstance(p, click.Option) for name in p.opts]
     missing = [
-        name for name in options if name.startswith("--") and name != "--help" and f"`{name}`" not in section
+        name for name in options if name.startswith("--") and name not in HELPS and f"`{name}`" not in section
     ]
     assert missing == [], f"docs/cli.md, {path}: options missing"
 

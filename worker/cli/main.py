@@ -14,7 +14,17 @@ import typer
 
 from atoll.errors import AtollError
 from atoll.version import __version__
-from hostos.command_line import AsJson, enter, err, out, print_json, with_groups
+from hostos.command_line import (
+    HELP_NAMES,
+    AsJson,
+    enter,
+    err,
+    in_panels,
+    out,
+    print_json,
+    version_option,
+    with_groups,
+)
 from hostos.log_stream import LogBudget, log_stream
 from hostos.units import shown_size
 from protos import PROTOCOL_VERSION
@@ -38,15 +48,29 @@ DOCTOR_CODES = EXIT_CODES.replace("0 left as asked", "0 fit to join").replace(
     "1 other error", "1 something to fix"
 )
 
+PANELS = {
+    "Joining": ("doctor", "join", "leave", "status", "install"),
+    "Limits": ("limits", "pause", "resume", "config"),
+    "Data and consent": ("data", "jobs", "model", "apps"),
+    "This program": ("version",),
+}
+
 app = typer.Typer(
     name="atoll-worker",
     help="Lend this machine to train a model that no one machine could train.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
-    add_completion=False,
+    context_settings=HELP_NAMES,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def common(version: version_option(__version__) = False) -> None:  # type: ignore[valid-type]
+    """Lend this machine to train a model that no one machine could train."""
+
+
 cli_data.register(app)
 cli_apps.register(app)
 cli_jobs.register(app)
@@ -190,6 +214,9 @@ def version(json: AsJson = False) -> int:
     return 0
 
 
+in_panels(app, PANELS)
+
+
 def _config(given: dict[str, Any]) -> WorkerConfig:
     config = with_insecure_check(make_config(given))
     if not config.insecure and was_insecure(config.state_dir):
@@ -223,6 +250,8 @@ def _run_daemon(
         daemon = Daemon(config)
         with beside(daemon):
             daemon.run()
+    if err.is_terminal:
+        err.print("left; `atoll-worker join` comes back, without a token")
     return 0
 
 

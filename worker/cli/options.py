@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -22,6 +22,8 @@ StateDir = Annotated[
 @dataclass(frozen=True)
 class Joining:
     """Options with which a worker reaches its coordinator and its device."""
+
+    PANEL: ClassVar = "Joining"
 
     coordinator: Annotated[
         str | None,
@@ -65,22 +67,27 @@ class Joining:
             metavar="SIZE",
             help="Memory that plans count on for a stage, by the planner's figures; no bound. Default: what "
             "--memory leaves.",
+            hidden=True,
         ),
     ] = None
     listen: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Address for peers; default 0.0.0.0, any free port."),
+        typer.Option(
+            metavar="HOST:PORT", help="Address for peers; default 0.0.0.0, any free port.", hidden=True
+        ),
     ] = None
     sandbox: Annotated[
         str | None,
         typer.Option(
             metavar="S",
             help="Bubblewrap around what computes: auto (where it works; default), require or off.",
+            hidden=True,
         ),
     ] = None
     state_dir: StateDir = None
     insecure: Annotated[
-        bool | None, typer.Option("--insecure", help="No TLS and no token: loopback experiments only.")
+        bool | None,
+        typer.Option("--insecure", help="No TLS and no token: loopback experiments only.", hidden=True),
     ] = None
     use_proxy: Annotated[
         bool | None,
@@ -89,6 +96,7 @@ class Joining:
             envvar="ATOLL_USE_PROXY",
             help="Connect to coordinator, peers and relays through the environment's proxy (https_proxy); "
             "default: directly.",
+            hidden=True,
         ),
     ] = None
 
@@ -112,6 +120,8 @@ class Joining:
 class Reach:
     """Options by which other workers find this one."""
 
+    PANEL: ClassVar = "How others find this machine"
+
     name: Annotated[
         str | None, typer.Option(metavar="N", help="Name shown to the owner; default: this host's.")
     ] = None
@@ -126,7 +136,8 @@ class Reach:
         bool | None, typer.Option("--no-inbound", help="Accept no connections; open all of them from here.")
     ] = None
     site: Annotated[
-        str | None, typer.Option(metavar="S", help="Common name of machines behind one router or uplink.")
+        str | None,
+        typer.Option(metavar="S", help="Common name of machines behind one router or uplink.", hidden=True),
     ] = None
 
     def given(self) -> dict[str, Any]:
@@ -144,6 +155,8 @@ class Reach:
 class Limits:
     """Options that bound what jobs may take, and what may leave of this machine's data."""
 
+    PANEL: ClassVar = "Limits"
+
     max_upload_mbit: Annotated[
         float | None, typer.Option(metavar="M", help="Rate limit of checkpoint uploads; 0: unlimited.")
     ] = None
@@ -152,6 +165,7 @@ class Limits:
         typer.Option(
             metavar="SIZE",
             help="Disk limit of client state between federated rounds; default 20GiB.",
+            hidden=True,
         ),
     ] = None
     send_log_bytes: Annotated[
@@ -160,6 +174,7 @@ class Limits:
             metavar="SIZE",
             help="Disk limit of what this worker's stage sent since the newest checkpoint, for whoever takes "
             "over a neighbour; at most a quarter of what is free; default 1GiB; 0: none.",
+            hidden=True,
         ),
     ] = None
     copy_bytes: Annotated[
@@ -168,22 +183,30 @@ class Limits:
             metavar="SIZE",
             help="Disk limit of stages' checkpoints that this worker keeps while idle, to take one over "
             "at once; at most a quarter of what is free; default 4GiB; 0: none.",
+            hidden=True,
         ),
     ] = None
     min_batch: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Minimum of own samples in each mean that leaves; default 3."),
+        typer.Option(
+            metavar="N", help="Minimum of own samples in each mean that leaves; default 3.", hidden=True
+        ),
     ] = None
     min_samples: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Minimum of own samples behind a federated update; default 10."),
+        typer.Option(
+            metavar="N", help="Minimum of own samples behind a federated update; default 10.", hidden=True
+        ),
     ] = None
     min_steps: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Minimum of local steps behind a federated update; default 2."),
+        typer.Option(
+            metavar="N", help="Minimum of local steps behind a federated update; default 2.", hidden=True
+        ),
     ] = None
     min_clients: Annotated[
-        int | None, typer.Option(metavar="N", help="Minimum of updates in a federated round; default 2.")
+        int | None,
+        typer.Option(metavar="N", help="Minimum of updates in a federated round; default 2.", hidden=True),
     ] = None
 
     def given(self) -> dict[str, Any]:
@@ -198,6 +221,8 @@ class Limits:
 class AppOptions:
     """Options about foreign Python code."""
 
+    PANEL: ClassVar = "Flower apps"
+
     allow_apps: Annotated[
         bool,
         typer.Option(
@@ -210,6 +235,7 @@ class AppOptions:
         typer.Option(
             "--apps-only",
             help="Take nothing but these apps: what computes jobs is not started (200 MB); not remembered.",
+            hidden=True,
         ),
     ] = False
     accept_app: Annotated[
@@ -218,19 +244,22 @@ class AppOptions:
             metavar="APP",
             help="Accept an app until this worker ends: its hash, a publisher (ed25519:...), or `any` that "
             "this coordinator's owners run, for machines of one's own; may repeat.",
+            hidden=True,
         ),
     ] = None
     app_nodes: Annotated[
         int | None,
-        typer.Option(min=1, max=10_000, metavar="N", help="Nodes that this machine may be in a run."),
+        typer.Option(
+            min=1, max=10_000, metavar="N", help="Nodes that this machine may be in a run.", hidden=True
+        ),
     ] = None
     app_env: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Let apps see this environment variable; may repeat."),
+        typer.Option(metavar="NAME", help="Let apps see this environment variable; may repeat.", hidden=True),
     ] = None
     node_config: Annotated[
         list[str] | None,
-        typer.Option(metavar="K=V", help="Context.node_config of apps, as in 'data=\"/data\"'."),
+        typer.Option(metavar="K=V", help="Context.node_config of apps, as in 'data=\"/data\"'.", hidden=True),
     ] = None
 
     def given(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import typer
 from atoll.errors import StorageError, UsageError
 from atoll.federated import Registered
 from coordinator.cli.jobs import JobFile, follow
+from coordinator.cli.local_fleet import COORDINATOR
 from coordinator.cli.options import PlanOptions, telling
 from hostos.command_line import AsJson, err, out, with_groups
 from hostos.units import parse_size
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from atoll.job import Job
+    from coordinator.cli.first.ending import EndedTogether
     from coordinator.cli.local_fleet import LocalFleet
     from coordinator.cli.processes import Processes
 
@@ -55,9 +57,19 @@ def dev(
     keep: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep logs and state in this folder; default: none.")
     ] = None,
+    page: Annotated[
+        bool,
+        typer.Option(
+            "--page/--no-page", help="Serve the web page too, where the extra `dashboard` is installed."
+        ),
+    ] = True,
     stay: Annotated[
-        bool, typer.Option("--stay", help="Stay after the job's end, for other commands, until Ctrl+C.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--stay/--end",
+            help="Stay after the job's end until Ctrl+C; default: on a terminal, where there is a page.",
+        ),
+    ] = None,
     *,
     options: PlanOptions,
     json: AsJson = False,
@@ -67,27 +79,26 @@ def dev(
     The same job file trains on a fleet with `atoll submit`. A federated job needs data for its workers: give
     `Registered(stand_in=...)` in the job file.
     """
+    from coordinator.cli.first.ending import EndedTogether
+    from coordinator.cli.first.page import has_page, shown_page
     from coordinator.cli.processes import ended_by_signals
 
     job = options.load(jobfile)
     _check(job, workers)
-    join = ["--threads", str(max(1, (os.cpu_count() or 1) // workers)), "--device", device]
-    join += ["--stage-memory", str(parse_size(memory))] if memory else []
-    join += FLOORS if job.federated is not None else ()
+    join = _join_options(job, workers, device, memory)
     with ExitStack() as stack:
         stack.enter_context(ended_by_signals())
-        folder = (
-            _folder(keep)
-            if keep
-            else Path(stack.enter_context(tempfile.TemporaryDirectory("", "atoll-dev-")))
-        )
-        fleet = stack.enter_context(_fleet(stack, job, workers, join, folder))
+        folder = _folder(keep, stack)
+        together = stack.enter_context(EndedTogether())
+        fleet = stack.enter_context(_fleet(together, job, workers, join, folder))
         try:
+            _tell_where(fleet, json)
+            shown = page and has_page() and stack.enter_context(shown_page(together, fleet.folder, json))
             _train(fleet, job, jobfile, options, json)
             if output is not None:
                 found = fleet.client.export(fleet.client.status().jobs[-1].job, output)
                 err.print(f"{found.path}: {found.tensors} tensors, after step {found.step}", soft_wrap=True)
-            if stay:
+            if stay if stay is not None else shown and out.is_terminal:
                 err.print("the job has ended; Ctrl+C ends coordinator and workers", soft_wrap=True)
                 threading.Event().wait()
         except KeyboardInterrupt:
@@ -108,7 +119,16 @@ def _check(job: Job, workers: int) -> None:
         raise UsageError(f"{job.name} needs {least} clients a round; give --workers {least}")
 
 
-def _folder(keep: Path) -> Path:
+def _join_options(job: Job, workers: int, device: str, memory: str) -> list[str]:
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    found = ["--threads", str(threads), "--device", device]
+    found += ["--stage-memory", str(parse_size(memory))] if memory else []
+    return found + list(FLOORS if job.federated is not None else ())
+
+
+def _folder(keep: Path | None, stack: ExitStack) -> Path:
+    if keep is None:
+        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="atoll-dev-")))
     try:
         keep.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -116,11 +136,8 @@ def _folder(keep: Path) -> Path:
     return keep.resolve()
 
 
-def _fleet(stack: ExitStack, job: Job, workers: int, join: Sequence[str], folder: Path) -> LocalFleet:
-    from coordinator.cli.first.ending import EndedTogether
+def _fleet(together: EndedTogether, job: Job, workers: int, join: Sequence[str], folder: Path) -> LocalFleet:
     from coordinator.cli.local_fleet import LocalFleet
-
-    together = stack.enter_context(EndedTogether())
 
     def before(processes: Processes, states: Sequence[Path]) -> None:
         if isinstance(job.data, Registered) and job.data.stand_in is not None:
@@ -145,15 +162,19 @@ def _register(data: Registered, processes: Processes, states: Sequence[Path]) ->
         processes.run("data-add", "", [*add, "--replace", "--state-dir", str(state)])
 
 
+def _tell_where(fleet: LocalFleet, json: bool) -> None:
+    if json:
+        return
+    out.print(f"coordinator {fleet.client.endpoint.address}, {len(fleet.names)} workers on this machine")
+    out.print(f"logs and state: {fleet.folder}; in another terminal:", soft_wrap=True)
+    out.print(f"  atoll status --state-dir {fleet.folder / COORDINATOR}", soft_wrap=True)
+
+
 def _train(fleet: LocalFleet, job: Job, jobfile: Path, options: PlanOptions, json: bool) -> None:
     """Capture the job while the workers join, submit it, and show it until it ends."""
     from coordinator.client.job_file import blaming
     from coordinator.client.prepare import prepare
 
-    if not json:
-        out.print(f"coordinator {fleet.client.endpoint.address}, {len(fleet.names)} workers on this machine")
-        out.print(f"logs and state: {fleet.folder}; in another terminal:", soft_wrap=True)
-        out.print(f"  atoll status --state-dir {fleet.folder / 'coordinator'}", soft_wrap=True)
     with telling(json) as tell:
         with blaming(jobfile, options.trace):
             prepared = prepare(
@@ -168,4 +189,4 @@ def _train(fleet: LocalFleet, job: Job, jobfile: Path, options: PlanOptions, jso
         reply = fleet.client.submit(prepared)
     if not json:
         out.print(f"{reply.job} submitted", soft_wrap=True)
-    follow(fleet.client, reply.job, json)
+    follow(fleet.client, reply.job, json, goes_on=False)

@@ -156,3 +156,37 @@ def test_nothing_is_submitted_before_the_fleet_is_known_to_be_there(
     assert run(app, ["submit", job_file, *server.options]) == 9
     assert run(app, ["submit", job_file, "--workers", "2", *server.options]) == 9
     assert len(script.submissions) == 0
+
+
+def test_who_stops_watching_learns_that_the_job_goes_on(
+    script: Script,
+    server: FakeOwnerServer,
+    job_file: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(client: Client, job: str) -> Iterator[pb.JobUpdate]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Client, "watch", interrupt)
+    assert run(app, ["submit", job_file, "--watch", *server.options]) == 130
+    assert len(script.submissions) == 1
+    said = capsys.readouterr().err
+    assert "goes on by itself: `atoll watch" in said
+    assert "`atoll cancel" in said
+
+
+def test_who_interrupts_a_submission_learns_that_there_is_none(
+    script: Script,
+    server: FakeOwnerServer,
+    job_file: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Client, "upload", interrupt)
+    assert run(app, ["submit", job_file, *server.options]) == 130
+    assert "nothing was submitted" in capsys.readouterr().err
+    assert not script.submissions

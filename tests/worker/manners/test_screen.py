@@ -124,6 +124,7 @@ def test_a_terminal_shows_the_view_or_the_log_and_ctrl_c_leaves(
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode())
     assert (f"127.0.0.1:{running.started.entry_port}, since" in text) == live
     assert ("worker.joined" in text) != live
+    assert "left; `atoll-worker join` comes back" in text
     assert (tmp_path / "w" / "log").is_dir() == live
 
 
