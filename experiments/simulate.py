@@ -220,11 +220,19 @@ def _figures(update: pb.JobUpdate, clients: int, hosts: int, took_s: float) -> d
         "loss": update.loss if update.HasField("loss") else None,
         "clients_metrics": {m.name: m.value for m in shown.clients_metrics},
         "central_metrics": {m.name: m.value for m in shown.central_metrics},
+        "privacy": shown.privacy,
         "bytes_up": shown.bytes_up,
         "bytes_down": shown.bytes_down,
         "round_s": shown.round_s if shown.HasField("round_s") else None,
         "took_s": took_s,
     }
+
+
+def _traffic(shown: dict[str, Any]) -> str:
+    """Bytes of all rounds; empty where they are not shown, as of a private job."""
+    if shown["privacy"]:
+        return ""
+    return f"up {in_bytes(shown['bytes_up'])}, down {in_bytes(shown['bytes_down'])}"
 
 
 def _table(shown: dict[str, Any]) -> Table:
@@ -233,11 +241,16 @@ def _table(shown: dict[str, Any]) -> Table:
     table.add_column()
     rows = [
         ("population", f"{shown['clients']:,} clients on {shown['hosts']} hosts"),
-        ("rounds", f"{shown['rounds']}, {in_seconds(shown['round_s'] or 0.0)} each (median)"),
+        (
+            "rounds",
+            f"{shown['rounds']}"
+            + (f", {in_seconds(shown['round_s'])} each (median)" if shown["round_s"] else ""),
+        ),
         ("training loss", "" if shown["loss"] is None else f"{shown['loss']:.4f}"),
         ("on clients", ", ".join(f"{k} {v:.4f}" for k, v in shown["clients_metrics"].items())),
         ("on own data", ", ".join(f"{k} {v:.4f}" for k, v in shown["central_metrics"].items())),
-        ("traffic", f"up {in_bytes(shown['bytes_up'])}, down {in_bytes(shown['bytes_down'])}"),
+        ("traffic", _traffic(shown)),
+        ("privacy", shown["privacy"]),
         ("took", in_seconds(shown["took_s"])),
     ]
     for name, words in rows:

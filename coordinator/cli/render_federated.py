@@ -55,12 +55,17 @@ def _private_parts(update: pb.JobUpdate, head: Table, names: Names) -> list[Rend
     return [head, *clients, Text(f"privacy: {shown.privacy}")]
 
 
+def short(privacy: str) -> str:
+    """A private job's sentence without its conditions, for lines."""
+    return privacy.partition(":")[0].partition(";")[0]
+
+
 def federated_words(update: pb.JobUpdate) -> list[str]:
     """The same in a few words, for lines."""
     shown = update.federated
     if shown.privacy:
         own = f"own data ({figures(shown.central_metrics)})" if shown.central_metrics else ""
-        return [own, f"privacy: {shown.privacy}"]
+        return [own, f"privacy {short(shown.privacy)}"]
     words = [f"{shown.arrived} of {shown.chosen} updates" if shown.chosen else ""]
     if shown.dropped:
         words.append(f"{shown.dropped} dropped")

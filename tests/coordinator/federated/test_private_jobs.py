@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from dataclasses import fields, replace
@@ -10,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from atoll.errors import UsageError
 from atoll.federated import Federated
 from atoll.privacy import Privacy
 from compressors.model_file import read_model, write_sums
 from coordinator.aggregation.server_half import Offered, ServerHalf
+from coordinator.cli.render_federated import federated_parts, federated_words
 from coordinator.federated import state as fed
 from coordinator.federated.driver import FederatedDriver
 from coordinator.messages import events as ev
@@ -377,3 +380,18 @@ def test_a_private_job_does_not_go_on_with_anothers_state() -> None:
     for before, after in ((plain, private), (private, plain), (private, private)):
         assert "would begin at 0" in (driver(world).not_resumable(before, after) or "")
     assert driver(world).not_resumable(plain, plain) is None
+
+
+def test_a_line_of_a_private_job_is_short_and_its_view_has_the_whole_sentence() -> None:
+    world = fleet()
+    world.loads("w1", "w2", "w3")
+    one_round(world)
+    shown = job_update(world.scheduler, "job-1", world.clock.now_s)
+    words = ", ".join(federated_words(shown))
+    assert re.fullmatch(r", privacy \([\d.]+, 1e-05\)-DP after 1 rounds", words)
+    console = Console(width=400, file=io.StringIO(), record=True)
+    for part in federated_parts(shown, [], {}):
+        console.print(part)
+    seen = console.export_text()
+    assert "not covered: the coordinator itself" in seen
+    assert "updates" not in seen

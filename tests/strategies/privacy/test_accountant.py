@@ -4,6 +4,7 @@ import importlib
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from atoll.errors import UsageError
@@ -47,6 +48,45 @@ def test_sampling_only_ever_helps_and_all_of_it_is_none() -> None:
         found = [round_rdp(1.0, q)[order] for q in (0.01, 0.1, 0.5, 0.999, 1.0)]
         assert found == sorted(found)
         assert found[-2] == pytest.approx(found[-1], rel=0.01)
+
+
+def exact(noise: float, q: float, shift: int) -> tuple[np.ndarray, np.ndarray]:
+    """Chances of the discrete mechanism's values without a client, and with it at q."""
+    sigma = noise * shift
+    values = np.arange(-60 * math.ceil(sigma), 60 * math.ceil(sigma) + 1.0)
+    without = np.exp(-(values**2) / (2.0 * sigma**2))
+    moved = np.exp(-((values - shift) ** 2) / (2.0 * sigma**2))
+    without, moved = without / without.sum(), moved / moved.sum()
+    return without, (1.0 - q) * without + q * moved
+
+
+def divergence(one: np.ndarray, other: np.ndarray, order: int) -> float:
+    held = (one > 0.0) & (other > 0.0)
+    logs = order * np.log(one[held]) - (order - 1) * np.log(other[held])
+    most = float(logs.max())
+    return (most + math.log(float(np.exp(logs - most).sum()))) / (order - 1)
+
+
+@pytest.mark.parametrize("noise", [0.5, 0.8, 1.0, 2.0, 5.0])
+@pytest.mark.parametrize("q", [0.01, 0.1, 0.6])
+@pytest.mark.parametrize("shift", [1, 2, 7])
+def test_the_discrete_mechanisms_own_divergence_is_charged_in_both_directions(
+    noise: float, q: float, shift: int
+) -> None:
+    without, with_it = exact(noise, q, shift)
+    charged = round_rdp(noise, q)
+    for order in (2, 3, 4, 8, 16):
+        assert divergence(with_it, without, order) == pytest.approx(charged[order], rel=1e-6, abs=1e-9)
+        assert divergence(without, with_it, order) <= charged[order] + 1e-9
+
+
+@pytest.mark.parametrize("noise", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("q", [0.05, 0.5, 1.0])
+def test_no_event_of_one_round_is_likelier_than_epsilon_and_delta_allow(noise: float, q: float) -> None:
+    without, with_it = exact(noise, q, 3)
+    epsilon, _ = epsilon_of(round_rdp(noise, q), DELTA)
+    for one, other in ((without, with_it), (with_it, without)):
+        assert float(np.maximum(one - math.exp(epsilon) * other, 0.0).sum()) <= DELTA
 
 
 def test_the_designs_three_figures() -> None:
