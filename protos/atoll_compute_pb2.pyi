@@ -648,26 +648,40 @@ Global___FetchBlobs: _TypeAlias = FetchBlobs  # noqa: Y015
 
 @_typing.final
 class StoreFile(_message.Message):
-    """Files directly in the scratch or the job's own folder; new: the store cannot have them."""
+    """Files directly in the scratch or the job's own folder; new: the store cannot have them.
+    delta_path, delta_hash, delta_size: of what changed since the blob ``base``, which the store had; "" where there is none.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HASH_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
+    DELTA_PATH_FIELD_NUMBER: _builtins.int
+    DELTA_HASH_FIELD_NUMBER: _builtins.int
+    DELTA_SIZE_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
     hash: _builtins.str
     size: _builtins.int
     path: _builtins.str
+    delta_path: _builtins.str
+    delta_hash: _builtins.str
+    delta_size: _builtins.int
+    base: _builtins.str
     def __init__(
         self,
         *,
         hash: _builtins.str = ...,
         size: _builtins.int = ...,
         path: _builtins.str = ...,
+        delta_path: _builtins.str = ...,
+        delta_hash: _builtins.str = ...,
+        delta_size: _builtins.int = ...,
+        base: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hash", b"hash", "path", b"path", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "delta_hash", b"delta_hash", "delta_path", b"delta_path", "delta_size", b"delta_size", "hash", b"hash", "path", b"path", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4677,6 +4677,56 @@ class Gathered(_message.Message):
 Global___Gathered: _TypeAlias = Gathered  # noqa: Y015
 
 @_typing.final
+class BlobPatch(_message.Message):
+    """Of ``size`` bytes, as is the base."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASH_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
+    hash: _builtins.str
+    size: _builtins.int
+    base: _builtins.str
+    delta: _builtins.str
+    def __init__(
+        self,
+        *,
+        hash: _builtins.str = ...,
+        size: _builtins.int = ...,
+        base: _builtins.str = ...,
+        delta: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "delta", b"delta", "hash", b"hash", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlobPatch: _TypeAlias = BlobPatch  # noqa: Y015
+
+@_typing.final
+class BlobPatches(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATCHES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def patches(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlobPatch]: ...
+    def __init__(
+        self,
+        *,
+        patches: _abc.Iterable[Global___BlobPatch] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["patches", b"patches"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlobPatches: _TypeAlias = BlobPatches  # noqa: Y015
+
+@_typing.final
 class BlobRef(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -1468,6 +1468,11 @@ class BlobsStub:
                 request_serializer=protos_dot_atoll__control__pb2.BlobList.SerializeToString,
                 response_deserializer=protos_dot_atoll__control__pb2.BlobList.FromString,
                 _registered_method=True)
+        self.Patch = channel.unary_unary(
+                '/atoll.v1.Blobs/Patch',
+                request_serializer=protos_dot_atoll__control__pb2.BlobPatches.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.BlobList.FromString,
+                _registered_method=True)
         self.Gather = channel.unary_stream(
                 '/atoll.v1.Blobs/Gather',
                 request_serializer=protos_dot_atoll__control__pb2.BlobList.SerializeToString,
@@ -1508,6 +1513,14 @@ class BlobsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Patch(self, request, context):
+        """A worker's: make blobs from deltas that it has put, against blobs that it may know. Answers with those that
+        are whole now; of the others it puts all bytes. The deltas go.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Gather(self, request, context):
         """An owner's: have workers put those of these blobs, by hash and size, that are not here and that they hold.
         Ends when no more come; what Missing names then, the owner sends.
@@ -1537,6 +1550,11 @@ def add_BlobsServicer_to_server(servicer, server):
             'Held': grpc.unary_unary_rpc_method_handler(
                     servicer.Held,
                     request_deserializer=protos_dot_atoll__control__pb2.BlobList.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.BlobList.SerializeToString,
+            ),
+            'Patch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Patch,
+                    request_deserializer=protos_dot_atoll__control__pb2.BlobPatches.FromString,
                     response_serializer=protos_dot_atoll__control__pb2.BlobList.SerializeToString,
             ),
             'Gather': grpc.unary_stream_rpc_method_handler(
@@ -1654,6 +1672,33 @@ class Blobs:
             target,
             '/atoll.v1.Blobs/Held',
             protos_dot_atoll__control__pb2.BlobList.SerializeToString,
+            protos_dot_atoll__control__pb2.BlobList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Patch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Blobs/Patch',
+            protos_dot_atoll__control__pb2.BlobPatches.SerializeToString,
             protos_dot_atoll__control__pb2.BlobList.FromString,
             options,
             channel_credentials,

@@ -9,11 +9,12 @@ import grpc
 
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
-from protos.blob_transfer import Chunk
+from protos.blob_transfer import Chunk, Patch
 from protos.grpc_errors import to_atoll_error
 
 BLOBS_A_REQUEST = 10_000
 CALL_TIMEOUT_S = 60.0
+PATCHED_BYTES_PER_S = 5e6  # that any coordinator reads, decodes, hashes and writes of blobs made of deltas
 
 
 class BlobsOverGrpc:
@@ -63,6 +64,17 @@ class BlobsOverGrpc:
             finally:
                 call.cancel()
             before = found
+
+    def patch(self, patches: list[Patch]) -> Collection[str]:
+        request = pb.BlobPatches(
+            patches=[pb.BlobPatch(hash=p.hash, size=p.size, base=p.base, delta=p.delta) for p in patches]
+        )
+        patience_s = CALL_TIMEOUT_S + sum(p.size for p in patches) / PATCHED_BYTES_PER_S
+        try:
+            reply = self._stub.Patch(request, metadata=self._metadata, timeout=patience_s)
+        except grpc.RpcError as error:
+            raise to_atoll_error(error, self._address) from None
+        return frozenset(blob.hash for blob in reply.blobs)
 
     def put(self, chunks: Iterator[Chunk]) -> Collection[str]:
         failure: list[BaseException] = []

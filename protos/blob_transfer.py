@@ -30,6 +30,16 @@ class Chunk:
     data: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """A blob of ``size`` bytes as a delta against another of that size: all by their hashes."""
+
+    hash: str
+    size: int
+    base: str
+    delta: str
+
+
 class BlobPort(Protocol):
     """The blob store as its users see it; every method raises ConnectionFailed when cut off and StorageError
     when the store refuses."""
@@ -44,6 +54,10 @@ class BlobPort(Protocol):
 
     def put(self, chunks: Iterator[Chunk]) -> Collection[str]:
         """Store what is not there yet; which blobs have become whole, or were."""
+        ...
+
+    def patch(self, patches: list[Patch]) -> Collection[str]:
+        """Make blobs of deltas that were put; which have become whole. UsageError where nobody does that."""
         ...
 
 

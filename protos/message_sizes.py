@@ -59,6 +59,7 @@ MOST_BYTES: Mapping[str, int] = {
     "EchoChunk": 2 * MIB,
     # blobs, data
     "BlobList": 16 * MIB,
+    "BlobPatches": 16 * MIB,
     "BlobChunk": 16 * MIB,
     "BatchRequest": MIB,
     "Batch": 64 * MIB,

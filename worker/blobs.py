@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
-from atoll.errors import AtollError, BadFrame, StorageError
+from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, StorageError, UsageError
 from hostos.retries import retrying, stop_after_pauses
-from protos.blob_transfer import BlobPort, Chunk, LocalBlob, fetch, upload
+from protos.blob_transfer import BlobPort, Chunk, LocalBlob, Patch, fetch, upload
 from worker.cancel import Cancel
 from worker.manners.traffic import Traffic
 
@@ -39,6 +39,7 @@ CHUNK_BYTES = 1 << 17
 HEADER_BYTES = 64 << 10  # a blob's safetensors header is far below this
 STATE_KEYS = 7  # beside the value, at most, each float32 of its shape: three of an optimizer, four of a peer
 POLL_S = 0.1
+PATCHED_AT_ONCE, PATCHED_AT_ONCE_BYTES = 1000, 64 << 20  # files of a call, and what these are as a whole
 PATIENCE_S = 20.0  # of pauses in a row without a new byte, while the coordinator is there
 VERIFIED_S = 60.0  # a blob that was hashed so lately is used without hashing it again
 
@@ -195,12 +196,23 @@ def most_bytes(state: StateMeta) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class BlobFile:
-    """A file to store; ``hash``: sha256 of its bytes, hexadecimal."""
+class DeltaFile:
+    """A file with what changed since the blob ``base``, which the store had; ``hash``: of the delta."""
 
     path: Path
     hash: str
     size: int
+    base: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlobFile:
+    """A file to store; ``hash``: sha256 of its bytes, hexadecimal. ``delta``: a shorter way to the store."""
+
+    path: Path
+    hash: str
+    size: int
+    delta: DeltaFile | None = None
 
 
 class BlobStore(Protocol):
@@ -341,13 +353,51 @@ class BlobFiles:
             pace(nbytes)
             progress(nbytes)
 
-        return upload(
+        short = {file.hash: file.delta for file in files if file.delta is not None}
+        travelled, done = self._patched(files, short, cancel, before) if short else (0, frozenset())
+        return travelled + upload(
             self._port,
-            [LocalBlob(file.hash, file.size, partial(_pieces, file.path)) for file in files],
+            [LocalBlob(f.hash, f.size, partial(_pieces, f.path)) for f in files if f.hash not in done],
             self._attempts(cancel),
             before=before,
             new=new,
         )
+
+    def _patched(
+        self,
+        files: Sequence[BlobFile],
+        short: Mapping[str, DeltaFile],
+        cancel: Cancel,
+        before: Callable[[int], None],
+    ) -> tuple[int, frozenset[str]]:
+        """Send deltas of what the store lacks; returns the bytes that travelled and the blobs that are whole
+        now. Whatever does not come of it that way goes as a whole."""
+        travelled, done = 0, frozenset[str]()
+        try:
+            lacking = self._port.missing(list(short))
+            wanted = [f for f in files if f.delta is not None and not lacking.get(f.hash, 1)]
+            for group in _groups(wanted):
+                deltas = [short[file.hash] for file in group]
+                travelled += upload(
+                    self._port,
+                    [LocalBlob(d.hash, d.size, partial(_pieces, d.path)) for d in deltas],
+                    self._attempts(cancel),
+                    before=before,
+                )
+                done |= frozenset(
+                    self._port.patch(
+                        [
+                            Patch(file.hash, file.size, delta.base, delta.hash)
+                            for file, delta in zip(group, deltas, strict=True)
+                        ]
+                    )
+                )
+        except (UsageError, AccessDenied, ConnectionFailed) as error:
+            log.info("state.not_patched", reason=str(error))
+        if done:
+            whole = sum(file.size for file in files if file.hash in done)
+            log.info("state.patched", blobs=len(done), bytes=travelled, of=whole)
+        return travelled, done
 
     def keep(self, files: Sequence[BlobFile], cancel: Cancel) -> None:
         cache = self._cache
@@ -370,6 +420,18 @@ class BlobFiles:
         """Wait as long as the rates demand; raises Cancelled."""
         pace = _Pace(self._rate)
         return lambda nbytes: cancel.wait(max(pace.delay_s(nbytes), self._traffic.sent(nbytes)))
+
+
+def _groups(files: Iterable[BlobFile]) -> Iterator[list[BlobFile]]:
+    """Files that are patched by one call, which the store answers once it has read and written them all."""
+    group: list[BlobFile] = []
+    for file in files:
+        group.append(file)
+        if sum(one.size for one in group) >= PATCHED_AT_ONCE_BYTES or len(group) == PATCHED_AT_ONCE:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 def _pieces(path: Path, offset: int) -> Iterator[bytes]:

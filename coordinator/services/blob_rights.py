@@ -240,6 +240,10 @@ class Accounts:
         if (put := self.puts.get(worker, {}).get(name)) is not None:
             put.whole = True
 
+    def forget(self, worker: str, name: str) -> None:
+        """A blob of the worker's is gone."""
+        self.puts.get(worker, {}).pop(name, None)
+
     def whole(self, worker: str) -> frozenset[str]:
         """What the worker has sent all of, of what it may go on to put."""
         return frozenset(name for name, put in self.puts.get(worker, {}).items() if put.whole)

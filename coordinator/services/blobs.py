@@ -11,11 +11,13 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import structlog
+
 from atoll.arrays import dtype_name
 from atoll.errors import AccessDenied, ConnectionFailed, UsageError
 from coordinator.services.blob_rights import Accounts, Role, role_of
 from coordinator.services.callers import worker_of
-from coordinator.storage.blob_store import OtherBytes
+from coordinator.storage.blob_store import Gone, OtherBytes
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from coordinator.storage.data_provider import DataProvider
 
     Context = grpc.aio.ServicerContext[Any, Any]
+
+log = structlog.get_logger()
 
 MAX_BLOBS_A_REQUEST = 100_000
 
@@ -60,6 +64,13 @@ class Rights:
 
     def asked_about(self, name: str, asker: str) -> None:
         """The caller learns that this blob is here, and will count on it."""
+
+    async def patch(self, name: str, size: int, context: Context) -> None:
+        """Whether the caller may have this blob made of a delta."""
+        raise AccessDenied("only workers send deltas")
+
+    def spent(self, delta: str, asker: str) -> None:
+        """A delta of the caller's is gone."""
 
     def gather(self, sizes: Mapping[str, int]) -> AsyncIterator[Progress]:
         """Have workers put what they hold of these blobs, for the caller."""
@@ -116,6 +127,14 @@ class WorkerRights(Rights):
             away = self._accounts.admit(worker, name, size, most, shell.blobs.held, settled, reported)
             if away:
                 await asyncio.to_thread(shell.blobs.give_way, away, worker)
+
+    async def patch(self, name: str, size: int, context: Context) -> None:
+        """As it may put it."""
+        await self.put(name, size, context)
+
+    def spent(self, delta: str, asker: str) -> None:
+        """It counts no more."""
+        self._accounts.forget(asker, delta)
 
     def asker(self, context: Context) -> str:
         """The worker."""
@@ -211,6 +230,33 @@ class BlobService(rpc.BlobsServicer):
                 self._rights.has_put(chunk.hash, asker)
                 whole[chunk.hash] = chunk.size
         return pb.BlobList(blobs=[pb.BlobRef(hash=h, size=size) for h, size in whole.items()])
+
+    async def Patch(self, request: pb.BlobPatches, context: Context) -> pb.BlobList:  # noqa: N802
+        """Make blobs of deltas; answers with those that became whole. What the caller may not know of is, to
+        it, as what is not here."""
+        if len(request.patches) > MAX_BLOBS_A_REQUEST:
+            raise UsageError(f"{len(request.patches)} patches in one request; send {MAX_BLOBS_A_REQUEST}")
+        asker, whole = self._rights.asker(context), pb.BlobList()
+        for p in request.patches:
+            await self._rights.patch(p.hash, p.size, context)
+            known = await self._rights.known(context)
+            if known is not None and not {p.base, p.delta} <= set(known):
+                continue
+            make = partial(
+                self._store.patch, p.hash, p.size, p.base, p.delta, asker,
+                known=known is None or p.hash in known,
+            )  # fmt: skip
+            try:
+                complete = await asyncio.to_thread(make)
+            except (UsageError, Gone) as error:
+                log.info("blob.not_patched", blob=p.hash[:12], reason=str(error))
+                complete = False
+            await asyncio.to_thread(self._store.discard, [p.delta], asker)
+            self._rights.spent(p.delta, asker)
+            if complete:
+                self._rights.has_put(p.hash, asker)
+                whole.blobs.add(hash=p.hash, size=p.size)
+        return whole
 
     async def Gather(self, request: pb.BlobList, context: Context) -> AsyncIterator[pb.Gathered]:  # noqa: N802
         """How far workers are with those of these blobs that are not here; ends when no more come."""

@@ -18,7 +18,10 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atoll.errors import StorageError, UsageError
+import numpy as np
+
+from atoll.errors import BadFrame, StorageError, UsageError
+from compressors.deltas import HEAD_BYTES, decode, head_of
 from hostos.private_files import private_folder, sync_folder
 
 if TYPE_CHECKING:
@@ -149,6 +152,32 @@ class BlobStore:
             return False  # no file for what may never come
         self._append(name, data[here - offset :], by)
         return here + max(0, len(data) - (here - offset)) == size
+
+    def patch(self, name: str, size: int, base: str, delta: str, by: str = "", *, known: bool = True) -> bool:
+        """Make a blob of ``delta``, a blob itself, and of ``base``.
+
+        As ``write``: what is made appears under its name only once its bytes hash to it. UsageError for a
+        delta of other blobs, or that is none; Gone where delta or base are not here.
+        """
+        offset, complete = 0, False
+        with self._given(base) as before, self._given(delta) as changes:
+            if not before.stat().st_size or not changes.stat().st_size:
+                raise UsageError(f"blob {name[:12]}: its delta or its base is empty")
+            old, coded = (np.memmap(path, np.uint8, "r") for path in (before, changes))
+            try:
+                head = head_of(coded[:HEAD_BYTES].tobytes())
+                if (head.base, head.new, head.size) != (base, name, size):
+                    raise UsageError(f"blob {name[:12]}: the delta {delta[:12]} is one of other blobs")
+                for piece in decode(old, coded):
+                    complete = self.write(name, size, offset, piece, by, known=known)
+                    offset += len(piece)
+            except BadFrame as error:
+                partial = self._partial(name, by)
+                with self._lock:
+                    if partial.exists():
+                        self._drop(partial)
+                raise UsageError(f"blob {name[:12]}: {error}") from None
+        return complete
 
     def _kept(self, name: str) -> None:
         """A whole blob lies in the folder: do what else it takes for the store to have it."""

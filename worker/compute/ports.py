@@ -175,7 +175,13 @@ class DaemonBlobs:
 
 
 def _files(files: Sequence[BlobFile]) -> list[pb.StoreFile]:
-    return [pb.StoreFile(hash=file.hash, size=file.size, path=str(file.path)) for file in files]
+    found = []
+    for file in files:
+        found.append(pb.StoreFile(hash=file.hash, size=file.size, path=str(file.path)))
+        if (delta := file.delta) is not None:
+            found[-1].delta_path, found[-1].delta_hash = str(delta.path), delta.hash
+            found[-1].delta_size, found[-1].base = delta.size, delta.base
+    return found
 
 
 def daemon_batches(requests: Requests, job: str, micros: range | None) -> Fetch:

@@ -13,6 +13,7 @@ import structlog
 from atoll.errors import AtollError
 from atoll.messages.from_worker import StateStored
 from worker.cancel import Cancel, Cancelled
+from worker.compute.bases import Bases
 from worker.compute.tasks import Tasks, Thread
 from worker.stage import tensor_blobs
 
@@ -44,6 +45,7 @@ class Snapshots:
     tasks: Tasks
     post: Callable[[StateStored], None]
     explain: Callable[[Exception], str]
+    bases: Bases
 
     def take(self, run: StageRun, step: int, *, keep: bool = False) -> None:
         """Have the state after ``step`` stored; ``keep``: it stays on this disk."""
@@ -68,7 +70,13 @@ class Snapshots:
 
     def _store(self, made: Snapshot, files: Mapping[str, BlobFile], cancel: Cancel) -> None:
         with self._reporting(made):
-            tensors = tensor_blobs.store_files(self.context.blobs, files, cancel, keep=made.keep)
+            try:
+                coded = files if made.keep else self.bases.coded(made.assignment.job, files, cancel)
+            except BaseException:
+                tensor_blobs.remove(files)
+                raise
+            taken = self.bases.taker(made.assignment.job)
+            tensors = tensor_blobs.store_files(self.context.blobs, coded, cancel, taken, keep=made.keep)
             self._report(made, tensors)
 
     @contextmanager

@@ -23,9 +23,10 @@ from protos.session import to_coordinator
 from strategies.clipping import Clipping
 from worker.cancel import Cancel, Cancelled
 from worker.compute import reports
+from worker.compute.bases import Bases
 from worker.compute.loading import feed_of, load
 from worker.compute.snapshots import Snapshots
-from worker.compute.tasks import Task, Tasks
+from worker.compute.tasks import Task, Tasks, Thread
 from worker.federated.orders import HostAnswer
 from worker.federated.participation import Participation
 from worker.federated.trainer import LOSS
@@ -74,7 +75,7 @@ class Workbench:
         self._gauge = gauge
         self.memory_limit_bytes = context.device.memory_limit_bytes  # that a job may add; the daemon's word
         self._tasks = Tasks(self._begin, self._idle)
-        self._snapshots = Snapshots(context, self._tasks, post, self._explained)
+        self._snapshots = Snapshots(context, self._tasks, post, self._explained, Bases(context.scratch))
         self._lock = threading.Lock()
         self._codecs_asked = False  # and not begun
         self._standby = False  # beside the plan: what is asked for is done one after the other
@@ -120,6 +121,7 @@ class Workbench:
             case events.Release():
                 self.interrupt(instruction.reason)
                 self._tasks.submit(lambda c: self._drop())
+                self._tasks.submit(lambda c: self._snapshots.bases.forget(), Thread.STORE)
             case instructions.Interrupt(reason):
                 self.interrupt(reason, stores=False)
             case events.TrainRound(job, at_round):

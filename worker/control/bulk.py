@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import grpc
 
     from protos import atoll_control_pb2 as pb
-    from protos.blob_transfer import Chunk
+    from protos.blob_transfer import Chunk, Patch
     from worker.control.enroll import Membership
 
 
@@ -61,6 +61,9 @@ class Bulk:
 
     def put(self, chunks: Iterator[Chunk]) -> Collection[str]:
         return self._blobs.put(chunks)
+
+    def patch(self, patches: list[Patch]) -> Collection[str]:
+        return self._blobs.patch(patches)
 
     def batches(self, request: pb.BatchRequest) -> Iterator[pb.Batch]:
         """Yield what was asked for. ConnectionFailed may be tried again."""

@@ -17,7 +17,7 @@ from atoll.errors import AtollError, BadFrame, ConnectionFailed
 from protos import atoll_compute_pb2 as pb
 from protos import atoll_control_pb2 as control
 from protos import bounds
-from worker.blobs import BlobFile
+from worker.blobs import BlobFile, DeltaFile
 from worker.cancel import Cancel, Cancelled
 from worker.hosting import TUNED
 from worker.session.pipe import OF_STAGE
@@ -121,7 +121,7 @@ class Served:
     def store(self, m: pb.StoreFiles) -> None:
         """Send files of the process's own folders to the store. Raises BadFrame."""
         files = [
-            BlobFile(self._own(file.path), bounds.blob_hash("blob", file.hash), file.size)
+            BlobFile(self._own(file.path), bounds.blob_hash("blob", file.hash), file.size, self._delta(file))
             for file in bounds.count("files", list(m.files), MAX_ITEMS)
         ]
 
@@ -214,6 +214,12 @@ class Served:
             with self._lock:
                 self._open.pop(number, None)
         self._child.send(pb.ToCompute(answer=answer))
+
+    def _delta(self, file: pb.StoreFile) -> DeltaFile | None:
+        if not file.delta_path:
+            return None
+        delta, base = bounds.blob_hash("delta", file.delta_hash), bounds.blob_hash("base", file.base)
+        return DeltaFile(self._own(file.delta_path), delta, file.delta_size, base)
 
     def _own(self, text: str) -> Path:
         path = Path(text)

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -152,24 +152,43 @@ def _pieces(tensors: Mapping[str, Tensor], keys: Iterable[str]) -> Iterator[memo
 
 
 def remove(files: Mapping[str, BlobFile]) -> None:
-    """Delete what ``write_tensors`` wrote."""
+    """Delete what ``write_tensors`` wrote, and deltas of it."""
     for file in files.values():
         file.path.unlink(missing_ok=True)
+    drop_deltas(files)
+
+
+def drop_deltas(files: Mapping[str, BlobFile]) -> None:
+    """Delete the deltas of files alone."""
+    for file in files.values():
+        if file.delta is not None:
+            file.delta.path.unlink(missing_ok=True)
 
 
 def store_files(
-    store: BlobStore, files: Mapping[str, BlobFile], cancel: Cancel, *, keep: bool = False
+    store: BlobStore,
+    files: Mapping[str, BlobFile],
+    cancel: Cancel,
+    taken: Callable[[Mapping[str, BlobFile], int], None] | None = None,
+    *,
+    keep: bool = False,
 ) -> dict[str, str]:
-    """Store what ``write_tensors`` wrote, which is gone afterwards; returns tensor name -> blob hash. Only
-    what is missing travels. ``keep``: on this machine's disk, and not into the store.
+    """Store what ``write_tensors`` wrote; returns tensor name -> blob hash. Only what is missing travels, as
+    deltas where files have some. ``keep``: on this machine's disk, and not into the store.
 
-    Raises StorageError (a full store), ConnectionFailed, Cancelled.
+    The files are gone afterwards, or ``taken``'s, which hears of the bytes that travelled, once the store has
+    them. Raises StorageError (a full store), ConnectionFailed, Cancelled.
     """
+    left = files
     try:
         if keep:
             store.keep(list(files.values()), cancel)
         else:
-            store.store(list(files.values()), cancel)
+            travelled = store.store(list(files.values()), cancel)
+            if taken is not None:
+                drop_deltas(files)
+                left = {}
+                taken(files, travelled)
     finally:
-        remove(files)
+        remove(left)
     return {name: file.hash for name, file in files.items()}

@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save
 from tenacity import stop_after_attempt
 
 from atoll.errors import AccessDenied, ConnectionFailed, StorageError
 from benchmarks.commit import WIDTH, upload
 from benchmarks.fake_worker import FakeWorker
+from compressors.deltas import encode
 from coordinator.messages import events as ev
 from coordinator.server import Running
 from coordinator.services.blob_rights import CHECKPOINTS, Accounts, Allowance, ClientRole, StageRole, role_of
@@ -445,3 +449,32 @@ def test_bytes_of_a_worker_are_a_sign_of_life(stack: ExitStack, tmp_path: Path) 
     with pytest.raises(grpc.RpcError, match="no job uses this worker now"):
         put(worker, b"x")
     eventually(lambda: unseen_s() < 1.0)
+
+
+def test_a_worker_has_blobs_made_of_its_own_deltas_against_what_it_may_know(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    running = start(stack, tmp_path)
+    (worker, other), owner = fleet(stack, running, 2, ready=Hold(stack, 1)), Owner(running)
+    job = owner.submit(steps=1000)
+    owner.watch(job, lambda u: u.state == "training")
+    base, new = save({"value": torch.zeros(500)}), save({"value": torch.arange(500.0)})
+    coded = b"".join(
+        encode(np.frombuffer(base, np.uint8), np.frombuffer(new, np.uint8), (name_of(base), name_of(new)))
+    )
+    asked = [pb.BlobPatch(hash=name_of(new), size=len(new), base=name_of(base), delta=name_of(coded))]
+
+    def patched(who: FakeWorker) -> list[str]:
+        reply = who.blobs().Patch(pb.BlobPatches(patches=asked), timeout=HUNG_S)
+        return [blob.hash for blob in reply.blobs]
+
+    put(worker, base)
+    put(worker, coded)
+    assert patched(other) == []  # both are another's
+    assert patched(worker) == [name_of(new)]
+    assert running.call(lambda server: server.blobs.read(name_of(new))) == new
+    assert not running.call(lambda server: server.blobs.has(name_of(coded)))
+    assert patched(worker) == []  # the delta is spent
+    with pytest.raises(grpc.RpcError) as refusal:
+        owner.blobs.Patch(pb.BlobPatches(patches=asked), metadata=owner.metadata, timeout=HUNG_S)
+    assert isinstance(to_atoll_error(refusal.value, "test"), AccessDenied)
