@@ -52,6 +52,9 @@ MOST_COUNTED = 10**9
 """The highest ``max_samples``: weighted sums of the largest deltas allowed still are finite in float32."""
 CONSENT_S = 3 * 86_400.0
 """Default of ``consent_s``: a data owner asked on a Friday answers on the Monday."""
+STALENESS = 0.5
+"""Default of ``staleness``: FedBuff's 1/sqrt(1 + t) (Nguyen 2022, App. E; Xie 2019 has the same family)."""
+MAX_STALENESS = 20
 MAX_RESIDUAL_ROUNDS = 10
 """A client drawn for half of the rounds misses so many in a row once in 1,000 times; ``bandwidth_aware``, as
 it comes, lets nobody wait longer."""
@@ -90,7 +93,7 @@ class Federated:
     options: Options = field(default_factory=dict)
     local_epochs: int = 1
     local_steps: int = 0  # at most so many a round; 0 = no cap
-    clients: int = 0  # a round; 0 = all that hold the data
+    clients: int = 0  # a round, asynchronous: that train at a time; 0 = all that hold the data
     min_clients: int = 2  # with fewer updates a round is not aggregated; data owners have a floor
     deadline_s: float = 600.0  # of a round's training, and of its evaluation
     evaluate_every: int = 1  # rounds; evaluation on the clients; 0 = never
@@ -107,6 +110,19 @@ class Federated:
     # For data owners' consent, while too few take part; then the job fails.
     consent_s: Annotated[float, Unset(CONSENT_S)] = CONSENT_S
     privacy: Privacy | None = None  # of each client's data, against all but the coordinator: docs/privacy.md
+    # Asynchronous: so many updates make the next model, whoever sent them; 0: rounds wait for all chosen.
+    buffer: int = 0
+    staleness: float = STALENESS  # an update of t models ago weighs (1 + t) ** -staleness
+    max_staleness: int = MAX_STALENESS  # an older one is refused
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether clients train each at their own pace, and no round waits for any of them."""
+        return self.buffer > 0
+
+    def weight(self, models: int) -> float:
+        """Share that an update counts with whose model is so many ``models`` old."""
+        return float((1.0 + models) ** -self.staleness)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -117,16 +133,24 @@ class Federated:
             ("min_clients", self.min_clients, 1, 4096),
             ("evaluate_every", self.evaluate_every, 0, 10**9),
             ("max_samples", self.max_samples, 1, MOST_COUNTED),
+            ("buffer", self.buffer, 0, 4096),
+            ("max_staleness", self.max_staleness, 0, 10**6),
         ):
             if type(value) is not int or not low <= value <= high:
                 raise UsageError(f"{name} = {value!r}; give a whole number from {low} to {high}")
         _within("deadline_s", self.deadline_s, 0.1, 7 * 86_400.0)
         _within("consent_s", self.consent_s, 1.0, 90 * 86_400.0)
         _within("held_out", self.held_out, 0.0, 0.9)
-        if self.clients and self.clients < self.min_clients:
+        _within("staleness", self.staleness, 0.0, 10.0)
+        if self.clients and self.clients < self.min_clients and not self.asynchronous:
             raise UsageError(
                 f"{self.clients} clients a round cannot bring the {self.min_clients} updates of "
                 "min_clients; raise clients or lower min_clients"
+            )
+        if self.asynchronous and self.buffer < self.min_clients:
+            raise UsageError(
+                f"a buffer of {self.buffer} updates is less than min_clients = {self.min_clients}; "
+                "raise buffer or lower min_clients"
             )
         if self.evaluate_every and self.held_out == 0.0:
             raise UsageError("held_out = 0 leaves clients nothing to evaluate on; set evaluate_every=0")

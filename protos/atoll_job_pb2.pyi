@@ -978,6 +978,9 @@ class FederatedSpec(_message.Message):
     LOCAL_FIELD_NUMBER: _builtins.int
     CONSENT_S_FIELD_NUMBER: _builtins.int
     PRIVACY_FIELD_NUMBER: _builtins.int
+    BUFFER_FIELD_NUMBER: _builtins.int
+    STALENESS_FIELD_NUMBER: _builtins.int
+    MAX_STALENESS_FIELD_NUMBER: _builtins.int
     strategy: _builtins.str
     local_epochs: _builtins.int
     local_steps: _builtins.int
@@ -1002,6 +1005,10 @@ class FederatedSpec(_message.Message):
     """that a client may register; 0: sent before there was a bound"""
     consent_s: _builtins.float
     """for data owners' consent, while too few take part; 0: sent before there was a bound"""
+    buffer: _builtins.int
+    """updates that make the next model of an asynchronous job; 0: rounds"""
+    staleness: _builtins.float
+    max_staleness: _builtins.int
     @_builtins.property
     def options(self) -> _containers.RepeatedCompositeFieldContainer[Global___Option]: ...
     @_builtins.property
@@ -1039,10 +1046,13 @@ class FederatedSpec(_message.Message):
         local: _abc.Iterable[_builtins.str] | None = ...,
         consent_s: _builtins.float = ...,
         privacy: Global___Privacy | None = ...,
+        buffer: _builtins.int = ...,
+        staleness: _builtins.float = ...,
+        max_staleness: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["privacy", b"privacy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "consent_s", b"consent_s", "data", b"data", "deadline_s", b"deadline_s", "downlink", b"downlink", "error_feedback", b"error_feedback", "evaluate_every", b"evaluate_every", "held_out", b"held_out", "inputs", b"inputs", "local", b"local", "local_epochs", b"local_epochs", "local_steps", b"local_steps", "max_samples", b"max_samples", "min_clients", b"min_clients", "options", b"options", "privacy", b"privacy", "selector", b"selector", "selector_options", b"selector_options", "strategy", b"strategy", "uplink", b"uplink"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer", b"buffer", "clients", b"clients", "consent_s", b"consent_s", "data", b"data", "deadline_s", b"deadline_s", "downlink", b"downlink", "error_feedback", b"error_feedback", "evaluate_every", b"evaluate_every", "held_out", b"held_out", "inputs", b"inputs", "local", b"local", "local_epochs", b"local_epochs", "local_steps", b"local_steps", "max_samples", b"max_samples", "max_staleness", b"max_staleness", "min_clients", b"min_clients", "options", b"options", "privacy", b"privacy", "selector", b"selector", "selector_options", b"selector_options", "staleness", b"staleness", "strategy", b"strategy", "uplink", b"uplink"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,6 +14,7 @@ from strategies.coordinate_median import CoordinateMedian
 from strategies.ditto import Ditto
 from strategies.fedadagrad import FedAdagrad
 from strategies.fedadam import FedAdam
+from strategies.fedasync import FedAsync
 from strategies.fedavg import FedAvg
 from strategies.fedavgm import FedAvgM
 from strategies.fedbn import FedBN
@@ -39,6 +40,7 @@ __all__ = ["STRATEGIES", "Option", "Strategy", "make_strategy"]
 STRATEGIES: dict[str, type[Strategy]] = {
     "fedavg": FedAvg,
     "fedavgm": FedAvgM,
+    "fedasync": FedAsync,
     "fedadam": FedAdam,
     "fedyogi": FedYogi,
     "fedadagrad": FedAdagrad,

@@ -33,7 +33,10 @@ class FedDyn(Linear):
 
     name: ClassVar[str] = "feddyn"
     FACTS: ClassVar[Facts] = Facts(
-        "dynamic regularisation: local optima agree", "Acar 2021, Alg. 1", needs_client_state=True
+        "dynamic regularisation: local optima agree",
+        "Acar 2021, Alg. 1",
+        needs_client_state=True,
+        asynchronous=False,
     )
     BY_SAMPLES: ClassVar[bool] = False
 

@@ -58,7 +58,10 @@ class FedImpro(FedAvg):
 
     name: ClassVar[str] = "fedimpro"
     FACTS: ClassVar[Facts] = Facts(
-        "upper layers also learn from common feature statistics", "Tang 2024, section 4.3", changes_loss=True
+        "upper layers also learn from common feature statistics",
+        "Tang 2024, section 4.3",
+        changes_loss=True,
+        asynchronous=False,
     )
 
     beta: float = 0.0

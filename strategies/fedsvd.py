@@ -36,7 +36,9 @@ class FedSVD(FedAvg):
 
     name: ClassVar[str] = "fedsvd"
     FACTS: ClassVar[Facts] = Facts(
-        "adapters: the mean of B, then A and B by the SVD of BA", "Lee 2025 (FedSVD); papers/federated.md 7"
+        "adapters: the mean of B, then A and B by the SVD of BA",
+        "Lee 2025 (FedSVD); papers/federated.md 7",
+        asynchronous=False,
     )
 
     def adapt(self, layout: Layout) -> Layout:

@@ -51,6 +51,7 @@ class FLoRA(Linear):
     FACTS: ClassVar[Facts] = Facts(
         "adapters: the mean of BA is folded into the layer, both factors begin anew",
         "Wang 2024 (FLoRA), section 3; papers/federated.md 7",
+        asynchronous=False,
     )
 
     scaling: float = 1.0

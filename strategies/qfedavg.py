@@ -48,6 +48,7 @@ class QFedAvg(Linear):
         bounded=False,
         secure=False,
         needs_start_loss=True,
+        asynchronous=False,
     )
 
     q: float = 0.1

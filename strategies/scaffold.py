@@ -43,6 +43,7 @@ class Scaffold(FedAvg):
         "Karimireddy 2020, Alg. 1, option II",
         needs_client_state=True,
         sgd_only=True,
+        asynchronous=False,
     )
     BY_SAMPLES: ClassVar[bool] = False
 

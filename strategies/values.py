@@ -29,6 +29,8 @@ class Facts:
     sgd_only: bool = False  # its formula reads the local optimizer as SGD, momentum allowed
     needs_start_loss: bool = False  # the local loss at the received weights, before any step
     changes_loss: bool = False  # the owner's module is wrapped before capture
+    needs_base: bool = False  # averages models: an old update is seen from the newest broadcast
+    asynchronous: bool = True  # an update that began with an older model still means something
 
 
 @dataclass(frozen=True, slots=True)

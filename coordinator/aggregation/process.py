@@ -121,6 +121,8 @@ class Aggregating:
                 *request.codecs[name],
                 update.scalars,
                 update.metrics,
+                request.weights.get(name, 1.0),
+                request.bases.get(name, ""),
             )
             for name, update in request.updates.items()
         }

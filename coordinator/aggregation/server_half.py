@@ -26,13 +26,15 @@ from atoll.job import stepwise_groups
 from atoll.opdag import OpDag, StateMeta, TensorMeta
 from atoll.program import stage_programs
 from compressors.container import Stored, dense_metas, drop_pages, read_dense, write_dense
-from compressors.model_file import Coding, read_sums, read_update, write_delta, write_model
+from compressors.model_file import Coding, read_model, read_sums, read_update, write_delta, write_model
 from coordinator.messages.instructions import HostSums
 from coordinator.storage.data_provider import map_value
 from coordinator.storage.graph_store import Graphs
+from strategies.aged import aged
 from strategies.checking import Limits, check_update
 from strategies.files import (
     broadcast_arrays,
+    broadcast_metas,
     joined,
     lossy_names,
     parted,
@@ -69,6 +71,8 @@ class Offered:
     ratio: float
     scalars: Mapping[str, float]
     metrics: Mapping[str, float]
+    weight: float = 1.0  # of its change; an old one's is smaller
+    base: str = ""  # blob of the broadcast that it began with; "": the newest
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +260,11 @@ class ServerHalf:
             rate=self.spec.training.learning_rate(at_round),
         )
         check_update(self.rule, self.layout, at_round, update, limits)
-        return update
+        if not (told.base and self.rule.facts.needs_base):
+            return aged(update, told.weight)
+        assert self.state is not None  # noqa: S101 - a round is being summed
+        file = read_model(self._blobs.path(told.base), broadcast_metas(self.rule, self.layout))
+        return aged(update, told.weight, parted(file)[0], self.state.weights)
 
     # ------------------------------------------------------------ files
 

@@ -1,9 +1,12 @@
-"""What a federated job's parts must be to each other; asked at submit on the owner's machine, and again by
-the coordinator. No torch."""
+"""What a federated job's parts must be to each other, and to the data that workers have registered. Asked at
+submit on the owner's machine, and again by the coordinator. No torch."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from atoll.compression import EXACT
 from atoll.errors import UsageError
@@ -12,15 +15,21 @@ from compressors.catalogue import Use, codec
 from coordinator.federated.selection import selector_of
 from strategies.checking import check_optimizer
 from strategies.privacy.private import strategy_of
+from strategies.selection import Selector
 from strategies.wrapped import NET
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from atoll.dataset_spec import DataSpec
+    from atoll.federated import DatasetFacts
     from atoll.job import JobSpec, TrainingSpec
+    from atoll.opdag import TensorMeta
+    from coordinator.membership.roster import Roster
     from strategies.base import Strategy
 
 ERROR_FEEDBACK = "error_feedback"
+NAMES_SHOWN = 6
 WRAPPERS = {"vhl": "Vhl", "fedimpro": "FedImpro", "moon": "Moon"}
 """Rules that change the loss, and the class of ``strategies.NAME_module`` that wraps the owner's net."""
 
@@ -47,6 +56,7 @@ def check_federated(rule: Federated, training: TrainingSpec) -> Strategy:
     if rule.clients and rule.clients < found.min_updates:
         raise UsageError(f"{rule.strategy} needs {found.min_updates} updates a round; raise clients to that")
     check_uplink(rule)
+    check_asynchronous(rule, found)
     if rule.local and rule.strategy in PERSONAL:
         raise UsageError(
             f"{rule.strategy} keeps a model of its own for each client; leave out local=, or take fedavg"
@@ -54,6 +64,39 @@ def check_federated(rule: Federated, training: TrainingSpec) -> Strategy:
     if rule.strategy == "fedrep" and not rule.local:
         raise UsageError("fedrep trains a head of each client's own; name it: Federated(local=('head.*',))")
     return found
+
+
+def check_asynchronous(rule: Federated, strategy: Strategy) -> None:
+    """UsageError for what needs a round whose clients all begin with one model."""
+    if not rule.asynchronous:
+        if strategy.facts.needs_base:
+            raise UsageError(
+                f"{rule.strategy} is for an asynchronous job; give Federated(buffer=1, min_clients=1), or "
+                "take fedavg"
+            )
+        return
+    if rule.privacy is not None:
+        raise UsageError(
+            "privacy is accounted by rounds whose clients are drawn, and an asynchronous job has none; leave "
+            "out buffer= or privacy="
+        )
+    if not strategy.facts.asynchronous:
+        raise UsageError(
+            f"{rule.strategy} reads the state of one round, and an asynchronous job has updates of several; "
+            "leave out buffer=, or take fedavg, fedavgm, fedprox, fedasync or another without such a state"
+        )
+    if rule.buffer < strategy.min_updates:
+        raise UsageError(f"{rule.strategy} needs {strategy.min_updates} updates a sum; raise buffer to that")
+    if type(selector_of(rule)).ask is not Selector.ask:
+        raise UsageError(
+            f"selector {rule.selector} asks clients for their loss before a round, and an asynchronous job "
+            "has none; take random, oort or bandwidth_aware"
+        )
+    if parse_uplink(rule.uplink).mode == BCRS:
+        raise UsageError(
+            "uplink bcrs plans that all end together, and an asynchronous job waits for nobody; take topk:32 "
+            "or another codec"
+        )
 
 
 def check_uplink(rule: Federated) -> None:
@@ -117,3 +160,78 @@ def exported_prefix(spec: FederatedSpec | None) -> str:
     if spec is None or spec.rule.strategy not in WRAPPERS:
         return ""
     return NET
+
+
+# ---------------------------------------------------------------- registered data
+
+
+def misfit(
+    facts: DatasetFacts, fields: Mapping[str, str], inputs: Mapping[str, TensorMeta], batch: int
+) -> str | None:
+    """Why a registered data set cannot feed the model, None when it can; ``fields``: of the data, by input.
+
+    A field's dtype must go into the input's without loss, its shape must be that of one sample.
+    """
+    for name, meta in inputs.items():
+        found = facts.field(fields.get(name, ""))
+        if found is None:
+            names = ", ".join(f.name for f in facts.fields)
+            return f"{facts.name} has no field {fields.get(name)!r} for input {name!r}; it has {names}"
+        if (batch, *found.shape) != meta.shape:
+            return (
+                f"field {found.name!r} of {facts.name} has samples of shape {found.shape}, input {name!r} "
+                f"takes {meta.shape[1:]}"
+            )
+        if found.dtype != meta.dtype and not _goes_into(found.dtype, meta.dtype):
+            return f"field {found.name!r} of {facts.name} is {found.dtype}, input {name!r} takes {meta.dtype}"
+    return None
+
+
+def _goes_into(stored: str, taken: str) -> bool:
+    try:
+        return np.can_cast(np.dtype(stored), np.dtype(taken), "safe")
+    except TypeError:  # bfloat16 and the like
+        return False
+
+
+def pinned_to(data: DataSpec, roster: Roster, inputs: Mapping[str, TensorMeta]) -> DataSpec:
+    """Return pinned data with the worker that has them and the number of their samples.
+
+    UsageError where no worker of the pool has such a set, several have and none is named, or it does not fit
+    the model.
+    """
+    pinned = data.pinned
+    if pinned is None:
+        return data
+    known = {
+        worker: next((facts for facts in one.introduction.datasets if facts.name == pinned.data), None)
+        for worker, one in roster.workers.items()
+        if not one.member.gone and not one.quarantined
+    }
+    held = {worker: facts for worker, facts in known.items() if facts is not None}
+    if pinned.worker:
+        held = {
+            worker: facts
+            for worker, facts in held.items()
+            if pinned.worker in (worker, roster.workers[worker].introduction.name)
+        }
+    if len(held) != 1:
+        raise UsageError(_unclear(pinned.data, pinned.worker, [roster.label(worker) for worker in held]))
+    ((worker, facts),) = held.items()
+    wrong = misfit(facts, pinned.inputs, inputs, data.batch)
+    if wrong is None and facts.n_samples < data.batch:
+        wrong = f"{facts.name} has {facts.n_samples} samples, a micro-batch {data.batch}; make that smaller"
+    if wrong is not None:
+        raise UsageError(f"{roster.label(worker)}: {wrong}")
+    return replace(data, n_samples=facts.n_samples, pinned=replace(pinned, worker=worker))
+
+
+def _unclear(data: str, asked: str, held: list[str]) -> str:
+    if not held:
+        who = f"no worker named {asked!r}" if asked else "no worker of the pool"
+        return (
+            f"{who} has registered data set {data!r}; its owner does that with `atoll-worker data add {data} "
+            "PATH`, and must have joined"
+        )
+    shown = ", ".join(sorted(held)[:NAMES_SHOWN])
+    return f"{len(held)} workers have registered {data!r}: {shown}; name one, Registered(..., pin=NAME)"

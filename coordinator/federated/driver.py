@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from atoll.federated import ConsentWord
-from coordinator.federated import machine
+from coordinator.federated import flow, machine
 from coordinator.federated import state as fed
-from coordinator.federated.datasets import misfit
+from coordinator.federated.checks import misfit
 from coordinator.federated.metrics import CENTRAL, CLIENTS, evaluation_of
 from coordinator.federated.selection import selector_from_json
 from coordinator.federated.state import VERSION, FederationState
@@ -105,17 +105,29 @@ class FederatedDriver:
                 verdicts={**dict.fromkeys(closed.participants, ""), **dropped},
                 counted=counted,
                 homes={client: host for host, clients in closed.homes.items() for client in clients},
-                clients={name: self._remembered(name, closed.participants) for name in took_part},
+                clients={name: _remembered(name, closed.participants) for name in took_part},
                 awaited=frozenset(closed.participants),
                 hold_until_s=self.effects.now_s + RESTART_GRACE_S,
             )
+        if record.waiting:
+            state = self._with_waiting(state, record)
         if record.outcome:
             state = replace(state, phase=Phase(record.outcome), reason=record.reason)
-        elif closed is not None:
+        elif closed is not None or record.waiting:
             reason = f"the coordinator was restarted; goes on at round {state.round + 1}"
             state = replace(state, phase=Phase.PAUSED, reason=reason)
         self.jobs[state.job] = state
         self.effects.jobs[state.job] = state.face()
+
+    def _with_waiting(self, state: FederationState, record: JobRecord) -> FederationState:
+        """The state of an asynchronous job with the updates that wait to be summed."""
+        absent = {
+            name: fed.Client(name, taken.registered, present=False) for name, taken in record.waiting.items()
+        }
+        state = flow.waiting(replace(state, clients={**absent, **state.clients}), record.waiting.values())
+        return replace(
+            state, awaited=state.awaited | absent.keys(), hold_until_s=self.effects.now_s + RESTART_GRACE_S
+        )
 
     def submitted(self, job: str, ops: Mapping[str, int]) -> None:
         """Take in the ops of a new job: nothing is planned by them."""
@@ -145,19 +157,6 @@ class FederatedDriver:
     def inquired(self, event: ev.PlanAsked) -> None:
         """Refuse to plan: nobody can ask, as clients check before."""
         raise LookupError(f"{event.inquiry}: every client runs the whole model; there is nothing to plan")
-
-    def _remembered(self, name: str, told: Mapping[str, Mapping[str, Any]]) -> fed.Client:
-        figures = told.get(name, {})
-        client = fed.Client(name, int(figures.get("n_samples", 1)), present=False)
-        return replace(
-            client,
-            uplink_bps=float(figures.get("uplink_bps", 0.0)),
-            uplink_s=float(figures.get("upload_s", 0.0)),
-            download_s=float(figures.get("download_s", 0.0)),
-            train_s=float(figures.get("train_s", 0.0)),
-            round_s=sum(float(figures.get(name, 0.0)) for name in ("download_s", "train_s", "upload_s")),
-            metrics=dict(figures.get("metrics", {})),
-        )
 
     def step(self, job: str, event: fed.Event) -> None:
         """Step a job's machine and carry over what it wants."""
@@ -352,6 +351,8 @@ class FederatedDriver:
                         todo.least,
                         todo.sums,
                         todo.drawn,
+                        todo.weights,
+                        todo.bases,
                     )
                 )
             case fed.EvaluateCentrally(at_round):
@@ -383,7 +384,7 @@ class FederatedDriver:
         for state in self.jobs.values():
             if state.ended:
                 continue
-            found |= {state.state, *(update.update for update in state.updates.values())}
+            found |= {state.state, *(update.update for update in state.updates.values()), *flow.blobs(state)}
             if state.model is not None:
                 model = state.model
                 found |= {model.full.hash, model.base, *([model.delta.hash] if model.delta else [])}
@@ -440,3 +441,17 @@ class FederatedDriver:
     def _free(self, state: FederationState, worker: str, reason: str) -> None:
         self.effects.send(worker, do.Release(state.job, VERSION, reason))
         self.effects.move(worker, members.Released(f"released by {state.job}"))
+
+
+def _remembered(name: str, told: Mapping[str, Mapping[str, Any]]) -> fed.Client:
+    figures = told.get(name, {})
+    client = fed.Client(name, int(figures.get("n_samples", 1)), present=False)
+    return replace(
+        client,
+        uplink_bps=float(figures.get("uplink_bps", 0.0)),
+        uplink_s=float(figures.get("upload_s", 0.0)),
+        download_s=float(figures.get("download_s", 0.0)),
+        train_s=float(figures.get("train_s", 0.0)),
+        round_s=sum(float(figures.get(name, 0.0)) for name in ("download_s", "train_s", "upload_s")),
+        metrics=dict(figures.get("metrics", {})),
+    )

@@ -11,13 +11,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from coordinator.federated import cohorts, population
+from coordinator.federated import cohorts, flow, population
 from coordinator.federated.metrics import measured, outcomes
 from coordinator.federated.population import books
-from coordinator.federated.state import Aggregate, Client, FederationState, Forget, Let, Say, Todo, Without
+from coordinator.federated.state import (
+    Aggregate,
+    Client,
+    FederationState,
+    Flight,
+    Forget,
+    Let,
+    Say,
+    Todo,
+    Without,
+)
 from coordinator.messages.events import UpdateReady
 from coordinator.messages.instructions import RoundTaken, TrainRound
-from coordinator.messages.jobs import Dropped
+from coordinator.messages.jobs import Dropped, Record
 from strategies.selection import Outcome as Seen
 
 MAX_FIGURE = 1e100  # a loss or metric; times the most samples, summed over all clients, it stays finite
@@ -29,9 +39,10 @@ Told = dict[str, dict[str, Any]]
 
 class Round:
     """Each chosen worker answers for itself. ``name``: of an update; ``covers_late``: the round's verdict
-    covers an answer that comes late."""
+    covers an answer that comes late; ``flows``: no round waits for anybody."""
 
     covers_late = False
+    flows = False
 
     def size(self, state: FederationState) -> int:
         """Clients that the job knows, here or not."""
@@ -56,6 +67,19 @@ class Round:
     def sender(self, state: FederationState, name: str) -> str:
         """The worker that sent an update."""
         return name
+
+    def flight(self, state: FederationState, worker: str) -> Flight:
+        """What a worker was given."""
+        assert state.model is not None  # noqa: S101 - the aggregator wrote it
+        begun_s = state.due_s if state.begun_s is None else state.begun_s
+        return Flight(state.round, state.model, begun_s, state.due_s)
+
+    def verdict(self, state: FederationState, worker: str) -> RoundTaken | None:
+        """The word on the last update of a worker, to be sent again."""
+        if worker not in state.verdicts:
+            return None
+        why = state.verdicts[worker]
+        return RoundTaken(state.job, state.round - 1, not why, why, state.counted.get(worker, ()))
 
     def awaits(self, state: FederationState, worker: str) -> bool:
         """Whether an answer of this worker is awaited."""
@@ -95,7 +119,7 @@ class Round:
         updates = {other: update for other, update in state.updates.items() if other != name}
         return replace(less, updates=updates), said
 
-    def expired(self, state: FederationState) -> Outcome:
+    def expired(self, state: FederationState, now_s: float) -> Outcome:
         """Go on without all that is late."""
         why = f"late: no update within {state.federated.rule.deadline_s:g} s"
         todo: list[Todo] = []
@@ -103,6 +127,10 @@ class Round:
             state, said = drop(state, name, why)
             todo += said
         return state, todo
+
+    def good(self, state: FederationState) -> Mapping[str, UpdateReady]:
+        """The updates that are summed."""
+        return state.updates
 
     def summed(self, state: FederationState, attempt: int, n_clients: int, least: int) -> Aggregate:
         """What the aggregator is to sum."""
@@ -181,7 +209,7 @@ class PopulationRound(Round):
         said: list[Todo] = [Without(state.round, self.sender(state, name), why)]
         return population.refused(state, name, why), said
 
-    def expired(self, state: FederationState) -> Outcome:
+    def expired(self, state: FederationState, now_s: float) -> Outcome:
         why = f"late: not trained within {state.federated.rule.deadline_s:g} s"
         return replace(state, cohort=cohorts.expired(books(state), why), orders={}), []
 
@@ -197,8 +225,92 @@ class PopulationRound(Round):
         return state, population.outcomes(state, good), told, books(state).out
 
 
+class Flow(Round):
+    """Clients train each at its own pace; so many updates as the buffer takes are one round. A client has at
+    most one update in a sum, however fast it is."""
+
+    flows = True
+
+    def drawn(self, state: FederationState) -> int:
+        return len(state.chosen) or state.federated.rule.buffer
+
+    def left(self, state: FederationState) -> int:
+        """Updates that are to come; those that are here suffice where nobody could send another."""
+        came, rule = len(state.updates), state.federated.rule
+        busy = bool(state.flights or state.asked or flow.idle(state))
+        enough = came >= rule.buffer or (came >= rule.min_clients and not busy)
+        return 0 if enough else max(1, rule.buffer - came)
+
+    def arrived(self, state: FederationState) -> int:
+        return len(self.good(state) if state.chosen else state.updates)
+
+    def awaits(self, state: FederationState, worker: str) -> bool:
+        return worker in state.flights
+
+    def flight(self, state: FederationState, worker: str) -> Flight:
+        return state.flights.get(worker) or super().flight(state, worker)
+
+    def verdict(self, state: FederationState, worker: str) -> RoundTaken | None:
+        at_round = state.answered.get(worker)
+        return None if at_round is None else RoundTaken(state.job, at_round, True)
+
+    def dealt(self, state: FederationState, now_s: float) -> tuple[FederationState, tuple[str, ...]]:
+        return flow.begun(state, now_s)
+
+    def taken(self, state: FederationState, worker: str, update: UpdateReady, now_s: float) -> Outcome:
+        client, flight = state.clients[worker], state.flights[worker]
+        age, most = state.round - flight.round, state.federated.rule.max_staleness
+        wrong = impossible(client, update)
+        why = f"its model is {age} models old, at most {most} may be" if age > most else wrong
+        if why:
+            struck, let = strike(state, worker, why) if wrong else (state, [])
+            less, said = self.without(struck, worker, why)
+            refused = Say(worker, RoundTaken(state.job, flight.round, False, why))
+            return less, [*let, *said, refused, *forgotten(less, update)]
+        heard = replace(measured(client, update, now_s - flight.begun_s), model=flight.model.full.hash)
+        fact, after = flow.taken(with_client(state, heard), worker, update)
+        return after, [Record(fact), Say(worker, RoundTaken(state.job, flight.round, True))]
+
+    def without(self, state: FederationState, worker: str, reason: str) -> Outcome:
+        if worker in state.asked:
+            state = replace(state, asked=state.asked - {worker})
+        if worker not in state.flights:
+            return state, []
+        flights = {name: flight for name, flight in state.flights.items() if name != worker}
+        return drop(replace(state, flights=flights), worker, reason)
+
+    def refused(self, state: FederationState, name: str, why: str) -> Outcome:
+        chosen = tuple(other for other in state.chosen if other != name)
+        return super().refused(replace(state, chosen=chosen), name, why)
+
+    def expired(self, state: FederationState, now_s: float) -> Outcome:
+        why = f"late: no update within {state.federated.rule.deadline_s:g} s"
+        late, todo = [name for name, flight in state.flights.items() if now_s >= flight.due_s], list[Todo]()
+        for name in sorted(late):
+            word = RoundTaken(state.job, state.flights[name].round, False, why)  # ends what it trains
+            state, said = self.without(state, name, why)
+            todo += [*said, Say(name, word)]
+        return state, todo
+
+    def good(self, state: FederationState) -> Mapping[str, UpdateReady]:
+        return {name: state.updates[name] for name in state.chosen}
+
+    def summed(self, state: FederationState, attempt: int, n_clients: int, least: int) -> Aggregate:
+        good = self.good(state)
+        plain = super().summed(replace(state, updates=good), attempt, n_clients, least)
+        return replace(plain, **flow.ages(state, good))
+
+    def learnt(
+        self, state: FederationState, good: Mapping[str, UpdateReady], told: Told
+    ) -> tuple[FederationState, Mapping[str, Seen], Told, Mapping[str, str]]:
+        aged = {name: {**entry, "staleness": state.round - good[name].round} for name, entry in told.items()}
+        return super().learnt(state, good, aged)
+
+
 def round_of(state: FederationState) -> Round:
     """The kind of the round in flight."""
+    if state.federated.rule.asynchronous:
+        return Flow()
     return Round() if state.cohort is None else PopulationRound()
 
 
@@ -251,6 +363,8 @@ def impossible(client: Client, update: UpdateReady) -> str | None:
         return f"trained on {update.n_samples} samples, it registered {client.n_samples}"
     if update.steps < 1:
         return f"{update.steps} local steps; at least one"
+    if not all(map(math.isfinite, update.scalars.values())):
+        return "a figure that is not finite"
     if not 0.0 <= update.square_loss <= MAX_FIGURE:
         return f"a squared loss of {update.square_loss}"
     return large_metric(update.metrics)

@@ -48,7 +48,6 @@ from coordinator.federated.rounds import (
     not_loaded,
     repeat,
     train_message,
-    verdict,
     waits_for_owner,
     without_consent,
 )
@@ -244,9 +243,11 @@ def _loaded(state: FederationState, event: FromClient[Loaded], now_s: float) -> 
         )
         return after, [Let(worker, wrong), *todo]
     here = with_client(state, client)
-    todo = [Say(worker, verdict(here, worker))] if worker in here.verdicts else []
-    if here.phase is Phase.TRAINING:
-        if round_of(here).awaits(here, worker):
+    found = round_of(here)
+    word = found.verdict(here, worker)
+    todo = [] if word is None else [Say(worker, word)]
+    if here.phase is Phase.TRAINING or (found.flows and here.phase is Phase.AGGREGATING):
+        if found.awaits(here, worker):
             todo.append(Say(worker, train_message(here, worker, now_s)))
         here, more = deal(here, now_s)
         todo += more
@@ -276,11 +277,15 @@ def _fail_client(state: FederationState, event: FromClient[ClientFailed], now_s:
         client = not_loaded(client, report.reason, now_s)
         after, todo = _without(with_client(state, client), event.worker, reason, now_s)
         return after, [Let(event.worker, client.out), *todo]
-    if report.round != state.round or state.phase not in (Phase.TRAINING, Phase.EVALUATING):
+    found = round_of(state)
+    due = found.flight(state, event.worker).round if found.awaits(state, event.worker) else state.round
+    evaluates = event.worker in state.asked and report.round == state.asked_round
+    trains = state.phase is Phase.TRAINING or (found.flows and state.phase is Phase.AGGREGATING)
+    if not evaluates and not (trains and report.round == due):
         return state, [Dropped(f"{event.worker} failed in round {report.round}, this is {state.round}")]
-    if state.phase is Phase.EVALUATING:
+    if evaluates:
         return _without(state, event.worker, reason, now_s)
-    if not round_of(state).awaits(state, event.worker):
+    if not found.awaits(state, event.worker):
         return state, [Dropped(f"{event.worker} failed, but no update of it is awaited")]
     struck, let = strike(state, event.worker, reason)
     after, todo = _without(struck, event.worker, reason, now_s)
@@ -289,8 +294,9 @@ def _fail_client(state: FederationState, event: FromClient[ClientFailed], now_s:
 
 def _without(state: FederationState, worker: str, reason: str, now_s: float) -> Outcome:
     """Whatever is under way goes on without this client."""
-    if state.phase is Phase.TRAINING:
-        return _went_on(state, round_of(state).without(state, worker, reason), now_s)
+    found = round_of(state)
+    if state.phase is Phase.TRAINING or (found.flows and state.phase is Phase.AGGREGATING):
+        return _went_on(state, found.without(state, worker, reason), now_s)
     if state.phase is Phase.EVALUATING and worker in state.asked:
         less = replace(state, asked=state.asked - {worker})
         after, more = evaluated_if_complete(less, now_s)
@@ -340,10 +346,16 @@ def _consent(state: FederationState, event: FromClient[ConsentSaid], now_s: floa
 # ---------------------------------------------------------------- updates
 
 
-@TRANSITIONS.on(Phase.TRAINING)
+@TRANSITIONS.on(Phase.TRAINING, Phase.AGGREGATING)
 def _updated(state: FederationState, event: FromClient[UpdateReady], now_s: float) -> Outcome:
     worker, update = event.worker, unsaid(state, event.message)
     found = round_of(state)
+    if found.flows:
+        if not found.awaits(state, worker) or update.round != found.flight(state, worker).round:
+            return _refuse(state, worker, update)
+        return _went_on(state, found.taken(state, worker, update, now_s), now_s)
+    if state.phase is not Phase.TRAINING:
+        return _unheard(state, event, UpdateReady.__name__)
     if not found.covers_late or update.round != state.round:
         if worker in state.updates:
             return state, [Dropped(f"{worker} says round {update.round} twice")]
@@ -356,12 +368,12 @@ def _refuse(state: FederationState, worker: str, update: UpdateReady) -> Outcome
     """An update that is late, of another round, or of nobody who was asked."""
     if round_of(state).covers_late and update.round == state.round:
         return state, [Dropped(f"sum of {worker}: late"), *forgotten(state, update)]
-    if update.round == state.round - 1 and worker in state.verdicts:
+    word = round_of(state).verdict(state, worker)
+    if word is not None and word.round == update.round:
         # Said before; perhaps the verdict did not reach it.
-        said = Say(worker, verdict(state, worker))
-        return state, [Dropped(f"{worker} repeats round {update.round}"), said]
+        return state, [Dropped(f"{worker} repeats round {update.round}"), Say(worker, word)]
     why = state.dropped.get(worker, f"an update of round {update.round}; this is round {state.round}")
-    if update.round == state.round and worker not in state.chosen:
+    if update.round == state.round and worker not in state.chosen and not round_of(state).flows:
         why = f"not chosen in round {state.round}"
     todo: list[Todo] = [
         Dropped(f"update of {worker}: {why}"),
@@ -405,10 +417,10 @@ def _aggregated(state: FederationState, event: Aggregated, now_s: float) -> Outc
 # ---------------------------------------------------------------- evaluation
 
 
-@TRANSITIONS.on(Phase.EVALUATING)
+@TRANSITIONS.on(Phase.TRAINING, Phase.AGGREGATING, Phase.EVALUATING)
 def _client_evaluated(state: FederationState, event: FromClient[ClientEvaluated], now_s: float) -> Outcome:
     worker, report = event.worker, event.message
-    if report.round != state.round or worker not in state.asked:
+    if report.round != state.asked_round or worker not in state.asked:
         return state, [Dropped(f"evaluation of round {report.round} by {worker}, this is {state.round}")]
     client = state.clients[worker]
     if large(report.loss) or not 1 <= report.n_samples <= client.n_samples:
@@ -457,11 +469,13 @@ def _tick(state: FederationState, event: Tick, now_s: float) -> Outcome:
         return without_consent(state)
     if state.phase in GATHERS:
         return gather(state, now_s) if state.opened else (state, [])
+    if round_of(state).flows and state.phase is not Phase.EVALUATING:
+        return _flow_tick(state, now_s)
     if now_s < state.due_s:
         waits = state.phase is Phase.TRAINING and round_of(state).waits(state)
         return deal(state, now_s) if waits else (state, [])
     if state.phase is Phase.TRAINING:
-        late, said = round_of(state).expired(state)
+        late, said = round_of(state).expired(state, now_s)
         after, more = close(late)
         return after, [*said, *more]
     if state.phase is Phase.EVALUATING:
@@ -470,6 +484,19 @@ def _tick(state: FederationState, event: Tick, now_s: float) -> Outcome:
         after, more = evaluated_if_complete(replace(state, asked=frozenset(), central=central), now_s)
         return after, [*todo, *more]
     return state, []
+
+
+def _flow_tick(state: FederationState, now_s: float) -> Outcome:
+    """Go on without those of an asynchronous job that are late."""
+    if state.phase is Phase.AGGREGATING and not state.opened:
+        return state, []
+    less, todo = round_of(state).expired(state, now_s)
+    if state.asked and now_s >= state.due_s:
+        todo += [Without(state.asked_round, name, "evaluation: late") for name in sorted(state.asked)]
+        less, more = evaluated_if_complete(replace(less, asked=frozenset()), now_s)
+        return less, [*todo, *more]
+    after, more = go_on(less, now_s)
+    return after, [*todo, *more]
 
 
 @TRANSITIONS.on(*_WAITING, *sorted(GATHERS))
@@ -488,7 +515,8 @@ def _interrupt(state: FederationState, event: Interrupted, now_s: float) -> Outc
         chosen=(),
         cohort=None,
         orders={},
-        updates={},
+        updates=state.updates if round_of(state).flows else {},  # what was taken is in the journal
+        flights={},
         dropped={},
         asked=frozenset(),
         central=False,

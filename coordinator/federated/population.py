@@ -42,6 +42,8 @@ def is_population(state: FederationState) -> bool:
 def misfit(state: FederationState, host: Client) -> str | None:
     """Why the clients that a host speaks for cannot take part, None when they can."""
     rule = state.federated.rule
+    if rule.asynchronous:
+        return "an asynchronous job takes each client's own update; leave out buffer= for a population"
     core = strategy_of(rule).core
     if not isinstance(core, Linear):
         return f"{core.name} needs each update apart; its clients cannot be a population"

@@ -6,7 +6,6 @@ to be done.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +13,7 @@ from datetime import UTC, datetime
 
 from atoll.backoff import doubled_s
 from atoll.federated import ConsentWord as Word
-from coordinator.federated import population
+from coordinator.federated import flow, population
 from coordinator.federated.kinds import Outcome, round_of
 from coordinator.federated.metrics import (
     CLIENTS,
@@ -27,7 +26,15 @@ from coordinator.federated.metrics import (
     shown,
     spread_points,
 )
-from coordinator.federated.selection import chosen, coding, learnt, selector_to_json, strayed, to_ask
+from coordinator.federated.selection import (
+    chosen,
+    coding,
+    learnt,
+    seed_of,
+    selector_to_json,
+    strayed,
+    to_ask,
+)
 from coordinator.federated.state import (
     Client,
     Close,
@@ -90,11 +97,6 @@ def shown_dropped(state: FederationState, dropped: Mapping[str, str]) -> dict[st
 def _at(state: FederationState, what: str) -> str:
     """The round in flight, for people; of a private job without ``what``, which tells who takes part."""
     return f"round {state.round + 1} of {state.rounds}" + ("" if state.private else f": {what}")
-
-
-def seed_of(seed: int, client: str, at_round: int) -> int:
-    """Seed of the codec and the strategy for one client in one round: 64 bits of a SHA-256."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{client}/{at_round}".encode()).digest()[:8], "big")
 
 
 def not_loaded(client: Client, reason: str, now_s: float) -> Client:
@@ -168,15 +170,15 @@ def begin_round(state: FederationState, now_s: float) -> Outcome:
     """Choose who takes part, after asking for losses where the selector wants them."""
     fresh = replace(
         state,
-        updates={},
-        dropped={},
-        chosen=(),
         awaited=frozenset(),
         consent_due_s=0.0,
         begun_s=now_s,
         due_s=now_s + state.federated.rule.deadline_s,
         attempt=state.attempt + 1,
     )
+    if round_of(state).flows:
+        return go_on(replace(fresh, phase=Phase.TRAINING), now_s)
+    fresh = replace(fresh, updates={}, dropped={}, chosen=())
     if len(state.members) < least(state):
         return gather(replace(fresh, hold_until_s=now_s), now_s)
     wanted = frozenset(to_ask(fresh)) - population.losses(fresh).keys()
@@ -186,7 +188,13 @@ def begin_round(state: FederationState, now_s: float) -> Outcome:
     assessing = population.assess(fresh, wanted)
     asked = frozenset(assessing)
     asking = replace(
-        fresh, phase=Phase.EVALUATING, reason=reason, asking=True, asked=asked, assessing=assessing
+        fresh,
+        phase=Phase.EVALUATING,
+        reason=reason,
+        asking=True,
+        asked=asked,
+        asked_round=fresh.round,
+        assessing=assessing,
     )
     return asking, [Say(worker, evaluate_message(asking, worker, now_s)) for worker in sorted(asked)]
 
@@ -238,52 +246,57 @@ def deal(state: FederationState, now_s: float) -> Outcome:
 def go_on(state: FederationState, now_s: float) -> Outcome:
     """Deal what waits, and close the round where there is nothing left to do."""
     dealt, todo = deal(state, now_s)
-    after, more = close_if_complete(dealt)
+    found, busy = round_of(dealt), bool(dealt.flights or dealt.asked) or dealt.phase is Phase.AGGREGATING
+    if found.flows and not busy and found.left(dealt):  # nobody is here who could send what is missing
+        after, more = gather(replace(dealt, hold_until_s=now_s), now_s)
+    else:
+        after, more = close_if_complete(dealt)
     return after, [*todo, *more]
 
 
 def train_message(state: FederationState, worker: str, now_s: float) -> TrainRound:
     """What a participant is sent."""
     codec, ratio = state.ratios[worker]
+    found = round_of(state)
+    flight = found.flight(state, worker)
     message = TrainRound(
         state.job,
-        state.round,
-        model_for(state, worker),
+        flight.round,
+        model_for(state, worker, flight.model),
         codec,
         ratio,
-        max(0.001, state.due_s - now_s),
-        seed_of(state.spec.training.seed, worker, state.round),
+        max(0.001, flight.due_s - now_s),
+        seed_of(state.spec.training.seed, worker, flight.round),
     )
-    return round_of(state).message(state, worker, message)
-
-
-def verdict(state: FederationState, worker: str) -> RoundTaken:
-    """Result of a worker's update of the last round."""
-    why = state.verdicts[worker]
-    return RoundTaken(state.job, state.round - 1, not why, why, state.counted.get(worker, ()))
+    return found.message(state, worker, message)
 
 
 def evaluate_message(state: FederationState, worker: str, now_s: float) -> EvaluateRound:
     """What a client that shall evaluate is sent."""
     within_s = max(0.001, state.due_s - now_s)
     clients = state.assessing.get(worker, ())
-    return EvaluateRound(state.job, state.round, model_for(state, worker), within_s, clients)
-
-
-def model_for(state: FederationState, worker: str) -> Model:
-    """The broadcast; with its delta only for a client that holds what that is against."""
     assert state.model is not None  # noqa: S101 - the aggregator wrote it
-    holds = bool(state.model.base) and state.clients[worker].model == state.model.base
-    return state.model if holds else Model(state.model.full)
+    return EvaluateRound(state.job, state.round, model_for(state, worker, state.model), within_s, clients)
+
+
+def model_for(state: FederationState, worker: str, model: Model) -> Model:
+    """A broadcast; with its delta only for a client that holds what that is against."""
+    holds = bool(model.base) and state.clients[worker].model == model.base
+    return model if holds else Model(model.full)
 
 
 def close_if_complete(state: FederationState) -> Outcome:
     """Close the round once everybody chosen has answered or is out."""
-    left, of = round_of(state).left(state), round_of(state).drawn(state)
+    if state.phase is Phase.AGGREGATING:  # what comes meanwhile is of the next one
+        return state, []
+    found = round_of(state)
+    left, of = found.left(state), found.drawn(state)
     if not left:
         return close(state)
-    reason = _at(state, f"{left} of {of} clients train")
-    return replace(state, reason=reason), []
+    what = f"{left} of {of} clients train"
+    if found.flows:
+        what = f"{len(state.updates)} of {of} updates, {len(state.flights)} clients train"
+    return replace(state, reason=_at(state, what)), []
 
 
 def close(state: FederationState) -> Outcome:
@@ -291,7 +304,9 @@ def close(state: FederationState) -> Outcome:
     found = round_of(state)
     if (came := found.arrived(state)) < enough(state):
         return repeat(state, f"{came} of {found.drawn(state)} updates came")
-    reason = _at(state, f"summing {len(state.updates)} updates")
+    if found.flows:
+        state = replace(state, chosen=tuple(state.updates)[: state.federated.rule.buffer])
+    reason = _at(state, f"summing {len(found.good(state))} updates")
     return aggregate(replace(state, phase=Phase.AGGREGATING, reason=reason, strayed=strayed(state)))
 
 
@@ -307,6 +322,9 @@ def aggregate(state: FederationState) -> Outcome:
 def repeat(state: FederationState, reason: str) -> Outcome:
     """Too little came: the same round once more, with whoever is here then."""
     need = least(state)
+    if round_of(state).flows:  # what is good waits for more
+        reason = f"round {state.round + 1} of {state.rounds}: {reason}, {need} are needed"
+        return replace(state, phase=Phase.TRAINING, chosen=(), reason=reason), []
     why = f"round {state.round + 1} is repeated: {reason}, {need} are needed"
     told = "; ".join(f"{name}: {reason}" for name, reason in sorted(state.dropped.items())[:4])
     todo: list[Todo] = [
@@ -332,7 +350,7 @@ def close_summed(
     state: FederationState, event: Aggregated, refused: tuple[str, ...], now_s: float
 ) -> Outcome:
     """The round is summed: journal it, tell the participants, go on. ``refused``: blobs of other updates."""
-    good = state.updates
+    good = round_of(state).good(state)
     made, model, before = event.state, event.model, state.model
     if made is None or model is None or before is None:
         raise LookupError(f"{state.job}: a round cannot close without a state and a model")
@@ -344,27 +362,20 @@ def close_summed(
     }
     state, seen, told, dropped = round_of(state).learnt(state, good, told)
     selector = learnt(state, seen)
-    fact = RoundClosed(
-        state.job,
-        state.round,
-        made.hash,
-        model.hash,
-        model.size,
-        mean_loss(good.values()),
-        told,
-        shown_dropped(state, dropped),
-        selector_to_json(selector),
-        took_s,
-        now_s,
-        population.homes_by_host(state),
-        spent_with_this(state),
-    )
+    homes, left_out = population.homes_by_host(state), shown_dropped(state, dropped)
+    loss, choices, spent = mean_loss(good.values()), selector_to_json(selector), spent_with_this(state)
+    made_of = (state.job, state.round, made.hash, model.hash, model.size)
+    fact = RoundClosed(*made_of, loss, told, left_out, choices, took_s, now_s, homes, spent)
     clients = {
         name: replace(client, strikes=0, metrics=told[name]["metrics"]) if name in told else client
         for name, client in state.clients.items()
     }
     none = dict.fromkeys(state.chosen, NONE_COUNTED)
     verdicts = {**none, **dict.fromkeys(told, ""), **state.dropped}
+    if round_of(state).flows:
+        state, verdicts = flow.summed(state), {}  # each was told when it was taken
+    else:
+        state = replace(state, updates={}, told={})
     after = replace(
         state,
         round=state.round + 1,
@@ -373,8 +384,6 @@ def close_summed(
         selector=selector,
         clients=clients,
         verdicts=verdicts,
-        told={},
-        updates={},
         dropped={},
         chosen=(),
         cohort=None,
@@ -387,9 +396,12 @@ def close_summed(
         bytes_up=state.bytes_up + sum(u.upload_bytes for u in good.values()),
         bytes_down=state.bytes_down + sum(u.download_bytes for u in good.values()),
         round_times_s=(*state.round_times_s, took_s)[-RECENT:],
+        begun_s=now_s,
     )
     todo: list[Todo] = [Record(fact), Closed(fact)]
-    todo += [Say(name, verdict(after, name)) for name in sorted(verdicts) if after.clients[name].present]
+    found = round_of(after)
+    words = [(name, found.verdict(after, name)) for name in sorted(verdicts) if after.clients[name].present]
+    todo += [Say(name, word) for name, word in words if word is not None]
     used = [*(update.update for update in good.values()), *refused]
     if before.delta is not None:
         used.append(before.delta.hash)  # led to the model that this round began with
@@ -413,21 +425,44 @@ def evaluate(state: FederationState, now_s: float) -> Outcome:
         and (last or (training.eval_every and state.round % training.eval_every == 0))
     )
     assessing = population.assess(state) if on_clients else {}
+    todo: list[Todo] = []
+    flows = round_of(state).flows
+    if flows:  # those who train go on
+        state, todo = assessed(state)
+        state = replace(state, told={}, asked=frozenset())
+        assessing = {name: assessing[name] for name in flow.idle(state) if name in assessing}
     asked = frozenset(assessing)
     evaluating = replace(
         state,
-        phase=Phase.EVALUATING,
+        phase=Phase.TRAINING if flows and not last else Phase.EVALUATING,
         reason=f"evaluating after round {state.round} of {state.rounds}",
         asking=False,
         asked=asked,
+        asked_round=state.round,
         assessing=assessing,
         central=central,
         due_s=now_s + rule.deadline_s,
     )
-    todo: list[Todo] = [EvaluateCentrally(state.round)] if central else []
+    todo += [EvaluateCentrally(state.round)] if central else []
     todo += [Say(worker, evaluate_message(evaluating, worker, now_s)) for worker in sorted(asked)]
-    settled, more = evaluated_if_complete(evaluating, now_s)
+    if flows and not last:
+        settled, more = go_on(evaluating, now_s)
+    else:
+        settled, more = evaluated_if_complete(evaluating, now_s)
     return settled, [*todo, *more]
+
+
+def assessed(state: FederationState) -> Outcome:
+    """Take in what clients answered about a broadcast; who has not answered yet is not waited for."""
+    if not state.told:
+        return state, []
+    found = over_clients(state.asked_round, state.told)
+    return replace(state, evaluation=found), [
+        Record(fact_of(state.job, CLIENTS, found)),
+        *evaluation_points(CLIENTS, found),
+        *client_points(found.round, state.told),
+        *spread_points(found.round, state.told),
+    ]
 
 
 def waits_for_owner(state: FederationState) -> bool:
@@ -439,22 +474,17 @@ def waits_for_owner(state: FederationState) -> bool:
 
 def evaluated_if_complete(state: FederationState, now_s: float) -> Outcome:
     """Go on once every evaluation is there that the next round must wait for."""
+    if round_of(state).flows and state.phase is not Phase.EVALUATING:
+        after, todo = (state, list[Todo]()) if state.asked else assessed(state)
+        after, more = go_on(after if state.asked else replace(after, told={}), now_s)
+        return after, [*todo, *more]
     if state.asked or waits_for_owner(state):
         return state, []
     if state.asking and len(state.members) < least(state):  # those who were asked are gone
         return gather(replace(state, asking=False, hold_until_s=now_s), now_s)
     if state.asking:
         return choose(state, now_s)
-    todo: list[Todo] = []
-    if state.told:
-        found = over_clients(state.round, state.told)
-        state = replace(state, evaluation=found)
-        todo = [
-            Record(fact_of(state.job, CLIENTS, found)),
-            *evaluation_points(CLIENTS, found),
-            *client_points(state.round, state.told),
-            *spread_points(state.round, state.told),
-        ]
+    state, todo = assessed(state)
     if is_last(state):
         spent = exhausted(state.federated.rule.privacy, state.spent) if state.round < state.rounds else ""
         after, more = end(state, Phase.FINISHED, f"{state.round} rounds done{spent and f': {spent}'}")
@@ -474,6 +504,7 @@ def end(state: FederationState, phase: Phase, reason: str) -> Outcome:
         cohort=None,
         orders={},
         updates={},
+        flights={},
         asked=frozenset(),
         central=False,
         clients={name: replace(client, loaded=False) for name, client in state.clients.items()},

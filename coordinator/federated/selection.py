@@ -8,7 +8,8 @@ download and training, and uplinks. Ratios are planned for whole rounds: all upd
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -77,6 +78,21 @@ def chosen(state: FederationState, losses: Mapping[str, float]) -> tuple[tuple[s
     return selector.choose(
         before, candidates(state), places(state), state.round, state.spec.training.seed, losses
     )
+
+
+def next_ones(state: FederationState, idle: Collection[str], count: int) -> tuple[tuple[str, ...], Any]:
+    """Who of ``idle`` trains next in an asynchronous job, at most ``count``, and the selector's next state.
+    Each draw has a seed of its own: a model has several."""
+    selector = selector_of(state.federated.rule)
+    before = selector.init() if state.selector is None else state.selector
+    able = {name: found for name, found in candidates(state).items() if name in idle}
+    seed = seed_of(state.spec.training.seed, "orders", state.orders_given)
+    return selector.choose(before, able, count, state.round, seed)
+
+
+def seed_of(seed: int, client: str, at_round: int) -> int:
+    """Seed of the codec and the strategy for one client in one round: 64 bits of a SHA-256."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{client}/{at_round}".encode()).digest()[:8], "big")
 
 
 def learnt(state: FederationState, outcomes: Mapping[str, Outcome]) -> Any:

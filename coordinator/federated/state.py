@@ -87,6 +87,17 @@ class Client:
 
 
 @dataclass(frozen=True, slots=True)
+class Flight:
+    """What a client was given to train: the number of the model and its broadcast, when, and until when the
+    client may answer."""
+
+    round: int
+    model: Model
+    begun_s: float
+    due_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluation:
     """Means over the samples of those who evaluated."""
 
@@ -203,6 +214,10 @@ class Aggregate:
     least: int  # with fewer good ones nothing changes
     sums: Mapping[str, HostSums] = field(default_factory=dict)  # of hosts of a population
     drawn: Mapping[str, int] | None = None  # ... whose clients have registered so much
+    weights: Mapping[str, float] = field(default_factory=dict)  # of updates that count less than whole
+    bases: Mapping[str, str] = field(
+        default_factory=dict
+    )  # broadcasts that updates began with, where older ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,11 +345,20 @@ class FederationState:
     times: Mapping[str, HostTimes] = field(default_factory=dict)  # of hosts
     client_s: Mapping[str, float] = field(default_factory=dict)  # of a client's training, smoothed
     assignment: str = ""  # why who trains whom
+    # ... asynchronous: ``updates`` wait to be summed, in the order in which they came; those of ``chosen``
+    # are being summed
+    flights: Mapping[str, Flight] = field(default_factory=dict)  # by client that trains
+    bases: Mapping[str, str] = field(default_factory=dict)  # by client: broadcast that its update began with
+    answered: Mapping[str, int] = field(
+        default_factory=dict
+    )  # by client: model of the last update taken of it
+    orders_given: int = 0
     # an evaluation
     assessing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # a population's clients by host
     asking: bool = False  # for the selector, before a round; else of what a round brought
     asked: frozenset[str] = frozenset()
-    told: Mapping[str, ClientEvaluated] = field(default_factory=dict)  # of the broadcast of ``round``
+    asked_round: int = 0  # whose broadcast they evaluate
+    told: Mapping[str, ClientEvaluated] = field(default_factory=dict)  # of the broadcast of ``asked_round``
     central: bool = False  # the owner's held-out data are being evaluated
     # what became of the last closed round: said again to whoever did not hear it
     verdicts: Mapping[str, str] = field(default_factory=dict)  # "" taken, else why not

@@ -6,14 +6,14 @@ in flight) is learnt again. ``Ledger.apply`` is the only way state changes, live
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from atoll.errors import AtollError, StorageError
 from atoll.exchange import Exchange
 from atoll.job import JobSpec
-from atoll.messages.from_worker import MOST_REPLAYED
+from atoll.messages.from_worker import MOST_REPLAYED, UpdateReady
 from atoll.messages.to_worker import Era as Era
 from atoll.plan import LinkSpec, Plan
 from coordinator.messages.encoding import from_json, to_json
@@ -221,6 +221,24 @@ class RoundClosed:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateTaken:
+    """A client's update of an asynchronous job waits in the store to be summed: written before the client
+    hears that it was taken.
+
+    ``update.round`` is the number of the model that it began with, ``model`` the blob of that. ``codec`` and
+    ``ratio`` are what the client was given, ``registered`` are its samples.
+    """
+
+    job: str
+    worker: str
+    update: UpdateReady
+    registered: int
+    codec: str
+    ratio: float
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
 class RoundEvaluated:
     """The model after ``round`` closed rounds; ``where``: clients | central."""
 
@@ -260,6 +278,7 @@ JobFact = (
     | Evaluated
     | CheckpointStored
     | CheckpointTorn
+    | UpdateTaken
     | RoundClosed
     | RoundEvaluated
     | JobEnded
@@ -279,6 +298,7 @@ _KINDS: dict[str, type[Fact]] = {
     "Evaluated": Evaluated,
     "CheckpointStored": CheckpointStored,
     "CheckpointTorn": CheckpointTorn,
+    "UpdateTaken": UpdateTaken,
     "RoundClosed": RoundClosed,
     "RoundEvaluated": RoundEvaluated,
     "JobEnded": JobEnded,
@@ -349,6 +369,7 @@ class JobRecord:
     ] = ()  # by rank: steps that have last been repeated by another with the same result
     checkpoints: tuple[Checkpoint, ...] = ()  # oldest first: the newest ``keep``, ``sound`` and ``best``
     closed: tuple[RoundClosed, ...] = ()  # the same of a federated job's rounds
+    waiting: Mapping[str, UpdateTaken] = field(default_factory=dict)  # to be summed, by client, as they came
     evaluated: dict[str, RoundEvaluated] = field(default_factory=dict)  # newest by where
     bytes_up: int = 0
     bytes_down: int = 0
@@ -413,6 +434,8 @@ class JobRecord:
                 found.update(f.blob for f in data.fields)
         for checkpoint in self.kept:
             found.update(checkpoint.tensors.values())
+        for taken in self.waiting.values():
+            found.update((taken.update.update, taken.model))
         return found - {""}
 
 
@@ -501,6 +524,8 @@ class Ledger:
                     if old.step == step:
                         self.superseded.update(old.tensors.values())
                 job.checkpoints = tuple(c for c in job.checkpoints if c.step != step)
+            case UpdateTaken():
+                job.waiting = {**job.waiting, fact.worker: fact}
             case RoundClosed():
                 self._close(job, fact)
             case RoundEvaluated(_, _, where, loss, _):
@@ -509,6 +534,7 @@ class Ledger:
                     job.eval_loss = loss
             case JobEnded(_, outcome, reason):
                 job.outcome, job.reason = outcome, reason
+                self._counted(job, job.waiting)
 
     def _commit(self, job: JobRecord, fact: StepCommitted) -> None:
         job.steps, job.loss, job.commit, job.moving = fact.step + 1, fact.loss, fact, False
@@ -595,9 +621,16 @@ class Ledger:
             self.superseded.update((old.state, old.model))
         job.closed = kept[-self.keep :]
         job.steps, job.loss = fact.round + 1, fact.loss
+        self._counted(job, (*fact.participants, *fact.dropped))
         for told in fact.participants.values():
             job.bytes_up += int(told.get("bytes_up", 0))
             job.bytes_down += int(told.get("bytes_down", 0))
+
+    def _counted(self, job: JobRecord, clients: Iterable[str]) -> None:
+        """Let go of what these clients' updates rested on."""
+        gone = [job.waiting[name] for name in clients if name in job.waiting]
+        self.superseded.update(blob for taken in gone for blob in (taken.update.update, taken.model))
+        job.waiting = {name: taken for name, taken in job.waiting.items() if taken not in gone}
 
     def take_superseded(self, keep: Collection[str] = ()) -> set[str]:
         """Blobs of what was replaced or forgotten that nothing refers to any more; handed out once. Those of

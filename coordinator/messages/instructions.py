@@ -279,7 +279,8 @@ class AggregateRound:
     """Sum these updates; answers Aggregated or AggregatorBroke. ``codecs``: codec and ratio that each
     client was told; ``n_samples``: what it registered; with fewer than ``least`` good updates nothing
     changes. ``drawn``: registered samples of a population's clients in this round, whose ``sums`` come by
-    host; without, updates are summed in floats."""
+    host; without, updates are summed in floats. ``weights``: of updates that count less than whole.
+    ``bases``: blobs of the broadcasts that updates began with, where that was an older one."""
 
     job: str
     round: int
@@ -291,6 +292,8 @@ class AggregateRound:
     least: int
     sums: Mapping[str, HostSums] = field(default_factory=dict)
     drawn: Mapping[str, int] | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)
+    bases: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from atoll.errors import AccessDenied, JobFailed, NoWorkers, StorageError, Usage
 from atoll.job import MAX_STANDBYS, JobSpec, TrainingSpec
 from atoll.opdag import rows_of
 from atoll.version import __version__
-from coordinator.federated.checks import check_spec, exported_prefix
-from coordinator.federated.datasets import pinned_to
+from coordinator.federated.checks import check_spec, exported_prefix, pinned_to
 from coordinator.messages import events as ev
 from coordinator.messages import peer_tensors
 from coordinator.messages.facts import STATE, Checkpoint, Record

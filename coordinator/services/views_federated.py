@@ -121,9 +121,11 @@ def standing(state: FederationState, client: Client) -> str:
         return OUT
     if not client.present:
         return GONE
+    if name in state.flights:
+        return TRAINING
+    if name in state.asked:
+        return EVALUATING
     if state.phase is Phase.TRAINING and name in state.chosen:
         trains = round_of(state).awaits(state, name)
         return DROPPED if name in state.dropped else TRAINING if trains else TRAINED
-    if state.phase is Phase.EVALUATING and name in state.asked:
-        return EVALUATING
     return READY if client.loaded or state.ended else LOADING

@@ -114,6 +114,25 @@ def test_sparse_updates_with_error_feedback_learn_too(fleet: FederatedFleet) -> 
     assert last.federated.central_metrics[0].value > 0.6
 
 
+def test_an_asynchronous_job_whose_buffer_holds_everybody_has_the_bits_of_rounds(
+    fleet: FederatedFleet,
+) -> None:
+    """Also where the coordinator is killed meanwhile: what it has taken counts once."""
+    rounds = submitted(fleet, job(5, "in-rounds", min_clients=2))
+    finished(fleet, rounds)
+    buffered = submitted(fleet, job(5, "buffered", min_clients=2, buffer=2))
+    for update in fleet.client.watch(buffered):
+        if update.step >= 2:
+            break
+    fleet.kill(COORDINATOR)
+    fleet.serve()
+    last = finished(fleet, buffered)
+    assert last.step == 5
+    expected, found = weights(fleet, rounds), weights(fleet, buffered)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 @pytest.mark.slow
 def test_a_coordinator_killed_in_mid_round_ends_with_the_same_weights(
     fleet: FederatedFleet, undisturbed: dict[str, Tensor]

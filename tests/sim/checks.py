@@ -68,6 +68,8 @@ class Checks:
     applied: dict[tuple[str, str, int], int] = field(default_factory=dict)  # worker life, job -> next step
     counted: dict[tuple[str, str], int] = field(default_factory=dict)  # job, update -> round
     closed: dict[str, int] = field(default_factory=dict)
+    summed: set[tuple[str, str, int]] = field(default_factory=set)
+    """Job, client and the round that its update began in."""
     committed: dict[str, int] = field(default_factory=dict)
     states: dict[str, Phase] = field(default_factory=dict)
     joint: dict[str, dict[int, dict[int, dict[str, str]]]] = field(default_factory=dict)
@@ -321,6 +323,11 @@ class Checks:
         if fact.round != self.closed.get(fact.job, 0):
             raise Violation(f"{fact.job} closes round {fact.round}, next is {self.closed.get(fact.job, 0)}")
         self.closed[fact.job] = fact.round + 1
+        for worker, told in fact.participants.items():
+            begun = fact.round - told.get("staleness", 0)
+            if (fact.job, worker, begun) in self.summed:
+                raise Violation(f"the update of {worker} of round {begun} is counted again in {fact.round}")
+            self.summed.add((fact.job, worker, begun))
 
     def current(self) -> None:
         """What counts for the step in flight was said of it, under the plan that it runs with."""

@@ -56,9 +56,9 @@ def pipeline_job(
     return JobSpec("job", training, "ab" * 32, "cd" * 32, names, data, data, standbys=standbys)
 
 
-def federated_job(rounds: int = 6) -> JobSpec:
-    """Return a federated job of so many rounds."""
-    rule = Federated(deadline_s=20.0, min_clients=2, evaluate_every=1)
+def federated_job(rounds: int = 6, buffer: int = 0) -> JobSpec:
+    """Return a federated job of so many rounds; ``buffer``: asynchronous, of so many updates each."""
+    rule = Federated(deadline_s=20.0, min_clients=min(2, buffer or 2), evaluate_every=1, buffer=buffer)
     federated = FederatedSpec(rule, "digits", {"x": "image"})
     names = {"w": digest("initial", "federated")}
     training = TrainingSpec(rounds, n_micro=1)
@@ -84,6 +84,7 @@ class Scenario:
     local_steps: int = 0  # of each replica between two exchanges, which is a peer then
     exchange: str = "diloco"  # of peers
     quorum: int = 0  # of them, that a round waits for; 0: all
+    buffer: int = 0  # of federated jobs that are asynchronous
     rings: bool = False  # pipelines whose first stage has the last piece, too
 
     def names(self) -> list[str]:
@@ -203,7 +204,7 @@ class World:
             exchange=scenario.exchange,
         )
         jobs = [spec] * scenario.pipeline
-        jobs += [federated_job() for _ in range(self.scenario.federated)]
+        jobs += [federated_job(buffer=self.scenario.buffer) for _ in range(self.scenario.federated)]
         for at, spec in enumerate(jobs):
             self.submit(f"job-{at + 1}", spec, 1.0 + at)
         for fault in self.scenario.faults:

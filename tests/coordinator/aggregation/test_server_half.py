@@ -34,6 +34,7 @@ from strategies.files import broadcast_metas, broadcast_of, lossy_names, update_
 from strategies.values import ClientUpdate
 
 BATCH = 4
+TRAINED = ("norm.weight", "norm.bias")
 
 
 class Net(nn.Module):
@@ -139,6 +140,42 @@ def test_a_round_is_what_the_rule_itself_makes_of_it(server: Server) -> None:
     assert half.state is not None
     for name, array in expected.weights.items():
         np.testing.assert_array_equal(half.state.weights[name], array)
+
+
+def test_two_clients_in_a_fixed_order_arrive_where_the_papers_put_them(tmp_path: Path) -> None:
+    """FedBuff: w + sum n s d / sum n. FedAsync: (1 - a s) w + a s w_k. In float64, of the same updates."""
+    for rule, alpha in (("fedavg", None), ("fedasync", 0.6)):
+        folder = tmp_path / rule
+        folder.mkdir()
+        server = made(folder, strategy=rule, buffer=2, min_clients=1)
+        half = server.half()
+        base = half.open("", 2)
+        server.store.adopt(base.path, base.stored.hash, base.stored.size)
+        assert half.state is not None
+        began = {name: value.astype(np.float64) for name, value in half.state.weights.items()}
+        summed(server, half, {"a": server.offer(half, 1, 10)})
+        now = {name: value.astype(np.float64) for name, value in half.state.weights.items()}
+        old = replace(server.offer(half, 2, 30), weight=0.5, base=base.stored.hash)
+        new = server.offer(half, 3, 10)
+        found = summed(server, half, {"a": new, "b": old})
+        assert not found.dropped
+        for name, value in half.state.weights.items():
+            changes = [
+                read_model(server.store.path(told.blob), half.update_metas)[f"weights/{name}"].astype(
+                    np.float64
+                )
+                for told in (new, old)
+            ]
+            if alpha is None:
+                expected = now[name] + (10 * changes[0] + 30 * 0.5 * changes[1]) / 40
+            else:
+                models = now[name] + changes[0], now[name] + 0.5 * (began[name] + changes[1] - now[name])
+                mixed = (10 * models[0] + 30 * models[1]) / 40
+                # Running statistics are averaged whole, whatever the strategy.
+                expected = now[name] + (alpha if name.startswith("head") or name in TRAINED else 1) * (
+                    mixed - now[name]
+                )
+            np.testing.assert_allclose(value, expected, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("rule", ["fedadam", "scaffold", "feddyn", "coordinate_median"])

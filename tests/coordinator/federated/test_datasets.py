@@ -11,7 +11,7 @@ from atoll.errors import UsageError
 from atoll.federated import DatasetFacts, FieldFacts
 from atoll.opdag import TensorMeta
 from coordinator.config import Liveness, Probing
-from coordinator.federated.datasets import pinned_to
+from coordinator.federated.checks import pinned_to
 from coordinator.membership import member as members
 from coordinator.membership.roster import Roster
 from coordinator.messages.events import Introduction

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from atoll.exchange import Exchange, PairTable
+from atoll.messages.from_worker import UpdateReady
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkSpec, Mask, Plan, StageSpec, one_replica
 from coordinator.messages import facts
@@ -39,6 +40,9 @@ FACTS: list[facts.Fact] = [
     facts.CheckpointTorn("j", 6, "its blob is gone"),
     facts.RoundClosed(
         "f", 0, HASH, HASH, 10, None, {"w": {"bytes_up": 3}}, {"v": "late"}, {"n": [1]}, 2.0, 3.0
+    ),
+    facts.UpdateTaken(
+        "f", "w", UpdateReady("f", 3, HASH, 10, 90, 3, {"a": 1.0}, {"loss": 0.5}), 100, "topk", 32.0, HASH
     ),
     facts.RoundEvaluated("f", 0, "central", 1.0, {"accuracy": 0.5}, 10, 1),
     facts.Reconfigured("j", 5, 9, 4, tuple(place.worker for place in PLAN.places), (0,), "w is lost"),
