@@ -18,7 +18,7 @@ from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_type_hints
 
 import click
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 from typer.models import OptionInfo, TyperInfo
@@ -147,6 +147,11 @@ def _show_all(context: typer.Context, asked: bool) -> None:
 def shown_time(at_s: float, unknown: str = "-") -> str:
     """A Unix time as the commands show it, in this machine's time zone; 0 is ``unknown``."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s)) if at_s else unknown
+
+
+def show(view: RenderableType) -> None:
+    """Print a view: fitted to a terminal's width, else a line a fact, however long."""
+    out.print(view, soft_wrap=not out.is_terminal)
 
 
 def print_json(value: Any) -> None:

@@ -22,7 +22,7 @@ from coordinator.cli.relay import RelayOptions, metrics_address
 from coordinator.cli.render import status_view
 from coordinator.client.endpoint import Endpoint, default_state_dir, remember
 from hostos.addresses import join_address, parse_address
-from hostos.command_line import AsJson, out, print_json, with_groups
+from hostos.command_line import AsJson, out, print_json, show, with_groups
 from hostos.networks import ANYWHERE
 from hostos.units import parse_size
 from protos.credentials import JoinToken, join_command
@@ -153,7 +153,7 @@ def status(common: Common) -> None:
     if common.json:
         print_json(plain(found))
     else:
-        out.print(status_view(found))
+        show(status_view(found))
 
 
 @with_groups

@@ -24,11 +24,13 @@ from coordinator.cli.options import Common, PlanOptions, Trace, telling
 from coordinator.cli.pool import need_workers
 from coordinator.cli.render import memory_view, plan_view, watch_line, watch_view, worker_names
 from coordinator.cli.render_ways import ways_values, ways_view
+from coordinator.cli.views.brief import brief_view
 from coordinator.client.client import BEST, Client, KeptStep, check_ended
-from hostos.command_line import byte_progress, err, out, print_json, with_groups
+from hostos.command_line import byte_progress, err, out, print_json, show, with_groups
 from protos.convert import to_proto
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from torch import nn
 
     from atoll.dataset_spec import PinnedData
@@ -101,11 +103,11 @@ def plan(
         values = {"ways": ways_values(ways, batch_of(job))} if ways else {}
         print_json({**plain(to_proto(found)), "names": dict(names), **values})
     else:
-        out.print(plan_view(found, names))
+        show(plan_view(found, names))
         if memory:
-            out.print(memory_view(found, names))
+            show(memory_view(found, names))
         if len(ways) > 1:
-            out.print(ways_view(ways, names, batch_of(job)))
+            show(ways_view(ways, names, batch_of(job)))
         if plot is not None:
             out.print(f"drawn in {plot}", soft_wrap=True)
 
@@ -208,18 +210,21 @@ def watch(
             help="Pass the figures on too: wandb, mlflow, trackio, tensorboard, or another plug-in's name.",
         ),
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="On a terminal, show every stage, link and client, not ten lines.")
+    ] = False,
     *,
     common: Common,
 ) -> None:  # fmt: skip
     """Show a job live until it ends: loss, speed, ETA, stages and links. Exit code 8 when it fails."""
     with common.client() as client:
         if not loggers:
-            follow(client, job, common.json)
+            follow(client, job, common.json, everything=everything)
             return
         from coordinator.notebook.fleet import Fleet
 
         with Fleet(client).run(job).logging(loggers) as passed_on:
-            follow(client, job, common.json, passed_on.take)
+            follow(client, job, common.json, passed_on.take, everything=everything)
 
 
 def keep_costs(last: pb.JobUpdate, update: pb.JobUpdate) -> None:
@@ -238,14 +243,15 @@ def follow(
     take: Callable[[pb.JobUpdate], object] = lambda update: None,
     *,
     goes_on: bool = True,
+    everything: bool = False,
 ) -> None:
     """Show updates as they arrive: a live view, plain lines if not on a terminal, or JSON lines. ``take``
-    gets each first.
+    gets each first. ``everything``: the live view has more than ten lines.
 
     Who interrupts it learns what goes on without it, unless the job does not (``goes_on`` False).
     """
     try:
-        _follow(client, job, json, take)
+        _follow(client, job, json, take, watch_view if everything else brief_view)
     except KeyboardInterrupt:
         if goes_on and not json:
             err.print(
@@ -255,7 +261,13 @@ def follow(
         raise
 
 
-def _follow(client: Client, job: str, json: bool, take: Callable[[pb.JobUpdate], object]) -> None:
+def _follow(
+    client: Client,
+    job: str,
+    json: bool,
+    take: Callable[[pb.JobUpdate], object],
+    view: Callable[[pb.JobUpdate, Sequence[float], Mapping[str, str]], RenderableType],
+) -> None:
     names = worker_names(client.status().workers)
     losses: deque[float] = deque(maxlen=LOSSES_SHOWN)
     last: pb.JobUpdate | None = None
@@ -273,7 +285,7 @@ def _follow(client: Client, job: str, json: bool, take: Callable[[pb.JobUpdate],
             if json:
                 print_json(plain(update))
             elif live is not None:
-                live.update(watch_view(update, losses, names))
+                live.update(view(update, losses, names))
             elif last is None or (last.state, last.step, last.reason) != (
                 update.state,
                 update.step,

@@ -10,8 +10,17 @@ from rich.text import Text
 
 from atoll.plan import LinkSpec, Plan, Prediction
 from atoll.worker_names import distinct
-from coordinator.cli.format import DIM, add_row, in_bits, in_bytes, in_seconds, share_bar, sparkline
+from coordinator.cli.format import (
+    DIM,
+    add_row,
+    in_bits,
+    in_bytes,
+    in_seconds,
+    share_bar,
+    sparkline,
+)
 from coordinator.cli.render_federated import federated_parts, federated_words
+from coordinator.cli.views.facts import FactTable
 from protos import atoll_control_pb2 as pb
 
 Names = Mapping[str, str]  # worker id -> name for people
@@ -96,7 +105,7 @@ def _links_table(plan: Plan, prediction: Prediction, names: Names) -> Table:
 
 
 def _verdict(prediction: Prediction, names: Names) -> Table:
-    table = Table.grid(padding=(0, 2))
+    table = FactTable.grid(padding=(0, 2))
     ratio = prediction.step_s / prediction.lower_bound_s if prediction.lower_bound_s > 0 else float("nan")
     add_row(table, "predicted step", f"{in_seconds(prediction.step_s)}")
     add_row(table, "lower bound", f"{in_seconds(prediction.lower_bound_s)} (the step is {ratio:.2f}x of it)")
@@ -218,7 +227,7 @@ def watch_view(update: pb.JobUpdate, losses: Sequence[float], names: Names) -> R
     add_row(head, "job", f"{update.job} {update.name}", Text(update.state, style="bold"), update.reason)
     federated = update.HasField("federated")
     what = "round" if federated else "step"
-    add_row(head, what, f"{update.step}/{update.steps}", share_bar(done, 24), _pace(update))
+    add_row(head, what, f"{update.step}/{update.steps}", share_bar(done, 24), pace(update))
     if federated:
         return Group(head, *federated_parts(update, losses, names))
     loss = _optional(update, "loss", "{:.4f}")
@@ -256,7 +265,7 @@ def watch_line(update: pb.JobUpdate, told: str = "") -> str:
     what = "round" if update.HasField("federated") else "step"
     words = [f"{update.job} {update.state}", f"{what} {update.step}/{update.steps}"]
     words += [_optional(update, "loss", "loss {:.4f}"), held_out_words(update)]
-    words += [_pace(update)]
+    words += [pace(update)]
     if update.HasField("federated"):
         words += federated_words(update)
     if update.stages:
@@ -302,7 +311,8 @@ def _reasons(links: Sequence[pb.LinkRate], names: Names) -> list[Text]:
     ]
 
 
-def _pace(update: pb.JobUpdate) -> str:
+def pace(update: pb.JobUpdate) -> str:
+    """Return samples a second, seconds a step and the time that is left."""
     words = [_optional(update, "samples_per_s", "{:.1f} samples/s")]
     if update.HasField("step_s"):
         what = "round" if update.HasField("federated") else "step"
@@ -364,7 +374,7 @@ def _busy_table(stages: Sequence[pb.StageStatus], names: Names) -> Table:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style=DIM)
+    table = FactTable(box=None, pad_edge=False, header_style=DIM)
     for column in columns:
         table.add_column(column)
     return table

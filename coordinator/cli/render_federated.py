@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rich.table import Table
 from rich.text import Text
 
 from coordinator.cli.format import DIM, add_row, in_bits, in_bytes, in_seconds, sparkline
+from coordinator.cli.views.facts import FactTable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
     from protos import atoll_control_pb2 as pb
 
@@ -26,7 +27,7 @@ def figures(metrics: Iterable[pb.Figure]) -> str:
 def federated_parts(update: pb.JobUpdate, losses: Sequence[float], names: Names) -> list[RenderableType]:
     """Below the head of a running job: rounds, evaluations, clients."""
     shown = update.federated
-    head = Table.grid(padding=(0, 2))
+    head = FactTable.grid(padding=(0, 2))
     add_row(head, "strategy", shown.strategy, "data", shown.data)
     if shown.privacy:
         return _private_parts(update, head, names)
@@ -80,7 +81,7 @@ def federated_words(update: pb.JobUpdate) -> list[str]:
 
 
 def _clients(clients: Sequence[pb.ClientStatus], names: Names) -> Table:
-    table = Table(box=None, pad_edge=False, header_style=DIM)
+    table = FactTable(box=None, pad_edge=False, header_style=DIM)
     for column in ("client", "state", "samples", "loss", "metrics", "codec", "uplink", "train", "up", "down"):
         table.add_column(column)
     table.add_column("why")

@@ -7,10 +7,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from coordinator.cli.format import DIM, add_row, in_bytes, in_seconds
+from coordinator.cli.views.facts import FactTable
 
 if TYPE_CHECKING:
     from coordinator.planning.ways import Way
@@ -21,7 +21,7 @@ SHOWN = 6  # machines by name
 
 def ways_view(ways: Sequence[Way], names: Names, batch: int) -> RenderableType:
     """The ways as ``compare_ways`` ranks them; ``batch`` samples a micro-batch."""
-    table = Table(box=None, pad_edge=False, header_style=DIM)
+    table = FactTable(box=None, pad_edge=False, header_style=DIM)
     table.add_column("")
     table.add_column("way", no_wrap=True)
     for column in ("samples/s", "a step", "sent a day", "memory", "same model", "counts"):

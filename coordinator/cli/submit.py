@@ -18,7 +18,7 @@ from coordinator.cli.options import Common, PlanOptions, telling
 from coordinator.cli.pool import ANSWER_S, note_empty
 from coordinator.cli.render import plan_view, worker_names
 from coordinator.client.client import Client, LivePlan
-from hostos.command_line import byte_progress, err, out, print_json, with_groups
+from hostos.command_line import byte_progress, err, out, print_json, show, with_groups
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -203,7 +203,7 @@ def fitted(client: Client, prepared: Prepared, seconds: float, least: int) -> tu
 
 
 def _show_fit(live: LivePlan, steps: int) -> None:
-    out.print(plan_view(live.plan, worker_names(live.fleet)))
+    show(plan_view(live.plan, worker_names(live.fleet)))
     predicted = live.plan.prediction
     if predicted is not None:
         out.print(f"{steps} steps, {in_seconds(steps * predicted.step_s)} as predicted", soft_wrap=True)

@@ -57,7 +57,7 @@ class Shown:
 
     def say(self, what: RenderableType) -> None:
         """A line or a table of its own."""
-        self.console.print(what, soft_wrap=isinstance(what, str))
+        self.console.print(what, soft_wrap=isinstance(what, str) or not self.console.is_terminal)
 
     def progress(self, share: float, words: str) -> None:
         """Show the whole's progress, from 0 to 1, and what is being done."""

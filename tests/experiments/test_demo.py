@@ -252,7 +252,7 @@ def test_a_demo_serves_joins_trains_exports_and_evaluates_by_commands(tmp_path: 
         "$ python job.py --load model.safetensors   (the plain module)",
     ]
     assert "op_fence plan: 2 stages" in shown
-    assert "0      one" in shown  # by the name that the log told
+    assert "stage 0: device one," in shown  # by the name that the log told
     assert "secret" not in shown
 
 

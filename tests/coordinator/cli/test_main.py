@@ -148,7 +148,12 @@ def test_status_shows_workers_jobs_and_links(
 ) -> None:
     assert run(app, ["status", *server.options]) == 0
     words = _words(capsys)
-    for part in ("fast1 pool", "gpt running", "3/10 2.5000", "fast1 > w-2"):
+    for part in (
+        "name fast1, state pool",
+        "name gpt, state running",
+        "step 3/10, loss 2.5000",
+        "fast1 > w-2",
+    ):
         assert part in words
 
 
@@ -188,7 +193,7 @@ def test_a_plan_shows_the_codec_of_each_link_and_why(
     assert {(link["codec"], link["ratio"]) for link in links} == {("topk", 8.0)}
     assert run(app, [*command, "--set", "compress=fp16", "--compress", "topk:8"]) == 0
     words = _words(capsys)
-    assert "topk:8 same" in words
+    assert "codec topk:8, gradients same" in words
     assert "asked for on every link" in words
 
 
@@ -236,8 +241,8 @@ def test_a_live_plan_is_shown_with_the_names_of_its_devices(
     assert run(app, ["plan", job_file, *server.options]) == 0
     words = _words(capsys)
     for part in (
-        "0 fast1 0-8",
-        "predicted step 2.00 s",
+        "stage 0: device fast1, ops 0-8",
+        "predicted step: 2.00 s",
         "1.25x",
         "left out: w-3: slower",
         "76 % of the step",

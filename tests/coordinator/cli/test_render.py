@@ -171,9 +171,11 @@ def test_a_plan_of_replicas_shows_each_ones_share_cut_and_links() -> None:
     )  # fmt: skip
     found = shown(plan_view(plan, {"w-3": "third"}))
     assert "2 replicas, 3 stages, 8 micro-batches" in found
-    assert [line.split()[:5] for line in found.splitlines() if line.lstrip()[:2] in ("0 ", "1 ")] == [
-        ["0", "0-5", "0", "w-1", "0-2"], ["0", "0-5", "1", "w-2", "3-4"], ["1", "6-7", "0", "third", "0-4"],
-    ]  # fmt: skip
+    assert [line.partition(", compute")[0] for line in found.splitlines() if line.startswith("replica ")] == [
+        "replica 0: micro-batches 0-5, stage 0, device w-1, ops 0-2",
+        "replica 0: micro-batches 0-5, stage 1, device w-2, ops 3-4",
+        "replica 1: micro-batches 6-7, stage 0, device third, ops 0-4",
+    ]
     assert "w-1 > w-2: thin" in found
 
 

@@ -26,7 +26,7 @@ WAYS = (
 
 
 def text_of(width: int) -> str:
-    console = Console(width=width, record=True, file=None, quiet=False)
+    console = Console(width=width, force_terminal=True, color_system=None)
     with console.capture() as captured:
         console.print(ways_view(WAYS, {"w0": "attic"}, batch=2))
     return captured.get()
