@@ -91,8 +91,8 @@ class Metric:
     labels: tuple[str, ...] = ()
 
 
-WORKERS = Metric("atoll_workers_count", "Workers by membership state", ("state",))
-JOBS = Metric("atoll_jobs_count", "Jobs by state", ("state",))
+WORKERS = Metric("atoll_workers", "Workers by membership state", ("state",))
+JOBS = Metric("atoll_jobs", "Jobs by state", ("state",))
 STEPS = Metric("atoll_steps_total", "Steps committed", ("job",))
 STEP_SECONDS = Metric("atoll_step_seconds", "Time from one commit to the next", ("job",))
 COMMIT_SECONDS = Metric("atoll_commit_seconds", "Coordinator's share of a step", ("job",))
@@ -105,7 +105,7 @@ LINK_RATIO = Metric(
 )
 RELAY_BYTES = Metric("atoll_relay_bytes_total", "Bytes that this coordinator's relay has passed")
 RELAY_CONNECTIONS = Metric(
-    "atoll_relay_connections_count", "Connections at the relay, waiting or joined", ("state",)
+    "atoll_relay_connections", "Connections at the relay, waiting or joined", ("state",)
 )
 RELAY_REFUSED = Metric("atoll_relay_refused_total", "Connections that the relay refused", ("cause",))
 DROPPED = Metric("atoll_messages_dropped_total", "Late, duplicate or stale messages", ("kind",))

@@ -173,6 +173,10 @@ def dashboard(
         list[str] | None,
         typer.Option("--name", metavar="HOST", help="Name by which browsers reach the page; may repeat."),
     ] = None,
+    public: Annotated[
+        bool,
+        typer.Option("--public", help="For everybody, without a key: progress, losses, counts and totals."),
+    ] = False,
     *,
     common: Common,
 ) -> None:
@@ -180,7 +184,7 @@ def dashboard(
     from coordinator.dashboard.access import Keys, listening
     from coordinator.dashboard.app import Settings, serve_page
 
-    settings = Settings(listening(listen, tls, behind_proxy, tuple(names or ())))
+    settings = Settings(listening(listen, tls, behind_proxy, tuple(names or ())), public=public)
     with common.client() as client:
         endpoint = client.endpoint
     announce = partial(_announce_page, as_json=common.json)

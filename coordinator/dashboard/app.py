@@ -25,7 +25,17 @@ from atoll.errors import AtollError, UsageError
 from coordinator.client.chrome_trace import chrome_trace
 from coordinator.client.client import Client
 from coordinator.dashboard.access import Entrance, Guard, Keys, Listening
-from coordinator.dashboard.reader import EVENTS, FLEET, GIVEN, JOB, TIMELINE, Pace, Reader
+from coordinator.dashboard.reader import (
+    EVENTS,
+    FLEET,
+    GIVEN,
+    JOB,
+    PUBLIC,
+    PUBLIC_RUN,
+    TIMELINE,
+    Pace,
+    Reader,
+)
 from coordinator.dashboard.stream import MAX_TOPICS_A_PAGE, EventStream, Patience, Viewers
 from hostos.networks import open_listener
 
@@ -47,6 +57,7 @@ class Settings:
     pace: Pace = field(default_factory=Pace)
     patience: Patience = field(default_factory=Patience)
     wrong_key_delay_s: float = 0.5
+    public: bool = False  # the page for everybody, and no other
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,11 @@ PAGES = (
     Page("/workers/{worker:path}", "Worker", "worker", (FLEET, EVENTS, GIVEN), subject="worker"),
 )
 
+PUBLIC_PAGES = (
+    Page("/", "Run", "public", (PUBLIC,)),
+    Page("/runs/{job}", "Run", "public", (PUBLIC, PUBLIC_RUN), subject="job"),
+)
+
 
 class Site:
     """The routes over one reader."""
@@ -77,7 +93,7 @@ class Site:
     def __init__(self, endpoint: Endpoint, settings: Settings) -> None:
         self.reader = Reader(endpoint, settings.pace)
         self.viewers = Viewers(self.reader, settings.patience)
-        self._endpoint = endpoint
+        self._endpoint, self._public = endpoint, settings.public
         self._tracing = asyncio.Semaphore(1)
         self._shells = jinja2.Environment(
             loader=jinja2.FileSystemLoader(FOLDER / "templates"), autoescape=True, auto_reload=False
@@ -98,12 +114,14 @@ class Site:
         return self._html("signin.html", status=401)
 
     def _html(self, template: str, status: int = 200, **values: object) -> Response:
-        menu = [page for page in PAGES if page.in_menu]
+        menu = [page for page in PAGES if page.in_menu and not self._public]
         return HTMLResponse(self._shells.get_template(template).render(menu=menu, **values), status)
 
     def stream(self, request: Request) -> EventStream | Response:
         """Events of the topics that a page shows."""
         topics = request.query_params.getlist("topic")
+        if self._public and not all(name == PUBLIC or name.startswith(PUBLIC_RUN) for name in topics):
+            return PlainTextResponse("this page shows what is public\n", 404)
         if not 0 < len(topics) <= MAX_TOPICS_A_PAGE:
             return PlainTextResponse(f"name 1 to {MAX_TOPICS_A_PAGE} topics\n", 400)
         return EventStream(self.viewers, topics, gzip="gzip" in request.headers.get("accept-encoding", ""))
@@ -155,17 +173,20 @@ def make_app(endpoint: Endpoint, settings: Settings, keys: Keys) -> Starlette:
             await site.reader.close()
 
     entrance = Entrance(settings.listening, keys, settings.wrong_key_delay_s)
+    private = [
+        Route("/session", entrance.__call__, methods=["POST"]),
+        Route("/jobs/{job}/trace", site.trace),
+    ]
+    pages = PUBLIC_PAGES if settings.public else PAGES
+    asked = None if settings.public else keys
     app = Starlette(
         routes=[
-            *(Route(page.path, site.shell(page), name=page.script) for page in PAGES),
-            Route("/session", entrance.__call__, methods=["POST"]),
+            *(Route(page.path, site.shell(page), name=page.path) for page in pages),
+            *([] if settings.public else private),
             Route("/stream", _Raw(site.stream)),
-            Route("/jobs/{job}/trace", site.trace),
             Mount("/static", StaticFiles(directory=FOLDER / "static")),
         ],
-        middleware=[
-            Middleware(Guard, listening=settings.listening, keys=keys, signin=site.signin),
-        ],
+        middleware=[Middleware(Guard, listening=settings.listening, keys=asked, signin=site.signin)],
         lifespan=life,
     )
     app.state.site = site
@@ -217,7 +238,7 @@ def open_page(endpoint: Endpoint, settings: Settings, keys: Keys) -> Iterator[Op
         except OSError as error:
             why = f"cannot read {certificate} or {key}: {error}; give --tls CERTIFICATE KEY"
             raise UsageError(why) from None
-        address = f"{listening.address(listening.port)}#key={keys.key}"
+        address = listening.address(listening.port) + ("" if settings.public else f"#key={keys.key}")
         yield OpenPage(address, app.state.site, uvicorn.Server(config), listener)
 
 

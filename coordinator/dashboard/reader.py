@@ -21,6 +21,7 @@ from atoll.errors import AtollError, UsageError
 from coordinator.client.overrides import settings
 from coordinator.dashboard.curves import Curves
 from coordinator.dashboard.model import Row, View
+from coordinator.dashboard.public import public_run, public_view
 from coordinator.dashboard.rows import JobSeen, contributions_view, event_row, fleet_view
 from coordinator.dashboard.spans import LAST_STEPS, timeline_view
 from coordinator.dashboard.topic import Pulse, Topic
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from coordinator.client.endpoint import Endpoint
 
 FLEET, EVENTS, GIVEN, JOB, TIMELINE = "fleet", "events", "contributions", "job:", "timeline:"
+PUBLIC, PUBLIC_RUN = "public", "public-run:"
 MAX_EVENTS = 2_000  # the newest are shown
 MAX_TOPICS = 200
 MAX_CSV_BYTES = 64 << 20  # of a job's metrics.csv
@@ -132,7 +134,14 @@ class Reader:
             return self._read_events
         if name == GIVEN:
             return self._read_contributions
-        for prefix, read in ((JOB, self._read_job), (TIMELINE, self._read_timeline)):
+        if name == PUBLIC:
+            return self._read_public
+        prefixes = (
+            (JOB, self._read_job),
+            (TIMELINE, self._read_timeline),
+            (PUBLIC_RUN, self._read_public_run),
+        )
+        for prefix, read in prefixes:
             if name.startswith(prefix) and name != prefix and len(name) <= MAX_NAME_CHARS:
                 return read
         raise UsageError(f"no page reads {clean(name, 80)!r}")
@@ -166,8 +175,10 @@ class Reader:
                 pause_s, away_since_s = self._pace.pause_least_s, 0.0
             away_since_s = away_since_s or time.time()
             away = {"since_s": away_since_s, "why": clean(str(why), 400), "kind": type(why).__name__}
+            if topic.name.startswith(PUBLIC):  # words of errors hold addresses
+                away |= {"why": "it is restarted, or its network is down", "kind": ""}
             topic.publish(replace(topic.view, facts={**topic.view.facts, "away": away}))
-            log.info("dashboard.waits", topic=topic.name, reason=away["why"])
+            log.info("dashboard.waits", topic=topic.name, reason=clean(str(why), 400))
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, self._pace.pause_most_s)
 
@@ -230,6 +241,22 @@ class Reader:
             found = await owner.Contributions(pb.ContributionsRequest(), **self.call)
             topic.publish(contributions_view(found.contributions))
             await asyncio.sleep(self._pace.contributions_every_s)
+
+    async def _read_public(self, topic: Topic) -> None:
+        owner, given, given_at_s = await self.stub(), list[pb.Contribution](), 0.0
+        while True:
+            if time.monotonic() - given_at_s > self._pace.contributions_every_s or not given_at_s:
+                found = await owner.Contributions(pb.ContributionsRequest(), **self.call)
+                given, given_at_s = list(found.contributions), time.monotonic()
+            topic.publish(public_view(await owner.Status(pb.StatusRequest(), **self.call), given))
+            await asyncio.sleep(self._pace.status_every_s)
+
+    async def _read_public_run(self, topic: Topic) -> None:
+        async with self.looking([JOB + topic.name.removeprefix(PUBLIC_RUN)]) as [job]:
+            while True:
+                following = self.pulse.next
+                topic.publish(public_run(job.view))
+                await following.wait()
 
     async def _stored_curves(self, job: str) -> Curves:
         """Return what the job's metrics.csv holds: a coordinator that was restarted has no older points."""

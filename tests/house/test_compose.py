@@ -25,8 +25,18 @@ def volumes(service: str) -> dict[str, tuple[str, bool]]:
 
 
 def test_one_coordinator_three_workers_and_an_owner_are_described() -> None:
-    assert set(SERVICES) == {"coordinator", "owner", *WORKERS}
+    assert set(SERVICES) == {"coordinator", "owner", "prometheus", "grafana", *WORKERS}
     assert len(WORKERS) == 3
+
+
+def test_what_watches_is_started_where_it_is_asked_for_and_reached_from_this_machine_alone() -> None:
+    for name in ("prometheus", "grafana"):
+        assert SERVICES[name]["profiles"] == ["monitoring"]
+        assert all(port.startswith("127.0.0.1:") for port in SERVICES[name]["ports"])
+        assert set(volumes(name)) == {name}, "no token, no key"
+        assert {entry["source"] for entry in SERVICES[name]["configs"]} <= set(COMPOSE["configs"])
+    for entry in COMPOSE["configs"].values():
+        assert (ROOT / entry["file"]).is_file()
 
 
 def test_the_authoritys_key_is_the_coordinators_alone() -> None:

@@ -62,6 +62,12 @@ def page(coordinator: PicturedCoordinator) -> Iterator[ServedPage]:
         yield served
 
 
+@pytest.fixture(scope="module")
+def public(coordinator: PicturedCoordinator) -> Iterator[ServedPage]:
+    with served_page(coordinator.endpoint, Settings(Listening(port=0), QUICK, public=True)) as served:
+        yield served
+
+
 class Tab:
     """One tab that is signed in, and what went wrong in it."""
 
@@ -109,11 +115,26 @@ def test_every_page_is_drawn_without_an_error_and_fits_its_window(
 
 def picture(tab: Tab, name: str, width: int, scheme: str) -> None:
     """Write docs/figures/dashboard-NAME.png of the light page; of the job also a narrow and a dark one."""
-    suffix = {(1280, "light"): "", (1280, "dark"): "-dark", (400, "light"): "-narrow"}[width, scheme]
+    suffix = {(1280, "light"): "", (1280, "dark"): "-dark"}.get((width, scheme), "-narrow")
     if not suffix or name == "job":
         tab.tab.wait_for_load_state("load")
         clip = {"x": 0, "y": 0, "width": width, "height": 1100}
         tab.tab.screenshot(path=FIGURES / f"dashboard-{name}{suffix}.png", full_page=True, clip=clip)
+
+
+def test_everybody_sees_a_run_without_a_key(browser: Any, public: ServedPage) -> None:
+    for width, scheme in ((1280, "light"), (400, "dark")):
+        tab = Tab(browser, public, width, scheme)
+        tab.tab.get_by_role("heading", name="gpt2-medium-1").wait_for()
+        tab.tab.locator(".chart canvas").wait_for()
+        assert (
+            tab.tab.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+            <= 0
+        )
+        if os.environ.get("ATOLL_PICTURES"):
+            picture(tab, "public", width, scheme)
+        assert tab.wrong == []
+        tab.context.close()
 
 
 def test_strangers_words_are_text_and_run_nothing(browser: Any, page: ServedPage) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import threading
 from contextlib import ExitStack
 from http.client import HTTPConnection
@@ -25,11 +27,16 @@ EVERYWHERE = "0.0.0.0"  # noqa: S104 - where the ports of the coordinator listen
 Sample = tuple[dict[str, str], float]
 
 
-def _scraped(port: int) -> dict[str, list[Sample]]:
+def _page(port: int) -> str:
     connection = HTTPConnection("127.0.0.1", port, timeout=HUNG_S)
     connection.request("GET", "/metrics")
     text = connection.getresponse().read().decode()
     connection.close()
+    return text
+
+
+def _scraped(port: int) -> dict[str, list[Sample]]:
+    text = _page(port)
     found: dict[str, list[Sample]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -60,6 +67,14 @@ def test_a_scrape_holds_every_metric_with_its_labels(tmp_path: Path) -> None:
         assert running.server.exporter is not None
         running.call(lambda server: server.shell.scheduler.effects.dropped.update(StepReady=2))
         found = _scraped(running.server.exporter.port)
+        if (promtool := shutil.which("promtool")) is not None:
+            page = _page(running.server.exporter.port)
+            checked = subprocess.run(
+                [promtool, "check", "metrics"], input=page, capture_output=True, text=True
+            )
+            assert (checked.returncode, checked.stdout + checked.stderr) == (0, ""), (
+                "as Prometheus names things"
+            )
     for metric in telemetry.METRICS:
         assert metric.name in found, metric.name
         assert all(labels.keys() == set(metric.labels) for labels, _ in found[metric.name]), metric.name

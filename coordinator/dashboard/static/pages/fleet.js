@@ -6,6 +6,7 @@ import { filter, Table } from "../table.js";
 const GONE = new Set(["dead", "left"]);
 const ORDER = ["suspect", "quarantined", "draining", "dead", "assigned", "joined", "pool", "left"];
 const WORDS = { assigned: "training", pool: "idle", joined: "joining", suspect: "suspect", draining: "leaving", quarantined: "quarantined", dead: "dead", left: "left" };
+const ENDED = ["finished", "failed", "cancelled"];
 const MAP_MOST = 5000;
 
 const page = document.getElementById("page");
@@ -24,7 +25,7 @@ const search = h("input", {
 
 const jobs = new Table([
   { title: "job", text: (row, key) => key, draw: (row, key) => h("a", { href: jobPath(key) }, key) },
-  { title: "state", text: (row) => row.state, draw: (row) => pill(row.state) },
+  { title: "state", text: (row) => row.state, sort: (row) => (ENDED.includes(row.state) ? 2 : row.state === "queued" ? 1 : 0), draw: (row) => pill(row.state) },
   {
     title: "progress",
     text: (row) => `${row.step}/${row.steps}`,
@@ -47,8 +48,7 @@ const table = new Table([
   { title: "memory", right: true, text: (row) => bytes(row.memory_limit_bytes || row.memory_bytes), sort: (row) => row.memory_limit_bytes || row.memory_bytes },
   { title: "site", text: (row) => row.site || "–" },
   { title: "job", text: (row) => (row.job ? `${row.job}${row.stage >= 0 ? ` · stage ${row.stage}` : ""}` : "–"), draw: (row) => (row.job ? h("span", {}, jobLink(row.job), row.stage >= 0 ? ` · stage ${row.stage}` : "") : h("span", {}, "–")) },
-  { title: "waits", text: (row) => waits(row), sort: (row) => row.waits_s },
-  { title: "why", wide: true, text: (row) => row.reason },
+  { title: "waits, why", wide: true, text: (row) => [waits(row), row.reason].filter(Boolean).join("; "), sort: (row) => -(row.waits_s || row.silent_s || 0) },
 ], { empty: "No worker matches.", sort: 1, label: "Workers" });
 
 const links = new Table([
@@ -82,7 +82,7 @@ function drawTiles(content) {
   const here = Object.values(workers).filter((row) => !GONE.has(row.state));
   const busy = here.filter((row) => row.job).length;
   const all = Object.values(content.tables.jobs || {});
-  const running = all.filter((job) => !["finished", "failed", "cancelled"].includes(job.state));
+  const running = all.filter((job) => !ENDED.includes(job.state));
   const memory = here.reduce((sum, row) => sum + (row.memory_limit_bytes || row.memory_bytes || 0), 0);
   const speed = here.reduce((sum, row) => sum + (row.gflops || 0), 0);
   const trouble = here.filter((row) => ["suspect", "quarantined"].includes(row.state)).length;
@@ -168,8 +168,7 @@ function draw() {
   }).map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
 }
 
-jobs.sort = 0;
-jobs.down = true;
+jobs.sort = 1;
 show(
   page,
   h("h1", {}, "Fleet"),
