@@ -259,6 +259,7 @@ class TrainingSpec:
     local_steps: int = 0  # of a peer between two exchanges; 0 = as many as the rule has by itself
     quorum: int = 0  # peers whose steps of a period are waited for, and then ``grace_s`` more; 0 = all
     grace_s: float = 0.0  # until nobody begins another step of the period
+    int8_moments: bool = False  # in checkpoints: at each ``checkpoint_every`` all who hold moments round them
     spot_checks: Share = 0.005  # share of the steps that an idle worker repeats to compare; 0 = none
 
     def __post_init__(self) -> None:
@@ -286,12 +287,32 @@ class TrainingSpec:
                 f"quorum = {self.quorum} with exchange {self.exchange}; rounds begin before all peers have "
                 f"taken their steps with {' and '.join(sorted(QUORUM_RULES))} alone"
             )
+        self._check_moments()
         if self.replicas != AUTO and not (
             self.replicas.isascii() and self.replicas.isdecimal() and len(self.replicas) < 4
         ):
             raise UsageError(f"replicas = {self.replicas[:40]!r}; give a number or {AUTO}")
         if self.replica_count is not None and not 1 <= self.replica_count <= MOST_REPLICAS:
             raise UsageError(f"replicas = {self.replicas[:40]}; give from 1 to {MOST_REPLICAS}, or {AUTO}")
+
+    def rounds_after(self, step: int) -> bool:
+        """Return whether moments are rounded with the commit of ``step``."""
+        return self.int8_moments and (step + 1) % self.checkpoint_every == 0
+
+    def _check_moments(self) -> None:
+        """Raise UsageError where there are no moments to round, or nobody knows when."""
+        if not self.int8_moments:
+            return
+        if not self.checkpoint_every:
+            raise UsageError(
+                "int8_moments without checkpoint_every; give the steps between two checkpoints: "
+                "moments are rounded there"
+            )
+        if set(self.optimizer.names.values()) != {OptimizerName.ADAMW} or self.exchange != EXACT:
+            raise UsageError(
+                f"int8_moments with optimizer {self.optimizer} and exchange {self.exchange}; it is for "
+                "adamw and exact gradients"
+            )
 
     def _check_signs(self, exchange: Exchange | None) -> None:
         """Raise UsageError where signs would go through more than plain SGD."""

@@ -210,6 +210,8 @@ def _check_federated(given: Any, federated: type) -> None:
 
 def _check_patience(training: Any, federated: Any) -> None:
     """UsageError where nothing is evaluated that could be waited for."""
+    if training.int8_moments and federated is not None:
+        raise UsageError("int8_moments of a federated job, which stores no moments; leave it out")
     if training.patience and federated is not None:
         raise UsageError(f"patience = {training.patience} of a federated job, which has rounds; leave it out")
     if training.patience and not (training.eval_every and training.eval_batches):

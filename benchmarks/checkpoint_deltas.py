@@ -25,7 +25,8 @@ from atoll import ByteText
 from benchmarks.harness import conclude, execute, machine, parser
 from benchmarks.reconstruction import windows
 from compressors.deltas import decode, encode, fitting, name_of
-from compressors.moments import round_signed, round_squares, signed, squares
+from compressors.moments import SIGNED, SQUARES, round_in_place
+from compressors.moments import rounded as in_codes
 from examples.gpt import GPT
 
 Files = Mapping[str, bytes]
@@ -90,17 +91,12 @@ class Training:
             parts: dict[str, Tensor] = {"value": parameter.detach().contiguous()}
             state = self.optimizer.state.get(parameter)
             if state:
-                parts |= _rounded(state) if rounded else {k: state[k] for k in ("exp_avg", "exp_avg_sq")}
+                moments = {key: state[key] for key in (SIGNED, SQUARES)}
+                if rounded:
+                    round_in_place(moments)
+                parts |= in_codes(moments) if rounded else moments
             found[name] = save(parts)
         return found
-
-
-def _rounded(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    m, v = state["exp_avg"], state["exp_avg_sq"]
-    (codes, scale), (codes_v, scale_v) = round_signed(m), round_squares(v)
-    m.copy_(signed(codes, scale).view_as(m))
-    v.copy_(squares(codes_v, scale_v).view_as(v))
-    return {"exp_avg": codes, "exp_avg.scale": scale, "exp_avg_sq": codes_v, "exp_avg_sq.scale": scale_v}
 
 
 @dataclass(frozen=True, slots=True)

@@ -592,6 +592,7 @@ class TrainingSpec(_message.Message):
     QUORUM_FIELD_NUMBER: _builtins.int
     GRACE_S_FIELD_NUMBER: _builtins.int
     PATIENCE_FIELD_NUMBER: _builtins.int
+    INT8_MOMENTS_FIELD_NUMBER: _builtins.int
     SPOT_CHECKS_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     n_micro: _builtins.int
@@ -620,6 +621,8 @@ class TrainingSpec(_message.Message):
     """from then on, until nobody begins another step of it"""
     patience: _builtins.int
     """evaluations without a better held-out loss, after which training ends; 0: never"""
+    int8_moments: _builtins.bool
+    """checkpoints hold moments in 8 bits, and training goes on with these"""
     spot_checks: _builtins.float
     """share of the steps that another worker repeats to compare; 0: none"""
     @_builtins.property
@@ -648,11 +651,12 @@ class TrainingSpec(_message.Message):
         quorum: _builtins.int = ...,
         grace_s: _builtins.float = ...,
         patience: _builtins.int = ...,
+        int8_moments: _builtins.bool = ...,
         spot_checks: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["optimizer", b"optimizer", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["average_buffers", b"average_buffers", "blocks", b"blocks", "checkpoint_every", b"checkpoint_every", "compress", b"compress", "eval_batches", b"eval_batches", "eval_every", b"eval_every", "exchange", b"exchange", "grace_s", b"grace_s", "local_steps", b"local_steps", "n_micro", b"n_micro", "optimizer", b"optimizer", "patience", b"patience", "precision", b"precision", "quorum", b"quorum", "recompute", b"recompute", "replicas", b"replicas", "schedule", b"schedule", "seed", b"seed", "spot_checks", b"spot_checks", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["average_buffers", b"average_buffers", "blocks", b"blocks", "checkpoint_every", b"checkpoint_every", "compress", b"compress", "eval_batches", b"eval_batches", "eval_every", b"eval_every", "exchange", b"exchange", "grace_s", b"grace_s", "int8_moments", b"int8_moments", "local_steps", b"local_steps", "n_micro", b"n_micro", "optimizer", b"optimizer", "patience", b"patience", "precision", b"precision", "quorum", b"quorum", "recompute", b"recompute", "replicas", b"replicas", "schedule", b"schedule", "seed", b"seed", "spot_checks", b"spot_checks", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -33,7 +33,9 @@ class Net(nn.Module):
 
 def job():
     some = torch.randn(32, 64, generator=torch.Generator().manual_seed(7))
-    training = TrainingSpec(steps=1, n_micro=2, seed=3, optimizer=Optimizer(lr=1e-5), checkpoint_every=2)
+    training = TrainingSpec(
+        steps=1, n_micro=2, seed=3, optimizer=Optimizer(lr=1e-5), checkpoint_every=2, int8_moments=INT8
+    )
     return Job(Net(), {"x": some[:4]}, Rows({"x": some}), training, "small-steps")
 """
 
@@ -46,10 +48,11 @@ def fleet() -> Iterator[LoopbackFleet]:
         yield started
 
 
+@pytest.mark.parametrize("int8", [False, True])
 def test_a_job_stored_by_deltas_resumes_to_the_bits_of_the_whole(
-    fleet: LoopbackFleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fleet: LoopbackFleet, tmp_path: Path, capsys: pytest.CaptureFixture[str], int8: bool
 ) -> None:
-    (tmp_path / "small.py").write_text(JOB)
+    (tmp_path / "small.py").write_text(JOB.replace("INT8", str(int8)))
     here = ["--state-dir", str(fleet.state), "--json"]
 
     def trained(steps: int, *options: str) -> tuple[str, dict[str, torch.Tensor]]:

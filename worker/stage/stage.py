@@ -19,6 +19,7 @@ from atoll.job import Recompute, stepwise_groups
 from atoll.microbatch import own_blocks
 from atoll.ops import check_node
 from atoll.program import PiecePrograms
+from compressors.moments import restored, round_in_place, rounded
 from worker.exchange.kept import KeptState
 from worker.stage.digests import norms_and_digest
 from worker.stage.optimizers import StageOptimizer, make_optimizer
@@ -95,6 +96,7 @@ class Stage:
         self._followed = frozenset(self.trainable) - set(self._first)
         self._optimizer = self._make_optimizer(tensors)
         self._step = 0
+        self._rounded = False  # moments are as a checkpoint in 8 bits gives them back
         self._totals: dict[str, Tensor | None] = {}
         self.kept = KeptState()  # of what other replicas were not told, in units of gradients
 
@@ -219,6 +221,11 @@ class Stage:
             if gradient_scale != 1.0:
                 self._scale(gradient_scale)
             self._optimizer.step(self.training.learning_rate(self._step))
+            self._rounded = False
+        if self._optimizer is not None and self.training.rounds_after(self._step):
+            for state in self._optimizer.state.values():
+                round_in_place(state)
+            self._rounded = True
         self.kept.commit()
         self._forget()
 
@@ -275,8 +282,8 @@ class Stage:
         }
         if self._optimizer is not None:
             for name in self.norm_names:
-                for key, value in self._optimizer.state.get(name, {}).items():
-                    found[name][key] = value
+                state = self._optimizer.state.get(name, {})
+                found[name] |= rounded(state) if self._rounded else state
         return found
 
     def _load(
@@ -309,6 +316,7 @@ class Stage:
 
     def _restore(self, optimizer: StageOptimizer, name: str, stored: Mapping[str, Tensor]) -> None:
         expected = optimizer.shapes(name)
+        stored = restored(stored, tuple(self._values[name].shape))
         shapes = {key: tuple(stored[key].shape) for key in expected if key in stored}
         if not shapes:
             return

@@ -45,6 +45,8 @@ FigureT = TypeVar("FigureT", int, float)
 
 UPDATE_PIECE_BYTES = 16 << 20
 """Of a gradient in float64, whose norm is taken in pieces: ``worker.stage.digests.PIECE`` elements."""
+CODES = 0.51
+"""Copies of parameters that moments in 8 bits are while they are stored: 2 bytes a parameter, and scales."""
 JOINING = 2
 """Gradients beside a stage's own where there are other replicas: those that travel, and the totals."""
 
@@ -60,6 +62,7 @@ class MemoryModel:
         among = training.gradient_exchange if training.replicas != "1" else None
         keeping = training.local_exchange or among
         own_copies = exchange_facts(keeping.rule).copies(keeping) if keeping is not None else 0.0
+        own_copies += CODES * training.int8_moments
         self.n_micro = training.n_micro
         self.full = recompute is Recompute.FULL
         self.autocast = training.precision is not Precision.FP32
