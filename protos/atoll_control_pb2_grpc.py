@@ -264,6 +264,11 @@ class WorkStub:
                 request_serializer=protos_dot_atoll__control__pb2.RenewRequest.SerializeToString,
                 response_deserializer=protos_dot_atoll__control__pb2.RenewReply.FromString,
                 _registered_method=True)
+        self.Given = channel.unary_unary(
+                '/atoll.v1.Work/Given',
+                request_serializer=protos_dot_atoll__control__pb2.Empty.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.ContributionList.FromString,
+                _registered_method=True)
 
 
 class WorkServicer:
@@ -286,6 +291,13 @@ class WorkServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Given(self, request, context):
+        """What the calling machine has given, by day.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -298,6 +310,11 @@ def add_WorkServicer_to_server(servicer, server):
                     servicer.Renew,
                     request_deserializer=protos_dot_atoll__control__pb2.RenewRequest.FromString,
                     response_serializer=protos_dot_atoll__control__pb2.RenewReply.SerializeToString,
+            ),
+            'Given': grpc.unary_unary_rpc_method_handler(
+                    servicer.Given,
+                    request_deserializer=protos_dot_atoll__control__pb2.Empty.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.ContributionList.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -358,6 +375,33 @@ class Work:
             '/atoll.v1.Work/Renew',
             protos_dot_atoll__control__pb2.RenewRequest.SerializeToString,
             protos_dot_atoll__control__pb2.RenewReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Given(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Work/Given',
+            protos_dot_atoll__control__pb2.Empty.SerializeToString,
+            protos_dot_atoll__control__pb2.ContributionList.FromString,
             options,
             channel_credentials,
             insecure,

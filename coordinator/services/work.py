@@ -35,6 +35,7 @@ from coordinator.services.callers import host_of, network_of, worker_of
 from coordinator.services.gathering import JOB as GATHERING
 from coordinator.services.gathering import Gathering
 from coordinator.services.resolving import resolved
+from coordinator.services.views import given_by
 from coordinator.services.wire import (
     introduction_from,
     message_from,
@@ -138,6 +139,11 @@ class WorkService(rpc.WorkServicer):
         certificate = authority.sign(request.csr_pem, worker)
         log.info(Event.CERTIFICATE_RENEWED.value, worker=worker)
         return pb.RenewReply(certificate_pem=certificate, ca_pem=authority.trusted_pem)
+
+    async def Given(self, request: pb.Empty, context: Context) -> pb.ContributionList:  # noqa: N802
+        """What the calling machine has given by day, all of its devices."""
+        machine = machine_of(worker_of(context, self._insecure))
+        return given_by(self._register, self._shell.contributions.since(0.0, machine))
 
     async def _serve(
         self,

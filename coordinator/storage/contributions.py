@@ -18,6 +18,7 @@ from atoll.errors import StorageError
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import RoundClosed, StepCommitted
 from coordinator.pipeline.periods import steps_reported
+from protos.devices import machine_of
 
 if TYPE_CHECKING:
     from coordinator.messages.facts import Fact
@@ -103,15 +104,16 @@ class Contributions:
         self._dropped_before = oldest
         self._pending.clear()
 
-    def since(self, at_s: float) -> list[dict[str, Any]]:
-        """Return rows of days from the one of ``at_s`` on, the newest first, those not yet written too."""
+    def since(self, at_s: float, machine: str = "") -> list[dict[str, Any]]:
+        """Return rows of days from the one of ``at_s`` on, the newest first, those not yet written too.
+        ``machine``: only those of its devices."""
         first = day_of(at_s)
         found: dict[tuple[str, str], Given] = {}
-        for row in self._journal.given_since(first, MAX_ROWS):
+        for row in self._journal.given_since(first, MAX_ROWS, machine):
             key = row.pop("day"), row.pop("worker")
             found[key] = Given(**row)
         for key, sums in self._pending.items():
-            if key[0] >= first:
+            if key[0] >= first and (not machine or machine_of(key[1]) == machine):
                 found.setdefault(key, Given()).add(sums)
         ordered = sorted(found.items(), key=lambda item: (item[0][0], item[1].compute_s), reverse=True)
         return [{"day": day, "worker": worker, **sums.values()} for (day, worker), sums in ordered[:MAX_ROWS]]

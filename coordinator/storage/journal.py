@@ -361,9 +361,13 @@ class Journal(StoredJournal):
         except sa.exc.SQLAlchemyError as error:
             raise StorageError(f"the journal refuses sums: {_cause(error)}; {self._remedy}") from error
 
-    def given_since(self, day: str, most: int) -> list[dict[str, Any]]:
-        """Return the sums of days from ``day`` on, the newest days first, at most ``most`` rows."""
+    def given_since(self, day: str, most: int, machine: str = "") -> list[dict[str, Any]]:
+        """Return the sums of days from ``day`` on, the newest days first, at most ``most`` rows. ``machine``:
+        only those of its devices."""
         query = _GIVEN.select().where(_GIVEN.c.day >= day).order_by(_GIVEN.c.day.desc()).limit(most)
+        if machine:
+            device = _GIVEN.c.worker.startswith(f"{machine}/", autoescape=True)
+            query = query.where((_GIVEN.c.worker == machine) | device)
         try:
             with self._connection.begin():
                 return [dict(row) for row in self._connection.execute(query).mappings()]

@@ -195,6 +195,7 @@ def status(
         "certificate_expires": identity.expires().isoformat() if identity else None,
         "process": process,
         "paused": (applied.paused or None) if applied is not None and process is not None else None,
+        "given": _given(config) if config is not None and identity is not None else None,
     }
     if json:
         print_json(facts)
@@ -202,6 +203,24 @@ def status(
         for key, value in facts.items():
             out.print(f"{key.replace('_', ' '):20} {value if value is not None else '-'}")
     return 0
+
+
+def _given(config: WorkerConfig) -> str | None:
+    """What the coordinator says that this machine has given, in words; None where it does not answer."""
+    from worker.control.given import ask_given
+
+    try:
+        found = ask_given(config)
+    except AtollError:
+        return None
+    if not found.days:
+        return "nothing yet"
+    hours, mib = found.compute_s / 3600, 1 << 20
+    return (
+        f"{hours:.2f} h of computing since {found.since}: {found.steps} steps, {found.samples} samples, "
+        f"{found.bytes_in / mib:.1f} MiB received, {found.bytes_out / mib:.1f} MiB sent; "
+        f"{found.discarded_steps} steps were discarded"
+    )
 
 
 @app.command(epilog="Example: atoll-worker version")

@@ -23,7 +23,10 @@ from coordinator.storage.contributions import (
 )
 from coordinator.storage.journal import Journal
 from protos import atoll_control_pb2 as pb
+from protos import atoll_control_pb2_grpc as rpc
 from tests.coordinator.serving import Owner, fleet, start
+from tests.patience import HUNG_S
+from worker.control.given import summed
 
 NOON_S = 1_796_040_000.0  # 2026-11-30 12:00 UTC
 DAY_S = 86400.0
@@ -132,6 +135,13 @@ def test_committed_steps_of_a_job_count_for_its_workers_and_a_restart_keeps_them
         assert {row.name for row in found} == {"fake-0", "fake-1"}
         assert [(row.steps, row.samples, row.discarded_steps) for row in found] == [(6, 6 * 4 * 8, 0)] * 2
         assert all(0 <= row.compute_s <= 6 * 3600 for row in found)
+        own = (
+            rpc.WorkStub(workers[0]._channel)
+            .Given(pb.Empty(), metadata=workers[0].metadata, timeout=HUNG_S)
+            .contributions
+        )
+        assert [row.worker for row in own] == [workers[0].worker], "one's own alone"
+        assert summed(pb.ContributionList(contributions=own)).steps == 6
         running.stop()
         running = start(stack, tmp_path)
         again = Owner(running).call("Contributions", pb.ContributionsRequest()).contributions

@@ -1,0 +1,62 @@
+"""What this machine has given to its coordinator's jobs, as the coordinator has added it up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from protos import atoll_control_pb2 as pb
+from protos import atoll_control_pb2_grpc as rpc
+from protos.grpc_errors import to_atoll_error
+from worker.control.calls import answer
+from worker.control.enroll import join
+
+if TYPE_CHECKING:
+    from worker.config import WorkerConfig
+
+ANSWER_WITHIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Sums over all days that the coordinator keeps, at most 400."""
+
+    since: str  # UTC day, "" where nothing was given
+    days: int
+    steps: int
+    samples: int
+    compute_s: float
+    bytes_in: int
+    bytes_out: int
+    discarded_steps: int
+
+
+def ask_given(config: WorkerConfig) -> Given:
+    """Ask the coordinator that this machine joined. Raises ConnectionFailed or AccessDenied."""
+    member = join(replace(config, connect_timeout_s=0.0), lambda _: True)
+    with member.channel(config) as channel:
+        stub: Any = rpc.WorkStub(channel)
+        call = stub.Given.future(pb.Empty(), timeout=ANSWER_WITHIN_S, metadata=member.metadata)
+        try:
+            reply: pb.ContributionList = answer(call, lambda _: False)
+        except grpc.RpcError as error:
+            raise to_atoll_error(error, member.work_address) from None
+    return summed(reply)
+
+
+def summed(reply: pb.ContributionList) -> Given:
+    """Return the sums of a machine's devices and days."""
+    rows = reply.contributions
+    days = {row.day for row in rows}
+    return Given(
+        since=min(days, default=""),
+        days=len(days),
+        steps=sum(row.steps for row in rows),
+        samples=sum(row.samples for row in rows),
+        compute_s=sum(row.compute_s for row in rows),
+        bytes_in=sum(row.bytes_in for row in rows),
+        bytes_out=sum(row.bytes_out for row in rows),
+        discarded_steps=sum(row.discarded_steps for row in rows),
+    )
