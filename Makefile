@@ -22,6 +22,8 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 WING ?=
 FOLDERS := $(if $(WING),$(wildcard tests/$(WING)/ tests/*/$(WING)/),tests)
 WINGS := $(sort $(notdir $(patsubst %/,%,$(dir $(wildcard coordinator/*/__init__.py worker/*/__init__.py)))))
+# Other Pythons that the package promises: `make pythons` tries each that this machine has.
+PYTHONS ?= 3.12 3.13
 DOCS_STAMP := $(VENV)/.docs-installed
 # What looks at the dependencies has an environment of its own, and none of it is part of a check: an advisory that
 # is published tomorrow must not fail what passed today.
@@ -41,7 +43,7 @@ FLOWER_TESTS := tests/coordinator/flower tests/coordinator/apps tests/worker/app
 	tests/examples/test_flower_digits.py tests/house/test_flower_imports.py \
 	$(wildcard tests/e2e/test_flower_*.py) tests/e2e/test_same_weights.py
 
-.PHONY: help venv demo test test-all test-flwr142 folders packages fuzz check format bench protos docs clean lock sbom audit
+.PHONY: pythons help venv demo test test-all test-flwr142 folders packages fuzz check format bench protos docs clean lock sbom audit
 
 help:
 	@echo "make demo      train a GPT on 4 workers across an emulated WAN, and check the result"
@@ -159,6 +161,22 @@ $(DOCS_STAMP): $(STAMP)
 	@echo "installing the site's tools"
 	@$(BIN)/python -m $(PIP) -c constraints.txt -e '.[docs]'
 	@touch $@
+
+# Without torch, whose builds for another Python are its index's: the daemons and both commands load none.
+pythons:
+	@for version in $(PYTHONS); do \
+		python=$$(ls $$HOME/.pyenv/versions/$$version.*/bin/python 2> /dev/null | tail -n 1); \
+		test -n "$$python" || python=$$(command -v python$$version); \
+		test -n "$$python" || { echo "$$version: not on this machine"; continue; }; \
+		test -x build/pythons/$$version/bin/python || $$python -m venv build/pythons/$$version || exit 1; \
+		bin=build/pythons/$$version/bin; \
+		$$bin/python -m $(PIP) --no-deps --require-hashes -r locks/build.txt -r locks/runtime.txt \
+			&& $$bin/python -m $(PIP) --no-deps --no-build-isolation . \
+			&& $$bin/python -W error -c "import coordinator.server, worker.daemon, atoll" \
+			&& $$bin/python -m compileall -q -f atoll coordinator worker hostos protos strategies compressors \
+			&& $$bin/atoll --help > /dev/null && $$bin/atoll-worker --help > /dev/null || exit 1; \
+		echo "$$version: both commands and daemons load"; \
+	done
 
 docs: $(DOCS_STAMP)
 	@$(BIN)/python -m docs.pages.build build/docs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.errors import StorageError, UsageError
+from hostos.file_locks import lock
 
 MAX_FILE_BYTES = 512
 
@@ -42,9 +42,11 @@ class FolderLock:
         except OSError as error:
             raise _unusable(path, error) from None
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            lock(self._descriptor, wait=False)
+        except (OSError, UsageError) as error:
             os.close(self._descriptor)
+            if isinstance(error, UsageError):
+                raise
             if isinstance(error, BlockingIOError):
                 raise UsageError(refusal(_read(path))) from None
             raise _unusable(path, error) from None
@@ -79,7 +81,7 @@ def holder_of(path: Path) -> Holder | None:
     except OSError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        lock(descriptor, shared=True, wait=False)
     except OSError:
         return _read(path)
     finally:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from atoll.errors import StorageError
+from hostos.file_locks import lock
 from hostos.private_files import private_folder, write_private
 
 if TYPE_CHECKING:
@@ -34,11 +34,11 @@ def changing(path: Path, max_bytes: int) -> Iterator[dict[str, Any]]:
     """
     private_folder(path.parent)
     try:
-        lock = (path.parent / "lock").open("w")
+        opened = (path.parent / "lock").open("w")
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}; free space there") from None
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with opened:
+        lock(opened)
         found = read_object(path, max_bytes)
         yield found
         write_private(path, json.dumps(found, indent=1).encode() + b"\n")

@@ -7,7 +7,6 @@ A file that is there and cannot be read is an error at every use, so nothing lea
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import StorageError
+from hostos.file_locks import lock
 from hostos.folder_version import raise_version
 from hostos.private_files import private_file, private_folder, sync_folder
 from worker.config import FOLDER_VERSION, make_state_dir
@@ -124,8 +124,8 @@ class ConsentFile:
         folder = self.path.parent
         private_folder(folder)
         try:
-            with (folder / "lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with (folder / "lock").open("w") as opened:
+                lock(opened)
                 if not self.path.exists():
                     self._make_alone()
         except (sqlite3.Error, OSError) as error:
