@@ -41,7 +41,7 @@ def quantise_frozen(module: M, kind: Kind, layers: str = "*") -> M:
     """
     if kind not in ("int8", "nf4"):
         raise UsageError(f"quantise_frozen: {kind!r} is no kind; take 'int8' or 'nf4'")
-    found = _frozen_layers(module, layers)
+    found = frozen_layers(module, layers)
     if not found:
         raise UsageError(
             f"quantise_frozen: no linear layer that matches {layers!r} has a frozen weight of its own; call "
@@ -63,11 +63,12 @@ def quantise_frozen(module: M, kind: Kind, layers: str = "*") -> M:
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Return whether some layer of ``module`` has been through ``quantise_frozen``."""
-    return any(isinstance(inner, Int8 | Nf4) for inner in module.modules())
+    """Return whether some layer of ``module`` holds its weight in parts that others do not read."""
+    return any(isinstance(inner, InParts) for inner in module.modules())
 
 
-def _frozen_layers(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module, Tensor]]:
+def frozen_layers(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module, Tensor]]:
+    """Return name, module and weight of each linear layer as ``quantise_frozen`` takes them."""
     owners = Counter(id(held) for inner in module.modules() for held in inner.parameters(recurse=False))
     found = []
     for name, layer in module.named_modules():
@@ -81,7 +82,11 @@ def _frozen_layers(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module
     return found
 
 
-class Int8(nn.Module):
+class InParts(nn.Module):
+    """Frozen weight that is stored as other tensors."""
+
+
+class Int8(InParts):
     """Weight [r, c] from q [r, c] of int8 and s [r, 1] of float32."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -103,7 +108,7 @@ class Int8(nn.Module):
         return found.qdata, found.scale
 
 
-class Nf4(nn.Module):
+class Nf4(InParts):
     """Weight [r, c] from codes [r c / 2], two in a byte, and the scales of each 64 weights in two levels.
 
     ``pairs`` [256, 2] is the table of both weights of a byte: one look-up of a value of twice the width. It

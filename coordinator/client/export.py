@@ -187,8 +187,8 @@ def _savable(module: torch.nn.Module, form: Format) -> Any:
     _check_whole(module, found, form)
     if form is Format.HF and is_quantised(found):
         raise UsageError(
-            f"--format hf: the base of {type(found).__name__} is in 8 or 4 bits by quantise_frozen, which "
-            "from_pretrained does not read; give --format peft and load the adapter on the whole base"
+            f"--format hf: the base of {type(found).__name__} is stored by quantise_frozen or salr in parts "
+            "that from_pretrained does not read; give --format peft and load the adapter on the whole base"
         )
     adapted = hasattr(found, ADAPTED) and hasattr(found, MERGE)
     if form is Format.PEFT and not adapted:
