@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from atoll.errors import UsageError
 from coordinator.cli.format import in_seconds, plain
@@ -20,6 +19,7 @@ from coordinator.cli.options import (
 )
 from coordinator.cli.relay import RelayOptions, metrics_address
 from coordinator.cli.render import status_view
+from coordinator.cli.views.facts import FactTable
 from coordinator.client.endpoint import Endpoint, default_state_dir, remember
 from hostos.addresses import join_address, parse_address
 from hostos.command_line import AsJson, out, print_json, show, with_groups
@@ -283,7 +283,7 @@ def token_list(common: Common) -> None:
     if common.json:
         print_json([plain(info) for info in tokens])
         return
-    table = Table("token", "name", "age", "expires", "uses", "state", box=None, pad_edge=False)
+    table = FactTable("token", "name", "age", "expires", "uses", "state", box=None, pad_edge=False)
     now_s = time.time()
     for info in tokens:
         left_s = info.expires_s - now_s
@@ -292,7 +292,7 @@ def token_list(common: Common) -> None:
         uses = f"{info.uses} of {info.max_uses}" if info.max_uses else str(info.uses)
         age = in_seconds(max(0.0, now_s - info.created_s))
         table.add_row(info.id, info.name, age, "" if state == "expired" else expires, uses, state)
-    out.print(table)
+    show(table)
 
 
 @token_app.command("revoke", epilog="Example: atoll token revoke t-1a2b3c4d")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
 from atoll.errors import StorageError
 from coordinator.cli.format import in_bytes
 from coordinator.cli.options import Common
-from hostos.command_line import err, out, print_json, shown_time, with_groups
+from coordinator.cli.views.facts import FactTable
+from hostos.command_line import err, out, print_json, show, shown_time, with_groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,10 +108,10 @@ def _show(job: str, found: Sequence[pb.Checkpoint], json: bool) -> None:
     if not found:
         out.print(f"{job} has stored no checkpoint yet; --set checkpoint_every=N at submit says how often")
         return
-    table = Table("step", "when", "size", "tensors", "state", box=None, pad_edge=False)
+    table = FactTable("step", "when", "size", "tensors", "state", box=None, pad_edge=False)
     for c in found:
         state = (
             Text(f"torn: {c.torn}", style="red") if c.torn else Text("whole, the best" if c.best else "whole")
         )
         table.add_row(str(c.step), shown_time(c.at_s, "unknown"), in_bytes(c.bytes), str(c.tensors), state)
-    out.print(table)
+    show(table)

@@ -9,16 +9,16 @@ from time import localtime, strftime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from atoll.errors import AtollError, UsageError
 from coordinator.cli.format import add_row
 from coordinator.cli.options import Common, StateDir
+from coordinator.cli.views.facts import FactTable
 from coordinator.client.endpoint import default_state_dir
 from coordinator.flower import detached
 from coordinator.flower.detached import OVER, Detached, Stage
 from coordinator.flower.launcher import new_run
-from hostos.command_line import INTERRUPTED, err, out, print_json, with_groups
+from hostos.command_line import INTERRUPTED, err, out, print_json, show, with_groups
 from protos.text_limits import clean
 
 if TYPE_CHECKING:
@@ -128,14 +128,14 @@ def show_runs(*, common: Common) -> int:
     if common.json:
         print_json(rows)
         return 0
-    table = Table("run", "app", "state", "round", "nodes", "started", "where", box=None, pad_edge=False)
+    table = FactTable("run", "app", "state", "round", "nodes", "started", "where", box=None, pad_edge=False)
     for row in rows:
         of = f"{row['round']}/{row['rounds']}" if row["rounds"] else str(row["round"] or "")
         where = f"{row['where']}, of {row['owner']}" if row["owner"] else row["where"] or HERE
         started = strftime("%Y-%m-%d %H:%M", localtime(row["started_s"]))
         name = f"{row['app']} {row['version']}"
         add_row(table, row["run"], name, row["stage"], of, str(row["nodes"] or ""), started, where)
-    out.print(table)
+    show(table)
     if missing:
         err.print(f"only runs of this machine: {missing}", style="dim", soft_wrap=True)
     return 0

@@ -39,6 +39,7 @@ from hostos.command_line import (
     in_panels,
     out,
     print_json,
+    show,
     version_option,
 )
 from protos import PROTOCOL_VERSION
@@ -126,11 +127,11 @@ def ops(
     trace: Trace = False,
 ) -> int:
     """List a model's ops, and those that are not supported. Exit code 3 when there are any."""
-    from rich.table import Table
     from rich.text import Text
 
     from coordinator.capture.capture import op_uses
     from coordinator.capture.export_errors import remedies
+    from coordinator.cli.views.facts import FactTable
     from coordinator.client.job_file import blaming, load_job
 
     job = load_job(model, full_trace=trace)
@@ -146,11 +147,11 @@ def ops(
             ]
         )
         return 3 if unsupported else 0
-    table = Table("op", "uses", "supported", "first in", "at", box=None, pad_edge=False)
+    table = FactTable("op", "uses", "supported", "first in", "at", box=None, pad_edge=False)
     for use in uses:
         word = "yes" if use.supported else Text("no", style="red")
         table.add_row(use.target, str(use.count), word, use.module_path, use.source_line)
-    out.print(table)
+    show(table)
     if unsupported:
         known = remedies(" ".join(use.target for use in unsupported))
         moves = known or ("write them with plain tensor ops",)

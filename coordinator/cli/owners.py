@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from coordinator.cli.format import plain
 from coordinator.cli.options import Common, StateDir
+from coordinator.cli.views.facts import FactTable
 from coordinator.client.endpoint import default_state_dir
 from hostos.bounded_log import read_log
-from hostos.command_line import AsJson, out, print_json, shown_time, with_groups
+from hostos.command_line import AsJson, out, print_json, show, shown_time, with_groups
 
 AUDIT = "audit"
 SHOWN = ("at_s", "owner", "role", "call", "peer")
@@ -52,10 +52,10 @@ def list_owners(common: Common) -> None:
     if common.json:
         print_json([plain(info) for info in owners])
         return
-    table = Table("owner", "role", "since", box=None, pad_edge=False)
+    table = FactTable("owner", "role", "since", box=None, pad_edge=False)
     for info in owners:
         table.add_row(info.name, info.role, shown_time(info.created_s, "the first start"))
-    out.print(table)
+    show(table)
 
 
 @owner_app.command("revoke", epilog="Example: atoll owner revoke research")
@@ -82,8 +82,8 @@ def log(state_dir: StateDir = None, json: AsJson = False) -> None:
         for line in lines:
             print_json(line)
         return
-    table = Table("when", "owner", "call", "about", "from", box=None, pad_edge=False)
+    table = FactTable("when", "owner", "call", "about", "from", box=None, pad_edge=False)
     for line in lines:
         about = ", ".join(f"{key} {value}" for key, value in line.items() if key not in SHOWN)
         table.add_row(shown_time(line["at_s"]), line["owner"], line["call"], about, line["peer"])
-    out.print(table if lines else "no owner has done anything here yet")
+    show(table if lines else "no owner has done anything here yet")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import click
@@ -105,3 +108,21 @@ def test_a_slip_is_answered_with_one_hint(
     text = capsys.readouterr().err
     assert text.count("Did you mean") == 1
     assert f"Did you mean '{hint}'?" in text
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    for words, found in (("atoll sub", "submit"), ("atoll submit --wat", "--watch")):
+        environment = {
+            **os.environ,
+            "_ATOLL_COMPLETE": "complete_bash",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(len(words.split()) - 1),
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", "coordinator.cli"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert found in done.stdout.split(), done.stderr
