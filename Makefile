@@ -116,6 +116,7 @@ check: $(STAMP)
 	$(BIN)/mypy $(foreach package,$(PACKAGES),-p $(package))
 	$(BIN)/mypy -p benchmarks -p examples -p docs.pages
 	$(BIN)/lint-imports
+	$(PYTEST) -q tests/house/test_words.py
 
 format: $(STAMP)
 	$(BIN)/ruff format .

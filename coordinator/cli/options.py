@@ -236,8 +236,9 @@ class PlanOptions(JobOptions):
         str,
         typer.Option(
             metavar="auto|N",
-            help="Idle workers that repeat a stage's steps, to take it over at once: where that is worth it, "
-            "or at most N. 0: none; the fastest plan, whatever losses cost, and it stays when others join.",
+            help="Idle workers that repeat a stage's steps, to take it over at once. auto: where "
+            "that is worth it; N: at most so many. With 0 there are none: the fastest plan, whatever losses "
+            "cost, and it stays when others join.",
             hidden=True,
         ),
     ] = "auto"

@@ -9,12 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from docs.pages import reference
+
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("atoll", "hostos", "protos", "strategies", "compressors", "coordinator", "worker", "lab")
 PAGES = ("README.md", "CONTRIBUTING.md", "docs")
-MAX_WORDS = 40
+MAX_WORDS, MAX_READ = 40, 35  # of a docstring or a decision; of what users read
 SCREENS_LINES, LINE_CHARS = 100, 110  # of a decision
 BANNED = re.compile(r"\b(?:foretold|put off|set aside|is said again|is asked anew|Doorkeeping)\b")
+DIALECT = re.compile(
+    r"\b(?:foretold|hearkens?|henceforth|thereupon|wherewith|therein|thereof|whilst|ought|drag|toll|"
+    r"is to be had|owe[ds]?|lanes?|bidden|heretofore|whosoever|albeit|behooves?|thus far|hitherto)\b"
+)
+"""Words of our own, or of books, that a user's page, a help text or an error does without."""
 DWINDLING = re.compile(r"\b(?:told|whom|said)\b")
 
 STILL = {"README.md": 1, "atoll": 2, "coordinator": 35, "docs": 27, "protos": 2, "strategies": 2, "worker": 9}
@@ -41,6 +48,16 @@ def sentences(text: str) -> list[str]:
 def words(sentence: str) -> int:
     """Words of a sentence; code between backticks is one."""
     return sum(bool(re.search(r"\w", word)) for word in re.sub(r"`[^`]*`", "CODE", sentence).split())
+
+
+@cache
+def _helps() -> tuple[tuple[str, str], ...]:
+    """Help texts of commands and of their options."""
+    found = []
+    for path, command in reference.commands():
+        found.append((path, getattr(command, "help", "") or ""))
+        found += [(f"{path} {p.name}", getattr(p, "help", "") or "") for p in getattr(command, "params", ())]
+    return tuple(found)
 
 
 def _pages() -> list[Path]:
@@ -71,6 +88,58 @@ def _read() -> Iterator[tuple[str, str]]:
 
 def test_no_sentence_has_more_than_forty_words() -> None:
     found = [f"{where}: {s}" for where, text in _texts() for s in sentences(text) if words(s) > MAX_WORDS]
+    assert found == []
+
+
+def _errors() -> Iterator[tuple[str, str]]:
+    """Messages of errors as far as the source has them: what is put in is one word."""
+    for package in PRODUCT:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if "_pb2" in path.name:
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+                    yield f"{path.relative_to(ROOT)}:{node.lineno}", message(node.exc.args[0])
+
+
+def message(node: ast.expr) -> str:
+    """A string or an f-string of the source, "" for anything else."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(message(part) or "X" for part in node.values)
+    return ""
+
+
+def test_no_sentence_that_users_read_has_more_than_thirty_five_words() -> None:
+    pages = [(where, text) for where, text in _texts() if where.endswith(".md") and "decisions/" not in where]
+    found = [
+        f"{where}: {s}" for where, text in [*pages, *_helps()] for s in sentences(text) if words(s) > MAX_READ
+    ]
+    assert len(pages) > 30
+    assert len(_helps()) > 200
+    assert found == []
+
+
+def test_no_clause_of_an_error_has_more_than_thirty_five_words() -> None:
+    errors = list(_errors())
+    assert len(errors) > 500
+    found = [
+        f"{where}: {text}" for where, text in errors for s in re.split(r"[.;:] ", text) if words(s) > MAX_READ
+    ]
+    assert found == []
+
+
+def test_a_long_sentence_and_a_long_error_are_seen() -> None:
+    long = "word " * (MAX_READ + 1) + "end."
+    assert [words(s) > MAX_READ for s in sentences(f"{long} A short one.")] == [True, False]
+    node = ast.parse('f"{a} is {b!r}; give another"', mode="eval").body
+    assert message(node) == "X is X; give another"
+
+
+def test_users_meet_no_word_of_a_dialect() -> None:
+    pages = [(where, text) for where, text in _texts() if where.endswith(".md") and "decisions/" not in where]
+    found = [f"{w}: {m[0]}" for w, text in [*pages, *_helps(), *_errors()] for m in DIALECT.finditer(text)]
     assert found == []
 
 

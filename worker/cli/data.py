@@ -226,7 +226,7 @@ def policy(
 ) -> int:
     """Show a data set's policy, or change what is given of it; a running worker obeys at once.
 
-    A job that runs and is no longer accepted is left; a changed bound on updates or their norm and noise
+    A job that runs and is no longer accepted is left. A changed bound on updates or their norm and noise
     counts from the next job, or the next time that this one is taken up.
     """
     from worker.cli.running import signal_consent_changed
