@@ -58,7 +58,7 @@ def _private_parts(update: pb.JobUpdate, head: Table, names: Names) -> list[Rend
 
 def short(privacy: str) -> str:
     """A private job's sentence without its conditions, for lines."""
-    return privacy.partition(":")[0].partition(";")[0]
+    return privacy.partition(": ")[0].partition("; ")[0]
 
 
 def federated_words(update: pb.JobUpdate) -> list[str]:
