@@ -53,7 +53,7 @@ class Way:
 WAYS = (
     Way("rounds", "fedavg", 0, {}),
     Way("fedbuff", "fedavg", 10, {}),
-    Way("fedasync", "fedasync", 1, {"alpha": 0.1}),
+    Way("fedasync", "fedasync", 1, {}),
 )
 
 
