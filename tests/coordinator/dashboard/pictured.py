@@ -155,7 +155,7 @@ class PicturedCoordinator:
 
     def start(self) -> None:
         self.world.over = False
-        self._server = grpc.server(ThreadPoolExecutor(max_workers=64))
+        self._server = grpc.server(ThreadPoolExecutor(max_workers=64), options=[("grpc.so_reuseport", 0)])
         rpc.add_EntryServicer_to_server(_Entry(), self._server)
         rpc.add_OwnerServicer_to_server(_Owner(self.world), self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
