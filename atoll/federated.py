@@ -112,8 +112,8 @@ class Federated:
     privacy: Privacy | None = None  # of each client's data, against all but the coordinator: docs/privacy.md
     # Asynchronous: so many updates make the next model, whoever sent them; 0: rounds wait for all chosen.
     buffer: int = 0
-    staleness: float = STALENESS  # an update of t models ago weighs (1 + t) ** -staleness
-    max_staleness: int = MAX_STALENESS  # an older one is refused
+    staleness: float | None = None  # 0.5: an update of t models ago weighs (1 + t) ** -staleness
+    max_staleness: int | None = None  # 20: an older one is refused
 
     @property
     def asynchronous(self) -> bool:
@@ -122,7 +122,12 @@ class Federated:
 
     def weight(self, models: int) -> float:
         """Share that an update counts with whose model is so many ``models`` old."""
-        return float((1.0 + models) ** -self.staleness)
+        return float((1.0 + models) ** -(STALENESS if self.staleness is None else self.staleness))
+
+    @property
+    def oldest(self) -> int:
+        """Models ago that an update may have begun."""
+        return MAX_STALENESS if self.max_staleness is None else self.max_staleness
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -134,14 +139,14 @@ class Federated:
             ("evaluate_every", self.evaluate_every, 0, 10**9),
             ("max_samples", self.max_samples, 1, MOST_COUNTED),
             ("buffer", self.buffer, 0, 4096),
-            ("max_staleness", self.max_staleness, 0, 10**6),
+            ("max_staleness", self.oldest, 0, 10**6),
         ):
             if type(value) is not int or not low <= value <= high:
                 raise UsageError(f"{name} = {value!r}; give a whole number from {low} to {high}")
         _within("deadline_s", self.deadline_s, 0.1, 7 * 86_400.0)
         _within("consent_s", self.consent_s, 1.0, 90 * 86_400.0)
         _within("held_out", self.held_out, 0.0, 0.9)
-        _within("staleness", self.staleness, 0.0, 10.0)
+        _within("staleness", STALENESS if self.staleness is None else self.staleness, 0.0, 10.0)
         if self.clients and self.clients < self.min_clients and not self.asynchronous:
             raise UsageError(
                 f"{self.clients} clients a round cannot bring the {self.min_clients} updates of "

@@ -259,7 +259,7 @@ class Flow(Round):
 
     def taken(self, state: FederationState, worker: str, update: UpdateReady, now_s: float) -> Outcome:
         client, flight = state.clients[worker], state.flights[worker]
-        age, most = state.round - flight.round, state.federated.rule.max_staleness
+        age, most = state.round - flight.round, state.federated.rule.oldest
         wrong = impossible(client, update)
         why = f"its model is {age} models old, at most {most} may be" if age > most else wrong
         if why:
