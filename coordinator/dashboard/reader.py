@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 import structlog
 
-from atoll.errors import AtollError, UsageError
+from atoll.errors import AtollError, ConnectionFailed, UsageError
+from coordinator.client.client import ENDED
 from coordinator.client.overrides import settings
 from coordinator.dashboard.curves import Curves
 from coordinator.dashboard.model import Row, View
@@ -208,7 +209,7 @@ class Reader:
             while len(rows) > MAX_EVENTS:
                 del rows[next(iter(rows))]
             topic.publish(View({"events": number}, {"events": dict(rows)}))
-        raise UsageError("the coordinator ended its log")
+        raise ConnectionFailed("the coordinator ended its log")
 
     async def _read_job(self, topic: Topic) -> None:
         job = topic.name.removeprefix(JOB)
@@ -226,6 +227,8 @@ class Reader:
             if time.monotonic() - kept_at_s > self._pace.checkpoints_every_s:
                 kept, kept_at_s = await self._checkpoints(job), time.monotonic()
             topic.publish(seen.view(self._workers, curves.seen(), kept))
+        if seen.state not in ENDED:  # a coordinator that stops may end its streams without an error
+            raise ConnectionFailed("the coordinator ended its updates")
         topic.publish(seen.view(self._workers, curves.seen(), await self._checkpoints(job)))
 
     async def _read_timeline(self, topic: Topic) -> None:

@@ -129,6 +129,11 @@ class JobSeen:
         self._prices: dict[tuple[int, str], Row] = {}
         self._update = pb.JobUpdate()
 
+    @property
+    def state(self) -> str:
+        """The job's newest state, "" before the first update."""
+        return self._update.state
+
     def take(self, update: pb.JobUpdate, settings: Iterable[str] = ()) -> None:
         """Take an update of the job. ``settings``: its training's, where the update holds that."""
         if update.HasField("plan"):

@@ -66,7 +66,7 @@ class World:
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
         self.turn = 0
-        self.over = False
+        self.over = False  # streams end, without an error
 
     def stir(self) -> None:
         """Wake all streams."""

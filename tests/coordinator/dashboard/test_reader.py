@@ -113,6 +113,22 @@ def test_while_the_coordinator_is_away_all_stays_and_it_comes_back_by_itself() -
     with_reader(world, scenario)
 
 
+def test_streams_that_a_stopping_coordinator_ends_without_an_error_are_read_again() -> None:
+    world = pictured()
+
+    async def scenario(reader: Reader, coordinator: PicturedCoordinator) -> None:
+        async with reader.looking([f"job:{JOB}", "events"]) as [job, events]:
+            await until(reader, lambda: job.view.curves and events.version)
+            world.over = True
+            world.stir()
+            await until(reader, lambda: job.view.facts.get("away") and events.view.facts.get("away"))
+            world.over = False
+            await until(reader, lambda: not job.view.facts.get("away") and not events.view.facts.get("away"))
+        assert world.calls.count("Watch") > 1
+
+    with_reader(world, scenario)
+
+
 def test_an_unknown_job_is_said_in_the_coordinators_words() -> None:
     async def scenario(reader: Reader, coordinator: PicturedCoordinator) -> None:
         async with reader.looking(["job:nothing"]) as [topic]:
