@@ -16,6 +16,14 @@ def sampled(count: int, values: Iterable[Any]) -> list[Any]:
     return [value if at in chosen else _slow(value) for at, value in enumerate(known)]
 
 
+def each_once(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
+    """All pairs, of which one for each of ``first`` runs by default, each with another of ``second``."""
+    others = list(second)
+    turned = ((one, others[at % len(others) :] + others[: at % len(others)]) for at, one in enumerate(first))
+    pairs = [(one, other) for one, order in turned for other in order]
+    return sampled(len(pairs) // len(others), pairs)
+
+
 def _slow(value: Any) -> Any:
     if isinstance(value, type(pytest.param())):
         return pytest.param(*value.values, marks=(*value.marks, pytest.mark.slow), id=value.id)

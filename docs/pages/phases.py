@@ -26,6 +26,8 @@ Names = dict[str, Value]
 Calls = tuple[tuple[Any, Names], ...]
 _NOTHING: Phases = frozenset({UNKNOWN})
 _NEVER: Phases = frozenset()  # what is not returned
+_known: dict[tuple[Any, tuple[tuple[str, Value], ...]], Value] = {}
+_cut: set[tuple[Any, tuple[tuple[str, Value], ...]]] = set()  # calls under way that were met again inside
 
 
 def targets(handler: Callable[..., Any], phase: Enum) -> Phases:
@@ -64,10 +66,21 @@ def _called(function: Any, given: Names, calls: Calls) -> Value:
     if node is None or function.__module__.partition(".")[0] not in OWN:
         return _NOTHING
     if (function, given) in calls:
+        _cut.add((function, _key(given)))
         return _NEVER  # a call of itself adds nothing to what its other ways return
-    walk = _Walk(function.__globals__, dict(given), (*calls, (function, given)))
-    walk.block(node.body)
-    return walk.returned
+    key = function, _key(given)
+    if key not in _known:
+        walk = _Walk(function.__globals__, dict(given), (*calls, (function, given)))
+        walk.block(node.body)
+        _cut.discard(key)
+        if _cut:  # within a call of itself further up, whose other ways this result lacks
+            return walk.returned
+        _known[key] = walk.returned
+    return _known[key]
+
+
+def _key(given: Names) -> tuple[tuple[str, Value], ...]:
+    return tuple(sorted(given.items(), key=lambda item: item[0]))
 
 
 class _Walk:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -182,7 +183,8 @@ def pictured(seed: int = 7, hostile: bool = False) -> World:
     world = World()
     workers = _workers(draw)
     if hostile:
-        workers[0].name = HOSTILE
+        if not os.environ.get("ATOLL_PICTURES"):  # those are for people
+            workers[0].name = HOSTILE
         workers[0].reason = "<img src=x onerror=alert(2)>"
         world.lines.append(
             pb.LogLine(

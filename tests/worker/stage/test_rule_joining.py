@@ -15,6 +15,7 @@ from atoll.gradient_exchange import kept_name
 from atoll.job import Optimizer
 from strategies.exchanges.base import is_own
 from tests.inprocess.replicas import LocalReplicas
+from tests.parameters import each_once
 from tests.worker.stage.crew import TRAINING, Case, Crew, case, cut_evenly
 from tests.worker.stage.test_gradient_joining import assigned, exchanged, loss_of, without
 from tests.worker.stage.test_local_steps import Counted
@@ -89,8 +90,10 @@ def same(crew: Crew, reference: LocalReplicas) -> None:
     assert seen == held.keys() | kept.keys()
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("replicas", [((2, 1), (2, 1)), ((1, 2), (3, 1)), ((2, 3), (1, 2), (1, 1))])
+@pytest.mark.parametrize(
+    ("rule", "replicas"),
+    each_once(RULES, [((2, 1), (2, 1)), ((1, 2), (3, 1)), ((2, 3), (1, 2), (1, 1))]),
+)
 def test_replicas_end_in_the_bits_of_the_rule_in_one_process(
     replicas: tuple[tuple[int, int], ...], rule: str
 ) -> None:
@@ -125,9 +128,12 @@ def restarted(crew: Crew, made: Case, cuts: Cuts, step: int, exchange: Exchange 
     return Crew(made, given, tensors=[{**made.tensors, **stored}] * len(given))
 
 
-@pytest.mark.parametrize("rule", ["int8", "powersgd", "acp_sgd", "random_k", "gtopk", "ok_topk", "demo"])
 @pytest.mark.parametrize(
-    "later", [((2, 2), (2, 1)), ((3, 1), (1, 3)), ((2, 2), (1, 1), (1, 1))], ids=["same", "other", "more"]
+    ("rule", "later"),
+    each_once(
+        ["int8", "powersgd", "acp_sgd", "random_k", "gtopk", "ok_topk", "demo"],
+        [((2, 2), (2, 1)), ((3, 1), (1, 3)), ((2, 2), (1, 1), (1, 1))],
+    ),
 )
 def test_a_restored_job_goes_on_with_what_was_left_out_under_any_cut(
     later: tuple[tuple[int, int], ...], rule: str
