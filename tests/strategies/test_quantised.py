@@ -29,6 +29,7 @@ from coordinator.planning.costs.traffic import Traffic
 from strategies.lora_module import freeze_a
 from strategies.quantised_module import Kind, quantise_frozen
 from tests.models import VOCABULARY, gpt2, llama
+from tests.parameters import sampled
 from tests.people.loop import compare, job_of
 
 ROWS = 16
@@ -96,8 +97,8 @@ def test_a_layer_computes_with_the_weight_that_torchao_gives_back(kind: Kind, dt
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(lambda: adapted("int8", layers=1), id="int8"),
-        pytest.param(lambda: adapted("nf4", layers=1), id="nf4"),
+        pytest.param(lambda: adapted("int8", layers=1), id="int8", marks=pytest.mark.slow),
+        pytest.param(lambda: adapted("nf4", layers=1), id="nf4", marks=pytest.mark.slow),
         pytest.param(lambda: freeze_a(_begun(adapted("nf4", layers=1))), id="LoRA-FA on nf4"),
     ],
 )
@@ -115,8 +116,7 @@ def _begun(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("cut", [0, 1])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "cut"), sampled(2, [(kind, cut) for kind in KINDS for cut in (1, 0)]))
 def test_every_way_to_recompute_and_to_defer_gives_the_same_gradients(kind: Kind, cut: int) -> None:
     """``cut``: between a weight and the layer that reads it, which a planner would never do."""
     found = captured(kind)
