@@ -81,7 +81,7 @@ def limited(folder: Path, limit: int) -> Iterator[Limited]:
             process,
             endpoint.port,
             started["work_port"],
-            line.split("--token")[1].strip(),
+            (folder / "state" / "join-token").read_text().strip(),
             endpoint.token.encode(),
             log,
         )

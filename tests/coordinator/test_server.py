@@ -639,7 +639,7 @@ def serving(folder: Path) -> Iterator[Served]:
         line = next(line for line in process.stdout if "atoll-worker join" in line)
         endpoint = find_endpoint(state_dir=folder)
         assert endpoint.token is not None
-        token = line.split("--token")[1].strip()
+        token = (folder / "join-token").read_text().strip()
         yield Served(process, Started(endpoint.port, 0, line, token, endpoint.token.encode()))
 
 

@@ -59,8 +59,8 @@ def test_noise_has_the_stated_deviation_and_is_drawn_by_the_secret_alone() -> No
 
 
 PLAIN = {
-    "coordinate_median", "fedadagrad", "fedadam", "fedavg", "fedavgm", "fednova", "fedprox", "fedsvd",
-    "fedyogi", "flora", "krum", "opwa", "trimmed_mean", "vhl",
+    "coordinate_median", "fedadagrad", "fedadam", "fedasync", "fedavg", "fedavgm", "fednova", "fedprox",
+    "fedsvd", "fedyogi", "flora", "krum", "opwa", "trimmed_mean", "vhl",
 }  # fmt: skip
 
 

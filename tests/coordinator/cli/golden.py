@@ -123,8 +123,8 @@ def printed(view: RenderableType, width: int) -> str:
     """A view as a console shows it."""
     text = io.StringIO()
     Console(
-        file=text, width=width or None, force_terminal=bool(width), color_system=None, highlight=False,
-        markup=False, emoji=False, legacy_windows=False,
+        file=text, width=width or None, height=50, force_terminal=bool(width), color_system=None,
+        highlight=False, markup=False, emoji=False, legacy_windows=False,
     ).print(view, soft_wrap=not width)  # fmt: skip
     return _trimmed(text.getvalue())
 
