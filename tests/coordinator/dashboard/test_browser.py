@@ -137,6 +137,7 @@ def test_everybody_sees_a_run_without_a_key(browser: Any, public: ServedPage) ->
         tab.context.close()
 
 
+@pytest.mark.skipif("ATOLL_PICTURES" in os.environ, reason="pictures are of a fleet without hostile names")
 def test_strangers_words_are_text_and_run_nothing(browser: Any, page: ServedPage) -> None:
     tab = Tab(browser, page)
     alarms: list[str] = []
