@@ -10,14 +10,12 @@ machine happens to live. No secret appears in a repr, an error or a log.
 from __future__ import annotations
 
 import base64
-import binascii
 import datetime as dt
 import hashlib
 import hmac
 import re
 import secrets
 import struct
-import zlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -40,6 +38,8 @@ from protos.short_tokens import (
     SECRET_BYTES,
     ShortToken,
     is_short,
+    sealed,
+    unsealed,
 )
 
 if TYPE_CHECKING:
@@ -376,8 +376,7 @@ class JoinToken:
         version = _TOKEN_OF_ONE if len(ders) == 1 else _TOKEN_OF_SEVERAL
         body = _TOKEN_HEAD.pack(version, self.work_port, len(self.secret)) + self.secret
         body += ders[0] if len(ders) == 1 else b"".join(_TOKEN_LENGTH.pack(len(der)) + der for der in ders)
-        body += struct.pack("!I", zlib.crc32(body))
-        return TOKEN_PREFIX + base64.urlsafe_b64encode(body).decode().rstrip("=")
+        return sealed(TOKEN_PREFIX, body)
 
     @classmethod
     def decode(cls, text: str) -> JoinToken:
@@ -394,22 +393,14 @@ class JoinToken:
             raise AccessDenied(
                 f"join token of {len(text)} characters; at most {MAX_TOKEN_CHARS}; copy it whole"
             )
-        encoded = text.removeprefix(TOKEN_PREFIX)
-        try:
-            body = base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True)
-        except (binascii.Error, ValueError):
-            raise AccessDenied(
-                "join token holds characters that do not belong there; copy it again"
-            ) from None
-        if len(body) < _TOKEN_HEAD.size + 4 or zlib.crc32(body[:-4]) != struct.unpack("!I", body[-4:])[0]:
-            raise AccessDenied("join token is damaged or cut off (checksum differs); copy it whole")
+        body = unsealed(text.removeprefix(TOKEN_PREFIX), _TOKEN_HEAD.size)
         version, port, secret_bytes = _TOKEN_HEAD.unpack_from(body)
         if version not in (_TOKEN_OF_ONE, _TOKEN_OF_SEVERAL):
             raise AccessDenied(
                 f"join token of version {version}, this is version {_TOKEN_OF_SEVERAL}; update atoll"
             )
         start = _TOKEN_HEAD.size
-        secret, rest = body[start : start + secret_bytes], body[start + secret_bytes : -4]
+        secret, rest = body[start : start + secret_bytes], body[start + secret_bytes :]
         if len(secret) < SECRET_BYTES or len(secret) != secret_bytes:
             raise AccessDenied("join token holds no usable secret; ask for a new one")
         try:

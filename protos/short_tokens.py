@@ -31,6 +31,23 @@ def is_short(text: str) -> bool:
     return text.strip().startswith(SHORT_PREFIX)
 
 
+def sealed(prefix: str, body: bytes) -> str:
+    """``prefix`` and base64url of ``body`` with its crc32, as tokens are written."""
+    return prefix + base64.urlsafe_b64encode(body + _CHECK.pack(zlib.crc32(body))).decode().rstrip("=")
+
+
+def unsealed(encoded: str, least: int) -> bytes:
+    """The body that ``sealed`` wrote behind its prefix, of at least so many bytes. AccessDenied otherwise."""
+    try:
+        found = base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError):
+        raise AccessDenied("join token holds characters that do not belong there; copy it again") from None
+    body, check = found[: -_CHECK.size], found[-_CHECK.size :]
+    if len(found) < least + _CHECK.size or zlib.crc32(body) != _CHECK.unpack(check)[0]:
+        raise AccessDenied("join token is damaged or cut off (checksum differs); copy it whole")
+    return body
+
+
 @dataclass(frozen=True, slots=True)
 class ShortToken:
     """Token of at most 90 characters; ``host`` "" where the address is given beside it."""
@@ -43,8 +60,7 @@ class ShortToken:
     def encode(self) -> str:
         """``atoll2_`` + base64url(authorities, port, secret, pins, host, crc32)."""
         body = _HEAD.pack(len(self.pins), self.port) + self.secret + b"".join(self.pins) + self.host.encode()
-        body += _CHECK.pack(zlib.crc32(body))
-        return SHORT_PREFIX + base64.urlsafe_b64encode(body).decode().rstrip("=")
+        return sealed(SHORT_PREFIX, body)
 
     @classmethod
     def decode(cls, text: str) -> ShortToken:
@@ -55,23 +71,14 @@ class ShortToken:
                 f"this is no short join token: {SHORT_PREFIX} and at most {MAX_SHORT_CHARS} characters, not "
                 f"{len(text)}; copy it whole"
             )
-        encoded = text.removeprefix(SHORT_PREFIX)
-        try:
-            body = base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True)
-        except (binascii.Error, ValueError):
-            raise AccessDenied(
-                "join token holds characters that do not belong there; copy it again"
-            ) from None
-        least = _HEAD.size + SECRET_BYTES + PIN_BYTES + _CHECK.size
-        if len(body) < least or zlib.crc32(body[: -_CHECK.size]) != _CHECK.unpack(body[-_CHECK.size :])[0]:
-            raise AccessDenied("join token is damaged or cut off (checksum differs); copy it whole")
+        body = unsealed(text.removeprefix(SHORT_PREFIX), _HEAD.size + SECRET_BYTES + PIN_BYTES)
         count, port = _HEAD.unpack_from(body)
         start = _HEAD.size + SECRET_BYTES
         stop = start + count * PIN_BYTES
-        if not 1 <= count <= MAX_AUTHORITIES or stop > len(body) - _CHECK.size:
+        if not 1 <= count <= MAX_AUTHORITIES or stop > len(body):
             raise AccessDenied("join token names no authority; ask for a new one")
         pins = tuple(body[at : at + PIN_BYTES] for at in range(start, stop, PIN_BYTES))
-        host = body[stop : -_CHECK.size].decode("ascii", "replace")
+        host = body[stop:].decode("ascii", "replace")
         token = cls(body[_HEAD.size : start], pins, host, port)
         if not HOST.fullmatch(host) or bool(host) != bool(port) or token.encode() != text:
             raise AccessDenied("join token is not written as it was issued; copy it again")
