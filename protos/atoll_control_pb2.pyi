@@ -2760,12 +2760,15 @@ class Participate(_message.Message):
     TENSORS_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     version: _builtins.int
     batch: _builtins.int
     """samples of a micro-batch"""
     owner: _builtins.str
     """who submitted the job, as the coordinator knows it"""
+    client: _builtins.str
+    """the worker's name in the job, from which all draws are made"""
     @_builtins.property
     def training(self) -> _atoll_job_pb2.TrainingSpec: ...
     @_builtins.property
@@ -2795,10 +2798,11 @@ class Participate(_message.Message):
         tensors: _abc.Iterable[_atoll_job_pb2.TensorBlob] | None = ...,
         batch: _builtins.int = ...,
         owner: _builtins.str = ...,
+        client: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["eval_program", b"eval_program", "federated", b"federated", "program", b"program", "training", b"training"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "eval_program", b"eval_program", "federated", b"federated", "job", b"job", "metas", b"metas", "owner", b"owner", "program", b"program", "tensors", b"tensors", "training", b"training", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "client", b"client", "eval_program", b"eval_program", "federated", b"federated", "job", b"job", "metas", b"metas", "owner", b"owner", "program", b"program", "tensors", b"tensors", "training", b"training", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -364,7 +364,8 @@ class Model:
 @dataclass(frozen=True)
 class Participate:
     """A federated job as a client hears of it. ``tensors`` maps every leaf but the inputs to its blob;
-    ``owner``: who submitted it."""
+    ``owner``: who submitted it; ``client``: what the worker is called in it, its own name where that is
+    unset. Batches, held-out samples and noise of codecs are drawn from that name."""
 
     job: Name
     version: int
@@ -376,6 +377,7 @@ class Participate:
     tensors: Mapping[Name, BlobHash]
     batch: Annotated[int, Within(1, MAX_BATCH)]
     owner: str = ""
+    client: str = ""
 
     @property
     def programs(self) -> tuple[StageProgram, ...]:

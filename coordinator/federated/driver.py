@@ -303,7 +303,7 @@ class FederatedDriver:
             self.effects.move(worker, members.AssignedTo(job, members.NO_RANK))
             trip = self.effects.roster.ops.rtt_s.get(worker)
             latency_s = min(trip) / 2 if trip else 0.0
-            self.step(job, fed.Invited(worker, facts.n_samples, latency_s))
+            self.step(job, fed.Invited(worker, facts.n_samples, latency_s, known.introduction.name))
 
     def _let_go(self, state: FederationState, worker: str) -> bool:
         """Whether the job has let this process of the worker go, and it is not yet time to ask it again."""
@@ -329,9 +329,8 @@ class FederatedDriver:
                 effects.send(worker, message)
             case fed.Invite(worker):
                 tensors = dict(state.spec.tensors)
-                effects.send(
-                    worker, do.Participate(job, VERSION, state.spec, tensors, state.spec.owner or OWNER)
-                )
+                owner, called = state.spec.owner or OWNER, state.called(worker)
+                effects.send(worker, do.Participate(job, VERSION, state.spec, tensors, owner, called))
             case fed.Let(worker, reason):
                 self._release(state, worker, reason)
             case fed.ConsentNews():

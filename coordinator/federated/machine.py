@@ -194,7 +194,9 @@ def _blame(state: FederationState, name: str, reason: str) -> Outcome:
 @TRANSITIONS.on(*FEDERATING)
 def _invite(state: FederationState, event: Invited, now_s: float) -> Outcome:
     """What it registered decides how much it weighs: more than the owner lets count is turned down."""
-    known = state.clients.get(event.worker) or Client(event.worker, event.n_samples)
+    known = state.clients.get(event.worker) or Client(
+        event.worker, event.n_samples, _free_name(state, event.name)
+    )
     # Its strikes stay: a client is who its certificate says, however often its process starts anew.
     client = replace(
         known,
@@ -216,6 +218,13 @@ def _invite(state: FederationState, event: Invited, now_s: float) -> Outcome:
         turned_down = with_client(state, replace(client, out=client.out or why))
         return turned_down, [Without(state.round, event.worker, why), Let(event.worker, why)]
     return with_client(state, client), [Invite(event.worker)]
+
+
+def _free_name(state: FederationState, name: str) -> str:
+    """The name, numbered where another client of the job has it; "" where none was given."""
+    taken = {client.called for client in state.clients.values()}
+    numbered = (f"{name} #{number}" for number in range(2, len(taken) + 2))
+    return next(free for free in (name, *numbered) if free not in taken) if name else ""
 
 
 @TRANSITIONS.on(*FEDERATING)

@@ -266,7 +266,7 @@ def train_message(state: FederationState, worker: str, now_s: float) -> TrainRou
         codec,
         ratio,
         max(0.001, flight.due_s - now_s),
-        seed_of(state.spec.training.seed, worker, flight.round),
+        seed_of(state.spec.training.seed, state.called(worker), flight.round),
     )
     return found.message(state, worker, message)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from atoll.compression import OFF
 from atoll.errors import StorageError
@@ -37,6 +38,8 @@ CLOSEST = 0.04
 ROUND_TRIPS = 2  # of an upload and of a round, in which nothing is sent
 UNKNOWN_BPS = 20e6  # of an uplink: the same for all until one is measured
 LEAST_SAMPLES = 1
+
+T = TypeVar("T")
 
 
 def selector_of(rule: Federated) -> Selector:
@@ -63,8 +66,7 @@ def to_ask(state: FederationState) -> tuple[str, ...]:
     count = places(state)
     if count == len(state.members):
         return ()
-    selector = selector_of(state.federated.rule)
-    return selector.ask(candidates(state), count, state.round, state.spec.training.seed)
+    return _Named(state).asked(candidates(state), count)
 
 
 def chosen(state: FederationState, losses: Mapping[str, float]) -> tuple[tuple[str, ...], Any]:
@@ -73,21 +75,15 @@ def chosen(state: FederationState, losses: Mapping[str, float]) -> tuple[tuple[s
     if rule.privacy is not None:
         secret = f"{state.secret}/{state.round}/{state.attempt}" if state.secret else ""
         return drawn(state.members, rule.privacy.sampling, rule.clients, secret), None
-    selector = selector_of(rule)
-    before = selector.init() if state.selector is None else state.selector
-    return selector.choose(
-        before, candidates(state), places(state), state.round, state.spec.training.seed, losses
-    )
+    return _Named(state).chosen(candidates(state), places(state), state.spec.training.seed, losses)
 
 
 def next_ones(state: FederationState, idle: Collection[str], count: int) -> tuple[tuple[str, ...], Any]:
     """Who of ``idle`` trains next in an asynchronous job, at most ``count``, and the selector's next state.
     Each draw has a seed of its own: a model has several."""
-    selector = selector_of(state.federated.rule)
-    before = selector.init() if state.selector is None else state.selector
     able = {name: found for name, found in candidates(state).items() if name in idle}
     seed = seed_of(state.spec.training.seed, "orders", state.orders_given)
-    return selector.choose(before, able, count, state.round, seed)
+    return _Named(state).chosen(able, count, seed, {})
 
 
 def seed_of(seed: int, client: str, at_round: int) -> int:
@@ -97,9 +93,40 @@ def seed_of(seed: int, client: str, at_round: int) -> int:
 
 def learnt(state: FederationState, outcomes: Mapping[str, Outcome]) -> Any:
     """The selector's state after the round's participants have answered."""
-    selector = selector_of(state.federated.rule)
-    before = selector.init() if state.selector is None else state.selector
-    return selector.learn(before, state.round, outcomes)
+    return _Named(state).learnt(outcomes)
+
+
+class _Named:
+    """A job's selector, which knows clients by their names: the same are drawn when the job runs again."""
+
+    def __init__(self, state: FederationState) -> None:
+        self._selector, self._round = selector_of(state.federated.rule), state.round
+        self._seed = state.spec.training.seed
+        self._before = self._selector.init() if state.selector is None else state.selector
+        called = {client: state.called(client) for client in {*state.clients, *state.members}}
+        often = Counter(called.values())  # a population may call its clients as others call themselves
+        self._names = {client: name for client, name in called.items() if often[name] == 1}
+        self._clients = {name: client for client, name in self._names.items()}
+
+    def asked(self, able: Mapping[str, Candidate], count: int) -> tuple[str, ...]:
+        return self._back(self._selector.ask(self._by_name(able), count, self._round, self._seed))
+
+    def chosen(
+        self, able: Mapping[str, Candidate], count: int, seed: int, losses: Mapping[str, float]
+    ) -> tuple[tuple[str, ...], Any]:
+        names, after = self._selector.choose(
+            self._before, self._by_name(able), count, self._round, seed, self._by_name(losses)
+        )
+        return self._back(names), after
+
+    def learnt(self, outcomes: Mapping[str, Outcome]) -> Any:
+        return self._selector.learn(self._before, self._round, self._by_name(outcomes))
+
+    def _by_name(self, of: Mapping[str, T]) -> dict[str, T]:
+        return {self._names.get(client, client): value for client, value in of.items()}
+
+    def _back(self, names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(sorted(self._clients.get(name, name) for name in names))
 
 
 # ---------------------------------------------------------------- codecs

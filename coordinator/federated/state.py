@@ -49,6 +49,7 @@ class Client:
 
     worker: str
     n_samples: int  # that it registered
+    called: str = ""  # its name among the job's clients, from which everything is drawn; "": ``worker``
     population: str = ""  # hash of the data of the clients that it speaks for; "": it is one itself
     roster: Mapping[str, int] = field(default_factory=dict)  # their registered samples
     gone_s: float = -math.inf  # since when it is not present
@@ -134,6 +135,7 @@ class Invited:
     worker: str
     n_samples: int
     latency_s: float = 0.0
+    name: str = ""  # that its owner gave it
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,6 +409,12 @@ class FederationState:
         """Registered samples of all that could train now, by client."""
         ready = (self.clients[name] for name in self.ready)
         return {name: samples for client in ready for name, samples in client.members.items()}
+
+    def called(self, client: str) -> str:
+        """A client's name, the same however often the job runs: a worker's identity is made anew with its
+        certificate, so nothing is drawn from it."""
+        known = self.clients.get(client)
+        return client if known is None else known.called or client
 
     def of_consent(self, word: Word) -> tuple[str, ...]:
         """Clients whose data owners answered this last."""

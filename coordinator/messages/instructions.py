@@ -161,6 +161,7 @@ class Participate:
     spec: JobSpec
     tensors: Mapping[str, str]
     owner: str = ""  # who submitted the job
+    client: str = ""  # what the worker is called among the job's clients
 
 
 Message = (

@@ -143,6 +143,7 @@ def _participate(message: do.Participate, graphs: GraphStore) -> asked.Participa
         tensors={name: message.tensors[name] for name in names},
         batch=spec.data.batch,
         owner=message.owner,
+        client=message.client,
     )
 
 

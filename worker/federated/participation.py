@@ -96,7 +96,7 @@ class Participation:
         # The trainer looks as well; here no byte of the model was fetched yet.
         check_returned(joining.programs, inputs, metas, strategy, floors)
         self.members = Members(
-            context.worker,
+            joining.client or context.worker,
             context.open_data(joining.federated.data),
             joining.federated.inputs,
             inputs,

@@ -63,6 +63,50 @@ def test_a_round_waits_for_as_many_clients_as_it_needs() -> None:
     assert (world.state.phase, world.state.chosen) == (Phase.TRAINING, ("a", "b"))
 
 
+def drawn_by_name(identities: Mapping[str, str], **options: Any) -> list[tuple[frozenset[str], set[int]]]:
+    """Who trains in each round, by name, and the seeds that they are given."""
+    world = LoneMachine(spec(rounds=4, clients=3, evaluate_every=0, **options))
+    world.step(fed.Begin())
+    for name, worker in identities.items():
+        world.step(fed.Invited(worker, 100, 0.0, name))
+    names = {worker: name for name, worker in identities.items()}
+    for worker in names:
+        world.says(worker, ev.Loaded("job-1", 1))
+    found: list[tuple[frozenset[str], set[int]]] = []
+    for _ in range(4):
+        chosen = world.state.chosen
+        orders = [m for worker in chosen for m in world.heard(worker, do.TrainRound)]
+        seeds = {order.seed for order in orders if order.round == world.state.round}
+        found.append((frozenset(names[worker] for worker in chosen), seeds))
+        world.updates(*chosen)
+    assert world.state.ended
+    return found
+
+
+@pytest.mark.parametrize("selector", ["random", "oort", "bandwidth_aware"])
+def test_the_same_names_are_drawn_whatever_identity_their_workers_have(selector: str) -> None:
+    hospitals = [f"hospital-{number}" for number in range(8)]
+    once = {name: f"w-{number:02d}" for number, name in enumerate(hospitals)}
+    again = {name: f"w-{37 * number % 11:02d}" for number, name in enumerate(hospitals)}
+    assert sorted(once, key=once.__getitem__) != sorted(again, key=again.__getitem__)
+    rounds = drawn_by_name(once, selector=selector)
+    assert rounds == drawn_by_name(again, selector=selector)
+    assert len(rounds) == 4
+    assert len({names for names, _ in rounds}) > 1
+    assert all(len(names) == len(seeds) == 3 for names, seeds in rounds)
+
+
+def test_two_clients_of_one_name_are_told_apart_and_keep_their_names() -> None:
+    world = LoneMachine(spec(clients=2))
+    world.step(fed.Begin())
+    for worker in ("w-1", "w-2", "w-3"):
+        world.step(fed.Invited(worker, 100, 0.0, "lab"))
+    assert [world.state.called(worker) for worker in ("w-1", "w-2", "w-3")] == ["lab", "lab #2", "lab #3"]
+    world.step(fed.Invited("w-1", 100, 0.0, "another"))  # it joined anew, and renamed
+    assert world.state.called("w-1") == "lab"
+    assert world.state.called("never seen") == "never seen"
+
+
 def test_those_that_still_load_are_waited_for_but_not_for_ever() -> None:
     world = LoneMachine()
     world.step(fed.Begin())

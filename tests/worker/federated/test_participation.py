@@ -182,6 +182,16 @@ def test_rounds_over_the_store_are_those_in_one_process_bit_for_bit(
     assert tested.found[""] == reference.evaluate_clients()["w-a"]
 
 
+def test_a_client_trains_the_same_under_the_same_name_whatever_its_identity(tmp_path: Path) -> None:
+    server, found = Server(tmp_path / "server"), []
+    for worker, name in (("w-a", "clinic"), ("w-b", "clinic"), ("w-b", "ward")):
+        here = replace(context(server, tmp_path / (worker + name)), worker=worker)
+        client = Participation(replace(server.joining(), client=name), here, Cancel(), KEY)
+        found.append(client.train(order(0, server.broadcast()), Cancel()).stored)
+    first, again, renamed = (stored.hash for stored in found if stored is not None)
+    assert first == again != renamed
+
+
 def resident(path: Path) -> int:
     """Bytes of a mapped file that this process holds."""
     found, mapped = 0, False
