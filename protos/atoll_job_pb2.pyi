@@ -959,6 +959,90 @@ class Privacy(_message.Message):
 Global___Privacy: _TypeAlias = Privacy  # noqa: Y015
 
 @_typing.final
+class Formula(_message.Message):
+    """A strategy that is its owner's own: docs/own-strategies.md."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPS_FIELD_NUMBER: _builtins.int
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ops(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpNode]: ...
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedOp]: ...
+    def __init__(
+        self,
+        *,
+        ops: _abc.Iterable[Global___OpNode] | None = ...,
+        results: _abc.Iterable[Global___NamedOp] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ops", b"ops", "results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Formula: _TypeAlias = Formula  # noqa: Y015
+
+@_typing.final
+class OwnStrategy(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUMMARY_FIELD_NUMBER: _builtins.int
+    SERVER_FIELD_NUMBER: _builtins.int
+    SENT_DOWN_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    SENT_UP_FIELD_NUMBER: _builtins.int
+    BY_SAMPLES_FIELD_NUMBER: _builtins.int
+    GRADIENT_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    summary: _builtins.str
+    by_samples: _builtins.bool
+    @_builtins.property
+    def server(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """arrays that the server keeps ..."""
+
+    @_builtins.property
+    def sent_down(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """... of which every broadcast holds these"""
+
+    @_builtins.property
+    def client(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """arrays that each client keeps"""
+
+    @_builtins.property
+    def sent_up(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """arrays of every update"""
+
+    @_builtins.property
+    def gradient(self) -> Global___Formula: ...
+    @_builtins.property
+    def after(self) -> Global___Formula: ...
+    @_builtins.property
+    def step(self) -> Global___Formula: ...
+    def __init__(
+        self,
+        *,
+        summary: _builtins.str = ...,
+        server: _abc.Iterable[_builtins.str] | None = ...,
+        sent_down: _abc.Iterable[_builtins.str] | None = ...,
+        client: _abc.Iterable[_builtins.str] | None = ...,
+        sent_up: _abc.Iterable[_builtins.str] | None = ...,
+        by_samples: _builtins.bool = ...,
+        gradient: Global___Formula | None = ...,
+        after: Global___Formula | None = ...,
+        step: Global___Formula | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "gradient", b"gradient", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "by_samples", b"by_samples", "client", b"client", "gradient", b"gradient", "sent_down", b"sent_down", "sent_up", b"sent_up", "server", b"server", "step", b"step", "summary", b"summary"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OwnStrategy: _TypeAlias = OwnStrategy  # noqa: Y015
+
+@_typing.final
 class FederatedSpec(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -985,6 +1069,7 @@ class FederatedSpec(_message.Message):
     BUFFER_FIELD_NUMBER: _builtins.int
     STALENESS_FIELD_NUMBER: _builtins.int
     MAX_STALENESS_FIELD_NUMBER: _builtins.int
+    OWN_FIELD_NUMBER: _builtins.int
     strategy: _builtins.str
     local_epochs: _builtins.int
     local_steps: _builtins.int
@@ -1027,6 +1112,10 @@ class FederatedSpec(_message.Message):
     def privacy(self) -> Global___Privacy:
         """unset: none"""
 
+    @_builtins.property
+    def own(self) -> Global___OwnStrategy:
+        """unset: ``strategy`` is one of ours"""
+
     def __init__(
         self,
         *,
@@ -1053,10 +1142,11 @@ class FederatedSpec(_message.Message):
         buffer: _builtins.int = ...,
         staleness: _builtins.float | None = ...,
         max_staleness: _builtins.int | None = ...,
+        own: Global___OwnStrategy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_staleness", b"_staleness", "max_staleness", b"max_staleness", "privacy", b"privacy", "staleness", b"staleness"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_staleness", b"_staleness", "max_staleness", b"max_staleness", "own", b"own", "privacy", b"privacy", "staleness", b"staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_staleness", b"_staleness", "buffer", b"buffer", "clients", b"clients", "consent_s", b"consent_s", "data", b"data", "deadline_s", b"deadline_s", "downlink", b"downlink", "error_feedback", b"error_feedback", "evaluate_every", b"evaluate_every", "held_out", b"held_out", "inputs", b"inputs", "local", b"local", "local_epochs", b"local_epochs", "local_steps", b"local_steps", "max_samples", b"max_samples", "max_staleness", b"max_staleness", "min_clients", b"min_clients", "options", b"options", "privacy", b"privacy", "selector", b"selector", "selector_options", b"selector_options", "staleness", b"staleness", "strategy", b"strategy", "uplink", b"uplink"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_staleness", b"_staleness", "buffer", b"buffer", "clients", b"clients", "consent_s", b"consent_s", "data", b"data", "deadline_s", b"deadline_s", "downlink", b"downlink", "error_feedback", b"error_feedback", "evaluate_every", b"evaluate_every", "held_out", b"held_out", "inputs", b"inputs", "local", b"local", "local_epochs", b"local_epochs", "local_steps", b"local_steps", "max_samples", b"max_samples", "max_staleness", b"max_staleness", "min_clients", b"min_clients", "options", b"options", "own", b"own", "privacy", b"privacy", "selector", b"selector", "selector_options", b"selector_options", "staleness", b"staleness", "strategy", b"strategy", "uplink", b"uplink"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_staleness: _TypeAlias = _typing.Literal["max_staleness"]  # noqa: Y015
     _WhichOneofArgType__max_staleness: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness"]  # noqa: Y015

@@ -41,6 +41,9 @@ class Around(Strategy):
     def scalars_up(self) -> tuple[Scalar, ...]:
         return self.inner.scalars_up()
 
+    def fit(self, layout: Layout) -> None:
+        self.inner.fit(layout)
+
     def check(self, layout: Layout, update: ClientUpdate) -> None:
         self.inner.check(layout, update)
 

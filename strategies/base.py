@@ -99,6 +99,9 @@ class Strategy:
         """Raise UnsupportedOp unless a job's programs, training first, measure in the buffers ``statistics``
         what the method does, each figure of at least ``least`` samples."""
 
+    def fit(self, layout: Layout) -> None:
+        """Raise UnsupportedOp unless what this strategy computes runs on the tensors of ``layout``."""
+
     def check(self, layout: Layout, update: ClientUpdate) -> None:
         """Raise BadUpdate for what only this strategy can judge, after names, shapes and bounds."""
 

@@ -115,6 +115,7 @@ class ServerHalf:
         self.rule_spec = spec.federated.rule
         self.rule = strategy_of(self.rule_spec)
         self.layout = self.rule.adapt(layout_of(spec, graphs))
+        self.rule.fit(self.layout)
         self.state: ServerState | None = None
         self._model = ("", {})  # type: tuple[str, dict[str, Array]]
 

@@ -41,6 +41,7 @@ from strategies.counted import check_measured, check_numbers, returned_numbers, 
 from strategies.flora import FLoRA
 from strategies.layout import Layout, own_parts
 from strategies.lora_module import check_scaling
+from strategies.own.captured import with_own
 from strategies.privacy.private import settled, strategy_of
 from strategies.returned import check_returned
 
@@ -225,6 +226,7 @@ def check_graphs(rule: Federated, captured: Captured) -> str:
     check_returned(programs, captured.train.inputs, metas, strategy, Floors())
     whole = Layout.of_state({**captured.train.parameters, **captured.train.buffers})
     layout = strategy.adapt(own_parts(whole, rule.local))
+    strategy.fit(layout)
     numbers = returned_numbers(layout, captured.train.buffers, strategy)
     values = values_of(captured.train.inputs)
     try:
@@ -255,7 +257,7 @@ def federated_spec(job: Job) -> FederatedSpec | None:
         )
     if job.data.pin:
         raise UsageError("Registered(pin=...) is for jobs that are cut into stages; leave it out here")
-    rule = settled(job.federated, job.training.steps)
+    rule = settled(with_own(job.federated), job.training.steps)
     strategy = check_federated(rule, job.training)
     check_inputs(job.data.inputs, job.example_inputs)
     check_wrapped(strategy, [name for name, _ in job.module.named_parameters()])

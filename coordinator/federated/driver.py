@@ -67,7 +67,7 @@ class FederatedDriver:
             return (
                 "what a private job has spent is its own; a job that goes on with its state would begin at 0"
             )
-        held, wanted = (s.federated.rule.strategy if s.federated else "" for s in (before, spec))
+        held, wanted = (_state_words(spec) for spec in (before, spec))
         if held == wanted:
             return None
         return f"{spec.resume_of} holds the state of {held}, this one {wanted}; take the same strategy"
@@ -440,6 +440,14 @@ class FederatedDriver:
     def _free(self, state: FederationState, worker: str, reason: str) -> None:
         self.effects.send(worker, do.Release(state.job, VERSION, reason))
         self.effects.move(worker, members.Released(f"released by {state.job}"))
+
+
+def _state_words(spec: JobSpec) -> str:
+    """Name of a job's strategy, with the arrays that its server keeps where it is the owner's own."""
+    rule = spec.federated.rule if spec.federated else None
+    if rule is None or rule.own is None:
+        return rule.strategy if rule else ""
+    return f"{rule.strategy} (arrays: {', '.join(rule.own.server) or 'none'})"
 
 
 def _remembered(name: str, told: Mapping[str, Mapping[str, Any]]) -> fed.Client:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from coordinator.federated.selection import coding, next_ones, places
 from coordinator.federated.state import FederationState, Flight
 from coordinator.messages.facts import UpdateTaken
-from strategies import make_strategy
+from strategies.privacy.private import strategy_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -90,7 +90,7 @@ def ages(state: FederationState, good: Mapping[str, UpdateReady]) -> dict[str, A
     """What Aggregate says of updates that began with an older model."""
     rule = state.federated.rule
     old = {name: state.round - update.round for name, update in good.items() if update.round < state.round}
-    needed = make_strategy(rule.strategy, rule.options).facts.needs_base
+    needed = strategy_of(rule).facts.needs_base
     return {
         "weights": {name: rule.weight(models) for name, models in old.items()},
         "bases": {name: state.bases[name] for name in old} if needed else {},

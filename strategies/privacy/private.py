@@ -36,6 +36,7 @@ from strategies.checking import check_updates
 from strategies.fixed import Accumulator, FixedSums, Grid, real
 from strategies.layout import Role, pieces
 from strategies.linear import AVERAGED, SAMPLES, TRAINED, WEIGHT, Linear
+from strategies.own.declared import Declared
 from strategies.privacy.accountant import noise_for, planned
 from strategies.privacy.discrete_gaussian import discrete_gaussian
 from strategies.sums import Contribution, Sums, Term
@@ -229,7 +230,8 @@ class Private(Around, Linear):
 def strategy_of(rule: Federated) -> Strategy:
     """Return the strategy of a job, under its privacy. UsageError for what there is not, or is not
     proven."""
-    found = make_strategy(rule.strategy, rule.options)
+    own = rule.own
+    found = make_strategy(rule.strategy, rule.options) if own is None else Declared(rule.strategy, own)
     if rule.privacy is None:
         return found
     if not isinstance(found, Linear):

@@ -23,6 +23,7 @@ from strategies.clipping import unclippable
 from strategies.counted import counted_names, few_numbers, returned_numbers, too_many, values_of
 from strategies.files import update_metas
 from strategies.layout import Layout, own_parts
+from strategies.own.words import client_words
 from strategies.privacy.private import strategy_of
 from strategies.privacy.report import plan_words
 from worker.data.policy import MAX_OWNER_CHARS, Terms
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from strategies.base import Strategy
 
 SHOWN_NAMES, NAME_CHARS = 6, 60
+MAX_FORMULAS = 1_600  # characters
 TRAINING_NUMBERS = ("mean loss", "mean squared loss")  # of each round
 Fact = tuple[str, str]
 
@@ -113,6 +115,7 @@ class Asked:
             ("in all", self._total_words(n_samples)),
             ("rounds", f"{self.training.steps}, each with {clients}"),
             ("strategy", f"{rule.strategy}: {self.strategy.facts.summary}"),
+            *(() if rule.own is None else (("formulas", clean(client_words(rule.own), MAX_FORMULAS)),)),
             ("summed with", self._sum_words()),
             *self._privacy_facts(),
             ("local steps", self._step_words(n_samples)),
@@ -220,11 +223,13 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def graph_hash(m: pb.Participate) -> str:
-    """SHA-256 of what a job runs here: both graphs, the shapes of their tensors, the constants' contents.
+    """SHA-256 of what a job runs here: both graphs, the shapes of their tensors, the constants' contents, and
+    the formulas of a strategy that is its owner's own.
 
     Equal for every client of a job, and for every job of the same captured model and micro-batch.
     """
     constants = {name for program in (m.program, m.eval_program) for name in program.constants}
     blobs = sorted((t.name, t.blob) for t in m.tensors if t.name in constants)
     metas = b"".join(sha256(coding.stable_bytes(meta)).digest() for meta in m.metas)
-    return coding.digest_of(m.program, m.eval_program, metas, repr(blobs).encode())
+    own = (m.federated.own,) if m.federated.HasField("own") else ()
+    return coding.digest_of(m.program, m.eval_program, metas, repr(blobs).encode(), *own)

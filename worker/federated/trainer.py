@@ -101,6 +101,7 @@ class LocalTrainer:
         self.training = model.training
         self.device = torch.device(device)
         self.layout = rule.adapt(own_parts(model.layout(), federated.local))
+        rule.fit(self.layout)
         buffers = {name for program in programs for name in program.buffers}
         self._sample_values = values_of(model.inputs)
         # Noise lies on every number of an update, so then they need not be few.
