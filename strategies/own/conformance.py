@@ -63,7 +63,8 @@ def _rounds(rule: Declared, dtype: str) -> tuple[ServerState, list[ClientUpdate]
     rule.fit(layout)
     state = rule.init(layout, {**arrays, "mean": np.zeros(4, dtype)}, 2 * CLIENTS)
     clients = {at: rule.client_init(layout) for at in range(CLIENTS)}
-    before, updates = state, []
+    before = state
+    updates: list[ClientUpdate] = []
     for _ in range(ROUNDS):
         updates = []
         for at in clients:
