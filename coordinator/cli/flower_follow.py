@@ -59,7 +59,7 @@ def local_nodes(wish: Wish, workers: int) -> Iterator[tuple[Endpoint, Wish, Call
     options += [word for name in sorted(os.environ) for word in ("--app-env", name) if _ENV.fullmatch(name)]
     # Which host has which node changes nothing.
     with LocalFleet(workers, options, in_order=False, awaited=False) as fleet:
-        yield fleet.client.endpoint, replace(wish, wait_s=LOADS_WITHIN_S), fleet.joined
+        yield fleet.client.endpoint, replace(wish, wait_s=LOADS_WITHIN_S, own=workers), fleet.joined
 
 
 def _follow(

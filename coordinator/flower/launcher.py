@@ -39,6 +39,7 @@ class Wish:
     show_log: bool = False
     signed: tuple[bytes, bytes] = (b"", b"")  # by whom, and the signature
     run: int = 0  # its number; 0: drawn when it starts
+    own: int = 0  # workers that were started for it
 
 
 class AppCommand:
@@ -62,6 +63,7 @@ class AppCommand:
             "server": spec.server,
             "run_config": dict(wish.config),
             "nodes": wish.nodes,
+            "own": wish.own,
             "wait_s": wish.wait_s,
             "show_log": wish.show_log or "FLWR_LOG_LEVEL" in os.environ,
             "host": endpoint.host,

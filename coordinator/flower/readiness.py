@@ -20,10 +20,11 @@ class Verdict:
     hopeless: bool = False
 
 
-def judge(fleet: pb.AppFleet, wanted: int, app_hash: str) -> Verdict:
-    """What to do with this fleet; ``wanted`` 0: all that are ready once everybody has answered."""
+def judge(fleet: pb.AppFleet, wanted: int, app_hash: str, own: int = 0) -> Verdict:
+    """What to do with this fleet; ``wanted`` 0: all that are ready once everybody has answered. ``own``:
+    workers that the command started itself."""
     ready = fleet.nodes
-    reason = explain(fleet, wanted, app_hash)
+    reason = explain(fleet, wanted, app_hash, own)
     if wanted and ready >= wanted:
         return Verdict(wanted, True, reason)
     if fleet.preparing:
@@ -34,8 +35,10 @@ def judge(fleet: pb.AppFleet, wanted: int, app_hash: str) -> Verdict:
     return Verdict(0, True, reason, hopeless=0 < fleet.attending == broken)
 
 
-def explain(fleet: pb.AppFleet, wanted: int, app_hash: str) -> str:
+def explain(fleet: pb.AppFleet, wanted: int, app_hash: str, own: int = 0) -> str:
     """Who is ready, who is not and why, and the next move of each."""
+    if not fleet.workers and own:
+        return f"{own} workers of this machine are starting" if own > 1 else "a worker of this machine starts"
     if not fleet.workers:
         return "no worker is connected; start some with `atoll-worker join ... --allow-apps`"
     asked = f" of {wanted}" if wanted else ""

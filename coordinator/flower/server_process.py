@@ -206,7 +206,7 @@ class Host:
             if self._nodes is not None or fleet.nodes >= again.nodes:
                 self.link.say(pb.FromApp(begin=again))
             return
-        verdict = judge(fleet, self._setup["nodes"], self._identity.hash)
+        verdict = judge(fleet, self._setup["nodes"], self._identity.hash, self._setup["own"])
         if verdict.nodes:
             config = {key: content.value_to_proto(value) for key, value in self._config.items()}
             self._begin = pb.AppBegin(nodes=verdict.nodes, run_config=config)

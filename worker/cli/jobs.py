@@ -12,16 +12,20 @@ from rich.table import Table
 from atoll.federated import ConsentWord as Word
 from hostos.command_line import AsJson, out, print_json, shown_time
 from worker.cli.options import StateDir
-from worker.cli.running import signal_consent_changed
+from worker.cli.running import running_process, signal_consent_changed
 from worker.config import default_state_dir
 from worker.data.consent import ConsentStore
 from worker.data.departures import MESSAGE, UPDATE_BEGINS, read_departures
+from worker.data.registry import list_datasets
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from worker.data.consent import Request
 
 STANDING = {Word.AWAITED: "waits for you", Word.GIVEN: "accepted", Word.REFUSED: "refused"}
 MAX_SHOWN = 10_000
+LOOK_S = 0.5  # between looks for a request that is waited for
 
 jobs = typer.Typer(help="Jobs that ask for this machine's data.", invoke_without_command=True)
 
@@ -37,22 +41,26 @@ def register(app: typer.Typer) -> None:
 def show(
     context: typer.Context,
     every: Annotated[bool, typer.Option("--all", help="Those that are over, too.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Until a job asks.")] = False,
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> None:
     """Show each job that asks for this machine's data: what would leave, and what became of it."""
     if context.invoked_subcommand is not None:
         return
-    store = ConsentStore(state_dir or default_state_dir())
+    folder = state_dir or default_state_dir()
+    store = ConsentStore(folder)
     found = [r for r in store.known() if every or not r.over]
+    while wait and not found:
+        time.sleep(LOOK_S)
+        found = [r for r in store.known() if every or not r.over]
     store.mark_shown(found)
     if json:
         print_json([_as_json(request) for request in found])
         return
     if not found:
-        out.print(
-            "no job asks for data of this machine" + ("" if every else "; --all shows those that are over")
-        )
+        for line in _none(folder, every):
+            out.print(line, soft_wrap=True, markup=False)
     for at, request in enumerate(found):
         if at:
             out.print()
@@ -105,6 +113,17 @@ def log(
     out.print(table if lines else "nothing has left this machine for a federated job")
     out.print(f"{total:,} bytes in all")
     return 0
+
+
+def _none(folder: Path, every: bool) -> list[str]:
+    """That no job asks, and what it takes until one can."""
+    lines = ["no job asks for data of this machine" + ("" if every else "; --all shows those that are over")]
+    if not list_datasets(folder):
+        return [*lines, f"no data are registered in {folder}: `atoll-worker data add NAME PATH` registers some"]
+    if running_process(folder) is None:
+        return [*lines, f"no worker runs from {folder}: `atoll-worker join` starts one"]
+    waits = "a job asks once the coordinator has prepared it, often within a minute of its submission"
+    return [*lines, f"{waits}; `atoll-worker jobs --wait` shows it then"]
 
 
 def _decide(job: str, word: Word, reason: str, state_dir: Any) -> int:

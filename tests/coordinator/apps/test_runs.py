@@ -378,6 +378,7 @@ def test_a_refusal_said_again_is_old_news_and_its_words_are_cleaned() -> None:
 
 def test_nobody_there_is_said_in_words() -> None:
     assert "no worker is connected" in judge(pb.AppFleet(), 0, "").reason
+    assert judge(pb.AppFleet(), 10, "", own=2).reason == "2 workers of this machine are starting"
     waiting = judge(pb.AppFleet(workers=2, attending=2, preparing=1, ready=["a"], nodes=1), 0, "")
     assert (waiting.nodes, waiting.settled) == (0, False)
 
