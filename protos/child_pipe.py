@@ -94,6 +94,14 @@ class Pipe:
         except OSError:
             raise Gone from None
 
+    def ready(self, timeout_s: float) -> bool:
+        """Whether a message begins to arrive within ``timeout_s``. Raises Gone."""
+        try:
+            self._fill(1, timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
     def receive(self, into: M, timeout_s: float | None = None) -> M:
         """Read one message. Raises Gone, BadFrame, and TimeoutError after ``timeout_s`` without a byte."""
         data = self._next(timeout_s)

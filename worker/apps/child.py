@@ -95,6 +95,8 @@ class Child:
         context = self._contexts.get(task.node)
         if context is None:
             raise BadFrame("a task for a node that is not here, or before the start of its run")
+        if self._stored(task.node) != self._saved[task.node]:  # another process has served this node
+            context.state = self._load_state(task.node)
         flower.take_identity(task.run, task.node)
         message = flower.task_message(
             content.decode(task.content, self._read),
@@ -131,13 +133,18 @@ class Child:
     def _folder(self, node: int) -> Path:
         return Path(self._setup.runs_dir) / f"{self._run:x}-{node:x}"
 
-    def _load_state(self, node: int) -> RecordDict:
-        folder = self._folder(node)
+    def _stored(self, node: int) -> bytes:
+        """The state as it is on the disk, without its arrays; empty before there is one."""
         try:
-            saved = self._saved[node] = (folder / STATE_FILE).read_bytes()
+            return (self._folder(node) / STATE_FILE).read_bytes()
         except FileNotFoundError:
-            self._saved[node] = b""
+            return b""
+
+    def _load_state(self, node: int) -> RecordDict:
+        saved = self._saved[node] = self._stored(node)
+        if not saved:
             return RecordDict()
+        folder = self._folder(node)
         return content.decode(saved, lambda name, size: _read(folder / name, size))
 
     def _save_state(self, node: int, state: RecordDict) -> None:

@@ -21,8 +21,9 @@ from protos import atoll_apps_pb2 as pb
 from protos import bounds
 from protos.app_signing import signer
 from protos.text_limits import clean
+from worker.apps.context import AppContext
 from worker.apps.parts import Parts
-from worker.apps.run import AppContext, HostedRun
+from worker.apps.run import HostedRun
 from worker.apps.store import AppStore
 from worker.blobs import BlobCache
 from worker.config import ANY_APP

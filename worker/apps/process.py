@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from protos import atoll_apps_pb2 as pb
 from protos.child_process import ChildProcess
@@ -20,6 +21,7 @@ class AppProcess:
     ) -> None:
         """``shown``: environment variables that this machine's owner lets apps see. ``printed`` is called
         with every line that the app prints, cleaned and cut."""
+        self.outbox = Path(setup.outbox_dir)
         self._child = ChildProcess(
             ("-m", "worker.apps.child"),
             _environment(threads, shown),

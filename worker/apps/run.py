@@ -7,35 +7,33 @@ at once: they kill the process or break off the transfer that the thread waits f
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import queue
 import secrets
-import shlex
 import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from atoll.errors import AccessDenied, AtollError, BadFrame, StorageError
-from hostos.budget import Budget
+from atoll.errors import AccessDenied, AtollError
 from protos import app_bundle
 from protos import atoll_apps_pb2 as pb
-from protos.app_signing import signer
 from protos.child_pipe import Gone
-from protos.text_limits import LINE_CHARS, LINES_CHARS, LINES_CHARS_PER_S, REASON_CHARS, clean
-from worker.apps.code import AppCode, unpack
+from protos.text_limits import REASON_CHARS, clean
+from worker.apps.aside import APP_CRASHED, REPLY_UNAVAILABLE, Aside, Task, reply_of
+from worker.apps.code import AppCode
+from worker.apps.context import AppContext
+from worker.apps.offered import OfferedApp
 from worker.apps.parts import Parts
 from worker.apps.process import AppProcess
-from worker.apps.store import AppStore, KnownApp
 from worker.cancel import Cancel, Cancelled
-from worker.config import default_state_dir
 
 if TYPE_CHECKING:
-    from worker.config import WorkerConfig
     from worker.control.enroll import Membership
 
 log = structlog.get_logger()
@@ -43,36 +41,10 @@ log = structlog.get_logger()
 MAX_LEFT_S = 30 * 86_400.0  # of a message's time to live
 LOAD_WITHIN_S = 600.0  # importing an app and all it needs
 MAX_KEPT = 64  # replies that may have to be sent again
-# Flower's error codes.
-APP_RAISED, REPLY_UNAVAILABLE, APP_CRASHED = 2, 4, 8
 
 
-@dataclass(frozen=True, slots=True)
-class AppContext:
-    """Everything that the runs on this worker share."""
-
-    config: WorkerConfig
-    store: AppStore
-    accepts: Callable[[pb.AppIdentity], bool]
-    send: Callable[[pb.FromNode], None]
-    epoch: Callable[[], int]  # rises with every new stream: what was under way is sent again
-    make_room: Callable[[], None] = lambda: None  # called before an app's code is loaded
-    printing: Budget = field(default_factory=lambda: Budget(LINES_CHARS, LINES_CHARS_PER_S))
-
-    def printed(self, run: str, line: str) -> None:
-        """Log what an app printed, as far as all apps here together may fill the log."""
-        if self.printing.take(time.monotonic(), len(line) + LINE_CHARS):
-            left_out = self.printing.refused()
-            more = {"left_out_before": left_out} if left_out else {}
-            log.info("app.printed", run=run, line=line, **more)
-
-
-@dataclass(slots=True)
-class _Task:
-    task: pb.AppTask
-    epoch: int
-    due_s: float  # monotonic
-    cancel: Cancel = field(default_factory=Cancel)
+class _SetAside(Exception):
+    """A task's process goes on aside; its reply comes later."""
 
 
 @dataclass(slots=True)
@@ -92,16 +64,19 @@ class HostedRun:
 
     def __init__(self, offer: pb.AppOffer, parts: Parts, context: AppContext) -> None:
         self.run = offer.run
-        self._app = offer.app
+        self._app, self._offered = offer.app, OfferedApp(offer, parts, context)
         self._code: AppCode | None = None
         self._parts, self._context = parts, context
         self._came = parts.cache.path("")  # the folder itself
         self._todo: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._tasks: dict[str, _Task] = {}  # not yet answered
-        self._working: _Task | None = None
+        self._tasks: dict[str, Task] = {}  # not yet answered
+        self._working: Task | None = None
         self._ended = Cancel()
         self._process: AppProcess | None = None
+        self._aside = Aside(lambda *answer: self._todo.put(lambda: self._returned(*answer)))
+        self._later: list[Task] = []  # of nodes whose earlier task is aside
+        self._processes = itertools.count()  # started so far
         self._outbox = context.store.root / "outbox" / f"{offer.run:x}.{secrets.token_hex(4)}"
         self._standing: pb.FromNode | None = None
         self._start: pb.AppStart | None = None
@@ -123,7 +98,7 @@ class HostedRun:
 
     def task(self, task: pb.AppTask) -> None:
         """A message for the ClientApp; one that is known already is not done twice."""
-        entry = _Task(task, self._context.epoch(), time.monotonic() + max(0.0, min(task.left_s, MAX_LEFT_S)))
+        entry = Task(task, self._context.epoch(), time.monotonic() + max(0.0, min(task.left_s, MAX_LEFT_S)))
         with self._lock:
             known = self._tasks.get(task.message)
             if known is not None:
@@ -136,11 +111,13 @@ class HostedRun:
         """Give up replies that are awaited no more."""
         with self._lock:
             entries = [self._tasks.pop(m) for m in messages if m in self._tasks]
-            working = self._working
+            for entry in entries:
+                entry.cancel.set("cancelled")
+                if entry is self._working:  # under the lock: the next one gets no process that is to die
+                    self._break_off()
         for entry in entries:
-            entry.cancel.set("cancelled")
-            if entry is working:
-                self._break_off()
+            self._aside.done(entry.task.message)
+        self._todo.put(self._resume)
 
     def forget(self, hashes: list[str], message: str) -> None:
         """Delete parts that are needed no more; ``message``: and what its reply holds."""
@@ -176,6 +153,7 @@ class HostedRun:
             entries = list(self._tasks.values())
         for entry in entries:
             entry.cancel.set(reason)
+        self._aside.close()
         if for_good:
             self._todo.put(self._remove_state)
         self._todo.put(None)
@@ -206,6 +184,7 @@ class HostedRun:
                     log.exception("app.broke", run=f"{self.run:x}")
         finally:
             self._drop_process()
+            self._aside.close()
             self._parts.close()
             for folder in (self._outbox, self._came):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -222,13 +201,13 @@ class HostedRun:
             if store.is_refused(self._app.hash):
                 self._refuse(pb.APP_REFUSAL_NOT_ACCEPTED, "its owner refused this app")
                 return
-            data = self._fetched()
+            data = self._offered.fetched(self._ended)
             if not self._context.accepts(self._app):
                 store.offers.keep(self._app.hash, data)
                 self._parts.cache.path(self._app.hash).unlink(missing_ok=True)
-                self._refuse(pb.APP_REFUSAL_NOT_ACCEPTED, self._how_to_accept())
+                self._refuse(pb.APP_REFUSAL_NOT_ACCEPTED, self._offered.how_to_accept())
                 return
-            self._unpack(data)
+            self._code = self._offered.unpacked(data, self._outbox)
         except (AtollError, OSError) as error:
             self._refuse(pb.APP_REFUSAL_OTHER, str(error))
             return
@@ -238,61 +217,13 @@ class HostedRun:
         started_s = time.monotonic()
         wrong = self._load()
         if wrong:
-            self._refuse(pb.APP_REFUSAL_NOT_LOADED, wrong + self._how_to_install())
+            self._refuse(pb.APP_REFUSAL_NOT_LOADED, wrong + self._offered.how_to_install(self._code))
             return
         took_s = time.monotonic() - started_s
         log.info("app.loaded", run=f"{self.run:x}", app=clean(self._app.name, 200), took_s=round(took_s, 2))
         self._stand(
             pb.FromNode(ready=pb.AppReady(run=self.run, took_s=took_s, nodes=self._context.config.app_nodes))
         )
-
-    def _fetched(self) -> bytes:
-        """The app's bundle, looked at and remembered as asked for."""
-        app, store = self._app, self._context.store
-        most = app_bundle.MAX_BUNDLE_BYTES + app_bundle.MAX_FILES * 2 * app_bundle.MAX_PATH_CHARS
-        if app.size > most:
-            raise BadFrame(f"an app bundle of {app.size} bytes; at most {most} are accepted")
-        data = store.offers.read(app.hash)
-        if data is None:
-            self._parts.fetch(self.run, {app.hash: app.size}, self._ended)
-            data = self._parts.cache.path(app.hash).read_bytes()
-        spec, _ = app_bundle.opened(data, app.hash)
-        if spec.client != app.client:
-            raise BadFrame(f"the app's ClientApp is {spec.client}, announced was {app.client[:200]}")
-        store.asked(
-            KnownApp(app.hash, spec.name, spec.version, spec.publisher, time.time(), signer=signer(app))
-        )
-        return data
-
-    def _unpack(self, data: bytes) -> None:
-        store = self._context.store
-        folder = store.code_dir(self._app.hash)
-        try:
-            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._outbox.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"cannot create {folder}: {error.strerror}") from None
-        self._code = unpack(data, self._app.hash, folder)
-        store.offers.drop(self._app.hash)
-
-    def _how_to_accept(self) -> str:
-        folder = self._context.config.state_dir
-        option = "" if folder == default_state_dir() else f" --state-dir {folder}"
-        return (
-            "its owner has not accepted this app; read it and accept it there: "
-            f"`atoll-worker apps show {self._app.hash[:16]}{option}`, "
-            f"`atoll-worker apps accept {self._app.hash[:16]}{option}`" + self._or_its_publisher(option)
-        )
-
-    def _or_its_publisher(self, option: str) -> str:
-        who = signer(self._app)
-        return f", or all that {who} signs: `atoll-worker apps accept {who}{option}`" if who else ""
-
-    def _how_to_install(self) -> str:
-        lacking = app_bundle.missing_dependencies(self._code.spec) if self._code is not None else []
-        if not lacking:
-            return ""
-        return f"\nnot installed there: `pip install {shlex.join(lacking)}`"[:REASON_CHARS]
 
     def _load(self) -> str:
         """Start the process and have it import the app; returns what went wrong."""
@@ -304,12 +235,14 @@ class HostedRun:
             log.error("app.code_changed", run=f"{self.run:x}", reason=str(error))
             return str(error)
         store, config = self._context.store, self._context.config
+        outbox = self._outbox / str(next(self._processes))  # two may hold the same array at a time
+        outbox.mkdir(mode=0o700)
         setup = pb.ChildSetup(
             run=self.run,
             code_dir=str(self._code.folder),
             client=self._app.client,
             parts_dir=str(self._came),
-            outbox_dir=str(self._outbox),
+            outbox_dir=str(outbox),
             runs_dir=str(store.runs_dir(self._app.hash)),
             node_config={key: _to_value(value) for key, value in config.node_config},
         )
@@ -349,50 +282,83 @@ class HostedRun:
         elif not accepted and not refused:
             self._drop_process()
             self._context.store.drop_files(self._app.hash)
-            self._refuse(pb.APP_REFUSAL_NOT_ACCEPTED, self._how_to_accept())
+            self._refuse(pb.APP_REFUSAL_NOT_ACCEPTED, self._offered.how_to_accept())
 
     # ------------------------------------------------------------ one task
 
-    def _serve(self, entry: _Task) -> None:
+    def _serve(self, entry: Task) -> None:
         with self._lock:
             if entry.cancel.is_set:
                 return
             self._working = entry
+        if self._aside.holds(entry.task.node):  # a node does one thing at a time
+            self._later.append(entry)
+            return
         known = self._kept.get(entry.task.message)
+        self._deliver(entry, lambda: self._reply(entry) if known is None else self._again(entry, known))
+
+    def _returned(self, entry: Task, process: AppProcess, reply: pb.AppReply) -> None:
+        """A task that went on aside has its reply."""
         try:
-            if known is not None:
-                # Its reply was lost on the way, and its arrays may be.
-                self._parts.send(self.run, known.files, entry.cancel)
-            reply = known.reply if known is not None else self._reply(entry)
+            if not entry.cancel.is_set:
+                self._deliver(entry, lambda: self._sent(entry, process, reply))
+        finally:
+            self._aside.done(entry.task.message)
+            self._resume()
+
+    def _resume(self) -> None:
+        """Serve what waited for a node that was busy."""
+        waited, self._later = self._later, []
+        for entry in waited:
+            self._serve(entry)
+
+    def _deliver(self, entry: Task, make: Callable[[], pb.AppReply]) -> None:
+        """Send what ``make`` returns, or why it could not."""
+        try:
+            reply = make()
+        except _SetAside:
+            with self._lock:
+                self._working = None
+            return
         except (Cancelled, Gone):
             # The reply is awaited no more, but other runs wait for a process.
             self._drop_kept(entry.task.message)
             self._todo.put(self._warm)
-            return
+            reply = None
         except (AtollError, OSError) as error:
-            if entry.epoch != self._context.epoch():
-                return  # of a coordinator that is gone; it comes again
             self._drop_kept(entry.task.message)
             reply = pb.AppReply(error=REPLY_UNAVAILABLE, reason=str(error))
-        finally:
-            with self._lock:
-                self._working = None
-                self._tasks.pop(entry.task.message, None)
-        reply.run, reply.message = self.run, entry.task.message
-        self._answered(entry, reply)
+            if entry.epoch != self._context.epoch():
+                reply = None  # of a coordinator that is gone; it comes again
+        with self._lock:
+            self._working = None
+            self._tasks.pop(entry.task.message, None)
+        if reply is not None:
+            reply.run, reply.message = self.run, entry.task.message
+            self._answered(entry, reply)
 
-    def _reply(self, entry: _Task) -> pb.AppReply:
+    def _again(self, entry: Task, known: _Kept) -> pb.AppReply:
+        """A reply that was lost on the way, and its arrays, which may be."""
+        self._parts.send(self.run, known.files, entry.cancel)
+        return known.reply
+
+    def _reply(self, entry: Task) -> pb.AppReply:
         task, parts = entry.task, self._parts
-        down = len(task.content) + parts.take(task.parts)
-        down += parts.fetch(self.run, {p.hash: p.size for p in task.parts}, entry.cancel)
+        entry.down_bytes = len(task.content) + parts.take(task.parts)
+        entry.down_bytes += parts.fetch(self.run, {p.hash: p.size for p in task.parts}, entry.cancel)
         for part in task.parts:
             part.data = b""
-        reply = self._asked(entry)
-        came = {part.hash for part in task.parts}
+        process, reply = self._asked(entry)
+        return reply if process is None else self._sent(entry, process, reply)
+
+    def _sent(self, entry: Task, process: AppProcess, reply: pb.AppReply) -> pb.AppReply:
+        """The reply, once its arrays are where they shall be."""
+        came = {part.hash for part in entry.task.parts}
         # Before it is sent: what the app did must not be done twice should the way be broken.
-        kept = self._kept[task.message] = _Kept(reply, self._own_files(task.message, reply, came))
-        sent = parts.send(self.run, kept.files, entry.cancel)
-        reply.down_bytes = down
+        files = self._own_files(process.outbox, entry.task.message, reply, came)
+        kept = self._kept[entry.task.message] = _Kept(reply, files)
+        sent = self._parts.send(self.run, kept.files, entry.cancel)
+        reply.down_bytes = entry.down_bytes
         reply.up_bytes = sent + len(reply.content) + sum(len(part.data) for part in reply.parts)
         return reply
 
@@ -401,37 +367,42 @@ class HostedRun:
         if kept is not None:
             kept.remove()
 
-    def _own_files(self, message: str, reply: pb.AppReply, came: set[str]) -> dict[str, Path]:
+    def _own_files(self, outbox: Path, message: str, reply: pb.AppReply, came: set[str]) -> dict[str, Path]:
         """The reply's arrays under names of their own: two replies may hold the same one."""
         found = {}
         for part in reply.parts:
             if part.size and not part.data and part.hash not in came and part.hash not in found:
                 path = self._outbox / f"{part.hash}.{message}"
-                (self._outbox / part.hash).replace(path)
+                (outbox / part.hash).replace(path)
                 found[part.hash] = path
         return found
 
-    def _asked(self, entry: _Task) -> pb.AppReply:
-        """The ClientApp's answer; a process that dies or is too slow is replaced by a fresh one."""
+    def _asked(self, entry: Task) -> tuple[AppProcess | None, pb.AppReply]:
+        """The ClientApp's answer, and the process that gave it; one that dies or is too slow is replaced.
+
+        Raises _SetAside once others have waited for as long as the task's share of the time is.
+        """
         if error := self._warm():
-            return pb.AppReply(error=APP_CRASHED, reason=error)
+            return None, pb.AppReply(error=APP_CRASHED, reason=error)
         process = self._process
         assert process is not None  # noqa: S101 - just loaded
-        try:
-            process.pipe.send(pb.ToChild(task=entry.task))
-            left_s = entry.due_s - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError
-            return process.pipe.receive(pb.FromChild(), left_s).reply
-        except TimeoutError:
-            self._renew()
-            return pb.AppReply(error=REPLY_UNAVAILABLE, reason="no reply within the message's time to live")
-        except (Gone, BadFrame) as error:
-            self._ended.check()
-            words = process.last_words() if isinstance(error, Gone) else str(error)
-            self._renew()
-            entry.cancel.check()
-            return pb.AppReply(error=APP_CRASHED, reason=words[-REASON_CHARS:])
+        process.pipe.send(pb.ToChild(task=entry.task))
+        if self._aside.outlasts(process, entry, self._waiting):
+            self._process = None
+            self._aside.take(entry, process)
+            self._todo.put(self._warm)
+            raise _SetAside
+        reply, well = reply_of(process, entry)
+        if well:
+            return process, reply
+        self._ended.check()
+        self._renew()
+        entry.cancel.check()
+        return None, reply
+
+    def _waiting(self) -> int:
+        with self._lock:
+            return len(self._tasks) - 1
 
     def _renew(self) -> None:
         """A fresh process for the next task, started while the reply is on its way."""
@@ -449,7 +420,7 @@ class HostedRun:
             return "this app is not accepted there, or could not be loaded"
         return self._load()
 
-    def _answered(self, entry: _Task, reply: pb.AppReply) -> None:
+    def _answered(self, entry: Task, reply: pb.AppReply) -> None:
         with self._lock:
             self._tasks.pop(entry.task.message, None)
         self._kept.setdefault(entry.task.message, _Kept(reply, {}))

@@ -119,7 +119,10 @@ def _none(folder: Path, every: bool) -> list[str]:
     """That no job asks, and what it takes until one can."""
     lines = ["no job asks for data of this machine" + ("" if every else "; --all shows those that are over")]
     if not list_datasets(folder):
-        return [*lines, f"no data are registered in {folder}: `atoll-worker data add NAME PATH` registers some"]
+        return [
+            *lines,
+            f"no data are registered in {folder}: `atoll-worker data add NAME PATH` registers some",
+        ]
     if running_process(folder) is None:
         return [*lines, f"no worker runs from {folder}: `atoll-worker join` starts one"]
     waits = "a job asks once the coordinator has prepared it, often within a minute of its submission"

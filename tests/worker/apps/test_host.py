@@ -21,8 +21,9 @@ from protos import atoll_apps_pb2 as pb
 from protos.app_bundle import Bundle, make_bundle
 from protos.app_signing import make_key, sign
 from worker.apps import run as app_run
+from worker.apps.context import AppContext
 from worker.apps.host import AppHost, _check_names
-from worker.apps.run import AppContext, HostedRun
+from worker.apps.run import HostedRun
 from worker.apps.store import AppStore
 from worker.blobs import BlobCache
 from worker.cli import main as cli

@@ -17,8 +17,8 @@ from hostos.app_guard import Guarded
 from protos import atoll_apps_pb2 as pb
 from protos.text_limits import LINE_CHARS, LINES_CHARS
 from tests.patience import HUNG_S, eventually
+from worker.apps.context import AppContext
 from worker.apps.process import AppProcess, _environment
-from worker.apps.run import AppContext
 from worker.apps.store import AppStore
 
 
