@@ -9,7 +9,7 @@ than the tensor; nothing in a formula can loop, draw, write in place or read a s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated
 
 from atoll.bounded import Chars, Most, Name, Sorted
@@ -132,6 +132,8 @@ class OwnStrategy:
     gradient: Formula | None = None
     after: Formula | None = None
     step: Formula | None = None
+    # Beginning of frozen tensors' names -> of trained ones', whose received values they have in a round.
+    copies: Annotated[Mapping[Name, Name], Sorted(), Most(MAX_ARRAYS)] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         own = (*self.server, *self.client, *self.sent_up)
@@ -141,6 +143,11 @@ class OwnStrategy:
             raise UsageError(f"an array named {bad[0][:64]!r}; give a name of up to 32 letters, digits and _")
         if extra := sorted(set(self.sent_down) - set(self.server)):
             raise UsageError(f"{extra[0]!r} is sent down, but is no array of the server")
+        names = (*self.copies, *self.copies.values())
+        if bad := [name for name in names if not name.endswith(".") or len(name) > MAX_SUMMARY]:
+            raise UsageError(
+                f'COPIES: {bad[0][:64]!r}; write names of modules with a dot, {{"teacher.": "net."}}'
+            )
         if len(self.summary) > MAX_SUMMARY:
             raise UsageError(f"a summary of {len(self.summary)} characters; at most {MAX_SUMMARY}")
         here = (RECEIVED, *self.sent_down, *self.client)

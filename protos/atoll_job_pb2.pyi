@@ -997,6 +997,7 @@ class OwnStrategy(_message.Message):
     GRADIENT_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     summary: _builtins.str
     by_samples: _builtins.bool
     @_builtins.property
@@ -1021,6 +1022,10 @@ class OwnStrategy(_message.Message):
     def after(self) -> Global___Formula: ...
     @_builtins.property
     def step(self) -> Global___Formula: ...
+    @_builtins.property
+    def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___Alias]:
+        """frozen tensors that hold, in a round, what others began it with"""
+
     def __init__(
         self,
         *,
@@ -1033,10 +1038,11 @@ class OwnStrategy(_message.Message):
         gradient: Global___Formula | None = ...,
         after: Global___Formula | None = ...,
         step: Global___Formula | None = ...,
+        copies: _abc.Iterable[Global___Alias] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "gradient", b"gradient", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "by_samples", b"by_samples", "client", b"client", "gradient", b"gradient", "sent_down", b"sent_down", "sent_up", b"sent_up", "server", b"server", "step", b"step", "summary", b"summary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "by_samples", b"by_samples", "client", b"client", "copies", b"copies", "gradient", b"gradient", "sent_down", b"sent_down", "sent_up", b"sent_up", "server", b"server", "step", b"step", "summary", b"summary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -49,7 +49,9 @@ class OwnStrategy:
     """A strategy of its owner's; fields of a subclass are its options. What no method says is FedAvg.
 
     Every name in ``SERVER``, ``CLIENT`` and ``SENT_UP`` stands for one array a trained tensor, of its shape,
-    zero before the first round. ``SENT_DOWN``: arrays of ``SERVER`` that every client receives.
+    zero before the first round. ``SENT_DOWN``: arrays of ``SERVER`` that every client receives. ``COPIES``:
+    frozen modules of the model that hold, in a round, the weights another module began it with:
+    ``{"teacher.": "net."}``.
     """
 
     name: ClassVar[str] = ""
@@ -57,6 +59,7 @@ class OwnStrategy:
     SENT_DOWN: ClassVar[tuple[str, ...]] = ()
     CLIENT: ClassVar[tuple[str, ...]] = ()
     SENT_UP: ClassVar[tuple[str, ...]] = ()
+    COPIES: ClassVar[Mapping[str, str]] = {}
     BY_SAMPLES: ClassVar[bool] = True  # means are weighted by samples; else every client counts once
 
     def gradient(self, at: Values) -> Any:

@@ -74,7 +74,14 @@ def captured(strategy: OwnStrategy) -> Declared:
     summary = (kind.__doc__ or "").strip().partition("\n")[0].strip().rstrip(".")
     try:
         return Declared(
-            summary, kind.SERVER, kind.SENT_DOWN, kind.CLIENT, kind.SENT_UP, kind.BY_SAMPLES, **found
+            summary,
+            kind.SERVER,
+            kind.SENT_DOWN,
+            kind.CLIENT,
+            kind.SENT_UP,
+            kind.BY_SAMPLES,
+            copies=dict(kind.COPIES),
+            **found,
         )
     except UsageError as error:
         raise UsageError(f"strategy {kind.name}: {error}") from None

@@ -16,7 +16,7 @@ import numpy as np
 from atoll.errors import JobFailed, UnsupportedOp, UsageError
 from atoll.formulas import DELTA, GRADIENT, MEAN, RECEIVED, WEIGHT
 from strategies import STRATEGIES
-from strategies.layout import Role, zeros
+from strategies.layout import SHARED, Role, zeros
 from strategies.linear import Linear
 from strategies.own.computed import Computer
 from strategies.sums import Contribution, Term
@@ -93,6 +93,9 @@ class Declared(Linear):
     def extra_up(self, layout: Layout) -> SlotMetas:
         return {name: layout.metas_of(Role.TRAINED) for name in self.own.sent_up}
 
+    def adapt(self, layout: Layout) -> Layout:
+        return layout.with_roles(Role.STILL, self._copies(layout))
+
     def contribute(self, layout: Layout, update: ClientUpdate) -> Contribution:
         base = super().contribute(layout, update)
         own = {name: Term(1.0, update.extra[name]) for name in self.own.sent_up}
@@ -133,6 +136,23 @@ class Declared(Linear):
         return ByFormula(
             computer=computer, values={n: {slot: slots[slot][n] for slot in read} for n in names}
         )
+
+    def _own_start(self, layout: Layout, broadcast: Broadcast, state: ClientState) -> Arrays:
+        return {into: broadcast.weights[name] for into, name in self._copies(layout).items()}
+
+    def _copies(self, layout: Layout) -> dict[str, str]:
+        """Names of the frozen tensors that a round sets, and of those whose received values they get."""
+        found = {}
+        for into, of in self.own.copies.items():
+            names = [name for name in layout.names(*SHARED) if name.startswith(of)]
+            pairs = {into + name.removeprefix(of): name for name in names}
+            odd = [n for n, name in pairs.items() if layout.metas.get(n) != layout.metas[name]]
+            if odd or not pairs:
+                raise UsageError(f"strategy {self.title}: the model has no {(odd or [into])[0]!r} like {of}")
+            if busy := [n for n in pairs if layout.roles[n] in SHARED]:
+                raise UsageError(f"strategy {self.title}: {busy[0]!r} is trained; freeze what is a copy")
+            found.update(pairs)
+        return found
 
     def _uploads(self, work: Work) -> Uploads:
         mine = self._mine(work.layout, work.state)

@@ -29,7 +29,9 @@ _SIGNS = {
 
 def client_words(own: OwnStrategy) -> str:
     """Return what clients compute by an owner's strategy beside the job's graph."""
+    copies = (f"each round sets {into}* to the received {of}*" for into, of in sorted(own.copies.items()))
     parts = [
+        *copies,
         *(() if own.gradient is None else (f"each step {'; '.join(_lines(own.gradient))}",)),
         *(() if own.after is None else (f"after each round {'; '.join(_lines(own.after))}",)),
     ]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from atoll.errors import UsageError
+from atoll.errors import JobFailed, UsageError
 from atoll.federated import Federated, Registered
 from atoll.job import Job, Optimizer, OptimizerName, TrainingSpec
 from compressors.model_file import Coding, read_delta, read_model, write_update
@@ -28,10 +28,13 @@ from coordinator.client.prepare import Prepared, prepare
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.storage.blob_store import BlobStore
+from coordinator.storage.data_provider import map_value
 from coordinator.storage.graph_store import GraphStore
 from strategies import make_strategy
 from strategies.files import broadcast_metas, broadcast_of, lossy_names, update_arrays
+from strategies.layout import Role
 from strategies.values import ClientUpdate
+from tests.strategies.own.tutorial import ClientMomentum
 
 BATCH = 4
 TRAINED = ("norm.weight", "norm.bias")
@@ -468,3 +471,35 @@ async def _drive(server: Server) -> None:
         assert server.store.has(done.state.hash)
     finally:
         await aggregators.stop()
+
+
+def test_an_own_strategy_s_arrays_are_where_its_formulas_put_them_and_outlive_the_process(
+    tmp_path: Path,
+) -> None:
+    server = made(tmp_path, strategy=ClientMomentum.name, options={"reach": 2.0}, evaluate_every=0)
+    half = server.half()
+    half.open("", 2)
+    found = summed(server, half, {"a": server.offer(half, 1, 10), "b": server.offer(half, 2, 30)})
+    assert half.state is not None
+    assert found.state is not None
+    again = server.half()
+    again.open(found.state.stored.hash, 2)
+    assert again.state is not None
+    for name in half.layout.names(Role.TRAINED):
+        moved = half.state.weights[name] - server_start(server, name)
+        np.testing.assert_allclose(half.state.slots["m"][name], -moved / 2.0, rtol=1e-4, atol=1e-6)
+        assert half.state.slots["m"][name].tobytes() == again.state.slots["m"][name].tobytes()
+    offered = {"a": server.offer(half, 3), "b": server.offer(half, 4)}
+    assert summed(server, half, offered).model == summed(server, again, offered).model
+
+
+def server_start(server: Server, name: str) -> Any:
+    return map_value(server.store.path(server.job.spec.tensors[name]))
+
+
+def test_an_own_strategy_that_diverges_fails_the_job_and_names_its_method(tmp_path: Path) -> None:
+    server = made(tmp_path, strategy=ClientMomentum.name, options={"reach": 1e-39}, evaluate_every=0)
+    half = server.half()
+    half.open("", 2)
+    with pytest.raises(JobFailed, match=r"strategy client_momentum, step\(\): 'm' of '.*' is not finite"):
+        summed(server, half, {"a": server.offer(half, 1), "b": server.offer(half, 2)})

@@ -25,7 +25,7 @@ from atoll.ops import ALLOWED
 from atoll.signatures import parameters
 from coordinator.capture.capture import capture
 from protos.convert import decode, encode
-from strategies.layout import Layout
+from strategies.layout import Layout, Role
 from strategies.own import OwnStrategy, own_strategy
 from strategies.own.base import Values, make_own
 from strategies.own.captured import captured, with_own
@@ -105,10 +105,55 @@ def test_what_the_tutorial_writes_trains_to_the_bits_of_ours(
             assert bits(slot) == bits(other)
 
 
+def test_copies_hold_what_the_round_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tutorial()
+
+    def made(weight: float) -> LocalFederation:
+        monkeypatch.setattr("tests.strategies.own.test_own.Net", lambda: page.Taught(Small(), weight))
+        return rounds("distilled", {}, 0.0, 3)
+
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(2)
+            self.low, self.high = nn.Linear(16, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.high(self.low(x).relu())
+
+    free, held = made(0.0), made(0.7)
+    broadcast = held.strategy.configure(held.state)
+    (phase,) = held.strategy.begin(held.trainer.layout, broadcast, held.client_states["c0"])
+    assert phase.start["teacher.low.weight"] is broadcast.weights["net.low.weight"]
+    assert set(held.state.weights) == {"net.low.weight", "net.low.bias", "net.high.weight", "net.high.bias"}
+    assert bits(free.state.weights) != bits(held.state.weights)
+    first = held.model.tensors["teacher.low.weight"].numpy()
+    assert not np.array_equal(first, broadcast.weights["net.low.weight"])
+    # In the last round its copies held what that round began with, which is not what it was built with.
+    monkeypatch.setattr("strategies.own.declared.Declared._own_start", lambda *_: {})
+    assert bits(made(0.0).state.weights) == bits(free.state.weights)
+    assert bits(made(0.7).state.weights) != bits(held.state.weights)
+
+
+def test_copies_are_frozen_namesakes_of_what_is_trained() -> None:
+    rule = Declared("taught", Declaration("", copies={"teacher.": "net."}))
+    like = {"net.w": np.zeros((2, 2), "float32"), "teacher.w": np.zeros((2, 2), "float32")}
+    assert rule.adapt(Layout.of(like, {"net.w"})).roles["teacher.w"] == Role.STILL
+    with pytest.raises(UsageError, match=r"'teacher\.w' is trained; freeze"):
+        rule.adapt(Layout.of(like, set(like)))
+    for odd in ({"net.w": like["net.w"]}, {**like, "teacher.w": np.zeros(3, "float32")}):
+        with pytest.raises(UsageError, match=r"the model has no 'teacher\.w' like net\."):
+            rule.adapt(Layout.of(odd, {"net.w"}))
+    with pytest.raises(UsageError, match="the model has no"):
+        rule.adapt(Layout.of({"x": np.zeros(2, "float32")}, {"x"}))
+    with pytest.raises(UsageError, match="COPIES: 'net'"):
+        Declaration("", copies={"teacher.": "net"})
+
+
 def test_the_tutorials_strategies_are_short_and_conform() -> None:
     tutorial()  # its last block is the conformance test itself
     written = [block for block in blocks() if "@own_strategy" in block]
-    assert len(written) == 2
+    assert len(written) == 3
     assert all(len(block.strip().splitlines()) <= 40 for block in written)
     check_own(ClientMomentum(alpha=0.3))
 

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from atoll.errors import BadFrame, StorageError, UsageError
+from atoll.federated import Federated
 from protos import atoll_control_pb2 as pb
 from protos.session import said_to_worker
 from strategies import counted
 from strategies.clipping import Clipping
+from strategies.own.captured import with_own
+from tests.strategies.own.tutorial import tutorial
 from tests.worker.federated.test_participation import KEY, TRAINING, Server, context, order, same
 from worker.blobs import BlobFile
 from worker.cancel import Cancel
@@ -121,6 +124,52 @@ def test_what_stays_at_home_is_not_shown_as_leaving(tmp_path: Path) -> None:
     m = invitation(tmp_path, local=("*running*", "head.*"))
     shown = dict(Asked(m).facts(60))
     assert (shown["buffers"], shown["statistics"]) == ("none travel", "none beside the update")
+
+
+def own_invitation(folder: Path, **options: Any) -> pb.Participate:
+    tutorial()
+    own = with_own(Federated("controls", options)).own
+    return invitation(folder, rule="controls", own=own, options=options)
+
+
+def test_a_strategy_that_is_its_owner_s_own_is_shown_by_its_formulas_and_is_a_part_of_the_graph(
+    tmp_path: Path,
+) -> None:
+    m = own_invitation(tmp_path)
+    asked = Asked(m)
+    shown = dict(asked.facts(60))
+    assert shown["strategy"] == (
+        "controls: the job owner's own, by formulas: Control variates against the drift of clients"
+    )
+    assert shown["formulas"].startswith("each step new gradient = gradient + (c - c_i). after each round")
+    assert "with the strategy's own (change)" in shown["each round"]
+    assert "sends or keeps more" in asked.terms(60).unclippable
+    ours = invitation(tmp_path, rule="scaffold")
+    assert len({graph_hash(m), graph_hash(ours), graph_hash(own_invitation(tmp_path, server_lr=0.5))}) == 3
+
+
+@pytest.mark.parametrize("forged", ["op", "name", "array", "many", "result", "value"])
+def test_a_forged_strategy_is_refused_before_anything_is_asked_of_the_owner(
+    state_dir: Path, tmp_path: Path, forged: str
+) -> None:
+    m = own_invitation(tmp_path)
+    own = m.federated.own
+    if forged == "op":
+        own.gradient.ops[0].target = "aten.randn_like.default"
+    elif forged == "name":
+        m.federated.strategy = "fedavg"
+    elif forged == "array":
+        own.client[0] = "../c_i"
+    elif forged == "many":
+        for _ in range(300):
+            own.after.ops.add().CopyFrom(own.after.ops[-1])
+    elif forged == "result":
+        own.after.results[0].op = 90
+    else:
+        own.gradient.ops[0].args[0].leaf.name = "image"
+    with pytest.raises((BadFrame, UsageError)):
+        Consent(state_dir).judge(m)
+    assert ConsentStore(state_dir).known() == []
 
 
 @pytest.mark.parametrize("broken", ["strategy", "metas", "federated"])

@@ -21,8 +21,8 @@ from atoll.job import TrainingSpec
 from atoll.messages.to_worker import Blob, EvaluateRound, Model, Participate, TrainRound
 from compressors.model_file import Coding, read_update, write_delta, write_model
 from coordinator.capture.capture import capture
-from strategies import make_strategy
 from strategies.files import broadcast_arrays, lossy_names, parted, update_metas
+from strategies.privacy.private import strategy_of
 from tests.inprocess.federation import LocalFederation, local_model
 from tests.worker.federated.test_trainer import BATCH, SGD, Small, arrays
 from tests.worker.test_blobs import Store
@@ -54,7 +54,7 @@ class Server:
         self.found = capture(Small(width=16), example, TRAINING)
         self.model = local_model(self.found.train, self.found.evaluation, self.found.state, TRAINING)
         self.federated = Federated(rule, **options)
-        self.rule = make_strategy(rule, self.federated.options)
+        self.rule = strategy_of(self.federated)
         layout = self.model.layout()
         weights = {n: self.found.state[n].numpy() for n in layout.metas}
         self.state = self.rule.init(layout, weights, clients)
