@@ -1,0 +1,65 @@
+"""Secure aggregation of a federated job, as its owner declares it, and what its members say to each other.
+
+    Federated(clients=20, evaluate_every=0, secure=Secure(threshold=0.66))
+
+What the coordinator can learn and what not: docs/secure-aggregation.md; how: ``strategies.secure``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+from atoll.bounded import Hex
+from atoll.errors import UsageError
+from atoll.fields import check_fields
+
+LEAST_MEMBERS = 3
+"""Of two members each knows the other's update, by subtracting its own from the sum."""
+KEY_BYTES, SIGNATURE_BYTES = 32, 64
+SHARE_BYTES = 66  # of a number below 2^521 - 1
+PARCEL_BYTES = 2 * SHARE_BYTES + 16  # two shares, and the tag of AES-GCM
+ALLOWED_SELECTORS = ("random", "bandwidth_aware")
+"""They look at no figure that depends on the data."""
+
+Key = Annotated[str, Hex(KEY_BYTES)]
+Share = Annotated[str, Hex(SHARE_BYTES)]
+Parcel = Annotated[str, Hex(PARCEL_BYTES)]
+Signature = Annotated[str, Hex(SIGNATURE_BYTES)]
+
+
+@dataclass(frozen=True, slots=True)
+class MemberKeys:
+    """Public keys of a member of one exchange, made for it alone: of the shares sealed for it, of masks, and
+    of its signature."""
+
+    sealing: Key
+    masking: Key
+    signing: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Secure:
+    """Secure aggregation: each round's coordinator learns the members' sum and nothing of a single update.
+
+    ``threshold``: share of a round's members who must be left at its end, else it is repeated.
+    ``neighbours``: members with whom each has masks and who keep its shares, an even number; 0: all of up to
+    113 members, then 16 times the binary logarithm of their number. ``bits``: resolution of a mean; up to
+    24 an element travels in 32 bits and is at most 64, with more in 64. UsageError for a figure out of its
+    range."""
+
+    threshold: float = 0.66
+    neighbours: int = 0
+    bits: int = 24
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not math.isfinite(self.threshold) or not 0.5 < self.threshold <= 1.0:
+            raise UsageError(f"Secure: threshold = {self.threshold:g}; give a share above 0.5, at most 1")
+        if type(self.neighbours) is not int or self.neighbours % 2 or not self.neighbours < 4096:
+            raise UsageError(f"Secure: neighbours = {self.neighbours!r}; give an even number from 4, or 0")
+        if self.neighbours and self.neighbours < 4:
+            raise UsageError(f"Secure: {self.neighbours} neighbours keep nothing secret; give 4 or more")
+        if type(self.bits) is not int or not 8 <= self.bits <= 48:
+            raise UsageError(f"Secure: bits = {self.bits!r}; give a whole number from 8 to 48")
