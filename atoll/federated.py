@@ -29,6 +29,7 @@ from atoll.formulas import OwnStrategy
 from atoll.opdag import DTYPE_BYTES
 from atoll.opdag import MAX_METRICS as MAX_METRICS
 from atoll.privacy import Privacy, check_private
+from atoll.secure import Secure, check_secure
 
 if TYPE_CHECKING:
     from atoll.data import DataSource
@@ -116,11 +117,17 @@ class Federated:
     staleness: float | None = None  # 0.5: an update of t models ago weighs (1 + t) ** -staleness
     max_staleness: int | None = None  # 20: an older one is refused
     own: OwnStrategy | None = None  # formulas of a strategy that is none of ours, captured at submit
+    secure: Secure | None = None  # the coordinator sees sums of updates alone: docs/secure-aggregation.md
 
     @property
     def asynchronous(self) -> bool:
         """Whether clients train each at their own pace, and no round waits for any of them."""
         return self.buffer > 0
+
+    @property
+    def shows_losses(self) -> bool:
+        """Whether figures of single clients leave them."""
+        return self.privacy is None and self.secure is None
 
     def weight(self, models: int) -> float:
         """Share that an update counts with whose model is so many ``models`` old."""
@@ -174,6 +181,10 @@ class Federated:
             raise UsageError(f"local: {str(bad[0])[:64]!r}; give patterns of 1 to {MAX_PATTERN} characters")
         if self.privacy is not None:
             check_private(self.privacy, self.clients, self.selector, self.evaluate_every)
+        if self.secure is not None:
+            uplink, private = parse_uplink(self.uplink).mode, self.privacy is not None
+            rest = (self.clients, self.selector, self.evaluate_every, uplink, self.buffer)
+            check_secure(*rest, private=private)
         if self.downlink not in {mode.value for mode in Downlink}:
             raise UsageError(f"downlink {self.downlink[:64]!r}; give off, lossless or delta")
 

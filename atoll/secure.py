@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated
 
 from atoll.bounded import Hex
@@ -20,13 +21,24 @@ LEAST_MEMBERS = 3
 KEY_BYTES, SIGNATURE_BYTES = 32, 64
 SHARE_BYTES = 66  # of a number below 2^521 - 1
 PARCEL_BYTES = 2 * SHARE_BYTES + 16  # two shares, and the tag of AES-GCM
+RANDOM_K = "random_k"
 ALLOWED_SELECTORS = ("random", "bandwidth_aware")
 """They look at no figure that depends on the data."""
 
 Key = Annotated[str, Hex(KEY_BYTES)]
-Share = Annotated[str, Hex(SHARE_BYTES)]
+SecretShare = Annotated[str, Hex(SHARE_BYTES)]
 Parcel = Annotated[str, Hex(PARCEL_BYTES)]
 Signature = Annotated[str, Hex(SIGNATURE_BYTES)]
+
+
+class Stage(StrEnum):
+    """Stages of a secure round, by what the members send."""
+
+    KEYS = "keys"
+    SHARES = "shares"  # of their secrets, sealed for their neighbours
+    VECTORS = "vectors"  # their masked updates: they train
+    SIGNATURES = "signatures"  # under whose vectors are summed
+    ANSWERS = "answers"  # the shares that take the masks off
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +56,7 @@ class Secure:
     """Secure aggregation: each round's coordinator learns the members' sum and nothing of a single update.
 
     ``threshold``: share of a round's members who must be left at its end, else it is repeated.
-    ``neighbours``: members with whom each has masks and who keep its shares, an even number; 0: all of up to
+    ``neighbours``: members that share masks with each and keep its shares, an even number; 0: all of up to
     113 members, then 16 times the binary logarithm of their number. ``bits``: resolution of a mean; up to
     24 an element travels in 32 bits and is at most 64, with more in 64. UsageError for a figure out of its
     range."""
@@ -63,3 +75,39 @@ class Secure:
             raise UsageError(f"Secure: {self.neighbours} neighbours keep nothing secret; give 4 or more")
         if type(self.bits) is not int or not 8 <= self.bits <= 48:
             raise UsageError(f"Secure: bits = {self.bits!r}; give a whole number from 8 to 48")
+
+
+def check_secure(
+    clients: int, selector: str, evaluate_every: int, uplink: str, buffer: int, *, private: bool
+) -> None:
+    """UsageError for settings of ``Federated`` beside which a coordinator would see more than sums."""
+    if buffer:
+        raise UsageError(
+            "secure aggregation masks the updates of one round's members against each other, and an "
+            "asynchronous job has no rounds; leave out buffer= or secure="
+        )
+    if clients and clients < LEAST_MEMBERS:
+        raise UsageError(
+            f"secure aggregation of {clients} clients hides nothing: of two each knows the other's update by "
+            f"subtracting its own; take {LEAST_MEMBERS} or more"
+        )
+    if selector not in ALLOWED_SELECTORS:
+        raise UsageError(
+            f"selector {selector} looks at single clients' losses, which a secure job does not show; take "
+            f"{' or '.join(ALLOWED_SELECTORS)}"
+        )
+    if evaluate_every:
+        raise UsageError(
+            "clients' own evaluations are single clients' figures; set evaluate_every=0 and evaluate on your "
+            "own data, Registered(..., held_out=...)"
+        )
+    if uplink not in ("off", RANDOM_K):
+        raise UsageError(
+            f"uplink {uplink} does not add up: its scales, positions or signs depend on each update, and "
+            "masked updates are only ever summed; take off, or random_k:R, drawn by one seed for all"
+        )
+    if private:
+        raise UsageError(
+            "privacy= has the coordinator clip each update, which it must see, and secure= hides them from "
+            "it; leave one out, or let data owners bound their own, `atoll-worker data policy NAME --clip C`"
+        )

@@ -7,6 +7,7 @@
                       leaves 0.65 where weights move by 1 % of their spread, 0.57 at 0.1 % (xor: 0.68, 0.58;
                       ``lossless`` by itself 0.83)
     sums              int64 arrays of a host's clients together, each through ``integers``
+    masked            the words of a secure round's vector: uniform, so no codec makes them shorter
     update            tensors named as lossy through the round's codec, with error feedback or without;
                       all others, and what a codec would not shrink, exactly
 
@@ -18,7 +19,7 @@ variance would make the residual grow, save ``random_k``, which is then scaled d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b, sha256
@@ -46,7 +47,8 @@ from compressors.container import (
 )
 from compressors.error_feedback import ErrorFeedback, Residual
 from compressors.integers import pack_integers, unpack_integers
-from compressors.random_k import RandomK
+from compressors.random_k import RandomK, draw_positions
+from compressors.sparse_sizes import random_k_of
 from compressors.topk import TopK
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     Arrays = Mapping[str, Array]
 
 NONE, LOSSLESS = "none", "lossless"
+_MASKED = ("masked/sums", "masked/scalars")
 _BITS: dict[int, type[np.signedinteger[Any]]] = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 Remember = Callable[[str], "Tensor | None"]
 Keep = Callable[[str, "Tensor | None"], None]
@@ -270,6 +273,36 @@ def read_sums(path: Path, expected: Metas) -> dict[str, Array]:
     """The arrays of ``write_sums``. BadFrame for anything that it would not write for ``expected``."""
     packets = read_coded(path, expected).packets
     return {name: unpack_integers(packets[name], meta) for name, meta in expected.items()}
+
+
+# ---------------------------------------------------------------- masked words
+
+
+def write_masked(path: Path, words: Sequence[Array]) -> Stored:
+    """The file of a masked vector: numbers without sign, of 32 or 64 bits, and scalars of 64."""
+    signed = {name: array.view(f"i{array.itemsize}") for name, array in zip(_MASKED, words, strict=True)}
+    return write_dense(path, signed)
+
+
+def read_masked(path: Path, sizes: tuple[int, int], dtype: np.dtype[Any]) -> list[Array]:
+    """The words of ``write_masked``; views of the file. BadFrame for anything else."""
+    kinds = (f"int{8 * dtype.itemsize}", "int64")
+    expected = {
+        name: TensorMeta((size,), kind) for name, size, kind in zip(_MASKED, sizes, kinds, strict=True)
+    }
+    arrays = read_dense(path, expected)
+    return [arrays[name].view(f"u{arrays[name].itemsize}") for name in _MASKED]
+
+
+def drawn_supports(metas: Metas, coding: Coding, seed: int) -> dict[str, Array]:
+    """Positions that travel of the tensors that ``random_k`` codes under one seed, by their names."""
+    if coding.codec != RandomK.name:
+        return {}
+    return {
+        name: draw_positions(meta.elements, random_k_of(meta, coding.ratio), packet_seed(seed, name))
+        for name, meta in metas.items()
+        if coding.of(name, meta) is coding._lossy
+    }
 
 
 # ---------------------------------------------------------------- tensors

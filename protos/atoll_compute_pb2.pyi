@@ -336,6 +336,7 @@ class ToCompute(_message.Message):
     TRAIN_FIELD_NUMBER: _builtins.int
     EVALUATE_ROUND_FIELD_NUMBER: _builtins.int
     SETTLE_FIELD_NUMBER: _builtins.int
+    SECURE_FIELD_NUMBER: _builtins.int
     TIME_OPS_FIELD_NUMBER: _builtins.int
     REPORT_CODECS_FIELD_NUMBER: _builtins.int
     ARRIVED_FIELD_NUMBER: _builtins.int
@@ -391,6 +392,8 @@ class ToCompute(_message.Message):
     @_builtins.property
     def settle(self) -> _atoll_control_pb2.RoundTaken: ...
     @_builtins.property
+    def secure(self) -> _atoll_control_pb2.SecureOrder: ...
+    @_builtins.property
     def time_ops(self) -> _atoll_control_pb2.ProbeOps: ...
     @_builtins.property
     def arrived(self) -> Global___Arrived: ...
@@ -426,6 +429,7 @@ class ToCompute(_message.Message):
         train: _atoll_control_pb2.TrainRound | None = ...,
         evaluate_round: _atoll_control_pb2.EvaluateRound | None = ...,
         settle: _atoll_control_pb2.RoundTaken | None = ...,
+        secure: _atoll_control_pb2.SecureOrder | None = ...,
         time_ops: _atoll_control_pb2.ProbeOps | None = ...,
         report_codecs: _builtins.bool = ...,
         arrived: Global___Arrived | None = ...,
@@ -440,11 +444,11 @@ class ToCompute(_message.Message):
         compute_share: _builtins.float = ...,
         memory_limit: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "batch", b"batch", "body", b"body", "compute_share", b"compute_share", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "memory_limit", b"memory_limit", "ping", b"ping", "reconfigure", b"reconfigure", "repeat_step", b"repeat_step", "report_codecs", b"report_codecs", "run_round", b"run_round", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "batch", b"batch", "body", b"body", "compute_share", b"compute_share", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "memory_limit", b"memory_limit", "ping", b"ping", "reconfigure", b"reconfigure", "repeat_step", b"repeat_step", "report_codecs", b"report_codecs", "run_round", b"run_round", "run_step", b"run_step", "secure", b"secure", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "assignment", b"assignment", "batch", b"batch", "body", b"body", "compute_share", b"compute_share", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "freed", b"freed", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "memory_limit", b"memory_limit", "ping", b"ping", "reconfigure", b"reconfigure", "repeat_step", b"repeat_step", "report_codecs", b"report_codecs", "run_round", b"run_round", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "assignment", b"assignment", "batch", b"batch", "body", b"body", "compute_share", b"compute_share", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "freed", b"freed", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "memory_limit", b"memory_limit", "ping", b"ping", "reconfigure", b"reconfigure", "repeat_step", b"repeat_step", "report_codecs", b"report_codecs", "run_round", b"run_round", "run_step", b"run_step", "secure", b"secure", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["setup", "load", "run_step", "run_round", "apply_step", "evaluate", "discard", "drop", "interrupt", "join", "train", "evaluate_round", "settle", "time_ops", "report_codecs", "arrived", "lost", "answer", "batch", "transferred", "stop", "ping", "reconfigure", "repeat_step", "compute_share", "memory_limit"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["setup", "load", "run_step", "run_round", "apply_step", "evaluate", "discard", "drop", "interrupt", "join", "train", "evaluate_round", "settle", "secure", "time_ops", "report_codecs", "arrived", "lost", "answer", "batch", "transferred", "stop", "ping", "reconfigure", "repeat_step", "compute_share", "memory_limit"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

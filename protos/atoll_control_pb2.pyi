@@ -1637,6 +1637,7 @@ class UpdateReady(_message.Message):
     LOADS_FIELD_NUMBER: _builtins.int
     SUMS_FIELD_NUMBER: _builtins.int
     STATEFUL_FIELD_NUMBER: _builtins.int
+    EXCHANGE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     round: _builtins.int
     n_samples: _builtins.int
@@ -1658,6 +1659,8 @@ class UpdateReady(_message.Message):
     """
     stateful: _builtins.bool
     """the clients' states are kept on this host"""
+    exchange: _builtins.str
+    """TrainRound's: ``update`` is masked, and no number is of the data"""
     @_builtins.property
     def update(self) -> Global___BlobRef: ...
     @_builtins.property
@@ -1700,14 +1703,88 @@ class UpdateReady(_message.Message):
         loads: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         sums: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         stateful: _builtins.bool = ...,
+        exchange: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["download_bytes", b"download_bytes", "download_s", b"download_s", "job", b"job", "loads", b"loads", "metrics", b"metrics", "n_samples", b"n_samples", "order", b"order", "refused", b"refused", "round", b"round", "rows", b"rows", "scalars", b"scalars", "square_loss", b"square_loss", "stateful", b"stateful", "steps", b"steps", "sums", b"sums", "train_s", b"train_s", "update", b"update", "upload_bytes", b"upload_bytes", "upload_s", b"upload_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["download_bytes", b"download_bytes", "download_s", b"download_s", "exchange", b"exchange", "job", b"job", "loads", b"loads", "metrics", b"metrics", "n_samples", b"n_samples", "order", b"order", "refused", b"refused", "round", b"round", "rows", b"rows", "scalars", b"scalars", "square_loss", b"square_loss", "stateful", b"stateful", "steps", b"steps", "sums", b"sums", "train_s", b"train_s", "update", b"update", "upload_bytes", b"upload_bytes", "upload_s", b"upload_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UpdateReady: _TypeAlias = UpdateReady  # noqa: Y015
+
+@_typing.final
+class MemberKeys(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEALING_FIELD_NUMBER: _builtins.int
+    MASKING_FIELD_NUMBER: _builtins.int
+    SIGNING_FIELD_NUMBER: _builtins.int
+    sealing: _builtins.bytes
+    masking: _builtins.bytes
+    signing: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        sealing: _builtins.bytes = ...,
+        masking: _builtins.bytes = ...,
+        signing: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["masking", b"masking", "sealing", b"sealing", "signing", b"signing"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemberKeys: _TypeAlias = MemberKeys  # noqa: Y015
+
+@_typing.final
+class SecureAnswer(_message.Message):
+    """refused: why a member does not answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    EXCHANGE_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    PARCELS_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    round: _builtins.int
+    exchange: _builtins.str
+    stage: _builtins.str
+    signature: _builtins.bytes
+    refused: _builtins.str
+    @_builtins.property
+    def keys(self) -> Global___MemberKeys: ...
+    @_builtins.property
+    def parcels(self) -> _containers.RepeatedCompositeFieldContainer[Global___SecureBytes]: ...
+    @_builtins.property
+    def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___SecureBytes]: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        round: _builtins.int = ...,
+        exchange: _builtins.str = ...,
+        stage: _builtins.str = ...,
+        keys: Global___MemberKeys | None = ...,
+        parcels: _abc.Iterable[Global___SecureBytes] | None = ...,
+        signature: _builtins.bytes = ...,
+        shares: _abc.Iterable[Global___SecureBytes] | None = ...,
+        refused: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exchange", b"exchange", "job", b"job", "keys", b"keys", "parcels", b"parcels", "refused", b"refused", "round", b"round", "shares", b"shares", "signature", b"signature", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SecureAnswer: _TypeAlias = SecureAnswer  # noqa: Y015
 
 @_typing.final
 class ClientRow(_message.Message):
@@ -1951,6 +2028,7 @@ class FromWorker(_message.Message):
     CODEC_SPEEDS_FIELD_NUMBER: _builtins.int
     PEER_JOINED_FIELD_NUMBER: _builtins.int
     CONSENT_FIELD_NUMBER: _builtins.int
+    SECURE_ANSWER_FIELD_NUMBER: _builtins.int
     COPY_HELD_FIELD_NUMBER: _builtins.int
     COPY_STORED_FIELD_NUMBER: _builtins.int
     HELD_WEIGHTS_FIELD_NUMBER: _builtins.int
@@ -1991,6 +2069,8 @@ class FromWorker(_message.Message):
     @_builtins.property
     def consent(self) -> Global___ConsentSaid: ...
     @_builtins.property
+    def secure_answer(self) -> Global___SecureAnswer: ...
+    @_builtins.property
     def copy_held(self) -> Global___CopyHeld: ...
     @_builtins.property
     def copy_stored(self) -> Global___CopyStored: ...
@@ -2017,15 +2097,16 @@ class FromWorker(_message.Message):
         codec_speeds: Global___CodecSpeeds | None = ...,
         peer_joined: Global___PeerJoined | None = ...,
         consent: Global___ConsentSaid | None = ...,
+        secure_answer: Global___SecureAnswer | None = ...,
         copy_held: Global___CopyHeld | None = ...,
         copy_stored: Global___CopyStored | None = ...,
         held_weights: Global___HeldWeights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "consent", b"consent", "copy_held", b"copy_held", "copy_stored", b"copy_stored", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "held_weights", b"held_weights", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "peer_joined", b"peer_joined", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "consent", b"consent", "copy_held", b"copy_held", "copy_stored", b"copy_stored", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "held_weights", b"held_weights", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "peer_joined", b"peer_joined", "ready", b"ready", "secure_answer", b"secure_answer", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "consent", b"consent", "copy_held", b"copy_held", "copy_stored", b"copy_stored", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "held_weights", b"held_weights", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "peer_joined", b"peer_joined", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "consent", b"consent", "copy_held", b"copy_held", "copy_stored", b"copy_stored", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "held_weights", b"held_weights", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "peer_joined", b"peer_joined", "ready", b"ready", "secure_answer", b"secure_answer", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["introduction", "heartbeat", "ops_probed", "link_probed", "loaded", "failed", "ready", "eval_ready", "stored", "spans", "log", "leaving", "update_ready", "client_evaluated", "client_failed", "codec_speeds", "peer_joined", "consent", "copy_held", "copy_stored", "held_weights"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["introduction", "heartbeat", "ops_probed", "link_probed", "loaded", "failed", "ready", "eval_ready", "stored", "spans", "log", "leaving", "update_ready", "client_evaluated", "client_failed", "codec_speeds", "peer_joined", "consent", "secure_answer", "copy_held", "copy_stored", "held_weights"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -2856,6 +2937,9 @@ class TrainRound(_message.Message):
     CLIENTS_FIELD_NUMBER: _builtins.int
     DRAWN_FIELD_NUMBER: _builtins.int
     DRAWN_SAMPLES_FIELD_NUMBER: _builtins.int
+    EXCHANGE_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
+    PARCELS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     round: _builtins.int
     codec: _builtins.str
@@ -2872,10 +2956,16 @@ class TrainRound(_message.Message):
     drawn: _builtins.int
     """clients of the round on all hosts, and the samples that they have registered together"""
     drawn_samples: _builtins.int
+    exchange: _builtins.str
+    """Of secure aggregation: the exchange, the members who shared their secrets, and the neighbours' parcels."""
     @_builtins.property
     def model(self) -> Global___Model: ...
     @_builtins.property
     def clients(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def shared(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def parcels(self) -> _containers.RepeatedCompositeFieldContainer[Global___SecureBytes]: ...
     def __init__(
         self,
         *,
@@ -2890,14 +2980,117 @@ class TrainRound(_message.Message):
         clients: _abc.Iterable[_builtins.str] | None = ...,
         drawn: _builtins.int = ...,
         drawn_samples: _builtins.int = ...,
+        exchange: _builtins.str = ...,
+        shared: _abc.Iterable[_builtins.str] | None = ...,
+        parcels: _abc.Iterable[Global___SecureBytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "codec", b"codec", "deadline_s", b"deadline_s", "drawn", b"drawn", "drawn_samples", b"drawn_samples", "job", b"job", "model", b"model", "order", b"order", "ratio", b"ratio", "round", b"round", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "codec", b"codec", "deadline_s", b"deadline_s", "drawn", b"drawn", "drawn_samples", b"drawn_samples", "exchange", b"exchange", "job", b"job", "model", b"model", "order", b"order", "parcels", b"parcels", "ratio", b"ratio", "round", b"round", "seed", b"seed", "shared", b"shared"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrainRound: _TypeAlias = TrainRound  # noqa: Y015
+
+@_typing.final
+class SecureBytes(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    member: _builtins.str
+    value: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        member: _builtins.str = ...,
+        value: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SecureBytes: _TypeAlias = SecureBytes  # noqa: Y015
+
+@_typing.final
+class SecureKeys(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_FIELD_NUMBER: _builtins.int
+    SEALING_FIELD_NUMBER: _builtins.int
+    MASKING_FIELD_NUMBER: _builtins.int
+    SIGNING_FIELD_NUMBER: _builtins.int
+    member: _builtins.str
+    sealing: _builtins.bytes
+    masking: _builtins.bytes
+    signing: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        member: _builtins.str = ...,
+        sealing: _builtins.bytes = ...,
+        masking: _builtins.bytes = ...,
+        signing: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["masking", b"masking", "member", b"member", "sealing", b"sealing", "signing", b"signing"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SecureKeys: _TypeAlias = SecureKeys  # noqa: Y015
+
+@_typing.final
+class SecureOrder(_message.Message):
+    """What a member of an exchange is asked for beside its update; stage: keys | shares | signatures | answers.
+    Said again after a reconnection: it answers with the same bytes.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    EXCHANGE_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    ROSTER_FIELD_NUMBER: _builtins.int
+    SURVIVORS_FIELD_NUMBER: _builtins.int
+    SIGNATURES_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    round: _builtins.int
+    exchange: _builtins.str
+    stage: _builtins.str
+    @_builtins.property
+    def roster(self) -> _containers.RepeatedCompositeFieldContainer[Global___SecureKeys]:
+        """shares"""
+
+    @_builtins.property
+    def survivors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """signatures"""
+
+    @_builtins.property
+    def signatures(self) -> _containers.RepeatedCompositeFieldContainer[Global___SecureBytes]:
+        """answers"""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        round: _builtins.int = ...,
+        exchange: _builtins.str = ...,
+        stage: _builtins.str = ...,
+        roster: _abc.Iterable[Global___SecureKeys] | None = ...,
+        survivors: _abc.Iterable[_builtins.str] | None = ...,
+        signatures: _abc.Iterable[Global___SecureBytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exchange", b"exchange", "job", b"job", "roster", b"roster", "round", b"round", "signatures", b"signatures", "stage", b"stage", "survivors", b"survivors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SecureOrder: _TypeAlias = SecureOrder  # noqa: Y015
 
 @_typing.final
 class EvaluateRound(_message.Message):
@@ -3036,6 +3229,7 @@ class ToWorker(_message.Message):
     ROUND_TAKEN_FIELD_NUMBER: _builtins.int
     RECONFIGURE_FIELD_NUMBER: _builtins.int
     REVOKED_FIELD_NUMBER: _builtins.int
+    SECURE_ORDER_FIELD_NUMBER: _builtins.int
     KEEP_COPIES_FIELD_NUMBER: _builtins.int
     STORE_COPY_FIELD_NUMBER: _builtins.int
     STANDBYS_FIELD_NUMBER: _builtins.int
@@ -3073,6 +3267,8 @@ class ToWorker(_message.Message):
     @_builtins.property
     def revoked(self) -> Global___Revoked: ...
     @_builtins.property
+    def secure_order(self) -> Global___SecureOrder: ...
+    @_builtins.property
     def keep_copies(self) -> Global___KeepCopies: ...
     @_builtins.property
     def store_copy(self) -> Global___StoreCopy: ...
@@ -3101,16 +3297,17 @@ class ToWorker(_message.Message):
         round_taken: Global___RoundTaken | None = ...,
         reconfigure: Global___Reconfigure | None = ...,
         revoked: Global___Revoked | None = ...,
+        secure_order: Global___SecureOrder | None = ...,
         keep_copies: Global___KeepCopies | None = ...,
         store_copy: Global___StoreCopy | None = ...,
         standbys: Global___Standbys | None = ...,
         authorities: Global___Authorities | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "authorities", b"authorities", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "keep_copies", b"keep_copies", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "standbys", b"standbys", "start", b"start", "store_copy", b"store_copy", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "authorities", b"authorities", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "keep_copies", b"keep_copies", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "secure_order", b"secure_order", "standbys", b"standbys", "start", b"start", "store_copy", b"store_copy", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "authorities", b"authorities", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "keep_copies", b"keep_copies", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "standbys", b"standbys", "start", b"start", "store_copy", b"store_copy", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "authorities", b"authorities", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "keep_copies", b"keep_copies", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "secure_order", b"secure_order", "standbys", b"standbys", "start", b"start", "store_copy", b"store_copy", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "probe_ops", "probe_link", "assign", "start", "commit", "discard", "release", "dismiss", "expect_peer", "participate", "train_round", "evaluate_round", "round_taken", "reconfigure", "revoked", "keep_copies", "store_copy", "standbys", "authorities"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "probe_ops", "probe_link", "assign", "start", "commit", "discard", "release", "dismiss", "expect_peer", "participate", "train_round", "evaluate_round", "round_taken", "reconfigure", "revoked", "secure_order", "keep_copies", "store_copy", "standbys", "authorities"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

@@ -1049,6 +1049,34 @@ class OwnStrategy(_message.Message):
 Global___OwnStrategy: _TypeAlias = OwnStrategy  # noqa: Y015
 
 @_typing.final
+class Secure(_message.Message):
+    """Secure aggregation of a federated job: docs/secure-aggregation.md."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    THRESHOLD_FIELD_NUMBER: _builtins.int
+    NEIGHBOURS_FIELD_NUMBER: _builtins.int
+    BITS_FIELD_NUMBER: _builtins.int
+    threshold: _builtins.float
+    neighbours: _builtins.int
+    """0: found"""
+    bits: _builtins.int
+    def __init__(
+        self,
+        *,
+        threshold: _builtins.float = ...,
+        neighbours: _builtins.int = ...,
+        bits: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bits", b"bits", "neighbours", b"neighbours", "threshold", b"threshold"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Secure: _TypeAlias = Secure  # noqa: Y015
+
+@_typing.final
 class FederatedSpec(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1076,6 +1104,7 @@ class FederatedSpec(_message.Message):
     STALENESS_FIELD_NUMBER: _builtins.int
     MAX_STALENESS_FIELD_NUMBER: _builtins.int
     OWN_FIELD_NUMBER: _builtins.int
+    SECURE_FIELD_NUMBER: _builtins.int
     strategy: _builtins.str
     local_epochs: _builtins.int
     local_steps: _builtins.int
@@ -1122,6 +1151,10 @@ class FederatedSpec(_message.Message):
     def own(self) -> Global___OwnStrategy:
         """unset: ``strategy`` is one of ours"""
 
+    @_builtins.property
+    def secure(self) -> Global___Secure:
+        """unset: none"""
+
     def __init__(
         self,
         *,
@@ -1149,10 +1182,11 @@ class FederatedSpec(_message.Message):
         staleness: _builtins.float | None = ...,
         max_staleness: _builtins.int | None = ...,
         own: Global___OwnStrategy | None = ...,
+        secure: Global___Secure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_staleness", b"_staleness", "max_staleness", b"max_staleness", "own", b"own", "privacy", b"privacy", "staleness", b"staleness"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_staleness", b"_staleness", "max_staleness", b"max_staleness", "own", b"own", "privacy", b"privacy", "secure", b"secure", "staleness", b"staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_staleness", b"_staleness", "buffer", b"buffer", "clients", b"clients", "consent_s", b"consent_s", "data", b"data", "deadline_s", b"deadline_s", "downlink", b"downlink", "error_feedback", b"error_feedback", "evaluate_every", b"evaluate_every", "held_out", b"held_out", "inputs", b"inputs", "local", b"local", "local_epochs", b"local_epochs", "local_steps", b"local_steps", "max_samples", b"max_samples", "max_staleness", b"max_staleness", "min_clients", b"min_clients", "options", b"options", "own", b"own", "privacy", b"privacy", "selector", b"selector", "selector_options", b"selector_options", "staleness", b"staleness", "strategy", b"strategy", "uplink", b"uplink"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_staleness", b"_staleness", "buffer", b"buffer", "clients", b"clients", "consent_s", b"consent_s", "data", b"data", "deadline_s", b"deadline_s", "downlink", b"downlink", "error_feedback", b"error_feedback", "evaluate_every", b"evaluate_every", "held_out", b"held_out", "inputs", b"inputs", "local", b"local", "local_epochs", b"local_epochs", "local_steps", b"local_steps", "max_samples", b"max_samples", "max_staleness", b"max_staleness", "min_clients", b"min_clients", "options", b"options", "own", b"own", "privacy", b"privacy", "secure", b"secure", "selector", b"selector", "selector_options", b"selector_options", "staleness", b"staleness", "strategy", b"strategy", "uplink", b"uplink"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_staleness: _TypeAlias = _typing.Literal["max_staleness"]  # noqa: Y015
     _WhichOneofArgType__max_staleness: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness"]  # noqa: Y015

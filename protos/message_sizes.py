@@ -40,6 +40,7 @@ MOST_BYTES: Mapping[str, int] = {
     "WorkerLog": 256 * KIB,
     "HeldWeights": MIB,
     "UpdateReady": 4 * MIB,
+    "SecureAnswer": 2 * MIB,
     "ClientEvaluated": 16 * MIB,
     # and to the worker
     "ProbeOps": 32 * MIB,
@@ -49,7 +50,8 @@ MOST_BYTES: Mapping[str, int] = {
     "KeepCopies": 8 * MIB,
     "Standbys": MIB,
     "StepCommit": 4 * MIB,
-    "TrainRound": MIB,
+    "TrainRound": 2 * MIB,
+    "SecureOrder": MIB,
     "EvaluateRound": MIB,
     "RoundTaken": MIB,
     # the owner's calls

@@ -39,6 +39,7 @@ TO_WORKER: Mapping[str, type] = {
     "discard": asked.StepDiscard,
     "release": asked.Release,
     "round_taken": asked.RoundTaken,
+    "secure_order": asked.SecureOrder,
     "train_round": asked.TrainRound,
     "evaluate_round": asked.EvaluateRound,
     "dismiss": asked.Dismiss,

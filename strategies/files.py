@@ -16,6 +16,7 @@ from atoll.errors import BadUpdate
 from atoll.opdag import TensorMeta
 from strategies.base import Strategy
 from strategies.layout import SHARED, Role
+from strategies.linear import TRAINED
 from strategies.values import Broadcast, ClientState, ClientUpdate
 
 if TYPE_CHECKING:
@@ -103,6 +104,11 @@ def sums_slots(rule: Linear, layout: Layout, arrays: Arrays) -> dict[str, dict[s
         term, _, rest = name.removeprefix(SUM).partition("/")
         terms[term][rest] = array
     return terms
+
+
+def trained_supports(supports: Mapping[str, T]) -> dict[tuple[str, str], T]:
+    """Positions of coded deltas, by the term and name that their sums have."""
+    return {(TRAINED, name.removeprefix(WEIGHTS)): held for name, held in supports.items()}
 
 
 def slot_arrays(slots: Mapping[str, Mapping[str, T]]) -> dict[str, T]:

@@ -36,6 +36,8 @@ from atoll.device_class import DeviceClass
 from atoll.exchange import DIGEST_BYTES as ROUND_DIGEST_BYTES
 from atoll.federated import MAX_SAMPLES, ConsentWord, DatasetFacts
 from atoll.job import MOST_LOCAL_STEPS
+from atoll.secure import SIGNATURE_BYTES as SIGNATURE_BYTES
+from atoll.secure import MemberKeys, Parcel, SecretShare, Stage
 
 MAX_ADDRESSES = 16
 MAX_REASON_CHARS = 2000
@@ -416,11 +418,12 @@ class UpdateReady:
     download_bytes: Moved = 0
     download_s: Seconds = 0.0
     host: Annotated[HostRows | None, Coded("host rows")] = None
+    exchange: Annotated[str, Clean(MAX_KEY_CHARS)] = ""  # the update is masked
 
     @property
     def order(self) -> str:
-        """Name of the set of clients that it is of; "" of a data owner's own."""
-        return "" if self.host is None else self.host.order
+        """Name of the set of clients, or of the exchange, that it is of; "" of a data owner's own."""
+        return self.exchange if self.host is None else self.host.order
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,8 +474,23 @@ class Leaving:
     reason: Reason
 
 
+@dataclass(frozen=True, slots=True)
+class SecureAnswer:
+    """A member's answer to ``SecureOrder``; ``refused``: why it gives none."""
+
+    job: Name
+    round: int
+    exchange: Annotated[str, Clean(MAX_KEY_CHARS)]
+    stage: Stage
+    keys: MemberKeys | None = None
+    parcels: Annotated[Mapping[Name, Parcel], Most(MAX_DRAWN)] = field(default_factory=dict, repr=False)
+    signature: Annotated[str, Hex(SIGNATURE_BYTES, empty=True)] = ""
+    shares: Annotated[Mapping[Name, SecretShare], Most(MAX_DRAWN)] = field(default_factory=dict, repr=False)
+    refused: Reason = ""
+
+
 StageMessage = Loaded | StepReady | EvalReady | StateStored | StageFailed
-ClientMessage = UpdateReady | ClientEvaluated | ClientFailed | ConsentSaid
+ClientMessage = UpdateReady | ClientEvaluated | ClientFailed | ConsentSaid | SecureAnswer
 JobMessage = StageMessage | ClientMessage | CopyHeld | CopyStored
 Message = Heartbeat | CodecSpeeds | HeldWeights | OpsProbed | LinkProbed | PeerJoined | Leaving | JobMessage
 """All that a coordinator acts upon: each stands under its class's name in the schema's ``FromWorker``."""

@@ -37,6 +37,7 @@ from atoll.messages.from_worker import (
     MAX_ADDRESSES,
     MAX_CLIENTS,
     MAX_COPIES,
+    MAX_DRAWN,
     MAX_KEY_CHARS,
     MAX_REPEATED,
     Reason,
@@ -44,6 +45,7 @@ from atoll.messages.from_worker import (
 from atoll.opdag import OpNode, StateMeta, TensorMeta, leaf_refs
 from atoll.plan import MAX_PIECES, LinkSpec, Plan
 from atoll.program import StageProgram
+from atoll.secure import MemberKeys, Parcel, Signature, Stage
 
 BlobHash = bounded.Blob
 MAX_VERSION = (1 << 32) - 1
@@ -64,6 +66,8 @@ Step = Annotated[int, Within(0, MAX_STEP)]
 Round = Annotated[int, Within(0, MAX_ROUND)]
 Clients = Annotated[tuple[str, ...], Once(), Most(MAX_CLIENTS)]
 """Of a population."""
+Members = Annotated[tuple[Name, ...], Once(), Most(MAX_DRAWN)]
+"""Workers of a secure round."""
 States = Annotated[Mapping[Name, StateMeta], At("metas"), Sorted()]
 """Every leaf of a job's programs, inputs included."""
 Addresses = Annotated[tuple[tuple[Annotated[str, bounded.Host()], Port], ...], Most(MAX_ADDRESSES)]
@@ -396,7 +400,8 @@ class TrainRound:
 
     ``seed``: of what codec and rule draw on this client in this round. ``clients``: of a population, to be
     trained in turn, ``order`` the name of their set; ``drawn`` and ``drawn_samples``: how many the round has
-    on all hosts, and what they have registered together.
+    on all hosts, and what they have registered together. ``exchange``: the update is to be masked;
+    ``shared``: members who are in it, ``parcels``: from this one's neighbours.
     """
 
     job: str
@@ -410,6 +415,24 @@ class TrainRound:
     clients: Clients = ()
     drawn: int = 0
     drawn_samples: int = 0
+    exchange: Annotated[str, Clean(MAX_KEY_CHARS)] = ""
+    shared: Members = ()
+    parcels: Annotated[Mapping[Name, Parcel], Most(MAX_DRAWN)] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SecureOrder:
+    """What a member of an exchange is asked for beside its update, by ``stage``: new keys; shares of its
+    secrets for the neighbours on ``roster``; its signature under ``survivors``; or shares of theirs, for a
+    quorum's ``signatures``."""
+
+    job: str
+    round: Round
+    exchange: Annotated[str, Clean(MAX_KEY_CHARS)]
+    stage: Stage
+    roster: Annotated[Mapping[Name, MemberKeys], Most(MAX_DRAWN)] = field(default_factory=dict)
+    survivors: Members = ()
+    signatures: Annotated[Mapping[Name, Signature], Most(MAX_DRAWN)] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

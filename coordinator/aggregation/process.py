@@ -133,11 +133,20 @@ class Aggregating:
             request.least,
             self._begins,
             request.drawn,
+            request.opening,
         )
         state, model, delta = map(self._blob, (found.state, found.model, found.delta))
         took_s = time.perf_counter() - begun
         return ev.Aggregated(
-            request.job, request.round, request.attempt, state, model, delta, found.dropped, took_s
+            request.job,
+            request.round,
+            request.attempt,
+            state,
+            model,
+            delta,
+            found.dropped,
+            took_s,
+            found.void,
         )
 
     def _evaluate(self, request: do.EvaluateModel) -> ev.CentrallyEvaluated:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,8 +26,17 @@ from atoll.job import stepwise_groups
 from atoll.opdag import OpDag, StateMeta, TensorMeta
 from atoll.program import stage_programs
 from compressors.container import Stored, dense_metas, drop_pages, read_dense, write_dense
-from compressors.model_file import Coding, read_model, read_sums, read_update, write_delta, write_model
-from coordinator.messages.instructions import HostSums
+from compressors.model_file import (
+    Coding,
+    drawn_supports,
+    read_masked,
+    read_model,
+    read_sums,
+    read_update,
+    write_delta,
+    write_model,
+)
+from coordinator.messages.instructions import HostSums, Opening
 from coordinator.storage.data_provider import map_value
 from coordinator.storage.graph_store import Graphs
 from strategies.aged import aged
@@ -40,12 +49,16 @@ from strategies.files import (
     parted,
     sums_metas,
     sums_slots,
+    trained_supports,
     update_metas,
 )
 from strategies.fixed import Accumulator, FixedSums, Grid, check_sums, real
 from strategies.layout import Layout, own_parts
 from strategies.linear import SAMPLES, Linear
 from strategies.privacy.private import strategy_of
+from strategies.secure.exchange import Exchange
+from strategies.secure.opening import add_vector, unmask
+from strategies.secure.vector import encoding_of, secured
 from strategies.sums import Contribution, total
 from strategies.values import ClientUpdate, ServerState
 
@@ -91,6 +104,7 @@ class Summed:
     model: Written | None
     delta: Written | None
     dropped: Mapping[str, str]
+    void: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,6 +115,10 @@ class _Round:
     dropped: dict[str, str]
     begins: Begins
     drawn: Mapping[str, int] | None  # registered samples by client, where sums are in whole numbers
+    opening: Opening | None = None
+    void: list[str] = field(
+        default_factory=list
+    )  # why all of it is worthless, though nobody alone is to blame
 
 
 class ServerHalf:
@@ -137,9 +155,10 @@ class ServerHalf:
         least: int,
         begins: Begins = lambda client: None,
         drawn: Mapping[str, int] | None = None,
+        opening: Opening | None = None,
     ) -> Summed:
         """Sum what can be counted, if that is at least ``least``; the next state and broadcast. ``drawn``:
-        registered samples of the round's clients, for sums in whole numbers.
+        registered samples of the round's clients, for sums in whole numbers. ``opening``: all are masked.
 
         UsageError when this is not the round in flight; JobFailed when the result is not finite.
         """
@@ -149,9 +168,10 @@ class ServerHalf:
             raise UsageError(f"asked to sum round {at_round}; the round in flight is {here}")
         state = replace(state, n_clients=max(state.n_clients, n_clients))
         dropped: dict[str, str] = {}
-        after = self._summed(state, _Round(offered, dropped, begins, drawn), least)
+        came = _Round(offered, dropped, begins, drawn, opening)
+        after = self._summed(state, came, least)
         if after is None:
-            return Summed(None, None, None, dropped)
+            return Summed(None, None, None, dropped, "; ".join(came.void))
         kept = self._write_state(after)
         del after
         self.state = self._stored(kept.path)  # mapped: between rounds it costs no memory
@@ -176,6 +196,8 @@ class ServerHalf:
     def _summed(self, state: ServerState, came: _Round, least: int) -> ServerState | None:
         core, at_round = self.rule.core, state.round
         drawn = came.drawn
+        if came.opening is not None:
+            return self._summed_masked(state, came, came.opening, least)
         if drawn is None and isinstance(core, Linear) and core.whole:
             offered = {n: told for n, told in came.offered.items() if isinstance(told, Offered)}
             drawn = {name: told.registered for name, told in offered.items()}
@@ -220,6 +242,41 @@ class ServerHalf:
         if found.clients < max(core.min_updates, least):
             return None
         return core.finish(state, real(core.released(found, self.layout), self.layout))
+
+    def _summed_masked(
+        self, state: ServerState, came: _Round, opening: Opening, least: int
+    ) -> ServerState | None:
+        """The next state from the sum of masked vectors, of all or of none."""
+        rule, core = self.rule_spec, secured(self.rule)
+        assert rule.secure is not None  # noqa: S101 - the machine opens exchanges of such jobs alone
+        offered = {name: told for name, told in came.offered.items() if isinstance(told, Offered)}
+        if len(offered) < max(1, least):
+            return None
+        first = next(iter(offered.values()))
+        coding = Coding(first.codec, first.ratio, lossy_names(self.layout), rule.error_feedback)
+        supports = trained_supports(drawn_supports(self.update_metas, coding, opening.seed))
+        encoding = encoding_of(core, self.layout, rule.secure, opening.drawn, opening.drawn_samples, supports)
+        sizes, dtype = encoding.sizes(), encoding.dtype
+        total = [np.zeros(sizes[0], dtype), np.zeros(sizes[1], np.uint64)]
+
+        def add(name: str, told: Offered | HostSums) -> None:
+            add_vector(total, read_masked(self._blobs.path(offered[name].blob), sizes, dtype))
+
+        for _ in self._good(came, add):
+            pass
+        if came.dropped:
+            return None
+        of = Exchange(self.job, state.round, opening.exchange, rule.secure, opening.roster)
+        try:
+            unmask(total, of, opening.shared, offered, opening.shares)
+            found = encoding.sums(total, len(offered))
+            n_samples, claimed = sum(told.n_samples for told in offered.values()), found.scalars[SAMPLES]
+            if claimed * found.grid.scalar_unit(SAMPLES) != n_samples:
+                raise BadUpdate(f"an opened sum that is not of its members' {n_samples} samples")
+        except BadUpdate as error:  # nobody can tell whose words are wrong
+            came.void.append(f"the sum cannot be opened: {error}")
+            return None
+        return core.finish(state, real(found, self.layout))
 
     def _sums_of(self, told: HostSums, core: Linear, grid: Grid) -> FixedSums:
         arrays = read_sums(self._blobs.path(told.blob), sums_metas(core, self.layout))

@@ -15,6 +15,7 @@ from compressors.catalogue import Use, codec
 from coordinator.federated.selection import selector_of
 from strategies.checking import check_optimizer
 from strategies.privacy.private import strategy_of
+from strategies.secure.vector import secured
 from strategies.selection import Selector
 from strategies.wrapped import NET
 
@@ -41,6 +42,8 @@ PERSONAL = ("ditto",)
 def check_federated(rule: Federated, training: TrainingSpec) -> Strategy:
     """The strategy of a federated job; UsageError for what no round could be run with."""
     found = strategy_of(rule)
+    if rule.secure is not None:
+        secured(found)
     selector_of(rule)
     check_optimizer(found, training.optimizer)
     if training.n_micro != 1:

@@ -352,6 +352,7 @@ class FederatedDriver:
                         todo.drawn,
                         todo.weights,
                         todo.bases,
+                        todo.opening,
                     )
                 )
             case fed.EvaluateCentrally(at_round):

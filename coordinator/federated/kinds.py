@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from atoll.secure import Stage
 from coordinator.federated import cohorts, flow, population
 from coordinator.federated.metrics import measured, outcomes
 from coordinator.federated.population import books
+from coordinator.federated.secure import books as secure
+from coordinator.federated.selection import seed_of
 from coordinator.federated.state import (
     Aggregate,
     Client,
@@ -25,10 +28,13 @@ from coordinator.federated.state import (
     Todo,
     Without,
 )
-from coordinator.messages.events import UpdateReady
-from coordinator.messages.instructions import RoundTaken, TrainRound
+from coordinator.messages.events import SecureAnswer, UpdateReady
+from coordinator.messages.instructions import Opening, RoundTaken, SecureOrder, TrainRound
 from coordinator.messages.jobs import Dropped, Record
 from strategies.selection import Outcome as Seen
+
+if TYPE_CHECKING:
+    from coordinator.federated.secure.books import Books
 
 MAX_FIGURE = 1e100  # a loss or metric; times the most samples, summed over all clients, it stays finite
 MAX_STRIKES = 3  # rounds in a row in which a client failed or sent what cannot be counted
@@ -84,6 +90,34 @@ class Round:
     def awaits(self, state: FederationState, worker: str) -> bool:
         """Whether an answer of this worker is awaited."""
         return worker in state.chosen and worker not in state.updates and worker not in state.dropped
+
+    def words(self, state: FederationState) -> str:
+        """What the round waits for, for people."""
+        return f"{self.left(state)} of {self.drawn(state)} clients train"
+
+    # Stages, of a round that has more than one.
+
+    def opened(self, state: FederationState, now_s: float) -> FederationState:
+        """The state in which the participants, who are fixed now, are asked for what comes first."""
+        rule = state.federated.rule
+        if rule.secure is None:
+            return state
+        secret = f"{state.secret}/{state.attempt}/{now_s}"
+        held = secure.opened(state.job, state.round, rule.secure, state.chosen, secret)
+        return replace(state, secure=held, due_s=now_s + min(secure.EXCHANGE_S, rule.deadline_s))
+
+    def order(self, state: FederationState, worker: str) -> SecureOrder | None:
+        """What a participant is asked for now; None: to train."""
+        return None
+
+    def staged(self, state: FederationState, now_s: float) -> tuple[FederationState, str] | None:
+        """The state at the next stage, or with the reason why the round is to be repeated; None: everything
+        is here, and to be summed."""
+        return None
+
+    def heard(self, state: FederationState, worker: str, answer: SecureAnswer) -> Outcome:
+        """Take an answer that is no update."""
+        return state, [Dropped(f"{answer.stage} of {worker}, though nothing is masked here")]
 
     def waits(self, state: FederationState) -> bool:
         """Whether a client is to be given to a worker yet."""
@@ -143,6 +177,114 @@ class Round:
         """The state with what a closed round showed, observations for selectors, and participants and dropped
         clients as RoundClosed has them; ``told``: entries of good updates."""
         return replace(state, counted={}), outcomes(good, state.clients), told, state.dropped
+
+
+class SecureRound(Round):
+    """Members mask their updates, and answer for each other's masks: ``coordinator.federated.secure``."""
+
+    def left(self, state: FederationState) -> int:
+        """Members who are waited for: of those who are to sign the connected ones, and for shares all while
+        the sum cannot be opened."""
+        held, waits = _books(state), [name for name in state.chosen if self.awaits(state, name)]
+        if held.stage is Stage.SIGNATURES:
+            return sum(state.clients[name].ready for name in waits)
+        return 0 if held.stage is Stage.ANSWERS and not held.closed else len(waits)
+
+    def arrived(self, state: FederationState) -> int:
+        return 0 if _books(state).void else len(state.updates)
+
+    def awaits(self, state: FederationState, worker: str) -> bool:
+        held = _books(state)
+        answered = state.updates if held.stage is Stage.VECTORS else held.answered
+        return worker in held.asked and worker not in answered and worker not in state.dropped
+
+    def words(self, state: FederationState) -> str:
+        held = _books(state)
+        if held.stage is Stage.VECTORS:
+            return super().words(state)
+        return f"{self.left(state)} of {len(held.asked)} members are asked for {held.stage}"
+
+    def order(self, state: FederationState, worker: str) -> SecureOrder | None:
+        held = _books(state)
+        return None if held.stage is Stage.VECTORS else held.order(worker)
+
+    def message(self, state: FederationState, worker: str, message: TrainRound) -> TrainRound:
+        held, (count, samples) = _books(state), _weighed(state)
+        return replace(
+            message,
+            order=held.name,  # trained anew in every attempt
+            seed=_common_seed(state),
+            drawn=count,
+            drawn_samples=samples,
+            exchange=held.name,
+            shared=held.shared,
+            parcels=held.parcels_for(worker),
+        )
+
+    def staged(self, state: FederationState, now_s: float) -> tuple[FederationState, str] | None:
+        held, there = _books(state), frozenset(state.ready)
+        if held.stage is Stage.ANSWERS and not held.closed:
+            return None
+        after, why = secure.next_stage(held, there, tuple(state.updates))
+        if why:
+            return state, why
+        # Shares are asked of who was away as well: else a sum that was signed would be given up too soon.
+        deadline_s = state.federated.rule.deadline_s
+        long = after.stage in (Stage.VECTORS, Stage.ANSWERS)
+        due_s = now_s + (deadline_s if long else min(secure.EXCHANGE_S, deadline_s))
+        staged = replace(state, secure=after, due_s=due_s)
+        if after.stage in (Stage.SHARES, Stage.VECTORS):
+            for name in (name for name in held.asked if name not in there and name not in state.dropped):
+                staged, _ = drop(staged, name, f"lost before {after.stage}")
+        return staged, ""
+
+    def heard(self, state: FederationState, worker: str, answer: SecureAnswer) -> Outcome:
+        if not self.awaits(state, worker):
+            return state, [Dropped(f"{answer.stage} of {worker}, which is not awaited")]
+        held, why = secure.heard(_books(state), worker, answer)
+        if why:
+            return state, [Dropped(why)]
+        after = replace(state, secure=held)
+        refused = held.refused.get(worker)
+        if refused is None or held.stage in (Stage.SIGNATURES, Stage.ANSWERS):
+            return after, []
+        return drop(after, worker, f"refused: {refused}")
+
+    def taken(self, state: FederationState, worker: str, update: UpdateReady, now_s: float) -> Outcome:
+        held = _books(state)
+        if held.stage is not Stage.VECTORS or update.exchange != held.name:
+            why = f"update of {worker} of another exchange"
+            return state, [Dropped(why), *forgotten(state, update)]
+        return super().taken(state, worker, update, now_s)
+
+    def without(self, state: FederationState, worker: str, reason: str) -> Outcome:
+        if _books(state).stage in (Stage.SIGNATURES, Stage.ANSWERS):  # its vector stays in the sum
+            return replace(state), []
+        return super().without(state, worker, reason)
+
+    def refused(self, state: FederationState, name: str, why: str) -> Outcome:
+        """A vector that cannot be added takes the whole sum with it: the others' masks are for it as well."""
+        less, said = drop(state, name, why)
+        return replace(less, secure=replace(_books(state), void=why)), said
+
+    def expired(self, state: FederationState, now_s: float) -> Outcome:
+        held, todo = _books(state), list[Todo]()
+        if held.stage in (Stage.SIGNATURES, Stage.ANSWERS):
+            return state, todo
+        if held.stage is Stage.VECTORS:
+            return super().expired(state, now_s)
+        for name in [name for name in state.chosen if self.awaits(state, name)]:
+            state, said = drop(state, name, f"late: no {held.stage} in time")
+            todo += said
+        return state, todo
+
+    def summed(self, state: FederationState, attempt: int, n_clients: int, least: int) -> Aggregate:
+        held, plain = _books(state), super().summed(state, attempt, n_clients, least)
+        shares, (count, samples) = dict(held.shares), _weighed(state)
+        opening = Opening(
+            held.name, dict(held.keys), held.shared, shares, count, samples, _common_seed(state)
+        )
+        return replace(plain, opening=opening)
 
 
 class PopulationRound(Round):
@@ -241,6 +383,9 @@ class Flow(Round):
         enough = came >= rule.buffer or (came >= rule.min_clients and not busy)
         return 0 if enough else max(1, rule.buffer - came)
 
+    def words(self, state: FederationState) -> str:
+        return f"{len(state.updates)} of {self.drawn(state)} updates, {len(state.flights)} clients train"
+
     def arrived(self, state: FederationState) -> int:
         return len(self.good(state) if state.chosen else state.updates)
 
@@ -311,7 +456,27 @@ def round_of(state: FederationState) -> Round:
     """The kind of the round in flight."""
     if state.federated.rule.asynchronous:
         return Flow()
+    if state.secure is not None:
+        return SecureRound()
     return Round() if state.cohort is None else PopulationRound()
+
+
+def _books(state: FederationState) -> Books:
+    """The books of a secure round. LookupError outside of one."""
+    if state.secure is None:
+        raise LookupError(f"{state.job}: round {state.round} is none whose updates are masked")
+    return state.secure
+
+
+def _common_seed(state: FederationState) -> int:
+    """Seed of a codec that draws the same positions for all members."""
+    return seed_of(state.spec.training.seed, "", state.round)
+
+
+def _weighed(state: FederationState) -> tuple[int, int]:
+    """How many members' masks are in the sum, and the samples that they may count: what its grid is of."""
+    most, members = state.federated.rule.max_samples, _books(state).shared
+    return len(members), sum(min(state.clients[name].n_samples, most) for name in members)
 
 
 # ---------------------------------------------------------------- what both do

@@ -39,6 +39,7 @@ from coordinator.federated.rounds import (
     close,
     close_summed,
     deal,
+    due_message,
     end,
     enough,
     evaluate_message,
@@ -47,7 +48,6 @@ from coordinator.federated.rounds import (
     go_on,
     not_loaded,
     repeat,
-    train_message,
     waits_for_owner,
     without_consent,
 )
@@ -84,6 +84,7 @@ from coordinator.messages.events import (
     ClientMessage,
     ConsentSaid,
     Loaded,
+    SecureAnswer,
     UpdateReady,
 )
 from coordinator.messages.instructions import Model, RoundTaken
@@ -257,7 +258,7 @@ def _loaded(state: FederationState, event: FromClient[Loaded], now_s: float) -> 
     todo = [] if word is None else [Say(worker, word)]
     if here.phase is Phase.TRAINING or (found.flows and here.phase is Phase.AGGREGATING):
         if found.awaits(here, worker):
-            todo.append(Say(worker, train_message(here, worker, now_s)))
+            todo.append(Say(worker, due_message(here, worker, now_s)))
         here, more = deal(here, now_s)
         todo += more
     elif here.phase is Phase.EVALUATING and worker in here.asked:
@@ -373,6 +374,12 @@ def _updated(state: FederationState, event: FromClient[UpdateReady], now_s: floa
     return _went_on(state, found.taken(state, worker, update, now_s), now_s)
 
 
+@TRANSITIONS.on(Phase.TRAINING)
+def _answered(state: FederationState, event: FromClient[SecureAnswer], now_s: float) -> Outcome:
+    """Take what a member of a secure round answers beside its update."""
+    return _went_on(state, round_of(state).heard(state, event.worker, event.message), now_s)
+
+
 def _refuse(state: FederationState, worker: str, update: UpdateReady) -> Outcome:
     """An update that is late, of another round, or of nobody who was asked."""
     if round_of(state).covers_late and update.round == state.round:
@@ -417,7 +424,7 @@ def _aggregated(state: FederationState, event: Aggregated, now_s: float) -> Outc
             for w, why in sorted(event.dropped.items())
             if w in state.clients
         ]
-        after, more = repeat(state, f"{found.arrived(state)} updates can be counted")
+        after, more = repeat(state, event.void or f"{found.arrived(state)} updates can be counted")
         return after, [*todo, *refused, Forget(blobs), *more]
     closed, more = close_summed(state, event, blobs, now_s)
     return closed, [*todo, *more]
@@ -485,7 +492,7 @@ def _tick(state: FederationState, event: Tick, now_s: float) -> Outcome:
         return deal(state, now_s) if waits else (state, [])
     if state.phase is Phase.TRAINING:
         late, said = round_of(state).expired(state, now_s)
-        after, more = close(late)
+        after, more = close(late, now_s)
         return after, [*said, *more]
     if state.phase is Phase.EVALUATING:
         todo: list[Todo] = [Without(state.round, name, "evaluation: late") for name in sorted(state.asked)]
@@ -523,6 +530,7 @@ def _interrupt(state: FederationState, event: Interrupted, now_s: float) -> Outc
         opened=False,
         chosen=(),
         cohort=None,
+        secure=None,
         orders={},
         updates=state.updates if round_of(state).flows else {},  # what was taken is in the journal
         flights={},

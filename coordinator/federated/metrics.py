@@ -88,8 +88,8 @@ def _uplink(client: Client, update: UpdateReady, took_s: float) -> tuple[float, 
 
 
 def unsaid(state: FederationState, update: UpdateReady) -> UpdateReady:
-    """The update without figures of a client's data, of a private job: no noise covers them."""
-    if not state.private:
+    """The update without figures of a client's data, where no noise or mask covers them."""
+    if state.federated.rule.shows_losses:
         return update
     host = update.host
     if host is not None:

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 
 from atoll.backoff import doubled_s
 from atoll.federated import ConsentWord as Word
+from atoll.secure import LEAST_MEMBERS
 from coordinator.federated import flow, population
 from coordinator.federated.kinds import Outcome, round_of
 from coordinator.federated.metrics import (
@@ -45,12 +46,13 @@ from coordinator.federated.state import (
     Let,
     Say,
     Todo,
+    Without,
 )
 from coordinator.messages.events import (
     Aggregated,
 )
 from coordinator.messages.facts import JobEnded, RoundClosed
-from coordinator.messages.instructions import EvaluateRound, Model, RoundTaken, TrainRound
+from coordinator.messages.instructions import EvaluateRound, Model, RoundTaken, SecureOrder, TrainRound
 from coordinator.messages.jobs import RECENT, Phase, Record
 from strategies.privacy.accountant import Spent
 from strategies.privacy.private import strategy_of
@@ -68,14 +70,18 @@ LOAD_AGAIN_S = 5.0  # after the first of them, twice as long after each further 
 
 
 def least(state: FederationState) -> int:
-    """Return how many good updates a round needs to be aggregated."""
+    """Return how many clients a round needs to begin."""
+    return max(_counted(state), 0 if state.federated.rule.secure is None else LEAST_MEMBERS)
+
+
+def _counted(state: FederationState) -> int:
     rule = state.federated.rule
     return max(rule.min_clients, strategy_of(rule).min_updates)
 
 
 def enough(state: FederationState) -> int:
     """Return how many good updates close a round: of a private job none, as noise covers nobody's as well."""
-    return 0 if state.private else least(state)
+    return 0 if state.private else _counted(state)
 
 
 def is_last(state: FederationState) -> bool:
@@ -234,7 +240,8 @@ def choose(state: FederationState, now_s: float) -> Outcome:
     )
     if not names:  # a private round of nobody is closed, and its noise published, like every other
         return go_on(training, now_s)
-    return training, [Say(worker, train_message(training, worker, now_s)) for worker in names]
+    training = round_of(training).opened(training, now_s)
+    return training, [Say(worker, due_message(training, worker, now_s)) for worker in names]
 
 
 def deal(state: FederationState, now_s: float) -> Outcome:
@@ -250,8 +257,13 @@ def go_on(state: FederationState, now_s: float) -> Outcome:
     if found.flows and not busy and found.left(dealt):  # nobody is here who could send what is missing
         after, more = gather(replace(dealt, hold_until_s=now_s), now_s)
     else:
-        after, more = close_if_complete(dealt)
+        after, more = close_if_complete(dealt, now_s)
     return after, [*todo, *more]
+
+
+def due_message(state: FederationState, worker: str, now_s: float) -> TrainRound | SecureOrder:
+    """What a participant is asked for now."""
+    return round_of(state).order(state, worker) or train_message(state, worker, now_s)
 
 
 def train_message(state: FederationState, worker: str, now_s: float) -> TrainRound:
@@ -285,23 +297,31 @@ def model_for(state: FederationState, worker: str, model: Model) -> Model:
     return model if holds else Model(model.full)
 
 
-def close_if_complete(state: FederationState) -> Outcome:
+def close_if_complete(state: FederationState, now_s: float) -> Outcome:
     """Close the round once everybody chosen has answered or is out."""
     if state.phase is Phase.AGGREGATING:  # what comes meanwhile is of the next one
         return state, []
     found = round_of(state)
-    left, of = found.left(state), found.drawn(state)
-    if not left:
-        return close(state)
-    what = f"{left} of {of} clients train"
-    if found.flows:
-        what = f"{len(state.updates)} of {of} updates, {len(state.flights)} clients train"
-    return replace(state, reason=_at(state, what)), []
+    if not found.left(state):
+        return close(state, now_s)
+    return replace(state, reason=_at(state, found.words(state))), []
 
 
-def close(state: FederationState) -> Outcome:
-    """Sum what came, or repeat the round."""
+def close(state: FederationState, now_s: float) -> Outcome:
+    """Go on to the round's next stage, or sum what came, or repeat the round."""
     found = round_of(state)
+    if (staged := found.staged(state, now_s)) is not None:
+        after, why = staged
+        if why:
+            return repeat(after, why)
+        gone: list[Todo] = [
+            Without(after.round, name, why)
+            for name, why in after.dropped.items()
+            if name not in state.dropped
+        ]
+        asked = [name for name in after.chosen if found.awaits(after, name)]
+        said = [Say(name, due_message(after, name, now_s)) for name in asked]
+        return replace(after, reason=_at(after, found.words(after))), [*gone, *said]
     if (came := found.arrived(state)) < enough(state):
         return repeat(state, f"{came} of {found.drawn(state)} updates came")
     if found.flows:
@@ -321,7 +341,7 @@ def aggregate(state: FederationState) -> Outcome:
 
 def repeat(state: FederationState, reason: str) -> Outcome:
     """Too little came: the same round once more, with whoever is here then."""
-    need = least(state)
+    need = enough(state)
     if round_of(state).flows:  # what is good waits for more
         reason = f"round {state.round + 1} of {state.rounds}: {reason}, {need} are needed"
         return replace(state, phase=Phase.TRAINING, chosen=(), reason=reason), []
@@ -334,9 +354,16 @@ def repeat(state: FederationState, reason: str) -> Outcome:
     if state.updates:
         todo.append(Forget(tuple(u.update for u in state.updates.values())))
     again = replace(
-        state, updates={}, dropped={}, chosen=(), cohort=None, orders={}, repeats=state.repeats + 1
+        state,
+        updates={},
+        dropped={},
+        chosen=(),
+        cohort=None,
+        secure=None,
+        orders={},
+        repeats=state.repeats + 1,
     )
-    if again.repeats > MAX_REPEATS and len(again.members) >= need:
+    if again.repeats > MAX_REPEATS and len(again.members) >= least(state):
         failed, more = end(
             again, Phase.FAILED, f"round {state.round + 1} failed {again.repeats} times ({told}): {reason}"
         )
@@ -387,6 +414,7 @@ def close_summed(
         dropped={},
         chosen=(),
         cohort=None,
+        secure=None,
         orders={},
         repeats=0,
         failures=0,
@@ -502,6 +530,7 @@ def end(state: FederationState, phase: Phase, reason: str) -> Outcome:
         opened=False,
         chosen=(),
         cohort=None,
+        secure=None,
         orders={},
         updates={},
         flights={},

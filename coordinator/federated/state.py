@@ -14,6 +14,7 @@ from atoll.job import JobSpec
 from atoll.opdag import TensorMeta
 from coordinator.federated.cohorts import Cohort
 from coordinator.federated.makespan import HostTimes
+from coordinator.federated.secure.books import Books
 from coordinator.messages.events import (
     Aggregated,
     AggregatorBroke,
@@ -25,7 +26,15 @@ from coordinator.messages.events import (
     UpdateReady,
 )
 from coordinator.messages.facts import Checkpoint, RoundClosed
-from coordinator.messages.instructions import EvaluateRound, HostSums, Model, RoundTaken, TrainRound
+from coordinator.messages.instructions import (
+    EvaluateRound,
+    HostSums,
+    Model,
+    Opening,
+    RoundTaken,
+    SecureOrder,
+    TrainRound,
+)
 from coordinator.messages.jobs import (
     ENDED,
     Broken,
@@ -220,6 +229,7 @@ class Aggregate:
     bases: Mapping[str, str] = field(
         default_factory=dict
     )  # broadcasts that updates began with, where older ones
+    opening: Opening | None = None  # the updates are masked, and this takes the masks off their sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +256,7 @@ class Say:
     """One message to one client."""
 
     worker: str
-    message: TrainRound | EvaluateRound | RoundTaken
+    message: TrainRound | EvaluateRound | RoundTaken | SecureOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +365,8 @@ class FederationState:
         default_factory=dict
     )  # by client: model of the last update taken of it
     orders_given: int = 0
+    # ... secure: what its members were asked and have answered
+    secure: Books | None = None
     # an evaluation
     assessing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # a population's clients by host
     asking: bool = False  # for the selector, before a round; else of what a round brought

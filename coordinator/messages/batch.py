@@ -22,6 +22,7 @@ CONSEQUENCES = (
     do.TrainRound,
     do.EvaluateRound,
     do.RoundTaken,
+    do.SecureOrder,
 )
 
 Caused = Sequence[do.Instruction]

@@ -173,7 +173,7 @@ class Aggregated:
     """A round's updates are summed; ``dropped``: those that could not be counted, and why.
 
     ``state`` None: too few were left, nothing changed. ``model`` is the next broadcast, ``delta`` the
-    same against the one before.
+    same against the one before. ``void``: why no sum came of masked updates.
     """
 
     job: str
@@ -184,6 +184,7 @@ class Aggregated:
     delta: Blob | None = None
     dropped: Mapping[str, str] = field(default_factory=dict)
     took_s: float = 0.0
+    void: str = ""
 
 
 @dataclass(frozen=True, slots=True)

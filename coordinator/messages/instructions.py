@@ -15,6 +15,7 @@ from atoll.messages.to_worker import Relink as Relink
 from atoll.messages.to_worker import Replay as Replay
 from atoll.messages.to_worker import Revoked as Revoked
 from atoll.messages.to_worker import RoundTaken as RoundTaken
+from atoll.messages.to_worker import SecureOrder as SecureOrder
 from atoll.messages.to_worker import StepCommit as StepCommit
 from atoll.messages.to_worker import StepDiscard as StepDiscard
 from atoll.messages.to_worker import StepStart as StepStart
@@ -22,6 +23,7 @@ from atoll.messages.to_worker import StoreCopy as StoreCopy
 from atoll.messages.to_worker import TrainRound as TrainRound
 from atoll.messages.to_worker import TrustAuthorities as TrustAuthorities
 from atoll.plan import Plan
+from atoll.secure import MemberKeys
 from coordinator.messages.events import UpdateReady
 from coordinator.messages.facts import (
     CheckpointStored,
@@ -183,6 +185,7 @@ Message = (
     | TrainRound
     | EvaluateRound
     | RoundTaken
+    | SecureOrder
     | Dismiss
 )
 
@@ -276,12 +279,28 @@ class HostSums:
 
 
 @dataclass(frozen=True, slots=True)
+class Opening:
+    """All that takes the masks off a secure round's sum: the exchange and its members' public keys, who
+    shared secrets, and by member who answered the shares of its neighbours' secrets. ``drawn``: clients, and
+    their registered samples, which fix the grid."""
+
+    exchange: str
+    roster: Mapping[str, MemberKeys]
+    shared: tuple[str, ...]
+    shares: Mapping[str, Mapping[str, str]] = field(repr=False)
+    drawn: int
+    drawn_samples: int
+    seed: int  # of the codec, the same for all
+
+
+@dataclass(frozen=True, slots=True)
 class AggregateRound:
     """Sum these updates; answers Aggregated or AggregatorBroke. ``codecs``: codec and ratio that each
     client was told; ``n_samples``: what it registered; with fewer than ``least`` good updates nothing
     changes. ``drawn``: registered samples of a population's clients in this round, whose ``sums`` come by
     host; without, updates are summed in floats. ``weights``: of updates that count less than whole.
-    ``bases``: blobs of the broadcasts that updates began with, where that was an older one."""
+    ``bases``: blobs of the broadcasts that updates began with, where that was an older one. ``opening``: the
+    updates are masked, and all of them are summed or none."""
 
     job: str
     round: int
@@ -295,6 +314,7 @@ class AggregateRound:
     drawn: Mapping[str, int] | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
     bases: Mapping[str, str] = field(default_factory=dict)
+    opening: Opening | None = None
 
 
 @dataclass(frozen=True, slots=True)

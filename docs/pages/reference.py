@@ -13,7 +13,7 @@ from functools import cache
 import click
 import typer
 
-from atoll import data, federated, job, privacy
+from atoll import data, federated, job, privacy, secure
 from compressors.catalogue import CODECS, Codec
 from coordinator import config as coordinator_config
 from coordinator.cli import main as coordinator_cli
@@ -25,7 +25,7 @@ from worker.cli import main as worker_cli
 
 JOB_FILE = (
     job.Job, job.TrainingSpec, job.Optimizer, job.ParamGroup, job.Schedule, data.Rows, data.ByteText,
-    federated.Registered, federated.Federated, privacy.Privacy,
+    federated.Registered, federated.Federated, privacy.Privacy, secure.Secure,
 )  # fmt: skip
 PROCESSES = (
     coordinator_config.CoordinatorConfig, coordinator_config.Liveness, coordinator_config.Probing,

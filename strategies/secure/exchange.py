@@ -2,8 +2,8 @@
 
 Members in the order of a hash of the exchange stand on a ring; each has the k / 2 next ones on both sides as
 neighbours (SecAgg+, Bell 2020), or everybody where that is no more. Neighbours have a mask in common and,
-with the member itself, hold the shares of its two secrets. Every key is new, so the hash, and with it who
-stands beside whom, is new in every exchange, and chosen by all members together.
+with the member itself, hold the shares of its two secrets. Every key is new, so the hash, and with it the
+ring, is new in every exchange, and chosen by all members together.
 
 Two sets of survivors cannot both be signed by a quorum of more than half. The survivors of the one that is
 must be connected by masks that nobody can take off: so the sum over all of them is all that can be opened.

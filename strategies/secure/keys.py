@@ -36,7 +36,7 @@ class PrivateKeys:
 
     @property
     def public(self) -> MemberKeys:
-        """What the other members are told."""
+        """What the other members get."""
         pairs = (self._sealing, self._masking, self._signing)
         return MemberKeys(*(pair.public_key().public_bytes_raw().hex() for pair in pairs))
 

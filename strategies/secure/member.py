@@ -5,7 +5,7 @@
 Neighbours' masks cancel in the sum. Of a member whose vector is summed its neighbours give their shares of
 b_u, of one that was lost those of the secret behind s_uv, never both: with both, y_u would be open. A
 coordinator that names different survivors to different members could collect both; so every member signs what
-it was told, and answers only to a quorum's signatures of the same. All that is here is secret, and is gone
+it was sent, and answers only to a quorum's signatures of the same. All that is here is secret, and is gone
 with the object.
 """
 
@@ -149,7 +149,7 @@ class Member:
         }
         self._refuse_if(
             len(good) < of.quorum,
-            f"{len(good)} members signed the survivors that this one was told of; {of.quorum} are needed",
+            f"{len(good)} members signed the survivors that this one has signed; {of.quorum} are needed",
         )
         self._answer = {
             peer: (own if peer in self._survivors else mask).hex()

@@ -18,14 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from atoll.errors import BadUpdate
+from atoll.errors import BadUpdate, UsageError
 from strategies.fixed import FULL_BITS, LIMIT, FixedSums, Grid
 from strategies.layout import pieces
+from strategies.linear import Linear
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from strategies.layout import Array, SlotMetas
+    from atoll.secure import Secure
+    from strategies.base import Strategy
+    from strategies.layout import Array, Layout, SlotMetas
     from strategies.secure.masks import Words
 
 NARROW_BITS = 24
@@ -104,6 +107,31 @@ class Encoding:
     def _size(self, term: str, name: str) -> int:
         support = self.supports.get((term, name))
         return self.metas[term][name].elements if support is None else len(support)
+
+
+def secured(strategy: Strategy) -> Linear:
+    """Return the strategy that sums, of a job with secure aggregation. UsageError for one whose server needs
+    more than sums in whole numbers."""
+    core = strategy.core
+    if not isinstance(core, Linear) or not (core.facts.linear and core.facts.secure and core.facts.bounded):
+        raise UsageError(
+            f"{strategy.name} looks at single updates, or at numbers without a bound beside them, and secure "
+            "aggregation shows sums alone; take fedavg, fedavgm, fedadam, fedprox or another that sums"
+        )
+    return core
+
+
+def encoding_of(
+    core: Linear,
+    layout: Layout,
+    secure: Secure,
+    clients: int,
+    samples: int,
+    supports: Mapping[tuple[str, str], NDArray[Any]],
+) -> Encoding:
+    """Return the words of a round over ``clients`` who have registered ``samples``: alike at all members."""
+    grid = with_bits(core.round_grid(clients, samples), secure.bits)
+    return Encoding(grid, core.term_metas(layout), supports)
 
 
 def with_bits(grid: Grid, bits: int) -> Grid:

@@ -136,6 +136,7 @@ def update_ready(order: TrainRound, update: Update) -> told.UpdateReady:
         download_bytes=update.download_bytes,
         download_s=update.download_s,
         host=host,
+        exchange=order.exchange,
     )
 
 

@@ -128,6 +128,8 @@ class Workbench:
                 self._for_round(job, at_round, "train", partial(self._train, instruction))
             case events.EvaluateRound(job, at_round):
                 self._for_round(job, at_round, "evaluate", partial(self._evaluate_round, instruction))
+            case events.SecureOrder() as m:
+                self._for_round(m.job, m.round, "train", lambda c: self._post(self._participation.secure(m)))
             case events.RoundTaken() as verdict:
                 self._tasks.submit(lambda c: self._settle(verdict))
             case _:
@@ -362,11 +364,10 @@ class Workbench:
         self._post(told.Loaded(work.job, work.version, took_s, members.hash, members.usable))
 
     def _train(self, order: events.TrainRound, cancel: Cancel) -> None:
-        job = self._participation.joining.job
         update = self._participation.train(order, cancel)
         log.info(
             "round.trained",
-            job=job,
+            job=order.job,
             round=order.round,
             loss=None if isinstance(update.answer, HostAnswer) else update.answer.metrics[LOSS],
             clients=len(order.clients) or None,
@@ -376,9 +377,8 @@ class Workbench:
         self._post(reports.update_ready(order, update))
 
     def _evaluate_round(self, order: events.EvaluateRound, cancel: Cancel) -> None:
-        job = self._participation.joining.job
         found = self._participation.evaluate(order, cancel)
-        self._post(reports.client_evaluated(job, order.round, found))
+        self._post(reports.client_evaluated(order.job, order.round, found))
 
     def _settle(self, verdict: events.RoundTaken) -> None:
         """Keep or drop an update's state; never cancelled, since the verdict holds whatever comes next."""

@@ -18,17 +18,30 @@ from hashlib import blake2b
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from atoll.errors import BadFrame, JobFailed, UsageError
+import structlog
+
+from atoll.errors import BadFrame, JobFailed, StorageError, UsageError
+from atoll.messages.from_worker import SecureAnswer
 from atoll.rehearse import OpCost, rehearse
 from atoll.sampling import client_key
 from compressors.container import drop_pages
-from compressors.model_file import Coding, packet_seed, write_update
+from compressors.model_file import Coding, drawn_supports, packet_seed, read_update, write_update
 from strategies.checking import check_feedback
 from strategies.clipping import UNCLIPPED, Clipping, unclippable
-from strategies.files import broadcast_metas, broadcast_of, lossy_names, update_arrays, update_metas
+from strategies.files import (
+    broadcast_metas,
+    broadcast_of,
+    lossy_names,
+    parted,
+    trained_supports,
+    update_arrays,
+    update_metas,
+)
+from strategies.fixed import Accumulator
 from strategies.linear import Linear
 from strategies.privacy.private import strategy_of
 from strategies.returned import check_returned
+from strategies.secure.vector import Encoding, encoding_of, secured
 from worker.blobs import BlobFile, most_bytes
 from worker.federated.broadcasts import Models
 from worker.federated.client_state import ClientStore
@@ -38,6 +51,7 @@ from worker.federated.local_model import LocalModel
 from worker.federated.members import Members
 from worker.federated.orders import Assessment, Update
 from worker.federated.population_states import PopulationStates
+from worker.federated.secure.membership import SecureRounds
 from worker.federated.trainer import LocalTrainer
 from worker.machine.malloc import give_back
 from worker.machine.torch_device import torch_device
@@ -53,7 +67,7 @@ if TYPE_CHECKING:
     from atoll.execute import Executor
     from atoll.federated import Floors
     from atoll.messages.from_worker import EvaluatedRow
-    from atoll.messages.to_worker import EvaluateRound, Participate, TrainRound
+    from atoll.messages.to_worker import EvaluateRound, Participate, SecureOrder, TrainRound
     from compressors.container import Stored
     from strategies.base import Strategy
     from strategies.values import ClientUpdate
@@ -61,6 +75,8 @@ if TYPE_CHECKING:
     from worker.context import ComputeContext
     from worker.federated.broadcasts import Fetched
     from worker.federated.orders import HostAnswer
+
+log = structlog.get_logger()
 
 UPDATE = "update"
 MODELS = "models"
@@ -125,12 +141,19 @@ class Participation:
             context.progress.tick,
         )
         self._population: PopulationStates | None = None
+        self._secure: SecureRounds | None = None
+        if spec.secure is not None:
+            secured(strategy)
+            who, job, least = context.worker, joining.job, config.floors.clients
+            self._secure = SecureRounds(who, job, spec.secure, least, self._store.folder)
         self._noise_key = noise_key
         self._last_sent: int | None = None  # the last round whose update was, perhaps in part
         self._rest()  # until the first broadcast
 
     def train(self, order: TrainRound, cancel: Cancel) -> Update:
         """Train one round and store the update. Raises as the constructor, JobFailed, Cancelled."""
+        if self._secure is not None:
+            self._secure.begin(order)
         fetched = self._models.fetch(order.model, cancel)
         nbytes, seconds, began_s = fetched.bytes, fetched.seconds, time.perf_counter()
         coding = Coding(order.codec, order.ratio, self._lossy, self.joining.federated.rule.error_feedback)
@@ -175,8 +198,29 @@ class Participation:
         with self._store.begin(order.round, order.codec, coding.left_out(self._up)) as draft:
             arrays = self._clipping.applied(update_arrays(trained.update), self._secret(order))
             stored = write_update(path, arrays, coding, order.seed, left.get, draft.keep)
+            if self._secure is not None:
+                delta, extra = parted(read_update(path, self._up, coding))
+                sent = replace(trained.update, delta=delta, extra=extra)
+                stored = self._masked(order, sent, coding, path)
             draft.finish(trained.state)
-        return replace(trained.update, delta={}, extra={}), trained.square_loss, stored
+        numbers = {} if self._secure is not None else trained.update.scalars  # masked with the rest
+        return replace(trained.update, delta={}, extra={}, scalars=numbers), trained.square_loss, stored
+
+    def _masked(self, order: TrainRound, update: ClientUpdate, coding: Coding, path: Path) -> Stored:
+        """Write what a secure round takes of the update: its contribution in whole numbers, masked."""
+        encoding, core = self._encoding(order, coding), secured(self._trainer.rule)
+        held = Accumulator(encoding.grid)
+        held.add(core.contribute(self._trainer.layout, update))
+        assert self._secure is not None  # noqa: S101 - who asks has looked
+        return self._secure.write(path, order, held.sums(), encoding)
+
+    def _encoding(self, order: TrainRound, coding: Coding) -> Encoding:
+        """Words of the round's sums, from what its order says."""
+        rule, supports = self.joining.federated.rule, drawn_supports(self._up, coding, order.seed)
+        assert rule.secure is not None  # noqa: S101 - who asks has looked
+        count, samples = order.drawn, order.drawn_samples
+        core, layout = secured(self._trainer.rule), self._trainer.layout
+        return encoding_of(core, layout, rule.secure, count, samples, trained_supports(supports))
 
     def _train_clients(
         self, order: TrainRound, fetched: Fetched, coding: Coding, path: Path, cancel: Cancel
@@ -225,6 +269,17 @@ class Participation:
                     f"round {order.round}: the held-out loss{name and f' of {name}'} is {each.loss}"
                 )
         return Assessment(found, time.perf_counter() - began_s, fetched.bytes, fetched.seconds)
+
+    def secure(self, order: SecureOrder) -> SecureAnswer:
+        """The answer of this member of a secure round, or the reason why it gives none."""
+        head = (order.job, order.round, order.exchange, order.stage)
+        try:
+            if self._secure is None:
+                raise BadFrame("this job's sums are not secure; nothing of an exchange was agreed to")
+            return self._secure.answer(order)
+        except (BadFrame, StorageError) as error:
+            log.warning("secure.refused", job=order.job, round=order.round, reason=str(error))
+            return SecureAnswer(*head, refused=str(error))
 
     def settle(self, at_round: int, taken: bool, clients: Collection[str] = ()) -> None:
         """The coordinator's word on the update of ``at_round``; of a population: who of it was counted."""

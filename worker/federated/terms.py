@@ -118,6 +118,7 @@ class Asked:
             *(() if rule.own is None else (("formulas", clean(client_words(rule.own), MAX_FORMULAS)),)),
             ("summed with", self._sum_words()),
             *self._privacy_facts(),
+            *self._secure_facts(),
             ("local steps", self._step_words(n_samples)),
             ("coding", self._coding_words()),
         )
@@ -125,12 +126,25 @@ class Asked:
     def _sum_words(self) -> str:
         if self.rule.privacy is not None:
             return "those of others who are drawn, perhaps none, by the coordinator, which adds noise first"
+        if self.rule.secure is not None:
+            return "other members' updates, before the coordinator can read any of them"
         return f"at least {self.rule.min_clients - 1} other updates, by the coordinator"
 
     def _privacy_facts(self) -> tuple[Fact, ...]:
         if self.rule.privacy is None:
             return ()
         return (("privacy", plan_words(self.rule, self.training.steps)),)
+
+    def _secure_facts(self) -> tuple[Fact, ...]:
+        secure = self.rule.secure
+        if secure is None:
+            return ()
+        words = (
+            "each update is masked; the coordinator can open the sum of all members alone, at least "
+            f"{secure.threshold:.0%} of a round and more than half. It holds against a coordinator that "
+            "reads all and lies about who dropped out. It certifies the members, and could make some up"
+        )
+        return (("secure aggregation", words),)
 
     def _programs(self) -> tuple[job_pb.StageProgram, ...]:
         m = self._m
@@ -172,8 +186,8 @@ class Asked:
     def _total_words(self, n_samples: int) -> str:
         """Everything that depends on the data but the updates of trained tensors."""
         rule, m = self.rule, self._m
-        losses = 0 if rule.privacy is not None else len(TRAINING_NUMBERS)
-        training = losses + len(self.strategy.scalars_up()) + self.numbers
+        own = 0 if rule.secure is not None else len(self.strategy.scalars_up())
+        training = (len(TRAINING_NUMBERS) if rule.shows_losses else 0) + own + self.numbers
         evaluated = 1 + len(m.eval_program.metrics) if m.HasField("eval_program") else 0
         rounds = self.training.steps
         times = ceil(rounds / rule.evaluate_every) if rule.evaluate_every else 0
@@ -183,7 +197,7 @@ class Asked:
         )
 
     def _number_words(self) -> str:
-        if self.rule.privacy is not None:
+        if not self.rule.shows_losses:
             return "samples and steps trained, times; no loss"
         own = [scalar.name for scalar in self.strategy.scalars_up()]
         more = f"; the strategy's own: {', '.join(own)}" if own else ""
@@ -207,7 +221,8 @@ class Asked:
     def _coding_words(self) -> str:
         uplink = parse_uplink(self.rule.uplink)
         if uplink.mode == "off":
-            return "none: the update travels as it is"
+            masked = self.rule.secure is not None
+            return "none: the update travels " + ("as masked whole numbers" if masked else "as it is")
         feedback = ", what is dropped is added to the next" if self.rule.error_feedback else ""
         return f"{self.rule.uplink}{feedback}; a codec saves bytes and hides nothing"
 

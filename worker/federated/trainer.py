@@ -152,7 +152,7 @@ class LocalTrainer:
         done, square_loss = self._run_phases(client, broadcast, state, cancel, loaded)
         update, after = self.rule.end(self.layout, broadcast, done, state, noise_seed)
         check_update(self.rule, self.layout, broadcast.round, update)
-        if self.federated.privacy is not None:  # no noise covers a loss, so none leaves
+        if not self.federated.shows_losses:  # no noise or mask covers them, so none leaves
             update, square_loss = replace(update, metrics={LOSS: 0.0}), 0.0
         return Trained(update, after, square_loss)
 

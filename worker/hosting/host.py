@@ -195,7 +195,7 @@ class ComputeHost:
                 self._turn(job, at_round, "train", pipe.asked(instruction))
             case events.EvaluateRound(job, at_round):
                 self._turn(job, at_round, "evaluate", pipe.asked(instruction))
-            case events.StepDiscard() | events.RoundTaken():
+            case events.StepDiscard() | events.RoundTaken() | events.SecureOrder():
                 state.tell(pipe.asked(instruction))
             case events.ProbeOps(request, ops) if not ops.ops:
                 # The coordinator times the way here: nothing that computes may stand in it.

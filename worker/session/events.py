@@ -17,6 +17,7 @@ from atoll.messages.from_worker import EvalReady as EvalReady
 from atoll.messages.from_worker import LinkProbed as LinkProbed
 from atoll.messages.from_worker import Loaded as Loaded
 from atoll.messages.from_worker import OpsProbed as OpsProbed
+from atoll.messages.from_worker import SecureAnswer as SecureAnswer
 from atoll.messages.from_worker import StageFailed as StageFailed
 from atoll.messages.from_worker import StateStored as StateStored
 from atoll.messages.from_worker import StepReady as StepReady
@@ -28,6 +29,7 @@ from atoll.messages.to_worker import ProbeLink as ProbeLink
 from atoll.messages.to_worker import Release as Release
 from atoll.messages.to_worker import Relink as Relink
 from atoll.messages.to_worker import RoundTaken as RoundTaken
+from atoll.messages.to_worker import SecureOrder as SecureOrder
 from atoll.messages.to_worker import StepCommit as StepCommit
 from atoll.messages.to_worker import StepDiscard as StepDiscard
 from atoll.messages.to_worker import StepStart as StepStart
@@ -162,11 +164,11 @@ class Drained:
 
 Report = (
     Loaded | StageFailed | StepReady | StepApplied | EvalReady | StateStored | OpsProbed | LinkProbed
-    | UpdateReady | ClientEvaluated | ClientFailed
+    | UpdateReady | ClientEvaluated | ClientFailed | SecureAnswer
 )  # fmt: skip
 """What comes of a computation; of a federated job Loaded says that it is joined."""
 Event = (
     Welcome | Assign | StepStart | StepCommit | StepDiscard | Release | Dismiss | ProbeOps | ProbeLink
-    | Participate | TrainRound | EvaluateRound | RoundTaken | Reconfigure | Report
+    | Participate | TrainRound | EvaluateRound | RoundTaken | SecureOrder | Reconfigure | Report
     | Disconnected | PeerLost | LeaveAsked | PauseAsked | ResumeAsked | Drained
 )  # fmt: skip

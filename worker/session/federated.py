@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from atoll.secure import Stage
 from atoll.transitions import Transitions
 from worker.session import events as ev
 from worker.session import instructions as do
@@ -62,6 +63,25 @@ def _train(state: Session, event: ev.TrainRound) -> Step:
         _silenced(state, event.round), phase=Phase.TRAINING_ROUND, step=event.round, key=event.order
     )
     return state, (*stopped, event)
+
+
+@TRANSITIONS.on(*MEMBERS)
+def _secure(state: Session, event: ev.SecureOrder) -> Step:
+    """Pass on what a member of a secure round is asked for. New keys are for a new attempt: what is trained
+    for the one before is of no use."""
+    if (
+        event.stage is not Stage.KEYS
+        or state.phase is not Phase.TRAINING_ROUND
+        or state.key == event.exchange
+    ):
+        return state, (event,)
+    stopped = _stopped(state, f"round {event.round} begins anew")
+    return replace(state, phase=Phase.ENROLLED), (*stopped, event)
+
+
+@TRANSITIONS.on(*MEMBERS)
+def _secured(state: Session, event: ev.SecureAnswer) -> Step:
+    return state, (do.Send(event),)
 
 
 @TRANSITIONS.on(*MEMBERS)

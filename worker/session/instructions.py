@@ -104,8 +104,8 @@ class Quit:
 
 Computing = (
     ev.Assign | Reconfigure | RunStep | RunRound | ev.StepCommit | RepeatStep | ev.StepDiscard | Evaluate
-    | ev.Release | ev.Participate | ev.TrainRound | ev.EvaluateRound | ev.RoundTaken | ev.ProbeOps
-    | ev.ProbeLink | Interrupt | Suspend | Wake
+    | ev.Release | ev.Participate | ev.TrainRound | ev.EvaluateRound | ev.RoundTaken | ev.SecureOrder
+    | ev.ProbeOps | ev.ProbeLink | Interrupt | Suspend | Wake
 )  # fmt: skip
 """What concerns computing. StepCommit: take up the links that it names, if any, then apply the step, which
 StepApplied answers. Release: stop at once and forget everything of the job. RoundTaken: keep what came of the

@@ -45,7 +45,7 @@ MAX_ERAS = 32  # versions remembered of one assignment: a snapshot may be stored
 HOLDING = WELCOMED - {Phase.IDLE}
 ORDERS = (
     ev.Assign, ev.Reconfigure, ev.StepStart, ev.StepCommit, ev.StepDiscard, ev.Release, ev.ProbeOps,
-    ev.ProbeLink, ev.Participate, ev.TrainRound, ev.EvaluateRound, ev.RoundTaken,
+    ev.ProbeLink, ev.Participate, ev.TrainRound, ev.EvaluateRound, ev.RoundTaken, ev.SecureOrder,
 )  # fmt: skip
 """What a coordinator says on its stream. A dismissal is none: it is ours, too, when we are refused."""
 

@@ -24,11 +24,22 @@ INSTRUCTIONS: Mapping[str, type] = {
     "train": ev.TrainRound,
     "evaluate_round": ev.EvaluateRound,
     "settle": ev.RoundTaken,
+    "secure": ev.SecureOrder,
 }
 """What a compute process is asked to do, by the field of ``ToCompute``, but for what it reads whole."""
 _NAMES = {kind: name for name, kind in INSTRUCTIONS.items()}
 OF_STAGE = frozenset(
-    {"loaded", "failed", "ready", "eval_ready", "stored", "update_ready", "client_evaluated", "client_failed"}
+    {
+        "loaded",
+        "failed",
+        "ready",
+        "eval_ready",
+        "stored",
+        "update_ready",
+        "client_evaluated",
+        "client_failed",
+        "secure_answer",
+    }
 )
 """Reports on the job that is held, by the field of ``FromWorker``."""
 REPORTS = OF_STAGE | {"ops_probed"}

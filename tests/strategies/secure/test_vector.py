@@ -54,7 +54,7 @@ def test_masked_words_add_up_to_the_bits_of_plain_sums(bits: int, lost: tuple[st
 
 
 def test_the_largest_elements_of_all_clients_do_not_wrap() -> None:
-    weights = dict.fromkeys(names(3), 2 ** 20 // 3)
+    weights = dict.fromkeys(names(3), 2**20 // 3)
     grid = _grid(sum(weights.values()))
     encoding = Encoding(grid, METAS)
     held = {}

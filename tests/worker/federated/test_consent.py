@@ -11,6 +11,7 @@ import pytest
 
 from atoll.errors import BadFrame, StorageError, UsageError
 from atoll.federated import Federated
+from atoll.secure import Secure
 from protos import atoll_control_pb2 as pb
 from protos.session import said_to_worker
 from strategies import counted
@@ -92,6 +93,16 @@ def test_the_words_name_all_that_leaves(tmp_path: Path) -> None:
     assert shown["rounds"] == "10, each with all that hold the data"
     assert shown["summed with"] == "at least 2 other updates, by the coordinator"
     assert shown["coding"].startswith("topk:8, what is dropped is added to the next")
+
+
+def test_the_words_name_what_masks_hide_and_what_they_do_not(tmp_path: Path) -> None:
+    shown = dict(Asked(invitation(tmp_path, evaluate_every=0, secure=Secure())).facts(60))
+    assert "66% of a round and more than half" in shown["secure aggregation"]
+    assert shown["secure aggregation"].endswith("It certifies the members, and could make some up")
+    assert shown["numbers"] == "samples and steps trained, times; no loss"
+    assert shown["summed with"] == "other members' updates, before the coordinator can read any of them"
+    assert shown["coding"] == "none: the update travels as masked whole numbers"
+    assert "secure aggregation" not in dict(Asked(invitation(tmp_path)).facts(60))
 
 
 def test_what_a_round_returns_beside_the_update_is_counted_in_words_and_refused_beyond_the_policy(

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from atoll.messages.from_worker import HostRows
 from atoll.messages.to_worker import Blob, Model
+from atoll.secure import Stage
 from protos import atoll_control_pb2 as pb
 from tests.worker.session.test_machine import told
 from worker.session import events as e
@@ -186,3 +187,36 @@ def test_other_clients_of_the_same_round_replace_those_in_training_and_are_answe
     assert todo == [second, do.Send(trained(0, "b"))]
     settle = e.RoundTaken("f", 0, True, "", ("c1", "c2"))
     assert told(state, settle)[1] == [settle]
+
+
+def secured(at_round: int, exchange: str, stage: Stage) -> e.SecureOrder:
+    return e.SecureOrder("f", at_round, exchange, stage)
+
+
+def masked(at_round: int, exchange: str) -> e.UpdateReady:
+    return e.UpdateReady("f", at_round, "a" * 64, 10, 5, 1, exchange=exchange)
+
+
+def test_a_member_is_asked_and_answers_beside_its_training() -> None:
+    answer = e.SecureAnswer("f", 0, "x", Stage.KEYS)
+    orders = [secured(0, "x", stage) for stage in (Stage.KEYS, Stage.SHARES)]
+    after = [secured(0, "x", stage) for stage in (Stage.SIGNATURES, Stage.ANSWERS)]
+    state, todo = told(
+        Session(), *JOINED, orders[0], answer, orders[1], train(0, "x"), masked(0, "x"), *after
+    )
+    assert state.phase is Phase.ENROLLED
+    assert todo[2:] == [orders[0], do.Send(answer), orders[1], train(0, "x"), do.Send(masked(0, "x")), *after]
+
+
+def test_keys_for_a_new_attempt_end_the_training_for_the_one_before() -> None:
+    again = secured(0, "y", Stage.KEYS)
+    state, todo = told(
+        Session(), *JOINED, train(0, "x"), again, masked(0, "x"), train(0, "y"), masked(0, "y")
+    )
+    assert todo[3:] == [
+        do.Interrupt("round 0 begins anew"),
+        again,
+        train(0, "y"),
+        do.Send(masked(0, "y")),
+    ]
+    assert state.ignored == 1  # the update of the first attempt

@@ -1,0 +1,1 @@
+"""This machine as a member of secure rounds: keys, one vector, its answers. Imports strategies alone."""
