@@ -18,6 +18,7 @@ from typing import Any
 
 from google.protobuf.json_format import ParseDict
 
+from coordinator.cli.first.page import has_page
 from coordinator.cli.format import in_seconds
 from coordinator.cli.processes import Processes
 from coordinator.cli.render import plan_view
@@ -26,7 +27,7 @@ from experiments.demo.shown import Shown
 from protos import atoll_job_pb2
 from protos.convert import from_proto
 
-COORDINATOR, OWNER, EXPORT, PLAIN = "coordinator", "submit", "export", "plain"
+COORDINATOR, PAGE, OWNER, EXPORT, PLAIN = "coordinator", "page", "submit", "export", "plain"
 # Where each part ends, of the whole.
 READY, TRAINED, STORED, EXPORTED = 0.4, 0.8, 0.92, 0.95
 BEFORE = frozenset({"queued", "profiling", "planning"})  # states of a job without a plan
@@ -42,6 +43,8 @@ def play(scene: Scene, folder: Path, shown: Shown) -> Outcome:
     with Processes(folder, scene.start) as processes:
         address, token = _serve(processes, scene, shown)
         _join(processes, scene, shown, address, token)
+        if scene.page and has_page():
+            _show_page(processes, scene, shown)
         job = _train(processes, scene, shown)
         weights = _export(processes, scene, shown, job.name)
         plain = _evaluate(processes, scene, shown, weights)
@@ -66,6 +69,14 @@ def _join(processes: Processes, scene: Scene, shown: Shown, address: str, token:
         options = ["--token", token, "--name", lender.name, *lender.options]
         join = ["-m", "worker.cli", "join", address, *options, *_state(processes, lender.name)]
         processes.daemon(lender.name, lender.name, join)
+
+
+def _show_page(processes: Processes, scene: Scene, shown: Shown) -> None:
+    """Serve the dashboard as long as the demo runs; its address once it listens."""
+    shown.command("atoll dashboard")
+    command = ["-m", "coordinator.cli", "dashboard", "--listen", "127.0.0.1:0", "--json"]
+    processes.daemon(PAGE, scene.host, [*command, *_state(processes, COORDINATOR)])
+    shown.say(f"page: {json.loads(processes.first_line(PAGE))['url']}")
 
 
 @dataclass

@@ -37,6 +37,7 @@ class Scene:
     why: str  # what forces the model into stages
     host: str = "here"  # the coordinator's
     listen: str = "127.0.0.1:0"
+    page: bool = False  # whether a browser on this machine reaches the coordinator's host
     start: Start = field(default=start_here, repr=False)
 
 
@@ -68,6 +69,7 @@ def small_scene(folder: Path, steps: int) -> Scene:
         loss_share=0.88,
         training=("--steps", str(steps)),
         why="neither worker has the memory for the whole model",
+        page=True,
     )
 
 

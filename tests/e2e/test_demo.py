@@ -48,6 +48,7 @@ def test_the_demo_trains_in_two_stages_and_the_plain_module_agrees(tmp_path: Pat
     assert found["plain_loss"] == pytest.approx(found["trained_loss"], abs=2e-4)
     assert found["plain_loss"] < 0.88 * found["entropy"]
     assert {"job.py", "model.safetensors", "one.log", "coordinator.log"} <= {p.name for p in kept.iterdir()}
+    assert "page: http://127.0.0.1:" in err
     assert len(err.splitlines()) < 40
     assert _left(kept) == []
 
