@@ -34,6 +34,7 @@ from coordinator.scheduler import Scheduler
 from coordinator.storage.blob_store import BlobStore
 from coordinator.storage.contributions import Contributions
 from coordinator.storage.graph_store import GraphStore
+from coordinator.storage.health import Health
 from coordinator.storage.journal import Fenced, Journal
 from coordinator.storage.promises import Promises
 from coordinator.storage.run_log import Logs, Point, RunLogs
@@ -122,6 +123,7 @@ class Shell:
     aggregators: Aggregators = field(init=False)
     planner: PlannerPool = field(init=False)
     contributions: Contributions = field(init=False)
+    health: Health = field(init=False)
     _events: asyncio.Queue[_Posted] = field(default_factory=asyncio.Queue)
     _unwritten: list[Fact] = field(default_factory=list)
     _deferred: list[do.Instruction] = field(default_factory=list)  # until those are written
@@ -133,6 +135,7 @@ class Shell:
         self.aggregators = Aggregators(self.blobs, self.post)
         self.planner = PlannerPool(self.graphs, self.post)
         self.contributions = Contributions(self.journal)
+        self.health = Health(self.config.state_dir, time.monotonic)
 
     # ------------------------------------------------------------ events
 
@@ -173,8 +176,12 @@ class Shell:
 
     async def tick(self) -> None:
         """Post ticks until cancelled."""
+        every_s = self.config.liveness.heartbeat_s / 2
         while True:
-            await asyncio.sleep(self.config.liveness.heartbeat_s / 2)
+            began_s = time.monotonic()
+            await asyncio.sleep(every_s)
+            now_s = time.monotonic()
+            self.health.lag.note(max(0.0, now_s - began_s - every_s), now_s)
             if self.journal.fenced:  # somebody's call found out
                 raise Fenced(self.journal.fenced)
             self.post(ev.Tick())
@@ -263,8 +270,10 @@ class Shell:
         if self._unwritten:
             self._unwritten += facts
             return StorageError(self.scheduler.effects.storage or "the journal cannot be written")
+        began_s = time.monotonic()
         try:
             self.journal.append([to_record(fact, now_s) for fact in facts])
+            self.health.append.note(time.monotonic() - began_s, began_s)
         except Fenced:
             raise
         except StorageError as error:

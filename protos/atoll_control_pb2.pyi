@@ -3570,6 +3570,7 @@ class StatusReply(_message.Message):
     LINKS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     UPTIME_S_FIELD_NUMBER: _builtins.int
+    HEALTH_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     uptime_s: _builtins.float
     @_builtins.property
@@ -3578,6 +3579,8 @@ class StatusReply(_message.Message):
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobUpdate]: ...
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkStatus]: ...
+    @_builtins.property
+    def health(self) -> Global___CoordinatorHealth: ...
     def __init__(
         self,
         *,
@@ -3586,14 +3589,48 @@ class StatusReply(_message.Message):
         links: _abc.Iterable[Global___LinkStatus] | None = ...,
         version: _builtins.str = ...,
         uptime_s: _builtins.float = ...,
+        health: Global___CoordinatorHealth | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["health", b"health"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "links", b"links", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["health", b"health", "jobs", b"jobs", "links", b"links", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class CoordinatorHealth(_message.Message):
+    """The worst of the last minute, and what there is now; 0: not known."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAG_S_FIELD_NUMBER: _builtins.int
+    APPEND_S_FIELD_NUMBER: _builtins.int
+    DISK_FREE_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    MESSAGES_DROPPED_FIELD_NUMBER: _builtins.int
+    lag_s: _builtins.float
+    append_s: _builtins.float
+    disk_free_bytes: _builtins.int
+    memory_bytes: _builtins.int
+    messages_dropped: _builtins.int
+    def __init__(
+        self,
+        *,
+        lag_s: _builtins.float = ...,
+        append_s: _builtins.float = ...,
+        disk_free_bytes: _builtins.int = ...,
+        memory_bytes: _builtins.int = ...,
+        messages_dropped: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_s", b"append_s", "disk_free_bytes", b"disk_free_bytes", "lag_s", b"lag_s", "memory_bytes", b"memory_bytes", "messages_dropped", b"messages_dropped"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CoordinatorHealth: _TypeAlias = CoordinatorHealth  # noqa: Y015
 
 @_typing.final
 class JobRequest(_message.Message):

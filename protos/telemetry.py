@@ -108,6 +108,9 @@ RELAY_CONNECTIONS = Metric(
     "atoll_relay_connections", "Connections at the relay, waiting or joined", ("state",)
 )
 RELAY_REFUSED = Metric("atoll_relay_refused_total", "Connections that the relay refused", ("cause",))
+LAG_SECONDS = Metric("atoll_event_loop_lag_seconds", "Longest delay of the event loop in the last minute")
+APPEND_SECONDS = Metric("atoll_journal_append_seconds", "Longest write of the journal in the last minute")
+DISK_FREE = Metric("atoll_disk_free_bytes", "Free on the disk of the coordinator's state folder")
 DROPPED = Metric("atoll_messages_dropped_total", "Late, duplicate or stale messages", ("kind",))
 
 METRICS = (
@@ -122,5 +125,8 @@ METRICS = (
     RELAY_BYTES,
     RELAY_CONNECTIONS,
     RELAY_REFUSED,
+    LAG_SECONDS,
+    APPEND_SECONDS,
+    DISK_FREE,
     DROPPED,
 )

@@ -24,6 +24,7 @@ from coordinator.cli.views.facts import FactTable
 from protos import atoll_control_pb2 as pb
 
 Names = Mapping[str, str]  # worker id -> name for people
+SCARCE_BYTES, SLOW_S = 2 << 30, 1.0  # figures of the coordinator that a reader should hear of
 SHOWN_WAIT_S = 2.0  # shorter waits are part of every step
 
 
@@ -129,7 +130,7 @@ def status_view(status: pb.StatusReply) -> RenderableType:
     """The coordinator at a glance."""
     names = worker_names(status.workers)
     parts: list[RenderableType] = [
-        Text(f"coordinator atoll {status.version}, up {in_seconds(status.uptime_s)}"),
+        Text(f"coordinator atoll {status.version}, up {in_seconds(status.uptime_s)}{_health(status.health)}"),
         _workers_table(status.workers, names),
         jobs_table(status.jobs),
         *(Text(f"{job.job}: {job.loss_now}", style=DIM) for job in status.jobs if job.loss_now),
@@ -143,6 +144,18 @@ def status_view(status: pb.StatusReply) -> RenderableType:
     if status.links:
         parts.append(_rates_table(status.links, names))
     return Group(*parts)
+
+
+def _health(health: pb.CoordinatorHealth) -> str:
+    """What of the coordinator's own figures is unusual."""
+    found = []
+    if 0 < health.disk_free_bytes < SCARCE_BYTES:
+        found.append(f"only {in_bytes(health.disk_free_bytes)} of its disk are free")
+    if health.append_s > SLOW_S:
+        found.append(f"its journal took {in_seconds(health.append_s)} for one write")
+    if health.lag_s > SLOW_S:
+        found.append(f"it came {in_seconds(health.lag_s)} late to its work")
+    return "".join(f"; {what}" for what in found)
 
 
 def worker_names(workers: Iterable[pb.WorkerStatus]) -> dict[str, str]:

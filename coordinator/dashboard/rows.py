@@ -21,6 +21,7 @@ MAX_LINKS = 2_000  # the slowest
 MAX_JOBS = 200  # the newest
 SHOWN_WAIT_S, SHOWN_SILENCE_S = 2.0, 3.0  # what is shorter is part of every step, or of every beat
 RECENT_DAYS = 30
+GB, MEMORY_STEP = 1 << 30, 16 << 20
 _GIVEN = ("steps", "samples", "compute_s", "bytes_in", "bytes_out", "discarded_steps")
 _OF_JOBS = ("job", "name", "state", "reason", "step", "steps", "checkpoint_step", "plan_version")
 _MEASURED = ("loss", "eval_loss", "best_eval_loss", "step_s", "samples_per_s", "eta_s", "commit_s")
@@ -66,6 +67,7 @@ def fleet_view(status: pb.StatusReply) -> View:
             "workers": len(status.workers),
             "links": len(status.links),
             "jobs": len(status.jobs),
+            **_health(status.health),
         },
         tables={
             "workers": {worker.worker: worker_row(worker) for worker in status.workers[:MAX_WORKERS]},
@@ -73,6 +75,17 @@ def fleet_view(status: pb.StatusReply) -> View:
             "links": {f"{link.source}>{link.target}": plain(link) for link in slowest},
         },
     )
+
+
+def _health(health: pb.CoordinatorHealth) -> dict[str, float]:
+    """The coordinator's own figures, as coarse as a reader looks at them."""
+    return {
+        "lag_s": float(f"{health.lag_s:.1g}"),
+        "append_s": float(f"{health.append_s:.1g}"),
+        "disk_free_bytes": round(health.disk_free_bytes / GB, 1) * GB,
+        "memory_bytes": round(health.memory_bytes / MEMORY_STEP) * MEMORY_STEP,
+        "messages_dropped": health.messages_dropped,
+    }
 
 
 def worker_row(worker: pb.WorkerStatus) -> Row:

@@ -26,7 +26,7 @@ from coordinator.planning.search.pins import check_pinned
 from coordinator.services.checkpoints import chosen, described, exported
 from coordinator.services.in_names import in_names, names_of
 from coordinator.services.owners import Owner, Owners, Role
-from coordinator.services.views import given_by, job_update, link_statuses, worker_status
+from coordinator.services.views import given_by, health_status, job_update, link_statuses, worker_status
 from coordinator.shell import Shell
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
@@ -142,6 +142,7 @@ class OwnerService(rpc.OwnerServicer):
             links=link_statuses(scheduler),
             version=version,
             uptime_s=time.monotonic() - self._started_s,
+            health=health_status(shell),
         )
 
     async def Watch(self, request: pb.JobRequest, context: Context) -> AsyncIterator[pb.JobUpdate]:  # noqa: N802

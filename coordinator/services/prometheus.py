@@ -88,6 +88,13 @@ class Exporter:
         yield rates
         yield self._ratios()
         yield from relay_metrics(self._relay)
+        health = self._shell.health.now()
+        for metric, figure in (
+            (telemetry.LAG_SECONDS, health.lag_s),
+            (telemetry.APPEND_SECONDS, health.append_s),
+            (telemetry.DISK_FREE, health.disk_free_bytes),
+        ):
+            yield GaugeMetricFamily(metric.name, metric.help, figure)
         dropped = CounterMetricFamily(telemetry.DROPPED.name, telemetry.DROPPED.help, labels=["kind"])
         for kind, number in list(scheduler.effects.dropped.items()):
             dropped.add_metric([kind], number)

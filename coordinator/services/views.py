@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from math import ceil, isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from coordinator.messages.facts import JobRecord
     from coordinator.scheduler import Scheduler
     from coordinator.services.register import Register
+    from coordinator.shell import Shell
     from coordinator.storage.run_log import Point
 
 
@@ -256,3 +258,9 @@ def link_statuses(scheduler: Scheduler) -> list[pb.LinkStatus]:
             )
         )
     return found
+
+
+def health_status(shell: Shell) -> pb.CoordinatorHealth:
+    """How the coordinator itself does."""
+    found, dropped = shell.health.now(), shell.scheduler.effects.dropped
+    return pb.CoordinatorHealth(**asdict(found), messages_dropped=sum(dropped.values()))

@@ -165,6 +165,11 @@ function draw() {
     version: facts.version || "–",
     up: seconds(facts.uptime_s),
     links: `${count(facts.links)} measured`,
+    "disk free": bytes(facts.disk_free_bytes || null),
+    memory: bytes(facts.memory_bytes || null),
+    "slowest write": seconds(facts.append_s),
+    "event loop late": seconds(facts.lag_s),
+    "messages dropped": count(facts.messages_dropped),
   }).map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
 }
 
