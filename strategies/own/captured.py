@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import io
 import logging
+import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
 Method = Callable[[Values], Any]
 OTHER = TensorMeta((2, 3, 2), "float32")
+MOST_S = 60.0  # of the processor, for a method that usually takes less than 2
 PROVEN_AT = (STAND_IN, OTHER, TensorMeta((1,), "float32"), TensorMeta((4,), "float64"))
 
 
@@ -88,6 +91,33 @@ def captured(strategy: OwnStrategy) -> Declared:
 
 
 def _formula(what: str, method: Method, values: Sequence[str]) -> Formula:
+    with _ending(what):
+        return _proven(what, method, values)
+
+
+@contextmanager
+def _ending(what: str) -> Iterator[None]:
+    """UsageError once this process has computed for ``MOST_S`` meanwhile; a busy machine costs nothing of it.
+
+    In the main thread, where systems have such a timer: elsewhere who waits can interrupt.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def late(*_: object) -> None:
+        raise UsageError(f"{what}() does not end: it was interrupted after {MOST_S:g} s of computing")
+
+    before = signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, MOST_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def _proven(what: str, method: Method, values: Sequence[str]) -> Formula:
     formula = _traced(what, method, values, STAND_IN)
     other = _traced(what, method, values, OTHER)
     if _form(formula) != _form(other):

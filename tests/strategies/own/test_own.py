@@ -198,6 +198,18 @@ def test_a_method_that_cannot_be_captured_is_refused_by_its_name(how: str) -> No
         captured(trial(gradient=method))
 
 
+def test_a_method_that_does_not_end_is_interrupted_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured(trial(gradient=lambda self, at: at.gradient * 2.0))  # torch is loaded: the rest is the method's
+    monkeypatch.setattr("strategies.own.captured.MOST_S", 0.5)
+
+    def gradient(self: Any, at: Values) -> Any:
+        while True:
+            at.gradient  # noqa: B018
+
+    with pytest.raises(UsageError, match=r"trial\.gradient\(\) does not end: .* after 0\.5 s of computing"):
+        captured(trial(gradient=gradient))
+
+
 def test_a_method_that_depends_on_more_than_its_values_is_refused() -> None:
     calls: list[int] = []
 
