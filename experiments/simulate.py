@@ -63,20 +63,23 @@ def register(app: typer.Typer) -> None:
 def simulate(
     jobfile: JobFile,
     population: Annotated[
-        int, typer.Option(min=0, metavar="N", help="So many clients; 0: as many as --how natural finds.")
+        int, typer.Option(min=0, metavar="N", help="Number of clients; 0: as many as --how natural finds.")
     ] = 100,
     how: Annotated[
         str,
         typer.Option(
             metavar="WAY",
-            help="How the data are parted: iid, dirichlet:BETA, unbalanced:BETA, labels:COUNT, "
+            help="How the data are split: iid, dirichlet:BETA, unbalanced:BETA, labels:COUNT, "
             "shards[:EACH], quantity:BETA or natural.",
         ),
     ] = "iid",
     by: Annotated[
-        str, typer.Option(metavar="FIELD", help="Field of labels, or of clients; default: the only fitting.")
+        str,
+        typer.Option(
+            metavar="FIELD", help="Field of the labels, or of the clients; default: the only one that fits."
+        ),
     ] = "",
-    seed: Annotated[int, typer.Option(min=0, help="Of the parting.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the split.")] = 0,
     hosts: Annotated[int, typer.Option(min=1, max=64, metavar="K", help="Worker processes.")] = 1,
     data: Annotated[
         Path | None,
@@ -87,7 +90,7 @@ def simulate(
         ),
     ] = None,
     schema: Annotated[
-        list[str] | None, typer.Option(metavar="FIELD", help="With --data: as of `atoll-worker data add`.")
+        list[str] | None, typer.Option(metavar="FIELD", help="With --data: as for `atoll-worker data add`.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Export the weights to this file.")

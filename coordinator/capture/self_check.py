@@ -342,7 +342,8 @@ class _Check:
             self.weight, self.total = float(found), float(out[program.loss])
         if not float(found) >= 0.0:
             raise CaptureError(
-                f"the module returned a weight of {float(found)}; return how much its loss sums over, from 0"
+                f"the module returned a weight of {float(found)}; return the amount that its loss sums over, "
+                "0 or more"
             )
         return self.compare("the loss's weight differs", expected.weight.detach(), found, 0.0)
 
@@ -428,7 +429,7 @@ def _changed(changes: Sequence[Change]) -> str:
     named = ", ".join(str(change) for change in changes[:MAX_NAMED])
     more = f" and {len(changes) - MAX_NAMED} more" if len(changes) > MAX_NAMED else ""
     instead = next((words for begin, words in _INSTEAD if changes[0].name.startswith(begin)), _COUNT)
-    return f"forward changes {named}{more}, which the graph would find as it was at submit; {instead}"
+    return f"forward changes {named}{more}, but the captured graph keeps the state from submit; {instead}"
 
 
 def _copied(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -67,7 +67,9 @@ def serve(
     ] = "",
     max_workers: Annotated[
         int,
-        typer.Option(min=1, max=100_000, help="Most workers enrolled, including those that left."),
+        typer.Option(
+            min=1, max=100_000, help="Maximum number of enrolled workers, including those that left."
+        ),
     ] = 4096,
     database: Annotated[
         str, typer.Option(metavar="URL", help="Journal database; default: SQLite in the state folder.")
@@ -226,7 +228,7 @@ def worker_forget(
     worker: Annotated[str, typer.Argument(metavar="WORKER", help="Id, or a name that one worker has.")],
     common: Common,
 ) -> None:
-    """Strike a worker that will not come back: its certificate opens nothing any more, and it does not count
+    """Forget a worker that will not come back: its certificate is no longer accepted, and it does not count
     towards --max-workers. To come back it joins with a token, as a new worker."""
     with common.client() as client:
         client.forget(worker)
@@ -239,7 +241,7 @@ def worker_forget(
 @token_app.command("create", epilog="Example: atoll token create --name lab --expires 24h --uses 10")
 @with_groups
 def token_create(
-    name: Annotated[str, typer.Option(help="Name in the list.")] = "",
+    name: Annotated[str, typer.Option(help="Name shown in `atoll token list`.")] = "",
     expires: Annotated[
         str, typer.Option(metavar="TIME", help="Lifetime such as 30m, 24h or 7d; never: unlimited.")
     ] = DEFAULT_EXPIRES,
@@ -252,7 +254,7 @@ def token_create(
         typer.Option(
             "--long",
             help="Print the long form, which holds the authority's certificate: for workers behind a proxy, "
-            "and of older versions.",
+            "and for those of older versions.",
         ),
     ] = False,
     *,

@@ -58,7 +58,7 @@ def list_(job: JobName, common: Common) -> None:
 @with_groups
 def verify(
     job: JobName,
-    step: Annotated[int | None, typer.Option(min=0, help="This checkpoint alone; default: all.")] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="Only this checkpoint; default: all.")] = None,
     *,
     common: Common,
 ) -> None:

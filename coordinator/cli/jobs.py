@@ -374,7 +374,7 @@ def export(
         typer.Option(
             "--format",
             metavar="HOW",
-            help="safetensors: one file; hf: a folder for from_pretrained; peft: the adapter alone.",
+            help="safetensors: one file; hf: a folder for from_pretrained; peft: only the adapter.",
         ),
     ] = "safetensors",
     jobfile: Annotated[
@@ -385,7 +385,7 @@ def export(
         ),
     ] = None,
     sets: Annotated[
-        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="As of `atoll submit`.")
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="As for `atoll submit`.")
     ] = None,
     step: Annotated[
         str,

@@ -77,7 +77,7 @@ def journal_cut(
 ) -> None:
     """Drop a record and all that follow it from the journal; a file in the state folder keeps them.
 
-    No coordinator may run. Jobs go back to where they stood before that record.
+    The coordinator must not run meanwhile. Jobs go back to where they stood before that record.
     """
     from coordinator.storage.journal import Journal
 

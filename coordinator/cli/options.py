@@ -107,7 +107,9 @@ class JobOptions:
     ] = None
     partitioner: Annotated[
         str,
-        typer.Option(help="op_fence, one_piece (of the model a device), proportional or even.", hidden=True),
+        typer.Option(
+            help="op_fence, one_piece (one piece of the model per device), proportional or even.", hidden=True
+        ),
     ] = "op_fence"
     schedule: Annotated[str, typer.Option(help="auto, gpipe, 1f1b or zero-bubble.", hidden=True)] = "auto"
     compress: Annotated[
@@ -130,10 +132,9 @@ class JobOptions:
         str | None,
         typer.Option(
             metavar="HOW",
-            help="Exchange of replicas: exact; mean:CODEC, as mean:int8_block: gradients in a codec; by "
-            "another rule of gradients, as acp_sgd:16 or gtopk:100. Or "
-            "steps of their own in between by a rule, as diloco, diloco:int8_block, diloco:auto (the codec "
-            "that the links need) or saps. "
+            help="How replicas exchange: exact; mean:CODEC, such as mean:int8_block (gradients in a codec); "
+            "another gradient rule, such as acp_sgd:16 or gtopk:100. Or a rule with local steps in between, "
+            "such as diloco, diloco:int8_block, diloco:auto (the codec that the links need) or saps. "
             "With auto the planner chooses among exact ways and local steps; same as "
             "--set exchange=HOW. Default: exact.",
         ),
@@ -143,8 +144,8 @@ class JobOptions:
         typer.Option(
             min=1,
             metavar="H",
-            help="Steps of a machine's own between two exchanges, where --exchange has such; same as --set "
-            "local_steps=H. Default: the rule's own, 50 for diloco.",
+            help="Local steps of a machine between two exchanges, where --exchange uses local steps; same as "
+            "--set local_steps=H. Default: that of the rule, 50 for diloco.",
             hidden=True,
         ),
     ] = None
@@ -153,8 +154,8 @@ class JobOptions:
         typer.Option(
             min=1,
             metavar="PEERS",
-            help="Peers whose local steps a round waits for; from then on a peer that is late ends with the "
-            "step it is at, and brings those that it has taken. Same as "
+            help="Peers whose local steps a round waits for; a peer that is late then stops after the "
+            "step it is at, and contributes those that it has taken. Same as "
             "--set quorum=PEERS. Default: all.",
             hidden=True,
         ),
@@ -164,7 +165,7 @@ class JobOptions:
         typer.Option(
             min=0.0,
             metavar="SECONDS",
-            help="Wait for late peers so much longer than for the --quorum; same as --set grace_s=SECONDS. "
+            help="Wait this much longer for late peers than for the --quorum; same as --set grace_s=SECONDS. "
             "Default: 0; the step that they are at is awaited in any case.",
             hidden=True,
         ),
@@ -174,7 +175,7 @@ class JobOptions:
         typer.Option(
             min=0,
             metavar="N",
-            help="End training after so many evaluations without a better held-out loss; same as "
+            help="End training after this many evaluations without a better held-out loss; same as "
             "--set patience=N. Default: 0, never.",
         ),
     ] = None

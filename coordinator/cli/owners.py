@@ -15,7 +15,9 @@ from hostos.command_line import AsJson, out, print_json, show, shown_time, with_
 
 AUDIT = "audit"
 SHOWN = ("at_s", "owner", "role", "call", "peer")
-owner_app = typer.Typer(no_args_is_help=True, help="Owners of this coordinator, what they may and did.")
+owner_app = typer.Typer(
+    no_args_is_help=True, help="Owners of this coordinator: their rights and what they did."
+)
 
 
 def register(app: typer.Typer) -> None:

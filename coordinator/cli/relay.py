@@ -97,7 +97,7 @@ def relay(
     ] = "",
     json: AsJson = False,
 ) -> None:
-    """Join workers that cannot dial each other, on any public host; passes sealed bytes alone."""
+    """Join workers that cannot dial each other, on any public host; passes only sealed bytes."""
     host, port = parse_address(listen, RELAY_PORT)
     limits = RelayLimits(rate_bytes_per_s=mbit * 125_000 or math.inf, day_bytes=gib_a_day * GIB or math.inf)
     where = metrics_address(metrics)

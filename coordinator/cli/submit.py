@@ -33,8 +33,8 @@ FromWorkers = Annotated[
     bool | None,
     typer.Option(
         "--from-workers/--upload-all",
-        help="Take weights that workers hold (`atoll-worker model add`) from them, or send all from here; "
-        "default: from workers, unless the coordinator is on this machine.",
+        help="Take weights that workers hold (`atoll-worker model add`) from them, or send "
+        "everything from this machine; default: from workers, unless the coordinator is on this machine.",
     ),
 ]
 

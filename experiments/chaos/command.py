@@ -36,22 +36,25 @@ JobFile = Annotated[
 class When:
     """Options of what is done, and when."""
 
-    seed: Annotated[int, typer.Option(min=0, help="Of what is done to whom and when.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the disturbances.")] = 0
     minutes: Annotated[
-        float, typer.Option(min=0.05, help="Disturb for so long; the job under way then trains to its end.")
+        float,
+        typer.Option(min=0.05, help="Minutes of disturbances; the job under way then trains to its end."),
     ] = 5.0
     every: Annotated[
         float, typer.Option(min=0.5, metavar="SECONDS", help="Mean time between two disturbances.")
     ] = 20.0
     rate: Annotated[
-        float, typer.Option(min=0.0, metavar="N", help="So many a minute, instead of --every.")
+        float, typer.Option(min=0.0, metavar="N", help="Disturbances per minute, instead of --every.")
     ] = 0.0
     kinds: Annotated[
         str,
         typer.Option(
             metavar="KIND,...",
-            help="Of: " + ", ".join(Kind) + ". Default: those of processes (with --attach: what needs nobody "
-            "to start a process again); cut and slow need commands of yours.",
+            help="Some of: "
+            + ", ".join(Kind)
+            + ". Default: those of processes (with --attach: those after which "
+            "nobody has to start a process again); cut and slow need commands of your own.",
         ),
     ] = ""
 
@@ -74,20 +77,20 @@ class When:
 class Where:
     """Options of the fleet that this command starts, or is attached to."""
 
-    stages: Annotated[int, typer.Option(min=1, max=64, help="Stages that the job is cut in.")] = 3
+    stages: Annotated[int, typer.Option(min=1, max=64, help="Stages that the job is cut into.")] = 3
     backups: Annotated[int, typer.Option(min=0, max=64, help="Workers beside those of the stages.")] = 3
     keep: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep logs and state in this folder; default: none.")
     ] = None
     hosts: Annotated[
         str,
-        typer.Option(metavar="NAME,...", help="Hosts that a worker each is started on, with --start-by."),
+        typer.Option(metavar="NAME,...", help="Hosts, on each of which --start-by starts a worker."),
     ] = ""
     start_by: Annotated[
         str,
         typer.Option(
             metavar="CMD",
-            help="Words before the command of a worker, {host} in them its host, such as "
+            help="Words before the command of a worker, with {host} for its host, such as "
             "'python -m lab exec {host} --'. Its processes must be this machine's.",
         ),
     ] = ""
@@ -104,7 +107,9 @@ class Where:
     ] = None
     not_mine: Annotated[
         bool,
-        typer.Option("--not-mine", help="Yes, disturb the processes of --attach, which others may count on."),
+        typer.Option(
+            "--not-mine", help="Disturb the processes of --attach although others may count on them."
+        ),
     ] = False
 
     def folder(self) -> Path | None:

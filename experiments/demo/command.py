@@ -24,7 +24,7 @@ def register(app: typer.Typer) -> None:
 
 
 def demo(
-    steps: Annotated[int, typer.Option(min=60, help="Train so many steps.")] = 120,
+    steps: Annotated[int, typer.Option(min=60, help="Number of training steps.")] = 120,
     keep: Annotated[
         Path | None,
         typer.Option(

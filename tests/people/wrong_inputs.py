@@ -1,6 +1,6 @@
 """Every wrong input that people bring, and what `atoll submit` answers: the table of docs/wrong-inputs.md.
 
-    python -m tests.people.wrong_inputs    # writes the page anew
+    python -m tests.people.wrong_inputs    # writes the page again
 
 A case is what is wrong in words and a few lines of a job file: keyword arguments of ``Job`` that replace
 those of ``TEMPLATE``, and statements before. ``answer`` runs the real command on it.
@@ -221,7 +221,7 @@ TRAINING = (
     Case("no number of micro-batches", "training=TrainingSpec(steps=8)"),
     Case("a negative seed", "training=TrainingSpec(8, 4, seed=-1)"),
     Case("a type of torch for the precision", "training=TrainingSpec(8, 4, precision=torch.bfloat16)"),
-    Case("a precision that there is not", "training=TrainingSpec(8, 4, precision='fp16')"),
+    Case("an unknown precision", "training=TrainingSpec(8, 4, precision='fp16')"),
     Case(
         "torch's AdamW",
         "training=TrainingSpec(8, 4, optimizer=torch.optim.AdamW(Net().parameters(), lr=3e-4))",
@@ -240,9 +240,7 @@ TRAINING = (
         "training=TrainingSpec(8, 4, optimizer=torch.optim.RMSprop(Net().parameters()))",
     ),
     Case("an optimizer's name alone", "training=TrainingSpec(8, 4, optimizer='sgd')"),
-    Case(
-        "an optimizer's name that there is not", "training=TrainingSpec(8, 4, optimizer=Optimizer('adagrad'))"
-    ),
+    Case("an unknown optimizer's name", "training=TrainingSpec(8, 4, optimizer=Optimizer('adagrad'))"),
     Case(
         "a scheduler of torch",
         "training=TrainingSpec(8, 4, schedule=StepLR(torch.optim.SGD(Net().parameters()), 2))",
@@ -274,11 +272,11 @@ TRAINING = (
         "training=TrainingSpec(8, 4, schedule=Schedule('step', gamma=0.5))",
     ),
     Case("a negative warm-up", "training=TrainingSpec(8, 4, schedule=Schedule(warmup_steps=-5))"),
-    Case("a compression that there is not", "training=TrainingSpec(8, 4, compress='gzip')"),
+    Case("an unknown compression", "training=TrainingSpec(8, 4, compress='gzip')"),
     Case("a number for a switch", "training=TrainingSpec(8, 4, average_buffers=1)"),
     Case("more blocks than micro-batches", "training=TrainingSpec(8, 4, blocks=5)"),
-    Case("a field that there is not", options=("--set", "rate=1")),
-    Case("a field of a federation that is none", options=("--set", "federated.clients=5")),
+    Case("an unknown field", options=("--set", "rate=1")),
+    Case("a field of a federation in a job without one", options=("--set", "federated.clients=5")),
 )
 
 MODELS = (
@@ -357,7 +355,7 @@ STATE = (
     ),
     Case("holds a lock", setup=does(init="self.lock = threading.Lock()", before="import threading")),
     Case(
-        "reads what the call before has left",
+        "reads what the previous call left",
         setup=does(
             "last, self.last = self.last, self.fc(x).detach()",
             scale="1 + last.mean()",
@@ -365,7 +363,7 @@ STATE = (
         ),
     ),
     Case(
-        "binds a buffer anew",
+        "rebinds a buffer",
         setup=does(
             "self.level = self.level + 1",
             scale="self.level.mean()",
@@ -390,11 +388,11 @@ WORLD = (
     ),
     Case("draws from numpy's generator", setup=does(scale="float(np.random.rand())")),
     Case(
-        "draws from a generator of numpy of its own",
+        "draws from its own numpy generator",
         setup=does(scale="self.rng.random()", init="self.rng = np.random.default_rng(1)"),
     ),
     Case(
-        "draws from a generator of torch of its own",
+        "draws from its own torch generator",
         setup=does(scale="torch.rand((), generator=G)", before="G = torch.Generator().manual_seed(1)"),
     ),
     Case(

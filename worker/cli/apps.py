@@ -96,8 +96,8 @@ def refuse(name: Hash, state_dir: StateDir = None) -> int:
 def accept(name: Hash, state_dir: StateDir = None) -> int:
     """Allow this app's Python to run here from now on; any change to its files needs a new consent.
 
-    Of a publisher (`ed25519:...`) instead: every app that it signs, changed or new, without a further word.
-    A running worker with --allow-apps that was asked for the app loads it at once.
+    Of a publisher (`ed25519:...`) instead: every app that it signs, changed or new, without a further
+    question. A running worker with --allow-apps that was asked for the app loads it at once.
     """
     folder = state_dir or default_state_dir()
     store = AppStore(folder)
@@ -110,7 +110,7 @@ def accept(name: Hash, state_dir: StateDir = None) -> int:
 
 @apps.command(epilog="Example: atoll-worker apps revoke 3f6c0a91d2e47b58")
 def revoke(name: Hash, state_dir: StateDir = None) -> int:
-    """Forbid this app, or what this publisher signs; where it runs, it is stopped. Its files go."""
+    """Forbid this app, or what this publisher signs; where it runs, it is stopped. Its files are deleted."""
     folder = state_dir or default_state_dir()
     store = AppStore(folder)
     if name.startswith(SCHEME):

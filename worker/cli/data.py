@@ -35,10 +35,10 @@ Accept = Annotated[
     ),
 ]
 MinClients = Annotated[
-    int | None, typer.Option(metavar="N", help="Updates in each round of a job, at least.")
+    int | None, typer.Option(metavar="N", help="Minimum of updates in each round of a job.")
 ]
 MaxRounds = Annotated[
-    int | None, typer.Option(metavar="N", help="Rounds of a job, and updates to it, at most.")
+    int | None, typer.Option(metavar="N", help="Maximum of rounds of a job, and of updates to it.")
 ]
 Clip = Annotated[float | None, typer.Option(metavar="C", help="Clip each update to this L2 norm.")]
 Noise = Annotated[
@@ -53,7 +53,7 @@ Statistics = Annotated[
     typer.Option(
         "--allow-statistics",
         metavar="N",
-        help="Numbers about the data that a round may return beside the update: running statistics, say.",
+        help="Numbers about the data that a round may return beside the update, such as running statistics.",
     ),
 ]
 
@@ -74,7 +74,7 @@ def add(
         ),
     ] = None,
     schema_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The same from a file, one field per line.")
+        Path | None, typer.Option(metavar="FILE", help="The schema from a file, one field per line.")
     ] = None,
     format_name: Annotated[
         str, typer.Option("--format", metavar="F", help="idx, safetensors, csv or text; default: detected.")
@@ -180,11 +180,14 @@ def part(
             help="iid, dirichlet:BETA, unbalanced:BETA, labels:COUNT, shards[:EACH], quantity:BETA, natural.",
         ),
     ] = "",
-    clients: Annotated[int, typer.Option(metavar="N", help="So many clients; natural ones are counted.")] = 0,
+    clients: Annotated[
+        int, typer.Option(metavar="N", help="Number of clients; with natural it follows from the data.")
+    ] = 0,
     by: Annotated[
-        str, typer.Option(metavar="FIELD", help="Field of labels, or of whose each sample is.")
+        str,
+        typer.Option(metavar="FIELD", help="Field of the labels, or of the client that a sample belongs to."),
     ] = "",
-    seed: Annotated[int, typer.Option(help="Of the draw: hosts with the same data and seed agree.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the draw: hosts with the same data and seed agree.")] = 0,
     own_name: Annotated[
         str, typer.Option("--as", metavar="CLIENT", help="One client, the data set's owner, of this name.")
     ] = "",

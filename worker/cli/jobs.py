@@ -40,8 +40,8 @@ def register(app: typer.Typer) -> None:
 @jobs.callback(epilog="Example: atoll-worker jobs")
 def show(
     context: typer.Context,
-    every: Annotated[bool, typer.Option("--all", help="Those that are over, too.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Until a job asks.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Also jobs that are over.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until a job asks.")] = False,
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> None:
@@ -76,7 +76,9 @@ def accept(job: Job, state_dir: StateDir = None) -> int:
 @jobs.command(epilog="Example: atoll-worker jobs refuse digits-7 --reason 'no agreement with this group'")
 def refuse(
     job: Job,
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Shown to who submitted the job.")] = "",
+    reason: Annotated[
+        str, typer.Option(metavar="TEXT", help="Reason, shown to whoever submitted the job.")
+    ] = "",
     state_dir: StateDir = None,
 ) -> int:
     """Refuse a job, also one that is running: nothing more leaves for it, whatever terms it states later.

@@ -49,7 +49,7 @@ def limits(
         ),
     ] = None,
     gpu_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The same of a GPU's memory; 0: as --memory.")
+        str | None, typer.Option(metavar="SIZE", help="GPU memory that the worker may take; 0: as --memory.")
     ] = None,
     upload_mbit: Annotated[
         float | None, typer.Option(metavar="M", help="Rate of all that it sends; 0: unlimited.")
@@ -66,22 +66,25 @@ def limits(
         typer.Option(metavar="H", help="Local hours in which it works, e.g. 22:00-08:00; '': all."),
     ] = None,
     on_battery: Annotated[
-        str | None, typer.Option(metavar="run|pause", help="On battery; default run.")
+        str | None, typer.Option(metavar="run|pause", help="What it does on battery; default run.")
     ] = None,
     when_used: Annotated[
-        str | None, typer.Option(metavar="run|pause", help="While somebody uses this machine; default run.")
+        str | None,
+        typer.Option(metavar="run|pause", help="What it does while somebody uses this machine; default run."),
     ] = None,
     idle_minutes: Annotated[
-        float | None, typer.Option(metavar="MIN", help="Without input, until nobody uses it; default 3.")
+        float | None,
+        typer.Option(metavar="MIN", help="Minutes without input until nobody counts as using it; default 3."),
     ] = None,
     max_celsius: Annotated[
-        float | None, typer.Option(metavar="C", help="Hottest sensor from which it pauses; 0: any.")
+        float | None,
+        typer.Option(metavar="C", help="Temperature of the hottest sensor at which it pauses; 0: never."),
     ] = None,
     reset: Annotated[bool, typer.Option("--reset", help="All limits back to their defaults first.")] = False,
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
-    """Show or set what this machine's worker may take, and when. A running worker heeds a change at once."""
+    """Show or set what this machine's worker may take, and when. A running worker obeys a change at once."""
     folder = state_dir or default_state_dir()
     given: dict[str, Any] = {
         "cpu_percent": cpu,

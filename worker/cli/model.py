@@ -40,7 +40,7 @@ def add(
     """Copy a checkpoint's tensors to this worker's disk, where they stay until they are removed.
 
     A running worker tells its coordinator at once, by the SHA-256 of each tensor. An owner who may submit
-    jobs and knows that of a tensor can have its values: add what is public, or known to all of them.
+    jobs and knows the hash of a tensor can have its values: add what is public, or known to all of them.
     """
     from worker.cli.running import signal_consent_changed
     from worker.data.weights import add_weights
@@ -85,7 +85,7 @@ def remove(
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
-    """Delete the worker's copy of weights, but for tensors that others share; your own folder stays."""
+    """Delete the worker's copy of weights, except tensors that other weights share; your own folder stays."""
     from worker.cli.running import signal_consent_changed
     from worker.data.weights import remove_weights
 

@@ -234,7 +234,8 @@ class AppOptions:
         bool,
         typer.Option(
             "--apps-only",
-            help="Take nothing but these apps: what computes jobs is not started (200 MB); not remembered.",
+            help="Run only these apps: the process that computes jobs is not started, which saves 200 MB; "
+            "not remembered.",
             hidden=True,
         ),
     ] = False

@@ -10,7 +10,7 @@ EXPLAINED = {
     "devices": "Several that compute: all, cuda:0,cuda:1 or cpu*2; empty: device alone.",
     "threads": "Compute threads; 0: one per physical core.",
     "memory_bytes": "Memory that the whole worker may take; 0: for a stage 85 % of what is free at first.",
-    "gpu_memory_bytes": "The same of a GPU's memory; 0: as memory_bytes.",
+    "gpu_memory_bytes": "GPU memory that the worker may take; 0: as memory_bytes.",
     "stage_bytes": "Memory that plans count on for a stage, no bound; 0: what memory_bytes leaves.",
     "cpu_percent": "Share of the time of its compute threads, or of the GPU, that it computes.",
     "upload_mbit": "Most that it sends, to peers and coordinator together, in Mbit/s; 0: unlimited.",

@@ -49,7 +49,9 @@ def dev(
             "fits none; default: what is free.",
         ),
     ] = "",
-    device: Annotated[str, typer.Option(metavar="D", help="Of each worker: cpu, auto or cuda.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(metavar="D", help="Device of each worker: cpu, auto or cuda.")
+    ] = "cpu",
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Export the weights to this file at the end."),

@@ -32,7 +32,9 @@ def register(app: typer.Typer) -> None:
 
 
 def new(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Made for it; its name is the job's.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder to create; its name is the job's.")
+    ],
     template: Annotated[
         Template, typer.Option("--template", "-t", help="What the job trains to start with.")
     ] = Template.LANGUAGE,
