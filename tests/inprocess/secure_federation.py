@@ -5,7 +5,7 @@ Messages go through their encoding both ways. ``lost``: by (round, stage), worke
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,17 +55,19 @@ def data_of(seed: int, samples: int = 24) -> dict[str, Any]:
 
 @dataclass
 class SecureFederation:
-    """``run`` until the job has ended."""
+    """``run`` until the job has ended. ``make``: the submitted job; ``data``: of a client, by its number."""
 
     folder: Path
     names: tuple[str, ...]
     options: Mapping[str, Any]
     lost: Lost = field(default_factory=dict)
     floors: Floors = NO_FLOORS
+    make: Callable[..., Server] = made
+    data: Callable[[int], dict[str, Any]] = data_of
     now_s: float = 100.0
 
     def __post_init__(self) -> None:
-        self.server: Server = made(self.folder, **{"evaluate_every": 0, **self.options})
+        self.server: Server = self.make(self.folder, **{"evaluate_every": 0, **self.options})
         self.store = Store(chunk_bytes=1 << 20)
         self.spec = self.server.job.spec
         self.state = fed.FederationState("job-1", self.spec, 0.0)
@@ -93,7 +95,7 @@ class SecureFederation:
             network=unused,
             blobs=BlobFiles(self.store, BlobCache(folder / "blobs", 1 << 30)),
             fetch_of=unused,
-            open_data={"set": data_of(seed)}.__getitem__,
+            open_data={"set": self.data(seed)}.__getitem__,
             open_population=lambda data: None,
             scratch=folder,
             spans=Spans(),
@@ -108,7 +110,7 @@ class SecureFederation:
     def begin(self) -> None:
         self.step(fed.Begin())
         for at, name in enumerate(self.names):
-            self.step(fed.Invited(name, len(data_of(at)["label"])))
+            self.step(fed.Invited(name, len(self.data(at)["label"])))
         for name in self.names:
             self.step(fed.FromClient(name, ev.Loaded("job-1", 1)))
 
