@@ -225,7 +225,7 @@ class SecureRound(Round):
         held, there = _books(state), frozenset(state.ready)
         if held.stage is Stage.ANSWERS and not held.closed:
             return None
-        after, why = secure.next_stage(held, there, tuple(state.updates))
+        after, why = secure.next_stage(held, there, tuple(state.updates), state.federated.rule.min_clients)
         if why:
             return state, why
         # Shares are asked of who was away as well: else a sum that was signed would be given up too soon.

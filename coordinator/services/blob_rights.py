@@ -25,6 +25,7 @@ from coordinator.pipeline.assigning import tensors_of
 from coordinator.pipeline.driver import PipelineDriver
 from coordinator.pipeline.history import sources
 from coordinator.storage.graph_store import leaf_metas
+from strategies.secure.vector import word_bytes
 
 if TYPE_CHECKING:
     from atoll.opdag import StateMeta, TensorMeta
@@ -175,8 +176,10 @@ class ClientRole:
         return frozenset(found)
 
     def allowance(self) -> Allowance:
-        """One update."""
-        dense = sum(meta.elements * DTYPE_BYTES[meta.dtype] for meta in self.state.up)
+        """One update, or what is masked of it."""
+        secure = self.state.federated.rule.secure
+        word = 0 if secure is None else word_bytes(secure.bits)
+        dense = sum(meta.elements * (word or DTYPE_BYTES[meta.dtype]) for meta in self.state.up)
         margin = int(dense * UPDATE_MARGIN) + UPDATE_TENSOR_BYTES * (len(self.state.up) + 4)
         return Allowance(dense + margin, 1)
 

@@ -46,7 +46,7 @@ class Encoding:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return np.dtype(np.uint32 if self.grid.bits <= NARROW_BITS else np.uint64)
+        return np.dtype(f"u{word_bytes(self.grid.bits)}")
 
     @property
     def room(self) -> float:
@@ -132,6 +132,11 @@ def encoding_of(
     """Return the words of a round over ``clients`` who have registered ``samples``: alike at all members."""
     grid = with_bits(core.round_grid(clients, samples), secure.bits)
     return Encoding(grid, core.term_metas(layout), supports)
+
+
+def word_bytes(bits: int) -> int:
+    """Bytes of an element at a resolution of so many ``bits``."""
+    return 4 if bits <= NARROW_BITS else 8
 
 
 def with_bits(grid: Grid, bits: int) -> Grid:

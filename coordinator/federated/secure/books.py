@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from atoll.messages.to_worker import SecureOrder
-from atoll.secure import MemberKeys, Stage
+from atoll.secure import LEAST_MEMBERS, MemberKeys, Stage
 from strategies.secure.exchange import Exchange
 from strategies.secure.opening import closed_for
 
@@ -134,12 +134,16 @@ def heard(books: Books, member: str, answer: SecureAnswer) -> tuple[Books, str]:
     return replace(books, refused={**books.refused, member: wrong}), ""
 
 
-def next_stage(books: Books, there: frozenset[str], vectors: tuple[str, ...]) -> tuple[Books, str]:
+def next_stage(
+    books: Books, there: frozenset[str], vectors: tuple[str, ...], least: int
+) -> tuple[Books, str]:
     """The books at the next stage, or why the round is to be repeated. ``there``: workers that are connected;
-    ``vectors``: members whose masked updates came."""
+    ``vectors``: members whose masked updates came; ``least``: members without whom nobody need train."""
     match books.stage:
         case Stage.KEYS:
             keys = {member: books.keys[member] for member in sorted(books.keys.keys() & there)}
+            if len(keys) < max(LEAST_MEMBERS, least):
+                return books, f"{len(keys)} of {len(books.members)} clients sent keys"
             return replace(books, stage=Stage.SHARES, keys=keys), ""
         case Stage.SHARES:
             quorum, came = books.of.quorum, books.parcels

@@ -19,6 +19,7 @@ from coordinator.federated.secure.books import EXCHANGE_S, heard, next_stage, op
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import RoundClosed
 from coordinator.messages.jobs import Phase
+from coordinator.services.blob_rights import ClientRole
 from protos.convert import from_proto, to_proto
 from strategies.secure.member import Member
 from tests.coordinator.federated.lone_machine import LoneMachine, spec, update
@@ -187,7 +188,7 @@ def test_books_take_one_answer_of_who_was_asked_for_the_stage_at_hand() -> None:
     empty, _ = heard(after, "b", replace(keys, keys=None))
     assert empty.refused == {"b": "b answered keys with something else"}
     assert opened("job-1", 0, Secure(), ("a",), "other").name != books.name
-    assert next_stage(replace(books, stage=Stage.VECTORS), frozenset(), ())[1]
+    assert next_stage(replace(books, stage=Stage.VECTORS), frozenset(), (), 2)[1]
 
 
 # ---------------------------------------------------------------- what is refused
@@ -221,6 +222,17 @@ def test_a_job_keeps_its_settings_on_the_wire() -> None:
     wanted = spec(secure=Secure(0.75, 6, 32), evaluate_every=0)
     assert from_proto(to_proto(wanted)) == wanted
     assert from_proto(to_proto(spec())).federated.rule.secure is None
+
+
+@pytest.mark.parametrize("bits", [24, 25, 48])
+def test_a_member_may_store_its_masked_vector_whatever_its_words(bits: int) -> None:
+    secure = Secure(bits=bits)
+    made = World(spec(evaluate_every=0, secure=secure))
+    made.begin(*NAMES)
+    elements = sum(meta.elements for meta in made.state.up)
+    allowed = ClientRole(made.state).allowance()
+    assert allowed.n_bytes > (4 if bits == 24 else 8) * elements + 16 * 2
+    assert allowed.blobs == 1
 
 
 def test_with_two_clients_no_round_begins() -> None:
