@@ -5,8 +5,9 @@ neighbours (SecAgg+, Bell 2020), or everybody where that is no more. Neighbours 
 with the member itself, hold the shares of its two secrets. Every key is new, so the hash, and with it the
 ring, is new in every exchange, and chosen by all members together.
 
-Two sets of survivors cannot both be signed by a quorum of more than half. The survivors of the one that is
-must be connected by masks that nobody can take off: so the sum over all of them is all that can be opened.
+Two sets of survivors cannot both be signed by a quorum q of n members, while fewer than 2 q - n of them sign
+both. The survivors of the one that is signed must be connected by masks that nobody can take off: so the sum
+over all of them is all that can be opened.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def next_stage(
     books: Books, there: frozenset[str], vectors: tuple[str, ...], least: int
 ) -> tuple[Books, str]:
     """The books at the next stage, or why the round is to be repeated. ``there``: workers that are connected;
-    ``vectors``: members whose masked updates came; ``least``: members without whom nobody need train."""
+    ``vectors``: members whose masked updates came; ``least``: members that a sum needs at least."""
     match books.stage:
         case Stage.KEYS:
             keys = {member: books.keys[member] for member in sorted(books.keys.keys() & there)}

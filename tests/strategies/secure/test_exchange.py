@@ -77,6 +77,17 @@ def test_a_quorum_is_more_than_half_and_survives_the_loss_of_a_third() -> None:
     assert quorum(50, 0.66) == 33
 
 
+def test_helpers_of_a_liar_cannot_have_two_lists_signed_up_to_the_stated_number() -> None:
+    """Each honest member signs one list, each helper both; one helper more than stated and both may have a
+    quorum."""
+    for n in range(3, 200):
+        least = quorum(n, 0.66)
+        helpers = 2 * least - n - 1
+        assert 2 * (least - helpers) > n - helpers
+        assert 2 * (least - helpers - 1) <= n - helpers - 1
+    assert [2 * quorum(n, 0.66) - n - 1 for n in (3, 6, 20, 100)] == [0, 1, 7, 31]
+
+
 def test_neighbours_suffice_for_a_random_third_that_is_lost() -> None:
     """Holders of a share are drawn like balls: hypergeometric, summed over members."""
     from scipy.stats import hypergeom
