@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 MAX_REPEATED = 64  # words that are said again after a reconnection, the newest first
-LOGGED = NUMBERED | {"loaded", "client_failed", "consent", "log", "spans"}
+LOGGED = NUMBERED | {"loaded", "client_failed", "secure_answer", "consent", "log", "spans"}
 """Messages to the coordinator that are logged when they are about a federated job; with numbers: always."""
 MAX_JOBS = 4096  # whose messages are logged, more than are remembered
 
