@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from atoll.indices import Range
+    from atoll.mesh.calls import MeshCalls
     from atoll.opdag import OpNode
     from atoll.program import StageProgram
     from atoll.slots import Call, Segment, Step, Values
@@ -177,6 +178,7 @@ class Executor:
         indices: Mapping[int, tuple[tuple[str, Range], ...]] | None = None,
     ) -> None:
         self.program = program
+        self.mesh: MeshCalls | None = None  # set before ``load`` where several processes share it
         self.device = torch.device(device)
         self._autocast = Autocast(True, "bfloat16") if precision is Precision.BF16 else None
         self._seed = seed
@@ -242,6 +244,7 @@ class Executor:
         for sites in self.uses.values():
             sites.sort(key=lambda use: -use[0])
         nodes = dict(program.ops)
+        constants, steps = self._on_mesh(constants, nodes), self._on_mesh(steps, nodes)
         constants, steps = self._looked_at(constants, nodes), self._looked_at(steps, nodes)
         self.standing = self._untrained(trained)
         if self._selective or self.standing:
@@ -395,6 +398,8 @@ class Executor:
         self._key = (step, micro)
         self._debt.micro = micro
         graph = _Micro(step)
+        if self.mesh is not None:
+            self.mesh.begin()
         values = self._values = self._template.copy()
         written = self._effects.leaves
         for name, slot in self._input_slots.items():
@@ -424,7 +429,7 @@ class Executor:
     @contextmanager
     def _remembering(self, graph: _Micro) -> Iterator[None]:
         """The forward's ops keep how cheap results came about, in place of them."""
-        if not (self._selective or self.standing):
+        if not (self._selective or self.standing or (self.mesh is not None and self.mesh.fetches)):
             yield
             return
         graph.repeats = self._notes.repeats = Repeats(self.device)
@@ -434,6 +439,15 @@ class Executor:
         finally:
             self._notes.repeats = None
             graph.repeats.close()
+
+    def _on_mesh(self, steps: list[Step], nodes: Mapping[int, OpNode]) -> list[Step]:
+        """The steps with what this process does of them."""
+        mesh = self.mesh
+        if mesh is None:
+            return steps
+        return [
+            replace(s, call=mesh.wrapped(s.position, nodes[s.position], s.call, self._notes)) for s in steps
+        ]
 
     def _looked_at(self, steps: Iterable[Step], nodes: Mapping[int, OpNode]) -> list[Step]:
         """The steps, those that index by what the program computes looking at it first."""

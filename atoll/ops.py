@@ -204,6 +204,8 @@ ALLOWED: frozenset[str] = frozenset({GETITEM}).union(
     )
 )
 
+POINTWISE = _expand(_POINTWISE)
+"""Ops that compute each element of their result from the same element of their arguments, broadcast."""
 _WEIGHTS_APART = _expand("""
     linear addmm addmv baddbmm bmm mm mv matmul einsum embedding conv1d:default,padding
     conv2d:default,padding conv3d:default,padding conv_transpose1d conv_transpose2d:input

@@ -58,6 +58,7 @@ class StageSpec:
     warmup: Micros
     held: Micros = 0
     further: Annotated[tuple[Piece, ...], Most(MAX_PIECES - 1)] = ()
+    inside: str = ""  # how the worker's processes divide it, where there are several (``atoll.mesh.layout``)
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -67,7 +68,7 @@ class StageSpec:
 
     def with_pieces(self, pieces: Sequence[Piece]) -> StageSpec:
         """Return the same worker with these pieces, ascending and at least one."""
-        return stage_of(self.worker, pieces)
+        return replace(stage_of(self.worker, pieces), inside=self.inside)
 
 
 def stage_of(worker: str, pieces: Sequence[Piece]) -> StageSpec:

@@ -831,3 +831,157 @@ class FromCompute(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___FromCompute: _TypeAlias = FromCompute  # noqa: Y015
+
+@_typing.final
+class FollowerSetup(_message.Message):
+    """---------------------------------------------------------------- leader of a mesh to the processes that follow it
+
+    First. All of them compute one member's stage; tensors between them go through torch.distributed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    THREADS_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    GPU_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    BLOB_DIR_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    MEETING_FIELD_NUMBER: _builtins.int
+    device: _builtins.str
+    """cpu | cuda:N"""
+    threads: _builtins.int
+    memory_bytes: _builtins.int
+    gpu_memory_bytes: _builtins.int
+    blob_dir: _builtins.str
+    rank: _builtins.int
+    size: _builtins.int
+    meeting: _builtins.str
+    """a file of the leader's own folder"""
+    def __init__(
+        self,
+        *,
+        device: _builtins.str = ...,
+        threads: _builtins.int = ...,
+        memory_bytes: _builtins.int = ...,
+        gpu_memory_bytes: _builtins.int = ...,
+        blob_dir: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        size: _builtins.int = ...,
+        meeting: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob_dir", b"blob_dir", "device", b"device", "gpu_memory_bytes", b"gpu_memory_bytes", "meeting", b"meeting", "memory_bytes", b"memory_bytes", "rank", b"rank", "size", b"size", "threads", b"threads"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowerSetup: _TypeAlias = FollowerSetup  # noqa: Y015
+
+@_typing.final
+class MeshWork(_message.Message):
+    """A call of the stage that every process makes; fields are those of the call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    MICRO_FIELD_NUMBER: _builtins.int
+    PIECE_FIELD_NUMBER: _builtins.int
+    TAIL_FIELD_NUMBER: _builtins.int
+    SCALE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    OPS_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    call: _builtins.str
+    step: _builtins.int
+    micro: _builtins.int
+    piece: _builtins.int
+    tail: _builtins.bool
+    scale: _builtins.float
+    name: _builtins.str
+    """a parameter"""
+    @_builtins.property
+    def ops(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """whose gradients are there ..."""
+
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """... or blocks with a sum"""
+
+    def __init__(
+        self,
+        *,
+        call: _builtins.str = ...,
+        step: _builtins.int = ...,
+        micro: _builtins.int = ...,
+        piece: _builtins.int = ...,
+        tail: _builtins.bool = ...,
+        scale: _builtins.float = ...,
+        name: _builtins.str = ...,
+        ops: _abc.Iterable[_builtins.int] | None = ...,
+        labels: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "labels", b"labels", "micro", b"micro", "name", b"name", "ops", b"ops", "piece", b"piece", "scale", b"scale", "step", b"step", "tail", b"tail"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeshWork: _TypeAlias = MeshWork  # noqa: Y015
+
+@_typing.final
+class ToFollower(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SETUP_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    WORK_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def setup(self) -> Global___FollowerSetup: ...
+    @_builtins.property
+    def load(self) -> _atoll_control_pb2.Assign: ...
+    @_builtins.property
+    def work(self) -> Global___MeshWork: ...
+    def __init__(
+        self,
+        *,
+        setup: Global___FollowerSetup | None = ...,
+        load: _atoll_control_pb2.Assign | None = ...,
+        work: Global___MeshWork | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "load", b"load", "setup", b"setup", "work", b"work"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "load", b"load", "setup", b"setup", "work", b"work"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["setup", "load", "work"]  # noqa: Y015
+    _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
+
+Global___ToFollower: _TypeAlias = ToFollower  # noqa: Y015
+
+@_typing.final
+class FromFollower(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    READY_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    ready: _builtins.bool
+    error: _builtins.str
+    """after which it ends"""
+    def __init__(
+        self,
+        *,
+        ready: _builtins.bool = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "error", b"error", "ready", b"ready"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "error", b"error", "ready", b"ready"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ready", "error"]  # noqa: Y015
+    _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
+
+Global___FromFollower: _TypeAlias = FromFollower  # noqa: Y015

@@ -286,6 +286,9 @@ class DeviceFacts(_message.Message):
     QUOTA_PERIOD_S_FIELD_NUMBER: _builtins.int
     INSTRUCTIONS_FIELD_NUMBER: _builtins.int
     MEMORY_IN_FIGURES_FIELD_NUMBER: _builtins.int
+    PROCESSES_FIELD_NUMBER: _builtins.int
+    JOINT_LATENCY_S_FIELD_NUMBER: _builtins.int
+    JOINT_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     OWN_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """cpu | cuda"""
@@ -307,6 +310,12 @@ class DeviceFacts(_message.Message):
     """of the CPU that torch uses, such as AVX2: with them, results are the same bits"""
     memory_in_figures: _builtins.bool
     """the limit is in the planner's figures: nothing holds a stage to it"""
+    processes: _builtins.int
+    """that compute together, each on a device of its own; 0: one"""
+    joint_latency_s: _builtins.float
+    """of an all-reduce of theirs, ..."""
+    joint_bytes_per_s: _builtins.float
+    """... and how fast each sends beyond"""
     own_memory_bytes: _builtins.int
     """of what the worker may take, what it takes itself: the limit is what is left"""
     def __init__(
@@ -325,11 +334,14 @@ class DeviceFacts(_message.Message):
         quota_period_s: _builtins.float = ...,
         instructions: _builtins.str = ...,
         memory_in_figures: _builtins.bool = ...,
+        processes: _builtins.int = ...,
+        joint_latency_s: _builtins.float = ...,
+        joint_bytes_per_s: _builtins.float = ...,
         own_memory_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["atoll_version", b"atoll_version", "cores", b"cores", "instructions", b"instructions", "kind", b"kind", "memory_bytes", b"memory_bytes", "memory_in_figures", b"memory_in_figures", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "own_memory_bytes", b"own_memory_bytes", "platform", b"platform", "python_version", b"python_version", "quota_period_s", b"quota_period_s", "threads", b"threads", "torch_version", b"torch_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["atoll_version", b"atoll_version", "cores", b"cores", "instructions", b"instructions", "joint_bytes_per_s", b"joint_bytes_per_s", "joint_latency_s", b"joint_latency_s", "kind", b"kind", "memory_bytes", b"memory_bytes", "memory_in_figures", b"memory_in_figures", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "own_memory_bytes", b"own_memory_bytes", "platform", b"platform", "processes", b"processes", "python_version", b"python_version", "quota_period_s", b"quota_period_s", "threads", b"threads", "torch_version", b"torch_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

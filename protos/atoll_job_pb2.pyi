@@ -1211,6 +1211,7 @@ class StageSpec(_message.Message):
     WARMUP_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     FURTHER_FIELD_NUMBER: _builtins.int
+    INSIDE_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     stop: _builtins.int
     eval_start: _builtins.int
@@ -1218,6 +1219,8 @@ class StageSpec(_message.Message):
     warmup: _builtins.int
     held: _builtins.int
     """where backwards come in two parts: most micro-batches that hold activations"""
+    inside: _builtins.str
+    """how the worker's processes divide it, where it has several"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """exactly one"""
@@ -1237,10 +1240,11 @@ class StageSpec(_message.Message):
         warmup: _builtins.int = ...,
         held: _builtins.int = ...,
         further: _abc.Iterable[Global___Piece] | None = ...,
+        inside: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eval_start", b"eval_start", "eval_stop", b"eval_stop", "further", b"further", "held", b"held", "start", b"start", "stop", b"stop", "warmup", b"warmup", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eval_start", b"eval_start", "eval_stop", b"eval_stop", "further", b"further", "held", b"held", "inside", b"inside", "start", b"start", "stop", b"stop", "warmup", b"warmup", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -96,7 +96,7 @@ class WorkerConfig:
     min_clients: int = Floors().clients
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
+        if not re.fullmatch(r"auto|cpu(\+cpu)*|cuda(:\d{1,3}(\+cuda:\d{1,3})*)?", self.device):
             raise UsageError(f"--device {self.device!r}; give auto, cpu, cuda or cuda:N")
         if self.sandbox not in ("auto", "off", "require"):
             raise UsageError(f"--sandbox {self.sandbox[:60]!r}; give auto, off or require")

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from torch import Tensor
+
     from atoll.federated import Floors
+    from protos import atoll_control_pb2 as pb
     from strategies.layout import Array
     from worker.blobs import BlobStore
     from worker.cancel import Cancel
@@ -22,8 +25,10 @@ if TYPE_CHECKING:
     from worker.machine.device import Device
     from worker.pipe.status import ComputeStatus
     from worker.spans import Spans
+    from worker.stage.assignment import Assignment
     from worker.stage.batches import Fetch
     from worker.stage.reports import Progress
+    from worker.stage.stage import Stage
     from worker.transport.frames import MessageKey
 
 
@@ -62,6 +67,18 @@ class JobNetwork(Network, Protocol):
         """Be connected to every neighbour. PeerLost names the one that is not; Cancelled."""
 
 
+class JointStages(Protocol):
+    """Stages that the processes of a member compute together."""
+
+    def stage(
+        self, message: pb.Assign, assignment: Assignment, tensors: Mapping[str, Mapping[str, Tensor]]
+    ) -> Stage:
+        """Return the assignment's stage, which all processes load."""
+
+    def drop(self) -> None:
+        """Have nobody hold the last stage any more."""
+
+
 @dataclass(frozen=True)
 class ComputeContext:
     """Resources that stages and participations share.
@@ -85,3 +102,4 @@ class ComputeContext:
     cpu: CpuMeter
     status: ComputeStatus
     duty: DutyCycle = field(default_factory=DutyCycle)
+    mesh: JointStages | None = None  # of a member of several devices

@@ -56,6 +56,7 @@ MAX_CLIENTS = 100_000  # of a population
 MAX_TERMS = 64  # of a host's sums
 MAX_WHY_CHARS = 200  # a client
 MAX_KEY_CHARS = 64  # of the name of a set of clients
+MAX_PROCESSES = 64  # of one worker, on as many devices
 MAX_COPIES = 1024  # of one worker
 MAX_COPY_NAME_CHARS = 200
 MAX_HELD_WEIGHTS = 20_000  # tensors of the checkpoints that a worker's owner added
@@ -182,6 +183,10 @@ class Introduction:
     copy_bytes: int = 0  # of disk that it lends to copies
     # That the worker takes itself, beside the limit.
     own_memory_bytes: Annotated[Memory, At("device.own_memory_bytes")] = 0
+    # That compute together; 0: one. An all-reduce of theirs: seconds, and bytes a second each sends beyond.
+    processes: Annotated[int, At("device.processes"), Within(0, MAX_PROCESSES)] = 0
+    joint_latency_s: Annotated[Seconds, At("device.joint_latency_s")] = 0.0
+    joint_bytes_per_s: Annotated[float, At("device.joint_bytes_per_s")] = 0.0
     # The limit is in the planner's figures: nothing holds a stage to it.
     memory_in_figures: Annotated[bool, At("device.memory_in_figures")] = False
 
@@ -194,7 +199,7 @@ class Introduction:
     def device_class(self) -> DeviceClass:
         """The class of machines that compute the same bits as this one."""
         device = f"cpu {self.instructions}" if self.kind == "cpu" else self.model
-        return DeviceClass(device, self.torch_version, self.threads)
+        return DeviceClass(device, self.torch_version, self.threads, max(1, self.processes))
 
 
 @dataclass(frozen=True, slots=True)

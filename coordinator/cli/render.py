@@ -169,6 +169,7 @@ def _workers_table(workers: Sequence[pb.WorkerStatus], names: Names) -> Renderab
     table = _table("worker", "name", "state", "device", "speed", "memory", "job", "seen", "why")
     for worker in workers:
         device = f"{worker.device.kind} x{worker.device.threads}" if worker.device.kind else "?"
+        device += f" in {worker.device.processes} processes" if worker.device.processes > 1 else ""
         at = f"{worker.job} stage {worker.stage}" if worker.stage >= 0 and worker.job else worker.job
         add_row(
             table,

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.errors import UsageError
+from atoll.messages.from_worker import MAX_PROCESSES
 from compressors.catalogue import CODECS
 from coordinator.planning.costs.codec_costs import SPEED_RANGE
-from coordinator.planning.costs.fleet import LOSS_HOURS, TCP_SHARE, Device, Fleet
+from coordinator.planning.costs.fleet import LOSS_HOURS, TCP_SHARE, Device, Fleet, Mesh
 from coordinator.planning.costs.network import LinkEstimate, Uplink
 
 if TYPE_CHECKING:
@@ -35,7 +36,10 @@ _RATES = {
     "coordinator_mbit": (100.0, *MBIT),
 }
 _DEFAULT_KEYS = {"mbit", "ms", "gflops", "codec_gbps", "payload_share", "loss_hours", *_RATES}
-_DEVICE_KEYS = {"name", "group", "gflops", "codec_gbps", "up_mbit", "down_mbit", *_RATES}
+_DEVICE_KEYS = {
+    "name", "group", "gflops", "codec_gbps", "up_mbit", "down_mbit", "devices", "inside_gbps", "inside_us",
+    *_RATES,
+}  # fmt: skip
 _GROUP_KEYS = {"name", "mbit", "ms", "up_mbit", "down_mbit"}
 _LINK_KEYS = {"from", "to", "mbit", "ms", "one_way"}
 
@@ -86,9 +90,11 @@ def _device(name: str, table: Table, default: Table, groups: Mapping[str, Table]
     for key, (standard, low, high) in _RATES.items():
         usual = _number(default, key, f"{where}: default", standard, low, high)
         value[key] = _number(table, key, here, usual, low, high)
+    mesh = _mesh(table, here)
     return Device(
+        mesh=mesh,
         worker=name,
-        memory_limit_bytes=int(value["memory_mib"] * 2**20),
+        memory_limit_bytes=int(value["memory_mib"] * 2**20) * (mesh.size if mesh else 1),
         name=name,
         site=group,
         gflops=_gflops(table.get("gflops", default.get("gflops", 50.0)), here),
@@ -100,6 +106,16 @@ def _device(name: str, table: Table, default: Table, groups: Mapping[str, Table]
             **_codec_speeds(table.get("codec_gbps", {}), here),
         },
     )
+
+
+def _mesh(table: Table, here: str) -> Mesh | None:
+    """The devices of one member: how many, and how fast they are joined."""
+    count = _number(table, "devices", here, 1.0, 1.0, float(MAX_PROCESSES))
+    if count != int(count):
+        raise UsageError(f"{here}: devices = {count:g}; give a whole number")
+    rate = _number(table, "inside_gbps", here, 10.0, 1e-3, 1e5)
+    latency_us = _number(table, "inside_us", here, 20.0, 0.0, 1e6)
+    return Mesh(int(count), latency_us * 1e-6, rate * 1e9) if count > 1 else None
 
 
 def _gflops(value: object, here: str) -> dict[str, float]:

@@ -36,7 +36,7 @@ from coordinator.messages.events import (
 from coordinator.messages.instructions import Addresses, RelayUse
 from coordinator.planning.costs import message_costs
 from coordinator.planning.costs.codec_costs import judge_speeds
-from coordinator.planning.costs.fleet import HOPED, UNKNOWN, Device, Fleet
+from coordinator.planning.costs.fleet import HOPED, UNKNOWN, Device, Fleet, Mesh
 from coordinator.planning.costs.network import LinkEstimate, Pair
 from coordinator.planning.costs.op_seconds import SCALE_RANGE, refresh_scale
 from coordinator.planning.search.preselect import candidates
@@ -422,6 +422,7 @@ class Roster:
             memory_scale=self.memory_factor(job, worker),
             heap_share=0.0 if known.introduction.memory_in_figures else HEAP_SHARE,
             beside=() if known.introduction.memory_in_figures else BESIDE,
+            mesh=_mesh_of(known.introduction),
         )
 
     def memory_factor(self, job: str, worker: str) -> float:
@@ -527,6 +528,14 @@ def refusal(introduction: Introduction) -> str | None:
     if not 0.0 <= introduction.quota_period_s <= MAX_QUOTA_PERIOD_S:
         return f"a CPU quota of {introduction.quota_period_s} s; possible are 0 to {MAX_QUOTA_PERIOD_S:g} s"
     return judge_speeds(introduction.codec_speeds)
+
+
+def _mesh_of(introduction: Introduction) -> Mesh | None:
+    """The processes of a worker, where there are several and their collectives were probed."""
+    latency_s, bytes_per_s = introduction.joint_latency_s, introduction.joint_bytes_per_s
+    if introduction.processes < 2 or not (isfinite(bytes_per_s) and bytes_per_s > 0.0):
+        return None
+    return Mesh(introduction.processes, latency_s, bytes_per_s)
 
 
 def flops_of(timings: Mapping[str, tuple[float, float]], ops: Mapping[str, int]) -> float:

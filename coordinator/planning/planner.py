@@ -28,6 +28,7 @@ from atoll.plan import (
     Plan,
     Prediction,
     StagePrediction,
+    StageSpec,
     one_replica,
     stage_of,
     validate,
@@ -44,8 +45,9 @@ from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.costs.workload import Wire
 from coordinator.planning.evaluation_cut import evaluation_intervals
 from coordinator.planning.explain import bottleneck
+from coordinator.planning.inside.words import inside_words
 from coordinator.planning.left_out import left_out, passed_over, summarised
-from coordinator.planning.problem import Candidate, Problem, Scored
+from coordinator.planning.problem import Candidate, Problem, Scored, memory_on
 from coordinator.planning.ratios import check_compression
 from coordinator.planning.search.op_fence import Effort, search
 from coordinator.planning.search.preselect import Preselection
@@ -108,7 +110,7 @@ def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
     if request.eval_dag is not None:
         plan, note = _with_evaluation(plan, request.dag, request.eval_dag, request.training)
         notes += [note] if note else []
-    notes += _mixed_classes(problem, best)
+    notes += _mixed_classes(problem, best) + inside_words(problem, best)
     reasons = left_out(problem, best) if request.partitioner in SEARCHED else _unused(problem, best)
     if ranked is not None and ranked.standby is not None:
         own, why = ranked.standby.worker, "it is worth more as a standby"
@@ -379,6 +381,12 @@ def _problem(request: PlanRequest) -> Problem:
     )
 
 
+def _stage(problem: Problem, device: int, pieces: list[Piece]) -> StageSpec:
+    inside = problem.inside[device]
+    found = stage_of(problem.fleet.devices[device].worker, pieces)
+    return found if inside is None else replace(found, inside=inside.kind)
+
+
 def _bare_plan(problem: Problem, best: Scored, request: PlanRequest) -> Plan:
     candidate = best.candidate
     pieces = [
@@ -386,7 +394,7 @@ def _bare_plan(problem: Problem, best: Scored, request: PlanRequest) -> Plan:
         for (a, b), depth in zip(candidate.bounds(problem.n_ops), best.depths, strict=True)
     ]
     stages = tuple(
-        stage_of(problem.fleet.devices[candidate.devices[those[0]]].worker, [pieces[at] for at in those])
+        _stage(problem, candidate.devices[those[0]], [pieces[at] for at in those])
         for those in candidate.together
     )
     work = problem.workload(candidate, best.depths)
@@ -443,11 +451,14 @@ def _stage_predictions(
     for those in scored.candidate.together:
         stages = [work.stages[at] for at in those]
         device = problem.fleet.devices[stages[0].device]
-        held = Together(problem.memory, [bounds[at] for at in those])
+        held = Together(memory_on(problem, stages[0].device)[0], [bounds[at] for at in those])
         once, tied = held.gradients()
-        of_model = held.terms([problem.in_flight(scored.depths[at]) for at in those])
+        each = held.terms([problem.in_flight(scored.depths[at]) for at in those])
+        several = device.processes if problem.inside[stages[0].device] is not None else 1
+        of_model = {name: several * n_bytes for name, n_bytes in each.items()}
         heap = device.heap_share * sum(of_model.values())
-        terms = (*of_model.items(), ("heap", heap), *device.beside)
+        beside = ((name, several * n_bytes) for name, n_bytes in device.beside)
+        terms = (*of_model.items(), ("heap", heap), *beside)
         compute_s = sum(timeline.compute_s[at] for at in those)
         codec_s = problem.n_micro * sum(stage.codec_s for stage in stages)
         found.append(

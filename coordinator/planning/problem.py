@@ -30,6 +30,7 @@ from coordinator.planning.costs.quota import core_share, quota_of
 from coordinator.planning.costs.timeline import Timeline, simulate, step_seconds
 from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.costs.workload import StageLoad, Wire, Workload, route, routes_of
+from coordinator.planning.inside.choice import Insides
 from coordinator.planning.ratios import Link, asked_ratio, assumed_ratio, choose, links_of, mask_of, within
 from coordinator.planning.search.chain import Chain
 from coordinator.planning.search.pins import pinned_ops
@@ -134,12 +135,14 @@ class Problem:
         self.n_micro = self.training.n_micro
         self.traffic = Traffic(self.dag, self.training.optimizer, self.training.blocks)
         self.memory = MemoryModel(self.dag, self.training, self.traffic, self.recompute)
+        self.insides = Insides(self.dag, self.training, self.recompute, self.memory)
         self.table = OpTable(self.dag, optimizer=self.training.optimizer)
         self._price()
 
     def _price(self) -> None:
         """Compute what depends on the fleet's devices."""
-        costs = [self.table.costs(d, self.recompute) for d in self.fleet.devices]
+        alone = [self.table.costs(d, self.recompute) for d in self.fleet.devices]
+        self.inside, costs = self.insides.priced(self.fleet.devices, alone)
         self.forward = np.stack([prefix(c.forward_s) for c in costs])  # [devices, ops + 1]
         self.backward = np.stack([prefix(c.backward_s) for c in costs])
         self.weights = np.stack([prefix(c.weights_s) for c in costs])
@@ -153,7 +156,9 @@ class Problem:
             ]
         )
         self.compute = self.forward + self.backward
-        self.limits = np.array([d.model_limit_bytes for d in self.fleet.devices])
+        # In bytes of the whole model, for searches; ``caps`` looks at each process's own.
+        self.times = np.array([self.insides.times(inside) for inside in self.inside])
+        self.limits = self.times * [d.model_limit_bytes for d in self.fleet.devices]
         self.measured_share = float(np.mean([c.measured_share for c in costs]))
 
     def _apart_cpu_s(self, node: OpNode) -> float:
@@ -231,8 +236,8 @@ class Problem:
 
     def fits(self, device: int, positions: Positions, in_flight: int) -> Bools | None:
         """[l, i] mask of the stages that ``device`` can hold; None when it can hold them all."""
-        bytes_held = self.memory.matrix(positions, in_flight)
-        mask: Bools = bytes_held <= self.limits[device]
+        memory, limit = memory_on(self, device)
+        mask: Bools = memory.matrix(positions, in_flight) <= limit
         return None if mask[np.triu_indices(len(positions), 1)].all() else mask
 
     def workload(
@@ -270,7 +275,8 @@ class Problem:
         """Return the seconds of the optimizer by piece: a device takes its step with its first one."""
         bounds, found = candidate.bounds(self.n_ops), [0.0] * len(candidate.devices)
         for those in candidate.together:
-            work = Together(self.memory, [bounds[at] for at in those]).step_work()
+            memory, _ = memory_on(self, candidate.devices[those[0]])
+            work = Together(memory, [bounds[at] for at in those]).step_work()
             device = self.fleet.devices[candidate.devices[those[0]]]
             found[those[0]] = apply_seconds(*work, device)
         return found
@@ -332,11 +338,11 @@ class Problem:
         bounds, found = candidate.bounds(self.n_ops), [0] * len(candidate.devices)
         for those in candidate.together:
             device, pieces = candidate.devices[those[0]], [bounds[at] for at in those]
-            limit = self.limits[device]
+            memory, limit = memory_on(self, device)
             if len(pieces) == 1:
-                caps = [self.memory.in_flight_cap(*pieces[0], limit)]
+                caps = [memory.in_flight_cap(*pieces[0], limit)]
             else:
-                caps = Together(self.memory, pieces).caps(limit, ends=those[-1] == len(found) - 1)
+                caps = Together(memory, pieces).caps(limit, ends=those[-1] == len(found) - 1)
             for at, cap in zip(those, caps, strict=True):
                 found[at] = cap
             if min(caps) < 1:
@@ -493,7 +499,8 @@ class Problem:
         found = []
         bounds = scored.candidate.bounds(self.n_ops)
         for s, (depth, load, (a, b)) in enumerate(zip(scored.depths, work.stages, bounds, strict=True)):
-            cap = self.memory.in_flight_cap(a, b, self.limits[load.device], defer=True)
+            memory, limit = memory_on(self, load.device)
+            cap = memory.in_flight_cap(a, b, limit, defer=True) if self.inside[load.device] is None else 0
             held = min(cap, max(most, depth.warmup + 1))
             defers = s in awaited and held > depth.warmup
             worth = 0.0 < self.n_micro * load.apart_s < gain_s - load.backward_s
@@ -504,6 +511,13 @@ class Problem:
         """The full timeline of a scored candidate."""
         work = self.workload(scored.candidate, scored.depths, scored.specs)
         return work, simulate(work, keep_spans)
+
+
+def memory_on(problem: Problem, device: int) -> tuple[MemoryModel, float]:
+    """Return the memory model of each process of a device, and the most bytes that it may have."""
+    inside = problem.inside[device]
+    limit = float(problem.limits[device] / problem.times[device])
+    return (problem.memory if inside is None else inside.memory), limit
 
 
 def _non_rising(wanted: Sequence[int], caps: Sequence[int]) -> tuple[int, ...]:

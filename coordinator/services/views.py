@@ -223,6 +223,7 @@ def _device(worker: Worker) -> pb.DeviceFacts:
         platform=i.platform,
         instructions=i.instructions,
         own_memory_bytes=i.own_memory_bytes,
+        processes=i.processes,
     )
 
 

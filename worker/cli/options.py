@@ -46,7 +46,7 @@ class Joining:
         typer.Option(
             metavar="LIST",
             help="Several devices, each a worker of its own: all (every GPU), or a list such as "
-            "cuda:0,cuda:1 or cpu*2.",
+            "cuda:0,cuda:1 or cpu*2; + joins several into one worker.",
         ),
     ] = None
     threads: Annotated[

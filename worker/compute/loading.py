@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from atoll.errors import ConnectionFailed
-from atoll.program import programs_of
+from atoll.messages.to_worker import Assign
 from atoll.rehearse import RehearsalLimits, rehearse
+from protos import coding
 from worker.blobs import most_bytes
 from worker.cancel import Cancel
 from worker.exchange.kept import kept_keys
 from worker.links.links import NEVER, Links
 from worker.machine.torch_device import torch_device
 from worker.stage import feed, joining, tensor_blobs
-from worker.stage.assignment import Assignment, check
+from worker.stage.assignment import Assignment, assigned, check
 from worker.stage.local_steps import LocalSteps
 from worker.stage.op_marks import OpMarks
 from worker.stage.reports import LongWait
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from atoll.program import StageProgram
     from atoll.rehearse import OpCost
+    from protos import atoll_control_pb2 as pb
     from worker.context import ComputeContext
     from worker.machine.device import Device
 
@@ -40,22 +42,15 @@ class Fetched(NamedTuple):
 
 
 def load(
-    assignment: Assignment, context: ComputeContext, cancel: Cancel, notice: Callable[[LongWait], None]
+    message: pb.Assign, context: ComputeContext, cancel: Cancel, notice: Callable[[LongWait], None]
 ) -> tuple[StageRun, Links, Fetched]:
     """Check, fetch, build and connect. Raises the error that is reported to the coordinator."""
+    assignment = assigned(coding.read(Assign, message))
     check(assignment, context.worker)
     costs, device = _rehearse(assignment, context.device), torch_device(context.device)
     with context.spans.timed("load", assignment.first_step):
         tensors, fetched = _tensors(assignment, context, cancel)
-        stage = Stage(
-            assignment.pieces,
-            assignment.own_training,
-            tensors,
-            device,
-            states=assignment.states,
-            recompute=assignment.plan.recompute,
-            actions=assignment.plan.actions(assignment.rank),
-        )
+        stage = _stage(message, assignment, context, tensors)
         joining.restore(assignment, stage, tensors)
         local = LocalSteps(assignment, stage, tensors) if assignment.plan.local else None
     (_, first), *later = assignment.eras
@@ -94,6 +89,27 @@ def load(
     return run, links, fetched
 
 
+def _stage(
+    message: pb.Assign,
+    assignment: Assignment,
+    context: ComputeContext,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+) -> Stage:
+    """The stage in this process, or in all those of a mesh. Peers with steps of their own exchange what one
+    process holds: there the first device computes alone."""
+    if context.mesh is not None and not assignment.plan.local:
+        return context.mesh.stage(message, assignment, tensors)
+    return Stage(
+        assignment.pieces,
+        assignment.own_training,
+        tensors,
+        torch_device(context.device),
+        states=assignment.states,
+        recompute=assignment.plan.recompute,
+        actions=assignment.plan.actions(assignment.rank),
+    )
+
+
 def _connect(assignment: Assignment, context: ComputeContext, cancel: Cancel) -> None:
     """Be connected to every neighbour. Raises ConnectionFailed: who is new accuses nobody of those who were
     there before, as it may well be its own line."""
@@ -119,9 +135,7 @@ def _tensors(
     assignment: Assignment, context: ComputeContext, cancel: Cancel
 ) -> tuple[dict[str, dict[str, Tensor]], Fetched]:
     """Return the stage's tensors, and what it took until they were on this machine's disk."""
-    programs = programs_of(assignment.pieces)
-    names = sorted({n for p in programs for n in (*p.parameters, *p.buffers, *p.constants)})
-    states = {name: assignment.states[name] for name in names}
+    states = assignment.leaf_states
     if assignment.plan.keeps:
         states |= {key: states[of] for key, of in kept_keys(assignment.tensors, states).items()}
     wanted: dict[str, int] = {}

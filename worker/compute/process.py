@@ -9,8 +9,8 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +30,6 @@ from worker.compute.ports import (
     Requests,
     daemon_batches,
 )
-from worker.compute.warm_up import warm_up
 from worker.compute.workbench import Workbench
 from worker.context import ComputeContext, ComputeSettings
 from worker.data.population import load_population
@@ -39,6 +38,7 @@ from worker.machine.codec_speed import CodecGauge
 from worker.machine.cpu import CpuMeter, usable
 from worker.machine.device import Device, device_facts, versions
 from worker.machine.malloc import keep_no_tensors
+from worker.machine.op_timing import warm_up
 from worker.machine.torch_device import (
     find_device,
     peak_memory_bytes,
@@ -47,6 +47,7 @@ from worker.machine.torch_device import (
     used_memory_bytes,
 )
 from worker.manners.duty import DutyCycle
+from worker.mesh.leader import Follower, Leader, start_followers
 from worker.pipe.status import ComputeStatus, DaemonStatus
 from worker.session import events, instructions, pipe
 from worker.spans import Spans
@@ -77,6 +78,7 @@ class ComputeProcess:
         """UsageError when the device is not there."""
         self._pipe, self._began_s = end, began_s
         settings = _settings(setup)
+        followers = start_followers(settings.device)  # they import what this process does meanwhile
         device = find_device(settings)
         prepare(device, settings)
         keep_no_tensors()
@@ -101,6 +103,7 @@ class ComputeProcess:
             partial(self._rested, cpu),
         )
         self._duty.limit(setup.compute_share or 1.0)
+        self._mesh = self._led(settings, setup, followers)
         self._requests = Requests(self._tell)
         bounds = QueueBounds(setup.max_queued_bytes, setup.max_queued_messages)
         self._network = DaemonNetwork(self._tell, self._requests, arenas, bounds, spans)
@@ -125,8 +128,20 @@ class ComputeProcess:
             cpu=cpu,
             status=self._status,
             duty=self._duty,
+            mesh=self._mesh,
         )
         self._bench = Workbench(context, self._post, self._say, self._say_loading, gauge)
+
+    def _led(
+        self, settings: ComputeSettings, setup: pb.ComputeSetup, followers: Sequence[Follower]
+    ) -> Leader | None:
+        """The other processes of a member of several devices, ready."""
+        if self._device.processes == 1:
+            return None
+        folders = Path(setup.scratch_dir), Path(setup.blob_dir)
+        found = Leader(settings, self._device, *folders, _mesh_died, followers, self._status)
+        self._device = replace(self._device, joint=(found.joint.latency_s, found.joint.bytes_per_s))
+        return found
 
     def run(self) -> None:
         """Work until the pipe ends or the daemon says so."""
@@ -235,6 +250,12 @@ def _end(died: threading.ExceptHookArgs) -> None:
     """A thread has died of what nothing foresees. Nobody would do its work any more: the daemon reports the
     end of a process and starts another."""
     threading.__excepthook__(died)
+    os._exit(1)
+
+
+def _mesh_died(reason: str) -> None:
+    """A process of the mesh is gone, and what this one waits for with it: they end together."""
+    print(reason, flush=True)  # the daemon shows what a process printed last
     os._exit(1)
 
 

@@ -37,7 +37,7 @@ from worker.machine.torch_device import restart_peak, short_of_memory, torch_dev
 from worker.pipe.status import Mark
 from worker.session import events, instructions
 from worker.session import wire as messages
-from worker.stage.assignment import assigned, check
+from worker.stage.assignment import check
 from worker.transport.contract import PeerLost
 
 if TYPE_CHECKING:
@@ -233,8 +233,8 @@ class Workbench:
         started_s = time.perf_counter()
         self._drop()
         self._loads(assignment)
-        work = assigned(coding.read(asked.Assign, message))
-        run, links, fetched = load(work, self._context, cancel, self._report_waiting)
+        run, links, fetched = load(message, self._context, cancel, self._report_waiting)
+        work = run.assignment
         with self._lock:
             self._run, self._links = run, links
         # Cancelled in the meantime: links that did not exist yet could not be aborted.
@@ -404,7 +404,7 @@ class Workbench:
         if run is not None:
             _log_stood_by(run)
             run.close()
-            restart_peak(self._context.device)
+            _dropped(self._context)
             if self._gauge.left:
                 self.report_codecs()
 
@@ -469,3 +469,10 @@ def _log_stood_by(run: StageRun) -> None:
         log.info(
             "stage.stood_by", job=run.assignment.job, stage=run.assignment.stage, steps=steps, bytes=nbytes
         )
+
+
+def _dropped(context: ComputeContext) -> None:
+    """No process holds a stage any more."""
+    if context.mesh is not None:
+        context.mesh.drop()
+    restart_peak(context.device)

@@ -48,6 +48,11 @@ class Device:
     memory_limit_bytes: int  # the planner's budget
     instructions: str = ""  # of the CPU, as torch uses them: results depend on them
     own_bytes: int = 0  # of the device's memory that this process holds itself, idle
+    processes: int = 1  # which compute together; memory is that of all of them
+    joint: tuple[float, float] = (
+        0.0,
+        0.0,
+    )  # an all-reduce of theirs: seconds, then bytes a second each sends
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +63,20 @@ class DeviceRates:
     memory_gbps: float  # bytes read and written by a copy, GB/s
 
 
+def devices_of(device: str) -> tuple[str, ...]:
+    """Return the devices of a member, each of which a process computes on: 'cuda:0+cuda:1', 'cpu'."""
+    return tuple(part.strip() for part in device.split("+"))
+
+
 def usable_cores() -> int:
     """Return how many physical cores this process may use: more threads would only wait for each other."""
     return min(psutil.cpu_count(logical=False) or 1, math.ceil(usable().cores))
 
 
 def compute_threads(config: DeviceChoice) -> int:
-    """Return the threads to compute with: those given, else one a core."""
-    return config.threads or usable_cores()
+    """Return the threads of a process to compute with: those given, else one a core."""
+    processes = sum(device == "cpu" for device in devices_of(config.device))
+    return config.threads or max(1, usable_cores() // max(1, processes))
 
 
 def cpu_device(config: DeviceChoice, instructions: str = "") -> Device:
@@ -103,6 +114,9 @@ def device_facts(device: Device) -> control.DeviceFacts:
         platform=known["platform"],
         instructions=device.instructions,
         own_memory_bytes=device.own_bytes,
+        processes=device.processes if device.processes > 1 else 0,
+        joint_latency_s=device.joint[0],
+        joint_bytes_per_s=device.joint[1],
     )
 
 

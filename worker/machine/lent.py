@@ -1,7 +1,8 @@
 """Devices that one machine lends, each with its part of what the machine's owner allows.
 
 ``--devices`` is a list with commas of ``cuda:N`` and ``cpu``, each at most once; ``cpu*N`` stands for N parts
-of the CPU, ``all`` for every GPU that the driver shows, or the CPU where there is none.
+of the CPU, ``all`` for every GPU that the driver shows, or the CPU where there is none. With ``+`` between
+them, devices of one kind are one member: ``cuda:0+cuda:1``, ``cpu+cpu``; ``all+`` is every GPU as one.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import TYPE_CHECKING
 
 from atoll.errors import UsageError
 from protos.devices import MAX_DEVICES
-from worker.machine.device import machine_memory, memory_limit, usable_cores
+from worker.machine.device import devices_of, machine_memory, memory_limit, usable_cores
 
 if TYPE_CHECKING:
     from worker.config import WorkerConfig
 
-ALL = "all"
+ALL, TOGETHER = "all", "all+"
 _ONE = re.compile(r"(cpu|cuda:\d{1,3})(?:\*(\d{1,2}))?")
 
 
@@ -29,22 +30,39 @@ def gpus_here() -> int:
 
 
 def parse_devices(text: str, gpus: Callable[[], int] = gpus_here) -> tuple[str, ...]:
-    """'cuda:0,cuda:1', 'cpu*2', 'all' -> the devices, in order. UsageError otherwise."""
-    if text.strip() == ALL:
-        return tuple(f"cuda:{number}" for number in range(min(gpus(), MAX_DEVICES))) or ("cpu",)
+    """'cuda:0,cuda:1', 'cuda:0+cuda:1', 'cpu*2', 'all' -> the members, in order. UsageError otherwise."""
+    if text.strip() in (ALL, TOGETHER):
+        every = [f"cuda:{number}" for number in range(min(gpus(), MAX_DEVICES))] or ["cpu"]
+        return tuple(every) if text.strip() == ALL else ("+".join(every),)
     found: list[str] = []
     for part in text.split(","):
-        match = _ONE.fullmatch(part.strip())
-        count = int(match[2] or 1) if match is not None else 0
-        if match is None or not count or (count > 1 and match[1] != "cpu") or match[1] in found:
+        member = _member(part.strip())
+        taken = {device for each in found for device in devices_of(each)}
+        if not member or taken & {device for each in member for device in devices_of(each)}:
             raise UsageError(
                 f"--devices {text[:80]!r}: {part.strip()[:40]!r}; give all, or a list such as "
-                "cuda:0,cuda:1 or cpu*2, each device once; only the CPU can be parted"
+                "cuda:0,cuda:1 or cpu*2, each device once, with + between those of one member; "
+                "only the CPU can be parted"
             )
-        found += [match[1]] * count
-    if len(found) > MAX_DEVICES:
-        raise UsageError(f"--devices {text[:80]!r}: {len(found)} devices; at most {MAX_DEVICES}")
+        found += member
+    count = sum(len(devices_of(member)) for member in found)
+    if count > MAX_DEVICES:
+        raise UsageError(f"--devices {text[:80]!r}: {count} devices; at most {MAX_DEVICES}")
     return tuple(found)
+
+
+def _member(part: str) -> list[str]:
+    """'cuda:0' -> ['cuda:0'], 'cpu*2' -> ['cpu', 'cpu'], 'cpu+cpu' -> ['cpu+cpu']; [] for anything else."""
+    names = devices_of(part)
+    if len(names) > 1:
+        gpus = all(name.startswith("cuda:") for name in names) and len(set(names)) == len(names)
+        known = all(_ONE.fullmatch(name) and "*" not in name for name in names)
+        return ["+".join(names)] if known and (gpus or set(names) == {"cpu"}) else []
+    match = _ONE.fullmatch(part)
+    count = int(match[2] or 1) if match is not None else 0
+    if match is None or not count or (count > 1 and match[1] != "cpu"):
+        return []
+    return [match[1]] * count
 
 
 def lent_devices(config: WorkerConfig, free_bytes: int | None = None) -> tuple[WorkerConfig, ...]:
@@ -60,7 +78,8 @@ def lent_devices(config: WorkerConfig, free_bytes: int | None = None) -> tuple[W
     devices = parse_devices(config.devices)
     if len(devices) == 1:
         return (replace(config, device=devices[0], devices=""),)
-    parts, count = devices.count("cpu"), len(devices)
+    parts = sum(devices_of(member).count("cpu") for member in devices)
+    count = len(devices)
     if free_bytes is None:
         free_bytes = memory_limit(0, *machine_memory(), "this machine")
     cores = usable_cores()
@@ -79,11 +98,12 @@ def lent_devices(config: WorkerConfig, free_bytes: int | None = None) -> tuple[W
         )
         if number:
             part = replace(part, allow_apps=False, accept_apps=())
-        if devices[number] != "cpu":
+        own = devices_of(devices[number]).count("cpu")
+        if not own:
             return replace(part, gpu_memory_bytes=config.gpu_memory_bytes or config.memory_bytes)
         return replace(
             part,
-            memory_bytes=part.memory_bytes or free_bytes // parts,
+            memory_bytes=part.memory_bytes or free_bytes * own // parts,
             threads=config.threads or max(1, cores // parts),
         )
 

@@ -27,14 +27,13 @@ from torch import Tensor
 from atoll.errors import AtollError
 from atoll.execute import DTYPES, Executor
 from atoll.job import Precision
-from atoll.opdag import FLOATING, OpNode, Source, TensorMeta, leaf_refs, op_refs
+from atoll.messages.to_worker import OpProbe
+from atoll.opdag import FLOATING, Kind, LeafRef, OpNode, Source, TensorMeta, leaf_refs, op_refs
 from atoll.program import Received, StageProgram
 from atoll.rehearse import RehearsalLimits, rehearse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from atoll.messages.to_worker import OpProbe
 
 SUSTAINED_S = 0.025  # of one op's timed window, after its warm-up
 MAX_ROUNDS = 5
@@ -95,6 +94,18 @@ def time_ops(
         left = [probe for probe in left if probe.signature in timings]
         rounds.append(timings)
     return _merged(rounds)
+
+
+def warm_up() -> None:
+    """Rehearse an op, run it and differentiate it, as the first stage would, before a process is measured.
+
+    torch imports modules of its compiler as soon as it follows shapes, and sympy as soon as it is given a
+    gradient: 70 MiB and some seconds, whatever the model is.
+    """
+    value = TensorMeta((8, 8), "float32")
+    leaves = (LeafRef(Source.INPUT, "x"), LeafRef(Source.PARAMETER, "w"))
+    node = OpNode("warm_up", Kind.PARAMETRIC, "aten.linear.default", leaves, (), (value,), requires_grad=True)
+    time_ops([OpProbe("warm_up", node, (), {"x": value, "w": value})], sustained_s=0.0)
 
 
 def _total(timings: Mapping[str, OpTiming]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import psutil
 import pynvml
@@ -17,6 +18,7 @@ from worker.machine.device import (
     DeviceRates,
     compute_threads,
     cpu_device,
+    devices_of,
     memory_limit,
 )
 
@@ -32,7 +34,9 @@ def find_device(config: DeviceChoice) -> Device:
 
     UsageError when it is not there.
     """
-    wanted = config.device
+    wanted, *others = devices_of(config.device)
+    if others:
+        return _joint_device(config)
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cpu":
@@ -50,6 +54,43 @@ def find_device(config: DeviceChoice) -> Device:
         limit = max(0, limit - own)
     name = torch.cuda.get_device_name(index)
     return Device("cuda", index, name, compute_threads(config), total, limit, own_bytes=own)
+
+
+def _joint_device(config: DeviceChoice) -> Device:
+    """The first device of a member of several, with the memory of all of them."""
+    names = devices_of(config.device)
+    if names[0] == "cpu":  # what is lent of it is for all
+        found = cpu_device(config, torch.backends.cpu.get_cpu_capability())
+        return replace(found, processes=len(names))
+    each = [find_device(_Of(name, config)) for name in names]
+    models = {device.model for device in each}
+    if len(models) > 1:
+        raise UsageError(f"--devices {config.device}: {', '.join(sorted(models))}; join devices of one model")
+    least = min(device.memory_limit_bytes for device in each)
+    own = max(device.own_bytes for device in each)
+    count = len(names)
+    first = replace(each[0], memory_bytes=count * each[0].memory_bytes, memory_limit_bytes=count * least)
+    return replace(first, own_bytes=count * own, processes=count)
+
+
+@dataclass(frozen=True)
+class _Of:
+    """``DeviceChoice`` of one device of several."""
+
+    device: str
+    config: DeviceChoice
+
+    @property
+    def threads(self) -> int:
+        return self.config.threads
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.config.memory_bytes
+
+    @property
+    def gpu_memory_bytes(self) -> int:
+        return self.config.gpu_memory_bytes
 
 
 def _context_bytes(index: int) -> int:
@@ -113,15 +154,17 @@ def device_rates(
 
 
 def used_memory_bytes(device: Device) -> int:
-    """Bytes that this process holds now on its device."""
+    """Bytes that this process holds now on its device; of several devices each is taken to hold as much."""
     if device.kind == "cuda":
-        return int(torch.cuda.memory_reserved(device.index))
+        return device.processes * int(torch.cuda.memory_reserved(device.index))
     return int(psutil.Process().memory_info().rss)
 
 
 def peak_memory_bytes(device: Device) -> int:
     """The most bytes that the device's allocator has held since ``restart_peak``; 0 on a CPU."""
-    return int(torch.cuda.max_memory_reserved(device.index)) if device.kind == "cuda" else 0
+    if device.kind != "cuda":
+        return 0
+    return device.processes * int(torch.cuda.max_memory_reserved(device.index))
 
 
 def restart_peak(device: Device) -> None:

@@ -212,6 +212,13 @@ class Assignment:
         return program.last or program
 
     @property
+    def leaf_states(self) -> dict[str, StateMeta]:
+        """Parameters, buffers and constants of its programs, by name."""
+        programs = programs_of(self.pieces)
+        names = sorted({n for p in programs for n in (*p.parameters, *p.buffers, *p.constants)})
+        return {name: self.states[name] for name in names}
+
+    @property
     def programs(self) -> tuple[StageProgram, ...]:
         """Piece by piece the training program, and those of the evaluation."""
         found = ((train, held_out, held_out and held_out.last) for train, held_out in self.pieces)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -20,10 +20,16 @@ PIECE = 1 << 21
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def norms_and_digest(gradients: Iterable[Tensor | None], device: torch.device) -> tuple[list[float], bytes]:
+Joined = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Norms and sums of bits of what one process has -> those of the whole gradients."""
+
+
+def norms_and_digest(
+    gradients: Iterable[Tensor | None], device: torch.device, joined: Joined | None = None
+) -> tuple[list[float], bytes]:
     """Return the norm of each gradient in float64, None is zero, and the digest of all in this order.
 
-    One transfer from the device.
+    One transfer from the device. ``joined``: where processes have parts of them.
     """
     norms, sums = [], []
     for gradient in gradients:
@@ -33,7 +39,11 @@ def norms_and_digest(gradients: Iterable[Tensor | None], device: torch.device) -
         else:
             norms.append(norm(gradient))
             sums.append(_sum_of_bits(gradient))
-    words = torch.cat((torch.stack(norms).view(torch.int64), torch.stack(sums))).tolist() if norms else []
+    words: list[int] = []
+    if norms:
+        both = torch.stack(norms), torch.stack(sums)
+        whole, bits = both if joined is None else joined(*both)
+        words = torch.cat((whole.view(torch.int64), bits)).tolist()
     packed = struct.pack(f"<{len(words)}q", *words)
     digest = hashlib.blake2b(packed, digest_size=DIGEST_BYTES).digest()
     return list(struct.unpack_from(f"<{len(norms)}d", packed)), digest

@@ -52,6 +52,11 @@ class OpMarks:
         self._status.begin(self._marks[at])
 
 
+def allowed_for(n_bytes: int) -> float:
+    """Return the seconds that nothing honest takes to move so many bytes."""
+    return FLOOR_S + n_bytes / SLOWEST_BYTES_PER_S
+
+
 def _allowed_s(cost: OpCost | None) -> float:
     return FLOOR_S + _slowest_s(cost)
 

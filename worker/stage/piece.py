@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from atoll.block_sums import BlockSums
 from atoll.calls import Shapes
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from atoll.job import Recompute, TrainingSpec
+    from atoll.mesh.calls import MeshCalls
     from atoll.microbatch import Action
     from atoll.opdag import StateMeta
     from atoll.program import PiecePrograms, StageProgram
@@ -42,6 +43,19 @@ class Held(NamedTuple):
     frozen: Collection[str]  # of the parameters
     states: Mapping[str, StateMeta]
     device: torch.device
+    share: StageShare | None = None  # where several processes compute the stage
+
+
+class StageShare(Protocol):
+    """Part of a stage that this process computes; programs are those of a process."""
+
+    def calls(self, program: StageProgram) -> MeshCalls:
+        """Return how a program's ops are called."""
+        ...
+
+    def whole(self, program: StageProgram) -> tuple[StageProgram, Mapping[str, StateMeta]]:
+        """Return the program as it is for all processes together, and what it says of its leaves."""
+        ...
 
 
 class StagePiece:
@@ -64,7 +78,7 @@ class StagePiece:
         tail = eval_program.last if eval_program else None
         self.program = program
         self.training, self.device = training, device
-        self._states = held.states
+        self._states, self._share = held.states, held.share
         self._ranges = self._index_ranges(program)
         self.executor = Executor(
             program,
@@ -72,9 +86,11 @@ class StagePiece:
             training.precision,
             training.seed,
             recompute=recompute,
-            defer=any(action.work is Work.INPUT for action in actions),
+            defer=held.share is None and any(action.work is Work.INPUT for action in actions),
             indices=self._ranges.computed,
         )
+        if held.share is not None:
+            self.executor.mesh = held.share.calls(program)
         self.executor.load(values, held.frozen)
         self.trainable = tuple(n for n in program.parameters if n in self.executor.uses)
         self.followed = frozenset(t.name for t in program.tied if t.holders[0] != program.stage)
@@ -93,6 +109,10 @@ class StagePiece:
     def executors(self) -> tuple[Executor, ...]:
         """What computes: of the training program, and of the evaluation programs where there are some."""
         return tuple(e for e in (self.executor, self._evaluator, self._tail) if e is not None)
+
+    def check(self, received: Mapping[int, Tensor]) -> None:
+        """Raise UnusableValue for what a forward must not be given."""
+        check_indices(received, self._ranges)
 
     @property
     def owed(self) -> int | None:
@@ -181,8 +201,14 @@ class StagePiece:
 
     def _make_evaluator(self, program: StageProgram, values: Mapping[str, Tensor]) -> Executor:
         evaluator = Executor(
-            program, self.device, self.training.precision, self.training.seed, differentiate=False
+            program,
+            self.device,
+            self.training.precision,
+            self.training.seed,
+            differentiate=False,
         )
+        if self._share is not None:
+            evaluator.mesh = self._share.calls(program)
         evaluator.load(values)
         return evaluator
 
@@ -197,19 +223,20 @@ class StagePiece:
 
     def _index_ranges(self, program: StageProgram) -> IndexRanges:
         """Bounds of the values that the program indexes by; none where the leaves' shapes are not known."""
+        states = self._states
+        if self._share is not None:
+            program, states = self._share.whole(program)
         names = (*leaf_names([program]), *program.inputs)
-        if any(name not in self._states for name in names):
+        if any(name not in states for name in names):
             return IndexRanges({}, {}, {})
-        metas = {name: self._states[name].meta for name in names}
+        metas = {name: states[name].meta for name in names}
         if program.rows:
             metas |= inputs_at({name: metas[name] for name in program.inputs}, program.rows)
         return index_ranges(program, Shapes(program, metas, {}))
 
     def _taken(self, received: Mapping[int, Tensor], ranges: IndexRanges) -> dict[int, Tensor]:
         """Other stages' values on this device, after a look at what an op will index by. UnusableValue."""
-        for op, bounds in ranges.received.items():
-            if (why := out_of_range(received[op], bounds)) is not None:
-                raise UnusableValue(op, why)
+        check_indices(received, ranges)
         return {op: sound_bools(value).to(self.device) for op, value in received.items()}
 
     def _take_loss(self, out: dict[int, Tensor], micro: int) -> None:
@@ -221,6 +248,13 @@ class StagePiece:
             self.weights[micro] = out.pop(program.weight)
         if all(p.op != program.loss for p in program.produced):
             del out[program.loss]
+
+
+def check_indices(received: Mapping[int, Tensor], ranges: IndexRanges) -> None:
+    """Raise UnusableValue for a value that some op would index by, and must not."""
+    for op, bounds in ranges.received.items():
+        if (why := out_of_range(received[op], bounds)) is not None:
+            raise UnusableValue(op, why)
 
 
 def leaf_names(programs: Iterable[StageProgram]) -> dict[str, None]:

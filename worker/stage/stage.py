@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from atoll.microbatch import Action
     from atoll.opdag import StateMeta
     from atoll.program import StageProgram
+    from worker.stage.piece import StageShare
 
 LENT_POLL_S = 0.25
 MAX_OUTPUT_BYTES = 1 << 35  # of one op; a program that declares more is refused
@@ -50,7 +51,7 @@ class Stage:
     they come. ``actions`` are those of a step: which micro-batches, all of them unless given, and whether
     backwards leave weights' gradients to ``weight_gradients``. Actions on as many micro-batches as the
     training has, whatever their numbers, are all of a step: a peer's own share where it takes steps by
-    itself.
+    itself. ``share``: this process's part of a stage of several; then all else is of that part.
     UnsupportedOp for a node that no honest capture makes, UsageError for missing or misshapen
     tensors, PlanError when an evaluation program needs state that another stage trains.
     """
@@ -65,8 +66,9 @@ class Stage:
         states: Mapping[str, StateMeta] | None = None,
         recompute: Recompute = Recompute.OFF,
         actions: Sequence[Action] = (),
+        share: StageShare | None = None,
     ) -> None:
-        for each in (every := _every(programs)):
+        for each in (every := every_program(programs)):
             for _, node in each.ops:
                 check_node(node, MAX_OUTPUT_BYTES)
         self.training = training
@@ -82,7 +84,7 @@ class Stage:
         _check_evaluation(programs, self._states)
         self._values = self._load(tensors, every)
         self.blocks = _blocks(training, actions)
-        held = Held(self._values, self.frozen, self._states, self.device)
+        held = Held(self._values, self.frozen, self._states, self.device, share)
         own = [[action for action in actions if action.piece == at] for at in range(len(programs))]
         self.pieces = tuple(
             StagePiece(both, training, held, recompute, turns, self.blocks)
@@ -191,11 +193,14 @@ class Stage:
     def parts(self, name: str) -> Mapping[int, Tensor | None]:
         """Return sums of a parameter of ``norm_names`` by block, ascending: what replicas join by adding
         them in this order. Where this stage's blocks begin the step, one under 0 for all of them."""
+        return self._own_parts(name)
+
+    def _own_parts(self, name: str) -> Mapping[int, Tensor | None]:
         return self._first[name].sums.parts(name)
 
     def total(self, name: str) -> Tensor | None:
         """Return a parameter's whole gradient: what an exchange has set, else the sum of ``parts``."""
-        return self._totals[name] if name in self._totals else fold(self.parts(name).values())
+        return self._totals[name] if name in self._totals else fold(self._own_parts(name).values())
 
     def set_total(self, name: str, total: Tensor | None) -> None:
         """Take a parameter's whole gradient, as its first holder or an exchange computed it."""
@@ -208,11 +213,15 @@ class Stage:
         for name in self.trainable:
             self._parameters[name].grad = self._totals[name] if name in self._followed else self.total(name)
         gradients = [self._parameters[name].grad for name in self.norm_names]
-        norms, digest = norms_and_digest(gradients, self.device)
+        norms, digest = norms_and_digest(gradients, self.device, self._joined_norms)
         squares = tuple(norm**2 for norm in norms)
         computed = (piece.step_losses() for piece in self.pieces if piece.losses)
         losses, weights = next(computed, ((), ()))
         return StageReport(losses, squares, all(map(math.isfinite, squares)), digest, weights)
+
+    def _joined_norms(self, norms: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return norms and sums of bits of the whole gradients: all of them are here."""
+        return norms, bits
 
     def apply(self, gradient_scale: float = 1.0) -> None:
         """Commit: scale the gradients, take the optimizer's step, forget the gradients. A scale of 0 takes no
@@ -336,7 +345,7 @@ class Stage:
         self.kept.discard()
 
 
-def _every(programs: Sequence[PiecePrograms]) -> list[StageProgram]:
+def every_program(programs: Sequence[PiecePrograms]) -> list[StageProgram]:
     """The programs of all pieces, with those of a last held-out micro-batch of fewer rows."""
     found = [each for both in programs for each in both if each is not None]
     return found + [each.last for each in found if each.last is not None]

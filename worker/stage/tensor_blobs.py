@@ -12,7 +12,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -47,7 +47,14 @@ _NAMES = {
 }
 
 
-def load(store: BlobStore, name: str, blob: str, state: StateMeta) -> dict[str, Tensor]:
+class Fetched(Protocol):
+    """Blobs that are on this machine's disk."""
+
+    def path(self, name: str) -> Path:
+        """Where a blob lies; read it, and leave it as it is."""
+
+
+def load(store: Fetched, name: str, blob: str, state: StateMeta) -> dict[str, Tensor]:
     """The tensors of one blob, checked against the declared shape and dtype.
 
     BadFrame names what differs; the file stays memory-mapped, so the caller copies.

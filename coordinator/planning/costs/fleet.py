@@ -32,6 +32,18 @@ LOSS_HOURS = 4.0  # of a worker of which nothing is known, until it is lost: a v
 
 
 @dataclass(frozen=True, slots=True)
+class Mesh:
+    """Processes of one worker that compute a stage together, each on a device of its own.
+
+    Of an all-reduce of theirs: seconds, and the bytes a second that each sends beyond.
+    """
+
+    size: int
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """A worker as the planner sees it.
 
@@ -59,6 +71,12 @@ class Device:
     memory_scale: float = 1.0  # bytes that the job's stages take over the model's, as measured
     heap_share: float = 0.0  # bytes of the heap that a stage takes over its model's, of these
     beside: tuple[tuple[str, int], ...] = ()  # bytes that any stage takes beside its model's, by name
+    mesh: Mesh | None = None  # of several devices, whose memory is the limit; ops' seconds are one's
+
+    @property
+    def processes(self) -> int:
+        """Processes that compute its stage."""
+        return 1 if self.mesh is None else self.mesh.size
 
     @property
     def label(self) -> str:
@@ -74,8 +92,9 @@ class Device:
 
     @property
     def model_limit_bytes(self) -> float:
-        """The most bytes of a stage by the memory model."""
-        return max(0.0, self.stage_limit_bytes - self.beside_bytes) / (1.0 + self.heap_share)
+        """The most bytes of a stage by the memory model, in each of its processes."""
+        own = self.stage_limit_bytes / self.processes - self.beside_bytes
+        return max(0.0, own) / (1.0 + self.heap_share)
 
     @property
     def beside_bytes(self) -> int:

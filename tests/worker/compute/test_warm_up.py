@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 PROGRAM = """
 import json, sys
-from worker.compute.warm_up import warm_up
+from worker.machine.op_timing import warm_up
 warm_up()
 before = set(sys.modules)
 import torch

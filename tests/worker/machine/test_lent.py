@@ -9,6 +9,7 @@ import pytest
 from atoll.errors import UsageError
 from protos.devices import MAX_DEVICES
 from worker.config import WorkerConfig, make_config, remember
+from worker.machine.device import compute_threads
 from worker.machine.lent import lent_devices, parse_devices
 
 GIB = 1 << 30
@@ -26,6 +27,10 @@ def lent(tmp_path: Path, **settings: object) -> tuple[WorkerConfig, ...]:
         ("cpu*2", ("cpu", "cpu")),
         ("cuda:1,cpu*2", ("cuda:1", "cpu", "cpu")),
         ("cpu", ("cpu",)),
+        ("cuda:0+cuda:1", ("cuda:0+cuda:1",)),
+        ("cuda:0 + cuda:1, cuda:2", ("cuda:0+cuda:1", "cuda:2")),
+        ("cpu+cpu", ("cpu+cpu",)),
+        ("all+", ("cuda:0+cuda:1+cuda:2",)),
     ],
 )
 def test_a_list_names_devices_and_all_the_gpus_there_are(text: str, devices: tuple[str, ...]) -> None:
@@ -37,8 +42,9 @@ def test_where_there_is_no_gpu_all_is_the_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "gpu", "cuda", "cuda:0*2", "cpu,cpu", "cuda:0,cuda:0", "cpu*0", "cpu;cpu", "all,cpu"]
-)
+    "text", ["", "gpu", "cuda", "cuda:0*2", "cpu,cpu", "cuda:0,cuda:0", "cpu*0", "cpu;cpu", "all,cpu",
+     "cpu+cuda:0", "cuda:0+cuda:0", "cuda:0+cuda:1,cuda:1", "cpu+cpu,cpu", "cpu*2+cpu", "cuda:0+"],
+)  # fmt: skip
 def test_a_list_that_names_no_devices_or_one_twice_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="cuda:0,cuda:1 or cpu"):
         parse_devices(text)
@@ -48,6 +54,18 @@ def test_one_machine_lends_at_most_sixteen_devices() -> None:
     assert len(parse_devices(f"cpu*{MAX_DEVICES}")) == MAX_DEVICES
     with pytest.raises(UsageError, match="17 devices; at most 16"):
         parse_devices(f"cuda:0,cpu*{MAX_DEVICES}")
+
+
+def test_a_member_of_several_processes_has_the_machines_memory_and_its_cores_between_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.machine.device.usable_cores", lambda: 6)
+    (site,) = lent(tmp_path, devices="cpu+cpu", memory_bytes=GIB)
+    assert (site.device, site.memory_bytes, site.number) == ("cpu+cpu", GIB, 0)
+    assert compute_threads(site) == 3
+    joint, other = lent(tmp_path, devices="cuda:0+cuda:1,cuda:2", memory_bytes=2 * GIB)
+    assert (joint.device, joint.gpu_memory_bytes) == ("cuda:0+cuda:1", 2 * GIB)
+    assert (other.device, other.number) == ("cuda:2", 1)
 
 
 def test_one_device_keeps_the_machines_configuration(tmp_path: Path) -> None:

@@ -169,8 +169,11 @@ class Crew:
         assignments: Sequence[Assignment],
         network_of: Callable[[str], Network] | None = None,
         tensors: Sequence[Mapping[str, Mapping[str, Tensor]]] = (),
+        stages: Mapping[int, Callable[[Assignment], Stage]] | None = None,
     ) -> None:
-        """``network_of`` a worker; None: all in one ``hub``. ``tensors`` of each; none: the captured ones."""
+        """``network_of`` a worker; None: all in one ``hub``. ``tensors`` of each; none: the captured ones.
+        ``stages``: of ranks that several processes compute."""
+        self.stages = stages or {}
         held = tensors or [made.tensors] * len(assignments)
         self.made, self.hub = made, Hub()
         self.network_of = network_of or self.hub.port
@@ -185,13 +188,16 @@ class Crew:
         """A run of the assigned stage, from ``tensors`` or, without any, from the captured ones."""
         me, local = assignment.worker_of(assignment.program.stage), None
         tensors = self.made.tensors if tensors is None else tensors
-        stage = Stage(
-            assignment.pieces,
-            assignment.own_training,
-            tensors,
-            states=self.made.states,
-            actions=assignment.plan.actions(assignment.rank),
-        )
+        if assignment.rank in self.stages:
+            stage = self.stages[assignment.rank](assignment)
+        else:
+            stage = Stage(
+                assignment.pieces,
+                assignment.own_training,
+                tensors,
+                states=self.made.states,
+                actions=assignment.plan.actions(assignment.rank),
+            )
         joining.restore(assignment, stage, tensors)
         if assignment.plan.local:
             local = LocalSteps(assignment, stage, tensors)

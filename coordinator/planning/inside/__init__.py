@@ -1,0 +1,1 @@
+"""Members of several devices: how their processes divide a stage, and what that costs. Pure."""

@@ -1,0 +1,73 @@
+"""The inside plan of each member of several devices: the fastest that fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from atoll.mesh.layout import Inside
+from coordinator.planning.inside.costs import InsideCosts, inside_costs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from atoll.job import Recompute, TrainingSpec
+    from atoll.opdag import OpDag
+    from coordinator.planning.costs.fleet import Device, Mesh
+    from coordinator.planning.costs.memory import MemoryModel
+    from coordinator.planning.costs.op_seconds import Costs
+
+
+@dataclass
+class Insides:
+    """Inside plans of a graph, each computed once; ``memory``: of the graph on one device."""
+
+    dag: OpDag
+    training: TrainingSpec
+    recompute: Recompute
+    memory: MemoryModel
+    _known: dict[tuple[Inside, int], InsideCosts] = field(default_factory=dict)
+
+    def of_size(self, size: int) -> list[InsideCosts]:
+        """Return every kind for so many processes."""
+        for kind in Inside:
+            if (kind, size) not in self._known:
+                found = inside_costs(self.dag, self.training, self.recompute, kind, size)
+                self._known[kind, size] = found
+        return [self._known[kind, size] for kind in Inside]
+
+    def priced(
+        self, devices: Sequence[Device], alone: Sequence[Costs]
+    ) -> tuple[list[InsideCosts | None], list[Costs]]:
+        """Return the inside plan of each device, None where it is one, and costs on all it is; ``alone``: on
+        one of them. Peers with steps of their own use the first device only."""
+        insides: list[InsideCosts | None] = []
+        priced = []
+        for device, costs in zip(devices, alone, strict=True):
+            mesh = device.mesh if self.training.local_exchange is None else None
+            best = None if mesh is None else self._best(device, mesh, costs, len(devices))
+            insides.append(best)
+            priced.append(costs if best is None or mesh is None else best.costs(costs, mesh))
+        return insides, priced
+
+    def _best(self, device: Device, mesh: Mesh, alone: Costs, among: int) -> InsideCosts:
+        """The fastest of those whose processes hold their part of the model, where others hold as much; the
+        one of the least memory where none does."""
+        options = self.of_size(mesh.size)
+
+        def need(option: InsideCosts) -> float:
+            return option.memory.bytes(0, len(self.dag.ops), 1)
+
+        def seconds(option: InsideCosts) -> float:
+            costs = option.costs(alone, mesh)
+            return float((costs.forward_s + costs.backward_s).sum())
+
+        room = [option for option in options if need(option) <= device.model_limit_bytes * among]
+        return min(room, key=seconds) if room else min(options, key=need)
+
+    def times(self, inside: InsideCosts | None) -> float:
+        """Return how much more of the model a process's memory holds than one device's own would."""
+        if inside is None:
+            return 1.0
+        n_ops = len(self.dag.ops)
+        return self.memory.bytes(0, n_ops, 1) / max(1.0, inside.memory.bytes(0, n_ops, 1))

@@ -1,0 +1,115 @@
+"""A graph as each process of a mesh has it, and what the processes take for it together.
+
+seconds(op) = share(op) seconds of one device + collectives, each latency + bytes / rate of the mesh's probe
+bytes of a process = the memory model of its own graph + what is fetched whole for one op, and its gradient
+
+A stage is priced by the whole graph's inside plan: where a cut divides a region that is split, the worker
+keeps that region whole, so cuts there look cheaper than they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from atoll.mesh.layout import Inside, Way
+from atoll.mesh.share import Terms, held_whole, local_metas, share_all, trained_names
+from atoll.mesh.volumes import Sent, op_volumes
+from atoll.program import stage_programs
+from coordinator.planning.costs.memory import MemoryModel
+from coordinator.planning.costs.traffic import Traffic
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from atoll.job import Recompute, TrainingSpec
+    from atoll.mesh.share import Shared
+    from atoll.opdag import OpDag, StateMeta, TensorMeta
+    from coordinator.planning.costs.fleet import Mesh
+    from coordinator.planning.costs.op_seconds import Costs
+
+    Floats = NDArray[np.float64]
+
+
+class ProcessMemory(MemoryModel):
+    """Bytes of one process, where several hold a stage together."""
+
+    def __init__(
+        self, dag: OpDag, training: TrainingSpec, traffic: Traffic, recompute: Recompute, fetched: Floats
+    ) -> None:
+        """``dag``: as the process has it; ``fetched`` [ops]: bytes of weights that are whole for one op."""
+        super().__init__(dag, training, traffic, recompute)
+        self._largest = self._largest + 2.0 * fetched
+
+
+@dataclass(frozen=True)
+class InsideCosts:
+    """One kind of inside plan of a whole graph for ``size`` processes."""
+
+    kind: Inside
+    size: int
+    memory: ProcessMemory
+    share: Floats  # [ops] of an op's seconds that a process takes
+    sent: dict[int, tuple[Sent, Sent]]  # by op: forward, backward of a micro-batch
+    stored: float  # part of the parameters that a process holds
+
+    def costs(self, whole: Costs, mesh: Mesh) -> Costs:
+        """Every op's seconds on the mesh; ``whole``: on one of its devices alone."""
+        forward, backward = whole.forward_s * self.share, whole.backward_s * self.share
+        for op, (ahead, back) in self.sent.items():
+            forward[op] += joint_s(ahead, mesh)
+            backward[op] += joint_s(back, mesh)
+        return replace(whole, forward_s=forward, backward_s=backward, weights_s=whole.weights_s * self.share)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that each process sends the others for a micro-batch."""
+        return sum(ahead.n_bytes + back.n_bytes for ahead, back in self.sent.values())
+
+
+def joint_s(sent: Sent, mesh: Mesh) -> float:
+    """Return the seconds of collectives: alpha each, beta a byte."""
+    return sent.calls * mesh.latency_s + sent.n_bytes / mesh.bytes_per_s
+
+
+def inside_costs(
+    dag: OpDag, training: TrainingSpec, recompute: Recompute, kind: Inside, size: int
+) -> InsideCosts:
+    """Return what one kind of inside plan costs, whatever the devices are."""
+    (program,) = stage_programs(dag, (0,))
+    parameters = {name: state.meta for name, state in dag.parameters.items()}
+    metas = {**parameters, **{n: s.meta for n, s in dag.buffers.items()}, **dag.constants, **dag.inputs}
+    trained, held = trained_names(dag.parameters, training), held_whole(dag.parameters, training)
+    terms = Terms(kind, size, metas, trained, held)
+    (shared,) = share_all((program,), lambda _: terms)
+    own = _process_dag(dag, shared, local_metas(shared, metas, size))
+    fetched, share = np.zeros(len(dag.ops)), np.ones(len(dag.ops))
+    for op, turn in shared.turns.items():
+        fetched[op] = sum(m.nbytes for m in turn.moves.values() if m.way in (Way.FETCH, Way.COPY))
+    share[sorted(shared.divided)] = 1.0 / size
+    memory = ProcessMemory(
+        own, training, Traffic(own, training.optimizer, training.blocks), recompute, fetched
+    )
+    whole = sum(meta.nbytes for meta in parameters.values())
+    stored = sum(own.parameters[name].meta.nbytes for name in parameters)
+    return InsideCosts(kind, size, memory, share, op_volumes(shared, size), stored / max(1, whole))
+
+
+def _process_dag(dag: OpDag, shared: Shared, metas: Mapping[str, TensorMeta]) -> OpDag:
+    """The graph with the shapes of one process."""
+    nodes = dict(shared.program.ops)
+
+    def state(name: str, of: StateMeta) -> StateMeta:
+        return replace(of, meta=metas[name])
+
+    return replace(
+        dag,
+        ops=tuple(nodes.get(op, node) for op, node in enumerate(dag.ops)),
+        inputs={name: metas[name] for name in dag.inputs},
+        parameters={name: state(name, of) for name, of in dag.parameters.items()},
+        tail=None,
+    )

@@ -1,0 +1,129 @@
+"""Sites of several devices in plans: their inside plan, its seconds and bytes, and what plans say of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from atoll.job import Optimizer, Recompute, TrainingSpec
+from atoll.mesh.layout import Inside
+from atoll.opdag import OpDag
+from coordinator.client.fleet_file import parse_fleet
+from coordinator.planning.costs.fleet import Device, Fleet, Mesh
+from coordinator.planning.costs.memory import MemoryModel
+from coordinator.planning.costs.traffic import Traffic
+from coordinator.planning.inside.costs import inside_costs, joint_s
+from coordinator.planning.planner import PlanRequest, make_plan
+from coordinator.planning.problem import Problem
+from tests.worker.stage.crew import case
+
+TRAINING = TrainingSpec(steps=4, n_micro=4, seed=1, optimizer=Optimizer(lr=1e-3))
+FAST = Mesh(2, 1e-6, 1e12)
+SLOW = Mesh(2, 5e-3, 1e6)
+
+
+@cache
+def dag() -> OpDag:
+    return case("gpt2").dag
+
+
+def fleet(*devices: Device) -> Fleet:
+    n = len(devices)
+    apart = ~np.eye(n, dtype=bool)
+    return Fleet(devices, np.where(apart, 1e9, np.inf), np.where(apart, 1e-3, 0.0))
+
+
+def need() -> float:
+    """Bytes of the whole model on one device."""
+    return MemoryModel(dag(), TRAINING, Traffic(dag(), TRAINING.optimizer)).bytes(0, len(dag().ops), 1)
+
+
+def device(name: str, mesh: Mesh | None = None, share: float = 2.0) -> Device:
+    each = int(share * need())
+    return Device(name, each * (mesh.size if mesh else 1), gflops={"": 0.05}, op_overhead_s=1e-7, mesh=mesh)
+
+
+def request(*devices: Device, training: TrainingSpec = TRAINING) -> PlanRequest:
+    return PlanRequest("job", 1, dag(), None, training, fleet(*devices))
+
+
+def test_a_site_whose_devices_are_joined_fast_takes_half_the_time_and_says_how() -> None:
+    alone = make_plan(request(device("one")))
+    joint = make_plan(request(device("site", FAST)))
+    assert alone.prediction is not None
+    assert joint.prediction is not None
+    assert joint.stages[0].inside in list(Inside)
+    assert alone.stages[0].inside == ""
+    ratio = joint.prediction.stages[0].compute_s / alone.prediction.stages[0].compute_s
+    assert 0.5 < ratio < 0.75
+    (note,) = (note for note in joint.prediction.notes if note.startswith("inside site: "))
+    assert "on 2 devices" in note
+    assert all(f"{kind}" in note for kind in Inside)
+
+
+def test_of_two_equal_speeds_the_site_gets_the_larger_stage() -> None:
+    plan = make_plan(request(device("one", share=0.7), device("site", FAST, share=0.7)))
+    assert plan.prediction is not None
+    bytes_of = {stage.worker: stage.memory_bytes for stage in plan.prediction.stages}
+    assert bytes_of.get("site", 0) > bytes_of.get("one", 0)
+
+
+def test_a_model_of_one_and_a_half_devices_fits_two_joined_ones() -> None:
+    site = device("site", FAST, share=0.8)
+    plan = make_plan(request(site))
+    assert plan.prediction is not None
+    (stage,) = plan.prediction.stages
+    assert need() > site.memory_limit_bytes / 2
+    assert 0.9 * need() < stage.memory_bytes <= stage.memory_limit_bytes
+    assert plan.stages[0].inside == Inside.SHARDS
+
+
+@pytest.mark.parametrize("kind", list(Inside))
+def test_collectives_cost_alpha_each_and_beta_a_byte(kind: Inside) -> None:
+    found = inside_costs(dag(), TRAINING, Recompute.OFF, kind, 2)
+    problem = Problem(dag(), TRAINING, fleet(device("one")))
+    alone = problem.table.costs(problem.fleet.devices[0])
+    fast, slow = found.costs(alone, FAST), found.costs(alone, SLOW)
+    more = sum(joint_s(sent, SLOW) - joint_s(sent, FAST) for both in found.sent.values() for sent in both)
+    total = [float((costs.forward_s + costs.backward_s).sum()) for costs in (slow, fast)]
+    assert total[0] - total[1] == pytest.approx(more)
+    assert found.stored < 0.7
+
+
+def test_where_links_inside_are_slow_the_kind_that_sends_less_is_chosen() -> None:
+    insides = {kind: inside_costs(dag(), TRAINING, Recompute.OFF, kind, 2) for kind in Inside}
+    least = min(
+        insides.values(), key=lambda found: sum(joint_s(s, SLOW) for b in found.sent.values() for s in b)
+    )
+    problem = Problem(dag(), TRAINING, fleet(device("site", SLOW)))
+    (chosen,) = problem.inside
+    assert chosen is not None
+    assert chosen.kind is least.kind
+
+
+def test_peers_with_steps_of_their_own_use_the_first_device_alone() -> None:
+    training = replace(TRAINING, replicas="auto", exchange="diloco", local_steps=4)
+    problem = Problem(dag(), training, fleet(device("site", FAST), device("one")))
+    assert problem.inside == [None, None]
+    assert problem.limits[0] == pytest.approx(problem.limits[1])
+
+
+def test_a_fleet_file_names_sites_of_several_devices() -> None:
+    found = parse_fleet(
+        {
+            "device": [
+                {"name": "rack", "devices": 8, "memory_mib": 100, "inside_gbps": 200, "inside_us": 5},
+                {"name": "home"},
+            ]
+        }
+    )
+    rack, home = found.devices
+    assert rack.mesh is not None
+    assert (rack.mesh.size, rack.mesh.bytes_per_s) == (8, 2e11)
+    assert rack.mesh.latency_s == pytest.approx(5e-6)
+    assert rack.memory_limit_bytes == 8 * 100 * 2**20
+    assert rack.model_limit_bytes == 100 * 2**20
+    assert (home.mesh, home.processes) == (None, 1)

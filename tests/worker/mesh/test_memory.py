@@ -1,0 +1,87 @@
+"""Memory of each process of a site against its plan's figure, on a model large enough to show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from atoll.job import Optimizer, Recompute, TrainingSpec
+from atoll.mesh.layout import Inside
+from atoll.opdag import StateMeta
+from atoll.stage_memory import BESIDE_BYTES, HEAP_SHARE
+from coordinator.capture.capture import capture
+from coordinator.planning.inside.costs import inside_costs
+from tests.models import Example, of_module
+from tests.worker.mesh.site import assigned_to, site
+from tests.worker.stage.crew import Batches, Case, Crew
+from worker.cancel import Cancel
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
+TRAINING = TrainingSpec(steps=3, n_micro=4, seed=5, optimizer=Optimizer(lr=1e-3), eval_batches=1)
+WORDS, LENGTH, ROWS = 8192, 64, 4
+
+
+def gpt2() -> Example:
+    """GPT-2 with 10 million parameters, its head tied to the embedding."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=WORDS, n_positions=LENGTH, n_embd=384, n_layer=4, n_head=8, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None, use_cache=False,
+    )  # fmt: skip
+
+    def batch(seed: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(0, WORDS, (ROWS, LENGTH), generator=generator)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    return of_module("gpt2", GPT2LMHeadModel(config), batch)
+
+
+def peak_bytes(process: int) -> int:
+    """The most that a process has held."""
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(process)
+
+
+@pytest.mark.skipif(not psutil.LINUX, reason="reads /proc")
+@pytest.mark.parametrize("kind", list(Inside))
+def test_a_process_takes_at_most_a_seventh_more_than_its_plan_says(tmp_path: Path, kind: Inside) -> None:
+    made = _case()
+    inside = inside_costs(made.dag, TRAINING, Recompute.OFF, kind, 2)
+    model = inside.memory.bytes(0, len(made.dag.ops), TRAINING.n_micro)
+    planned = model * (1 + HEAP_SHARE) + BESIDE_BYTES
+    with site(2, tmp_path) as two:
+        (follower,) = two.leader._followers
+        rest = psutil.Process(follower.process.pid).memory_info().rss
+        (assignment,) = assigned_to(made, kind, training=TRAINING)
+        stage = two.stage(made, assignment)
+        crew = Crew(made, [assignment], stages={0: lambda _: stage})
+        for step in range(2):
+            crew.all("run_step", step, Cancel())
+            crew.all("apply", step, 1.0)
+        crew.snapshot()
+        taken = peak_bytes(follower.process.pid) - rest
+    print(f"{kind}: {taken / 2**20:.0f} MiB taken, {planned / 2**20:.0f} planned: {taken / planned:.2f}")
+    assert taken <= 1.15 * planned
+    assert taken >= 0.3 * model  # it is no figure that anything would keep
+
+
+def _case() -> Case:
+    example = gpt2()
+    captured = capture(example.module, example.example_inputs, TRAINING)
+    dag, evaluation = captured.train, captured.evaluation
+    assert evaluation is not None
+    inputs = {n: StateMeta(meta) for n, meta in dag.inputs.items()}
+    constants = {n: StateMeta(meta) for n, meta in {**dag.constants, **evaluation.constants}.items()}
+    states = {**dag.parameters, **evaluation.buffers, **dag.buffers, **constants, **inputs}
+    tensors = {n: {"value": t} for n, t in captured.state.items()}
+    batches = Batches("mlp")
+    batches.example = example
+    return Case("gpt2", dag, evaluation, tensors, states, batches)
