@@ -197,5 +197,5 @@ def _optimizer_words(value: object) -> str:
     if name == "Adam" and options.get("weight_decay"):
         words += ", whose weight decay is decoupled, as AdamW's"
     if name == "Muon":
-        words += ', with rates as of adjust_lr_fn="match_rms_adamw" and AdamW for what is no hidden matrix'
+        words += ', with rates as for adjust_lr_fn="match_rms_adamw" and AdamW for all but hidden matrices'
     return words

@@ -166,7 +166,7 @@ def _no_tensor(name: str, value: Any) -> str:
         return f"{what}; give a tensor, torch.from_numpy(...)"
     if isinstance(value, Mapping | list | tuple):
         return f"{what}; give tensors alone: an argument of forward() for each, forward(self, x, y)"
-    return f"{what}; give a tensor, and move what is none into the module"
+    return f"{what}; give a tensor, and move all else into the module"
 
 
 # ---------------------------------------------------------------- data
