@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from atoll.federated import Floors
 from atoll.messages import to_worker as asked
 from atoll.messages.from_worker import SecureAnswer
 from atoll.secure import Secure, Stage
-from compressors.model_file import read_masked
+from compressors.model_file import read_masked, write_masked
 from coordinator.federated import state as fed
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import Phase
 from tests.inprocess.secure_federation import Plain, SecureFederation
 from tests.parameters import sampled
+from tests.strategies.own.tutorial import tutorial
 
 NAMES = ("w1", "w2", "w3", "w4", "w5", "w6")
 
@@ -259,3 +261,40 @@ def test_orders_of_an_exchange_mean_nothing_to_a_job_without_one(tmp_path: Path)
     answer = made.clients["w1"].secure(asked.SecureOrder("job-1", 0, "x", Stage.KEYS))
     assert "not secure" in answer.refused
     assert answer.keys is None
+
+
+def test_a_strategy_of_ones_own_ends_with_the_bits_of_ours_under_masks(tmp_path: Path) -> None:
+    tutorial()
+    mine = secure(tmp_path / "mine", NAMES[:3], strategy="controls")
+    ours = secure(tmp_path / "ours", NAMES[:3], strategy="scaffold")
+    mine.run()
+    ours.run()
+    assert mine.state.phase is ours.state.phase is Phase.FINISHED, mine.state.reason
+    assert same(mine.weights(), ours.weights())
+
+
+@pytest.mark.parametrize("readable", [False, True])
+def test_a_vector_of_nonsense_repeats_the_round_and_opens_nothing(tmp_path: Path, readable: bool) -> None:
+    """A file that is none is its sender's fault; of words nobody can tell whose are wrong."""
+
+    class Nonsense(SecureFederation):
+        def trained(self, client: Any, order: asked.TrainRound) -> Any:
+            update = super().trained(client, order)
+            if order.round != 1 or self.state.repeats or client is not self.clients["w2"]:
+                return update
+            path = self.folder / "nonsense"
+            draw = np.random.default_rng(1)
+            words = [draw.integers(0, 2**32, 45, np.uint32), draw.integers(0, 2**63, 2, np.uint64)]
+            write_masked(path, words) if readable else path.write_bytes(b"nonsense")
+            return replace(update, update=self.server.store.put(path.read_bytes()))
+
+    made = Nonsense(tmp_path, NAMES[:4], {"secure": Secure(), "local_steps": 2})
+    made.begin()
+    reasons = set()
+    while not made.state.ended:
+        made.step(made.queue.pop(0)) if made.queue else _tick(made)
+        reasons.add(made.state.reason)
+    assert made.state.phase is Phase.FINISHED, made.state.reason
+    assert any("round 2 is repeated" in reason for reason in reasons)
+    assert any("cannot be opened" in reason for reason in reasons) is readable
+    assert [sorted(fact.participants) for fact in made.facts()] == [list(NAMES[:4])] * 5
