@@ -3,6 +3,7 @@
     atoll data fetch mnist
     python -m benchmarks.asynchronous --json
     python -m benchmarks.asynchronous --seeds 1 --models 30 --slow 0
+    python -m benchmarks.asynchronous --selectors     # who is chosen by speed and use, beside who is drawn
 
 100 clients hold MNIST's images by Dirichlet(0.3); their speeds are lognormal, and one in ten is ten times
 slower (``--slow``). 20 train at a time. In rounds the next model waits for all 20; with a buffer it is made
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +50,16 @@ class Way:
     strategy: str
     buffer: int
     options: dict[str, float]
+    selector: str = "random"
 
 
 WAYS = (
     Way("rounds", "fedavg", 0, {}),
+    Way("rounds, oort", "fedavg", 0, {}, "oort"),
+    Way("rounds, bandwidth_aware", "fedavg", 0, {}, "bandwidth_aware"),
     Way("fedbuff", "fedavg", 10, {}),
+    Way("fedbuff, oort", "fedavg", 10, {}, "oort"),
+    Way("fedbuff, bandwidth_aware", "fedavg", 10, {}, "bandwidth_aware"),
     Way("fedasync", "fedasync", 1, {}),
 )
 
@@ -90,6 +97,7 @@ def curve(way: Way, data: Digits, args: argparse.Namespace, seed: int) -> dict[s
         evaluate_every=0,
         deadline_s=86_400.0,
         buffer=way.buffer,
+        selector=way.selector,
         max_staleness=1000,
     )
     factor = speeds(list(clients), args.slow, seed)
@@ -101,11 +109,19 @@ def curve(way: Way, data: Digits, args: argparse.Namespace, seed: int) -> dict[s
     )
     points = []
     ages: list[int] = []
+    served: Counter[str] = Counter()
     for at, closed in enumerate(federation.run(), 1):
+        served.update(closed.fact.participants.keys())
         ages += [told.get("staleness", 0) for told in closed.fact.participants.values()]
         if at * each % args.places == 0:
             points.append((closed.at_s, tested(net, owners(closed.weights), data)))
-    return {"points": points, "staleness": statistics.mean(ages), "models": training.steps}
+    most = max(served.values()) / statistics.mean(served[name] for name in clients)
+    return {"points": points, "staleness": statistics.mean(ages), "models": training.steps, "most": most}
+
+
+def ways(args: argparse.Namespace) -> list[Way]:
+    """The ways that are asked for."""
+    return [way for way in WAYS if args.selectors or way.selector == "random"]
 
 
 def reached_s(points: list[tuple[float, float]], accuracy: float) -> float | None:
@@ -121,7 +137,7 @@ def final(points: list[tuple[float, float]]) -> float:
 def compared(args: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
     """Every way on one seed. The target: 0.95 of what rounds end with."""
     data = digits(Setting(images=args.images), seed)
-    runs = {way.name: curve(way, data, args, seed) for way in WAYS}
+    runs = {way.name: curve(way, data, args, seed) for way in ways(args)}
     target = 0.95 * final(runs["rounds"]["points"])
     base_s = reached_s(runs["rounds"]["points"], target)
     rows = []
@@ -138,13 +154,15 @@ def compared(args: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
                 "share": share,
                 "all_s": run["points"][-1][0],
                 "staleness": run["staleness"],
+                "most": run["most"],
                 "points": run["points"],
             }
         )
         words = "not reached" if took_s is None else f"after {took_s:.0f} s"
         print(
-            f"seed {seed} {name:<9} final {100 * final(run['points']):.1f} %, {100 * target:.1f} % {words}, "
-            f"all in {run['points'][-1][0]:.0f} s, staleness {run['staleness']:.1f}",
+            f"seed {seed} {name:<24} final {100 * final(run['points']):.1f} %, {100 * target:.1f} % {words}, "
+            f"all in {run['points'][-1][0]:.0f} s, staleness {run['staleness']:.1f}, "
+            f"the busiest client {run['most']:.1f} times the mean",
             flush=True,
         )
     return rows
@@ -159,6 +177,7 @@ def main() -> int:
     made.add_argument("--places", type=int, default=20, help="clients that train at a time")
     made.add_argument("--images", type=int, default=12_000)
     made.add_argument("--slow", type=float, default=0.1, help="share of clients that are ten times slower")
+    made.add_argument("--selectors", action="store_true", help="oort and bandwidth_aware, too")
     args = made.parse_args()
     if args.places % 10 or args.places > args.clients:
         raise UsageError(f"--places {args.places}; give a multiple of 10, at most --clients")
@@ -166,12 +185,13 @@ def main() -> int:
     torch.set_num_threads(1)
     rows = [row for seed in range(args.seed, args.seed + args.seeds) for row in compared(args, seed)]
     found = {}
-    for way in WAYS:
+    for way in ways(args):
         own = [row for row in rows if row["way"] == way.name]
         shares = [row["share"] for row in own if row["share"] is not None]
         found[way.name] = {
             "final": statistics.median(row["final"] for row in own),
             "share": statistics.median(shares) if len(shares) == len(own) else None,
+            "most": statistics.median(row["most"] for row in own),
         }
         print(f"{way.name}: {found[way.name]}")
     print(f"machine {machine()}, seeds {args.seed} to {args.seed + args.seeds - 1}")
