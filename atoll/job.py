@@ -65,6 +65,14 @@ class Precision(StrEnum):
     BF16 = "bf16"  # autocast; parameters and optimizer state stay fp32
 
 
+class Priority(StrEnum):
+    """Of a job among others on the same fleet."""
+
+    LOW = "low"
+    NORMAL = "normal"
+    HIGH = "high"
+
+
 ShortText = Annotated[str, Chars(MAX_NAME_CHARS)]
 
 
@@ -416,6 +424,13 @@ class JobSpec:
     owner: ShortText = ""
     # Workers that repeat stages' steps, at most; None: where they are worth it.
     standbys: Annotated[int, Within(0, MAX_STANDBYS)] | None = None
+    priority: Priority | None = None  # None: normal
+    within_s: Amount = 0.0  # its owner needs it so long after it was submitted; 0: whenever
+
+    @property
+    def rank(self) -> Priority:
+        """Priority among other jobs."""
+        return self.priority or Priority.NORMAL
 
     @property
     def data_of(self) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from atoll.errors import UsageError
+from coordinator.sharing.policies import policy_of
 from hostos.units import GIB, MIB
 
 
@@ -151,7 +152,8 @@ class CoordinatorConfig:
     probing: Probing = field(default_factory=Probing)
     adaptation: Adaptation = field(default_factory=Adaptation)
     relaying: Relaying = field(default_factory=Relaying)
-    concurrent_jobs: int = 1  # further jobs wait in the queue
+    concurrent_jobs: int = 16  # of stages; further ones wait in the queue
+    policy: str = "srsf"  # who goes first: ``sharing.policies``
     concurrent_federations: int = 4  # the same of federated ones: each has a process of its own
     keep_checkpoints: int = 2
     max_message_bytes: int = 64 * MIB
@@ -209,6 +211,7 @@ class CoordinatorConfig:
         ):
             if not low <= value <= high:
                 raise UsageError(f"{name} = {value}; give a number from {low} to {high}")
+        policy_of(self.policy)
         if not 60 <= self.unneeded_blob_s <= 1e9:
             raise UsageError(f"unneeded_blob_s = {self.unneeded_blob_s}; give 60 s or more")
         if not 0 <= self.wrong_token_delay_s <= 60 or not math.isfinite(self.stop_within_s):

@@ -104,8 +104,9 @@ class PlannerPool:
         """Check a job's graphs, and find the newest of its checkpoints that is whole."""
         job, start = request.job, record.start
 
-        def read() -> tuple[Graphs, list[tuple[int, str]]]:
+        def read() -> tuple[Graphs, ev.Needs, list[tuple[int, str]]]:
             graphs, found = self.graphs.check(request.spec), []
+            needs = graphs.needs(request.spec.training)
             for checkpoint in (*reversed(record.checkpoints), start):
                 wrong = self.graphs.torn(request.spec, checkpoint.tensors, hashes=request.hashes)
                 if not wrong:
@@ -113,10 +114,10 @@ class PlannerPool:
                 if checkpoint is start:
                     raise Gone(f"{wrong}, and {job} has no other checkpoint; submit it again")
                 found.append((checkpoint.step, wrong))
-            return graphs, found
+            return graphs, needs, found
 
         try:
-            graphs, found = await self._in_thread(read)
+            graphs, needs, found = await self._in_thread(read)
         except (AtollError, OSError) as error:
             # A store that does not answer, or has no room for what it fetches, may do so later.
             hopeless = isinstance(error, Gone) or not isinstance(error, StorageError | OSError)
@@ -124,7 +125,7 @@ class PlannerPool:
         else:
             for step, wrong in found:
                 self.post(ev.TornFound(job, step, wrong))
-            self.post(ev.JobRead(job, graphs.flops))
+            self.post(ev.JobRead(job, graphs.flops, needs))
 
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -24,6 +24,7 @@ from coordinator.messages import instructions as do
 from coordinator.messages import peer_tensors
 from coordinator.messages.facts import Checkpoint, JobForgotten, JobRecord, JobSubmitted, Ledger
 from coordinator.messages.jobs import BESIDE, ENDED, JobState
+from coordinator.sharing.claims import Quota, Waiting
 from protos.devices import machine_of
 from protos.telemetry import Event as Name
 
@@ -45,8 +46,8 @@ class Driver(Protocol):
     def restore(self, record: JobRecord) -> None:
         """Make a job's machine from what the ledger knows."""
 
-    def submitted(self, job: str, ops: Mapping[str, int]) -> None:
-        """Record the distinct ops of a new job: signature -> forward FLOPs."""
+    def submitted(self, job: str, ops: Mapping[str, int], needs: ev.Needs) -> None:
+        """Record the distinct ops of a new job, signature -> forward FLOPs, and what it asks of a fleet."""
 
     def inquired(self, event: ev.PlanAsked) -> None:
         """Plan a job for somebody who does not want it run."""
@@ -146,6 +147,14 @@ class Scheduler:
     def jobs(self) -> Mapping[str, JobState]:
         """Every job as users see it."""
         return self.effects.jobs
+
+    def waiting(self, job: str) -> Waiting | None:
+        """Return what a job waits for that is to have workers, None where it does not."""
+        return self.effects.waits.get(job)
+
+    def allow(self, quotas: Mapping[str, Quota]) -> None:
+        """Bound what owners' jobs may have from now on."""
+        self.effects.quotas, self.effects.advance = dict(quotas), True
 
     def driver_of(self, job: str) -> Driver | None:
         """Return what drives a job, None of one that is not known."""
@@ -367,7 +376,7 @@ class Scheduler:
         effects.record(
             JobSubmitted(event.job, event.submission, spec, start.step, start.tensors, effects.now_s)
         )
-        self._restore(self.ledger.jobs[event.job]).submitted(event.job, event.ops)
+        self._restore(self.ledger.jobs[event.job]).submitted(event.job, event.ops, event.needs)
         effects.log(Name.JOB_SUBMITTED, job=event.job, name=spec.name, steps=spec.training.steps)
         effects.emit(do.Notify(event.job))
         effects.advance = True

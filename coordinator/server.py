@@ -201,6 +201,8 @@ class Server:
         owner_token = tokens.owner_token()
         first = secret_hash(JoinToken.decode(owner_token).presented) if owner_token else None
         owners = Owners(config.state_dir, first, self._clock)
+        owners.changed = lambda: self.shell.scheduler.allow(owners.quotas())
+        owners.changed()
         owner = OwnerService(self.shell, self.register, self.authority, tokens, owners)
         entry_port = await self._serve_entry(config.entry_port, identity, owner, owners, work_port)
         if config.metrics_port is not None:

@@ -229,6 +229,31 @@ class EnrollReply(_message.Message):
 Global___EnrollReply: _TypeAlias = EnrollReply  # noqa: Y015
 
 @_typing.final
+class ReceiptReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATEMENT_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    AUTHORITY_PEM_FIELD_NUMBER: _builtins.int
+    statement: _builtins.str
+    signature: _builtins.bytes
+    authority_pem: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        statement: _builtins.str = ...,
+        signature: _builtins.bytes = ...,
+        authority_pem: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["authority_pem", b"authority_pem", "signature", b"signature", "statement", b"statement"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReceiptReply: _TypeAlias = ReceiptReply  # noqa: Y015
+
+@_typing.final
 class RenewRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -3819,6 +3844,8 @@ class JobUpdate(_message.Message):
     BEST_STEP_FIELD_NUMBER: _builtins.int
     BEST_CHECKPOINT_FIELD_NUMBER: _builtins.int
     TRAINING_FIELD_NUMBER: _builtins.int
+    STARTS_S_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     name: _builtins.str
     state: _builtins.str
@@ -3852,6 +3879,10 @@ class JobUpdate(_message.Message):
     """after which that was, ..."""
     best_checkpoint: _builtins.int
     """... and that of the kept checkpoint nearest to it; 0: none yet"""
+    starts_s: _builtins.float
+    """Unix time at which a job that waits is expected to begin"""
+    priority: _builtins.str
+    """low | normal | high"""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageStatus]: ...
     @_builtins.property
@@ -3907,10 +3938,12 @@ class JobUpdate(_message.Message):
         best_step: _builtins.int = ...,
         best_checkpoint: _builtins.int = ...,
         training: _atoll_job_pb2.TrainingSpec | None = ...,
+        starts_s: _builtins.float | None = ...,
+        priority: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_best_eval_loss", b"_best_eval_loss", "_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "best_eval_loss", b"best_eval_loss", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "federated", b"federated", "loss", b"loss", "plan", b"plan", "samples_per_s", b"samples_per_s", "step_s", b"step_s", "training", b"training"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_best_eval_loss", b"_best_eval_loss", "_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_starts_s", b"_starts_s", "_step_s", b"_step_s", "best_eval_loss", b"best_eval_loss", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "federated", b"federated", "loss", b"loss", "plan", b"plan", "samples_per_s", b"samples_per_s", "starts_s", b"starts_s", "step_s", b"step_s", "training", b"training"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best_eval_loss", b"_best_eval_loss", "_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "best_checkpoint", b"best_checkpoint", "best_eval_loss", b"best_eval_loss", "best_step", b"best_step", "checkpoint_step", b"checkpoint_step", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "eval_metrics", b"eval_metrics", "eval_rows", b"eval_rows", "exchange", b"exchange", "federated", b"federated", "held_out_rows", b"held_out_rows", "job", b"job", "links", b"links", "loss", b"loss", "loss_now", b"loss_now", "metrics", b"metrics", "name", b"name", "plan", b"plan", "plan_version", b"plan_version", "reason", b"reason", "samples_per_s", b"samples_per_s", "spot_checks", b"spot_checks", "stages", b"stages", "state", b"state", "step", b"step", "step_s", b"step_s", "steps", b"steps", "time_s", b"time_s", "training", b"training"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best_eval_loss", b"_best_eval_loss", "_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_starts_s", b"_starts_s", "_step_s", b"_step_s", "best_checkpoint", b"best_checkpoint", "best_eval_loss", b"best_eval_loss", "best_step", b"best_step", "checkpoint_step", b"checkpoint_step", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "eval_metrics", b"eval_metrics", "eval_rows", b"eval_rows", "exchange", b"exchange", "federated", b"federated", "held_out_rows", b"held_out_rows", "job", b"job", "links", b"links", "loss", b"loss", "loss_now", b"loss_now", "metrics", b"metrics", "name", b"name", "plan", b"plan", "plan_version", b"plan_version", "priority", b"priority", "reason", b"reason", "samples_per_s", b"samples_per_s", "spot_checks", b"spot_checks", "stages", b"stages", "starts_s", b"starts_s", "state", b"state", "step", b"step", "step_s", b"step_s", "steps", b"steps", "time_s", b"time_s", "training", b"training"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__best_eval_loss: _TypeAlias = _typing.Literal["best_eval_loss"]  # noqa: Y015
     _WhichOneofArgType__best_eval_loss: _TypeAlias = _typing.Literal["_best_eval_loss", b"_best_eval_loss"]  # noqa: Y015
@@ -3924,6 +3957,8 @@ class JobUpdate(_message.Message):
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
     _WhichOneofReturnType__samples_per_s: _TypeAlias = _typing.Literal["samples_per_s"]  # noqa: Y015
     _WhichOneofArgType__samples_per_s: _TypeAlias = _typing.Literal["_samples_per_s", b"_samples_per_s"]  # noqa: Y015
+    _WhichOneofReturnType__starts_s: _TypeAlias = _typing.Literal["starts_s"]  # noqa: Y015
+    _WhichOneofArgType__starts_s: _TypeAlias = _typing.Literal["_starts_s", b"_starts_s"]  # noqa: Y015
     _WhichOneofReturnType__step_s: _TypeAlias = _typing.Literal["step_s"]  # noqa: Y015
     _WhichOneofArgType__step_s: _TypeAlias = _typing.Literal["_step_s", b"_step_s"]  # noqa: Y015
     @_typing.overload
@@ -3938,6 +3973,8 @@ class JobUpdate(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__samples_per_s) -> _WhichOneofReturnType__samples_per_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__starts_s) -> _WhichOneofReturnType__starts_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__step_s) -> _WhichOneofReturnType__step_s | None: ...
 
@@ -4521,6 +4558,99 @@ class Contribution(_message.Message):
 Global___Contribution: _TypeAlias = Contribution  # noqa: Y015
 
 @_typing.final
+class WorkDone(_message.Message):
+    """By worker, owner and UTC day, from committed facts. Pending: not in a checkpoint yet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    COMPUTED_MS_FIELD_NUMBER: _builtins.int
+    SENT_BYTES_FIELD_NUMBER: _builtins.int
+    RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    steps: _builtins.int
+    samples: _builtins.int
+    computed_ms: _builtins.int
+    sent_bytes: _builtins.int
+    received_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        steps: _builtins.int = ...,
+        samples: _builtins.int = ...,
+        computed_ms: _builtins.int = ...,
+        sent_bytes: _builtins.int = ...,
+        received_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_ms", b"computed_ms", "received_bytes", b"received_bytes", "samples", b"samples", "sent_bytes", b"sent_bytes", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkDone: _TypeAlias = WorkDone  # noqa: Y015
+
+@_typing.final
+class Credit(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DAY_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    USEFUL_FIELD_NUMBER: _builtins.int
+    DISCARDED_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
+    day: _builtins.str
+    worker: _builtins.str
+    name: _builtins.str
+    owner: _builtins.str
+    @_builtins.property
+    def useful(self) -> Global___WorkDone: ...
+    @_builtins.property
+    def discarded(self) -> Global___WorkDone: ...
+    @_builtins.property
+    def pending(self) -> Global___WorkDone: ...
+    def __init__(
+        self,
+        *,
+        day: _builtins.str = ...,
+        worker: _builtins.str = ...,
+        name: _builtins.str = ...,
+        owner: _builtins.str = ...,
+        useful: Global___WorkDone | None = ...,
+        discarded: Global___WorkDone | None = ...,
+        pending: Global___WorkDone | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["discarded", b"discarded", "pending", b"pending", "useful", b"useful"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["day", b"day", "discarded", b"discarded", "name", b"name", "owner", b"owner", "pending", b"pending", "useful", b"useful", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Credit: _TypeAlias = Credit  # noqa: Y015
+
+@_typing.final
+class CreditList(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CREDITS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def credits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Credit]: ...
+    def __init__(
+        self,
+        *,
+        credits: _abc.Iterable[Global___Credit] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credits", b"credits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreditList: _TypeAlias = CreditList  # noqa: Y015
+
+@_typing.final
 class ContributionList(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -4696,21 +4826,53 @@ class OwnerRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    QUOTA_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _builtins.str
+    @_builtins.property
+    def quota(self) -> Global___OwnerQuota: ...
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         role: _builtins.str = ...,
+        quota: Global___OwnerQuota | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["quota", b"quota"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "quota", b"quota", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OwnerRequest: _TypeAlias = OwnerRequest  # noqa: Y015
+
+@_typing.final
+class OwnerQuota(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    JOBS_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    workers: _builtins.int
+    """of an owner's jobs at once; 0: as many as there are"""
+    jobs: _builtins.int
+    """at once; 0: any number"""
+    weight: _builtins.float
+    """of its share among owners; 0: 1"""
+    def __init__(
+        self,
+        *,
+        workers: _builtins.int = ...,
+        jobs: _builtins.int = ...,
+        weight: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "weight", b"weight", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OwnerQuota: _TypeAlias = OwnerQuota  # noqa: Y015
 
 @_typing.final
 class OwnerInfo(_message.Message):
@@ -4719,19 +4881,23 @@ class OwnerInfo(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     CREATED_S_FIELD_NUMBER: _builtins.int
+    QUOTA_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _builtins.str
     created_s: _builtins.float
+    @_builtins.property
+    def quota(self) -> Global___OwnerQuota: ...
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         role: _builtins.str = ...,
         created_s: _builtins.float = ...,
+        quota: Global___OwnerQuota | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["quota", b"quota"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_s", b"created_s", "name", b"name", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_s", b"created_s", "name", b"name", "quota", b"quota", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

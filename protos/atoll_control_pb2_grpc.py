@@ -269,6 +269,11 @@ class WorkStub:
                 request_serializer=protos_dot_atoll__control__pb2.Empty.SerializeToString,
                 response_deserializer=protos_dot_atoll__control__pb2.ContributionList.FromString,
                 _registered_method=True)
+        self.Receipt = channel.unary_unary(
+                '/atoll.v1.Work/Receipt',
+                request_serializer=protos_dot_atoll__control__pb2.Empty.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.ReceiptReply.FromString,
+                _registered_method=True)
 
 
 class WorkServicer:
@@ -298,6 +303,13 @@ class WorkServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Receipt(self, request, context):
+        """The same from committed facts, with for whom, as a receipt to keep (protos/receipts.py).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -315,6 +327,11 @@ def add_WorkServicer_to_server(servicer, server):
                     servicer.Given,
                     request_deserializer=protos_dot_atoll__control__pb2.Empty.FromString,
                     response_serializer=protos_dot_atoll__control__pb2.ContributionList.SerializeToString,
+            ),
+            'Receipt': grpc.unary_unary_rpc_method_handler(
+                    servicer.Receipt,
+                    request_deserializer=protos_dot_atoll__control__pb2.Empty.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.ReceiptReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -412,6 +429,33 @@ class Work:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def Receipt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Work/Receipt',
+            protos_dot_atoll__control__pb2.Empty.SerializeToString,
+            protos_dot_atoll__control__pb2.ReceiptReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class OwnerStub:
     """---------------------------------------------------------------- the owner's commands
@@ -483,6 +527,11 @@ class OwnerStub:
                 '/atoll.v1.Owner/Contributions',
                 request_serializer=protos_dot_atoll__control__pb2.ContributionsRequest.SerializeToString,
                 response_deserializer=protos_dot_atoll__control__pb2.ContributionList.FromString,
+                _registered_method=True)
+        self.Credits = channel.unary_unary(
+                '/atoll.v1.Owner/Credits',
+                request_serializer=protos_dot_atoll__control__pb2.ContributionsRequest.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.CreditList.FromString,
                 _registered_method=True)
         self.Restore = channel.unary_unary(
                 '/atoll.v1.Owner/Restore',
@@ -624,6 +673,12 @@ class OwnerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Credits(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Restore(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -758,6 +813,11 @@ def add_OwnerServicer_to_server(servicer, server):
                     servicer.Contributions,
                     request_deserializer=protos_dot_atoll__control__pb2.ContributionsRequest.FromString,
                     response_serializer=protos_dot_atoll__control__pb2.ContributionList.SerializeToString,
+            ),
+            'Credits': grpc.unary_unary_rpc_method_handler(
+                    servicer.Credits,
+                    request_deserializer=protos_dot_atoll__control__pb2.ContributionsRequest.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.CreditList.SerializeToString,
             ),
             'Restore': grpc.unary_unary_rpc_method_handler(
                     servicer.Restore,
@@ -1146,6 +1206,33 @@ class Owner:
             '/atoll.v1.Owner/Contributions',
             protos_dot_atoll__control__pb2.ContributionsRequest.SerializeToString,
             protos_dot_atoll__control__pb2.ContributionList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Credits(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Owner/Credits',
+            protos_dot_atoll__control__pb2.ContributionsRequest.SerializeToString,
+            protos_dot_atoll__control__pb2.CreditList.FromString,
             options,
             channel_credentials,
             insecure,

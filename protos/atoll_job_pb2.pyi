@@ -801,6 +801,8 @@ class JobSpec(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     FEDERATED_FIELD_NUMBER: _builtins.int
     STANDBYS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    WITHIN_S_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dag_hash: _builtins.str
     eval_dag_hash: _builtins.str
@@ -811,6 +813,10 @@ class JobSpec(_message.Message):
     """who submitted it, as the coordinator found by the token"""
     standbys: _builtins.int
     """hot standbys at most; unset: where they are worth it"""
+    priority: _builtins.str
+    """low | normal | high; unset: normal"""
+    within_s: _builtins.float
+    """its owner needs it so long after it was submitted; 0: whenever"""
     @_builtins.property
     def training(self) -> Global___TrainingSpec: ...
     @_builtins.property
@@ -844,13 +850,20 @@ class JobSpec(_message.Message):
         owner: _builtins.str = ...,
         federated: Global___FederatedSpec | None = ...,
         standbys: _builtins.int | None = ...,
+        priority: _builtins.str | None = ...,
+        within_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_standbys", b"_standbys", "data", b"data", "eval_data", b"eval_data", "federated", b"federated", "standbys", b"standbys", "training", b"training"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_standbys", b"_standbys", "data", b"data", "eval_data", b"eval_data", "federated", b"federated", "priority", b"priority", "standbys", b"standbys", "training", b"training"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_standbys", b"_standbys", "dag_hash", b"dag_hash", "data", b"data", "eval_dag_hash", b"eval_dag_hash", "eval_data", b"eval_data", "federated", b"federated", "hidden", b"hidden", "name", b"name", "owner", b"owner", "partitioner", b"partitioner", "resume_of", b"resume_of", "schedule", b"schedule", "standbys", b"standbys", "tensors", b"tensors", "training", b"training"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_standbys", b"_standbys", "dag_hash", b"dag_hash", "data", b"data", "eval_dag_hash", b"eval_dag_hash", "eval_data", b"eval_data", "federated", b"federated", "hidden", b"hidden", "name", b"name", "owner", b"owner", "partitioner", b"partitioner", "priority", b"priority", "resume_of", b"resume_of", "schedule", b"schedule", "standbys", b"standbys", "tensors", b"tensors", "training", b"training", "within_s", b"within_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
+    _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
     _WhichOneofReturnType__standbys: _TypeAlias = _typing.Literal["standbys"]  # noqa: Y015
     _WhichOneofArgType__standbys: _TypeAlias = _typing.Literal["_standbys", b"_standbys"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__standbys) -> _WhichOneofReturnType__standbys | None: ...
 
 Global___JobSpec: _TypeAlias = JobSpec  # noqa: Y015

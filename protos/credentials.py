@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -332,6 +333,10 @@ class Authority:
             raise AccessDenied("certificate request is not signed by its own key")
         return self._issue(key, worker_id, now)
 
+    def attest(self, statement: bytes) -> bytes:
+        """Return a signature of a statement, which begins with what kind of statement it is."""
+        return _private_key(self.key_pem).sign(statement, ec.ECDSA(hashes.SHA256()))
+
     def _issue(self, public: ec.EllipticCurvePublicKey, name: str, now: dt.datetime | None) -> bytes:
         ca = _certificate(self.certificate_pem)
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
@@ -348,6 +353,18 @@ class Authority:
 
 
 # ---------------------------------------------------------------- join tokens
+
+
+def attested(statement: bytes, signature: bytes, certificate_pem: bytes) -> bool:
+    """Return whether the authority of this certificate has signed a statement."""
+    key = _public_key(certificate_pem)
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        return False
+    try:
+        key.verify(signature, statement, ec.ECDSA(hashes.SHA256()))
+    except InvalidSignature:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,12 @@ def serve(
     blob_quota: Annotated[
         str, typer.Option(metavar="SIZE", help="Disk limit of models, data and checkpoints.")
     ] = "512GiB",
+    policy: Annotated[
+        str, typer.Option(help="Which job gets workers first: srsf, shares, priorities or fifo.")
+    ] = "srsf",
+    concurrent_jobs: Annotated[
+        int, typer.Option(min=1, max=1000, help="Most jobs that train at once, federated ones aside.")
+    ] = 16,
     insecure: Insecure = False,
     json: AsJson = False,
     *,
@@ -110,6 +116,8 @@ def serve(
         blobs_url=blobs,
         blob_quota_bytes=parse_size(blob_quota),
         max_workers=max_workers,
+        policy=policy,
+        concurrent_jobs=concurrent_jobs,
         join_token_copy=tokens.join_token_file,
         owner_token_copy=tokens.owner_token_file,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from protos import atoll_control_pb2 as pb
 
 _BARS = "▁▂▃▄▅▆▇█"
 GOOD, BAD, DIM = "green", "red", "dim"
@@ -79,3 +82,11 @@ def sparkline(values: Sequence[float], width: int = 48) -> str:
     low, high = min(shown), max(shown)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((value - low) * scale)] for value in shown)
+
+
+def reason_of(update: pb.JobUpdate) -> str:
+    """Why a job stands where it does, and when one that waits is expected to begin."""
+    if not update.HasField("starts_s"):
+        return update.reason
+    day = "%H:%M" if update.starts_s - update.time_s < 43_200.0 else "%Y-%m-%d %H:%M"
+    return f"{update.reason}; starts about {time.strftime(day, time.localtime(update.starts_s))}"

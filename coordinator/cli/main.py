@@ -53,7 +53,7 @@ OF_DASHBOARDS = ("starlette", "uvicorn", "jinja2")
 ITS_COMMANDS = ("chaos", "data", "demo", "simulate")
 PANELS = {
     "First steps": ("new", "dev", "demo"),
-    "Jobs": ("plan", "submit", "watch", "status", "dashboard", "logs", "cancel", "ops", "codecs"),
+    "Jobs": ("plan", "submit", "watch", "status", "dashboard", "logs", "cancel", "credit", "ops", "codecs"),
     "What a job leaves": ("export", "checkpoints", "metrics", "trace", "forget"),
     "The fleet": ("serve", "token", "worker", "kick", "owner", "relay"),
     "The coordinator's state": ("backup", "journal", "ca"),

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import time
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordinator.cli.format import plain
+from coordinator.cli.format import in_bytes, plain
 from coordinator.cli.options import Common, StateDir
 from coordinator.cli.views.facts import FactTable
 from coordinator.client.endpoint import default_state_dir
 from hostos.bounded_log import read_log
 from hostos.command_line import AsJson, out, print_json, show, shown_time, with_groups
+
+if TYPE_CHECKING:
+    from protos import atoll_control_pb2 as pb
 
 AUDIT = "audit"
 SHOWN = ("at_s", "owner", "role", "call", "peer")
@@ -23,6 +27,38 @@ owner_app = typer.Typer(
 def register(app: typer.Typer) -> None:
     """Add this module's commands to the `atoll` command."""
     app.add_typer(owner_app, name="owner")
+    app.command(epilog="Example: atoll credit --days 30 --json")(credit)
+
+
+@with_groups
+def credit(
+    days: Annotated[int, typer.Option(min=1, max=400, help="Newest days shown.")] = 30,
+    *,
+    common: Common,
+) -> None:
+    """Show what each worker has given to whose jobs, by UTC day: useful, discarded, and not stored yet."""
+    with common.client() as client:
+        found = client.credits(time.time() - (days - 1) * 86_400.0)
+    if common.json:
+        print_json([plain(row) for row in found])
+        return
+    columns = ("day", "worker", "for", "useful steps", "samples", "hours", "sent", "received")
+    table = FactTable(*columns, "discarded", "pending", box=None, pad_edge=False)
+    for row in found:
+        done = row.useful
+        table.add_row(
+            row.day,
+            row.name or row.worker,
+            row.owner or "-",
+            str(done.steps),
+            str(done.samples),
+            f"{done.computed_ms / 3.6e6:.2f}",
+            in_bytes(done.sent_bytes),
+            in_bytes(done.received_bytes),
+            str(row.discarded.steps),
+            str(row.pending.steps),
+        )
+    show(table if found else "no worker has given anything in these days")
 
 
 @owner_app.command("create", epilog="Example: atoll owner create research --role submit")
@@ -32,12 +68,21 @@ def create(
     role: Annotated[
         str, typer.Option(help="watch, submit (and watch), or administer (all of it).")
     ] = "submit",
+    max_workers: Annotated[
+        int, typer.Option(min=0, help="Most workers of this owner's jobs at once; 0: as many as there are.")
+    ] = 0,
+    max_jobs: Annotated[
+        int, typer.Option(min=0, help="Most of this owner's jobs at once; 0: any number.")
+    ] = 0,
+    weight: Annotated[
+        float, typer.Option(min=0.001, max=1000.0, help="Of its share, where the policy is `shares`.")
+    ] = 1.0,
     *,
     common: Common,
 ) -> None:
     """Create a token of its own for another owner, and print it once."""
     with common.client() as client:
-        reply = client.create_owner(name, role)
+        reply = client.create_owner(name, role, workers=max_workers, jobs=max_jobs, weight=weight)
     if common.json:
         print_json({"token": reply.token, **plain(reply.info)})
         return
@@ -54,10 +99,18 @@ def list_owners(common: Common) -> None:
     if common.json:
         print_json([plain(info) for info in owners])
         return
-    table = FactTable("owner", "role", "since", box=None, pad_edge=False)
+    table = FactTable("owner", "role", "since", "may have at once", box=None, pad_edge=False)
     for info in owners:
-        table.add_row(info.name, info.role, shown_time(info.created_s, "the first start"))
+        table.add_row(info.name, info.role, shown_time(info.created_s, "the first start"), _quota(info.quota))
     show(table)
+
+
+def _quota(quota: pb.OwnerQuota) -> str:
+    """Bounds of an owner's jobs in words."""
+    words = [f"{quota.workers} workers"] if quota.workers else []
+    words += [f"{quota.jobs} jobs"] if quota.jobs else []
+    words += [f"weight {quota.weight:g}"] if quota.weight != 1.0 else []
+    return ", ".join(words) or "-"
 
 
 @owner_app.command("revoke", epilog="Example: atoll owner revoke research")

@@ -16,6 +16,7 @@ from coordinator.cli.format import (
     in_bits,
     in_bytes,
     in_seconds,
+    reason_of,
     share_bar,
     sparkline,
 )
@@ -217,7 +218,7 @@ def jobs_table(jobs: Sequence[pb.JobUpdate]) -> RenderableType:
             held_out_words(job).removeprefix("held-out "),
             in_seconds(job.step_s) if job.HasField("step_s") else "",
             in_seconds(job.eta_s) if job.HasField("eta_s") else "",
-            job.reason,
+            reason_of(job),
         )
     return table
 
@@ -238,7 +239,7 @@ def watch_view(update: pb.JobUpdate, losses: Sequence[float], names: Names) -> R
     """A running job: progress, loss, stages and links."""
     done = update.step / update.steps if update.steps else 0.0
     head = Table.grid(padding=(0, 2))
-    add_row(head, "job", f"{update.job} {update.name}", Text(update.state, style="bold"), update.reason)
+    add_row(head, "job", f"{update.job} {update.name}", Text(update.state, style="bold"), reason_of(update))
     federated = update.HasField("federated")
     what = "round" if federated else "step"
     add_row(head, what, f"{update.step}/{update.steps}", share_bar(done, 24), pace(update))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.errors import UsageError
+from atoll.job import Priority
 from coordinator.cli.admin import parse_duration
 from coordinator.cli.format import in_bytes, in_seconds
 from coordinator.cli.jobs import JobFile, follow
@@ -71,6 +72,18 @@ def submit(
         ),
     ] = 0,
     from_workers: FromWorkers = None,
+    priority: Annotated[
+        Priority,
+        typer.Option(
+            help="Among the fleet's jobs; one of lower priority gives its workers at its next commit."
+        ),
+    ] = Priority.NORMAL,
+    deadline: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME", help="Needed by then, such as 12h: the job goes ahead when time is short."
+        ),
+    ] = "",
     watch: Annotated[
         bool, typer.Option("--watch/--detach", help="Stay and show progress; default: detach.")
     ] = False,
@@ -86,6 +99,10 @@ def submit(
             note_empty(client, json)
             job = options.load(jobfile, *([f"name={name}"] if name else []))
             prepared = _prepared(client, job, jobfile, options, seconds, resume, workers, json)
+            within_s = parse_duration(deadline) if deadline else 0.0
+            prepared = replace(
+                prepared, spec=replace(prepared.spec, priority=_said(priority), within_s=within_s)
+            )
             if not json:
                 size = in_bytes(prepared.upload_bytes)
                 err.print(f"submitting {job.name}: {size} of graphs, weights and data")
@@ -97,6 +114,10 @@ def submit(
         if not json:
             out.print(f"{reply.job} {reply.update.state} {reply.update.reason}", markup=False)
         follow(client, reply.job, json)
+
+
+def _said(priority: Priority) -> Priority | None:
+    return None if priority is Priority.NORMAL else priority
 
 
 @contextmanager

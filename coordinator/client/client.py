@@ -271,6 +271,13 @@ class Client:
             request = pb.ContributionsRequest(since_s=since_s)
             return list(self._owner.Contributions(request, **self._short(60.0)).contributions)
 
+    def credits(self, since_s: float = 0.0) -> list[pb.Credit]:
+        """What workers have given to whose jobs by UTC day, from that of ``since_s`` on: exact, from what is
+        committed."""
+        with calling(self.endpoint.address):
+            request = pb.ContributionsRequest(since_s=since_s)
+            return list(self._owner.Credits(request, **self._short(60.0)).credits)
+
     def restore(self, job: str, step: int, steps: int | None = None) -> pb.SubmitReply:
         """Queue a job that goes on from a checkpoint of ``job``; ``steps`` in all, None: the job's own."""
         request = pb.RestoreRequest(job=job, step=step, steps=steps, submission=uuid.uuid4().hex)
@@ -418,10 +425,14 @@ class Client:
         with calling(self.endpoint.address):
             self._owner.Forget(pb.ForgetRequest(worker=worker), **self._short())
 
-    def create_owner(self, name: str, role: str) -> pb.OwnerReply:
-        """Make a token for another owner that may ``watch``, ``submit`` or ``administer``."""
+    def create_owner(
+        self, name: str, role: str, *, workers: int = 0, jobs: int = 0, weight: float = 1.0
+    ) -> pb.OwnerReply:
+        """Make a token for another owner that may ``watch``, ``submit`` or ``administer``; its jobs have at
+        most so many ``workers``, and as many ``jobs`` run, at once (0: any number)."""
         with calling(self.endpoint.address):
-            request = pb.OwnerRequest(name=name, role=role)
+            quota = pb.OwnerQuota(workers=workers, jobs=jobs, weight=weight)
+            request = pb.OwnerRequest(name=name, role=role, quota=quota)
             reply: pb.OwnerReply = self._owner.CreateOwner(request, **self._short())
         return reply
 

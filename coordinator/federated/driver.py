@@ -129,7 +129,7 @@ class FederatedDriver:
             state, awaited=state.awaited | absent.keys(), hold_until_s=self.effects.now_s + RESTART_GRACE_S
         )
 
-    def submitted(self, job: str, ops: Mapping[str, int]) -> None:
+    def submitted(self, job: str, ops: Mapping[str, int], needs: ev.Needs) -> None:
         """Take in the ops of a new job: nothing is planned by them."""
         self.effects.roster.ops.flops.update(ops)
 

@@ -6,7 +6,7 @@ journalled at once, a membership event to the roster. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -17,6 +17,7 @@ from coordinator.membership.roster import Roster
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import Fact, Ledger
 from coordinator.messages.jobs import JobState
+from coordinator.sharing.claims import Quota, Waiting
 from protos.telemetry import Event as Name
 
 
@@ -34,6 +35,8 @@ class Effects:
     dropped: dict[str, int] = field(default_factory=dict)
     advance: bool = True
     storage: str = ""  # why nothing can be stored now
+    quotas: dict[str, Quota] = field(default_factory=dict)  # of owners
+    waits: Mapping[str, Waiting] = field(default_factory=dict)  # of jobs that are to have workers
 
     # ------------------------------------------------------------ output
 

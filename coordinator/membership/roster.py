@@ -425,6 +425,10 @@ class Roster:
             mesh=_mesh_of(known.introduction),
         )
 
+    def gflops(self, worker: str, precision: str) -> float:
+        """Return what a worker computes in a second, by what it has timed; 0 where it has not."""
+        return flops_of(self.ops.timings.get((worker, precision), {}), self.ops.flops)
+
     def memory_factor(self, job: str, worker: str) -> float:
         """Return by how much more than the model says a job's stages are to count on a worker."""
         known = self.workers[worker].introduction

@@ -64,23 +64,34 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
+class Needs:
+    """What a job asks of a fleet at least: FLOPs of a step, and bytes of weights, gradients and optimizer
+    state; 0: not known."""
+
+    step_flops: int = 0
+    state_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Submitted:
-    """A job whose blobs are all here and whose DAGs were read; ``ops`` as in JobRead. ``start``: the
-    checkpoint to go on from, None: the newest of the job that it continues, if any."""
+    """A job whose blobs are all here and whose DAGs were read; ``ops`` and ``needs`` as in JobRead.
+    ``start``: the checkpoint to go on from, None: the newest of the job that it continues, if any."""
 
     job: str
     submission: str
     spec: JobSpec
     ops: Mapping[str, int]
     start: Checkpoint | None = None
+    needs: Needs = Needs()
 
 
 @dataclass(frozen=True, slots=True)
 class JobRead:
-    """The distinct ops of a job's DAGs: signature -> forward FLOPs."""
+    """The distinct ops of a job's DAGs, signature -> forward FLOPs, and what it asks of a fleet."""
 
     job: str
     ops: Mapping[str, int]
+    needs: Needs = Needs()
 
 
 @dataclass(frozen=True, slots=True)

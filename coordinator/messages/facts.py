@@ -16,6 +16,7 @@ from atoll.job import JobSpec
 from atoll.messages.from_worker import MOST_REPLAYED, UpdateReady
 from atoll.messages.to_worker import Era as Era
 from atoll.plan import LinkSpec, Plan
+from coordinator.messages.credits import Credits, Row, rows
 from coordinator.messages.encoding import from_json, to_json
 from coordinator.messages.held_out import HeldOut
 from strategies.privacy.accountant import Spent
@@ -126,6 +127,10 @@ class StepCommitted:
     last: bool = False
     coded: bool = False
     digests: tuple[str, ...] = ()  # by rank, in hex: of its gradients, then of what it was sent
+    # By rank that is present, as the workers report it: milliseconds of computing, bytes.
+    computed_ms: tuple[int, ...] = ()
+    sent_bytes: tuple[int, ...] = ()
+    received_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,6 +459,7 @@ class Ledger:
     superseded: set[str] = field(default_factory=set)  # blobs of checkpoints that were replaced, of jobs gone
     term: int = 0  # of the coordinator that started last
     forgotten: set[str] = field(default_factory=set)  # jobs: workers that were away may still hold them
+    credits: Credits = field(default_factory=Credits)
 
     def apply(self, fact: Fact) -> None:
         """Take in one fact; KeyError when it speaks of a job that no fact made."""
@@ -473,8 +479,10 @@ class Ledger:
                 self._apply_to_job(self.jobs[fact.job], fact)
 
     def _apply_to_job(self, job: JobRecord, fact: JobFact) -> None:
+        name, owner = job.submitted.job, job.submitted.spec.owner
         match fact:
             case PlanAdopted(_, plan):
+                self.credits.taken_back(name, owner, job.last_checkpoint.step)
                 job.plan, job.version, job.assigned = plan, plan.version, plan.version
                 job.steps = job.last_checkpoint.step
                 job.lineage, job.commit, job.relink = ((plan.version, job.steps),), None, None
@@ -519,6 +527,7 @@ class Ledger:
                     if old not in kept:
                         self.superseded.update(old.tensors.values())
                 job.checkpoints = tuple(c for c in job.checkpoints if c in kept)
+                self.credits.stored(name, [c.step for c in job.checkpoints])
             case CheckpointTorn(_, step):
                 for old in job.checkpoints:
                     if old.step == step:
@@ -528,15 +537,21 @@ class Ledger:
                 job.waiting = {**job.waiting, fact.worker: fact}
             case RoundClosed():
                 self._close(job, fact)
+                self.credits.closed(owner, fact.at_s, fact.took_s, fact.participants, fact.dropped)
             case RoundEvaluated(_, _, where, loss, _):
                 job.evaluated[where] = fact
                 if where == "central" or "central" not in job.evaluated:
                     job.eval_loss = loss
             case JobEnded(_, outcome, reason):
                 job.outcome, job.reason = outcome, reason
+                self.credits.ended(name, owner, job.last_checkpoint.step)
                 self._counted(job, job.waiting)
 
     def _commit(self, job: JobRecord, fact: StepCommitted) -> None:
+        if job.plan is not None:
+            done, batch = range(min(job.steps, fact.step), fact.step + 1), job.submitted.spec.data.batch
+            reports = (fact.computed_ms, fact.sent_bytes, fact.received_bytes)
+            self.credits.committed(fact.job, job.plan, done, batch, fact.at_s, reports)
         job.steps, job.loss, job.commit, job.moving = fact.step + 1, fact.loss, fact, False
         self._scaled(job, fact)
         if fact.evaluate:
@@ -639,6 +654,11 @@ class Ledger:
         self.superseded = found.intersection(keep)
         return found - self.superseded
 
+    def given(self, since: str = "") -> list[Row]:
+        """Return what workers have given to whose jobs, from a day on."""
+        jobs = {name: (r.submitted.spec.owner, r.last_checkpoint.step) for name, r in self.jobs.items()}
+        return rows(self.credits, jobs, since)
+
     def copy(self) -> Ledger:
         """Return the same state, which facts to come do not change."""
         jobs = {
@@ -653,6 +673,7 @@ class Ledger:
             submissions=dict(self.submissions),
             superseded=set(self.superseded),
             forgotten=set(self.forgotten),
+            credits=self.credits.copy(),
         )
 
     def referenced_blobs(self) -> set[str]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class Beside:
     """Of all jobs that are cut into stages; ``put``: keep a job's state, ``step``: step its machine,
-    ``timed``: see ``Newcomers``."""
+    ``timed``: see ``Newcomers``, ``wants``: whether a queued job could begin with what is idle or beside."""
 
     effects: Effects
     jobs: Mapping[str, JobState]
@@ -38,6 +38,7 @@ class Beside:
     step: Callable[[str, Event], None]
     suspicion: Suspicion
     timed: Callable[[str, JobSpec, list[str]], bool]
+    wants: Callable[[JobState], bool]
     copies: Copies = field(init=False)
     rings: Rings = field(init=False)
     standbys: Standbys = field(init=False)
@@ -103,6 +104,6 @@ class Beside:
         return any(
             s.phase in PREPARING | GATHERS
             or s.phase is Phase.PAUSED
-            or (s.phase is Phase.QUEUED and busy < self.concurrent_jobs)
+            or (s.job in self.jobs and busy < self.concurrent_jobs and self.wants(s))
             for s in states
         )

@@ -9,6 +9,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from atoll.step_loss import StepLoss, step_loss
+from coordinator.messages.credits import MAX_BYTES
 from coordinator.messages.events import EvalReady, StepReady
 from coordinator.messages.facts import StepCommitted
 from coordinator.messages.instructions import StepCommit
@@ -21,7 +22,30 @@ if TYPE_CHECKING:
     from atoll.exchange import Exchange
 
 
-def fact_of(commit: StepCommit, loss: float, now_s: float, reports: Sequence[StepReady]) -> StepCommitted:
+def work_of(
+    state: JobState, ready: Mapping[int, StepReady], took_s: float | None
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return by rank the milliseconds that it says to have computed, no more than the step took, and the
+    bytes that it sent and received; both ends of a link by the report of who sent."""
+    most_ms = MAX_BYTES if took_s is None else 1e3 * took_s
+    sent, received = dict.fromkeys(state.present, 0), dict.fromkeys(state.present, 0)
+    for rank in state.present:
+        for link in ready[rank].links:
+            size, peer = min(MAX_BYTES, max(0, link.n_bytes)), state.rank_of(link.peer)
+            sent[rank] += size
+            if peer in received:
+                received[peer] += size
+    computed = tuple(int(min(most_ms, max(0.0, 1e3 * ready[rank].computed_s))) for rank in state.present)
+    return computed, tuple(sent.values()), tuple(received.values())
+
+
+def fact_of(
+    commit: StepCommit,
+    loss: float,
+    now_s: float,
+    reports: Sequence[StepReady],
+    work: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] = ((), (), ()),
+) -> StepCommitted:
     """Everything that the commit says, so that it can be repeated after a restart; and the ranks' digests,
     for who repeats the step."""
     digests = tuple(report.digest.gradients + report.digest.inputs for report in reports)
@@ -37,6 +61,7 @@ def fact_of(commit: StepCommit, loss: float, now_s: float, reports: Sequence[Ste
         commit.last,
         commit.evaluate_coded,
         digests if any(digests) else (),
+        *work,
     )
 
 

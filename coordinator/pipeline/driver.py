@@ -49,6 +49,7 @@ from coordinator.pipeline.beside import Beside
 from coordinator.pipeline.changes.choice import Changes
 from coordinator.pipeline.changes.losses import Losses
 from coordinator.pipeline.changes.seats import places
+from coordinator.pipeline.changes.shares import Shares
 from coordinator.pipeline.health.doubt import as_failure
 from coordinator.pipeline.health.evidence import Guilt
 from coordinator.pipeline.health.stuck import Stuck
@@ -60,6 +61,7 @@ from coordinator.pipeline.tuning.link_adaptation import Adapting
 from coordinator.pipeline.tuning.profiling import Hold, Profiling
 from coordinator.pipeline.tuning.rounds import Rounds
 from coordinator.pipeline.turns import Turns
+from coordinator.sharing.policies import policy_of
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
@@ -87,6 +89,7 @@ class PipelineDriver:
     changes: Changes = field(init=False)
     rounds: Rounds = field(init=False)
     beside: Beside = field(init=False)
+    shares: Shares = field(init=False)
     returns: Returns = field(init=False)
     turns: Turns = field(init=False)
     _committed: JobState | None = None  # after its newest step, not learned from yet
@@ -96,32 +99,23 @@ class PipelineDriver:
         self.adapting = Adapting(self.effects, self.config.adaptation)
         guilt = Guilt(self.effects)
         self.stuck, self.suspicion = Stuck(self.effects, guilt), Suspicion(self.effects, guilt)
+        gathers = lambda job: self.beside.rings.gathers(job)  # noqa: E731 - made below
+        self.shares = Shares(self.effects, self.jobs, self.profiling, policy_of(self.config.policy), gathers)
+        most, step, timed = self.config.concurrent_jobs, self._step, self.profiling.newcomers_timed
         self.beside = Beside(
-            self.effects,
-            self.jobs,
-            self.config.concurrent_jobs,
-            self._put,
-            self._step,
-            self.suspicion,
-            self.profiling.newcomers_timed,
+            self.effects, self.jobs, most, self._put, step, self.suspicion, timed, self.shares.wants
         )
         dead_after_s, make_way = self.config.liveness.dead_after_s, self.beside.checks.make_way
         self.losses = Losses(self.effects, self.profiling, dead_after_s, self._step, make_way)
         self.rounds = Rounds(self.effects)
         at_places = partial(places, roster=self.effects.roster)
-        others = (self.beside.newcomers.candidates, self.rounds.candidates)
+        others = (self.shares.candidates, self.beside.newcomers.candidates, self.rounds.candidates)
         self.changes = Changes(self.effects, self._step, make_way, at_places, others)
         self.returns = Returns(
             self.effects, self.jobs, self.profiling, self.adapting, self.losses, self._step, self.reconnected
         )
         self.turns = Turns(
-            self.effects,
-            self.jobs,
-            self.measuring,
-            self.profiling,
-            self.beside,
-            self.config.concurrent_jobs,
-            self._step,
+            self.effects, self.jobs, self.measuring, self.profiling, self.beside, self.shares, most, step
         )
 
     # ------------------------------------------------------------ jobs
@@ -144,19 +138,22 @@ class PipelineDriver:
     def _put(self, state: JobState) -> None:
         self.jobs[state.job] = self.effects.jobs[state.job] = state
 
-    def submitted(self, job: str, ops: Mapping[str, int]) -> None:
-        """Take in the ops of a new job."""
+    def submitted(self, job: str, ops: Mapping[str, int], needs: ev.Needs) -> None:
+        """Take in the ops of a new job, and what it asks of a fleet."""
+        self.shares.needs[job] = needs
         self.profiling.know(job, ops)
 
     def forget(self, job: str) -> None:
         """Let go of a job that has ended."""
         del self.jobs[job]
+        self.shares.forget(job)
         self.profiling.forget(job)
 
     def on(self, event: ev.JobEvent) -> None:
         """Handle an event about one of these jobs."""
         match event:
-            case ev.JobRead(job, ops):
+            case ev.JobRead(job, ops, needs):
+                self.shares.needs[job] = needs
                 self.profiling.know(job, ops)
             case ev.TornFound():
                 self.turns.torn(event)
@@ -366,6 +363,7 @@ class PipelineDriver:
         for state in list(self.jobs.values()):
             self.changes.look(state)
         self.beside.tick(self.returns.of)
+        self.shares.tick()
 
     def storage_failed(self, reason: str) -> None:
         """Stop every job where it is: nothing can be made durable."""
@@ -416,6 +414,7 @@ class PipelineDriver:
         self.effects.log(Name.JOB_STATE, level, job=state.job, state=state.phase, reason=state.reason)
 
     def _stopped(self, before: JobState, state: JobState) -> None:
+        self.shares.stopped(state)
         back = self.returns.of.pop(state.job, None)
         if back is not None and state.phase is Phase.PAUSED:
             self.profiling.holds.setdefault(state.job, Hold(back.until_s, back.workers))
@@ -423,6 +422,7 @@ class PipelineDriver:
     def _over(self, before: JobState, state: JobState) -> None:
         self.adapting.over(state.job)
         self.rounds.over(state.job)
+        self.shares.forget(state.job)
 
     def _beside_over(self, before: JobState, state: JobState) -> None:
         if self.jobs[state.job].phase not in RUNNING:

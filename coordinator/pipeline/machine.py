@@ -322,8 +322,10 @@ def _said(
 ) -> list[Todo]:
     """Return what everybody hears of a commit: the journal first, then the workers, then who watches."""
     loss, reports = commits.shown(found, state.loss), [ready[rank] for rank in state.present]
+    took_s = now_s - state.run.begun_s if state.run.begun_s is not None else None
+    work = commits.work_of(state, ready, took_s)
     todo: list[Todo] = [
-        Record(commits.fact_of(commit, loss, now_s, () if state.local else reports)),
+        Record(commits.fact_of(commit, loss, now_s, () if state.local else reports, work)),
         *relink.changed(state, commit.relink),
         ToRanks(commit),
         *commits.losses(state, ready, found),

@@ -31,6 +31,7 @@ from coordinator.messages.jobs import (
     Waits,
     anew,
 )
+from coordinator.pipeline.changes.shares import Shares, expected
 from coordinator.pipeline.health.doubt import left_out
 from coordinator.pipeline.tuning import memory
 from coordinator.pipeline.tuning.link_adaptation import capped
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
     from coordinator.membership.effects import Effects
     from coordinator.membership.measuring import Measuring
     from coordinator.pipeline.beside import Beside
+    from coordinator.sharing.claims import Allotment
+
+
+TURN = "waits for its turn"
 
 
 @dataclass(slots=True)
@@ -52,33 +57,39 @@ class Turns:
     measuring: Measuring
     profiling: Profiling
     beside: Beside
+    shares: Shares
     concurrent_jobs: int
     step: Callable[[str, Event], None]
 
     def advance(self) -> None:
-        """Pick jobs while there is room, measure what they need, plan them."""
+        """Have jobs begin that are granted workers, measure what they need, plan them."""
         self.beside.make_way()
-        busy = [s for s in self.jobs.values() if s.phase in RUNNING | PREPARING]
-        waiting = [s for s in self.jobs.values() if s.phase in WAITING]
-        for state in sorted(waiting, key=lambda s: s.created_s):
-            if len(busy) < self.concurrent_jobs and self._may_start(state):
-                self.step(state.job, Picked("measuring devices and links"))
-                busy.append(self.jobs[state.job])
-            elif len(busy) >= self.concurrent_jobs and state.phase is Phase.QUEUED:
-                first = busy[0]
-                reason = f"waits for {first.job} ({first.phase.value}, step {first.step} of {first.steps})"
-                if not state.reason.startswith(f"waits for {first.job} "):
-                    self.step(state.job, Waits(reason))
+        found = self.shares.look()
+        busy = sum(s.phase in RUNNING | PREPARING for s in self.jobs.values())
+        for state in sorted(self.jobs.values(), key=lambda s: s.created_s):
+            workers = found.starts.get(state.job)
+            if workers is not None and (busy < self.concurrent_jobs or state.phase is Phase.PROFILING):
+                self.profiling.granted[state.job] = frozenset(workers)
+                if state.phase is not Phase.PROFILING:
+                    self.step(state.job, Picked("measuring devices and links"))
+                    busy += 1
+            elif state.phase in WAITING or state.job in found.waits:
+                self._wait(state, found)
         self._prepare()
 
-    def _may_start(self, state: JobState) -> bool:
-        if not self.effects.roster.idle_count:
+    def _wait(self, state: JobState, found: Allotment) -> None:
+        """Say why a job waits, and what for."""
+        running = [s.job for s in self.jobs.values() if s.phase in RUNNING]
+        reason = expected(found, state.job, running)
+        if state.job in found.starts:
+            reason = f"{self.concurrent_jobs} jobs run, which is the most"
+        reason = f"{TURN}: {reason}" if reason else ""
+        if not running and not self.effects.roster.idle_count:
             reason = "no worker is in the pool; start some with `atoll-worker join`"
-            if reason not in state.reason:
-                prefix = f"{state.reason}; " if state.phase is Phase.PAUSED else ""
-                self.step(state.job, Waits(prefix + reason))
-            return False
-        return self.profiling.may_plan(state.job) and not self.beside.rings.gathers(state.job)
+        if not reason or reason in state.reason:
+            return
+        kept = state.reason.partition(f"; {TURN}")[0] if state.phase is Phase.PAUSED else ""
+        self.step(state.job, Waits(f"{kept}; {reason}" if kept else reason))
 
     @property
     def _training(self) -> bool:
@@ -134,6 +145,9 @@ class Turns:
         rest = self.profiling.rest(event.job)
         if rest:  # the fleet cannot spare those that it should do without
             self._plan(self.jobs[event.job], rest)
+            return
+        if self.shares.too_small(event.job):
+            self.step(event.job, Waits(f"{UNFIT}: {event.reason}"))
             return
         self.profiling.wait_for_change(event.job)
         self.step(event.job, Waits(f"{UNFIT}: {event.reason}"))

@@ -26,7 +26,15 @@ from coordinator.planning.search.pins import check_pinned
 from coordinator.services.checkpoints import chosen, described, exported
 from coordinator.services.in_names import in_names, names_of
 from coordinator.services.owners import Owner, Owners, Role
-from coordinator.services.views import given_by, health_status, job_update, link_statuses, worker_status
+from coordinator.services.views import (
+    credits_of,
+    given_by,
+    health_status,
+    job_update,
+    link_statuses,
+    worker_status,
+)
+from coordinator.sharing.claims import Quota
 from coordinator.shell import Shell
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
@@ -41,9 +49,11 @@ from protos.text_limits import clean
 if TYPE_CHECKING:
     import grpc
 
+    from coordinator.membership.roster import Roster
     from coordinator.services.authorities import Authorities
     from coordinator.services.register import Register, Token
     from coordinator.services.tokens import Tokens
+    from coordinator.storage.graph_store import Graphs
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -96,12 +106,10 @@ class OwnerService(rpc.OwnerServicer):
             raise UsageError(wrong)
         resumed = ledger.jobs[spec.resume_of].submitted.spec if spec.resume_of else None
         graphs = await asyncio.to_thread(self._shell.graphs.check, spec, resumed)
-        if spec.data.pinned is not None:
-            check_pinned(spec.training)
-            data = pinned_to(spec.data, self._shell.scheduler.roster, graphs.train.inputs)
-            spec = replace(spec, data=data)
+        spec = _at_owner(spec, self._shell.scheduler.roster, graphs)
         job = _job_name(spec.name, ledger.jobs.keys() | ledger.forgotten)
-        await self._shell.ask(ev.Submitted(job, submission, spec, graphs.flops, start))
+        needs = graphs.needs(spec.training)
+        await self._shell.ask(ev.Submitted(job, submission, spec, graphs.flops, start, needs))
         return job
 
     async def MakePlan(self, request: pb.PlanRequest, context: Context) -> pb.PlanReply:  # noqa: N802
@@ -285,6 +293,12 @@ class OwnerService(rpc.OwnerServicer):
         """What workers have given by day."""
         return given_by(self._register, self._shell.contributions.since(request.since_s))
 
+    async def Credits(self, request: pb.ContributionsRequest, context: Context) -> pb.CreditList:  # noqa: N802
+        """What workers have given to whose jobs by day, from committed facts."""
+        return pb.CreditList(
+            credits=credits_of(self._register, self._shell.scheduler.ledger, request.since_s)
+        )
+
     async def Restore(self, request: pb.RestoreRequest, context: Context) -> pb.SubmitReply:  # noqa: N802
         """Queue a job that goes on from a kept checkpoint of another; nothing is uploaded."""
         self._known(request.job)
@@ -377,7 +391,7 @@ class OwnerService(rpc.OwnerServicer):
         token = self._tokens.new("there are no tokens, nor owners")
         role = bounds.one_of("role", request.role, Role)
         self._did(context, "create owner", name=clean(request.name, 60), role=role)
-        made = self._owners.create(clean(request.name, 60), role, token.presented)
+        made = self._owners.create(clean(request.name, 60), role, token.presented, _quota(request.quota))
         return pb.OwnerReply(info=_owner_info(made), token=token.encode())
 
     async def ListOwners(self, request: pb.Empty, context: Context) -> pb.OwnerList:  # noqa: N802
@@ -408,7 +422,7 @@ class OwnerService(rpc.OwnerServicer):
     async def DropAuthority(self, request: pb.DropAuthorityRequest, context: Context) -> pb.AuthorityList:  # noqa: N802
         """End an exchange now: the older authority is trusted no more."""
         authority = self._authority_here()
-        behind = self._behind(authority)
+        behind = _behind(self._register, authority)
         if behind and authority.exchanging and not request.anyway:
             raise UsageError(
                 f"{len(behind)} workers hold no certificate of the new authority yet, first {behind[0]}: "
@@ -423,11 +437,6 @@ class OwnerService(rpc.OwnerServicer):
             raise UsageError("this coordinator runs with --insecure: there is no authority")
         return self._authority
 
-    def _behind(self, authority: Authorities) -> list[str]:
-        """Workers that may come but hold no certificate of the newest authority."""
-        known = self._register.workers.values()
-        return sorted(w.worker for w in known if not w.barred and not authority.holds_newest(w.worker))
-
     def _authorities(self, authority: Authorities) -> pb.AuthorityList:
         ends = (0.0, authority.ends_s)  # of the newest, of the one before it
         listed = [
@@ -437,7 +446,7 @@ class OwnerService(rpc.OwnerServicer):
             for one, ends_s in zip(authority.trusted, ends, strict=False)
         ]
         return pb.AuthorityList(
-            authorities=listed, ca_pem=authority.trusted_pem, behind=self._behind(authority)
+            authorities=listed, ca_pem=authority.trusted_pem, behind=_behind(self._register, authority)
         )
 
     def _caller(self, context: Context) -> Owner:
@@ -453,6 +462,12 @@ class OwnerService(rpc.OwnerServicer):
 
     def _say(self, event: Event, **fields: Any) -> None:
         self._shell.say(event.value, "info", "", "coordinator", fields, self._shell.clock())
+
+
+def _behind(register: Register, authority: Authorities) -> list[str]:
+    """Workers that may come but hold no certificate of the newest authority."""
+    known = register.workers.values()
+    return sorted(w.worker for w in known if not w.barred and not authority.holds_newest(w.worker))
 
 
 def _job_name(name: str, taken: set[str]) -> str:
@@ -486,7 +501,31 @@ def _inquiry_spec(request: pb.PlanRequest, training: TrainingSpec) -> JobSpec:
 
 
 def _owner_info(owner: Owner) -> pb.OwnerInfo:
-    return pb.OwnerInfo(name=owner.name, role=owner.role, created_s=owner.created_s)
+    quota = owner.quota
+    return pb.OwnerInfo(
+        name=owner.name,
+        role=owner.role,
+        created_s=owner.created_s,
+        quota=pb.OwnerQuota(workers=quota.workers, jobs=quota.jobs, weight=quota.weight),
+    )
+
+
+def _at_owner(spec: JobSpec, roster: Roster, graphs: Graphs) -> JobSpec:
+    """Return a job with the worker that has its data, where these are pinned."""
+    if spec.data.pinned is None:
+        return spec
+    check_pinned(spec.training)
+    return replace(spec, data=pinned_to(spec.data, roster, graphs.train.inputs))
+
+
+def _quota(said: pb.OwnerQuota) -> Quota:
+    if not 0.0 <= said.weight <= 1000.0:
+        raise UsageError(f"weight {said.weight}; give a number up to 1000")
+    workers, jobs = (
+        bounds.within("workers", said.workers, 0, 10**6),
+        bounds.within("jobs", said.jobs, 0, 10**6),
+    )
+    return Quota(workers, jobs, said.weight or 1.0)
 
 
 def _token_info(token: Token) -> pb.TokenInfo:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.errors import AccessDenied, UsageError
 from coordinator.messages.facts import OWNER
+from coordinator.sharing.claims import NO_QUOTA, Quota
 from hostos.bounded_log import BoundedLog
 from hostos.locked_json import changing, read_object
 from protos.credentials import presented_in, secret_hash
@@ -38,7 +39,17 @@ class Role(StrEnum):
 
 _ORDER = list(Role)
 _WATCH = frozenset(
-    {"Status", "Watch", "Logs", "Trace", "Metrics", "Checkpoints", "Contributions", "ListAuthorities"}
+    {
+        "Status",
+        "Watch",
+        "Logs",
+        "Trace",
+        "Metrics",
+        "Checkpoints",
+        "Contributions",
+        "Credits",
+        "ListAuthorities",
+    }
 )
 _SUBMIT = frozenset({"Submit", "MakePlan", "Cancel", "ForgetJobs", "Result", "Restore"})
 
@@ -51,6 +62,7 @@ class Owner:
     role: Role
     secret_hash: str = field(repr=False)
     created_s: float = 0.0
+    quota: Quota = NO_QUOTA
 
     def may(self, needed: Role) -> bool:
         return _ORDER.index(self.role) >= _ORDER.index(needed)
@@ -76,6 +88,7 @@ class Owners:
         self._log = BoundedLog(state_dir / AUDIT)
         self._first = Owner(OWNER, Role.ADMINISTER, first_hash or "")
         self._open = first_hash is None
+        self.changed: Callable[[], None] = lambda: None  # called once owners, or their quotas, are others
         self._others = _owners(read_object(self._path, MAX_FILE_BYTES))
 
     def all(self) -> list[Owner]:
@@ -99,13 +112,17 @@ class Owners:
             raise AccessDenied("this call presents no owner's token")
         return found
 
-    def create(self, name: str, role: Role, secret: str) -> Owner:
+    def quotas(self) -> dict[str, Quota]:
+        """Return what owners' jobs may have at once, where that is bounded."""
+        return {owner.name: owner.quota for owner in self.all() if owner.quota != NO_QUOTA}
+
+    def create(self, name: str, role: Role, secret: str, quota: Quota = NO_QUOTA) -> Owner:
         """Make an owner known. UsageError for a name that is none or taken, StorageError."""
         if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
             raise UsageError(f"owner {name[:60]!r}; give 1 to {MAX_NAME_CHARS} printable characters")
         if name == OWNER or name in self._others or len(self._others) >= MAX_OWNERS:
             raise UsageError(f"owner {name!r} is there already, or {MAX_OWNERS} are; revoke one first")
-        made = Owner(name, role, secret_hash(secret), self._clock())
+        made = Owner(name, role, secret_hash(secret), self._clock(), quota)
         self._keep({**self._others, name: made})
         return made
 
@@ -128,13 +145,20 @@ class Owners:
             items.clear()
             items.update({name: asdict(owner) for name, owner in owners.items()})
         self._others = owners
+        self.changed()
 
 
 def _owners(items: dict[str, Any]) -> dict[str, Owner]:
     """Nobody has rights by a file that cannot be read."""
     try:
         return {
-            name: Owner(name, Role(item["role"]), str(item["secret_hash"]), float(item["created_s"]))
+            name: Owner(
+                name,
+                Role(item["role"]),
+                str(item["secret_hash"]),
+                float(item["created_s"]),
+                Quota(**item.get("quota", {})),
+            )
             for name, item in items.items()
         }
     except (KeyError, TypeError, ValueError):

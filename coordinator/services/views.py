@@ -11,6 +11,7 @@ from atoll.plan import LinkSpec
 from coordinator.federated.driver import FederatedDriver
 from coordinator.membership.member import Member
 from coordinator.membership.roster import Roster, Worker, flops_of
+from coordinator.messages.credits import day_of
 from coordinator.messages.events import UNLIMITED, Guest
 from coordinator.messages.jobs import ENDED, JobState
 from coordinator.pipeline.changes.recovery import loss_prices, loss_words
@@ -26,11 +27,14 @@ from protos.devices import machine_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from coordinator.messages.facts import JobRecord
+    from coordinator.messages.facts import JobRecord, Ledger
     from coordinator.scheduler import Scheduler
     from coordinator.services.register import Register
     from coordinator.shell import Shell
     from coordinator.storage.run_log import Point
+
+
+MAX_CREDITS = 20_000  # rows of one answer, the newest days
 
 
 def job_update(
@@ -60,6 +64,10 @@ def job_update(
         checkpoint_step=state.checkpoint.step,
         metrics=[pb.MetricPoint(step=p.step, name=p.name, value=p.value, time_s=p.time_s) for p in points],
     )
+    update.priority = state.spec.rank
+    waits = scheduler.waiting(job)
+    if waits is not None and isfinite(waits.starts_s):
+        update.starts_s = waits.starts_s
     step_s = state.median_step_s
     if step_s is not None and state.phase not in ENDED:
         update.step_s = step_s
@@ -152,6 +160,23 @@ def given_by(register: Register, rows: Iterable[dict[str, Any]]) -> pb.Contribut
     return pb.ContributionList(
         contributions=[pb.Contribution(name=names.get(machine_of(row["worker"]), ""), **row) for row in rows]
     )
+
+
+def credits_of(register: Register, ledger: Ledger, since_s: float) -> list[pb.Credit]:
+    """Credits from a day on, the newest first."""
+    names = {known.worker: known.name for known in register.workers.values()}
+    return [
+        pb.Credit(
+            day=row.day,
+            worker=row.worker,
+            name=names.get(machine_of(row.worker), ""),
+            owner=row.owner,
+            **{
+                kind: pb.WorkDone(**asdict(getattr(row, kind))) for kind in ("useful", "discarded", "pending")
+            },
+        )
+        for row in ledger.given(day_of(since_s))[:MAX_CREDITS]
+    ]
 
 
 def worker_status(scheduler: Scheduler, name: str, now_s: float) -> pb.WorkerStatus:

@@ -8,7 +8,7 @@ import ipaddress
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,7 @@ from protos.connections import Known
 from protos.devices import machine_of
 from protos.grpc_errors import refuse
 from protos.message_sizes import COUNTED_FROM, read
+from protos.receipts import MOST_ROWS, signed, stated
 from protos.session import said_to_worker
 from protos.telemetry import Event
 from protos.text_limits import LINE_CHARS, LINES_CHARS, LINES_CHARS_PER_S, clean
@@ -144,6 +145,20 @@ class WorkService(rpc.WorkServicer):
         """What the calling machine has given by day, all of its devices."""
         machine = machine_of(worker_of(context, self._insecure))
         return given_by(self._register, self._shell.contributions.since(0.0, machine))
+
+    async def Receipt(self, request: pb.Empty, context: Context) -> pb.ReceiptReply:  # noqa: N802
+        """A signed statement of what the calling machine has given. Without TLS nobody could check it."""
+        if self._authority is None:
+            raise UsageError("this coordinator runs with --insecure: nobody could check a receipt")
+        machine = machine_of(worker_of(context, self._insecure))
+        given = self._shell.scheduler.ledger.given()
+        rows = [asdict(row) for row in given if machine_of(row.worker) == machine][:MOST_ROWS]
+        known = self._register.workers.get(machine)
+        statement = stated(machine, known.name if known is not None else "", self._shell.clock(), rows)
+        receipt = signed(statement, self._authority.newest)
+        return pb.ReceiptReply(
+            statement=statement, signature=receipt.signature, authority_pem=receipt.authority_pem
+        )
 
     async def _serve(
         self,

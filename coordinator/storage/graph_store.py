@@ -9,10 +9,12 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from atoll.errors import UsageError
-from atoll.opdag import OpDag, StateMeta
+from atoll.opdag import OpDag, StateMeta, leaf_refs
 from atoll.program import PiecePrograms, StageProgram, stage_programs
 from coordinator.federated.checks import check_inputs
 from coordinator.messages import peer_tensors
+from coordinator.messages.events import Needs
+from coordinator.planning.costs.memory import leaf_bytes
 from coordinator.planning.costs.op_seconds import probe_ops
 from coordinator.storage.checkpoints import defect, torn
 from protos.convert import dag_from_bytes
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from atoll.dataset_spec import DataSpec
-    from atoll.job import JobSpec
+    from atoll.job import JobSpec, TrainingSpec
     from atoll.messages.to_worker import OpProbe
     from atoll.plan import Plan, Replica
     from coordinator.storage.blob_store import BlobStore
@@ -42,6 +44,14 @@ class Graphs:
     def flops(self) -> dict[str, int]:
         """Signature -> forward FLOPs."""
         return {signature: probe.node.flops_forward for signature, probe in self.probes.items()}
+
+    def needs(self, training: TrainingSpec) -> Needs:
+        """Return what training asks of a fleet at least."""
+        dag, held = self.train, 0.0
+        for leaf in {leaf for node in dag.ops for leaf in leaf_refs(node)}:
+            held += leaf_bytes(dag, leaf, training.optimizer)[0]
+        flops = sum(node.flops_forward + node.flops_backward for node in dag.ops)
+        return Needs(flops * training.n_micro, int(held))
 
     def states(self) -> dict[str, StateMeta]:
         """Shapes of every leaf of both DAGs, inputs included."""

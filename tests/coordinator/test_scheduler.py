@@ -75,7 +75,7 @@ def test_a_second_job_waits_for_the_first_and_follows_it() -> None:
     world = Scripted().training()
     world.submit("job-2")
     assert world.state("job-2").phase is jobs.Phase.QUEUED
-    assert world.state("job-2").reason.startswith("waits for job-1")
+    assert world.state("job-2").reason == "waits for its turn: needs 2 workers, 1 idle"
     world.handle(ev.CancelAsked("job-1"))
     assert world.state("job-2").phase is jobs.Phase.LOADING
 

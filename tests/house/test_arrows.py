@@ -32,6 +32,7 @@ PURE = [
     "coordinator/messages",
     "coordinator/membership",
     "coordinator/pipeline",
+    "coordinator/sharing",
     "coordinator/federated",
     "coordinator/client/chrome_trace.py",
     "coordinator/dashboard/curves.py",

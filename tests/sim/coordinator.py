@@ -41,6 +41,7 @@ RETRY_STORAGE_S = 5.0
 COMMAND_CHECK_S = 2.0
 SNAPSHOT_EVERY = 7  # records
 OPS = {"op": 1000}
+NEEDS = ev.Needs(step_flops=400_000)  # as simulated workers time ops, about 0.4 s on one
 UPDATE_META = TensorMeta((10,), "float32")
 
 
@@ -260,7 +261,7 @@ class Coordinator(Process):
                 if outbox is not None and outbox.session == session:
                     self._drop(outbox, reason)
             case do.ReadJob(job):
-                self._later(PLAN_S, ev.JobRead(job, OPS))
+                self._later(PLAN_S, ev.JobRead(job, OPS, NEEDS))
             case do.MakePlan():
                 self._later(PLAN_S, self.plan(instruction))
             case do.ChooseLinks(job, attempt):

@@ -15,7 +15,7 @@ from coordinator.messages import events as ev
 from coordinator.messages.facts import from_record
 from tests.sim.checks import Checks, Violation
 from tests.sim.clock import Clock, digest
-from tests.sim.coordinator import NAME, OPS, Coordinator, Folder
+from tests.sim.coordinator import NAME, NEEDS, OPS, Coordinator, Folder
 from tests.sim.faults import Fault, KilledForMemory, TakeOver, drawn
 from tests.sim.network import Network
 from tests.sim.worker import Worker
@@ -221,7 +221,7 @@ class World:
             if job in coordinator.shadow.jobs:
                 return
             if coordinator.alive and not coordinator.frozen and not coordinator.folder.full:
-                coordinator.post(ev.Submitted(job, job, spec, OPS))
+                coordinator.post(ev.Submitted(job, job, spec, OPS, needs=NEEDS))
             self.clock.after(3.0, ask)
 
         self.clock.after(after_s, ask)

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import structlog
 import typer
 
-from atoll.errors import AtollError
+from atoll.errors import AtollError, UsageError
 from atoll.version import __version__
 from hostos.command_line import (
     HELP_NAMES,
@@ -49,7 +50,7 @@ DOCTOR_CODES = EXIT_CODES.replace("0 left as asked", "0 fit to join").replace(
 )
 
 PANELS = {
-    "Joining": ("doctor", "join", "leave", "status", "install"),
+    "Joining": ("doctor", "join", "leave", "status", "credit", "install"),
     "Limits": ("limits", "pause", "resume", "config"),
     "Data and consent": ("data", "jobs", "model", "apps"),
     "This program": ("version",),
@@ -221,6 +222,48 @@ def _given(config: WorkerConfig) -> str | None:
         f"{found.bytes_in / mib:.1f} MiB received, {found.bytes_out / mib:.1f} MiB sent; "
         f"{found.discarded_steps} steps were discarded"
     )
+
+
+@app.command(epilog="Example: atoll-worker credit --out receipt.json")
+def credit(
+    to: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the signed receipt there.")
+    ] = None,
+    check: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Check such a file, without asking the coordinator.")
+    ] = None,
+    state_dir: StateDir = None,
+    json: AsJson = False,
+) -> int:
+    """Show what this machine has given to which owners, as its coordinator has signed it."""
+    from protos.credentials import Identity, authorities_in
+    from protos.receipts import checked, read_receipt
+    from worker.control.given import ask_receipt
+
+    folder = state_dir or default_state_dir()
+    identity = Identity.load(folder / "identity")
+    if identity is None:
+        raise UsageError(f"{folder} holds no identity; join a coordinator first: `atoll-worker join`")
+    if check is not None:
+        receipt = read_receipt(check.read_text())
+    else:
+        receipt = ask_receipt(make_config({"state_dir": folder}, {}))
+    held = checked(receipt, authorities_in(identity.ca_pem))
+    if to is not None:
+        to.write_text(receipt.file())
+    if json:
+        print_json(held)
+        return 0
+    for row in held["credits"]:
+        useful, hours = row["useful"], row["useful"]["computed_ms"] / 3.6e6
+        words = f"{useful['steps']} steps, {useful['samples']} samples, {hours:.2f} h of computing"
+        words += f"; {row['discarded']['steps']} discarded, {row['pending']['steps']} not stored yet"
+        out.print(f"{row['day']} for {row['owner'] or '-'}: {words}", markup=False, soft_wrap=True)
+    if not held["credits"]:
+        out.print("nothing yet")
+    if to is not None:
+        out.print(f"{to}: signed by the coordinator; check it with `atoll-worker credit --check {to}`")
+    return 0
 
 
 @app.command(epilog="Example: atoll-worker version")

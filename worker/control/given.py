@@ -9,7 +9,9 @@ import grpc
 
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
+from protos.credentials import authorities_in
 from protos.grpc_errors import to_atoll_error
+from protos.receipts import Receipt, checked
 from worker.control.calls import answer
 from worker.control.enroll import join
 
@@ -44,6 +46,23 @@ def ask_given(config: WorkerConfig) -> Given:
         except grpc.RpcError as error:
             raise to_atoll_error(error, member.work_address) from None
     return summed(reply)
+
+
+def ask_receipt(config: WorkerConfig) -> Receipt:
+    """Ask for a receipt of what this machine has given, and check it. Raises ConnectionFailed or
+    AccessDenied."""
+    member = join(replace(config, connect_timeout_s=0.0), lambda _: True)
+    with member.channel(config) as channel:
+        stub: Any = rpc.WorkStub(channel)
+        call = stub.Receipt.future(pb.Empty(), timeout=ANSWER_WITHIN_S, metadata=member.metadata)
+        try:
+            reply: pb.ReceiptReply = answer(call, lambda _: False)
+        except grpc.RpcError as error:
+            raise to_atoll_error(error, member.work_address) from None
+    receipt = Receipt(reply.statement, reply.signature, reply.authority_pem)
+    if member.identity is not None:
+        checked(receipt, authorities_in(member.identity.ca_pem))
+    return receipt
 
 
 def summed(reply: pb.ContributionList) -> Given:

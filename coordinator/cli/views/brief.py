@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from coordinator.cli.format import DIM, in_bits, in_bytes, in_seconds, share_bar, sparkline
+from coordinator.cli.format import DIM, in_bits, in_bytes, in_seconds, reason_of, share_bar, sparkline
 from coordinator.cli.render import codec_label, held_out_words, pace
 from coordinator.cli.render_federated import figures
 from protos import atoll_control_pb2 as pb
@@ -36,7 +36,7 @@ def brief_view(update: pb.JobUpdate, losses: Sequence[float], names: Names) -> R
 
 def _head(update: pb.JobUpdate, losses: Sequence[float]) -> Iterator[tuple[str, str]]:
     done = update.step / update.steps if update.steps else 0.0
-    reason = f", {update.reason}" if update.reason else ""
+    reason = f", {reason_of(update)}" if update.reason else ""
     yield "job", f"{update.job} {update.name}: {update.state}{reason}"
     what = "round" if update.HasField("federated") else "step"
     yield what, f"{update.step}/{update.steps}  {share_bar(done, BAR)}  {_soonest(update)}"

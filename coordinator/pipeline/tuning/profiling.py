@@ -37,6 +37,7 @@ class Profiling:
     effects: Effects
     measuring: Measuring
     holds: dict[str, Hold] = field(default_factory=dict)
+    granted: dict[str, frozenset[str]] = field(default_factory=dict)  # workers to plan a job with
     _ops_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
     _reading: set[str] = field(default_factory=set)
     _unreadable: set[str] = field(default_factory=set)  # while they run
@@ -145,15 +146,20 @@ class Profiling:
     def _candidates(self, job: str, spec: JobSpec) -> list[str]:
         """Return the idle workers to plan with. Of a huge fleet they stay the same until the plan is made:
         in one where somebody always comes, measuring would never end."""
-        roster = self.effects.roster
-        if roster.idle_count <= roster.probing.planned_workers and job not in self._chosen:
-            return roster.idle()
+        roster, free = self.effects.roster, self._free(job)
+        if len(free) <= roster.probing.planned_workers and job not in self._chosen:
+            return free
         idle = list(filter(roster.is_idle, self._chosen.get(job, ())))
         if not idle:
-            plannable = roster.plannable(roster.idle(), spec.training.precision.value)
+            plannable = roster.plannable(free, spec.training.precision.value)
             owner = [spec.data_of] if roster.is_idle(spec.data_of) else []
             idle = self._chosen[job] = list(dict.fromkeys((*owner, *plannable)))
         return idle
+
+    def _free(self, job: str) -> list[str]:
+        """Return the idle workers that a job was granted; of an inquiry all."""
+        roster, granted = self.effects.roster, self.granted.get(job)
+        return roster.idle() if granted is None else roster.in_order(filter(roster.is_idle, granted))
 
     def _links_known(self, job: str, spec: JobSpec) -> bool:
         roster = self.effects.roster
@@ -185,7 +191,7 @@ class Profiling:
         self._wanted.pop(job, None)
         self.measuring.stop(job)
         self.effects.emit(
-            do.MakePlan(job, attempt, version, spec, fleet, beyond=roster.idle_count - len(idle))
+            do.MakePlan(job, attempt, version, spec, fleet, beyond=len(self._free(job)) - len(idle))
         )
 
     def rest(self, job: str) -> tuple[frozenset[str], ...]:
@@ -221,7 +227,14 @@ class Profiling:
         """Forget everything about a job that is over."""
         self.stop(job)
         self.effects.roster.memory.forget(job)
-        for known in (self.holds, self._ops_of, self._attempts, self._asked_on, self._planned_on):
+        for known in (
+            self.holds,
+            self.granted,
+            self._ops_of,
+            self._attempts,
+            self._asked_on,
+            self._planned_on,
+        ):
             known.pop(job, None)
         for jobs in (self._reading, self._unreadable, self._suspect):
             jobs.discard(job)

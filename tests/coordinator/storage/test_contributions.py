@@ -24,6 +24,7 @@ from coordinator.storage.contributions import (
 from coordinator.storage.journal import Journal
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
+from protos.receipts import Receipt, checked
 from tests.coordinator.serving import Owner, fleet, start
 from tests.patience import HUNG_S
 from worker.control.given import summed
@@ -142,8 +143,22 @@ def test_committed_steps_of_a_job_count_for_its_workers_and_a_restart_keeps_them
         )
         assert [row.worker for row in own] == [workers[0].worker], "one's own alone"
         assert summed(pb.ContributionList(contributions=own)).steps == 6
+        credits = owner.call("Credits", pb.ContributionsRequest()).credits
+        assert {row.name for row in credits} == {"fake-0", "fake-1"}
+        sums = [
+            (row.useful.steps, row.useful.samples, row.discarded.steps, row.pending.steps) for row in credits
+        ]
+        assert sums == [(6, 6 * 4 * 8, 0, 0)] * 2
+        signed = rpc.WorkStub(workers[0]._channel).Receipt(
+            pb.Empty(), metadata=workers[0].metadata, timeout=HUNG_S
+        )
+        receipt = Receipt(signed.statement, signed.signature, signed.authority_pem)
+        said = checked(receipt, [running.server.authority.newest.certificate_pem])
+        assert (said["machine"], said["name"]) == (workers[0].worker, "fake-0")
+        assert [row["useful"]["steps"] for row in said["credits"]] == [6]
         running.stop()
         running = start(stack, tmp_path)
+        assert list(Owner(running).call("Credits", pb.ContributionsRequest()).credits) == list(credits)
         again = Owner(running).call("Contributions", pb.ContributionsRequest()).contributions
         assert sorted(row.SerializeToString() for row in again) == sorted(
             r.SerializeToString() for r in found
