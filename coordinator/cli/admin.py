@@ -40,6 +40,12 @@ token_app = typer.Typer(
 )
 
 
+Policy = Annotated[str, typer.Option(help="Which job gets workers first: srsf, shares, priorities or fifo.")]
+MostJobs = Annotated[
+    int, typer.Option(min=1, max=1000, help="Most jobs that train at once, federated ones aside.")
+]
+
+
 def register(app: typer.Typer) -> None:
     """Add this module's commands to the `atoll` command."""
     app.command(epilog="Example: atoll serve --listen 0.0.0.0:7700 --advertise train.example.org")(serve)
@@ -83,12 +89,8 @@ def serve(
     blob_quota: Annotated[
         str, typer.Option(metavar="SIZE", help="Disk limit of models, data and checkpoints.")
     ] = "512GiB",
-    policy: Annotated[
-        str, typer.Option(help="Which job gets workers first: srsf, shares, priorities or fifo.")
-    ] = "srsf",
-    concurrent_jobs: Annotated[
-        int, typer.Option(min=1, max=1000, help="Most jobs that train at once, federated ones aside.")
-    ] = 16,
+    policy: Policy = "srsf",
+    concurrent_jobs: MostJobs = 16,
     insecure: Insecure = False,
     json: AsJson = False,
     *,
