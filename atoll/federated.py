@@ -25,7 +25,7 @@ from atoll.data import Materialised, Rows, check_seed
 from atoll.dataset_spec import DataSpec, PinnedData
 from atoll.errors import UsageError
 from atoll.fields import check_fields, described
-from atoll.formulas import OwnStrategy
+from atoll.formulas import DeclaredStrategy
 from atoll.opdag import DTYPE_BYTES
 from atoll.opdag import MAX_METRICS as MAX_METRICS
 from atoll.privacy import Privacy, check_private
@@ -116,7 +116,7 @@ class Federated:
     buffer: int = 0
     staleness: float | None = None  # 0.5: an update of t models ago weighs (1 + t) ** -staleness
     max_staleness: int | None = None  # 20: an older one is refused
-    own: OwnStrategy | None = None  # formulas of a strategy that is none of ours, captured at submit
+    own: DeclaredStrategy | None = None  # formulas of a strategy that is none of ours, captured at submit
     secure: Secure | None = None  # the coordinator sees sums of updates alone: docs/secure-aggregation.md
 
     @property

@@ -115,7 +115,7 @@ ArrayNames = Annotated[tuple[Name, ...], Most(MAX_ARRAYS)]
 
 
 @dataclass(frozen=True, slots=True)
-class OwnStrategy:
+class DeclaredStrategy:
     """A strategy as it travels: what it keeps and sends beside the model, and its formulas.
 
     ``server``: arrays that the server keeps, one for each trained tensor, zero at first; ``sent_down``: those

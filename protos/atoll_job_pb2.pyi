@@ -998,7 +998,7 @@ class Formula(_message.Message):
 Global___Formula: _TypeAlias = Formula  # noqa: Y015
 
 @_typing.final
-class OwnStrategy(_message.Message):
+class DeclaredStrategy(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SUMMARY_FIELD_NUMBER: _builtins.int
@@ -1059,7 +1059,7 @@ class OwnStrategy(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___OwnStrategy: _TypeAlias = OwnStrategy  # noqa: Y015
+Global___DeclaredStrategy: _TypeAlias = DeclaredStrategy  # noqa: Y015
 
 @_typing.final
 class Secure(_message.Message):
@@ -1161,7 +1161,7 @@ class FederatedSpec(_message.Message):
         """unset: none"""
 
     @_builtins.property
-    def own(self) -> Global___OwnStrategy:
+    def own(self) -> Global___DeclaredStrategy:
         """unset: ``strategy`` is one of ours"""
 
     @_builtins.property
@@ -1194,7 +1194,7 @@ class FederatedSpec(_message.Message):
         buffer: _builtins.int = ...,
         staleness: _builtins.float | None = ...,
         max_staleness: _builtins.int | None = ...,
-        own: Global___OwnStrategy | None = ...,
+        own: Global___DeclaredStrategy | None = ...,
         secure: Global___Secure | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_staleness", b"_staleness", "max_staleness", b"max_staleness", "own", b"own", "privacy", b"privacy", "secure", b"secure", "staleness", b"staleness"]  # noqa: Y015

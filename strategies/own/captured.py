@@ -31,11 +31,11 @@ from atoll.formulas import (
     SERVER_NUMBERS,
     STAND_IN,
     WEIGHT,
+    DeclaredStrategy,
     Formula,
     value,
     value_meta,
 )
-from atoll.formulas import OwnStrategy as Declared
 from atoll.opdag import Arg, Kind, OpNode, OpRef, TensorMeta, TorchLiteral
 from strategies import STRATEGIES
 from strategies.own.base import OwnStrategy, Values, make_own
@@ -60,7 +60,7 @@ def with_own(rule: Federated) -> Federated:
     return replace(rule, own=captured(make_own(rule.strategy, rule.options)))
 
 
-def captured(strategy: OwnStrategy) -> Declared:
+def captured(strategy: OwnStrategy) -> DeclaredStrategy:
     """Return what of ``strategy`` travels. UsageError names the method that cannot be captured, and why."""
     kind = type(strategy)
     here = (RECEIVED, *kind.SENT_DOWN, *kind.CLIENT)
@@ -76,7 +76,7 @@ def captured(strategy: OwnStrategy) -> Declared:
     }
     summary = (kind.__doc__ or "").strip().partition("\n")[0].strip().rstrip(".")
     try:
-        return Declared(
+        return DeclaredStrategy(
             summary,
             kind.SERVER,
             kind.SENT_DOWN,

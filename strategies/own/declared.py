@@ -25,7 +25,7 @@ from strategies.values import ClientState, Correction, Facts, Uploads
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from atoll.formulas import OwnStrategy
+    from atoll.formulas import DeclaredStrategy
     from strategies.fixed import Grid
     from strategies.layout import Array, Arrays, Layout, SlotMetas, Slots
     from strategies.sums import Sums
@@ -66,7 +66,7 @@ class Declared(Linear):
     name: ClassVar[str] = "own"
 
     title: str
-    own: OwnStrategy
+    own: DeclaredStrategy
 
     def __post_init__(self) -> None:
         if self.title in STRATEGIES:

@@ -10,7 +10,7 @@ from atoll.opdag import LeafRef, OpRef, TorchLiteral, op_refs
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from atoll.formulas import Formula, OwnStrategy
+    from atoll.formulas import DeclaredStrategy, Formula
     from atoll.opdag import Arg, OpNode
 
 MAX_SHOWN = 1500
@@ -27,7 +27,7 @@ _SIGNS = {
 }
 
 
-def client_words(own: OwnStrategy) -> str:
+def client_words(own: DeclaredStrategy) -> str:
     """Return what clients compute by an owner's strategy beside the job's graph."""
     copies = (f"each round sets {into}* to the received {of}*" for into, of in sorted(own.copies.items()))
     parts = [

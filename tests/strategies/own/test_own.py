@@ -18,8 +18,7 @@ from torch.nn import functional as F
 from atoll import Optimizer, OptimizerName, TrainingSpec
 from atoll.errors import AtollError, UnsupportedOp, UsageError
 from atoll.federated import NO_FLOORS, Federated, FederatedSpec
-from atoll.formulas import FORMULA_OPS, MAX_FORMULA_OPS, STAND_IN, Formula, value
-from atoll.formulas import OwnStrategy as Declaration
+from atoll.formulas import FORMULA_OPS, MAX_FORMULA_OPS, STAND_IN, DeclaredStrategy, Formula, value
 from atoll.opdag import Autocast, Kind, LeafRef, OpNode, OpRef, Source, TensorMeta
 from atoll.ops import ALLOWED
 from atoll.signatures import parameters
@@ -136,7 +135,7 @@ def test_copies_hold_what_the_round_began_with(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_copies_are_frozen_namesakes_of_what_is_trained() -> None:
-    rule = Declared("taught", Declaration("", copies={"teacher.": "net."}))
+    rule = Declared("taught", DeclaredStrategy("", copies={"teacher.": "net."}))
     like = {"net.w": np.zeros((2, 2), "float32"), "teacher.w": np.zeros((2, 2), "float32")}
     assert rule.adapt(Layout.of(like, {"net.w"})).roles["teacher.w"] == Role.STILL
     with pytest.raises(UsageError, match=r"'teacher\.w' is trained; freeze"):
@@ -147,7 +146,7 @@ def test_copies_are_frozen_namesakes_of_what_is_trained() -> None:
     with pytest.raises(UsageError, match="the model has no"):
         rule.adapt(Layout.of({"x": np.zeros(2, "float32")}, {"x"}))
     with pytest.raises(UsageError, match="COPIES: 'net'"):
-        Declaration("", copies={"teacher.": "net"})
+        DeclaredStrategy("", copies={"teacher.": "net"})
 
 
 def test_the_tutorials_strategies_are_short_and_conform() -> None:
@@ -237,7 +236,7 @@ def test_every_array_that_is_declared_is_computed() -> None:
 @pytest.mark.parametrize("names", [("lr",), ("a", "a"), ("../up",), ("a" * 33,), ("weight",)])
 def test_arrays_have_names_of_their_own(names: tuple[str, ...]) -> None:
     with pytest.raises(UsageError, match="named"):
-        Declaration("", server=names)
+        DeclaredStrategy("", server=names)
 
 
 def test_a_stateless_server_s_array_stays_and_one_that_is_not_finite_fails_the_job_by_name() -> None:
@@ -290,14 +289,14 @@ def test_formulas_are_bounded_and_read_and_return_what_is_theirs() -> None:
     with pytest.raises(UsageError, match="without its results"):
         Formula((node(),), {"gradient": 1})
     with pytest.raises(UsageError, match=r"gradient\(\) reads 'delta'"):
-        Declaration("", gradient=Formula((node("aten.neg.default", value("delta")),), {"gradient": 0}))
+        DeclaredStrategy("", gradient=Formula((node("aten.neg.default", value("delta")),), {"gradient": 0}))
     with pytest.raises(UsageError, match="one of ours"):
-        Declared("fedavg", Declaration("really"))
+        Declared("fedavg", DeclaredStrategy("really"))
 
 
 def test_an_argument_of_another_type_is_refused_by_the_rehearsal_that_names_the_method() -> None:
     bad = Formula((node("aten.add.Tensor", value("gradient"), "one"),), {"gradient": 0})
-    rule = Declared("forged", Declaration("", gradient=bad))
+    rule = Declared("forged", DeclaredStrategy("", gradient=bad))
     with pytest.raises(UnsupportedOp, match=r"strategy forged, gradient\(\): for tensors float32 \(2,\)"):
         rule.fit(Layout.of({"w": np.zeros(2, "float32")}, {"w"}))
 
