@@ -2419,6 +2419,7 @@ class Assign(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     FURTHER_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    JOINING_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     first_step: _builtins.int
@@ -2426,6 +2427,8 @@ class Assign(_message.Message):
     """of this worker among the plan's places"""
     owner: _builtins.str
     """who submitted the job, where its data stay with a worker"""
+    joining: _builtins.bool
+    """of a peer's own steps up to first_step all are done, its round is not"""
     @_builtins.property
     def training(self) -> _atoll_job_pb2.TrainingSpec: ...
     @_builtins.property
@@ -2482,10 +2485,11 @@ class Assign(_message.Message):
         rank: _builtins.int = ...,
         further: _abc.Iterable[Global___PiecePrograms] | None = ...,
         owner: _builtins.str = ...,
+        joining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "eval_program", b"eval_program", "plan", b"plan", "program", b"program", "replay", b"replay", "training", b"training"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "eval_program", b"eval_program", "first_step", b"first_step", "further", b"further", "holders", b"holders", "job", b"job", "metas", b"metas", "owner", b"owner", "peers", b"peers", "plan", b"plan", "plan_version", b"plan_version", "program", b"program", "rank", b"rank", "replay", b"replay", "tensors", b"tensors", "training", b"training"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "eval_program", b"eval_program", "first_step", b"first_step", "further", b"further", "holders", b"holders", "job", b"job", "joining", b"joining", "metas", b"metas", "owner", b"owner", "peers", b"peers", "plan", b"plan", "plan_version", b"plan_version", "program", b"program", "rank", b"rank", "replay", b"replay", "tensors", b"tensors", "training", b"training"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2530,6 +2534,7 @@ class Replay(_message.Message):
     GRADIENT_SCALES_FIELD_NUMBER: _builtins.int
     STORES_FIELD_NUMBER: _builtins.int
     STANDBY_FIELD_NUMBER: _builtins.int
+    COMMITS_FIELD_NUMBER: _builtins.int
     first_step: _builtins.int
     standby: _builtins.bool
     """A rank beside the plan's: repeats every later step as well when it hears its commit, sends nothing. Then the
@@ -2547,6 +2552,12 @@ class Replay(_message.Message):
     def stores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """numbers of steps after which the state is stored, as the commit before asked: StateStored under that step's version"""
 
+    @_builtins.property
+    def commits(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepCommit]:
+        """Of a stage of a peer whose own steps are committed: what its peer has heard since, its own steps and rounds,
+        in that order; then there are neither eras nor gradient_scales. ``store``: the state after it is stored.
+        """
+
     def __init__(
         self,
         *,
@@ -2555,10 +2566,11 @@ class Replay(_message.Message):
         gradient_scales: _abc.Iterable[_builtins.float] | None = ...,
         stores: _abc.Iterable[_builtins.int] | None = ...,
         standby: _builtins.bool = ...,
+        commits: _abc.Iterable[Global___StepCommit] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eras", b"eras", "first_step", b"first_step", "gradient_scales", b"gradient_scales", "standby", b"standby", "stores", b"stores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "eras", b"eras", "first_step", b"first_step", "gradient_scales", b"gradient_scales", "standby", b"standby", "stores", b"stores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

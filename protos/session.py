@@ -148,10 +148,14 @@ def _check_op(op: asked.OpProbe) -> None:
         raise BadFrame(f"op {op.node.target} to time lacks the shape of {missing[:3]}")
 
 
-def check_replay(replay: asked.Replay, end: int, version: int) -> None:
+def check_replay(replay: asked.Replay, end: int, version: int, *, piped: bool = False) -> None:
     """Steps to repeat are those before ``end``, under versions before ``version``; of a standby later ones
-    follow. Raises BadFrame."""
+    follow. ``piped``: own steps and rounds of a peer. Raises BadFrame."""
     first, standby = replay.first_step, replay.standby
+    if piped:
+        _check_repeated(replay, end, version)
+        return
+    within("commits of a pipeline's steps", len(replay.commits), 0, 0)
     steps = within("steps to repeat", end - first, int(not standby), told.MAX_REPEATED)
     within("gradient scales", len(replay.scales), steps, steps)
     for step in replay.stores:
@@ -164,6 +168,23 @@ def check_replay(replay: asked.Replay, end: int, version: int) -> None:
     if not standby:
         within("first step of a version", eras[-1].first_step, 0, end - 1)
         within("version of a step to repeat", eras[-1].version, 0, version - 1)
+
+
+def _check_repeated(replay: asked.Replay, end: int, version: int) -> None:
+    """Commits in the order of their steps, a round behind the own steps of its period. Raises BadFrame."""
+    commits = replay.commits
+    within("steps to repeat", len(commits), int(not replay.standby), told.MAX_REPEATED)
+    within("gradient scales", len(replay.scales), 0, 0)
+    within("versions beside commits", len(replay.eras), 0, 0)
+    least, own, said = replay.first_step, False, 0
+    for commit in commits:
+        _check_commit(commit)
+        if commit.relink is not None:
+            raise BadFrame(f"step {commit.step} to repeat changes links")
+        # A round has the number of its period's last step, which may be the one before.
+        within("step to repeat", commit.step, least - (own and not commit.own), end)
+        within("version of a step to repeat", commit.version, said, version - (not replay.standby))
+        least, own, said = commit.step + 1, commit.own, commit.version
 
 
 CHECKS.update(

@@ -211,7 +211,9 @@ class Era:
 @dataclass(frozen=True, slots=True)
 class Replay:
     """Steps from ``first_step`` on that a rank repeats by itself; ``stores``: numbers of steps after which it
-    stores its part of a checkpoint; ``standby``: and every later one, beside the plan."""
+    stores its part of a checkpoint; ``standby``: and every later one, beside the plan. ``commits``: in place
+    of eras and scales, of a rank whose peer's own steps are committed: those and the rounds, as it heard
+    them; ``store`` of one: its part is to be stored."""
 
     first_step: Step
     # Ascending; the first begins at or before ``first_step``, of who stands by the last goes on.
@@ -220,6 +222,18 @@ class Replay:
     scales: Annotated[tuple[Amount, ...], At("gradient_scales"), Most(MAX_REPEATED)]
     stores: Annotated[tuple[int, ...], Most(MAX_REPEATED)] = ()
     standby: bool = False
+    commits: Annotated[tuple[StepCommit, ...], Most(MAX_REPEATED)] = ()
+
+    @property
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """(first step, version) of what is repeated, ascending; where a version begins with a round, the
+        step behind that."""
+        if not self.commits:
+            return tuple((era.first_step, era.version) for era in self.eras)
+        found: dict[int, int] = {}
+        for commit in self.commits:
+            found.setdefault(commit.version, commit.step + (not commit.own))
+        return tuple((first, version) for version, first in found.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +249,7 @@ class Assign:
     """A stage to load. ``tensors`` maps every leaf but the inputs to its blob, of the state after
     ``first_step`` steps or, where there is a ``replay``, before that. ``further``: programs of its pieces
     behind the first one, of training and of an evaluation. ``owner``: who submitted the job, where its data
-    stay with a worker."""
+    stay with a worker. ``joining``: as of ``Reconfigure``."""
 
     job: Name
     version: Version
@@ -254,6 +268,7 @@ class Assign:
     rank: int
     further: Annotated[tuple[FurtherPiece, ...], Most(MAX_PIECES - 1)] = ()
     owner: str = ""
+    joining: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,7 @@ class Assign:
     peers: tuple[RankPeer, ...]
     replay: Replay | None = None
     holders: tuple[ExpectPeer, ...] = ()
+    joining: bool = False  # of the rank's peer all own steps up to ``first_step`` are done, its round is not
 
 
 @dataclass(frozen=True, slots=True)

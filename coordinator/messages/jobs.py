@@ -425,6 +425,9 @@ class Running:
     fetched_s: Mapping[int, float] = field(default_factory=dict)  # ... and of that, fetching its tensors
     ready: Mapping[int, StepReady] = field(default_factory=dict)
     own: Mapping[int, OwnSteps] = field(default_factory=dict)  # of peers whose steps are committed, by number
+    # Commits since the newest checkpoint that peers have heard, of own steps and of rounds, by number, ...
+    heard: Mapping[int, tuple[StepCommit, ...]] = field(default_factory=dict)
+    alike_from: int = -1  # ... and the first step of the periods since which the same peers exchange
     quorum_s: float | None = None  # since when as many of them as the round waits for have their last one
     last_commit: StepCommit | None = None
     awaiting_eval: int | None = None  # step whose evaluation is running
@@ -544,11 +547,27 @@ class JobState:
     def due_of(self, rank: int) -> tuple[int, bool]:
         """Return the step that a rank commits next, and whether that is a period's round after all of its own
         steps: of a peer of several stages its own, else the job's."""
+        if self.step >= self.steps:  # all are over
+            return self.step, False
         if self.plan is None or not self.plan.in_pipe(rank):
             return self.due, False
         own = self.run.own.get(self.plan.places[rank].replica)
         step = own.step if own is not None else self.step
         return min(step, self.due), step > self.due
+
+    def steps_of(self, rank: int) -> int:
+        """Return how many steps of a rank are committed: of a peer of several stages its own as well."""
+        own = None
+        if self.plan is not None and self.plan.in_pipe(rank):
+            own = self.run.own.get(self.plan.places[rank].replica)
+        return own.step if own is not None else self.step
+
+    @property
+    def repeats_own(self) -> bool:
+        """Whether a peer's own steps can be repeated: those that are committed, where all messages of a round
+        leave behind the last of its period."""
+        exchange = self.plan.exchange if self.plan is not None and self.plan.piped else None
+        return exchange is not None and not exchange.delay and not exchange.gossips
 
     @property
     def store_ranks(self) -> frozenset[int]:
@@ -565,7 +584,7 @@ class JobState:
     @property
     def replay_from(self) -> int:
         """Return the first step whose messages somebody may still ask for."""
-        if self.local:  # a peer's steps are not repeated
+        if self.local and not self.repeats_own:
             return self.due + 1
         checked = self.checkpoint.step if self.logs_from is None else self.logs_from
         return min([self.checkpoint.step, checked, *(standby.step for standby in self.standbys.values())])

@@ -42,7 +42,10 @@ def assignment(
 ) -> do.Assign:
     """Return the message that gives a rank of the adopted plan its stage."""
     peers, tensors = _peers(state.adopted, rank, roster), tensors_of(state.adopted, rank, source)
-    return do.Assign(state.job, state.spec, state.adopted, rank, state.step, tensors, peers, replay, holders)
+    step, joining = state.due_of(rank) if state.adopted.in_pipe(rank) else (state.step, False)
+    return do.Assign(
+        state.job, state.spec, state.adopted, rank, step, tensors, peers, replay, holders, joining
+    )
 
 
 def tensors_of(plan: Plan, rank: int, source: Checkpoint) -> dict[str, str]:

@@ -12,9 +12,19 @@ from atoll.step_loss import StepLoss, step_loss
 from coordinator.messages.credits import MAX_BYTES
 from coordinator.messages.events import EvalReady, StepReady
 from coordinator.messages.facts import StepCommitted
-from coordinator.messages.instructions import StepCommit
-from coordinator.messages.jobs import Dropped, FromRank, JobState, OddLoss, OwnSteps, Point, Todo, ToRanks
-from coordinator.pipeline import periods
+from coordinator.messages.instructions import StepCommit, StepStart
+from coordinator.messages.jobs import (
+    Dropped,
+    FromRank,
+    JobState,
+    OddLoss,
+    OwnSteps,
+    Phase,
+    Point,
+    Todo,
+    ToRanks,
+)
+from coordinator.pipeline import history, periods
 from coordinator.pipeline.joined import ranks_of
 from coordinator.pipeline.tuning import link_policy, relink
 
@@ -180,7 +190,8 @@ def own_ready(state: JobState, event: FromRank[StepReady], now_s: float) -> tupl
     if len(own.ready) < len(ranks_of(plan, number)):
         return state, []
     if plan.exchange is None or not plan.exchange.early:
-        return _own_committed(state, [number])
+        waits = state.phase is Phase.LOADING and own.step == state.due  # a round would begin with its commit
+        return (state, []) if waits else _own_committed(state, [number])
     state = _with_quorum(state, plan.exchange, now_s)
     waits_until_s = inf if state.run.quorum_s is None else state.run.quorum_s + plan.exchange.grace_s
     if own.step < state.due and now_s < waits_until_s:
@@ -223,13 +234,36 @@ def _own_committed(
 ) -> tuple[JobState, list[Todo]]:
     """Commit the step that each of these peers has reported. ``shares``: it is the period's last of each."""
     plan, todo, known = state.adopted, list[Todo](), dict(state.run.own)
+    heard = state.run.heard
     for peer in peers:
         own, ranks = known[peer], ranks_of(plan, peer)
         commit = replace(_own_commit(state, [own.ready[at] for at in ranks]), shares=shares)
         taken = own.step + 1 - state.step if shares and own.step < state.due else None
         known[peer] = OwnSteps(state.due + 1 if shares else own.step + 1, taken, {}, commit, own.ready)
+        heard = history.heard(state, heard, [peer], commit)
         todo += [ToRanks(commit, at) for at in ranks]
-    return replace(state, run=replace(state.run, own=known)), todo
+    return replace(state, run=replace(state.run, own=known, heard=heard)), todo
+
+
+def peer_begins(state: JobState, rank: int) -> list[Todo]:
+    """Have a peer take steps of its own that is whole again, or connected anew, while others are loading. Who
+    is takes no message of a round yet, so it does not come to that: see ``own_ready``."""
+    plan = state.adopted
+    if not (state.run.moving and state.repeats_own and plan.in_pipe(rank)) or state.run.unfit:
+        return []
+    ranks = ranks_of(plan, plan.places[rank].replica)
+    _, joining = state.due_of(rank)
+    if joining or state.step >= state.steps or not state.run.loaded.issuperset(ranks):
+        return []
+    return [ToRanks(StepStart(state.job, state.version, state.due), at) for at in ranks]
+
+
+def kept_back(state: JobState) -> tuple[JobState, list[Todo]]:
+    """Commit the last steps of peers that were taken while others were loading."""
+    exchange = state.adopted.exchange
+    if not state.local or exchange is None or exchange.early:
+        return state, []
+    return _own_committed(state, [peer for peer in state.run.own if _reported(state, peer)])
 
 
 def _own_late(own: OwnSteps, rank: int, reported: int) -> list[Todo]:
@@ -250,7 +284,7 @@ def _own_commit(state: JobState, reports: list[StepReady]) -> StepCommit:
     step = reports[0].step
     return StepCommit(
         state.job, state.version, step, scale, store=False, evaluate=False, last=False, own=True,
-        replay_from=step + 1,
+        replay_from=min(step + 1, state.replay_from),
     )  # fmt: skip
 
 

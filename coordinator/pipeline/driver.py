@@ -43,7 +43,7 @@ from coordinator.messages.jobs import (
     Waits,
     anew,
 )
-from coordinator.pipeline import history, machine, periods
+from coordinator.pipeline import commits, history, machine, periods
 from coordinator.pipeline.assigning import assignment, of_neighbours, reconfiguration, said_to
 from coordinator.pipeline.beside import Beside
 from coordinator.pipeline.changes.choice import Changes
@@ -224,6 +224,9 @@ class PipelineDriver:
             return  # the addresses of its neighbours come with them
         if state.phase is Phase.LOADING and rank not in state.run.loaded:
             self._give(state, rank)
+        elif state.phase is Phase.LOADING:
+            for item in commits.peer_begins(state, rank):
+                self._obey(state, item)
         elif state.phase in STEPPING and state.step == state.run.first_step:
             self.effects.send(worker, said_to(state, rank, do.StepStart(state.job, state.version, state.due)))
         elif state.run.last_commit is not None:
@@ -267,9 +270,6 @@ class PipelineDriver:
             self.adapting.adopted(state, self.effects.ledger.jobs[state.job].cap)
             now = {rank: roster.workers[worker].member for rank, worker in _present(state)}
             replaced = {rank for rank, m in now.items() if (m.job, m.rank) != (state.job, rank)}
-            if state.standbys and state.plan is not None and len(state.plan.replicas) > 1:
-                self.beside.standbys.give_up(state, "the plan has a replica more")
-                state = self.jobs[state.job]
             state = self.beside.standbys.reassigned(state, replaced)
         for worker in todo.left:
             self._let_go(state, worker, todo.reason)
@@ -450,8 +450,8 @@ class PipelineDriver:
                 for at, worker in _present(state):
                     if rank is None or rank == at:
                         self.effects.send(worker, said_to(state, at, message))
-                if rank is None and isinstance(message, do.StepCommit):
-                    self.beside.standbys.committed(state, message)
+                if isinstance(message, do.StepCommit):
+                    self.beside.standbys.committed(state, message, rank)
             case LinksDue():
                 self.adapting.due(state, todo)
             case Redo(reason):

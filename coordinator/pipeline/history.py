@@ -6,9 +6,11 @@ logs have the messages since; the journal has the scale of each step and the cod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from atoll.messages.from_worker import MAX_REPEATED
 from coordinator.messages import instructions as do
 from coordinator.messages.events import Loaded, StageMessage
 from coordinator.messages.facts import Checkpoint, Era
@@ -67,8 +69,55 @@ def sources(state: JobState, rank: int | None = None) -> list[Checkpoint]:
     return [source for source in found if source is not None]
 
 
+Heard = Mapping[int, tuple[do.StepCommit, ...]]
+
+
+def heard(state: JobState, before: Heard, peers: Iterable[int], commit: do.StepCommit) -> Heard:
+    """Return what peers have heard since the newest checkpoint, with one commit more; the oldest goes where
+    there are too many."""
+    if not state.repeats_own:
+        return before
+    return {**before, **{peer: (*before.get(peer, ()), commit)[-MAX_REPEATED:] for peer in peers}}
+
+
+def since(state: JobState, checkpoint: Checkpoint) -> Heard:
+    """Return what is still needed of what peers have heard, after a checkpoint is stored: somebody may be
+    loading an older one."""
+    loading = [s.source for s in state.standbys.values() if s.source is not None and not s.loaded]
+    first = min(source.step for source in (checkpoint, *sources(state), *loading))
+    return {
+        peer: tuple(commit for commit in commits if commit.step >= first)
+        for peer, commits in state.run.heard.items()
+    }
+
+
+def _own_replay(
+    state: JobState, rank: int, source: Checkpoint, stores: Collection[int], *, standby: bool = False
+) -> do.Replay:
+    """Return what a stage of a peer repeats whose own steps are committed."""
+    commits = state.run.heard.get(state.adopted.places[rank].replica, ())
+    said = tuple(
+        replace(
+            commit,
+            store=not commit.own and commit.step + 1 in stores,
+            evaluate=False,
+            evaluate_coded=False,
+            last=False,
+            keep=False,
+            replay_from=0,
+        )
+        for commit in commits
+        if commit.step >= source.step
+    )
+    return do.Replay(source.step, (), (), standby=standby, commits=said)
+
+
 def replay(state: JobState, record: JobRecord, rank: int, source: Checkpoint) -> do.Replay | None:
     """Return what a newcomer repeats after ``source``; None where that is as new as the step in flight."""
+    if state.adopted.in_pipe(rank):
+        due = {d for d, parts in state.storing.parts.items() if rank in state.store_ranks - parts.keys()}
+        found = _own_replay(state, rank, source, due)
+        return found if found.commits else None
     steps = state.step - source.step
     if steps <= 0:
         return None
@@ -85,8 +134,10 @@ def replay(state: JobState, record: JobRecord, rank: int, source: Checkpoint) ->
     return do.Replay(source.step, kept, tuple(record.scales[-steps:]), stores)
 
 
-def standing_by(state: JobState, record: JobRecord, source: Checkpoint) -> do.Replay:
-    """Return what who stands by from now on repeats after ``source``: every step, under whatever version."""
+def standing_by(state: JobState, record: JobRecord, rank: int, source: Checkpoint) -> do.Replay:
+    """Return what who stands by for a rank repeats after ``source``: every step, under whatever version."""
+    if state.adopted.in_pipe(rank):
+        return _own_replay(state, rank, source, (), standby=True)
     scales = tuple(record.scales[-(state.step - source.step) :]) if state.step > source.step else ()
     over = [era for era in record.eras if era.first_step <= source.step][:-1]
     eras = tuple(era for era in record.eras if era not in over)
@@ -96,12 +147,28 @@ def standing_by(state: JobState, record: JobRecord, source: Checkpoint) -> do.Re
 
 
 def not_repeatable(state: JobState, record: JobRecord) -> str:
-    """Return why the journal does not say enough for a replay, "" when it does."""
+    """Return why not enough is known for a replay, "" when it is."""
+    if state.local:
+        return _own_not_repeatable(state)
     steps = state.step - state.checkpoint.step
     if steps > len(record.scales):
         return f"{steps} steps since the checkpoint are more than the {len(record.scales)} known"
     if steps and not ran_alike(record, state.checkpoint.step):
         return f"codecs or shares of step {state.checkpoint.step} are not known any more"
+    return ""
+
+
+def _own_not_repeatable(state: JobState) -> str:
+    """Return why peers' own steps since the checkpoint cannot be repeated, "" where they can."""
+    first = state.checkpoint.step
+    if not state.repeats_own:
+        return "peers take their steps without a commit, or exchange while they take them"
+    if state.run.alike_from > first:
+        return f"other peers than now exchanged after step {first}"
+    for rank in filter(state.adopted.in_pipe, state.present):
+        commits = state.run.heard.get(state.adopted.places[rank].replica, ())
+        if state.steps_of(rank) > first and not (commits and commits[0].step <= first):
+            return f"not all commits since step {first} are known"
     return ""
 
 

@@ -62,7 +62,7 @@ from coordinator.messages.jobs import (
     Torn,
     Waits,
 )
-from coordinator.pipeline import commits, joined, periods, snapshots
+from coordinator.pipeline import commits, history, joined, periods, snapshots
 from coordinator.pipeline.changes.carried_over import carried_over, fact_of
 from coordinator.pipeline.health import disputes
 from coordinator.pipeline.health.doubt import diverged, doubted, words
@@ -173,7 +173,8 @@ def _load(state: JobState, event: FromRank[Loaded], now_s: float) -> Outcome:
     waiting = len(state.present) - len(loaded)
     if waiting:
         reason = state.reason if state.run.moving else f"{waiting} of {len(state.present)} stages are loading"
-        return replace(state, reason=reason, run=replace(state.run, loaded=loaded)), []
+        state = replace(state, reason=reason, run=replace(state.run, loaded=loaded))
+        return state, commits.peer_begins(state, event.rank)
     reason = f"training with plan {state.version}{_without(state)}"
     begun = replace(
         state,
@@ -193,7 +194,8 @@ def _load(state: JobState, event: FromRank[Loaded], now_s: float) -> Outcome:
     )
     if state.step >= state.steps or state.run.unfit:  # nothing is to be computed
         return _settle(begun)
-    todo: list[Todo] = [ToRanks(StepStart(state.job, state.version, state.due))]
+    begun, kept = commits.kept_back(begun)
+    todo: list[Todo] = [ToRanks(StepStart(state.job, state.version, state.due)), *kept]
     for rank, report in state.run.ready.items():
         if begun.phase is Phase.TRAINING:
             begun, more = _ready(begun, FromRank(rank, report), now_s)
@@ -203,7 +205,10 @@ def _load(state: JobState, event: FromRank[Loaded], now_s: float) -> Outcome:
 
 @TRANSITIONS.on(Phase.LOADING)
 def _ready_before(state: JobState, event: FromRank[StepReady], now_s: float) -> Outcome:
-    """A rank repeats a step that began before our restart: it counts once we know that all had loaded."""
+    """A rank repeats a step that began before our restart: it counts once we know that all had loaded. A peer
+    whose own stages are there goes on meanwhile."""
+    if state.adopted.in_pipe(event.rank) and not event.message.receipts:
+        return commits.own_ready(state, event, now_s)
     if event.message.step != state.due:
         return state, _late(state, event.rank, event.message.step)
     return replace(state, run=replace(state.run, ready={**state.run.ready, event.rank: event.message})), []
@@ -246,8 +251,7 @@ def _late(state: JobState, rank: int, reported: int) -> list[Todo]:
 
 
 def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Outcome:
-    training = state.spec.training
-    done = state.due + 1
+    training, done = state.spec.training, state.due + 1
     last = done >= training.steps
     evaluate = commits.can_evaluate(state) and (
         last or state.run.eval_owed or commits.evaluation_due(state, done)
@@ -289,6 +293,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
             state.run,
             ready={},
             own={},
+            heard=history.heard(state, state.run.heard, state.adopted.present_replicas, commit),
             quorum_s=None,
             reports=ready,
             last_commit=commit,
@@ -445,6 +450,7 @@ def _whole(state: JobState, done: int, parts: Mapping[int, Mapping[str, str]], n
     kept = replace(
         state,
         checkpoint=checkpoint,
+        run=replace(state.run, heard=history.since(state, checkpoint)),
         storing=replace(state.storing, parts=rest, due_s=now_s + wait_s, unstored=NOBODY),
     )
     if state.phase is not Phase.LOADING:
@@ -460,8 +466,11 @@ def _whole(state: JobState, done: int, parts: Mapping[int, Mapping[str, str]], n
 
 def _checkpoint_of(state: JobState, parts: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
     if state.local:
-        places = state.adopted.places
-        return peer_tensors.merged(state.checkpoint.tensors, parts, lambda rank: places[rank].replica)
+        plan, places = state.adopted, state.adopted.places
+        peers = [joined.ranks_of(plan, number) for number in range(len(plan.replicas))]
+        # Of a peer that is lost meanwhile some stages may have stored theirs: that is no model.
+        held = {rank: parts[rank] for ranks in peers if parts.keys() >= set(ranks) for rank in ranks}
+        return peer_tensors.merged(state.checkpoint.tensors, held, lambda rank: places[rank].replica)
     tensors = peer_tensors.model(state.checkpoint.tensors)
     for rank in sorted(parts):
         tensors.update(parts[rank])

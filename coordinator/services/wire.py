@@ -101,6 +101,7 @@ def _assign(message: do.Assign, graphs: GraphStore, way: Way) -> asked.Assign:
         rank=rank,
         further=tuple(asked.FurtherPiece(*both) for both in further),
         owner=spec.owner if spec.data.pinned is not None else "",
+        joining=message.joining,
     )
 
 

@@ -14,10 +14,10 @@ from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import BESIDE
 from coordinator.pipeline.history import version_at
-from strategies.exchanges.partners import group_of, groups_of, joins
-from tests.sim import local_steps
+from strategies.exchanges.partners import groups_of as groups_of
 from tests.sim.clock import Process, digest
 from tests.sim.local_steps import LOCAL_STEP_S
+from tests.sim.own_steps import OwnSteps
 from tests.sim.send_log import Kept, SendLog, Wanted
 from tests.sim.stage import PART, Held, Key, Message, Part, Tensors
 from tests.sim.values import NAN, batches, forward, joined, micro_losses, number, square_norms, told, update
@@ -80,7 +80,7 @@ def tensors_of(plan: Plan, place: Place, names: list[str]) -> list[str]:
 
 
 @dataclass
-class Bench:
+class Bench(OwnSteps):
     """One worker's computations, one after another."""
 
     process: Machine
@@ -96,6 +96,8 @@ class Bench:
     repeats: Held | None = None  # a stage on its way to the step in flight
     standby: bool = False  # ... that repeats every later step as well
     queue: deque[e.StepCommit | e.Reconfigure] = field(default_factory=deque)  # of a standby
+    _commits: deque[e.StepCommit] = field(default_factory=deque)  # of a peer, to be repeated
+    _commit: Any = None  # of which one is under way
     log: SendLog = field(default_factory=SendLog)
     joined: str = ""
     copies: dict[str, ev.CopyHeld] = field(default_factory=dict)
@@ -110,6 +112,7 @@ class Bench:
     _said_loaded: bool = False
     _sent: dict[Key, str] = field(default_factory=dict)
     _due: bool = False  # the step under way has computed for long enough to send something
+    _joining: bool = False  # ... and is a round
     _turn: int = 0
     _computed_s: float = 0.0  # since the step under way was asked for
     _went: str | None = None  # forwards, in the step that is repeated
@@ -125,19 +128,19 @@ class Bench:
             case e.Assign(message=work):
                 self._load(whole(work))
             case todo.RunStep(job, version, step) if self.held is not None and self.held.stepwise:
-                self.running, self._due = (job, version, step), False
+                self.running, self._due, self._joining = (job, version, step), False, False
                 self._asked_s, self._computed_s = self.process.clock.now_s, 0.0
                 self._later(LOCAL_STEP_S, self._own_step)
             case todo.RunRound(job, version, step):
-                self.running, self._due = (job, version, step), False
+                self.running, self._due, self._joining = (job, version, step), False, False
                 self._asked_s, self._computed_s = self.process.clock.now_s, 0.0
                 self._later(APPLY_S, self._begin_round)
             case todo.RunStep(job, version, step) if self.held is not None and self.held.plan.local:
-                self.running, self._due = (job, version, step), False
+                self.running, self._due, self._joining = (job, version, step), False, False
                 self._asked_s, self._computed_s = self.process.clock.now_s, 0.0
                 self._later(LOCAL_STEP_S, self._local_step)
             case todo.RunStep(job, version, step):
-                self.running, self._due = (job, version, step), False
+                self.running, self._due, self._joining = (job, version, step), False, False
                 self._asked_s, self._computed_s = self.process.clock.now_s, 0.0
                 self._later(STEP_S / 2, self._begin)
             case e.StepCommit():
@@ -195,6 +198,7 @@ class Bench:
         self.running = self.repeats = None
         self._asking = self._said_loaded = self.standby = self._loading = False
         self.queue.clear()
+        self._commits.clear()
 
     def _forget(self, which: Callable[[Key], bool]) -> None:
         for messages in (self.inbox, self._sent, self.parts):
@@ -209,7 +213,9 @@ class Bench:
             return self._waits_for_repeats(self.repeats)
         if held is None or running is None or not self._due:
             return None
-        if held.plan.local or (*running, False) in self._sent:
+        if held.plan.local:
+            return self._waits_of_peer(held, running)
+        if (*running, False) in self._sent:
             awaited = next((w for w, r in held.others.items() if (*running, r) not in self.parts), "")
             return (
                 ev.Waits(awaited, "part", running[2], self.process.clock.now_s - self._asked_s)
@@ -249,6 +255,7 @@ class Bench:
                 self.warm.append(warm)
             self.repeats = Held(work, work.plan, blobs, first, first)
             self.standby = work.replay is not None and work.replay.standby
+            self._commits = deque(work.replay.commits if work.replay is not None else ())
             self._repeat()
 
         self._later(WARM_S if warm else LOAD_S, loaded)
@@ -323,6 +330,9 @@ class Bench:
         """Ask for what the neighbours sent in the next step, or be loaded after the last."""
         held = self.repeats
         assert held is not None
+        if held.plan.local:
+            self._repeat_own(held)
+            return
         work = held.work
         self._asking = False
         if held.step == work.first_step and not self._said_loaded:
@@ -378,6 +388,9 @@ class Bench:
         held = self.repeats
         if held is None or not self._asking:
             return
+        if held.plan.local:
+            self._answered_own(held, answer)
+            return
         if (answer.job, answer.version, answer.step) != (held.work.job, self._era(held), held.step):
             return  # to somebody that this process was before
         if self._senders(held).get(answer.forwards) != answer.sender:
@@ -401,6 +414,10 @@ class Bench:
         return [what for what in wanted if (*at, what) not in self.kept]
 
     def _waits_for_repeats(self, held: Held) -> ev.Waits | None:
+        if self._asking and held.plan.local:
+            waited_s, away = self.process.clock.now_s - self._asked_s, self._missing_own(held)
+            peer = next(iter(away.values()), "")
+            return ev.Waits(peer, "replay", self._commit.step, waited_s) if peer else None
         if not self._asking or not (missing := self._missing(held)):
             return None
         waited_s = self.process.clock.now_s - self._asked_s
@@ -503,16 +520,21 @@ class Bench:
         if isinstance(message, Kept):
             self._answered(message)
             return
+        if self.held is None:
+            return  # real workers take no message before they are loaded
         if isinstance(message, Part):
             self.parts[message.job, message.version, message.step, message.replica] = message.value
             self.progress += 1
             if self.held is not None and self.held.plan.local:
-                self._join_peers()
+                self._peer_arrived(message)
             else:
                 self._join_replicas()
             return
         self.inbox[message.job, message.version, message.step, message.forwards] = message.value
         self.progress += 1
+        if self.held is not None and self.held.plan.local:
+            self._peer_arrived(message)
+            return
         self._forward()
         self._close()
         self._backward()
@@ -615,80 +637,17 @@ class Bench:
         self.running = None
         self.post(message)
 
-    # ------------------------------------------------------------ steps of its own
-
-    def _local_step(self) -> None:
-        """Take a step of the period, or begin its round after the last."""
-        held, running = self.held, self.running
-        if held is None or running is None:
-            return
-        count = running[2] + 1 - held.step
-        if held.taken == 0:
-            held.own = local_steps.begun(held.tensors, held.work.rank)
-        if held.taken < count:
-            held.own = local_steps.stepped(held.own, held.step + held.taken)
-            held.taken += 1
-            self._later(LOCAL_STEP_S, self._local_step)
-            return
-        self._begin_round()
-
-    def _own_step(self) -> None:
-        """Take a step of the period that is to be committed."""
-        held, running = self.held, self.running
-        if held is None or running is None:
-            return
-        job, version, step = running
-        at = held.step + held.taken
-        assert step == at, f"{self.process.name} runs step {step} after {at} steps"
-        before = held.own if held.taken else local_steps.begun(held.tensors, held.work.rank)
-        held.next, self.running = local_steps.stepped(before, step), None
-        self.post(ev.StepReady(job, version, step, (1.0,), (), forward_s=self._computed_s))
-
-    def _begin_round(self) -> None:
-        held, running = self.held, self.running
-        if held is None or running is None:
-            return
-        job, version, last = running
-        self._due = True
-        for peer in held.others:
-            self.send(peer, Part(job, version, last, held.replica, held.own))
-        self._join_peers()
-
-    def _join_peers(self) -> None:
-        """Report the period once the part of every peer is here."""
-        held, running = self.held, self.running
-        if held is None or running is None or not self._due:
-            return
-        job, version, last = running
-        group = group_of(held.work.rank, groups_of(held.plan, held.work.spec.training, last))
-        found = {rank: self.parts.get((*running, rank)) for rank in group if rank != held.work.rank}
-        if None in found.values():
-            return
-        result = local_steps.total([held.own, *(str(part) for part in found.values())])
-        if last >= self.process.cheats_from:
-            result = digest("cheat", result)
-        held.outputs[last] = result
-        message = ev.StepReady(
-            job, version, last, forward_s=self._computed_s, losses=(number(result),) * held.taken,
-            receipts=(local_steps.receipt(held.plan, group, last, result),),
-        )  # fmt: skip
-        self.running = None
-        self.post(message)
-
     def _apply(self, commit: e.StepCommit) -> None:
         job, version, step = commit.job, commit.version, commit.step
         held = self.held
         assert held is not None, f"{self.process.name} applies step {step} and holds nothing"
-        if commit.own:
-            held.own, held.taken = held.next, held.taken + 1
-            self.post(e.StepApplied(job, version, step))
-            return
         if held.plan.local:
-            joined = joins(held.plan, held.work.spec.training, step)
-            held.tensors = local_steps.used(held.tensors, step, held.outputs.pop(step), joined)
-            held.taken, held.own = 0, ""
+            self._apply_own(commit)
         else:
             held.tensors = update(held.tensors, step, held.outputs.pop(step), commit.gradient_scale)
+        if commit.own:
+            self.post(e.StepApplied(job, version, step))
+            return
         held.values.pop(step, None)
         held.step, held.ran = step + 1, version
         self.applied(job, version, step)

@@ -118,6 +118,7 @@ class Coordinator(Process):
     performed: Callable[[do.Instruction], None] = field(default=lambda done: None, kw_only=True)
     fewest: int = field(default=1, kw_only=True)  # stages of a plan
     stages: int = field(default=3, kw_only=True)  # at most
+    peer_stages: int = field(default=1, kw_only=True)  # the same of every other peer; the rest has one fewer
     rings: bool = field(default=False, kw_only=True)  # the first stage of a pipeline has the last piece, too
     slowness: float = field(default=1.0, kw_only=True)  # of its threads
     step_s: Callable[[list[str]], float] = field(default=lambda workers: 1.0, kw_only=True)  # as predicted
@@ -297,7 +298,7 @@ class Coordinator(Process):
             # Replicas of other cuts than the one before: as many stages as are left to it.
             own = workers[: self.stages if count == 1 else max(1, len(workers) // (count - len(replicas)))]
             if local is not None:
-                own = own[:1]
+                own = own[: max(1, self.peer_stages - len(replicas) % 2)]
             workers = workers[len(own) :]
             if len(own) < self.fewest:
                 return ev.PlanFailed(asked.job, asked.attempt, f"stage {len(own)} lacks a worker")

@@ -1,13 +1,14 @@
-"""Peers with local steps in a simulated world: a hash chain for each peer's steps, one hash for a round.
+"""Peers with local steps in a simulated world: a hash chain of each tensor, and a loss that all of them make.
 
-What a peer brings to a round depends on the state that the period began with, its rank and the steps it took.
-So a peer's state after a round is a function of who was in its group, which the journal says, and of their
-states before.
+What a peer brings to a round depends on the state that the period began with, its number, and the steps that
+it took, whatever its cut. So a peer's state after a round is a function of who was in its group, which the
+journal says, and of their states before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from coordinator.messages import events as ev
@@ -19,28 +20,48 @@ if TYPE_CHECKING:
 
 LOCAL_STEP_S = 0.1
 
+Own = Mapping[str, str]
+"""By tensor, what a peer's own steps have led to."""
 
-def begun(tensors: Mapping[str, str], rank: int) -> str:
+
+def begun(tensors: Mapping[str, str], peer: int) -> dict[str, str]:
     """Return a peer's own state as a period begins."""
-    return digest("peer", rank, sorted(tensors.items()))
+    return {name: digest("peer", peer, name, value) for name, value in tensors.items()}
 
 
-def stepped(value: str, step: int) -> str:
-    """Return it after a local step."""
-    return digest("local", value, step)
+def batch(step: int, peer: int) -> str:
+    """Return the data of a peer's share of a step."""
+    return digest("own batch", step, peer)
 
 
-def brought(tensors: Mapping[str, str], rank: int, first: int, last: int) -> str:
-    """Return what a rank brings to the round of a period."""
-    value = begun(tensors, rank)
+def forward(given: str, own: Own, names: Iterable[str]) -> str:
+    """Return what some of a peer's tensors make of what they are given; the last makes the loss."""
+    for name in names:
+        given = digest(given, own[name])
+    return given
+
+
+def stepped(own: Own, step: int, loss: str) -> dict[str, str]:
+    """Return it after a local step in which the peer's pipeline computed ``loss``."""
+    return {name: digest("local", value, step, loss) for name, value in own.items()}
+
+
+def taken(tensors: Mapping[str, str], peer: int, first: int, last: int) -> dict[str, str]:
+    """Return what a peer of all these tensors brings to the round of a period."""
+    own = begun(tensors, peer)
     for step in range(first, last + 1):
-        value = stepped(value, step)
-    return value
+        own = stepped(own, step, forward(batch(step, peer), own, sorted(own)))
+    return own
 
 
 def total(parts: Collection[str]) -> str:
-    """Return a round's result."""
+    """Return a round's result of one tensor."""
     return digest("round", *sorted(parts))
+
+
+def totals(parts: Sequence[Own], names: Iterable[str]) -> dict[str, str]:
+    """Return the results of a round, of those tensors that all of these bring."""
+    return {name: total([part[name] for part in parts if name in part]) for name in names}
 
 
 def after(
@@ -51,22 +72,46 @@ def after(
     joins: bool,
     late: Mapping[int, int],
 ) -> dict[int, dict[str, str]]:
-    """Return the states by rank after a round of these groups; ``joins``: it makes one model of all;
-    ``late``: the steps of ranks that have taken fewer."""
+    """Return the states by peer after a round of these groups; ``joins``: it makes one model of all;
+    ``late``: the steps of peers that have taken fewer."""
     found = {}
     for group in groups:
-        ends = {rank: first + late[rank] - 1 if rank in late else last for rank in group}
-        result = total([brought(states[rank], rank, first, ends[rank]) for rank in group])
-        found.update({rank: used(states[rank], last, result, joins) for rank in group})
+        ends = {peer: first + late[peer] - 1 if peer in late else last for peer in group}
+        brought = [taken(states[peer], peer, first, ends[peer]) for peer in group]
+        results = totals(brought, sorted(brought[0]))
+        found.update({peer: used(states[peer], last, results, joins) for peer in group})
     return found
 
 
-def used(tensors: Mapping[str, str], last: int, result: str, joins: bool) -> dict[str, str]:
-    """Return the state after a round with that result."""
-    return {name: digest(name if joins else value, last, result) for name, value in tensors.items()}
+def used(tensors: Mapping[str, str], last: int, results: Own, joins: bool) -> dict[str, str]:
+    """Return the state after a round with these results."""
+    return {name: digest(name if joins else value, last, results[name]) for name, value in tensors.items()}
 
 
-def receipt(plan: Plan, group: Group, last: int, result: str) -> ev.RoundReceipt:
-    """Return what a peer says of a round."""
+def coded(own: Own) -> str:
+    """Return what a rank brings as one message."""
+    return json.dumps(own, sort_keys=True)
+
+
+def read(message: str) -> dict[str, str]:
+    """Return what ``coded`` made a message of."""
+    return dict(json.loads(message))
+
+
+def receipts(plan: Plan, rank: int, group: Group, last: int, results: Own) -> tuple[ev.RoundReceipt, ...]:
+    """Return what a rank says of a round: one receipt of each part of the model that no cut divides."""
     assert plan.exchange is not None
-    return ev.RoundReceipt(plan.exchange.round_of(last), group, 1.0, 1000, 1000, result)
+    place = plan.places[rank]
+    mine = plan.replicas[place.replica].stages[place.stage]
+    starts = sorted({piece.start for replica in plan.replicas for piece, *_ in replica.pieces})
+    names, said = sorted(results), []
+    for at in range(mine.start, mine.stop):
+        if at in starts or at == mine.start:
+            stop = next((start for start in starts if start > at), mine.stop)
+            part = [results[name] for name in names[at - mine.start : min(stop, mine.stop) - mine.start]]
+            said.append(
+                ev.RoundReceipt(
+                    plan.exchange.round_of(last), group, 1.0, 1000, 1000, digest(*part)[:32], slice=at
+                )
+            )
+    return tuple(said)

@@ -10,6 +10,7 @@ from atoll.microbatch import own_blocks
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.pipeline.assigning import neighbours
+from tests.sim.local_steps import begun
 from tests.sim.send_log import Kept, Wanted
 
 if TYPE_CHECKING:
@@ -35,8 +36,9 @@ class Held:
     digests: list[ev.Digest] = field(default_factory=list)  # of steps that are repeated
     serial: int = field(default_factory=lambda: next(_serials))
     taken: int = 0  # local steps of the period under way, ...
-    own: str = ""  # ... and the state that they have led to
-    next: str = ""  # after the step that is to be committed, where each is
+    own: dict[str, str] = field(default_factory=dict)  # ... and the state that they have led to
+    next: dict[str, str] = field(default_factory=dict)  # after the step that is to be committed
+    results: dict[int, dict[str, str]] = field(default_factory=dict)  # of rounds, by their last steps
     ran: int = 0  # version of its newest step
     _placed: tuple[Plan, int, Place] | None = None
 
@@ -111,6 +113,17 @@ class Held:
         ranks = neighbours(self.plan, self.rank)
         found = {places[rank].worker: places[rank].replica for rank in sorted(ranks)}
         return {worker: replica for worker, replica in found.items() if replica != self.replica}
+
+    @property
+    def other_ranks(self) -> dict[str, int]:
+        """Who holds some of its tensors in other replicas, and as which rank."""
+        found = {self.plan.places[rank].worker: rank for rank in sorted(neighbours(self.plan, self.rank))}
+        return {worker: rank for worker, rank in found.items() if worker in self.others}
+
+    @property
+    def own_now(self) -> dict[str, str]:
+        """Its state within a period of its peer's own steps."""
+        return self.own if self.taken else begun(self.tensors, self.replica)
 
     @property
     def neighbours(self) -> dict[bool, str]:

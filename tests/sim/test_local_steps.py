@@ -14,7 +14,7 @@ from coordinator.messages.facts import PlanAdopted, Reconfigured, RoundMet, Step
 from coordinator.messages.jobs import Phase
 from strategies.exchanges.partners import Group, groups_of
 from tests.parameters import sampled
-from tests.sim import compute
+from tests.sim import compute, local_steps
 from tests.sim.compute import Bench
 from tests.sim.faults import Crash, Slow
 from tests.sim.shrink import holding
@@ -144,8 +144,8 @@ def test_a_peer_with_another_result_commits_nothing(monkeypatch: pytest.MonkeyPa
         """Take its own part for that of another."""
         held, running = self.held, self.running
         if held is not None and running is not None and held.replica == 1 and held.own:
-            for replica in held.others.values():
-                self.parts[(*running, replica)] = held.own
+            for rank in held.other_ranks.values():
+                self.parts[(*running, rank)] = local_steps.coded(held.own)
         right(self)
 
     monkeypatch.setattr(Bench, "_join_peers", bug)

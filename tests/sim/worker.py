@@ -48,8 +48,11 @@ def event_of(message: do.Message) -> e.Event | None:
     match message:
         case do.Assign(job, plan=plan, peers=peers, first_step=first, replay=replay):
             steps, whole = message.spec.training.steps, opaque(message)
-            links = linked(peers)
-            return e.Assign(job, plan.version, links, first, whole, replay, (), plan.exchange, steps)
+            links, pieces = linked(peers), len(plan.replicas[plan.places[message.rank].replica].pieces)
+            return e.Assign(
+                job, plan.version, links, first, whole, replay, (), plan.exchange, steps, pieces,
+                joining=message.joining,
+            )  # fmt: skip
         case do.Reconfigure(job, plan, base, step, peers, standby):
             links, joining = linked(peers), message.joining
             return e.Reconfigure(job, plan.version, base, step, links, opaque(message), standby, joining)

@@ -83,6 +83,7 @@ class Scenario:
     replicas: int = 1  # of a pipeline
     local_steps: int = 0  # of each replica between two exchanges, which is a peer then
     exchange: str = "diloco"  # of peers
+    peer_stages: int = 1  # of such a peer, at most
     quorum: int = 0  # of them, that a round waits for; 0: all
     buffer: int = 0  # of federated jobs that are asynchronous
     rings: bool = False  # pipelines whose first stage has the last piece, too
@@ -158,6 +159,7 @@ class World:
             network=self.network,
             folder=folder,
             stages=self.scenario.stages,
+            peer_stages=self.scenario.peer_stages,
             rings=self.scenario.rings,
         )
         made.recorded = partial(self.checks.recorded, made)

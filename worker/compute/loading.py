@@ -62,7 +62,7 @@ def load(
         device=device,
         announce=context.network.announce,
         record=context.network.record,
-        sends_from=NEVER if assignment.standby else assignment.first_step,
+        sends_from=(NEVER if assignment.standby else assignment.first_step, assignment.joining),
     )
     if assignment.training.spot_checks > 0:
         links.hash_inputs()

@@ -112,7 +112,7 @@ class Workbench:
             case instructions.RepeatStep(commit):
                 self._relinks(commit)
                 self._newest = commit.step
-                self._for_stage(commit, lambda c: self._repeat(commit.step, commit.gradient_scale, c))
+                self._for_stage(commit, lambda c: self._repeat(commit, c))
             case instructions.Evaluate(commit):
                 self._for_stage(commit, lambda c: self._evaluate(commit.step, commit.evaluate_coded, c))
             case events.StepDiscard():
@@ -252,7 +252,7 @@ class Workbench:
         """Repeat the steps since the state that was loaded, until the stage is where its neighbours are;
         returns each one's digests, of its gradients and of what it was sent."""
         started_s = shown_s = time.perf_counter()
-        job, first, count = run.assignment.job, replay.first_step, len(replay.scales)
+        job, first, count = run.assignment.job, replay.first_step, len(replay.scales or replay.commits)
 
         digests: list[told.Digest] = []
 
@@ -270,12 +270,12 @@ class Workbench:
         links.codec_use()  # is no training step's
         took_s = round(time.perf_counter() - started_s, 3)
         log.info("stage.replayed", job=job, step=first, steps=count, took_s=took_s)
-        return tuple(digests)
+        return () if run.assignment.plan.local else tuple(digests)  # nobody keeps those of a peer's own steps
 
-    def _repeat(self, step: int, gradient_scale: float, cancel: Cancel) -> None:
+    def _repeat(self, commit: events.StepCommit, cancel: Cancel) -> None:
         """Do a committed step of the rank that this worker stands by for."""
-        run = self._loaded
-        run.repeat(step, gradient_scale, self._newest, cancel)
+        run, step = self._loaded, commit.step
+        run.repeat(commit, self._newest, cancel)
         self._post(events.StepApplied(run.assignment.job, run.at(step).version, step))
 
     def _reconfigure(self, message: pb.Reconfigure, cancel: Cancel) -> None:

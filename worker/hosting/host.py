@@ -273,7 +273,9 @@ class ComputeHost:
         state.links = wire.links_of(change.peers)
         expect(state.links, state.ports.network, state.config.peer_timeout_s)
         ranks = wire.ranks_of(change.peers)
-        now.gate.reconfigure(ranks, change.version, change.step, repeating=asked.repeating)
+        # The steps of who has a round left are over: what was sent of them stays.
+        begins = change.step + change.joining
+        now.gate.reconfigure(ranks, change.version, begins, repeating=asked.repeating)
         now.child.send(pb.ToCompute(reconfigure=change.message))
 
     def _join(self, joining: events.Participate) -> None:

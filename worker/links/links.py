@@ -30,7 +30,7 @@ from worker.links.codec_use import CodecUse
 from worker.links.codecs import Coding, StageCodecs
 from worker.links.ports import Arrival, Network
 from worker.transport.contract import PeerLost
-from worker.transport.frames import Direction, MessageKey
+from worker.transport.frames import Direction, MessageKey, of_round
 
 SEND_POLL_S = 0.25
 TOGETHER_BYTES = 16 << 10
@@ -78,11 +78,11 @@ class Links:
         device: torch.device | str = "cpu",
         announce: Callable[[list[tuple[Arrival, int]]], object] = lambda _: None,
         record: Record | None = None,
-        sends_from: int = 0,
+        sends_from: tuple[int, bool] = (0, False),
     ) -> None:
         """``codecs`` None: everything travels exactly. ``announce`` hears of messages before any of them is
-        taken, each with the payload bytes that it may have. Messages of steps before ``sends_from`` are
-        given to ``record`` instead of being sent."""
+        taken, each with the payload bytes that it may have. Messages before ``sends_from`` are given to
+        ``record`` instead of being sent: before this step, or the round that has its number."""
         self.job = job
         self._network, self._device, self._announce = network, device, announce
         self._lock = threading.Lock()
@@ -141,7 +141,7 @@ class Links:
             self._expected.clear()
             self._lost.clear()
             self._aborted = ""
-            self._sends_from = first_step if sends else NEVER
+            self._sends_from = (first_step if sends else NEVER, False)
 
     def ask(self, peer: str, key: MessageKey) -> None:
         """Ask ``peer`` for what it sent this stage in ``key``'s step; it may be asked again."""
@@ -291,7 +291,7 @@ class Links:
                 if peer in self._lost:
                     raise PeerLost(peer, self._lost[peer])
             try:
-                if self._record is not None and key.step < self._sends_from:
+                if self._record is not None and (key.step, of_round(key)) < self._sends_from:
                     self._record(peer, key, header, packet.payload, SEND_POLL_S)
                 else:
                     self._network.send(peer, key, header, packet.payload, SEND_POLL_S, more)

@@ -59,6 +59,7 @@ class Assign:
     steps: Annotated[int, At("training.steps")] = 0  # in all
     pieces: Annotated[int, At("program.n_stages")] = 1  # of its pipeline
     data_of: Annotated[str, At("data.pinned.worker")] = ""  # who reads the job's data from its own disk
+    joining: bool = False  # of the period of its peer the round alone is left
 
     @property
     def local(self) -> Exchange | None:
@@ -73,7 +74,7 @@ class Assign:
     @property
     def eras(self) -> tuple[tuple[int, int], ...]:
         """(first step, version) of the steps that it repeats by itself."""
-        return tuple((era.first_step, era.version) for era in self.replay.eras) if self.replay else ()
+        return self.replay.versions if self.replay else ()
 
     @property
     def standby(self) -> bool:

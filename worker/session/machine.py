@@ -179,18 +179,21 @@ def _assigned(state: Session, event: ev.Assign) -> Step:
         return ignore(state)
     # A newer plan, or another job, replaces what we hold: the coordinator alone decides.
     dropped = drop(state, f"replaced by {event.job} version {event.version}")
+    eras = event.eras
+    if not (event.standby and eras and eras[-1][1] >= event.version):  # else up to the newest announced one
+        eras = (*eras, (event.first_step if eras else 0, event.version))
     state = replace(
         state,
         phase=Phase.LOADING,
         job=event.job,
         assigned=event.version,
-        eras=(*event.eras, (event.first_step, event.version)) if event.eras else ((0, event.version),),
+        eras=eras,
         peers=_names(event),
-        step=event.first_step,
+        step=event.first_step + event.joining,
         exchange=event.local,
         steps=event.steps,
         piped=event.piped,
-        joining=False,
+        joining=event.joining,
         standby=event.standby,
         repeated=0,
         commit=None,
@@ -198,8 +201,6 @@ def _assigned(state: Session, event: ev.Assign) -> Step:
         whole=False,
         unacknowledged=(),
     )
-    if event.standby:
-        state = replace(state, eras=event.eras)  # up to the newest that is announced
     return state, (*dropped, event)
 
 
@@ -259,10 +260,16 @@ def _done(state: Session, event: ev.StepReady) -> Step:
 
 @TRANSITIONS.on(Phase.WAITING)
 def _committed(state: Session, event: ev.StepCommit) -> Step:
-    if event.step != state.due:
+    if event.step != state.due or _of_other_kind(state, event):
         return ignore(state)
     state = acknowledged(replace(state, phase=Phase.APPLYING, commit=event), Kind.READY)
     return _relinked(state, event, event)
+
+
+def _of_other_kind(state: Session, commit: ev.StepCommit) -> bool:
+    """Whether a commit is of a peer's last step while its round is due, which has the same number, or the
+    other way about."""
+    return state.piped and commit.own == state.joining
 
 
 def _relinked(state: Session, event: ev.StepCommit, apply: do.Instruction) -> Step:
@@ -337,9 +344,10 @@ def _discarded(state: Session, event: ev.StepDiscard) -> Step:
 @TRANSITIONS.on(Phase.LOADING, Phase.STANDING_BY)
 def _repeat(state: Session, event: ev.StepCommit) -> Step:
     """Repeat a committed step; while the stage is being loaded, after that."""
-    if not state.standby or event.step != state.step:
+    if not state.standby or event.step != state.due or _of_other_kind(state, event):
         return ignore(state)
-    state = replace(acknowledged(state, Kind.LOADED), step=event.step + 1)
+    step, joining = _after(replace(state, commit=event))
+    state = replace(acknowledged(state, Kind.LOADED), step=step + joining, joining=joining)
     return _relinked(state, event, do.RepeatStep(event))
 
 

@@ -106,7 +106,7 @@ def guest_limits(limits: Limits, paused: str, memory_limit_bytes: int, apps_only
 
 def _check_assign(assign: events.Assign) -> None:
     if assign.replay is not None:
-        check_replay(assign.replay, assign.first_step, assign.version)
+        check_replay(assign.replay, assign.first_step, assign.version, piped=assign.piped)
     if assign.local is not None:
         within("steps", assign.steps, assign.first_step, asked.MAX_STEP)
 

@@ -50,6 +50,7 @@ class Assignment:
     standby: bool = False  # beside the plan: repeats later steps as well, and sends nothing
     further: tuple[PiecePrograms, ...] = ()  # of the same stage, in the order of its pieces
     pinned: bool = False  # its data are this worker's, and stay here
+    joining: bool = False  # of its peer's period the round alone is left once all is repeated
 
     @property
     def pieces(self) -> tuple[PiecePrograms, ...]:
@@ -174,7 +175,7 @@ class Assignment:
             self, version=plan.version, plan=plan, links=links, first_step=step, replica=replica
         )
         _check_exchange(plan, changed.rank)
-        return replace(changed, replay=None, standby=standby)
+        return replace(changed, replay=None, standby=standby, joining=False)
 
     def _replica_in(self, plan: Plan) -> int | None:
         """Return the number of the replica that the stage is of in a later plan, None where that has another
@@ -197,6 +198,10 @@ class Assignment:
         """(first step, assignment under the version from there on), ascending; the last is this one."""
         if self.replay is None:
             return ((0, self),)
+        if self.plan.local:
+            old = [(first, self.relinked(version, ())) for first, version in self.replay.versions]
+            known = old and old[-1][1].version == self.version
+            return tuple(old) if known else (*old, (self.first_step + self.joining, self))
         before = [(era.first_step, self.relinked(era.version, era.links)) for era in self.replay.eras]
         return tuple(before) if self.standby else (*before, (self.first_step, self))
 
@@ -243,6 +248,7 @@ def assigned(asked: Assign) -> Assignment:
         asked.replay is not None and asked.replay.standby,
         tuple(PiecePrograms(piece.program, piece.eval_program) for piece in asked.further),
         asked.data.pinned is not None and asked.data.pinned.worker == asked.plan.places[asked.rank].worker,
+        asked.joining,
     )
 
 

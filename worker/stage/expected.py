@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from atoll.gradient_exchange import Arriving, Bucket
     from atoll.program import StageProgram
     from worker.exchange.bucket import Outgoing
+    from worker.stage.local_steps import LocalSteps
 
 PHASE = 4096
 """Numbers of labels and segments that a phase has: more than replicas there are."""
@@ -103,6 +104,16 @@ def settled_arrivals(assignment: Assignment, last: int) -> Iterator[Arrival]:
                 key = MessageKey(assignment.job, assignment.version, last, SETTLED, edge, direction)
                 worker = assignment.worker_of(tied.holders[0])
                 yield Arrival(key, worker, assignment.states[tied.name].meta)
+
+
+def round_arrivals(assignment: Assignment, local: LocalSteps, last: int) -> Iterator[Arrival]:
+    """Messages of the round that ends a period with step ``last``, and what a peer's stages send each other
+    of it."""
+    job, version = assignment.job, assignment.version
+    for worker, (direction, micro, edge), size in local.arrivals(assignment.plan, last):
+        key = MessageKey(job, version, last, micro, edge, direction)
+        yield Arrival(key, worker, TensorMeta((size,), "uint8"))
+    yield from settled_arrivals(assignment, last)
 
 
 def bucket_key(bucket: Bucket, message: Arriving | Outgoing) -> tuple[Direction, int, int]:

@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from atoll.errors import BadFrame
-from atoll.opdag import TensorMeta
 from worker.links.codecs import lossy
 from worker.pipe.status import Waiting
 from worker.spans import Span
-from worker.stage.expected import Arrival, evaluation_arrivals, settled_arrivals, step_arrivals
+from worker.stage.expected import evaluation_arrivals, round_arrivals, step_arrivals
 from worker.stage.piece import UnusableValue
 from worker.stage.reports import LongWait
 from worker.transport.contract import PeerLost
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from worker.stage.joining import Which
     from worker.stage.local_steps import LocalSteps
     from worker.stage.ports import MicroBatches, TensorLinks
-    from worker.stage.replay import Asks
+    from worker.stage.replay import Repeating
     from worker.stage.reports import Progress
     from worker.stage.stage import Stage
 
@@ -65,7 +64,7 @@ class Messages:
         self.clock: Callable[[], float] = time.perf_counter
         self.notice, self._stage, self._fill = notice, stage, fill
         self.eras = list(assignment.eras)  # first step -> the plan version from there on, ascending
-        self.asks: Asks | None = None  # while steps are repeated
+        self.asks: Repeating | None = None  # while steps are repeated
         self._own: dict[MessageKey, Tensor | None] = {}  # from one piece of this stage to another
         self._expected: int | None = None  # last step whose messages are taken, ...
         self._rounds = -1  # ... and the last one whose round's are
@@ -120,16 +119,13 @@ class Messages:
 
     def expect_rounds(self, local: LocalSteps, ends: Iterable[int]) -> None:
         """Take messages of the rounds of periods that end with these steps."""
-        assignment = self.assignment
         for last in ends:
             if last <= self._rounds:
                 continue
-            self._links.expect(
-                Arrival(self.key_of(last, which), worker, TensorMeta((size,), "uint8"))
-                for worker, which, size in local.arrivals(assignment.plan, last)
-            )
-            self._links.expect(settled_arrivals(assignment, last))
-            self._links.expect(evaluation_arrivals(assignment, last))
+            assignment = self.at(last)
+            self._links.expect(round_arrivals(assignment, local, last))
+            if not self.assignment.standby and last >= self.assignment.first_step:
+                self._links.expect(evaluation_arrivals(assignment, last))
             self._rounds = last
 
     def begin(self) -> None:
@@ -206,7 +202,7 @@ class Messages:
     ) -> Tensor:
         """Wait for a message of a round. Raises PeerLost past the deadline, counted from ``begun_s``."""
         exchange, until_s = self.assignment.plan.exchange, None
-        if exchange is not None and exchange.deadline_s:
+        if exchange is not None and exchange.deadline_s and self.asks is None:
             until_s = begun_s + exchange.deadline_s * patience
         return self.receive_value(self.key_of(step, which), peer, cancel, until_s)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from atoll.errors import BadFrame
+from atoll.messages.to_worker import StepCommit
 from atoll.microbatch import Work
 from worker.cancel import Cancel
 from worker.links.codecs import StageCodecs, lossy
@@ -28,7 +29,7 @@ from worker.stage.joining import GradientExchange, stored
 from worker.stage.messages import Messages
 from worker.stage.periods import Periods
 from worker.stage.ports import HeldOut, MicroBatches, TensorLinks
-from worker.stage.replay import Asks
+from worker.stage.replay import Asks, CommitAsks
 from worker.stage.reports import LongWait, Progress, StepReport
 from worker.stage.stage import Lent, cpu_copies
 from worker.transport.frames import Direction
@@ -162,36 +163,68 @@ class StageRun:
         asked = self.assignment.replay
         if asked is None:
             return
-        self.messages.asks = Asks(self.assignment, self._links, asked.first_step, self.assignment.first_step)
+        if self._local is not None:
+            by_commit = self._asks_of(self._local)
+            for at, commit in enumerate(asked.commits):
+                by_commit.up_to(asked.commits, at)
+                notice(self._again(commit, cancel))
+                if commit.store:
+                    stored(commit.step)
+            if not self.assignment.standby:
+                self.messages.reconfigure(self.assignment, self._local)
+            self._cpu.forget()
+            return
+        asks = self.messages.asks = Asks(
+            self.assignment, self._links, asked.first_step, self.assignment.first_step
+        )
         for step, scale in enumerate(asked.scales, asked.first_step):
-            self.messages.expect_up_to(min(step + self.messages.asks.ahead, self.assignment.first_step))
-            self.messages.asks.up_to(step + self.messages.asks.ahead)
-            report = self._again(step, scale, cancel)
+            self.messages.expect_up_to(min(step + asks.ahead, self.assignment.first_step))
+            asks.up_to(step + asks.ahead)
+            version = self.at(step).version
+            commit = StepCommit(asks.job, version, step, scale, store=False, evaluate=False, last=False)
+            notice(self._again(commit, cancel))
             if step + 1 in asked.stores:
                 stored(step)
-            notice(report)
         self.messages.asks = None
         self._cpu.forget()
 
-    def repeat(self, step: int, scale: float, newest: int, cancel: Cancel) -> None:
-        """Do a committed step of the rank that this one stands by for; ``newest``: the last committed one.
+    def repeat(self, commit: StepCommit, newest: int, cancel: Cancel) -> None:
+        """Do a committed step, or round, of the rank that this one stands by for; ``newest``: the last step
+        that is committed.
 
         Raises as ``replay``, and BadFrame for another step than the next.
         """
-        if self._steps != step:
+        step = commit.step
+        if self._steps != step + (self._local is not None and not commit.own):
             raise BadFrame(f"step {step} is to be repeated on the state after {self._steps} steps")
-        if self.messages.asks is None:
-            end = sys.maxsize
-            self.messages.asks = Asks(self.assignment, self._links, step, end, lambda at: self.at(at).version)
-        # No further ahead: links may change with the step after.
-        ahead = min(step + 1, newest)
-        self.messages.expect_up_to(ahead)
-        self.messages.asks.up_to(ahead)
-        self._again(step, scale, cancel)
+        if self._local is not None:
+            self._asks_of(self._local).up_to((commit,), 0)
+        else:
+            asks = self.messages.asks
+            if not isinstance(asks, Asks):
+                asks = Asks(self.assignment, self._links, step, sys.maxsize, lambda at: self.at(at).version)
+                self.messages.asks = asks
+            # No further ahead: links may change with the step after.
+            ahead = min(step + 1, newest)
+            self.messages.expect_up_to(ahead)
+            asks.up_to(ahead)
+        self._again(commit, cancel)
 
-    def _again(self, step: int, scale: float, cancel: Cancel) -> StepReport:
-        report = self.run_step(step, cancel)
-        self.apply(step, scale)
+    def _asks_of(self, local: LocalSteps) -> CommitAsks:
+        """Return what other commits than before are repeated with."""
+        asks = self.messages.asks
+        if not isinstance(asks, CommitAsks):
+            asks = self.messages.asks = CommitAsks(self.assignment, self._links, local)
+        asks.begin()
+        return asks
+
+    def _again(self, commit: StepCommit, cancel: Cancel) -> StepReport:
+        step = commit.step
+        if self.at(step).version != commit.version:
+            self.messages.change(step, self.assignment.relinked(commit.version, ()))
+        joins = self._local is not None and not commit.own
+        report = self.run_round(step, cancel) if joins else self.run_step(step, cancel)
+        self.apply(step, commit.gradient_scale, cancel, commit.shares)
         taken = self.spans.take()  # these steps are in the timeline already
         if self.assignment.standby:
             self.stood_by[0] += 1

@@ -108,6 +108,14 @@ class MessageKey(NamedTuple):
     direction: Direction
 
 
+def of_round(key: MessageKey) -> bool:
+    """Whether a message is of the round that ends a period of a peer's own steps; of exact replicas, of the
+    exchange."""
+    return key.direction in (Direction.PART, Direction.TOTAL) or (
+        key.direction is Direction.TIED_TOTAL and key.micro > 0
+    )
+
+
 class End(NamedTuple):
     """Where messages of a piece go: its worker, and its number among the pieces there."""
 

@@ -5,7 +5,7 @@ Everybody keeps what is committed. What follows for each worker is the differenc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from coordinator.messages.jobs import PlanChange
 
 FigureT = TypeVar("FigureT", int, float)
+KnownT = TypeVar("KnownT")
 
 
 def carried_over(state: JobState, change: PlanChange, before: Plan, plan: Plan, counts: bool) -> JobState:
@@ -60,7 +61,9 @@ def carried_over(state: JobState, change: PlanChange, before: Plan, plan: Plan, 
             loaded=frozenset(),
             promoted=promoted,
             ready={},
-            own=_own_steps(state.run.own, plan, change.sources),
+            own=_of_peers(state.run.own, before, plan, _begun_anew),
+            heard=_of_peers(state.run.heard, before, plan, tuple),
+            alike_from=state.run.alike_from if _exchanges_alike(before, plan) else state.step,
             quorum_s=None,
             reports={},
             awaiting_eval=None,
@@ -116,12 +119,20 @@ def _renumbered(state: JobState, before: Plan, after: Plan) -> JobState:
     )
 
 
-def _own_steps(own: Mapping[int, OwnSteps], plan: Plan, newcomers: Collection[int]) -> dict[int, OwnSteps]:
-    """Return how far peers are under a plan that goes on with them: a step in flight begins anew there."""
-    begun = {plan.places[rank].replica for rank in newcomers}
-    here = set(plan.present_replicas) - begun
-    return {
-        number: OwnSteps(each.step, each.taken, figures=each.figures)
-        for number, each in own.items()
-        if number in here
-    }
+def _of_peers(
+    known: Mapping[int, KnownT], before: Plan, plan: Plan, of: Callable[[KnownT], KnownT]
+) -> dict[int, KnownT]:
+    """Return what is known ``of`` peers under a plan that goes on with them; who joins begins with a
+    period."""
+    stay = set(plan.present_replicas).intersection(before.present_replicas)
+    return {number: of(each) for number, each in known.items() if number in stay}
+
+
+def _begun_anew(own: OwnSteps) -> OwnSteps:
+    """Return how far a peer is whose step in flight begins anew."""
+    return OwnSteps(own.step, own.taken, figures=own.figures)
+
+
+def _exchanges_alike(before: Plan, after: Plan) -> bool:
+    """Whether the rounds of a period that is repeated are those of the plan that is."""
+    return (before.absent, before.exchange) == (after.absent, after.exchange)

@@ -196,7 +196,7 @@ class Newcomers:
             for rank in range(state.n_ranks)
             if (seconds := seconds_of(state, roster, rank, devices, worker)) < inf
         ]
-        if not wanted(state) or not_repeatable(state, self.effects.ledger.jobs[state.job]):
+        if state.local or not wanted(state) or not_repeatable(state, self.effects.ledger.jobs[state.job]):
             tries = []
         if grows:
             look.judged.update(look.came_s)
@@ -229,7 +229,8 @@ class Newcomers:
         asked = self._answered(state.job, event.attempt)
         if asked is None or state.phase not in STEPPING or asked.assigned != state.run.assigned:
             return
-        swap = self._swap(state, event, asked) if event.swapped_s and wanted(state) else None
+        swaps = event.swapped_s and wanted(state) and not state.local
+        swap = self._swap(state, event, asked) if swaps else None
         wish = self._wish(state, event, asked) if event.workers else None
         if wish is not None and (swap is None or wish.price.late_s < swap[0].late_s):
             self._looks[state.job].wish = wish

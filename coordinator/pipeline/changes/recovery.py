@@ -83,6 +83,10 @@ class Recovery:
         """Yield what can be done, what is preferred first; without a plan, why it cannot be."""
         state = self.state
         if state.local:
+            # What broke, or diverged, would do so again: its peer begins anew with the next period.
+            again = self.again or (state.failures and self._loading.difference(self._ready) & self.lost)
+            if not again and all(map(state.adopted.in_pipe, self._newcomers)):
+                yield self._taken_over()
             yield self._without()
             return
         if state.failures and self._loading.difference(self._ready) & self.lost:
@@ -133,7 +137,7 @@ class Recovery:
     def _taken_words(self, rank: int, worker: str) -> str:
         """Say who takes over a lost rank, and repeats how much."""
         label, first = self.roster.label(worker), self.state.checkpoint.step
-        steps = self.state.step - first
+        steps = self.state.steps_of(rank) - first
         if rank not in self._newcomers:
             return f"{label} takes rank {rank}, for which it stood by"
         return f"{label} takes over rank {rank}" + (
@@ -162,10 +166,14 @@ class Recovery:
         """Have the other peers go on: they keep the local steps that they have taken. With one of its stages
         a whole peer is gone."""
         state, plan = self.state, self.state.adopted
-        peers = {plan.places[rank].replica for rank in self.lost}
-        gone = frozenset(rank for peer in peers for rank in ranks_of(plan, peer))
+        gone = self._of_peers(self.lost)
+        newcomers = self._loading - state.run.loaded - plan.absent - gone
+        # Who repeats rounds does so among the peers that were there.
+        if any(state.steps_of(rank) > state.checkpoint.step for rank in newcomers) and (
+            gone or not_repeatable(state, self.record) or self._unlogged(newcomers)
+        ):
+            gone, newcomers = gone | self._of_peers(newcomers), frozenset()
         absent = plan.absent | gone
-        newcomers = self._loading - state.run.loaded - absent
         if not frozenset(state.present) - absent - newcomers:
             return anew(state, "no peer is left that holds its state")
         without = ", ".join(self.roster.label(state.workers[rank]) for rank in sorted(self.lost))
@@ -176,10 +184,16 @@ class Recovery:
         found = moved(state, state.workers, newcomers, Cause.LOST, words, absent=absent)
         return replace(found, price=Price(self.roster.liveness.dead_after_s, why=why))
 
+    def _of_peers(self, ranks: Collection[int]) -> frozenset[int]:
+        """Return the ranks of all peers that some of these are of."""
+        plan = self.state.adopted
+        peers = {plan.places[rank].replica for rank in ranks}
+        return frozenset(rank for peer in peers for rank in ranks_of(plan, peer))
+
     def _unlogged(self, newcomers: frozenset[int]) -> str:
         """Return whose messages since the checkpoint nobody has any more, "" where all are there."""
         state, places = self.state, self.state.adopted.places
-        if state.step == state.checkpoint.step:
+        if all(state.steps_of(rank) == state.checkpoint.step for rank in newcomers):
             return ""
         if len(newcomers) == len(places) > 1:
             return "all stages are lost at once"
@@ -204,7 +218,7 @@ def standing_by_for(state: JobState, roster: Roster, lost: Collection[int]) -> d
         if standby is None or not at_hand(roster, standby.worker):
             continue
         others = neighbours(state.adopted, rank)
-        behind = standby.step < state.step
+        behind = standby.step < state.steps_of(rank)
         if behind and others.intersection(lost):
             continue  # what it has not heard is lost
         if not any(logged_from(state, roster, other) > standby.step for other in others.difference(lost)):
@@ -226,14 +240,14 @@ def at_hand(roster: Roster, worker: str, job: str = "") -> bool:
 def _standby_takes(state: JobState, roster: Roster, rank: int) -> Price:
     """Return the price of a rank's loss that its standby takes."""
     standby, notice_s = state.standbys[rank], roster.liveness.dead_after_s
-    behind = max(0, state.step - standby.step)
+    behind = max(0, state.steps_of(rank) - standby.step)
     why = f"{standby.worker} stands by, {behind} steps behind: {notice_s:.1f} s to notice"
     return Price(notice_s + behind * repeated_s(state, roster, rank, standby.worker), why=why)
 
 
 def _replayed(state: JobState, roster: Roster, rank: int, worker: str) -> Price:
     """Return the price of a rank's loss that a worker takes over, who loads its stage and repeats steps."""
-    notice_s, steps = roster.liveness.dead_after_s, state.step - state.checkpoint.step
+    notice_s, steps = roster.liveness.dead_after_s, state.steps_of(rank) - state.checkpoint.step
     each_s, (load_s, copy) = repeated_s(state, roster, rank, worker), loaded_s(state, roster, rank, worker)
     why = f"{worker} takes over: {notice_s:.1f} s to notice, {load_s:.1f} s to load"
     why += f", {steps} steps of {each_s:.2g} s repeated by it alone" if steps else ""

@@ -74,10 +74,24 @@ def wanted(state: JobState) -> int:
     steps_left = state.steps - state.step
     if state.phase not in STEPPING or state.run.moving or steps_left < FEWEST_STEPS or state.plan is None:
         return 0
-    if len(state.plan.replicas) != 1 or len(state.run.step_times_s) < FEWEST_STEPS:
+    if len(state.run.step_times_s) < FEWEST_STEPS or state.plan.absent:  # whose places are to be taken first
         return 0
-    asked = state.spec.standbys
-    return state.n_ranks if asked is None else min(asked, state.n_ranks)
+    asked, ranks = state.spec.standbys, len(repeatable_ranks(state))
+    return ranks if asked is None else min(asked, ranks)
+
+
+def repeatable_ranks(state: JobState) -> list[int]:
+    """Return the ranks whose committed steps somebody can repeat as they come: of one pipeline all, of peers
+    with steps of their own those whose steps are committed."""
+    plan = state.adopted
+    if state.repeats_own:
+        return [rank for rank in plan.present if plan.in_pipe(rank)]
+    return list(range(state.n_ranks)) if len(plan.replicas) == 1 else []
+
+
+def behind(state: JobState, standby: Standby) -> int:
+    """Return how many steps of its rank a standby has not repeated."""
+    return max(0, state.steps_of(standby.rank) - standby.step)
 
 
 def choose(state: JobState, record: JobRecord, roster: Roster, resting: frozenset[str]) -> Chosen | None:
@@ -87,7 +101,7 @@ def choose(state: JobState, record: JobRecord, roster: Roster, resting: frozense
         return None
     pauses_s = [price.pause_s for price in loss_prices(state, record, roster)]
     notice_s = roster.liveness.dead_after_s
-    ranks = [rank for rank in range(state.n_ranks) if rank not in state.standbys]
+    ranks = [rank for rank in repeatable_ranks(state) if rank not in state.standbys]
     for rank in sorted(ranks, key=lambda rank: -pauses_s[rank]):
         saved_s = pauses_s[rank] - notice_s
         if state.spec.standbys is None and saved_s < WORTH_S:
@@ -132,10 +146,10 @@ def repeated_bytes(state: JobState, rank: int) -> int:
 
 def standby_words(state: JobState, standby: Standby) -> str:
     """Return how far a standby is, what it costs its volunteer, and what it is for."""
-    behind = max(0, state.step - standby.step)
+    steps = behind(state, standby)
     prediction = state.adopted.prediction
     memory = f", {prediction.stages[standby.rank].memory_bytes / 2**20:.0f} MiB" if prediction else ""
-    loaded = f"{behind} steps behind" if standby.loaded else f"loading, {behind} steps to repeat"
+    loaded = f"{steps} steps behind" if standby.loaded else f"loading, {steps} steps to repeat"
     sent_mb = repeated_bytes(state, standby.rank) / 1e6
     what = f"it is to take the stage: {standby.swap}" if standby.swap else standby.why
     return f"{loaded}; takes {sent_mb:.3g} MB a step{memory} of its machine; {what}"
@@ -190,16 +204,19 @@ class Standbys:
         if state.standbys and (others_wait or state.spec.standbys == 0):
             self.give_up(state, "the pool is wanted for another job")
             return
+        if state.local and state.adopted.absent:
+            self.give_up(state, "a peer is missing whose place is to be taken")
+            return
         state = self._measured(state)
         now_s = self.effects.now_s
         for standby in list(state.standbys.values()):
-            behind = state.step - standby.step
-            stalled = behind > 0 and now_s - standby.moved_s > STALLED_S
+            steps = behind(state, standby)
+            stalled = steps > 0 and now_s - standby.moved_s > STALLED_S
             stalled |= not standby.loaded and now_s - standby.since_s > LOADING_S
             lags = standby.nearest is None or self._stays_behind(state, standby)
-            lags &= standby.loaded and behind > self._most_behind(state)
+            lags &= standby.loaded and steps > self._most_behind(state)
             if stalled or lags:
-                state = self.drop(state, standby, f"it is {behind} steps behind")
+                state = self.drop(state, standby, f"it is {steps} steps behind")
         if others_wait or now_s - self._looked_s.get(state.job, -LOOK_S) < LOOK_S:
             return
         if not self.effects.roster.idle_count or self.effects.storage or len(state.standbys) >= wanted(state):
@@ -243,7 +260,7 @@ class Standbys:
             chosen.worker, members.AssignedTo(state.job, members.NO_RANK, f"stands by in {state.job}")
         )
         self._notify(state)
-        replay = history.standing_by(state, record, source)
+        replay = history.standing_by(state, record, chosen.rank, source)
         seen = self._as_it_sees(state, standby)
         self.effects.send(chosen.worker, assignment(seen, chosen.rank, roster, source, replay))
         self.effects.log(
@@ -320,7 +337,7 @@ class Standbys:
                 continue
             # One that was just asked has repeated nothing; its last words may be about another rank.
             heard = standby.heard or beat.step == 0
-            step = max(standby.step, min(beat.step, state.step)) if heard else standby.step
+            step = max(standby.step, min(beat.step, state.steps_of(rank))) if heard else standby.step
             if (step, beat.progress, heard) != (standby.step, standby.progress, standby.heard):
                 now_s = self.effects.now_s
                 moved = replace(standby, step=step, progress=beat.progress, heard=heard, moved_s=now_s)
@@ -339,17 +356,18 @@ class Standbys:
             self._notify(state)
             return
         held = self.effects.roster.workers[worker].introduction.held
-        if held is None or held.job != state.job or state.step - held.step > 1:
+        if held is None or held.job != state.job or state.step - held.step > 1 or state.local:
             self.drop(state, standby, "it was away", rest_s=0.0)
         elif held.step < state.step and state.run.last_commit is not None:
             self.effects.send(worker, self._said_to(state.run.last_commit))
 
     # ------------------------------------------------------------ steps and other workers
 
-    def committed(self, state: JobState, commit: do.StepCommit) -> None:
-        """Have the standbys repeat a step."""
+    def committed(self, state: JobState, commit: do.StepCommit, rank: int | None) -> None:
+        """Have the standbys repeat a step; of one that a peer alone has committed, the ``rank``'s."""
         for standby in state.standbys.values():
-            self.effects.send(standby.worker, self._said_to(commit))
+            if rank is None or (commit.own and rank == standby.rank):
+                self.effects.send(standby.worker, self._said_to(commit))
 
     @staticmethod
     def _said_to(commit: do.StepCommit) -> do.StepCommit:
@@ -381,15 +399,14 @@ class Standbys:
         moves_s = max(MOVES_S, 3.0 * (state.median_step_s or 0.0))
         if self.effects.now_s - standby.moved_s > moves_s:
             return False  # it may be frozen, or hang
-        close = state.step - standby.step <= CLOSE_STEPS + self._unseen(state)
+        close = behind(state, standby) <= CLOSE_STEPS + self._unseen(state)
         close |= self._left_s(state, standby) <= CLOSE_S
         ready = recovery.standing_by_for(state, self.effects.roster, {standby.rank})
         return bool(ready) and (close or self._stays_behind(state, standby))
 
     def _left_s(self, state: JobState, standby: Standby) -> float:
         """Return the seconds for which training would wait while a standby repeats the rest."""
-        behind = max(0, state.step - standby.step)
-        return behind * repeated_s(state, self.effects.roster, standby.rank, standby.worker)
+        return behind(state, standby) * repeated_s(state, self.effects.roster, standby.rank, standby.worker)
 
     def _stays_behind(self, state: JobState, standby: Standby) -> bool:
         """Whether one that holds a state has come no nearer for some steps."""
@@ -405,6 +422,9 @@ class Standbys:
         those that were repeating steps beside a neighbour that is replaced. What it sent of them goes with
         it, and they would wait for that. ``replaced``: ranks that others had before."""
         plan = state.adopted
+        if len(plan.replicas) > 1 and not plan.local:
+            self.give_up(state, "the plan has a replica more")
+            return replace(state, standbys={})
         placed = {place.worker for place in plan.places}
         for worker in placed:
             self._said.pop((state.job, worker), None)
@@ -413,9 +433,11 @@ class Standbys:
             state = replace(state, standbys=left)
             self.put(state)
         for standby in list(state.standbys.values()):
-            behind = standby.step < state.step
-            if behind and replaced.intersection(neighbours(plan, standby.rank)):
+            late = behind(state, standby) > 0
+            if late and replaced.intersection(neighbours(plan, standby.rank)):
                 state = self.drop(state, standby, "its neighbour is replaced", rest_s=0.0)
+            elif state.local and state.run.alike_from == state.step and (late or not standby.loaded):
+                state = self.drop(state, standby, "rounds are among other peers now", rest_s=0.0)
         return state
 
     def follow(self, state: JobState) -> None:
@@ -451,5 +473,5 @@ def _nearest(state: JobState, standby: Standby) -> tuple[int, int] | None:
     """Return how near a standby has come since it holds a state that it repeats steps on, and when."""
     if standby.source is None or standby.step <= standby.source.step:
         return None
-    behind = state.step - standby.step
-    return standby.nearest if standby.nearest and standby.nearest[0] <= behind else (behind, state.step)
+    steps = behind(state, standby)
+    return standby.nearest if standby.nearest and standby.nearest[0] <= steps else (steps, state.step)

@@ -66,7 +66,8 @@ def storing_s(state: JobState) -> float:
 
 def _replay_s(state: JobState) -> float:
     """Return how long a newcomer may take to repeat the steps since its checkpoint."""
-    steps = state.step - state.run.source.step if state.run.source is not None else 0
+    done = max((own.step for own in state.run.own.values()), default=state.step)
+    steps = done - state.run.source.step if state.run.source is not None else 0
     return SILENT_STEPS * _step_s(state) * steps
 
 

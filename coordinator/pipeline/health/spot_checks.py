@@ -107,8 +107,8 @@ class SpotChecks:
 
     def replayed(self, state: JobState, rank: int, worker: str, digests: tuple[ev.Digest, ...]) -> None:
         """Compare what a newcomer arrived at, which has repeated a lost worker's steps."""
-        case = self._case(state, rank, state.run.source or state.checkpoint, worker)
-        if case is not None and digests and state.job not in self._disputes:
+        case = self._case(state, rank, state.run.source or state.checkpoint, worker) if digests else None
+        if case is not None and state.job not in self._disputes:
             self._heard(state, case, worker, _joined(digests))
 
     def stepped(self, before: JobState, state: JobState) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from atoll.errors import BadFrame
-from atoll.messages.to_worker import Era, Replay
+from atoll.messages.to_worker import Era, Replay, StepCommit
 from tests.patience import HUNG_S
 from tests.worker.compute.test_replay import (
     LINKS,
@@ -77,7 +77,9 @@ class Beside:
             raise failed[0]
 
     def repeat(self, step: int, newest: int) -> None:
-        self.does(lambda: self.run.repeat(step, SCALES[step], newest, Cancel()))
+        version = self.run.at(step).version
+        commit = StepCommit("job", version, step, SCALES[step], store=False, evaluate=False, last=False)
+        self.does(lambda: self.run.repeat(commit, newest, Cancel()))
 
     def promoted(self, step: int) -> None:
         """The plan is reconfigured; what this one has heard of is repeated before it takes the stage."""

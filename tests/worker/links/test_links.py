@@ -231,7 +231,9 @@ def test_what_is_sent_in_repeated_steps_is_recorded_alone() -> None:
     recorded: list[MessageKey] = []
     hub = Hub()
     hub.port("w-b")
-    links = Links(hub.port("w-a"), "job", 3, record=lambda peer, key, *_: recorded.append(key), sends_from=2)
+    links = Links(
+        hub.port("w-a"), "job", 3, record=lambda peer, key, *_: recorded.append(key), sends_from=(2, False)
+    )
     for step in range(4):
         links.send("w-b", key(step), TENSOR)
     assert recorded == [key(0), key(1)]

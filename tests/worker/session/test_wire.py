@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from atoll.errors import BadFrame
-from atoll.exchange import Receipt
+from atoll.exchange import Exchange, Receipt
 from atoll.messages.to_worker import KeepCopies, PeerLink, RankPeer, StageCopy
 from atoll.plan import LinkSpec, Mask
 from protos import atoll_control_pb2 as pb
@@ -190,6 +190,56 @@ def test_an_assignment_says_which_versions_the_repeated_steps_had() -> None:
     ],
 )
 def test_a_replay_beyond_a_bound_is_refused(wrong: pb.ToWorker) -> None:
+    with pytest.raises(BadFrame):
+        messages.event_from(wrong)
+
+
+def heard(*steps: tuple[int, bool, int], standby: bool = False, **changes: object) -> pb.ToWorker:
+    """A peer's own steps and rounds that its stage repeats: step, whether it is its own, version."""
+    commits = [
+        pb.StepCommit(job="j", plan_version=version, step=step, gradient_scale=1.0, own=own)
+        for step, own, version in steps
+    ]
+    assign = pb.Assign(job="j", plan_version=3, first_step=8, joining=True)
+    assign.plan.exchange.CopyFrom(to_proto(Exchange("diloco", every=3)))
+    assign.program.n_stages, assign.training.steps = 2, 20
+    assign.replay.CopyFrom(pb.Replay(first_step=5, standby=standby, commits=commits, **changes))  # type: ignore[arg-type]
+    return pb.ToWorker(assign=assign)
+
+
+OWN = ((5, True, 1), (5, False, 1), (6, True, 1), (7, True, 2), (8, True, 2))
+
+
+def test_a_peers_own_steps_and_rounds_are_repeated_in_their_order() -> None:
+    """A round has the number of the last step before it, and a version may begin with one."""
+    event = messages.event_from(heard(*OWN))
+    assert isinstance(event, events.Assign)
+    assert event.joining
+    assert event.eras == ((5, 1), (7, 2))
+    event = messages.event_from(heard((5, True, 1), (5, False, 2), (6, True, 2), (7, True, 2), (8, True, 2)))
+    assert isinstance(event, events.Assign)
+    assert event.eras == ((5, 1), (6, 2))
+    assert isinstance(messages.event_from(heard(standby=True)), events.Assign)
+    early = ((5, True, 1), (8, False, 1))  # of a peer that was late
+    assert isinstance(messages.event_from(heard(*early)), events.Assign)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        heard(),
+        heard((4, True, 1)),
+        heard((9, True, 1)),
+        heard((5, True, 1), (5, True, 1)),
+        heard((5, False, 1), (5, False, 1)),
+        heard((6, True, 1), (5, False, 1)),
+        heard((5, True, 2), (6, True, 1)),
+        heard((5, True, 3)),
+        heard(*OWN, gradient_scales=[1.0]),
+        heard(*OWN, eras=[pb.PlanEra(plan_version=1)]),
+    ],
+)
+def test_own_steps_out_of_order_are_refused(wrong: pb.ToWorker) -> None:
     with pytest.raises(BadFrame):
         messages.event_from(wrong)
 

@@ -214,10 +214,11 @@ class Crew:
         announce = getattr(network, "announce", lambda _: None)
         record = getattr(network, "record", None)
         (_, first), *later = assignment.eras
-        codecs, sends_from = codecs_of(first), NEVER if assignment.standby else assignment.first_step
+        codecs, begins = codecs_of(first), NEVER if assignment.standby else assignment.first_step
         links = Links(
-            network, "job", first.version, codecs, announce=announce, record=record, sends_from=sends_from
-        )
+            network, "job", first.version, codecs, announce=announce, record=record,
+            sends_from=(begins, assignment.joining),
+        )  # fmt: skip
         for begins, era in later:
             links.relink(era.version, begins, codecs_of(era))
         self.links.append(links)
