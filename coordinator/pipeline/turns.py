@@ -31,7 +31,7 @@ from coordinator.messages.jobs import (
     Waits,
     anew,
 )
-from coordinator.pipeline.changes.shares import Shares, expected
+from coordinator.pipeline.changes.shares import WAITS, Shares, expected
 from coordinator.pipeline.health.doubt import left_out
 from coordinator.pipeline.tuning import memory
 from coordinator.pipeline.tuning.link_adaptation import capped
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
     from coordinator.membership.measuring import Measuring
     from coordinator.pipeline.beside import Beside
     from coordinator.sharing.claims import Allotment
-
-
-TURN = "waits for its turn"
 
 
 @dataclass(slots=True)
@@ -82,13 +79,12 @@ class Turns:
         running = [s.job for s in self.jobs.values() if s.phase in RUNNING]
         reason = expected(found, state.job, running)
         if state.job in found.starts:
-            reason = f"{self.concurrent_jobs} jobs run, which is the most"
-        reason = f"{TURN}: {reason}" if reason else ""
+            reason = f"{WAITS} its turn: {self.concurrent_jobs} jobs run, which is the most"
         if not running and not self.effects.roster.idle_count:
             reason = "no worker is in the pool; start some with `atoll-worker join`"
         if not reason or reason in state.reason:
             return
-        kept = state.reason.partition(f"; {TURN}")[0] if state.phase is Phase.PAUSED else ""
+        kept = state.reason.partition(f"; {WAITS} ")[0] if state.phase is Phase.PAUSED else ""
         self.step(state.job, Waits(f"{kept}; {reason}" if kept else reason))
 
     @property

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from coordinator.pipeline.tuning.profiling import Profiling
     from coordinator.sharing.policies import Policy
 
+WAITS = "waits for"
 REST_S = 60.0  # after a job has given workers, until it gives some again; twice as long each time
 LOOK_S = 2.0
 USUAL_FLOPS = 5e10  # a second, of a worker that has timed nothing yet
@@ -184,7 +185,8 @@ class Shares:
         return replace(claim, due_s=min(wanted_s, self._due_s[claim.job]))
 
     def _least_of(self, state: JobState) -> int:
-        """Return the fewest workers that hold a job, as far as that is known."""
+        """Return the fewest workers that hold a job, as far as known; where all do not, all: the planner
+        says by how much."""
         learnt = max(self._least.get(state.job, 1), state.spec.training.replica_count or 1)
         left, limits = self.needs.get(state.job, Needs()).state_bytes, self._limits()
         fewest = 0
@@ -192,7 +194,7 @@ class Shares:
             if left <= 0:
                 break
             left, fewest = left - limit, fewest + 1
-        return max(learnt, fewest + (left > 0), 1)
+        return max(learnt, fewest, 1)
 
     def _limits(self) -> list[int]:
         workers = self.effects.roster.workers
@@ -219,9 +221,8 @@ class Shares:
 
 
 def expected(found: Allotment, job: str, among: Collection[str]) -> str:
-    """Return why a job waits, and what for."""
+    """Return why a job waits, and for which of those that run; "" where it does not wait for workers."""
     waits = found.waits.get(job)
     if waits is None:
         return ""
-    after = f"; begins when {waits.after} ends" if waits.after and waits.after in among else ""
-    return waits.reason + after
+    return f"{WAITS} {waits.after if waits.after in among else 'its turn'}: {waits.reason}"
