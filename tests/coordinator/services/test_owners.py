@@ -32,7 +32,8 @@ def owners(folder: Path) -> Owners:
 
 def test_each_role_opens_what_the_one_before_does_and_more() -> None:
     assert {name.rpartition("/")[2] for name, role in METHODS.items() if role is Role.WATCH} == {
-        "Status", "Watch", "Logs", "Trace", "Metrics", "Checkpoints", "Contributions", "Credits", "ListAuthorities",
+        "Status", "Watch", "Logs", "Trace", "Metrics", "Checkpoints", "Contributions", "Credits",
+        "ListAuthorities",
     }  # fmt: skip
     assert METHODS["/atoll.v1.Owner/Kick"] is METHODS["/atoll.v1.Owner/CreateOwner"] is Role.ADMINISTER
     assert METHODS["/atoll.v1.Owner/Result"] is needed_role("/atoll.v1.Blobs/Get") is Role.SUBMIT
