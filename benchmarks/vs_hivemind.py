@@ -59,7 +59,7 @@ from worker.transport.frames import MessageKey
 from worker.transport.network import PeerNetwork
 
 if TYPE_CHECKING:
-    from worker.stage.joining import Which
+    from worker.exchange.slices import Which
     from worker.stage.stage import Stage
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -100,7 +100,6 @@ def read(message: str) -> dict[str, str]:
 
 def receipts(plan: Plan, rank: int, group: Group, last: int, results: Own) -> tuple[ev.RoundReceipt, ...]:
     """Return what a rank says of a round: one receipt of each part of the model that no cut divides."""
-    assert plan.exchange is not None
     place = plan.places[rank]
     mine = plan.replicas[place.replica].stages[place.stage]
     starts = sorted({piece.start for replica in plan.replicas for piece, *_ in replica.pieces})
@@ -109,9 +108,11 @@ def receipts(plan: Plan, rank: int, group: Group, last: int, results: Own) -> tu
         if at in starts or at == mine.start:
             stop = next((start for start in starts if start > at), mine.stop)
             part = [results[name] for name in names[at - mine.start : min(stop, mine.stop) - mine.start]]
-            said.append(
-                ev.RoundReceipt(
-                    plan.exchange.round_of(last), group, 1.0, 1000, 1000, digest(*part)[:32], slice=at
-                )
-            )
+            said.append(receipt(plan, group, last, digest(*part)[:32], at))
     return tuple(said)
+
+
+def receipt(plan: Plan, group: Group, last: int, result: str, at: int = 0) -> ev.RoundReceipt:
+    """Return what a rank says of the round of one part."""
+    assert plan.exchange is not None
+    return ev.RoundReceipt(plan.exchange.round_of(last), group, 1.0, 1000, 1000, result, slice=at)

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     Which = tuple[Direction, int, int]  # direction, micro, edge of a key
 
 Send = Callable[[str, "Which", "Tensor"], None]
+Take = Callable[["Which", str], "Tensor | None"]
+"""What has arrived of a peer, None where it has not."""
 MAX_SEGMENTS = ((1 << 32) - 1) // MAX_OPS
 """Of a slice: an edge of 32 bits has the slice's op and the segment."""
 

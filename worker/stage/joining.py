@@ -28,15 +28,10 @@ if TYPE_CHECKING:
 
     from atoll.gradient_exchange import Arriving, Bucket
     from worker.exchange.bucket import Outgoing
+    from worker.exchange.slices import Send, Take, Which
     from worker.stage.assignment import Assignment
     from worker.stage.stage import Stage
-    from worker.transport.frames import Direction
 
-    Which = tuple[Direction, int, int]  # direction, micro, edge of a key
-
-Send = Callable[[str, "Which", "Tensor"], None]
-Take = Callable[["Which", str], "Tensor | None"]
-"""What has arrived of a peer, None where it has not."""
 Wait = Callable[["Which", str], "Tensor"]
 
 

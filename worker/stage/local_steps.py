@@ -37,9 +37,8 @@ if TYPE_CHECKING:
     from atoll.plan import Plan
     from strategies.exchanges.base import State
     from worker.exchange.carrier import Arriving
-    from worker.exchange.slices import Send, Which
+    from worker.exchange.slices import Send, Take, Which
     from worker.stage.assignment import Assignment
-    from worker.stage.joining import Take
     from worker.stage.stage import Stage
 
 OUTER, MOMENTUM, RESIDUAL, PEER = "outer", "outer_momentum", "residual", "peer"

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from atoll.program import StageProgram
     from worker.cancel import Cancel
+    from worker.exchange.slices import Which
     from worker.machine.cpu import CpuMeter
     from worker.spans import Spans
     from worker.stage.assignment import Assignment
-    from worker.stage.joining import Which
     from worker.stage.local_steps import LocalSteps
     from worker.stage.ports import MicroBatches, TensorLinks
     from worker.stage.replay import Repeating

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from atoll.held_out import Figures
     from atoll.microbatch import Action
     from atoll.plan import LinkSpec
+    from worker.exchange.slices import Which
     from worker.stage.assignment import Assignment
-    from worker.stage.joining import Which
     from worker.stage.local_steps import LocalSteps
     from worker.stage.stage import Stage
 

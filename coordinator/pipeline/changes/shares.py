@@ -161,8 +161,8 @@ class Shares:
         if state.phase in ENDED or (state.phase is Phase.QUEUED and self.held_up(state)):
             return None
         held, now_s = self._held(state), self.effects.now_s
-        if state.phase is Phase.PAUSED and self.held_up(state) and not held:
-            return None
+        if not held and (state.phase not in WAITING | {Phase.PROFILING} or self.held_up(state)):
+            return None  # what it had is gone: it waits again in a moment
         spec, rest = state.spec, self._rests.get(state.job, _Rest())
         moves = state.phase in STEPPING and not state.run.moving and not state.run.seating
         return Claim(
@@ -187,8 +187,11 @@ class Shares:
     def _least_of(self, state: JobState) -> int:
         """Return the fewest workers that hold a job, as far as known; where all do not, all: the planner
         says by how much."""
-        learnt = max(self._least.get(state.job, 1), state.spec.training.replica_count or 1)
         left, limits = self.needs.get(state.job, Needs()).state_bytes, self._limits()
+        wanted = state.spec.training.replica_count or 1
+        if state.version:  # it goes on with two of those that it had
+            wanted = min(wanted, 2)
+        learnt = max(self._least.get(state.job, 1), min(wanted, len(limits)))
         fewest = 0
         for limit in limits:
             if left <= 0:
