@@ -159,11 +159,12 @@ def test_a_peer_that_has_lost_a_stage_is_gone_as_a_whole_and_the_others_keep_the
     assert "among w2 with w3, w4" in exchange_words(state, None, str)
 
 
-def test_a_newcomers_pipeline_begins_the_period_anew() -> None:
+def test_a_newcomers_pipeline_goes_on_with_the_steps_that_its_peer_has_taken() -> None:
     state, _ = own(training(), FIRST, 0)
     change = moved(state, ["x", "y", "w2", "w3", "w4"], FIRST, Cause.CHOSEN, "", absent=frozenset())
     state, _ = machine.step(state, change, 3.0)
-    assert [state.due_of(rank) for rank in FIRST] == [(0, False), (0, False)]
+    assert [state.due_of(rank) for rank in FIRST] == [(1, False), (1, False)]
+    assert [commit.step for commit in state.run.heard[0]] == [0]  # which the newcomers repeat
 
 
 def test_slices_of_different_digests_are_a_disagreement_about_who_holds_them() -> None:
