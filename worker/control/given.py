@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from worker.control.enroll import join
 
 if TYPE_CHECKING:
     from worker.config import WorkerConfig
+    from worker.control.enroll import Membership
 
 ANSWER_WITHIN_S = 5.0
 
@@ -37,32 +39,35 @@ class Given:
 
 def ask_given(config: WorkerConfig) -> Given:
     """Ask the coordinator that this machine joined. Raises ConnectionFailed or AccessDenied."""
-    member = join(replace(config, connect_timeout_s=0.0), lambda _: True)
-    with member.channel(config) as channel:
-        stub: Any = rpc.WorkStub(channel)
-        call = stub.Given.future(pb.Empty(), timeout=ANSWER_WITHIN_S, metadata=member.metadata)
-        try:
-            reply: pb.ContributionList = answer(call, lambda _: False)
-        except grpc.RpcError as error:
-            raise to_atoll_error(error, member.work_address) from None
-    return summed(reply)
+    return summed(_asked(config, _member(config), lambda stub: stub.Given))
 
 
 def ask_receipt(config: WorkerConfig) -> Receipt:
     """Ask for a receipt of what this machine has given, and check it. Raises ConnectionFailed or
     AccessDenied."""
-    member = join(replace(config, connect_timeout_s=0.0), lambda _: True)
-    with member.channel(config) as channel:
-        stub: Any = rpc.WorkStub(channel)
-        call = stub.Receipt.future(pb.Empty(), timeout=ANSWER_WITHIN_S, metadata=member.metadata)
-        try:
-            reply: pb.ReceiptReply = answer(call, lambda _: False)
-        except grpc.RpcError as error:
-            raise to_atoll_error(error, member.work_address) from None
+    member = _member(config)
+    reply: pb.ReceiptReply = _asked(config, member, lambda stub: stub.Receipt)
     receipt = Receipt(reply.statement, reply.signature, reply.authority_pem)
     if member.identity is not None:
         checked(receipt, authorities_in(member.identity.ca_pem))
     return receipt
+
+
+def _member(config: WorkerConfig) -> Membership:
+    """The membership that this machine has; one that was refused is not waited for."""
+    return join(replace(config, connect_timeout_s=0.0), lambda _: True)
+
+
+def _asked(config: WorkerConfig, member: Membership, method: Callable[[Any], Any]) -> Any:
+    """The reply to a call of ``rpc.WorkStub`` that takes nothing."""
+    with member.channel(config) as channel:
+        call = method(rpc.WorkStub(channel)).future(
+            pb.Empty(), timeout=ANSWER_WITHIN_S, metadata=member.metadata
+        )
+        try:
+            return answer(call, lambda _: False)
+        except grpc.RpcError as error:
+            raise to_atoll_error(error, member.work_address) from None
 
 
 def summed(reply: pb.ContributionList) -> Given:

@@ -6,7 +6,6 @@ Real stages, links and gates in one process; what crosses goes through the arena
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,8 +15,8 @@ import pytest
 
 from atoll.messages.to_worker import Replay, StepCommit
 from atoll.step_loss import step_loss
-from tests.patience import HUNG_S
 from tests.worker.compute.bridge import Bridge
+from tests.worker.compute.in_thread import in_thread
 from tests.worker.compute.test_replay import assert_same
 from tests.worker.links.hub import Hub
 from tests.worker.stage.crew import Case, Crew, case
@@ -187,23 +186,6 @@ class Pipes:
     def close(self) -> None:
         for bridge in self.bridges.values():
             bridge.close()
-
-
-def in_thread(work: Callable[[], None]) -> None:
-    failed: list[Exception] = []
-
-    def guarded() -> None:
-        try:
-            work()
-        except Exception as error:  # noqa: BLE001 - raised below
-            failed.append(error)
-
-    thread = threading.Thread(target=guarded)
-    thread.start()
-    thread.join(HUNG_S)
-    assert not thread.is_alive()
-    if failed:
-        raise failed[0]
 
 
 @pytest.fixture

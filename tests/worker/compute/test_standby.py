@@ -5,7 +5,6 @@ Real stages, links and gates in one process, as where a stage is lost (test_repl
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ import pytest
 
 from atoll.errors import BadFrame
 from atoll.messages.to_worker import Era, Replay, StepCommit
-from tests.patience import HUNG_S
+from tests.worker.compute.in_thread import in_thread
 from tests.worker.compute.test_replay import (
     LINKS,
     RELINKED,
@@ -61,20 +60,7 @@ class Beside:
 
     def does(self, work: Callable[[], None]) -> None:
         """Have its compute thread do something."""
-        failed: list[Exception] = []
-
-        def guarded() -> None:
-            try:
-                work()
-            except Exception as error:  # noqa: BLE001 - raised below
-                failed.append(error)
-
-        thread = threading.Thread(target=guarded)
-        thread.start()
-        thread.join(HUNG_S)
-        assert not thread.is_alive()
-        if failed:
-            raise failed[0]
+        in_thread(work)
 
     def repeat(self, step: int, newest: int) -> None:
         version = self.run.at(step).version
