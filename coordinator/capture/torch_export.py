@@ -7,13 +7,10 @@ the op, the module path and the source line.
 
 from __future__ import annotations
 
-import io
-import logging
 import operator
 import re
-import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.errors import CaptureError
+from atoll.exported import exported
 from atoll.job import Precision
 from atoll.opdag import (
     DTYPE_BYTES,
@@ -48,7 +46,9 @@ ROOT = "module"  # the wrapper's only child; stripped from every name
 _DROPPED = re.compile(r"aten\.(_assert_|_functional_assert_|sym_constrain_range|_functional_sym_constrain)")
 MAX_NAMED = 5  # sub-modules in one message
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_TORCH_FILES = re.compile(r"[/\\]torch[/\\]|[/\\]coordinator[/\\]exported\.py$")
+_NOT_THE_OWNERS = re.compile(
+    r"[/\\]torch[/\\]|[/\\]atoll[/\\]exported\.py$|[/\\]coordinator[/\\]capture[/\\]outcome\.py$"
+)
 
 
 @dataclass
@@ -145,31 +145,15 @@ def export(
         stack.enter_context(followable(module))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.random.fork_rng())
-        # What torch warns of here (attributes assigned in forward) the self-check decides.
-        stack.enter_context(warnings.catch_warnings(action="ignore"))
-        stack.enter_context(_torch_silent())
         if precision is Precision.BF16:
             stack.enter_context(torch.autocast(device.type, torch.bfloat16, cache_enabled=False))
         try:
-            program = torch.export.export(wrapped, tuple(inputs.values()), strict=False)
+            program = exported(wrapped, tuple(inputs.values()))
         except CaptureError:
             raise
         except Exception as error:  # torch.export raises whatever the module raised
             raise blame(error, module) from error
     return _Flattener(program, tuple(inputs), device, canonical, constants).flatten(wrapped.metrics)
-
-
-@contextmanager
-def _torch_silent() -> Iterator[None]:
-    """Suppress torch's print of the half-made graph where export fails; our error names the line instead."""
-    log = logging.getLogger("torch.fx.experimental")
-    before = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        log.setLevel(before)
 
 
 def device_of(module: nn.Module, inputs: Mapping[str, Tensor]) -> torch.device:
@@ -361,5 +345,5 @@ def _module_path(node: Any) -> str:
 def _source_line(node: Any) -> str:
     """ "file.py:41": the innermost line outside torch itself."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if not _TORCH_FILES.search(frame[0])] or frames
+    own = [frame for frame in frames if not _NOT_THE_OWNERS.search(frame[0])] or frames
     return f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""

@@ -60,7 +60,7 @@ class Figure(Protocol):
 
 
 def known_loggers() -> list[str]:
-    """Return the names of ours and of those that installed packages declare."""
+    """Return the names of our loggers and of the ones that installed packages declare."""
     return sorted({*OWN, *(point.name for point in entry_points(group=GROUP))})
 
 

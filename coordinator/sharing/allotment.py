@@ -304,7 +304,7 @@ class _Round:
         return first + self.placing(others, count - len(first), self.load_s, claim.had)
 
     def _predict(self, waiting: Sequence[Claim]) -> None:
-        """Say of those that wait for workers when they are expected to begin."""
+        """Predict when each job that waits for workers begins."""
         later = [claim for claim in waiting if claim.job in self.waits]
         begun = [claim for claim in self.order if claim.runs or claim.job in self.counts]
         free = len(self.idle)

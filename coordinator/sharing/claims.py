@@ -107,7 +107,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Allotment:
-    """What is to change now: workers of jobs that begin, more of those that run, who gives, who waits."""
+    """Changes to make now: workers of jobs that begin, workers that running jobs gain, givers, waits."""
 
     starts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     grows: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -104,7 +104,7 @@ def own_strategy(kind: Kind) -> Kind:
 
 
 def own_names() -> list[str]:
-    """Return the names of those that this process defines or that installed packages declare."""
+    """Return the names of the strategies that this process defines or that installed packages declare."""
     return sorted({*_KNOWN, *(point.name for point in entry_points(group=GROUP))})
 
 

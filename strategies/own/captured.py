@@ -7,13 +7,10 @@ against the method itself on random tensors of several shapes, to the bit.
 
 from __future__ import annotations
 
-import io
-import logging
 import signal
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.errors import AtollError, UsageError
+from atoll.exported import exported
 from atoll.formulas import (
     CLIENT_NUMBERS,
     DELTA,
@@ -164,9 +162,7 @@ def _traced(what: str, method: Method, names: Sequence[str], meta: TensorMeta) -
 
     tensors = tuple(_drawn(value_meta(name, meta), at) for at, name in enumerate(names))
     try:
-        with warnings.catch_warnings(action="ignore"), _silent():
-            program = torch.export.export(_Method(run), tensors, strict=False)
-        return _from_graph(program, names, results, meta)
+        return _from_graph(exported(_Method(run), tensors), names, results, meta)
     except AtollError as error:
         text = str(error)
         raise UsageError(text if text.startswith(what) else f"{what}(): {text}") from None
@@ -180,19 +176,6 @@ def _traced(what: str, method: Method, names: Sequence[str], meta: TensorMeta) -
             f"{what}() raised {type(error).__name__}: {said}. It is captured by running it on stand-ins: use "
             "torch's functions on the values of at, and Python for options alone"
         ) from error
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Suppress torch's print of the half-made graph where export fails; our error names the method."""
-    log = logging.getLogger("torch.fx.experimental")
-    before = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        log.setLevel(before)
 
 
 def _from_graph(

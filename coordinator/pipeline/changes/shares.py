@@ -189,7 +189,7 @@ class Shares:
         says by how much."""
         left, limits = self.needs.get(state.job, Needs()).state_bytes, self._limits()
         wanted = state.spec.training.replica_count or 1
-        if state.version:  # it goes on with two of those that it had
+        if state.version:  # it goes on with two of its former replicas
             wanted = min(wanted, 2)
         learnt = max(self._least.get(state.job, 1), min(wanted, len(limits)))
         fewest = 0
@@ -224,7 +224,7 @@ class Shares:
 
 
 def expected(found: Allotment, job: str, among: Collection[str]) -> str:
-    """Return why a job waits, and for which of those that run; "" where it does not wait for workers."""
+    """Return why a job waits, and for which running job; "" where it does not wait for workers."""
     waits = found.waits.get(job)
     if waits is None:
         return ""
