@@ -10,14 +10,19 @@ K r = d_out d_in / (d_out + d_in) on. Up go the factors alone. A contribution is
 
     B_k A_k = B A + B dA_k + dB_k A + dB_k dA_k
 
-whose first terms follow from mean changes. Factors padded with zeros stay so, as the gradient of each is a
-product with the other: unlike ranks would sum exactly too.
+whose first terms follow from mean changes.
+
+Clients may have lower ranks than the module (``ranks``). One of rank r_k begins with the first r_k rows of A
+and columns of B, the rest 0. The rest stays 0, as the gradient of each factor is a product with the other.
+Its rows of dA beyond r_k are sent as 0: B + dB_k is 0 there, so no product has them.
 Source: Wang 2024 (FLoRA), section 3; papers/federated.md 7.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, ClassVar
 from zlib import crc32
 
@@ -36,7 +41,7 @@ if TYPE_CHECKING:
     from strategies.fixed import Grid
     from strategies.layout import Array, Arrays, Layout, SlotMetas, Slots
     from strategies.sums import Sums
-    from strategies.values import ClientUpdate, ServerState
+    from strategies.values import Broadcast, ClientState, ClientUpdate, Done, ServerState
 
 PRODUCTS = "products"
 WIDE = ("float32", "float64")
@@ -45,7 +50,11 @@ WIDE = ("float32", "float64")
 
 @dataclass(frozen=True)
 class FLoRA(Linear):
-    """``scaling`` = s in (0, 1000]: lora_alpha / r, as the module has it; ``seed``: of the new A's."""
+    """``scaling`` = s in (0, 1000]: lora_alpha / r, as the module has it; ``seed``: of the new A's.
+
+    ``ranks``: "laptop=8 phone-*=2", by shell wildcards over clients' names; the first that matches counts,
+    who matches none has the module's rank.
+    """
 
     name: ClassVar[str] = "flora"
     FACTS: ClassVar[Facts] = Facts(
@@ -56,16 +65,44 @@ class FLoRA(Linear):
 
     scaling: float = 1.0
     seed: int = 0
+    ranks: str = ""
 
     def __post_init__(self) -> None:
         within(self.name, "scaling", self.scaling, 0.0, 1000.0, open_low=True)
         within(self.name, "seed", self.seed, 0, 2**31)
+        _ranks(self.ranks)  # refused at submit
 
     def adapt(self, layout: Layout) -> Layout:
         found = self._adapters(layout)
         for adapter in found:
             _check(layout, adapter)
+        most = max(layout.metas[adapter.a].shape[0] for adapter in found)
+        if high := [f"{pattern}={rank}" for pattern, rank in _ranks(self.ranks) if rank > most]:
+            raise UsageError(
+                f"flora: ranks {high[0][:64]!r}; the module's is {most}, build it with the highest"
+            )
         return layout.with_roles(Role.TOLD, [adapter.base for adapter in found])
+
+    def end(
+        self, layout: Layout, broadcast: Broadcast, done: Sequence[Done], state: ClientState, seed: int = 0
+    ) -> tuple[ClientUpdate, ClientState]:
+        update, after = super().end(layout, broadcast, done, state, seed)
+        rank = self._rank_of(state.client)
+        if rank is None:
+            return update, after
+        names = [adapter.a for adapter in self._adapters(layout)]
+        narrow = {name: _first_rows(update.delta[name], rank) for name in names}
+        return replace(update, delta={**update.delta, **narrow}), after
+
+    def _own_start(self, layout: Layout, broadcast: Broadcast, state: ClientState) -> Arrays:
+        rank = self._rank_of(state.client)
+        if rank is None:
+            return {}
+        start = {}
+        for adapter in self._adapters(layout):
+            start[adapter.a] = _first_rows(broadcast.weights[adapter.a], rank)
+            start[adapter.b] = _first_rows(broadcast.weights[adapter.b].T, rank).T
+        return start
 
     def contribute(self, layout: Layout, update: ClientUpdate) -> Contribution:
         common = super().contribute(layout, update)
@@ -106,6 +143,28 @@ class FLoRA(Linear):
 
     def _adapters(self, layout: Layout) -> tuple[Adapter, ...]:
         return adapters_of(self.name, layout)
+
+    def _rank_of(self, client: str) -> int | None:
+        """Rank of a client's adapters; None: the module's."""
+        return next((rank for pattern, rank in _ranks(self.ranks) if fnmatchcase(client, pattern)), None)
+
+
+def _ranks(text: str) -> tuple[tuple[str, int], ...]:
+    """Patterns and their ranks, in the order in which they are tried. UsageError for anything else."""
+    found = []
+    for part in text.split():
+        pattern, _, rank = part.rpartition("=")
+        if not pattern or not rank.isdecimal() or int(rank) < 1:
+            raise UsageError(f"flora: ranks {part[:64]!r}; write NAME=RANK, as in 'laptop=8 phone-*=2'")
+        found.append((pattern, int(rank)))
+    return tuple(found)
+
+
+def _first_rows(array: Array, count: int) -> Array:
+    """``array`` with zeros in all rows behind the first ``count``."""
+    found = np.array(array)
+    found[count:] = 0
+    return found
 
 
 def _check(layout: Layout, adapter: Adapter) -> None:

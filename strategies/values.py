@@ -55,9 +55,13 @@ class ServerState:
 
 @dataclass(frozen=True)
 class ClientState:
-    """State of a client from round to round; an empty one is a client seen for the first time."""
+    """State of a client from round to round; one without slots is a client seen for the first time.
+
+    ``client`` is set by who trains it, and is not kept.
+    """
 
     slots: Slots = field(default_factory=dict)
+    client: str = ""
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
-from atoll import Job
+from atoll import Federated, Job
 from benchmarks.federated_fleet import FederatedFleet
 from benchmarks.real_workers import LoopbackFleet
 from coordinator.client.prepare import prepare
-from tests.e2e.same_job import CLIENTS, furthest, in_this_process, job, samples, write_app
+from tests.e2e.same_job import CLIENTS, Classifier, furthest, in_this_process, job, samples, write_app
 
 RULES = ("fedavg", "fedavgm", "fedprox", "scaffold", "fednova", "feddyn")
 pytestmark = pytest.mark.slow
@@ -30,8 +32,7 @@ def on(fleet: FederatedFleet, what: Job, path: Path) -> float:
     name = fleet.client.submit(prepare(what)).job
     deque(fleet.watch(name), maxlen=0)
     fleet.client.export(name, path)
-    drawn = {worker.name: worker.worker for worker in fleet.client.status().workers}
-    return furthest(load_file(path), in_this_process(what, drawn))
+    return furthest(load_file(path), in_this_process(what))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -46,6 +47,15 @@ def test_how_the_model_goes_down_changes_no_bit(
     downlink: str, workers: FederatedFleet, tmp_path: Path
 ) -> None:
     assert on(workers, job("scaffold", downlink=downlink), tmp_path / "weights") == 0.0
+
+
+def test_clients_of_unlike_ranks_join_what_one_process_joins(workers: FederatedFleet, tmp_path: Path) -> None:
+    rule = Federated("flora", {"scaling": 1.0, "ranks": "worker0=1"}, held_out=0.0, evaluate_every=0)
+    adapted = get_peft_model(Classifier(), LoraConfig(r=4, lora_alpha=4, target_modules=["layers.0"]))
+    what = replace(job("fedavg"), module=adapted, federated=rule)
+    equal = replace(what, federated=replace(rule, options={"scaling": 1.0}))
+    assert on(workers, what, tmp_path / "weights") == 0.0
+    assert furthest(in_this_process(what), in_this_process(equal)) > 1e-4
 
 
 def test_residuals_are_kept_alike(workers: FederatedFleet, tmp_path: Path) -> None:

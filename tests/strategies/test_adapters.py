@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,16 @@ from transformers.pytorch_utils import Conv1D
 from atoll.errors import UsageError
 from atoll.federated import NO_FLOORS, Federated, Registered
 from atoll.job import Job, Optimizer, OptimizerName, TrainingSpec
+from compressors.model_file import Coding, write_update
 from coordinator.capture.capture import capture
 from coordinator.client.prepare import federated_spec
 from strategies import make_strategy
 from strategies.adapters import adapters_of
 from strategies.fedsvd import turned
+from strategies.files import update_arrays
 from strategies.layout import Layout, Role
 from strategies.lora_module import check_scaling, freeze_a
+from strategies.values import Broadcast, ClientState, Done
 from tests.inprocess.federation import LocalFederation, local_model
 from tests.parameters import each_once, sampled
 
@@ -94,6 +98,7 @@ def federation(
     kind: str = "bert",
     optimizer: Optimizer = ADAM,
     task: str | None = None,
+    uplink: str = "off",
     **options: Any,
 ) -> LocalFederation:
     training = TrainingSpec(steps=8, n_micro=1, optimizer=optimizer)
@@ -101,7 +106,7 @@ def federation(
     found = capture(Adapted(kind, frozen, task_type=task), example, training)
     model = local_model(found.train, found.evaluation, found.state, training)
     owners = {name: data(count, at) for at, (name, count) in enumerate(SAMPLES.items())}
-    federated = Federated(rule, options, local_epochs=2, held_out=0.0, evaluate_every=0)
+    federated = Federated(rule, options, local_epochs=2, held_out=0.0, evaluate_every=0, uplink=uplink)
     return LocalFederation(model, federated, owners, floors=NO_FLOORS)
 
 
@@ -150,11 +155,14 @@ def test_averaging_both_factors_is_biased() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", sampled(2, ["FedSVD", "FLoRA", *(c for c in EXACT if c != "FedSVD"), "FedIT"])
+    "case",
+    sampled(2, ["FedSVD", "FLoRA", "FLoRA, unlike ranks", *(c for c in EXACT if c != "FedSVD"), "FedIT"]),
 )
 def test_adapters_of_three_owners_learn(case: str) -> None:
     rule, frozen = EXACT.get(case, ("fedavg" if case == "FedIT" else "flora", False))
     options: dict[str, Any] = {"scaling": SCALE} if rule == "flora" else {}
+    if case == "FLoRA, unlike ranks":
+        options["ranks"] = "a=1 b=2"
     made = federation(rule, frozen=frozen, **options, optimizer=Optimizer(lr=0.02), task="SEQ_CLS")
     losses = [made.run_round().loss for _ in range(8)]
     assert losses[-1] < 0.9 * losses[0], losses
@@ -318,20 +326,69 @@ def test_flora_folds_the_mean_of_the_clients_products_into_the_layers(kind: str)
             assert not np.array_equal(made.weights[pair.a], before[pair.a])
 
 
-def test_flora_sums_factors_of_smaller_rank_exactly() -> None:
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_flora_folds_unlike_ranks_exactly_and_each_client_keeps_its_own(trained_before: bool) -> None:
     """Padded with zeros, a client's factors stay of its rank through AdamW."""
-    made = federation("flora", frozen=False, scaling=SCALE)
-    sent = made.strategy.configure(made.state)
+    made = federation("flora", frozen=False, scaling=SCALE, ranks="a=1 [ab]=2")
     pairs = adapters_of("test", made.trainer.layout)
-    padded = {p.a: np.where(np.arange(RANK)[:, None] < 2, sent.weights[p.a], 0.0) for p in pairs}
-    narrow = replace(sent, weights={**sent.weights, **{n: a.astype(np.float32) for n, a in padded.items()}})
-    found = made.trainer.train(made.clients["a"], narrow, made.client_states["a"])
-    for pair in pairs:
-        delta = found.update.delta
-        assert delta[pair.a][:2].any()
-        assert delta[pair.b][:, :2].any()
-        assert not delta[pair.a][2:].any()
-        assert not delta[pair.b][:, 2:].any()
+    if trained_before:  # an adapter that somebody began
+        draw = np.random.default_rng(5)
+        begun = {p.b: draw.normal(0, 0.1, made.weights[p.b].shape).astype(np.float32) for p in pairs}
+        made.state = replace(made.state, weights={**made.state.weights, **begun})
+    for _ in range(3):
+        sent = made.strategy.configure(made.state)
+        for name, rank in (("a", 1), ("b", 2), ("c", RANK)):
+            delta = made.trainer.train(made.clients[name], sent, made.client_states[name]).update.delta
+            for pair in pairs:
+                whole = sent.weights[pair.b] + delta[pair.b]
+                assert delta[pair.a][:rank].any(axis=1).all()
+                assert not delta[pair.a][rank:].any()
+                assert whole[:, :rank].any(axis=0).all()
+                assert not whole[:, rank:].any()
+        assert off(*folded_round(made)) < 1e-5
+
+
+def test_a_lower_rank_sends_less_through_the_lossless_codec(tmp_path: Path) -> None:
+    width, rank = 768, 8
+    a, b = FC
+    draw = np.random.default_rng(0)
+    first = draw.normal(0, 0.1, (rank, width)).astype(np.float32)
+    weights = {a: first, b: np.zeros((width, rank), np.float32)}
+    weights["fc.base_layer.weight"] = np.zeros((width, width), np.float32)
+    rule = make_strategy("flora", {"ranks": "full=8 half=4 quarter=2 eighth=1"})
+    layout = rule.adapt(Layout.of(weights, FC))
+    sent = Broadcast(0, weights)
+
+    def size(client: str) -> float:
+        state = ClientState(client=client)
+        (phase,) = rule.begin(layout, sent, state)
+        trained = np.asarray(phase.start[a]).any(axis=1)
+        change = draw.normal(0, 1e-3, (rank, width)).astype(np.float32) * trained[:, None]
+        ended = {**phase.start, a: phase.start[a] + change, b: np.ascontiguousarray(change.T)}
+        update, _ = rule.end(layout, sent, [Done(ended, 8, 2, 0.1)], state)
+        stored = write_update(tmp_path / "update", update_arrays(update), Coding("lossless"))
+        return stored.size / (2 * 4 * rank * width)
+
+    assert size("half") < 0.5
+    assert size("quarter") < 0.25
+    assert size("eighth") < 0.15
+    assert size("full") > 0.75
+
+
+@pytest.mark.parametrize(
+    ("ranks", "why"),
+    [
+        ("a=0", "write NAME=RANK"),
+        ("a", "write NAME=RANK"),
+        ("=2", "write NAME=RANK"),
+        ("a=2, b=1", "write NAME=RANK"),
+        ("a=2 b=5", "'b=5'; the module's is 2"),
+    ],
+)
+def test_ranks_that_are_none_or_too_high_are_refused(ranks: str, why: str) -> None:
+    arrays = {n: np.zeros(s, np.float32) for n, s in {**FC, "fc.base_layer.weight": (3, 4)}.items()}
+    with pytest.raises(UsageError, match=why):
+        make_strategy("flora", {"ranks": ranks}).adapt(Layout.of(arrays, FC))
 
 
 def test_what_a_layer_cannot_be_folded_into_is_refused() -> None:

@@ -148,7 +148,7 @@ class LocalTrainer:
         """
         check_broadcast(self.rule, self.layout, broadcast)
         self.check_client(client)
-        cancel = cancel or Cancel()
+        cancel, state = cancel or Cancel(), replace(state, client=client.name)
         done, square_loss = self._run_phases(client, broadcast, state, cancel, loaded)
         update, after = self.rule.end(self.layout, broadcast, done, state, noise_seed)
         check_update(self.rule, self.layout, broadcast.round, update)
