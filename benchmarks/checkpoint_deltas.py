@@ -4,6 +4,7 @@ The byte-level GPT of ``examples/gpt.py`` on the sources of Python's library, in
 in bfloat16, stored every few steps: in full training early and late, fine-tuned at small rates, and with a
 few of its tensors trained, as adapters are. A tensor that did not change has the same name as before, so
 nothing of it is sent with or without deltas. For moments in 8 bits the loss is compared after 100 more steps.
+A receiver that has the state of 1, 2, 4 or 8 checkpoints before fetches the newest over the store's chains.
 
   python -m benchmarks.checkpoint_deltas --json
 """
@@ -11,10 +12,15 @@ nothing of it is sent with or without deltas. For moments in 8 bits the loss is 
 from __future__ import annotations
 
 import copy
+import hashlib
 import statistics
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +33,15 @@ from benchmarks.reconstruction import windows
 from compressors.deltas import decode, encode, fitting, name_of
 from compressors.moments import SIGNED, SQUARES, round_in_place
 from compressors.moments import rounded as in_codes
+from coordinator.storage.blob_store import BlobStore
+from coordinator.storage.delta_chains import DeltaChains
 from examples.gpt import GPT
+from protos.blob_transfer import Change, Chunk, Patch
+from worker.blobs import BlobCache, BlobFiles
+from worker.cancel import Cancel
 
 Files = Mapping[str, bytes]
+BEHIND = (1, 2, 4, 8)  # checkpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +218,83 @@ def losses(setup: Setup, late: GPT, texts: Sequence[np.ndarray], seed: int) -> t
     return found[0], found[1]
 
 
+class _Wire:
+    """The store's side of a fetch, in this process; counts what a receiver fetches."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store, self.chains, self.bytes = BlobStore(folder), DeltaChains(), 0
+
+    def take(self, before: Files, after: Files) -> None:
+        """Store a checkpoint's files, and the deltas that lead to them."""
+        for name, new in after.items():
+            self.store.put(new)
+            if name not in before or before[name] == new:
+                continue
+            one, other = (np.frombuffer(data, np.uint8) for data in (before[name], new))
+            hashes = name_of(one), name_of(other)
+            delta = b"".join(encode(one, other, hashes))
+            change = Change(hashes[1], hashes[0], self.store.put(delta), len(delta))
+            self.store.discard(self.chains.add(change, len(new)))
+
+    def get(self, wanted: list[tuple[str, int]]) -> Iterator[Chunk]:
+        for name, offset in wanted:
+            size = self.store.size(name)
+            for piece in self.store.chunks(name, offset):
+                yield Chunk(name, size, offset, piece)
+                offset, self.bytes = offset + len(piece), self.bytes + len(piece)
+
+    def missing(self, hashes: list[str]) -> dict[str, int]:
+        return {name: 0 for name in hashes if not self.store.has(name)}
+
+    def put(self, chunks: Iterator[Chunk]) -> Collection[str]:
+        return ()  # nothing is sent up here
+
+    def patch(self, patches: list[Patch]) -> Collection[str]:
+        return ()  # nothing is sent up here
+
+    def changes(self, hashes: list[str]) -> list[Change]:
+        return [change for name in hashes for change in self.chains.to(name)]
+
+
+def fetched(states: Sequence[Files], behind: int, folder: Path) -> tuple[int, int]:
+    """Return the bytes of the newest state that its receiver lacks, and those that it fetches, where it has
+    the state of ``behind`` checkpoints before."""
+    wire, cache = _Wire(folder / "store"), BlobCache(folder / "cache", 1 << 40)
+    wire.take({}, states[0])
+    for before, after in pairwise(states):
+        wire.take(before, after)
+    for data in states[-1 - behind].values():
+        cache.write(Chunk(hashlib.sha256(data).hexdigest(), len(data), 0, data))
+    wanted = {hashlib.sha256(data).hexdigest(): data for data in states[-1].values()}
+    lacking = sum(len(data) for name, data in wanted.items() if cache.held(name) is not None)
+    BlobFiles(wire, cache).fetch({name: len(data) for name, data in wanted.items()}, Cancel())
+    assert all(cache.path(name).read_bytes() == data for name, data in wanted.items())
+    return lacking, wire.bytes
+
+
+def downward(setup: Setup, late: GPT, text: np.ndarray, apart: int, seed: int) -> list[list[Any]]:
+    """Return rows of what receivers fetch: case, type, checkpoints behind, bytes lacking, bytes fetched."""
+    rows: list[list[Any]] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for case in CASES[1:]:
+            training = prepared(setup, case, dtype, late, text, seed)
+            states = [training.files(rounded=False)]
+            for _ in range(max(BEHIND)):
+                training.run(apart)
+                states.append(training.files(rounded=False))
+            word = str(dtype).removeprefix("torch.")
+            for behind in BEHIND:
+                with tempfile.TemporaryDirectory() as folder:
+                    lacking, came = fetched(states, behind, Path(folder))
+                rows.append([case.name, word, behind, lacking, came])
+                print(
+                    f"{case.name:22s} {word:9s} {behind} checkpoints behind: {came:10,d} bytes fetched of "
+                    f"{lacking:10,d} ({lacking / max(1, came):5.2f} times fewer)",
+                    flush=True,
+                )
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
     made = parser(__doc__ or "")
@@ -228,6 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{row.changed / max(row.seconds, 1e-9) / 1e6:.0f} MB/s",
             flush=True,
         )
+    down = downward(setup, late, texts[0], min(int(n) for n in options.apart.split(",")), options.seed)
     pairs = [losses(setup, late, texts, options.seed + n) for n in range(options.seeds)]
     gaps = [abs(rounded / exact - 1) for exact, rounded in pairs]
     fewer = min(a.changed / b.delta for a, b in _both(rows))
@@ -237,6 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "machine": machine(),
         "seed": options.seed,
         "rows": [[r.case, r.dtype, r.moments, r.steps, r.checkpoint, r.changed, r.delta] for r in rows],
+        "fetched": down,
         "least_fewer_rounded": fewer,
         "largest_gap": max(gaps),
     }

@@ -363,7 +363,7 @@ class Server:
             server,
         )
         rights = WorkerRights(self.shell, self._gathering, insecure)
-        rpc.add_BlobsServicer_to_server(BlobService(self.blobs, rights), server)
+        rpc.add_BlobsServicer_to_server(BlobService(self.blobs, rights, self.shell.chains), server)
         rpc.add_DataServicer_to_server(StageData(self.shell, DataProvider(self.blobs), insecure), server)
         apps_rpc.add_AppWorkServicer_to_server(NodeApps(self.desk, insecure), server)
         return await self._listen(server, port, identity, mutual=True)

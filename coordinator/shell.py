@@ -33,6 +33,7 @@ from coordinator.planner_pool import PlannerPool
 from coordinator.scheduler import Scheduler
 from coordinator.storage.blob_store import BlobStore
 from coordinator.storage.contributions import Contributions
+from coordinator.storage.delta_chains import DeltaChains
 from coordinator.storage.graph_store import GraphStore
 from coordinator.storage.health import Health
 from coordinator.storage.journal import Fenced, Journal
@@ -117,6 +118,7 @@ class Shell:
     commit_s: dict[str, deque[float]] = field(default_factory=dict)
     reported: Counter[str] = field(default_factory=Counter)  # blobs of messages that are not handled yet
     promises: Promises = field(default_factory=Promises)
+    chains: DeltaChains = field(default_factory=DeltaChains)
     observe: Callable[[do.Instruction], None] = lambda instruction: None
     moved: Callable[[do.MemberMoved], None] = lambda moved: None
     relays: Relays | None = None

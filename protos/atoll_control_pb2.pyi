@@ -5155,6 +5155,56 @@ class BlobPatches(_message.Message):
 Global___BlobPatches: _TypeAlias = BlobPatches  # noqa: Y015
 
 @_typing.final
+class BlobChange(_message.Message):
+    """hash: what becomes of the blob base by the blob delta, which has size bytes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASH_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    hash: _builtins.str
+    base: _builtins.str
+    delta: _builtins.str
+    size: _builtins.int
+    def __init__(
+        self,
+        *,
+        hash: _builtins.str = ...,
+        base: _builtins.str = ...,
+        delta: _builtins.str = ...,
+        size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "delta", b"delta", "hash", b"hash", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlobChange: _TypeAlias = BlobChange  # noqa: Y015
+
+@_typing.final
+class BlobChanges(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlobChange]: ...
+    def __init__(
+        self,
+        *,
+        changes: _abc.Iterable[Global___BlobChange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlobChanges: _TypeAlias = BlobChanges  # noqa: Y015
+
+@_typing.final
 class BlobRef(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -1604,6 +1604,11 @@ class BlobsStub:
                 request_serializer=protos_dot_atoll__control__pb2.BlobPatches.SerializeToString,
                 response_deserializer=protos_dot_atoll__control__pb2.BlobList.FromString,
                 _registered_method=True)
+        self.Changes = channel.unary_unary(
+                '/atoll.v1.Blobs/Changes',
+                request_serializer=protos_dot_atoll__control__pb2.BlobList.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.BlobChanges.FromString,
+                _registered_method=True)
         self.Gather = channel.unary_stream(
                 '/atoll.v1.Blobs/Gather',
                 request_serializer=protos_dot_atoll__control__pb2.BlobList.SerializeToString,
@@ -1652,6 +1657,13 @@ class BlobsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Changes(self, request, context):
+        """A worker's: deltas, blobs themselves, that lead to these; each one's newest first. At most 1,000 blobs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Gather(self, request, context):
         """An owner's: have workers put those of these blobs, by hash and size, that are not here and that they hold.
         Ends when no more come; what Missing names then, the owner sends.
@@ -1687,6 +1699,11 @@ def add_BlobsServicer_to_server(servicer, server):
                     servicer.Patch,
                     request_deserializer=protos_dot_atoll__control__pb2.BlobPatches.FromString,
                     response_serializer=protos_dot_atoll__control__pb2.BlobList.SerializeToString,
+            ),
+            'Changes': grpc.unary_unary_rpc_method_handler(
+                    servicer.Changes,
+                    request_deserializer=protos_dot_atoll__control__pb2.BlobList.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.BlobChanges.SerializeToString,
             ),
             'Gather': grpc.unary_stream_rpc_method_handler(
                     servicer.Gather,
@@ -1831,6 +1848,33 @@ class Blobs:
             '/atoll.v1.Blobs/Patch',
             protos_dot_atoll__control__pb2.BlobPatches.SerializeToString,
             protos_dot_atoll__control__pb2.BlobList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Changes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Blobs/Changes',
+            protos_dot_atoll__control__pb2.BlobList.SerializeToString,
+            protos_dot_atoll__control__pb2.BlobChanges.FromString,
             options,
             channel_credentials,
             insecure,

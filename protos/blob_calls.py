@@ -9,10 +9,12 @@ import grpc
 
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
-from protos.blob_transfer import Chunk, Patch
+from protos import bounds
+from protos.blob_transfer import Change, Chunk, Patch
 from protos.grpc_errors import to_atoll_error
 
 BLOBS_A_REQUEST = 10_000
+CHAINS_A_REQUEST = 1_000  # each answered with some deltas
 CALL_TIMEOUT_S = 60.0
 PATCHED_BYTES_PER_S = 5e6  # that any coordinator reads, decodes, hashes and writes of blobs made of deltas
 
@@ -76,6 +78,18 @@ class BlobsOverGrpc:
             raise to_atoll_error(error, self._address) from None
         return frozenset(blob.hash for blob in reply.blobs)
 
+    def changes(self, hashes: list[str]) -> list[Change]:
+        found: list[Change] = []
+        for first in range(0, len(hashes), CHAINS_A_REQUEST):
+            part = hashes[first : first + CHAINS_A_REQUEST]
+            request = pb.BlobList(blobs=[pb.BlobRef(hash=name) for name in part])
+            try:
+                reply = self._stub.Changes(request, metadata=self._metadata, timeout=CALL_TIMEOUT_S)
+            except grpc.RpcError as error:
+                raise to_atoll_error(error, self._address) from None
+            found += map(_change, reply.changes)
+        return found
+
     def put(self, chunks: Iterator[Chunk]) -> Collection[str]:
         failure: list[BaseException] = []
 
@@ -94,3 +108,9 @@ class BlobsOverGrpc:
                 raise failure[0] from None
             raise to_atoll_error(error, self._address) from None
         return frozenset(blob.hash for blob in reply.blobs)
+
+
+def _change(c: pb.BlobChange) -> Change:
+    """Raises BadFrame for names that are none."""
+    base, delta = bounds.blob_hash("base", c.base), bounds.blob_hash("delta", c.delta)
+    return Change(bounds.blob_hash("blob", c.hash), base, delta, c.size)

@@ -40,6 +40,16 @@ class Patch:
     delta: str
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A blob that the blob ``base`` becomes by the blob ``delta`` of ``size`` bytes: all by their hashes."""
+
+    hash: str
+    base: str
+    delta: str
+    size: int
+
+
 class BlobPort(Protocol):
     """The blob store as its users see it; every method raises ConnectionFailed when cut off and StorageError
     when the store refuses."""
@@ -58,6 +68,11 @@ class BlobPort(Protocol):
 
     def patch(self, patches: list[Patch]) -> Collection[str]:
         """Make blobs of deltas that were put; which have become whole. UsageError where nobody does that."""
+        ...
+
+    def changes(self, hashes: list[str]) -> list[Change]:
+        """Return the deltas that lead to these blobs, each one's newest first. UsageError where nobody keeps
+        any."""
         ...
 
 

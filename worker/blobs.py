@@ -18,11 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import structlog
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, StorageError, UsageError
+from compressors.deltas import HEAD_BYTES, decode, head_of
 from hostos.retries import retrying, stop_after_pauses
-from protos.blob_transfer import BlobPort, Chunk, LocalBlob, Patch, fetch, upload
+from protos.blob_transfer import BlobPort, Change, Chunk, LocalBlob, Patch, fetch, upload
 from worker.cancel import Cancel
 from worker.manners.traffic import Traffic
 
@@ -40,6 +42,7 @@ HEADER_BYTES = 64 << 10  # a blob's safetensors header is far below this
 STATE_KEYS = 7  # beside the value, at most, each float32 of its shape: three of an optimizer, four of a peer
 POLL_S = 0.1
 PATCHED_AT_ONCE, PATCHED_AT_ONCE_BYTES = 1000, 64 << 20  # files of a call, and what these are as a whole
+MOST_CHANGES = 8  # deltas in a row that a blob is made by
 PATIENCE_S = 20.0  # of pauses in a row without a new byte, while the coordinator is there
 VERIFIED_S = 60.0  # a blob that was hashed so lately is used without hashing it again
 
@@ -306,9 +309,64 @@ class BlobFiles:
         self._cache.trim(wanted)
         for one in near:
             self._fetch_near(one, wanted, cancel, progress)
+        self._fetch_changes(wanted, cancel, progress)
+        self._fetch_whole(wanted, cancel, progress)
+
+    def _fetch_whole(
+        self, wanted: Mapping[str, int], cancel: Cancel, progress: Callable[[int], None]
+    ) -> None:
         for chunk in fetch(self._port.get, partial(self._cache.lacking, wanted), self._attempts(cancel)):
             self._take(chunk, wanted, cancel, progress)
             cancel.wait(self._traffic.received(len(chunk.data)))
+
+    def _fetch_changes(
+        self, wanted: Mapping[str, int], cancel: Cancel, progress: Callable[[int], None]
+    ) -> None:
+        """Make what is lacking of older blobs that are here and of the deltas since. Whatever does not come
+        that way is fetched whole; what has come of deltas stays for the next try where this is cancelled.
+        """
+        lacking = [name for name, held in self._cache.lacking(wanted) if not held]
+        deltas: dict[str, int] = {}
+        try:
+            found = {change.hash: change for change in self._port.changes(lacking)} if lacking else {}
+            ways = [way for name in lacking if (way := self._way(name, found, wanted[name]))]
+            deltas = {change.delta: change.size for way in ways for change in way}
+            if deltas:
+                self._fetch_whole(deltas, cancel, progress)
+                made = sum(self._made(way, cancel) for way in ways)
+                log.info("blob.made", blobs=len(ways), bytes=sum(deltas.values()), of=made)
+        except (AtollError, OSError) as error:
+            log.info("blob.not_made", reason=str(error))
+        self._cache.discard(deltas)
+
+    def _way(self, name: str, found: Mapping[str, Change], most: int) -> list[Change]:
+        """Return the deltas that lead from a blob that is here to ``name``, the oldest first."""
+        way: list[Change] = []
+        while (change := found.get(name)) is not None and len(way) < MOST_CHANGES:
+            way.insert(0, change)
+            if sum(one.size for one in way) > most:
+                break
+            if self._cache.held(change.base) is None:
+                return way if self._cache.size(change.base) <= most else []
+            name = change.base
+        return []
+
+    def _made(self, way: Sequence[Change], cancel: Cancel) -> int:
+        """Make blobs of deltas, one of the other; returns the bytes of the last, which alone stays."""
+        cache, size = self._cache, 0
+        begun = {change.hash for change in way}
+        try:
+            for change in way:
+                base, delta = (np.memmap(cache.path(n), np.uint8, "r") for n in (change.base, change.delta))
+                size, offset = head_of(delta[:HEAD_BYTES].tobytes()).size, 0
+                for piece in decode(base, delta):
+                    cancel.check()
+                    cache.write(Chunk(change.hash, size, offset, piece))
+                    offset += len(piece)
+            begun.discard(way[-1].hash)
+        finally:
+            cache.discard(begun)
+        return size
 
     def _take(
         self, chunk: Chunk, wanted: Mapping[str, int], cancel: Cancel, progress: Callable[[int], None]

@@ -40,6 +40,7 @@ from coordinator.planning.baselines import GIVEN_CUT, even, given_cut, proportio
 from coordinator.planning.check_cost import check_cost
 from coordinator.planning.costs.lower_bound import lower_bound
 from coordinator.planning.costs.memory import Together
+from coordinator.planning.costs.snapshots import sent_bytes
 from coordinator.planning.costs.timeline import expected_step_s, step_bytes, step_seconds
 from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.costs.workload import Wire
@@ -119,6 +120,7 @@ def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
     prediction = predict(problem, best, tuple(notes))
     checks = check_cost(request.training, prediction)
     after = [checks.words] if checks is not None else []
+    after.append(_storing(problem, best))
     if ranked is not None:
         after += ranked.notes
         prediction = replace(prediction, outlook=ranked.outlook)
@@ -327,6 +329,14 @@ def predict(problem: Problem, scored: Scored, notes: tuple[str, ...] = ()) -> Pr
             *_single_machine_note(problem, scored, single_s, single),
         ),
     )
+
+
+def _storing(problem: Problem, scored: Scored) -> str:
+    """Return what each checkpoint sends, in words."""
+    candidate, bounds = scored.candidate, scored.candidate.bounds(problem.n_ops)
+    stages = [[bounds[at] for at in those] for those in candidate.together]
+    ways = (problem.fleet.devices[at].coordinator.bandwidth_bps for at in candidate.devices)
+    return sent_bytes(problem.dag, problem.training, stages, min(ways) / 8).words
 
 
 def _link_predictions(

@@ -18,8 +18,10 @@ from atoll.errors import AccessDenied, ConnectionFailed, UsageError
 from coordinator.services.blob_rights import Accounts, Role, role_of
 from coordinator.services.callers import worker_of
 from coordinator.storage.blob_store import Gone, OtherBytes
+from coordinator.storage.delta_chains import DeltaChains
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
+from protos.blob_transfer import Change
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 MAX_BLOBS_A_REQUEST = 100_000
+MAX_CHAINS_A_REQUEST = 1_000
 
 
 class Rights:
@@ -109,9 +112,11 @@ class WorkerRights(Rights):
         self._giving_way = asyncio.Lock()  # what a worker began is gone before another begins it
 
     async def fetch(self, names: Collection[str], context: Context) -> None:
-        """Only what the messages of its job named."""
+        """Only what the messages of its job named, and deltas to that."""
         role = self._role(context)
         known = await asyncio.to_thread(role.named)
+        if not known.issuperset(names):
+            known |= self._shell.chains.deltas(known)
         _all_of(names, known, "that your job did not name to you")
 
     async def put(self, name: str, size: int, context: Context) -> None:
@@ -170,9 +175,12 @@ class WorkerRights(Rights):
 class BlobService(rpc.BlobsServicer):
     """Uploads resume where ``Held`` says; downloads begin at any offset."""
 
-    def __init__(self, store: BlobStore, rights: Rights | None = None) -> None:
+    def __init__(
+        self, store: BlobStore, rights: Rights | None = None, chains: DeltaChains | None = None
+    ) -> None:
         self._store = store
         self._rights = rights or Rights()
+        self._chains = DeltaChains() if chains is None else chains
 
     async def Missing(self, request: pb.BlobList, context: Context) -> pb.BlobList:  # noqa: N802
         """Of the given blobs, those that are not whole here, with the bytes that are."""
@@ -251,12 +259,32 @@ class BlobService(rpc.BlobsServicer):
             except (UsageError, Gone) as error:
                 log.info("blob.not_patched", blob=p.hash[:12], reason=str(error))
                 complete = False
-            await asyncio.to_thread(self._store.discard, [p.delta], asker)
+            await asyncio.to_thread(self._store.discard, await self._no_more(p, complete), asker)
             self._rights.spent(p.delta, asker)
             if complete:
                 self._rights.has_put(p.hash, asker)
                 whole.blobs.add(hash=p.hash, size=p.size)
         return whole
+
+    async def _no_more(self, p: pb.BlobPatch, complete: bool) -> list[str]:
+        """Return the deltas that nobody needs: this one too, unless others may fetch it."""
+        if not complete or not await asyncio.to_thread(lambda: self._store.roomy):
+            return [p.delta]
+        try:
+            size = await asyncio.to_thread(self._store.size, p.delta)
+        except Gone:
+            return []
+        return self._chains.add(Change(p.hash, p.base, p.delta, size), p.size)
+
+    async def Changes(self, request: pb.BlobList, context: Context) -> pb.BlobChanges:  # noqa: N802
+        """Deltas that lead to these blobs, which the caller may fetch."""
+        names = {blob.hash for blob in request.blobs}
+        if len(names) > MAX_CHAINS_A_REQUEST:
+            raise UsageError(f"deltas to {len(names)} blobs in one request; ask for {MAX_CHAINS_A_REQUEST}")
+        await self._rights.fetch(names, context)
+        found = (change for name in names for change in self._chains.to(name))
+        changes = (pb.BlobChange(hash=c.hash, base=c.base, delta=c.delta, size=c.size) for c in found)
+        return pb.BlobChanges(changes=changes)
 
     async def Gather(self, request: pb.BlobList, context: Context) -> AsyncIterator[pb.Gathered]:  # noqa: N802
         """How far workers are with those of these blobs that are not here; ends when no more come."""

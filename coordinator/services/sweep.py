@@ -24,7 +24,11 @@ async def sweep(shell: Shell) -> tuple[int, int]:
     keep = shell.scheduler.blobs_in_flight()
     # Files have the time of the machine's own clock.
     before_s = time.time() - shell.config.unneeded_blob_s
+    stale = shell.chains.prune(keep)
+    keep |= shell.chains.deltas(keep)
+    spent = await asyncio.to_thread(shell.blobs.discard, stale)
     swept, freed = await asyncio.to_thread(shell.blobs.sweep, keep, before_s)
+    swept, freed = swept + len(stale), freed + spent
     if swept:
         fields = {"blobs": swept, "freed_bytes": freed, "reason": "nothing needed them"}
         shell.say(Event.BLOBS_DELETED, "info", "", "coordinator", fields, shell.clock())

@@ -14,6 +14,7 @@ import hashlib
 import math
 import os
 import re
+import shutil
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -196,6 +197,11 @@ class BlobStore:
     def partial(self) -> Path:
         """Folder of incomplete blobs."""
         return self.root / "partial"
+
+    @property
+    def roomy(self) -> bool:
+        """Whether less than half of the quota is used, and as much as is used is free on the disk."""
+        return self._used <= min(self.quota_bytes - self._used, shutil.disk_usage(self.root).free)
 
     def adopt(self, file: Path, name: str, size: int) -> None:
         """A file of our own, hashed and on the disk, becomes the blob ``name``.

@@ -140,3 +140,20 @@ def test_a_stage_is_taken_over_from_a_copy_and_from_a_peers(tmp_path: Path, lend
         assert fetched == [False, lenders == 1]
         # Where both keep copies, one may have taken its own from the other before.
         assert lenders == 2 or logged(fleet, "copy.fetched")
+
+
+def test_a_copy_is_brought_up_to_date_by_what_changed_and_is_taken_over_bit_for_bit(tmp_path: Path) -> None:
+    """Workers send deltas up, and an idle one that keeps a copy fetches them before it takes a stage over."""
+    torch.set_num_threads(1)
+    training = replace(TRAINING, steps=400, checkpoint_every=20)
+    case = built_in("branches", training, 0.1)
+
+    def made(update: pb.JobUpdate) -> bool:
+        return any(int(str(event["bytes"])) > 0 for event in logged(fleet, "blob.made"))
+
+    with LoopbackFleet(4, options=("--log-json",)) as fleet:
+        trained(fleet, case, [(made, (MIDDLE,))], tmp_path)
+        events = logged(fleet, "blob.made")
+        assert sum(int(str(event["bytes"])) for event in events) < sum(
+            int(str(event["of"])) for event in events
+        )

@@ -17,6 +17,7 @@ from atoll.federated import NO_FLOORS, Federated
 from atoll.job import Optimizer, TrainingSpec
 from atoll.program import stage_programs
 from coordinator.capture.capture import Captured, capture
+from coordinator.planning.costs.snapshots import sent_bytes
 from tests.inprocess.federation import LocalFederation, local_model
 from tests.inprocess.peers import LocalPeers, WholeModel
 
@@ -98,3 +99,16 @@ def test_peers_exchange_the_factors_alone(kind: str) -> None:
     exact = SIZES[kind]
     for bytes_of_one in sent[1]:
         assert exact <= bytes_of_one <= 1.02 * exact + HEADER, (sent, exact)
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_a_checkpoint_sends_an_adapter_with_its_moments_and_nothing_of_the_base(kind: str) -> None:
+    dag = captured(kind).train
+    sent = sent_bytes(dag, TRAINING, [[(0, len(dag.ops))]], bytes_per_s=1e6)
+    assert sent.whole_bytes == 3 * SIZES[kind]
+    base = sum(p.numel() for p in Classifier(kind).parameters() if not p.requires_grad)
+    assert 4 * base <= sent.still_bytes <= 4.1 * base  # and tables of positions
+    assert f"nothing of {sent.still_bytes / 1e6:.3g} MB frozen" in sent.words
+    assert "as deltas" in sent.words
+    fast = sent_bytes(dag, TRAINING, [[(0, len(dag.ops))]], bytes_per_s=1e9)
+    assert "as deltas" not in fast.words

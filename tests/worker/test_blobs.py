@@ -17,7 +17,7 @@ from torch import Tensor
 
 from atoll.errors import BadFrame, ConnectionFailed, StorageError
 from hostos import retries
-from protos.blob_transfer import Chunk
+from protos.blob_transfer import Change, Chunk, Patch
 from worker import blobs
 from worker.blobs import BlobCache, BlobFile, BlobFiles
 from worker.cancel import Cancel, Cancelled
@@ -55,6 +55,12 @@ class Store:
 
     def missing(self, hashes: list[str]) -> dict[str, int]:
         return {h: len(self.parts.get(h, b"")) for h in hashes if h not in self.blobs}
+
+    def patch(self, patches: list[Patch]) -> Collection[str]:
+        return ()
+
+    def changes(self, hashes: list[str]) -> list[Change]:
+        return []
 
     def put(self, chunks: Iterator[Chunk]) -> Collection[str]:
         if self.full:

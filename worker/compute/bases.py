@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import structlog
 
-from compressors.deltas import encode, fitting
+from compressors.deltas import MOST_BYTES_PER_S, encode, fitting
 from worker.blobs import BlobFile, DeltaFile
 from worker.cancel import Cancel
 from worker.stage.tensor_blobs import drop_deltas
@@ -30,8 +30,8 @@ log = structlog.get_logger()
 class DeltaRule:
     """When states are sent as deltas."""
 
-    most_bytes_per_s: float = 30e6
-    """That storing had last: on a faster line encoding, some 100 MB/s of one core, gains nothing."""
+    most_bytes_per_s: float = MOST_BYTES_PER_S
+    """That storing had last."""
     most_share: float = 0.9
     """Of a whole file that a delta may take: what is longer is not worth the store's work."""
 

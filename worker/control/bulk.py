@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import grpc
 
     from protos import atoll_control_pb2 as pb
-    from protos.blob_transfer import Chunk, Patch
+    from protos.blob_transfer import Change, Chunk, Patch
     from worker.control.enroll import Membership
 
 
@@ -64,6 +64,9 @@ class Bulk:
 
     def patch(self, patches: list[Patch]) -> Collection[str]:
         return self._blobs.patch(patches)
+
+    def changes(self, hashes: list[str]) -> list[Change]:
+        return self._blobs.changes(hashes)
 
     def batches(self, request: pb.BatchRequest) -> Iterator[pb.Batch]:
         """Yield what was asked for. ConnectionFailed may be tried again."""

@@ -29,6 +29,15 @@ def plan_for(dag, fleet, partitioner="op_fence", schedule="auto", training=TRAIN
     return make_plan(PlanRequest("job", 1, dag, dag, training, fleet, partitioner, schedule))
 
 
+def test_a_plan_says_what_each_checkpoint_sends() -> None:
+    dag = gpt_like(4)
+    plan = plan_for(dag, two_islands(), "even")
+    (words,) = [note for note in plan.prediction.notes if note.startswith("a checkpoint sends")]
+    n_bytes = 3 * sum(state.meta.nbytes for state in dag.parameters.values())
+    assert f"at most {n_bytes / 1e6:.3g} MB" in words
+    assert "who keeps a copy fetches as much" in words
+
+
 def best_of_all(problem: Problem) -> float:
     """Every subset of the devices in every order, every cut: the least step of the timeline."""
     best = float("inf")

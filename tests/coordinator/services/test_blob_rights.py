@@ -473,7 +473,12 @@ def test_a_worker_has_blobs_made_of_its_own_deltas_against_what_it_may_know(
     assert patched(other) == []  # both are another's
     assert patched(worker) == [name_of(new)]
     assert running.call(lambda server: server.blobs.read(name_of(new))) == new
-    assert not running.call(lambda server: server.blobs.has(name_of(coded)))
+    fetched = pb.BlobList(blobs=[pb.BlobRef(hash=name_of(coded))])
+    for who in (worker, other):  # neither's job has named what it leads to
+        with pytest.raises(grpc.RpcError, match="did not name to you"):
+            list(who.blobs().Get(fetched, timeout=HUNG_S))
+        with pytest.raises(grpc.RpcError, match="did not name to you"):
+            who.blobs().Changes(pb.BlobList(blobs=[pb.BlobRef(hash=name_of(new))]), timeout=HUNG_S)
     assert patched(worker) == []  # the delta is spent
     with pytest.raises(grpc.RpcError) as refusal:
         owner.blobs.Patch(pb.BlobPatches(patches=asked), metadata=owner.metadata, timeout=HUNG_S)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from atoll.errors import ConnectionFailed, UsageError
 from coordinator.storage.blob_store import BlobStore as Store
-from protos.blob_transfer import Chunk, Patch
+from protos.blob_transfer import Change, Chunk, Patch
 from worker.blobs import BlobCache, BlobFile, BlobFiles
 from worker.cancel import Cancel, Cancelled
 from worker.compute.bases import Bases, DeltaRule
@@ -44,6 +44,9 @@ class Port:
             if self.store.write(c.hash, c.size, c.offset, c.data):
                 whole.add(c.hash)
         return whole
+
+    def changes(self, hashes: list[str]) -> list[Change]:
+        return []
 
     def patch(self, patches: list[Patch]) -> Collection[str]:
         if self.refuse is not None:

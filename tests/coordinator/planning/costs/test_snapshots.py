@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from atoll.job import TrainingSpec
+from coordinator.capture.capture import capture
 from coordinator.membership.loss_rate import HOUR_S, Losses
-from coordinator.planning.costs.snapshots import EVERY_S, SLOWED, every_s
+from coordinator.planning.costs.snapshots import CODED_MOMENTS, EVERY_S, SLOWED, every_s, sent_bytes
+from tests.models import gpt2
 
 MIB = 2**20
 USUAL = 3 / (4 * HOUR_S)
@@ -34,3 +39,18 @@ def test_workers_that_are_lost_often_have_snapshots_more_often() -> None:
     often = losses.per_s(500.0)
     assert often == pytest.approx(50 / (4 * HOUR_S + 500.0))
     assert every_s(1.0, MIB, 3 * often) < every_s(1.0, MIB, USUAL)
+
+
+def test_a_tied_weight_is_sent_by_the_first_stage_that_has_it_and_the_sum_by_no_cut() -> None:
+    example = gpt2()
+    dag = capture(example.module, example.example_inputs).train
+    n = sum(parameter.numel() for parameter in example.module.parameters())  # the head is the embedding
+    middle, training = len(dag.ops) // 2, TrainingSpec(8, 2)
+    whole = sent_bytes(dag, training, [[(0, len(dag.ops))]], 1e6)
+    cut = sent_bytes(dag, training, [[(0, middle)], [(middle, len(dag.ops))]], 1e6)
+    assert whole.by_stage == (12 * n,)
+    assert sum(cut.by_stage) == 12 * n
+    assert min(cut.by_stage) > 0
+    assert whole.still_bytes == cut.still_bytes
+    coded = sent_bytes(dag, replace(training, int8_moments=True, checkpoint_every=2), [[(0, middle)]], 1e6)
+    assert coded.by_stage[0] == pytest.approx((4 + CODED_MOMENTS) / 12 * cut.by_stage[0], rel=1e-3)
