@@ -121,6 +121,20 @@ def _count(call: Call, parts: int) -> None:
 # ---------------------------------------------------------------- normalisation
 
 
+@_guards("_grouped_mm")
+def _grouped_mm(call: Call) -> None:
+    rows, matrices, offs = call.meta("self"), call.meta("mat2"), call.meta("offs")
+    other = call.given.get("bias") is not None or call.given.get("out_dtype") is not None
+    if rows is None or matrices is None or offs is None or other:
+        raise call.refuse("rows, matrices and offsets are taken, nothing else")
+    if (len(rows.shape), len(matrices.shape), len(offs.shape)) != (2, 3, 1):
+        raise call.refuse(f"rows of shape {rows.shape} by {matrices.shape} in groups of {offs.shape}")
+    if matrices.shape[0] != offs.shape[0] or not matrices.shape[0] or rows.shape[1] != matrices.shape[1]:
+        raise call.refuse(f"rows of shape {rows.shape} by {matrices.shape} in groups of {offs.shape}")
+    if offs.dtype != "int32" or rows.dtype != matrices.dtype:
+        raise call.refuse(f"{rows.dtype} by {matrices.dtype} with offsets of {offs.dtype}")
+
+
 @_guards("_weight_norm")
 def _weight_norm(call: Call) -> None:
     v, g, dim = call.tensor("v"), call.tensor("g"), call.number("dim", 0)

@@ -18,6 +18,7 @@ from atoll.errors import UnsupportedOp
 from atoll.opdag import Arg, LeafRef, OpNode, OpRef, TensorMeta, TorchLiteral, arguments
 
 GETITEM = "builtin.getitem"
+GROUPED = "aten._grouped_mm.default"
 MAX_DEPTH = 4  # tuples within tuples of one argument
 MAX_LITERALS = 4096  # leaves of one node's arguments
 MAX_TEXT = 256  # characters of a string argument
@@ -80,7 +81,7 @@ _MATRIX = """
     linalg_vector_norm linalg_vecdot linalg_inv linalg_inv_ex linalg_solve linalg_solve_triangular
     linalg_cholesky linalg_det linalg_slogdet linalg_matrix_power matmul matrix_exp matrix_power
     mm:default,dtype mv outer tensordot vdot linalg_qr linalg_svd linalg_eigh cholesky inverse det
-    logdet slogdet _weight_norm norm_except_dim linalg_householder_product
+    logdet slogdet _weight_norm norm_except_dim linalg_householder_product _grouped_mm
 """
 _CONVOLUTION = """
     conv1d:default,padding conv2d:default,padding conv3d:default,padding conv_transpose1d
@@ -115,7 +116,7 @@ _REDUCTION = """
     nanmedian:default,dim nanquantile:default,scalar nansum prod:default,dim_int quantile:default,scalar
     sort:default,stable std:default,correction,dim std_mean:default,correction,dim
     sum:default,dim_IntList sum_to_size topk trace trapezoid:dx,x trapz:dx,x var:default,correction,dim
-    var_mean:default,correction,dim searchsorted:Scalar,Tensor bucketize:Scalar,Tensor
+    var_mean:default,correction,dim searchsorted:Scalar,Tensor bucketize:Scalar,Tensor histc
 """
 _LOSS = """
     binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy_loss

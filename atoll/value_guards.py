@@ -175,6 +175,14 @@ def _embedding_bag(given: Given) -> str | None:
     return None
 
 
+def _grouped_mm(given: Given) -> str | None:
+    offs, rows = given["offs"], given["self"].shape[0]
+    sound = not offs.numel() or (
+        bool((offs[1:] >= offs[:-1]).all()) and int(offs[0]) >= 0 and int(offs[-1]) <= rows
+    )
+    return None if sound else f"its offsets do not ascend from 0 to at most {rows}"
+
+
 def _ctc_loss(given: Given) -> str | None:
     classes, targets = given["log_probs"].shape[-1], given["targets"]
     if targets.numel() and not bool(((targets >= 0) & (targets < classes)).all()):
@@ -214,4 +222,5 @@ _GUARDS: dict[str, Guard] = {
     "repeat_interleave": _repeat_interleave,
     "embedding_bag": _embedding_bag,
     "ctc_loss": _ctc_loss,
+    "_grouped_mm": _grouped_mm,
 }

@@ -24,9 +24,9 @@ _TEXT = re.compile(r"data-dependent|unbacked|meta tensors|fake tensor", re.IGNOR
 # Switches that well-known libraries have for what cannot be captured, by words of the refusal.
 _REMEDIES = (
     (
-        re.compile(r"grouped_mm|data-dependent.*\bexpert"),
+        re.compile(r"data-dependent.*\bexpert"),
         "models of transformers compute their experts in fixed shapes with "
-        'experts_implementation="batched_mm" in the config',
+        'experts_implementation="grouped_mm", their default, in the config',
     ),
     (
         re.compile(r"flex_attention"),

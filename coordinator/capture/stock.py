@@ -1,7 +1,7 @@
 """Torch's own layers that would be refused as they are written, in other ops of the same value.
 
-``followable`` lends layers a forward that torch.export can follow; ``without_out`` and ``densely`` rewrite
-ops of the graph.
+``followable`` lends layers a forward that torch.export can follow; ``without_out``, ``densely`` and
+``listed`` rewrite ops of the graph.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from atoll.ops import GROUPED
 
 # Where the op's ``sparse`` stands: a sparse gradient is a dense one that is stored otherwise.
 _SPARSE = {"aten.embedding.default": 4, "aten.embedding_bag.default": 5, "aten.embedding_bag.padding_idx": 5}
@@ -69,6 +71,12 @@ def densely(target: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if at is None or at >= len(args):
         return args
     return (*args[:at], False, *args[at + 1 :])
+
+
+def listed(target: str) -> str:
+    """The op of torch that a library's own computes: transformers' products of experts, where torch.export
+    refuses theirs."""
+    return GROUPED if target == "transformers.grouped_mm_fallback.default" else target
 
 
 def _arguments(packet: Any, overload: str) -> list[tuple[str, str]]:

@@ -37,7 +37,7 @@ from atoll.ops import GETITEM
 from coordinator.capture.export_errors import blame
 from coordinator.capture.outcome import Loss, modes_kept
 from coordinator.capture.python_state import PythonState
-from coordinator.capture.stock import densely, followable, without_out
+from coordinator.capture.stock import densely, followable, listed, without_out
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -262,7 +262,7 @@ class _Flattener:
         kwargs = {name: self.values(value, env) for name, value in node.kwargs.items()}
         plain = without_out(target) if "out" in kwargs else None
         if plain is None:
-            return self.append(node, target, densely(target, args), kwargs, grad, autocast)
+            return self.append(node, listed(target), densely(target, args), kwargs, grad, autocast)
         written = kwargs.pop("out")
         result = self.append(node, plain, args, kwargs, grad, autocast)
         return self.append(node, "aten.copy_.default", (written, result), {}, grad, autocast)

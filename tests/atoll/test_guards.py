@@ -31,6 +31,8 @@ USUAL = RehearsalLimits()
 SHAPES = {
     "x": (8, 6),
     "v": (4096, 4),
+    "experts": (3, 6, 5),
+    "offs": (2,),
     "g": (1,),
     "ids": (8,),
     "n": (4,),
@@ -45,7 +47,7 @@ SHAPES = {
     "short": (1, 2, 3, 4),
     "volume": (1, 1, 4, 4, 4),
 }
-INTEGERS = {"ids": "int64", "n": "int64"}
+INTEGERS = {"ids": "int64", "n": "int64", "offs": "int32"}
 METAS = {name: TensorMeta(shape, INTEGERS.get(name, FLOAT)) for name, shape in SHAPES.items()}
 
 
@@ -128,6 +130,10 @@ FORGED = {
     "reduction_7": (node("aten.mse_loss.default", leaf("x"), leaf("x"), 7), "'reduction' is 7"),
     "kernel_of_2_to_the_62": (node("aten.max_pool1d.default", leaf("sequence"), (HUGE,)), "'kernel_size'"),
     "unbind_of_many": (node("aten.unbind.int", leaf("v")), "4096 tensors"),
+    "groups_of_another_count": (
+        node("aten._grouped_mm.default", leaf("x"), leaf("experts"), leaf("offs"), out=(8, 5)),
+        "rows of shape (8, 6) by (3, 6, 5) in groups of (2,)",
+    ),
     "chunks": (node("aten.chunk.default", leaf("v"), 1 << 40), "tensors"),
     "group_norm_of_another_size": (
         node("aten.native_group_norm.default", leaf("image"), None, None, 1, 64, 64, 1, 1e-5),
@@ -263,6 +269,11 @@ LOWEST = torch.iinfo(torch.int64).min
             "an index is not",
         ),
         ("aten.repeat_interleave.Tensor", (torch.tensor([1, 5]),), "a repeat is not between 0 and 2"),
+        (
+            "aten._grouped_mm.default",
+            (torch.ones(6, 2), torch.ones(3, 2, 4), torch.tensor([2, 1, 6], dtype=torch.int32)),
+            "its offsets do not ascend from 0 to at most 6",
+        ),
         ("aten.ctc_loss.IntList", (torch.zeros(5, 1, 4), torch.tensor([[100]]), [5], [1]), "a target is not"),
     ],
 )
@@ -285,6 +296,18 @@ def test_a_convolution_in_half_precision_is_what_float32_gives_rounded(under_aut
         out = resolve("aten.conv2d.default")(*given, None, *window)
     assert out.dtype is torch.bfloat16
     assert torch.equal(out, torch.conv2d(image.float(), kernel.float(), None, *window).bfloat16())
+
+
+def test_products_of_groups_are_those_of_each_group_alone() -> None:
+    """Torch's own kernel leaves the rows behind the last group as memory was."""
+    rows, matrices = torch.randn(7, 4, requires_grad=True), torch.randn(3, 4, 5, requires_grad=True)
+    ends = torch.tensor([2, 2, 6], dtype=torch.int32)
+    due = torch.cat((rows[:2] @ matrices[0], rows[2:6] @ matrices[2], torch.zeros(1, 5)))
+    out = resolve("aten._grouped_mm.default")(rows, matrices, ends)
+    assert torch.equal(out, due)
+    ours, theirs = (torch.autograd.grad(each.square().sum(), (rows, matrices)) for each in (out, due))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_honest_values_pass() -> None:

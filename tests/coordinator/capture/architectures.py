@@ -133,7 +133,7 @@ def qwen(dropout: float = 0.0, attention: str = "sdpa") -> Example:
     return of_module("qwen", Qwen3ForCausalLM(config), token_batch)
 
 
-def mixtral(dropout: float = 0.0, experts: str | None = "batched_mm") -> Example:
+def mixtral(dropout: float = 0.0, experts: str | None = None) -> Example:
     """Mixtral: two of four experts a token, computed as ``experts`` says; None: transformers' default."""
     from transformers import MixtralConfig, MixtralForCausalLM
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from atoll.errors import CaptureError, UnsupportedOp
+from atoll.errors import CaptureError
 from atoll.job import Optimizer, Precision, TrainingSpec
+from atoll.ops import GROUPED
 from atoll.program import stage_programs
 from atoll.rehearse import rehearse
 from benchmarks.oracle import (
@@ -104,13 +105,19 @@ def test_one_stage_agrees_with_the_plain_module(name: str) -> None:
     assert difference(run_local(plain, (0,)), run_plain(plain), figures=1) <= 1e-6
 
 
-@pytest.mark.parametrize("experts", [None, "grouped_mm", "eager"])
-def test_experts_whose_shares_depend_on_the_data_are_refused_with_the_switch(experts: str | None) -> None:
-    example = mixtral(experts=experts)
-    with pytest.raises(CaptureError, match='experts_implementation="batched_mm"') as refusal:
+def test_experts_whose_shares_depend_on_the_data_are_refused_with_the_switch() -> None:
+    example = mixtral(experts="eager")
+    with pytest.raises(CaptureError, match='experts_implementation="grouped_mm"') as refusal:
         capture(example.module, example.example_inputs)
     assert "model.layers.0.mlp.experts" in str(refusal.value)
-    assert isinstance(refusal.value, UnsupportedOp) is (experts != "eager")
+
+
+def test_experts_in_batches_are_captured_too() -> None:
+    example = mixtral(experts="batched_mm")
+    captured = capture(example.module, example.example_inputs)
+    assert GROUPED not in {node.target for node in captured.train.ops}
+    assert GROUPED in {node.target for node in honest("mixtral:fp32").captured.train.ops}
+    assert self_check(example.module, captured, example.make_batch(3)).compared > 20
 
 
 def test_attention_that_cannot_be_trained_here_is_refused_with_the_switch() -> None:
@@ -124,9 +131,9 @@ def test_atoll_ops_names_the_switch_too(tmp_path: Path, capsys: pytest.CaptureFi
         "from atoll import Job, Rows, TrainingSpec\n"
         "from tests.coordinator.capture.architectures import mixtral\n\n\n"
         "def job():\n"
-        "    model = mixtral(experts=None)\n"
+        "    model = mixtral(experts='eager')\n"
         "    rows = Rows(dict(model.example_inputs))\n"
         "    return Job(model.module, model.example_inputs, rows, TrainingSpec(steps=1, n_micro=1))\n"
     )
     assert run(app, ["ops", str(tmp_path / "experts.py")]) == 3
-    assert 'experts_implementation="batched_mm"' in " ".join(capsys.readouterr().err.split())
+    assert 'experts_implementation="grouped_mm"' in " ".join(capsys.readouterr().err.split())

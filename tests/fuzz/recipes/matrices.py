@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from atoll.opdag import TorchLiteral
-from tests.fuzz.recipes.base import Draw, recipe, t
+from tests.fuzz.case import Tensorlike
+from tests.fuzz.recipes.base import Draw, ids, recipe, t
 
 
 def products(d: Draw) -> tuple[int, int, int, int]:
@@ -79,6 +80,20 @@ def addmm_dtype(d: Draw) -> dict[str, Any]:
 def bilinear(d: Draw) -> dict[str, Any]:
     b, n, k, m = products(d)
     return {"input1": t(b, n), "input2": t(b, k), "weight": t(m, n, k), "bias": d.one([None, t(m)])}
+
+
+@recipe("_grouped_mm")
+def grouped_mm(d: Draw) -> dict[str, Any]:
+    groups, n, k, m = products(d)
+    dtype = d.dtype()
+    offs = d.one([Tensorlike((groups,), "int32", "zero"), ids(n + 1, groups, dtype="int32")])
+    return {"self": t(n, k, dtype=dtype), "mat2": t(groups, k, m, dtype=dtype), "offs": offs}
+
+
+@recipe("histc")
+def histc(d: Draw) -> dict[str, Any]:
+    low = d.one([0, 0.0, -1.5, 3])
+    return {"self": t(*d.sizes(0, 3), dtype=d.dtype()), "bins": d.size(), "min": low, "max": d.one([low, 3])}
 
 
 @recipe("bmm")
