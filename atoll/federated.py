@@ -111,7 +111,7 @@ class Federated:
     local: Annotated[tuple[str, ...], Most(MAX_OPTIONS)] = ()
     # For data owners' consent, while too few take part; then the job fails.
     consent_s: Annotated[float, Unset(CONSENT_S)] = CONSENT_S
-    privacy: Privacy | None = None  # of each client's data, against all but the coordinator: docs/privacy.md
+    privacy: Privacy | None = None  # of each client's data, beside secure= against the coordinator as well
     # Asynchronous: so many updates make the next model, whoever sent them; 0: rounds wait for all chosen.
     buffer: int = 0
     staleness: float | None = None  # 0.5: an update of t models ago weighs (1 + t) ** -staleness
@@ -182,9 +182,9 @@ class Federated:
         if self.privacy is not None:
             check_private(self.privacy, self.clients, self.selector, self.evaluate_every)
         if self.secure is not None:
-            uplink, private = parse_uplink(self.uplink).mode, self.privacy is not None
+            uplink = parse_uplink(self.uplink).mode
             rest = (self.clients, self.selector, self.evaluate_every, uplink, self.buffer)
-            check_secure(*rest, private=private)
+            check_secure(*rest, self.privacy)
         if self.downlink not in {mode.value for mode in Downlink}:
             raise UsageError(f"downlink {self.downlink[:64]!r}; give off, lossless or delta")
 

@@ -15,6 +15,7 @@ from typing import Annotated
 from atoll.bounded import Hex
 from atoll.errors import UsageError
 from atoll.fields import check_fields
+from atoll.privacy import Privacy
 
 LEAST_MEMBERS = 3
 """Of two members each knows the other's update, by subtracting its own from the sum."""
@@ -78,7 +79,7 @@ class Secure:
 
 
 def check_secure(
-    clients: int, selector: str, evaluate_every: int, uplink: str, buffer: int, *, private: bool
+    clients: int, selector: str, evaluate_every: int, uplink: str, buffer: int, privacy: Privacy | None
 ) -> None:
     """UsageError for settings of ``Federated`` beside which a coordinator would see more than sums."""
     if buffer:
@@ -106,8 +107,13 @@ def check_secure(
             f"uplink {uplink} does not add up: its scales, positions or signs depend on each update, and "
             "masked updates are only ever summed; take off, or random_k:R, drawn by one seed for all"
         )
-    if private:
+    if privacy is not None and privacy.sampling:
         raise UsageError(
-            "privacy= has the coordinator clip each update, which it must see, and secure= hides them from "
-            "it; leave one out, or let data owners bound their own, `atoll-worker data policy NAME --clip C`"
+            "beside secure= privacy holds against the coordinator, which draws who takes part: sampling "
+            "amplifies nothing for who knows the draw; leave sampling= out"
+        )
+    if privacy is not None and privacy.adaptive is not None:
+        raise UsageError(
+            "adaptive clipping beside secure= is not built: the count of unclipped updates would need noise "
+            "of its own at every member; give clip= alone"
         )

@@ -7,7 +7,7 @@ same bits in every grouping (``strategies.fixed``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from strategies.fixed import FixedSums
     from strategies.layout import Arrays, Layout, SlotMetas, Slots
     from strategies.values import ClientUpdate, ServerState
+
+    Source = Callable[[int], bytes]
 
 TRAINED, AVERAGED = "trained", "averaged"
 SAMPLES, WEIGHT = "samples", "weight"
@@ -79,6 +81,11 @@ class Linear(Strategy):
 
     def released(self, sums: FixedSums, layout: Layout) -> FixedSums:
         """Return what the rest of the server may know of a round's sums."""
+        return sums
+
+    def hidden(self, sums: FixedSums, quorum: int, source: Source) -> FixedSums:
+        """Return what a member of a secure round masks, of whose members at least ``quorum`` are summed.
+        ``source``: of random bytes that nobody else knows."""
         return sums
 
     def finish(self, state: ServerState, sums: Sums) -> ServerState:

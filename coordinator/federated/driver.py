@@ -84,6 +84,7 @@ class FederatedDriver:
             loss=record.loss,
             bytes_up=record.bytes_up,
             bytes_down=record.bytes_down,
+            spent=record.spent,
         )
         evaluated = {where: evaluation_of(fact) for where, fact in record.evaluated.items()}
         state = replace(state, evaluation=evaluated.get(CLIENTS), central_evaluation=evaluated.get(CENTRAL))
@@ -101,7 +102,6 @@ class FederatedDriver:
                 state=closed.state,
                 last=closed,
                 selector=selector_from_json(closed.selector),
-                spent=closed.privacy or state.spent,
                 verdicts={**dict.fromkeys(closed.participants, ""), **dropped},
                 counted=counted,
                 homes={client: host for host, clients in closed.homes.items() for client in clients},

@@ -233,6 +233,9 @@ class SecureRound(Round):
         long = after.stage in (Stage.VECTORS, Stage.ANSWERS)
         due_s = now_s + (deadline_s if long else min(secure.EXCHANGE_S, deadline_s))
         staged = replace(state, secure=after, due_s=due_s)
+        privacy = state.federated.rule.privacy
+        if privacy is not None and after.stage is Stage.VECTORS:
+            staged = replace(staged, spent=state.spent.after(privacy))
         if after.stage in (Stage.SHARES, Stage.VECTORS):
             for name in (name for name in held.asked if name not in there and name not in state.dropped):
                 staged, _ = drop(staged, name, f"lost before {after.stage}")

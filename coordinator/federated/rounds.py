@@ -51,7 +51,7 @@ from coordinator.federated.state import (
 from coordinator.messages.events import (
     Aggregated,
 )
-from coordinator.messages.facts import JobEnded, RoundClosed
+from coordinator.messages.facts import JobEnded, NoisedAsked, RoundClosed
 from coordinator.messages.instructions import EvaluateRound, Model, RoundTaken, SecureOrder, TrainRound
 from coordinator.messages.jobs import RECENT, Phase, Record
 from strategies.privacy.accountant import Spent
@@ -80,19 +80,32 @@ def _counted(state: FederationState) -> int:
 
 
 def enough(state: FederationState) -> int:
-    """Return how many good updates close a round: of a private job none, as noise covers nobody's as well."""
-    return 0 if state.private else _counted(state)
+    """Return how many good updates close a round: where the coordinator adds noise none, as that covers
+    nobody's as well."""
+    noised_here = state.private and state.federated.rule.secure is None
+    return 0 if noised_here else _counted(state)
 
 
 def is_last(state: FederationState) -> bool:
     """Whether no further round begins: all are done, or a private job's budget is."""
-    return state.round >= state.rounds or bool(exhausted(state.federated.rule.privacy, state.spent))
+    return state.round >= state.rounds or bool(_exhausted(state))
+
+
+def _exhausted(state: FederationState) -> str:
+    """Why a private job has no further round; "" where it may."""
+    rule = state.federated.rule
+    if rule.privacy is not None and rule.secure is not None and state.spent.rounds >= state.rounds:
+        return f"members send {state.rounds} noised updates each, those of repeated rounds with them"
+    return exhausted(rule.privacy, state.spent)
 
 
 def spent_with_this(state: FederationState) -> Spent | None:
-    """What a private job has spent once the round in flight is published."""
-    privacy = state.federated.rule.privacy
-    return None if privacy is None else state.spent.after(privacy)
+    """What a private job has spent once the round in flight is published; a secure round's sum was counted
+    before anybody could open it."""
+    privacy, secure = state.federated.rule.privacy, state.federated.rule.secure
+    if privacy is None or secure is not None:
+        return None if privacy is None else state.spent
+    return state.spent.after(privacy)
 
 
 def shown_dropped(state: FederationState, dropped: Mapping[str, str]) -> dict[str, str]:
@@ -321,7 +334,10 @@ def close(state: FederationState, now_s: float) -> Outcome:
         ]
         asked = [name for name in after.chosen if found.awaits(after, name)]
         said = [Say(name, due_message(after, name, now_s)) for name in asked]
-        return replace(after, reason=_at(after, found.words(after))), [*gone, *said]
+        spends: list[Todo] = []
+        if after.spent is not state.spent:
+            spends.append(Record(NoisedAsked(after.job, after.round, after.spent)))
+        return replace(after, reason=_at(after, found.words(after))), [*spends, *gone, *said]
     if (came := found.arrived(state)) < enough(state):
         return repeat(state, f"{came} of {found.drawn(state)} updates came")
     if found.flows:
@@ -342,6 +358,8 @@ def aggregate(state: FederationState) -> Outcome:
 def repeat(state: FederationState, reason: str) -> Outcome:
     """Too little came: the same round once more, with whoever is here then."""
     need = enough(state)
+    if state.private:  # who failed, how and how many depends on data
+        reason, state = "too few of its members were left", replace(state, dropped={})
     if round_of(state).flows:  # what is good waits for more
         reason = f"round {state.round + 1} of {state.rounds}: {reason}, {need} are needed"
         return replace(state, phase=Phase.TRAINING, chosen=(), reason=reason), []
@@ -514,7 +532,7 @@ def evaluated_if_complete(state: FederationState, now_s: float) -> Outcome:
         return choose(state, now_s)
     state, todo = assessed(state)
     if is_last(state):
-        spent = exhausted(state.federated.rule.privacy, state.spent) if state.round < state.rounds else ""
+        spent = _exhausted(state) if state.round < state.rounds else ""
         after, more = end(state, Phase.FINISHED, f"{state.round} rounds done{spent and f': {spent}'}")
     else:
         after, more = begin_round(state, now_s)

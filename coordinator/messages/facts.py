@@ -226,6 +226,16 @@ class RoundClosed:
 
 
 @dataclass(frozen=True, slots=True)
+class NoisedAsked:
+    """Members of a private secure round are asked for their vectors: from now on the coordinator may open a
+    sum of them, so it is spent, whatever comes of the round."""
+
+    job: str
+    round: int
+    privacy: Spent  # with this sum
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateTaken:
     """A client's update of an asynchronous job waits in the store to be summed: written before the client
     hears that it was taken.
@@ -283,6 +293,7 @@ JobFact = (
     | Evaluated
     | CheckpointStored
     | CheckpointTorn
+    | NoisedAsked
     | UpdateTaken
     | RoundClosed
     | RoundEvaluated
@@ -303,6 +314,7 @@ _KINDS: dict[str, type[Fact]] = {
     "Evaluated": Evaluated,
     "CheckpointStored": CheckpointStored,
     "CheckpointTorn": CheckpointTorn,
+    "NoisedAsked": NoisedAsked,
     "UpdateTaken": UpdateTaken,
     "RoundClosed": RoundClosed,
     "RoundEvaluated": RoundEvaluated,
@@ -375,6 +387,7 @@ class JobRecord:
     checkpoints: tuple[Checkpoint, ...] = ()  # oldest first: the newest ``keep``, ``sound`` and ``best``
     closed: tuple[RoundClosed, ...] = ()  # the same of a federated job's rounds
     waiting: Mapping[str, UpdateTaken] = field(default_factory=dict)  # to be summed, by client, as they came
+    spent: Spent = field(default_factory=Spent)  # of a private job
     evaluated: dict[str, RoundEvaluated] = field(default_factory=dict)  # newest by where
     bytes_up: int = 0
     bytes_down: int = 0
@@ -533,6 +546,8 @@ class Ledger:
                     if old.step == step:
                         self.superseded.update(old.tensors.values())
                 job.checkpoints = tuple(c for c in job.checkpoints if c.step != step)
+            case NoisedAsked():
+                job.spent = fact.privacy
             case UpdateTaken():
                 job.waiting = {**job.waiting, fact.worker: fact}
             case RoundClosed():
@@ -636,6 +651,7 @@ class Ledger:
             self.superseded.update((old.state, old.model))
         job.closed = kept[-self.keep :]
         job.steps, job.loss = fact.round + 1, fact.loss
+        job.spent = fact.privacy or job.spent
         self._counted(job, (*fact.participants, *fact.dropped))
         for told in fact.participants.values():
             job.bytes_up += int(told.get("bytes_up", 0))

@@ -1,4 +1,4 @@
-"""Central differential privacy around a strategy that sums: clip, integer noise, a fixed denominator.
+"""Differential privacy around a strategy that sums: clip, integer noise, a fixed denominator.
 
     x' = w x min(1, C / |x|) / C,   w = min(n, cap) / cap         each update; |.| over all its tensors
     v  = x' 2^24, towards zero;     |v|^2 <= 2^48                 checked in whole numbers, after rounding
@@ -12,7 +12,11 @@ was within C, as s = +1 or -1, and the noisy sum of these moves C for the next r
     C <- C exp(-0.2 (b - gamma)),   1/z^2 = 1/z_D^2 + 1/(m/10)^2,   z_D the noise of D
 
 b counts the UNclipped. A round's updates are clipped to the C by which its noise is scaled; an update of
-norm 0 is within any C. Sources: McMahan 2018 (arXiv 1710.06963) with a fixed denominator; Andrew 2021
+norm 0 is within any C. Beside secure aggregation nobody holds the sum before its noise: each member adds
+N_Z(0, s^2), s > z 2^24 / sqrt(q - 1), to its own v, q the fewest members that can be summed. So a sum has the
+noise of q - 1 members and more, whichever one of them is left out of it. Sums of discrete Gaussians are not
+discrete Gaussian; they are as private up to tau d, tau = 10 sum_k<n exp(-2 pi^2 s^2 k/(k+1)), in the
+divergence of every order (Kairouz 2021, Theorem 1 and Proposition 14), and the ">" is worth more. Sources: McMahan 2018 (arXiv 1710.06963) with a fixed denominator; Andrew 2021
 (arXiv 1905.03871), Alg. 1, the bits doubled to whole numbers; Kairouz 2021 (arXiv 2102.06387) for integer
 sums.
 """
@@ -45,9 +49,10 @@ from strategies.values import Facts
 if TYPE_CHECKING:
     from strategies.base import Strategy
     from strategies.layout import Array, Arrays, Layout, SlotMetas, Slots
+    from strategies.linear import Source
     from strategies.values import Broadcast, ClientUpdate, ServerState
 
-    Noise = Callable[[int, int], Array]
+    Noise = Callable[..., Array]
 
 COVERED = ("fedavg", "fedavgm", "fedadam", "fedyogi", "fedadagrad", "fedprox", "fedbn", "fedrep")
 """Strategies whose server sees nothing of an update but its sum: what they do with it is
@@ -176,6 +181,16 @@ class Private(Around, Linear):
             scalars[UNCLIPPED] = (signs + int(self.noise(count_sigma, 1)[0])) * one
         return FixedSums(sums.grid, {TRAINED: noised}, {TRAINED: 0}, scalars, 0)
 
+    def hidden(self, sums: FixedSums, quorum: int, source: Source) -> FixedSums:
+        sigma, noised = self.member_sigma(quorum), {}
+        for name, array in sums.arrays[TRAINED].items():
+            total = np.array(array)
+            flat = total.reshape(-1)
+            for part in pieces(flat.size):
+                flat[part] += self.noise(sigma, len(flat[part]), source)
+            noised[name] = total
+        return replace(sums, arrays={TRAINED: noised})
+
     def finish(self, state: ServerState, sums: Sums) -> ServerState:
         clip, count = self._clip_of(state.slots), float(self.cohort)
         change = {name: array * array.dtype.type(clip) for name, array in sums.arrays[TRAINED].items()}
@@ -210,6 +225,15 @@ class Private(Around, Linear):
                 f"adaptive clipping: noise {noise:g} with {self.cohort} clients; take more clients"
             )
         return math.ceil(UNIT / math.sqrt(left)), count
+
+    def member_sigma(self, quorum: int) -> int:
+        """Standard deviation in whole numbers of what one member adds to each element, where at least
+        ``quorum`` are summed and one of them may tell the coordinator its own noise. UsageError for fewer
+        than two."""
+        if quorum < 2:
+            raise UsageError(f"noise shared by {quorum} members; at least 2 must be left in every sum")
+        # One more than needed: of s^2 n a share of 2/s, against tau d (see above) of less than 2^-10^8.
+        return math.ceil(self.privacy.noise * UNIT / math.sqrt(quorum - 1)) + 1
 
     @property
     def _adapts(self) -> bool:

@@ -10,9 +10,18 @@ if TYPE_CHECKING:
     from atoll.federated import Federated
     from atoll.privacy import Privacy
 
-UNCOVERED = (
-    "not covered: the coordinator itself, that a client has joined, times and traffic, the owner's choice of "
-    "settings and held-out figures, other jobs on the same data"
+_REST = (
+    "that a client has joined, times and traffic, the owner's choice of settings and held-out figures, other "
+    "jobs on the same data"
+)
+UNCOVERED = f"not covered: the coordinator itself, {_REST}"
+UNCOVERED_SHARED = (
+    f"not covered: members whom the coordinator makes up, or who leave out their noise, {_REST}"
+)
+SHARED = (
+    "each member clips, and adds its part of the noise before it masks. It holds against a coordinator that "
+    "lies about who dropped out, and one member that helps it; with h helpers among q members left, (q - h) "
+    "/ (q - 1) of the noise's variance remain"
 )
 
 
@@ -25,7 +34,8 @@ def plan_words(rule: Federated, rounds: int) -> str:
     ends = f"ends before it would exceed {privacy.epsilon:g}; " if epsilon > privacy.epsilon > 0.0 else ""
     least = min(epsilon, privacy.epsilon or epsilon)
     setting = _setting(rule, privacy)
-    return f"({least:.3g}, {privacy.delta:g})-DP at most for {rounds} rounds: {ends}{setting}; {UNCOVERED}"
+    bound = f"({least:.3g}, {privacy.delta:g})-DP at most for {rounds} rounds"
+    return f"{bound}: {ends}{setting}; {_uncovered(rule)}"
 
 
 def spent_words(rule: Federated, spent: Spent) -> str:
@@ -37,9 +47,10 @@ def spent_words(rule: Federated, spent: Spent) -> str:
         return f"nothing released yet; {_setting(rule, privacy)}"
     epsilon, order = spent.epsilon(privacy.delta)
     budget = f" of a budget of {privacy.epsilon:g}" if privacy.epsilon else ""
+    sums = "rounds" if rule.secure is None else "sums that could be opened"
     return (
-        f"({epsilon:.3g}, {privacy.delta:g})-DP{budget} after {spent.rounds} rounds: "
-        f"{_setting(rule, privacy)}, RDP order {order}; {UNCOVERED}"
+        f"({epsilon:.3g}, {privacy.delta:g})-DP{budget} after {spent.rounds} {sums}: "
+        f"{_setting(rule, privacy)}, RDP order {order}; {_uncovered(rule)}"
     )
 
 
@@ -55,6 +66,10 @@ def exhausted(privacy: Privacy | None, spent: Spent) -> str:
         f"the privacy budget is spent: epsilon {now:.3g} after {spent.rounds} rounds, one more would come to "
         f"{epsilon:.3g} of {privacy.epsilon:g}"
     )
+
+
+def _uncovered(rule: Federated) -> str:
+    return UNCOVERED if rule.secure is None else f"{SHARED}; {UNCOVERED_SHARED}"
 
 
 def _setting(rule: Federated, privacy: Privacy) -> str:

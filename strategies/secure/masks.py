@@ -5,7 +5,7 @@ A keystream is uniform to whoever lacks its key, and so is whatever it is added 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,12 @@ _BLOCK = 16
 
 Words = Sequence[NDArray[Any]]
 """Flat arrays of unsigned numbers, through which one keystream goes."""
+
+
+def keystream(key: bytes) -> Callable[[int], bytes]:
+    """Return a source of random bytes, the same for the same key."""
+    stream = Cipher(AES(key), CTR(bytes(_BLOCK))).encryptor()
+    return lambda count: stream.update(bytes(count))
 
 
 def add_mask(words: Words, key: bytes, *, subtract: bool = False) -> None:

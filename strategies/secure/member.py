@@ -20,7 +20,7 @@ from atoll.errors import BadFrame
 from atoll.secure import LEAST_MEMBERS, SHARE_BYTES, Secure
 from strategies.secure.exchange import Exchange
 from strategies.secure.keys import PrivateKeys, opened, own_key, sealed, signed
-from strategies.secure.masks import add_mask
+from strategies.secure.masks import add_mask, keystream
 from strategies.secure.sharing import shared as shared_out
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Member:
         self._least, self._random = least, random
         self._pairs = PrivateKeys(random)
         self._own_secret = random(32)
+        self._noise_secret = random(32)  # never leaves this object
         self._of: Exchange | None = None
         self._parcels: dict[str, str] = {}
         self._held: dict[str, tuple[bytes, bytes]] = {}  # by peer: shares of its own mask, of its mask secret
@@ -106,6 +107,16 @@ class Member:
             self._refuse_if(len(both) != 2 * SHARE_BYTES, "a parcel that holds no two shares")
             self._held[peer] = both[:SHARE_BYTES], both[SHARE_BYTES:]
         self._shared = found
+
+    @property
+    def quorum(self) -> int:
+        """Members that every sum of this exchange has at least."""
+        return self._in_exchange.quorum
+
+    def noise_source(self) -> Random:
+        """Return random bytes that only this member knows: the same from the start for the one vector that it
+        may mask."""
+        return keystream(self._noise_secret)
 
     def mask(self, words: Words) -> None:
         """Mask the one vector of this exchange, in place."""

@@ -130,7 +130,9 @@ def encoding_of(
     supports: Mapping[tuple[str, str], NDArray[Any]],
 ) -> Encoding:
     """Return the words of a round over ``clients`` who have registered ``samples``: alike at all members."""
-    grid = with_bits(core.round_grid(clients, samples), secure.bits)
+    grid = core.round_grid(clients, samples)
+    if not core.whole:  # else its units are the strategy's own
+        grid = with_bits(grid, secure.bits)
     return Encoding(grid, core.term_metas(layout), supports)
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from atoll.errors import BadFrame, JobFailed, StorageError, UsageError
+from atoll.errors import BadFrame, BadUpdate, JobFailed, StorageError, UsageError
 from atoll.messages.from_worker import SecureAnswer
 from atoll.rehearse import OpCost, rehearse
 from atoll.sampling import client_key
@@ -145,7 +145,8 @@ class Participation:
         if spec.secure is not None:
             secured(strategy)
             who, job, least = context.worker, joining.job, config.floors.clients
-            self._secure = SecureRounds(who, job, spec.secure, least, self._store.folder)
+            vectors = 0 if spec.privacy is None else joining.training.steps
+            self._secure = SecureRounds(who, job, spec.secure, least, self._store.folder, vectors)
         self._noise_key = noise_key
         self._last_sent: int | None = None  # the last round whose update was, perhaps in part
         self._rest()  # until the first broadcast
@@ -185,14 +186,21 @@ class Participation:
         """Write the update of this machine's only client; its numbers."""
         state, left = self._store.load(order.round, order.codec)
         broadcast = broadcast_of(order.round, fetched.arrays)
-        trained = self._trainer.train(
-            self.members.owner,
-            broadcast,
-            state,
-            cancel,
-            noise_seed=self._noise_seed(order.seed),
-            loaded=partial(drop_pages, fetched.arrays.values()),
-        )
+        try:
+            trained = self._trainer.train(
+                self.members.owner,
+                broadcast,
+                state,
+                cancel,
+                noise_seed=self._noise_seed(order.seed),
+                loaded=partial(drop_pages, fetched.arrays.values()),
+            )
+        except (BadUpdate, JobFailed) as error:
+            if self._secure is None or self.joining.federated.rule.privacy is None:
+                raise
+            # Who is missing shows, and that would tell of its data.
+            log.warning("train.failed", job=self.joining.job, round=order.round, reason=str(error))
+            trained = self._trainer.nothing(self.members.owner, broadcast, state)
         fetched.arrays.clear()  # before the codec needs memory
         del broadcast, state
         with self._store.begin(order.round, order.codec, coding.left_out(self._up)) as draft:
@@ -212,7 +220,7 @@ class Participation:
         held = Accumulator(encoding.grid)
         held.add(core.contribute(self._trainer.layout, update))
         assert self._secure is not None  # noqa: S101 - who asks has looked
-        return self._secure.write(path, order, held.sums(), encoding)
+        return self._secure.write(path, order, self._secure.hidden(held.sums(), core), encoding)
 
     def _encoding(self, order: TrainRound, coding: Coding) -> Encoding:
         """Words of the round's sums, from what its order says."""

@@ -124,6 +124,10 @@ class Asked:
         )
 
     def _sum_words(self) -> str:
+        if self.rule.privacy is not None and self.rule.secure is not None:
+            return (
+                "other members' updates, each with its part of the noise, before anybody can read any of them"
+            )
         if self.rule.privacy is not None:
             return "those of others who are drawn, perhaps none, by the coordinator, which adds noise first"
         if self.rule.secure is not None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,7 +34,7 @@ from strategies.checking import check_broadcast, check_optimizer, check_update
 from strategies.counted import check_measured, check_numbers, returned_numbers, values_of
 from strategies.layout import SHARED, Role, own_parts
 from strategies.returned import check_returned, check_rows
-from strategies.values import Done
+from strategies.values import ClientUpdate, Done
 from worker.cancel import Cancel
 from worker.federated.floors import check_held_out, check_job, check_update_floors
 from worker.federated.working_tensors import WorkingTensors
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from atoll.rehearse import OpCost
     from strategies.base import Strategy
     from strategies.layout import Array, Arrays
-    from strategies.values import Broadcast, ClientState, ClientUpdate, Correction, Phase
+    from strategies.values import Broadcast, ClientState, Correction, Phase
     from worker.federated.local_model import Client, LocalModel
 
 ROUND_STEPS = 1 << 32  # a round's steps have keys of their own among random draws
@@ -155,6 +156,14 @@ class LocalTrainer:
         if not self.federated.shows_losses:  # no noise or mask covers them, so none leaves
             update, square_loss = replace(update, metrics={LOSS: 0.0}), 0.0
         return Trained(update, after, square_loss)
+
+    def nothing(self, client: Client, broadcast: Broadcast, state: ClientState) -> Trained:
+        """Return the answer of a client whose data change nothing."""
+        metas = self.layout.metas_of(*SHARED)
+        delta = {name: np.zeros(meta.shape, meta.dtype) for name, meta in metas.items()}
+        samples, steps = len(client.split.train), self.steps_of(client)
+        update = ClientUpdate(broadcast.round, samples, steps, delta, {}, {}, {LOSS: 0.0}, client.name)
+        return Trained(update, state, 0.0)
 
     def evaluate(
         self,

@@ -1,5 +1,8 @@
 """A worker's part in the secure rounds of one job: an exchange at a time, whose secrets are in memory alone.
 
+Of a private job a member sends as many vectors as the job has rounds, those of repeated rounds with them:
+each may be summed by whoever can lie about it, and so many are accounted for. Their count is on disk, too.
+
 A round that is repeated trains the same model on the same data, so the difference of two sums of it would be
 the update of whoever is in one of them alone. For which members' sums this machine has answered is on disk by
 model: it signs no other set that differs from one of those by fewer members than its owner demands in a sum,
@@ -9,7 +12,7 @@ and at most two.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from atoll.errors import BadFrame, StorageError
 from atoll.messages.from_worker import SecureAnswer
@@ -25,19 +28,25 @@ if TYPE_CHECKING:
     from atoll.secure import Secure
     from compressors.container import Stored
     from strategies.fixed import FixedSums
+    from strategies.linear import Linear
     from strategies.secure.vector import Encoding
 
 ANSWERED = "answered.json"
+SENT = "noised.json"
 MAX_ANSWERED = 2  # sums of one model
 MAX_MODELS = 1024  # that are remembered
 MAX_BYTES = 64 << 20
 
 
 class SecureRounds:
-    """``least``: members that this machine's owner demands in every sum; ``folder``: of the job."""
+    """``least``: members that this machine's owner demands in every sum; ``folder``: of the job; ``vectors``:
+    as many are sent of a private job, of another one any number (0)."""
 
-    def __init__(self, who: str, job: str, secure: Secure, least: int, folder: Path) -> None:
+    def __init__(
+        self, who: str, job: str, secure: Secure, least: int, folder: Path, vectors: int = 0
+    ) -> None:
         self._who, self._job, self._secure, self._least = who, job, secure, least
+        self._vectors, self._sent = vectors, folder / SENT
         self._path = folder / ANSWERED
         self._member: Member | None = None
         self._model = ""  # that the exchange's vector was trained from
@@ -72,6 +81,13 @@ class SecureRounds:
         """Take the neighbours' shares, before anything is trained for a round that cannot be masked."""
         self._of(order.exchange).receive(order.shared, order.parcels)
         self._model = order.model.full.hash
+        if self._vectors:
+            self._spend(order.exchange)
+
+    def hidden(self, sums: FixedSums, core: Linear) -> FixedSums:
+        """The member's sums as ``core`` lets them leave; raises as ``answer``."""
+        assert self._member is not None  # noqa: S101 - begun
+        return core.hidden(sums, self._member.quorum, self._member.noise_source())
 
     def write(self, path: Path, order: TrainRound, sums: FixedSums, encoding: Encoding) -> Stored:
         """The file of the masked vector. BadUpdate for sums that have no room in it."""
@@ -105,6 +121,20 @@ class SecureRounds:
                         f" members would be seen apart; at least {self._least} are demanded here"
                     )
 
+    def _spend(self, exchange: str) -> None:
+        """Count a vector before it is made. BadFrame for one too many, StorageError where none was counted
+        that should have been."""
+        sent = _read(self._sent)
+        count, last = int(sent.get("count", 0)), sent.get("last", "")
+        if last == exchange:
+            return
+        if count >= self._vectors:
+            raise BadFrame(
+                f"secure aggregation: {count} noised updates were sent, all that this job's privacy accounts "
+                "for, those of repeated rounds with them"
+            )
+        write_private(self._sent, json.dumps({"count": count + 1, "last": exchange}).encode())
+
     def _note(self) -> None:
         answered = self._answered()
         found = answered.pop(self._model, [])
@@ -114,16 +144,24 @@ class SecureRounds:
         write_private(self._path, json.dumps({**kept, self._model: found}).encode())
 
     def _answered(self) -> dict[str, list[list[str]]]:
-        """Survivors by model. StorageError for a damaged file: what is not known may not be answered."""
-        try:
-            if self._path.stat().st_size > MAX_BYTES:
-                raise ValueError(f"more than {MAX_BYTES} bytes")
-            found = json.loads(self._path.read_text())
-            return {str(model): [list(map(str, each)) for each in sets] for model, sets in found.items()}
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, AttributeError, TypeError) as error:
-            raise StorageError(
-                f"{self._path} is damaged ({error}), and two sums could show one member's update; remove it "
-                "once no secure job runs here"
-            ) from None
+        """Survivors by model; raises as ``_read``."""
+        found = _read(self._path).items()
+        return {str(model): [list(map(str, each)) for each in sets] for model, sets in found}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What this machine has noted. StorageError for a damaged file: what is not known may not be answered."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"more than {MAX_BYTES} bytes")
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("no object")
+        return found
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise StorageError(
+            f"{path} is damaged ({error}), and without it one member's update could show; remove it once no "
+            "secure job runs here"
+        ) from None
