@@ -17,6 +17,7 @@ MAX_NOISE = 1e4
 MIN_NOISE = 0.05
 """Below it the bound is in the hundreds: a word that says nothing."""
 MAX_EPSILON = 1e3
+MAX_TREE = 2**20
 CLIPS = (1e-6, 1e6)
 
 
@@ -30,7 +31,8 @@ class Privacy:
     ``Federated(clients=m)`` is the number expected, by which sums are divided; 0: ``m`` clients a round,
     without amplification. ``clip``: C of an update's L2 norm, or its first value with ``adaptive``, the
     share of updates that shall be within C. ``samples``: a client with so many weighs 1, with fewer in
-    proportion. UsageError for a figure out of its range."""
+    proportion. ``tree``: R, each client takes part in one of every R rounds, by a hash of its name, and the
+    noise is that of a binary tree over them (DP-FTRL). UsageError for a figure out of its range."""
 
     noise: float = 0.0
     epsilon: float = 0.0
@@ -40,6 +42,7 @@ class Privacy:
     sampling: float = 0.0
     samples: int = 1
     per_layer: bool = False  # each tensor to C / sqrt(number of tensors)
+    tree: int = 0  # rounds of each tree of noise, in each of which a client has one round
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -58,6 +61,13 @@ class Privacy:
             _within("adaptive", self.adaptive, 0.01, 0.99)
         if self.adaptive is not None and self.per_layer:
             raise UsageError("adaptive clipping is of the whole update's norm; leave out per_layer")
+        if type(self.tree) is not int or not 0 <= self.tree <= MAX_TREE or self.tree == 1:
+            raise UsageError(f"tree = {self.tree!r}; give the rounds of a tree, from 2 to {MAX_TREE}, or 0")
+        if self.tree and (self.sampling or self.adaptive is not None):
+            raise UsageError(
+                "a tree's noise covers prefixes of rounds, of which each client has one by its name: leave "
+                "out sampling= and adaptive=, or tree="
+            )
         if type(self.samples) is not int or not 1 <= self.samples <= 10**9:
             raise UsageError(f"samples = {self.samples!r}; give a whole number from 1")
 

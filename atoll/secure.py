@@ -112,6 +112,11 @@ def check_secure(
             "beside secure= privacy holds against the coordinator, which draws who takes part: sampling "
             "amplifies nothing for who knows the draw; leave sampling= out"
         )
+    if privacy is not None and privacy.tree:
+        raise UsageError(
+            "the noise of a tree is kept over rounds by the coordinator, and beside secure= members add it; "
+            "leave out tree= or secure="
+        )
     if privacy is not None and privacy.adaptive is not None:
         raise UsageError(
             "adaptive clipping beside secure= is not built: the count of unclipped updates would need noise "

@@ -939,6 +939,7 @@ class Privacy(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     PER_LAYER_FIELD_NUMBER: _builtins.int
+    TREE_FIELD_NUMBER: _builtins.int
     noise: _builtins.float
     epsilon: _builtins.float
     """budget; 0: none"""
@@ -949,6 +950,8 @@ class Privacy(_message.Message):
     """0: fixed cohorts"""
     samples: _builtins.int
     per_layer: _builtins.bool
+    tree: _builtins.int
+    """rounds of each tree of noise; 0: noise of each round alone"""
     def __init__(
         self,
         *,
@@ -960,10 +963,11 @@ class Privacy(_message.Message):
         sampling: _builtins.float = ...,
         samples: _builtins.int = ...,
         per_layer: _builtins.bool = ...,
+        tree: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_adaptive", b"_adaptive", "adaptive", b"adaptive"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adaptive", b"_adaptive", "adaptive", b"adaptive", "clip", b"clip", "delta", b"delta", "epsilon", b"epsilon", "noise", b"noise", "per_layer", b"per_layer", "samples", b"samples", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adaptive", b"_adaptive", "adaptive", b"adaptive", "clip", b"clip", "delta", b"delta", "epsilon", b"epsilon", "noise", b"noise", "per_layer", b"per_layer", "samples", b"samples", "sampling", b"sampling", "tree", b"tree"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__adaptive: _TypeAlias = _typing.Literal["adaptive"]  # noqa: Y015
     _WhichOneofArgType__adaptive: _TypeAlias = _typing.Literal["_adaptive", b"_adaptive"]  # noqa: Y015

@@ -24,7 +24,7 @@ from compressors.sparse_sizes import whole_size
 from coordinator.federated.state import Client, FederationState
 from strategies.bcrs import EVEN, PLANNED, Ratios, Uplink, bcrs, even_base, spread
 from strategies.oort import OortState, Seen
-from strategies.privacy.sampling import drawn
+from strategies.privacy.sampling import drawn, in_slot
 from strategies.selection import Candidate, Outcome, Selector, candidates_of, smoothed
 from strategies.selectors import make_selector
 
@@ -72,6 +72,9 @@ def to_ask(state: FederationState) -> tuple[str, ...]:
 def chosen(state: FederationState, losses: Mapping[str, float]) -> tuple[tuple[str, ...], Any]:
     """The round's participants, ascending, and the selector's next state."""
     rule = state.federated.rule
+    if rule.privacy is not None and rule.privacy.tree:
+        names = {client: state.called(client) for client in state.members}
+        return in_slot(names, state.round, rule.privacy.tree, state.job), None
     if rule.privacy is not None:
         secret = f"{state.secret}/{state.round}/{state.attempt}" if state.secret else ""
         return drawn(state.members, rule.privacy.sampling, rule.clients, secret), None

@@ -4,6 +4,8 @@
         (a - 1) r(a) = log sum_k C(a, k) (1 - q)^(a - k) q^k exp(k (k - 1) / (2 z^2))
     fixed cohorts, one replaced
         r(a) = a (2 C)^2 / (2 (z C)^2)
+    trees over rounds, one added or removed that is in one round of each
+        sum r(a) = a n / (2 z^2), n the nodes that it can move (strategies.privacy.tree)
     T rounds, (epsilon, delta)
         epsilon = min_a  T r(a) + log(1 - 1/a) - log(delta a) / (a - 1)
 
@@ -25,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from atoll.errors import UsageError
 from atoll.privacy import MAX_NOISE, MIN_NOISE
+from strategies.privacy.tree import nodes_moved
 
 if TYPE_CHECKING:
     from atoll.privacy import Privacy
@@ -42,6 +45,9 @@ class Spent:
 
     def after(self, privacy: Privacy) -> Spent:
         """The state after one more round."""
+        if privacy.tree:
+            spent = rounds_rdp(privacy, privacy.noise, self.rounds + 1)
+            return Spent(self.rounds + 1, {str(a): r for a, r in spent.items()})
         one = round_rdp(privacy.noise, privacy.sampling)
         return Spent(self.rounds + 1, {str(a): self.rdp.get(str(a), 0.0) + r for a, r in one.items()})
 
@@ -94,10 +100,17 @@ def epsilon_of(rdp: Mapping[int, float], delta: float) -> tuple[float, int]:
     return found
 
 
+def rounds_rdp(privacy: Privacy, noise: float, rounds: int) -> dict[int, float]:
+    """Return the divergence of so many rounds by order, with this noise in the place of the privacy's."""
+    if privacy.tree:
+        nodes = nodes_moved(rounds, privacy.tree)
+        return {order: order * nodes / (2.0 * noise * noise) for order in ORDERS}
+    return {order: rounds * value for order, value in _round_rdp(noise, privacy.sampling).items()}
+
+
 def planned(privacy: Privacy, rounds: int) -> float:
     """Return epsilon after so many rounds."""
-    one = round_rdp(privacy.noise, privacy.sampling)
-    return epsilon_of({order: rounds * value for order, value in one.items()}, privacy.delta)[0]
+    return epsilon_of(rounds_rdp(privacy, privacy.noise, rounds), privacy.delta)[0]
 
 
 def noise_for(privacy: Privacy, rounds: int) -> float:
@@ -105,8 +118,7 @@ def noise_for(privacy: Privacy, rounds: int) -> float:
     UsageError where none does."""
 
     def epsilon(noise: float) -> float:
-        one = _round_rdp(noise, privacy.sampling)
-        return epsilon_of({order: rounds * value for order, value in one.items()}, privacy.delta)[0]
+        return epsilon_of(rounds_rdp(privacy, noise, rounds), privacy.delta)[0]
 
     low, high = 0, 1
     while epsilon(high * NOISE_STEP) > privacy.epsilon:

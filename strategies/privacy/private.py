@@ -15,15 +15,17 @@ b counts the UNclipped. A round's updates are clipped to the C by which its nois
 norm 0 is within any C. Beside secure aggregation nobody holds the sum before its noise: each member adds
 N_Z(0, s^2), s > z 2^24 / sqrt(q - 1), to its own v, q the fewest members that can be summed. So a sum has the
 noise of q - 1 members and more, whichever one of them is left out of it. Sums of discrete Gaussians are not
-discrete Gaussian; they are as private up to tau d, tau = 10 sum_k<n exp(-2 pi^2 s^2 k/(k+1)), in the
-divergence of every order (Kairouz 2021, Theorem 1 and Proposition 14), and the ">" is worth more. Sources: McMahan 2018 (arXiv 1710.06963) with a fixed denominator; Andrew 2021
-(arXiv 1905.03871), Alg. 1, the bits doubled to whole numbers; Kairouz 2021 (arXiv 2102.06387) for integer
-sums.
+discrete Gaussian. In the divergence of every order they cost at most tau d more (Kairouz 2021, Theorem 1 and
+Proposition 14), tau = 10 sum_k<n exp(-2 pi^2 s^2 k/(k+1)), and the ">" is worth more than that.
+
+Sources: McMahan 2018 (arXiv 1710.06963) with a fixed denominator; Andrew 2021 (arXiv 1905.03871), Alg. 1, the
+bits doubled to whole numbers; Kairouz 2021 (arXiv 2102.06387) for integer sums and their noise.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -43,6 +45,7 @@ from strategies.linear import AVERAGED, SAMPLES, TRAINED, WEIGHT, Linear
 from strategies.own.declared import Declared
 from strategies.privacy.accountant import noise_for, planned
 from strategies.privacy.discrete_gaussian import discrete_gaussian
+from strategies.privacy.tree import SEED_BYTES, added
 from strategies.sums import Contribution, Sums, Term
 from strategies.values import Facts
 
@@ -64,6 +67,7 @@ SURPLUS = 4
 CLIP_RATE = 0.2
 COUNT_SHARE = 10  # the count's noise is m / 10, of bits that count double: Andrew's m / 20
 PRIVACY, CLIP, UNCLIPPED = "privacy", "clip", "unclipped"
+TREE, SEED, DONE = "tree", "seed", "done"
 CLIP_META = TensorMeta((1,), "float64")
 
 
@@ -78,6 +82,8 @@ class Private(Around, Linear):
     privacy: Privacy
     cohort: int
     bound: float = 0.0  # C of the round in flight; 0: as declared
+    seed: bytes = b""  # of the tree of the round in flight, at the coordinator alone
+    done: int = 0  # rounds of that tree before it
     noise: Noise = discrete_gaussian
 
     def __post_init__(self) -> None:
@@ -124,7 +130,8 @@ class Private(Around, Linear):
     def init(self, layout: Layout, weights: Arrays, n_clients: int) -> ServerState:
         self.adapt(layout)
         state = self.rule.init(layout, weights, n_clients)
-        return replace(state, slots={**state.slots, **self._slot(self.privacy.clip)})
+        slots = {**state.slots, **self._slot(self.privacy.clip)}
+        return replace(state, slots={**slots, **self._new_tree()})
 
     def extra_down(self, layout: Layout) -> SlotMetas:
         return {**self.rule.extra_down(layout), **({PRIVACY: {CLIP: CLIP_META}} if self._adapts else {})}
@@ -136,7 +143,9 @@ class Private(Around, Linear):
     # ------------------------------------------------------------ sums
 
     def during(self, extra: Slots) -> Private:
-        return replace(self, bound=self._clip_of(extra))
+        found = replace(self, bound=self._clip_of(extra))
+        held = extra.get(TREE)  # which no broadcast has
+        return found if held is None else replace(found, seed=held[SEED].tobytes(), done=int(held[DONE][0]))
 
     def term_metas(self, layout: Layout) -> SlotMetas:
         return {TRAINED: layout.metas_of(Role.TRAINED)}
@@ -171,7 +180,9 @@ class Private(Around, Linear):
         for name, meta in layout.metas_of(Role.TRAINED).items():
             total = np.array(held[name]) if name in held else np.zeros(meta.shape, np.int64)
             flat = total.reshape(-1)
-            for part in pieces(flat.size):
+            if self.privacy.tree:
+                flat += self._of_tree(name, flat.size, sigma)
+            for part in () if self.privacy.tree else pieces(flat.size):
                 flat[part] += self.noise(sigma, len(flat[part]))
             noised[name] = total
         scalars = {SAMPLES: 0}
@@ -194,8 +205,11 @@ class Private(Around, Linear):
     def finish(self, state: ServerState, sums: Sums) -> ServerState:
         clip, count = self._clip_of(state.slots), float(self.cohort)
         change = {name: array * array.dtype.type(clip) for name, array in sums.arrays[TRAINED].items()}
-        bare = replace(state, slots={slot: held for slot, held in state.slots.items() if slot != PRIVACY})
+        ours = (PRIVACY, TREE)
+        bare = replace(state, slots={slot: held for slot, held in state.slots.items() if slot not in ours})
         after = self.rule.finish(bare, Sums({TRAINED: change, AVERAGED: {}}, {SAMPLES: count, WEIGHT: count}))
+        if self.privacy.tree:
+            return replace(after, slots={**after.slots, **self._next_tree(state.slots[TREE])})
         if self.privacy.adaptive is None:
             return after
         share = min(1.0, max(0.0, sums.scalars[UNCLIPPED] / (2.0 * count) + 0.5))
@@ -207,7 +221,7 @@ class Private(Around, Linear):
         core = self.during(state.slots)
         for update in check_updates(self, state, updates):
             sums.add(core.contribute(state.layout, update))
-        return self.finish(state, real(self.released(sums.sums(), state.layout), state.layout))
+        return self.finish(state, real(core.released(sums.sums(), state.layout), state.layout))
 
     # ------------------------------------------------------------ the mechanism
 
@@ -238,6 +252,23 @@ class Private(Around, Linear):
     @property
     def _adapts(self) -> bool:
         return self.privacy.adaptive is not None
+
+    def _of_tree(self, name: str, size: int, sigma: int) -> Array:
+        if len(self.seed) != SEED_BYTES:
+            raise UsageError("a sum of a tree's round without the seed of its noise")
+        return added(name, size, self.done, self.seed, sigma, self.noise)
+
+    def _new_tree(self) -> dict[str, dict[str, Array]]:
+        if not self.privacy.tree:
+            return {}
+        seed = np.frombuffer(os.urandom(SEED_BYTES), np.uint8)
+        return {TREE: {SEED: seed, DONE: np.zeros(1, np.int64)}}
+
+    def _next_tree(self, held: Arrays) -> dict[str, dict[str, Array]]:
+        done = int(held[DONE][0]) + 1
+        if done == self.privacy.tree:
+            return self._new_tree()
+        return {TREE: {SEED: held[SEED], DONE: np.array([done], np.int64)}}
 
     def _slot(self, clip: float) -> dict[str, dict[str, Array]]:
         return {PRIVACY: {CLIP: np.array([clip])}} if self._adapts else {}

@@ -73,11 +73,17 @@ def _uncovered(rule: Federated) -> str:
 
 
 def _setting(rule: Federated, privacy: Privacy) -> str:
-    if privacy.sampling:
+    if privacy.tree:
+        drawn = (
+            f"by name, with or without its contribution to one round of each tree of {privacy.tree} "
+            f"({rule.clients} expected a round), without amplification"
+        )
+    elif privacy.sampling:
         drawn = (
             f"with or without its contribution, Poisson q = {privacy.sampling:g} ({rule.clients} expected)"
         )
     else:
         drawn = f"any contribution replaced, {rule.clients} clients a round without amplification"
     clip = f"clip {privacy.clip:g}" if privacy.adaptive is None else f"clip adaptive to {privacy.adaptive:g}"
-    return f"unit one client, {drawn}, noise {privacy.noise:.4g}, {clip}"
+    node = " a node" if privacy.tree else ""
+    return f"unit one client, {drawn}, noise {privacy.noise:.4g}{node}, {clip}"

@@ -6,7 +6,7 @@ changes no other's draw, and in a fixed cohort makes room for one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 
 from atoll.errors import UsageError
@@ -23,6 +23,15 @@ def poisson(names: Iterable[str], chance: float, secret: str) -> tuple[str, ...]
 def cohort(names: Iterable[str], count: int, secret: str) -> tuple[str, ...]:
     """Return ``count`` names, or all where there are no more, ascending."""
     return tuple(sorted(sorted(names, key=lambda name: (_coin(name, secret), name))[:count]))
+
+
+def in_slot(names: Mapping[str, str], at_round: int, tree: int, job: str) -> tuple[str, ...]:
+    """Return the clients whose round of its tree this is, ascending. ``names``: by client, what its slot is
+    drawn by. No secret is in it, as nothing is amplified; who else is here changes nobody's slot."""
+    number, slot = divmod(at_round, tree)
+    return tuple(
+        sorted(client for client, name in names.items() if _coin(name, f"{job}/{number}") % tree == slot)
+    )
 
 
 def drawn(names: Iterable[str], sampling: float, count: int, secret: str) -> tuple[str, ...]:

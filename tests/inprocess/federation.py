@@ -25,7 +25,7 @@ from strategies.checking import check_feedback
 from strategies.files import lossy_names, parted, update_arrays, update_metas
 from strategies.layout import own_parts
 from strategies.privacy.private import strategy_of
-from strategies.privacy.sampling import drawn
+from strategies.privacy.sampling import drawn, in_slot
 from strategies.selection import Outcome, candidates_of, smoothed
 from strategies.selectors import make_selector
 from strategies.values import Broadcast, ClientState, ClientUpdate
@@ -225,6 +225,8 @@ class LocalFederation:
         candidates = candidates_of({n: len(self.clients[n].split.train) for n in names}, self._round_s)
         at = self.state.round
         if self.federated.privacy is not None:
+            if tree := self.federated.privacy.tree:
+                return in_slot({name: name for name in names}, at, tree, "job")
             secret = f"{self._secret}/{at}"
             return drawn(names, self.federated.privacy.sampling, self.federated.clients, secret)
         asked = self.selector.ask(candidates, count, at, seed)

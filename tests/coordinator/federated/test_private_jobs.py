@@ -31,6 +31,7 @@ from coordinator.services.views import job_update
 from protos import convert
 from strategies.files import parted, sums_arrays
 from strategies.fixed import Accumulator
+from strategies.privacy.accountant import planned
 from strategies.privacy.private import UNIT, Private
 from strategies.values import ClientUpdate
 from tests.coordinator.aggregation.test_server_half import Server, made, prepared
@@ -96,6 +97,21 @@ def test_a_job_ends_before_the_round_that_would_exceed_its_budget() -> None:
         len([m for name, m in world.said if isinstance(m, do.TrainRound) and m.round >= world.state.round])
         == 0
     )
+
+
+def test_in_a_tree_each_client_trains_once_and_epsilon_is_the_trees() -> None:
+    world = job(rounds=8, sampling=0.0, tree=4)
+    world.begin("a", "b", "c", "d", "e")
+    for _ in range(8):
+        train(world)
+    assert world.state.phase is Phase.FINISHED
+    told = world.facts(RoundClosed)
+    for begin in (0, 4):
+        assert sorted(name for fact in told[begin : begin + 4] for name in fact.participants) == list("abcde")
+    privacy = world.state.federated.rule.privacy
+    assert privacy is not None
+    assert world.state.spent.epsilon(DELTA)[0] == pytest.approx(planned(privacy, 8))
+    assert world.state.spent.rdp["2"] == pytest.approx(2 * 6 / 2)  # three nodes a tree, z = 1
 
 
 def test_what_is_spent_is_a_part_of_the_closed_rounds_fact_and_survives_a_restart() -> None:
@@ -365,13 +381,15 @@ def test_a_budget_becomes_a_noise_when_the_job_is_prepared() -> None:
 
 
 def test_every_field_of_privacy_travels() -> None:
-    privacy = Privacy(0.9, 3.0, 1e-6, 0.3, None, 0.25, 40, per_layer=True)
-    rule = Federated(clients=60, evaluate_every=0, privacy=privacy)
-    made_of = test_driver.spec()
-    assert made_of.federated is not None
-    whole = replace(made_of, federated=replace(made_of.federated, rule=rule))
-    assert convert.from_proto(convert.to_proto(whole)) == whole
-    assert len(fields(Privacy)) == 8
+    settings: tuple[dict[str, Any], ...] = ({"sampling": 0.25}, {"tree": 12})
+    for given in settings:
+        privacy = Privacy(0.9, 3.0, 1e-6, 0.3, samples=40, per_layer=True, **given)
+        rule = Federated(clients=60, evaluate_every=0, privacy=privacy)
+        made_of = test_driver.spec()
+        assert made_of.federated is not None
+        whole = replace(made_of, federated=replace(made_of.federated, rule=rule))
+        assert convert.from_proto(convert.to_proto(whole)) == whole
+    assert len(fields(Privacy)) == 9
 
 
 def test_a_private_job_does_not_go_on_with_anothers_state() -> None:
