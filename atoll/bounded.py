@@ -139,6 +139,7 @@ class Unsent:
 
 
 Name = Annotated[str, Plain()]
+OptionalName = Annotated[str, Plain(empty=True)]
 Blob = Annotated[str, Sha256()]
 OptionalBlob = Annotated[str, Sha256(empty=True)]
 Version = Annotated[int, At("plan_version")]

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 Option = float | int | bool | str
 
+AUTO_GATEWAYS = "auto"
+SITE = "site"
+"""A data owner's leave for every gateway of its worker's own site."""
 BCRS = "bcrs"
 """An uplink mode: Top-K, each client's ratio from its measured uplink; the slowest's as given, or the least
 with which all end together."""
@@ -118,6 +121,8 @@ class Federated:
     max_staleness: int | None = None  # 20: an older one is refused
     own: DeclaredStrategy | None = None  # formulas of a strategy that is none of ours, captured at submit
     secure: Secure | None = None  # the coordinator sees sums of updates alone: docs/secure-aggregation.md
+    # Workers of one --site send one sum: "auto", or the gateways' names with commas; "": each for itself.
+    gateways: str = ""
 
     @property
     def asynchronous(self) -> bool:
@@ -185,6 +190,8 @@ class Federated:
             uplink = parse_uplink(self.uplink).mode
             rest = (self.clients, self.selector, self.evaluate_every, uplink, self.buffer)
             check_secure(*rest, self.privacy)
+        if self.gateways:
+            _check_gateways(self)
         if self.downlink not in {mode.value for mode in Downlink}:
             raise UsageError(f"downlink {self.downlink[:64]!r}; give off, lossless or delta")
 
@@ -346,6 +353,24 @@ def checked_name(what: str, name: str) -> str:
             f"{what} {str(name)[:64]!r}; use up to 64 letters, digits, _ . - and begin with a letter"
         )
     return name
+
+
+def _check_gateways(rule: Federated) -> None:
+    if any(not 1 <= len(name) <= 64 or not name.isprintable() for name in rule.gateways.split(",")):
+        raise UsageError(
+            f"gateways = {rule.gateways[:64]!r}; give {AUTO_GATEWAYS}, or names of workers with commas "
+            "between them"
+        )
+    for given, what in (
+        (rule.buffer, "buffer=: an asynchronous job takes each update when it comes, and a sum has one time"),
+        (
+            rule.privacy is not None,
+            "privacy=: the coordinator clips updates, and a gateway would see them",
+        ),
+        (rule.secure is not None, "secure=: sums of masked updates at a gateway are not built"),
+    ):
+        if given:
+            raise UsageError(f"gateways= goes with no {what}; leave one of them out")
 
 
 def _check_options(what: str, options: Mapping[str, Option]) -> None:

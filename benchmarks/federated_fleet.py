@@ -46,7 +46,7 @@ class FederatedFleet:
     """One worker for each of ``clients``, which holds its arrays as data set ``data``.
 
     ``parted(state_dir, worker)`` may part them among a population. ``options``: of `atoll-worker join`.
-    ``policy``: of the data set.
+    ``policy``: of the data set. ``sites``: of workers that stand in one.
     """
 
     def __init__(
@@ -57,7 +57,9 @@ class FederatedFleet:
         parted: Callable[[Path, str], object] = lambda state_dir, worker: None,
         options: Sequence[str] = (),
         policy: Policy = EXPERIMENT,
+        sites: Mapping[str, str] | None = None,
     ) -> None:
+        self.sites = sites or {}
         self.clients, self.data, self.threads, self.policy = clients, data, threads, policy
         self._parted, self._options = parted, options
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -112,6 +114,7 @@ class FederatedFleet:
         address = f"127.0.0.1:{self.entry_port}"
         options = ["--token", self.token, "--name", worker, "--threads", str(self.threads)]
         options += ["--device", "cpu", "--listen", "127.0.0.1:0", *self._state(worker), *self._options]
+        options += ["--site", self.sites[worker]] if worker in self.sites else []
         self._spawn(worker, "worker.cli", "join", address, *options)
 
     def kill(self, name: str) -> None:

@@ -118,6 +118,7 @@ class ComputeJoin(_message.Message):
     CLIP_FIELD_NUMBER: _builtins.int
     NOISE_FIELD_NUMBER: _builtins.int
     STATISTICS_FIELD_NUMBER: _builtins.int
+    GATEWAYS_FIELD_NUMBER: _builtins.int
     noise_key: _builtins.bytes
     clip: _builtins.float
     noise: _builtins.float
@@ -125,6 +126,10 @@ class ComputeJoin(_message.Message):
     """numbers a round beside the update that the data set's owner allows"""
     @_builtins.property
     def invitation(self) -> _atoll_control_pb2.Participate: ...
+    @_builtins.property
+    def gateways(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """workers that may see its updates; "site": any of the same site"""
+
     def __init__(
         self,
         *,
@@ -133,10 +138,11 @@ class ComputeJoin(_message.Message):
         clip: _builtins.float = ...,
         noise: _builtins.float = ...,
         statistics: _builtins.int = ...,
+        gateways: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["invitation", b"invitation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip", b"clip", "invitation", b"invitation", "noise", b"noise", "noise_key", b"noise_key", "statistics", b"statistics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip", b"clip", "gateways", b"gateways", "invitation", b"invitation", "noise", b"noise", "noise_key", b"noise_key", "statistics", b"statistics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -721,6 +727,64 @@ class StoreFiles(_message.Message):
 Global___StoreFiles: _TypeAlias = StoreFiles  # noqa: Y015
 
 @_typing.final
+class FetchNear(_message.Message):
+    """Have what a worker of the same site lends, as far as it can send it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    BLOBS_FIELD_NUMBER: _builtins.int
+    request: _builtins.int
+    holder: _builtins.str
+    @_builtins.property
+    def blobs(self) -> _containers.RepeatedCompositeFieldContainer[_atoll_control_pb2.BlobRef]: ...
+    def __init__(
+        self,
+        *,
+        request: _builtins.int = ...,
+        holder: _builtins.str = ...,
+        blobs: _abc.Iterable[_atoll_control_pb2.BlobRef] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blobs", b"blobs", "holder", b"holder", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchNear: _TypeAlias = FetchNear  # noqa: Y015
+
+@_typing.final
+class LendBlob(_message.Message):
+    """Lend a blob to peers: a file of the job's own folder to ``borrower`` alone, or without a path what is fetched
+    under that hash to any worker that the coordinator named.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    BORROWER_FIELD_NUMBER: _builtins.int
+    request: _builtins.int
+    borrower: _builtins.str
+    @_builtins.property
+    def file(self) -> Global___StoreFile: ...
+    def __init__(
+        self,
+        *,
+        request: _builtins.int = ...,
+        file: Global___StoreFile | None = ...,
+        borrower: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["file", b"file"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["borrower", b"borrower", "file", b"file", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LendBlob: _TypeAlias = LendBlob  # noqa: Y015
+
+@_typing.final
 class FetchBatches(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -762,6 +826,8 @@ class FromCompute(_message.Message):
     CODEC_SPEEDS_FIELD_NUMBER: _builtins.int
     LOG_FIELD_NUMBER: _builtins.int
     PONG_FIELD_NUMBER: _builtins.int
+    NEAR_FIELD_NUMBER: _builtins.int
+    LEND_FIELD_NUMBER: _builtins.int
     LOADING_FIELD_NUMBER: _builtins.int
     cancel: _builtins.int
     """a request"""
@@ -802,6 +868,10 @@ class FromCompute(_message.Message):
     def batches(self) -> Global___FetchBatches: ...
     @_builtins.property
     def log(self) -> Global___ComputeLog: ...
+    @_builtins.property
+    def near(self) -> Global___FetchNear: ...
+    @_builtins.property
+    def lend(self) -> Global___LendBlob: ...
     def __init__(
         self,
         *,
@@ -820,13 +890,15 @@ class FromCompute(_message.Message):
         codec_speeds: _builtins.bytes = ...,
         log: Global___ComputeLog | None = ...,
         pong: _builtins.int = ...,
+        near: Global___FetchNear | None = ...,
+        lend: Global___LendBlob | None = ...,
         loading: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "batches", b"batches", "body", b"body", "cancel", b"cancel", "codec_speeds", b"codec_speeds", "connect", b"connect", "fetch", b"fetch", "forget", b"forget", "loading", b"loading", "log", b"log", "outgoing", b"outgoing", "pong", b"pong", "ready", b"ready", "said", b"said", "store", b"store", "wanted", b"wanted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "batches", b"batches", "body", b"body", "cancel", b"cancel", "codec_speeds", b"codec_speeds", "connect", b"connect", "fetch", b"fetch", "forget", b"forget", "lend", b"lend", "loading", b"loading", "log", b"log", "near", b"near", "outgoing", b"outgoing", "pong", b"pong", "ready", b"ready", "said", b"said", "store", b"store", "wanted", b"wanted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "batches", b"batches", "body", b"body", "cancel", b"cancel", "codec_speeds", b"codec_speeds", "connect", b"connect", "fetch", b"fetch", "forget", b"forget", "freed", b"freed", "loading", b"loading", "log", b"log", "outgoing", b"outgoing", "pong", b"pong", "ready", b"ready", "said", b"said", "store", b"store", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "batches", b"batches", "body", b"body", "cancel", b"cancel", "codec_speeds", b"codec_speeds", "connect", b"connect", "fetch", b"fetch", "forget", b"forget", "freed", b"freed", "lend", b"lend", "loading", b"loading", "log", b"log", "near", b"near", "outgoing", b"outgoing", "pong", b"pong", "ready", b"ready", "said", b"said", "store", b"store", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ready", "said", "applied", "wanted", "outgoing", "connect", "forget", "fetch", "store", "batches", "cancel", "codec_speeds", "log", "pong", "loading"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ready", "said", "applied", "wanted", "outgoing", "connect", "forget", "fetch", "store", "batches", "cancel", "codec_speeds", "log", "pong", "near", "lend", "loading"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

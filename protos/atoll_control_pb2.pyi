@@ -1014,6 +1014,7 @@ class Loaded(_message.Message):
     CLIENTS_FIELD_NUMBER: _builtins.int
     REPEATED_DIGESTS_FIELD_NUMBER: _builtins.int
     FETCHED_S_FIELD_NUMBER: _builtins.int
+    GATEWAYS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     took_s: _builtins.float
@@ -1023,6 +1024,8 @@ class Loaded(_message.Message):
     def clients(self) -> _containers.RepeatedCompositeFieldContainer[Global___RosterEntry]: ...
     @_builtins.property
     def repeated_digests(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepDigest]: ...
+    @_builtins.property
+    def gateways(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -1033,10 +1036,11 @@ class Loaded(_message.Message):
         clients: _abc.Iterable[Global___RosterEntry] | None = ...,
         repeated_digests: _abc.Iterable[Global___StepDigest] | None = ...,
         fetched_s: _builtins.float = ...,
+        gateways: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "fetched_s", b"fetched_s", "job", b"job", "plan_version", b"plan_version", "population", b"population", "repeated_digests", b"repeated_digests", "took_s", b"took_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "fetched_s", b"fetched_s", "gateways", b"gateways", "job", b"job", "plan_version", b"plan_version", "population", b"population", "repeated_digests", b"repeated_digests", "took_s", b"took_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1675,6 +1679,7 @@ class UpdateReady(_message.Message):
     SUMS_FIELD_NUMBER: _builtins.int
     STATEFUL_FIELD_NUMBER: _builtins.int
     EXCHANGE_FIELD_NUMBER: _builtins.int
+    GATEWAY_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     round: _builtins.int
     n_samples: _builtins.int
@@ -1698,6 +1703,8 @@ class UpdateReady(_message.Message):
     """the clients' states are kept on this host"""
     exchange: _builtins.str
     """TrainRound's: ``update`` is masked, and no number is of the data"""
+    gateway: _builtins.str
+    """TrainRound's: ``update`` is on the client, for this worker to fetch"""
     @_builtins.property
     def update(self) -> Global___BlobRef: ...
     @_builtins.property
@@ -1741,10 +1748,11 @@ class UpdateReady(_message.Message):
         sums: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         stateful: _builtins.bool = ...,
         exchange: _builtins.str = ...,
+        gateway: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["download_bytes", b"download_bytes", "download_s", b"download_s", "exchange", b"exchange", "job", b"job", "loads", b"loads", "metrics", b"metrics", "n_samples", b"n_samples", "order", b"order", "refused", b"refused", "round", b"round", "rows", b"rows", "scalars", b"scalars", "square_loss", b"square_loss", "stateful", b"stateful", "steps", b"steps", "sums", b"sums", "train_s", b"train_s", "update", b"update", "upload_bytes", b"upload_bytes", "upload_s", b"upload_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["download_bytes", b"download_bytes", "download_s", b"download_s", "exchange", b"exchange", "gateway", b"gateway", "job", b"job", "loads", b"loads", "metrics", b"metrics", "n_samples", b"n_samples", "order", b"order", "refused", b"refused", "round", b"round", "rows", b"rows", "scalars", b"scalars", "square_loss", b"square_loss", "stateful", b"stateful", "steps", b"steps", "sums", b"sums", "train_s", b"train_s", "update", b"update", "upload_bytes", b"upload_bytes", "upload_s", b"upload_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2942,6 +2950,7 @@ Global___Participate: _TypeAlias = Participate  # noqa: Y015
 class Model(_message.Message):
     """The model of a round: ``full``, or ``delta`` where the client still holds ``base`` (the hash of an
     earlier ``full``); either way the same bits, kept under ``full.hash``.
+    ``holder``: a worker of the same site, to be asked for them before the store is.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2949,7 +2958,9 @@ class Model(_message.Message):
     FULL_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
     base: _builtins.str
+    holder: _builtins.str
     @_builtins.property
     def full(self) -> Global___BlobRef: ...
     @_builtins.property
@@ -2960,10 +2971,11 @@ class Model(_message.Message):
         full: Global___BlobRef | None = ...,
         delta: Global___BlobRef | None = ...,
         base: _builtins.str = ...,
+        holder: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "full", b"full"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "delta", b"delta", "full", b"full"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "delta", b"delta", "full", b"full", "holder", b"holder"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2989,6 +3001,8 @@ class TrainRound(_message.Message):
     EXCHANGE_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
     PARCELS_FIELD_NUMBER: _builtins.int
+    GATEWAY_FIELD_NUMBER: _builtins.int
+    GATHERS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     round: _builtins.int
     codec: _builtins.str
@@ -3007,6 +3021,8 @@ class TrainRound(_message.Message):
     drawn_samples: _builtins.int
     exchange: _builtins.str
     """Of secure aggregation: the exchange, the members who shared their secrets, and the neighbours' parcels."""
+    gateway: _builtins.str
+    """Keep the update for this worker of the site, which will fetch it, and store nothing."""
     @_builtins.property
     def model(self) -> Global___Model: ...
     @_builtins.property
@@ -3015,6 +3031,10 @@ class TrainRound(_message.Message):
     def shared(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def parcels(self) -> _containers.RepeatedCompositeFieldContainer[Global___SecureBytes]: ...
+    @_builtins.property
+    def gathers(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptUpdate]:
+        """Fetch these updates from who keeps them, check each, and store their sum; named by ``order``."""
+
     def __init__(
         self,
         *,
@@ -3032,14 +3052,79 @@ class TrainRound(_message.Message):
         exchange: _builtins.str = ...,
         shared: _abc.Iterable[_builtins.str] | None = ...,
         parcels: _abc.Iterable[Global___SecureBytes] | None = ...,
+        gateway: _builtins.str = ...,
+        gathers: _abc.Iterable[Global___KeptUpdate] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "codec", b"codec", "deadline_s", b"deadline_s", "drawn", b"drawn", "drawn_samples", b"drawn_samples", "exchange", b"exchange", "job", b"job", "model", b"model", "order", b"order", "parcels", b"parcels", "ratio", b"ratio", "round", b"round", "seed", b"seed", "shared", b"shared"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "codec", b"codec", "deadline_s", b"deadline_s", "drawn", b"drawn", "drawn_samples", b"drawn_samples", "exchange", b"exchange", "gateway", b"gateway", "gathers", b"gathers", "job", b"job", "model", b"model", "order", b"order", "parcels", b"parcels", "ratio", b"ratio", "round", b"round", "seed", b"seed", "shared", b"shared"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrainRound: _TypeAlias = TrainRound  # noqa: Y015
+
+@_typing.final
+class KeptUpdate(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ScalarsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    CLIENT_FIELD_NUMBER: _builtins.int
+    UPDATE_FIELD_NUMBER: _builtins.int
+    N_SAMPLES_FIELD_NUMBER: _builtins.int
+    REGISTERED_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    CODEC_FIELD_NUMBER: _builtins.int
+    RATIO_FIELD_NUMBER: _builtins.int
+    SCALARS_FIELD_NUMBER: _builtins.int
+    client: _builtins.str
+    n_samples: _builtins.int
+    """trained on"""
+    registered: _builtins.int
+    steps: _builtins.int
+    codec: _builtins.str
+    ratio: _builtins.float
+    @_builtins.property
+    def update(self) -> Global___BlobRef: ...
+    @_builtins.property
+    def scalars(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        client: _builtins.str = ...,
+        update: Global___BlobRef | None = ...,
+        n_samples: _builtins.int = ...,
+        registered: _builtins.int = ...,
+        steps: _builtins.int = ...,
+        codec: _builtins.str = ...,
+        ratio: _builtins.float = ...,
+        scalars: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["update", b"update"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "codec", b"codec", "n_samples", b"n_samples", "ratio", b"ratio", "registered", b"registered", "scalars", b"scalars", "steps", b"steps", "update", b"update"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptUpdate: _TypeAlias = KeptUpdate  # noqa: Y015
 
 @_typing.final
 class SecureBytes(_message.Message):

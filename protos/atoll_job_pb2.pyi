@@ -1122,6 +1122,7 @@ class FederatedSpec(_message.Message):
     MAX_STALENESS_FIELD_NUMBER: _builtins.int
     OWN_FIELD_NUMBER: _builtins.int
     SECURE_FIELD_NUMBER: _builtins.int
+    GATEWAYS_FIELD_NUMBER: _builtins.int
     strategy: _builtins.str
     local_epochs: _builtins.int
     local_steps: _builtins.int
@@ -1150,6 +1151,8 @@ class FederatedSpec(_message.Message):
     """updates that make the next model of an asynchronous job; 0: rounds"""
     staleness: _builtins.float
     max_staleness: _builtins.int
+    gateways: _builtins.str
+    """auto | names of workers | "": every client sends for itself"""
     @_builtins.property
     def options(self) -> _containers.RepeatedCompositeFieldContainer[Global___Option]: ...
     @_builtins.property
@@ -1200,10 +1203,11 @@ class FederatedSpec(_message.Message):
         max_staleness: _builtins.int | None = ...,
         own: Global___DeclaredStrategy | None = ...,
         secure: Global___Secure | None = ...,
+        gateways: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_staleness", b"_staleness", "max_staleness", b"max_staleness", "own", b"own", "privacy", b"privacy", "secure", b"secure", "staleness", b"staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_staleness", b"_staleness", "buffer", b"buffer", "clients", b"clients", "consent_s", b"consent_s", "data", b"data", "deadline_s", b"deadline_s", "downlink", b"downlink", "error_feedback", b"error_feedback", "evaluate_every", b"evaluate_every", "held_out", b"held_out", "inputs", b"inputs", "local", b"local", "local_epochs", b"local_epochs", "local_steps", b"local_steps", "max_samples", b"max_samples", "max_staleness", b"max_staleness", "min_clients", b"min_clients", "options", b"options", "own", b"own", "privacy", b"privacy", "secure", b"secure", "selector", b"selector", "selector_options", b"selector_options", "staleness", b"staleness", "strategy", b"strategy", "uplink", b"uplink"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_staleness", b"_staleness", "buffer", b"buffer", "clients", b"clients", "consent_s", b"consent_s", "data", b"data", "deadline_s", b"deadline_s", "downlink", b"downlink", "error_feedback", b"error_feedback", "evaluate_every", b"evaluate_every", "gateways", b"gateways", "held_out", b"held_out", "inputs", b"inputs", "local", b"local", "local_epochs", b"local_epochs", "local_steps", b"local_steps", "max_samples", b"max_samples", "max_staleness", b"max_staleness", "min_clients", b"min_clients", "options", b"options", "own", b"own", "privacy", b"privacy", "secure", b"secure", "selector", b"selector", "selector_options", b"selector_options", "staleness", b"staleness", "strategy", b"strategy", "uplink", b"uplink"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_staleness: _TypeAlias = _typing.Literal["max_staleness"]  # noqa: Y015
     _WhichOneofArgType__max_staleness: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness"]  # noqa: Y015

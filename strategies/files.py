@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, TypeVar
 from atoll.errors import BadUpdate
 from atoll.opdag import TensorMeta
 from strategies.base import Strategy
+from strategies.checking import check_update
 from strategies.layout import SHARED, Role
 from strategies.linear import TRAINED
 from strategies.values import Broadcast, ClientState, ClientUpdate
 
 if TYPE_CHECKING:
+    from strategies.checking import Limits
     from strategies.fixed import FixedSums
     from strategies.layout import Array, Arrays, Layout
     from strategies.linear import Linear
@@ -81,6 +83,25 @@ def broadcast_of(at_round: int, arrays: Arrays) -> Broadcast:
 def update_arrays(update: ClientUpdate) -> dict[str, Array]:
     """An update's arrays; its numbers travel in the message beside them."""
     return joined(update.delta, update.extra)
+
+
+def judged(
+    strategy: Strategy,
+    layout: Layout,
+    at_round: int,
+    arrays: Arrays,
+    told: tuple[int, int, Mapping[str, float], Mapping[str, float]],
+    client: str,
+    limits: Limits,
+) -> ClientUpdate:
+    """The update in a file's ``arrays``; ``told``: samples, steps, the strategy's numbers and metrics, as its
+    client reported them. Raises BadUpdate for one that does not count."""
+    n_samples, steps, scalars, metrics = told
+    delta, extra = parted(arrays)
+    slots = {slot: extra.get(slot, {}) for slot in strategy.extra_up(layout)}
+    update = ClientUpdate(at_round, n_samples, steps, delta, slots, scalars, metrics, client)
+    check_update(strategy, layout, at_round, update, limits)
+    return update
 
 
 def sums_metas(rule: Linear, layout: Layout) -> dict[str, TensorMeta]:

@@ -246,12 +246,37 @@ class BlobStore(Protocol):
         """Have files in this machine's own folder, as if they had been fetched. BadFrame for one that is not
         what its hash says, StorageError, Cancelled."""
 
+    def fetch_near(
+        self,
+        holder: str,
+        wanted: Mapping[str, int],
+        cancel: Cancel,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Have of ``wanted`` what a worker of the same site lends, as far as it can send it. BadFrame,
+        StorageError, Cancelled."""
+
+    def lend(self, blob: str, cancel: Cancel, file: BlobFile | None = None, borrower: str = "") -> None:
+        """Let ``borrower`` have a file, or without one let every worker that the coordinator names have what
+        is fetched under that hash. BadFrame, StorageError, UsageError where this machine's owner does not
+        allow it, Cancelled."""
+
 
 class NearBlobs(Protocol):
     """A peer that may have blobs as well."""
 
     def get(self, wanted: list[tuple[str, int]]) -> Iterable[Chunk]:
         """Yield the chunks of each blob from its offset on. Raises AtollError for what it cannot send."""
+
+
+class Neighbours(Protocol):
+    """Workers that the coordinator named, as a source of blobs and as who borrows them."""
+
+    def lender(self, worker: str, cancel: Cancel) -> NearBlobs:
+        """Return what a worker lends; ``cancel`` ends the wait for what it is fetching itself."""
+
+    def lend(self, blob: str, borrower: str) -> None:
+        """Let ``borrower`` have a blob of the cache, "": any of them."""
 
 
 class BlobFiles:
@@ -270,6 +295,7 @@ class BlobFiles:
         self._port, self._cache, self._rate, self._away = port, cache, max_bytes_per_s, away
         self._traffic = traffic or Traffic()
         self._near: tuple[NearBlobs, ...] = ()
+        self.neighbours: Neighbours | None = None  # known once there are links
 
     def prefer(self, near: Sequence[NearBlobs]) -> None:
         """Ask these first from now on, in this order; the store has what they cannot send."""
@@ -470,6 +496,22 @@ class BlobFiles:
                 offset += len(piece)
             if cache.held(file.hash) is not None:
                 raise BadFrame(f"{file.path.name} has {offset} bytes, {file.size} were named")
+
+    def fetch_near(
+        self,
+        holder: str,
+        wanted: Mapping[str, int],
+        cancel: Cancel,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        if self.neighbours is not None:
+            self._fetch_near(self.neighbours.lender(holder, cancel), wanted, cancel, progress)
+
+    def lend(self, blob: str, cancel: Cancel, file: BlobFile | None = None, borrower: str = "") -> None:
+        if file is not None:
+            self.keep([file], cancel)
+        if self.neighbours is not None:
+            self.neighbours.lend(blob, borrower)
 
     def _attempts(self, cancel: Cancel) -> Retrying:
         return attempts(cancel, self._away)

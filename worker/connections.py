@@ -65,17 +65,18 @@ class Connections:
             config.blob_dir,
             config.copy_bytes,
             lambda said: send(to_coordinator(said)),
-            lambda holder: self._peers.near(holder),
+            lambda holder: self.peers.near(holder),
             owner=config.number,
         )
-        self._peers = PeerBlobs(self.network, shared.cache.path, lambda: self.copies.offered)
+        offered, coming = lambda: self.copies.offered, shared.cache.busy
+        self.peers = blobs.neighbours = PeerBlobs(self.network, shared.cache.path, offered, coming)
         self.host = HostPorts(
             self.network,
             blobs,
             metered(self._bulk.batches, shared.traffic),
             post,
             send,
-            lambda holders: blobs.prefer(list(map(self._peers.near, holders))),
+            lambda holders: blobs.prefer(list(map(self.peers.near, holders))),
             beside_computing(),
             self.copies.take,
         )
@@ -95,7 +96,7 @@ class Connections:
     def end_copies(self) -> None:
         """Store and send no more for others."""
         self.copies.close()
-        self._peers.close()
+        self.peers.close()
 
     def close(self, within_s: float) -> None:
         """Close the links, waiting so long for them, and the store."""

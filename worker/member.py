@@ -218,6 +218,7 @@ class Member:
         """Handle what changes no phase of the session."""
         match event:
             case PeerLink():
+                self._open.peers.know(event)
                 self._open.network.expect(event.worker, event.paths, EXPECTED_DIAL_S)
             case Standbys():
                 self._expect_standbys(event)

@@ -22,6 +22,7 @@ from atoll.bounded import (
     Name,
     OptionalBlob,
     OptionalHost,
+    OptionalName,
     Plain,
     Port,
     Share,
@@ -53,6 +54,7 @@ MAX_DATASETS = 256  # a worker
 MAX_FIGURES = 64  # scalars, and metrics, of one message
 MAX_DRAWN = 4096  # clients of a round
 MAX_CLIENTS = 100_000  # of a population
+MAX_GATEWAYS = 64  # named by a data owner
 MAX_TERMS = 64  # of a host's sums
 MAX_WHY_CHARS = 200  # a client
 MAX_KEY_CHARS = 64  # of the name of a set of clients
@@ -282,6 +284,8 @@ class Loaded:
     clients: Annotated[Mapping[Client, Samples], Most(MAX_CLIENTS)] = field(default_factory=dict)
     digests: Annotated[tuple[Digest, ...], At("repeated_digests"), Most(MAX_REPEATED)] = ()
     fetched_s: Seconds = 0.0  # of took_s, until the tensors were on its disk
+    # Workers that may see its updates, by its data owner's leave; SITE: all of its site.
+    gateways: Annotated[tuple[Name, ...], Most(MAX_GATEWAYS)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +375,7 @@ class StageFailed:
     version: Version
     step: int
     reason: Reason
-    lost_peer: Annotated[str, Plain(empty=True)] = ""
+    lost_peer: OptionalName = ""
     memory_bytes: Memory = 0  # beyond rest, at which it was ended for want of memory; 0: it was not
     gone: Annotated[bool, Unsent()] = False  # the stage is lost, with all that it held
 
@@ -424,11 +428,12 @@ class UpdateReady:
     download_s: Seconds = 0.0
     host: Annotated[HostRows | None, Coded("host rows")] = None
     exchange: Annotated[str, Clean(MAX_KEY_CHARS)] = ""  # the update is masked
+    gateway: OptionalName = ""  # the update is not in the store, but kept for this worker
 
     @property
     def order(self) -> str:
-        """Name of the set of clients, or of the exchange, that it is of; "" of a data owner's own."""
-        return self.exchange if self.host is None else self.host.order
+        """Name of the set of clients, the exchange or the gateway that it is of; "" of a data owner's own."""
+        return (self.exchange or self.gateway) if self.host is None else self.host.order
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from atoll.bounded import (
     Once,
     OptionalBlob,
     OptionalHost,
+    OptionalName,
     Port,
     Share,
     Sorted,
@@ -38,6 +39,7 @@ from atoll.messages.from_worker import (
     MAX_CLIENTS,
     MAX_COPIES,
     MAX_DRAWN,
+    MAX_FIGURES,
     MAX_KEY_CHARS,
     MAX_REPEATED,
     Reason,
@@ -373,11 +375,14 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The broadcast of a round: ``full``, or ``delta`` against ``base`` where a client holds that."""
+    """The broadcast of a round: ``full``, or ``delta`` against ``base`` where a client holds that.
+
+    ``holder``: a worker of the same site, which is asked for it before the store."""
 
     full: Blob
     delta: Blob | None = None
     base: OptionalBlob = ""
+    holder: OptionalName = ""
 
 
 @dataclass(frozen=True)
@@ -410,13 +415,31 @@ class Participate:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptUpdate:
+    """An update that ``client`` keeps for its gateway, as the coordinator heard of it.
+
+    ``registered``: samples that it may count at most."""
+
+    client: Name
+    update: Blob
+    n_samples: int
+    registered: int
+    steps: int
+    codec: Name
+    ratio: Annotated[float, Within(1.0, MAX_RATIO)]
+    scalars: Annotated[Mapping[Name, float], Most(MAX_FIGURES)] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class TrainRound:
     """Train, and put the update into the store coded with ``codec`` at ``ratio``.
 
     ``seed``: of what codec and rule draw on this client in this round. ``clients``: of a population, to be
     trained in turn, ``order`` the name of their set; ``drawn`` and ``drawn_samples``: how many the round has
     on all hosts, and what they have registered together. ``exchange``: the update is to be masked;
-    ``shared``: members who are in it, ``parcels``: from this one's neighbours.
+    ``shared``: members who are in it, ``parcels``: from this one's neighbours. ``gateway``: keep the update
+    for that worker of the site, and store nothing. ``gathers``: train nothing, but fetch and check these
+    updates, and store their sum, which ``order`` names.
     """
 
     job: str
@@ -433,6 +456,8 @@ class TrainRound:
     exchange: Annotated[str, Clean(MAX_KEY_CHARS)] = ""
     shared: Members = ()
     parcels: Annotated[Mapping[Name, Parcel], Most(MAX_DRAWN)] = field(default_factory=dict, repr=False)
+    gateway: OptionalName = ""
+    gathers: Annotated[tuple[KeptUpdate, ...], Most(MAX_DRAWN)] = ()
 
 
 @dataclass(frozen=True, slots=True)

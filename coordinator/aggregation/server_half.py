@@ -40,11 +40,12 @@ from coordinator.messages.instructions import HostSums, Opening
 from coordinator.storage.data_provider import map_value
 from coordinator.storage.graph_store import Graphs
 from strategies.aged import aged
-from strategies.checking import Limits, check_update
+from strategies.checking import Limits
 from strategies.files import (
     broadcast_arrays,
     broadcast_metas,
     joined,
+    judged,
     lossy_names,
     parted,
     sums_metas,
@@ -60,12 +61,13 @@ from strategies.secure.exchange import Exchange
 from strategies.secure.opening import add_vector, unmask
 from strategies.secure.vector import encoding_of, secured
 from strategies.sums import Contribution, total
-from strategies.values import ClientUpdate, ServerState
+from strategies.values import ServerState
 
 if TYPE_CHECKING:
     from atoll.job import JobSpec
     from coordinator.storage.blob_store import BlobStore
     from strategies.layout import Array
+    from strategies.values import ClientUpdate
 
 ABOUT_ROUND, ABOUT_CLIENTS = "about/round", "about/clients"
 T = TypeVar("T")
@@ -308,16 +310,12 @@ class ServerHalf:
             raise BadUpdate("a sum of several clients in a round that takes each update apart")
         coding = Coding(told.codec, told.ratio, lossy_names(self.layout), self.rule_spec.error_feedback)
         arrays = read_update(self._blobs.path(told.blob), self.update_metas, coding)
-        delta, extra = parted(arrays)
-        slots = {slot: extra.get(slot, {}) for slot in self.rule.extra_up(self.layout)}
-        update = ClientUpdate(
-            at_round, told.n_samples, told.steps, delta, slots, told.scalars, told.metrics, client
-        )
         limits = Limits(
             samples=min(told.registered, self.rule_spec.max_samples),
             rate=self.spec.training.learning_rate(at_round),
         )
-        check_update(self.rule, self.layout, at_round, update, limits)
+        numbers = (told.n_samples, told.steps, told.scalars, told.metrics)
+        update = judged(self.rule, self.layout, at_round, arrays, numbers, client, limits)
         if not (told.base and self.rule.facts.needs_base):
             return aged(update, told.weight)
         assert self.state is not None  # noqa: S101 - a round is being summed

@@ -14,6 +14,7 @@ from atoll.federated import BCRS, Federated, FederatedSpec, parse_uplink
 from compressors.catalogue import Use, codec
 from coordinator.federated.selection import selector_of
 from strategies.checking import check_optimizer
+from strategies.linear import Linear
 from strategies.privacy.private import strategy_of
 from strategies.secure.vector import secured
 from strategies.selection import Selector
@@ -60,6 +61,8 @@ def check_federated(rule: Federated, training: TrainingSpec) -> Strategy:
         raise UsageError(f"{rule.strategy} needs {found.min_updates} updates a round; raise clients to that")
     check_uplink(rule)
     check_asynchronous(rule, found)
+    if rule.gateways:
+        check_gateways(found)
     if rule.local and rule.strategy in PERSONAL:
         raise UsageError(
             f"{rule.strategy} keeps a model of its own for each client; leave out local=, or take fedavg"
@@ -100,6 +103,17 @@ def check_asynchronous(rule: Federated, strategy: Strategy) -> None:
             "uplink bcrs plans that all end together, and an asynchronous job waits for nobody; take topk:32 "
             "or another codec"
         )
+
+
+def check_gateways(strategy: Strategy) -> None:
+    """UsageError for a strategy whose updates a gateway cannot add."""
+    core = strategy.core
+    if not isinstance(core, Linear):
+        raise UsageError(
+            f"{core.name} needs each update apart, and a gateway sends a sum; leave out gateways=, or take "
+            "fedavg or another strategy that sums"
+        )
+    core.grid(1, 1)
 
 
 def check_uplink(rule: Federated) -> None:

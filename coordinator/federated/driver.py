@@ -16,6 +16,7 @@ from coordinator.federated import state as fed
 from coordinator.federated.checks import misfit
 from coordinator.federated.metrics import CENTRAL, CLIENTS, evaluation_of
 from coordinator.federated.selection import selector_from_json
+from coordinator.federated.sites import books as sites
 from coordinator.federated.state import VERSION, FederationState
 from coordinator.membership import member as members
 from coordinator.messages import events as ev
@@ -303,7 +304,8 @@ class FederatedDriver:
             self.effects.move(worker, members.AssignedTo(job, members.NO_RANK))
             trip = self.effects.roster.ops.rtt_s.get(worker)
             latency_s = min(trip) / 2 if trip else 0.0
-            self.step(job, fed.Invited(worker, facts.n_samples, latency_s, known.introduction.name))
+            who = known.introduction
+            self.step(job, fed.Invited(worker, facts.n_samples, latency_s, who.name, who.site))
 
     def _let_go(self, state: FederationState, worker: str) -> bool:
         """Whether the job has let this process of the worker go, and it is not yet time to ask it again."""
@@ -326,6 +328,8 @@ class FederatedDriver:
             case Record(fact):
                 effects.record(fact)
             case fed.Say(worker, message):
+                for peer in sites.met(state, worker, message):
+                    self._introduce(worker, peer)
                 effects.send(worker, message)
             case fed.Invite(worker):
                 tensors = dict(state.spec.tensors)
@@ -378,6 +382,13 @@ class FederatedDriver:
             case Dropped(why):
                 effects.drop("client message", why, job)
 
+    def _introduce(self, worker: str, peer: str) -> None:
+        """Have two clients of a site expect each other."""
+        roster = self.effects.roster
+        theirs, ours = roster.addresses(peer, worker), roster.addresses(worker, peer)
+        self.effects.send(peer, do.ExpectPeer(worker, ours, not theirs, roster.relay_use(peer, worker)))
+        self.effects.send(worker, do.ExpectPeer(peer, theirs, bool(theirs), roster.relay_use(worker, peer)))
+
     def blobs_in_flight(self) -> set[str]:
         """Return the blobs that rounds under way rest on; those of closed rounds the ledger knows."""
         found: set[str] = set()
@@ -385,6 +396,7 @@ class FederatedDriver:
             if state.ended:
                 continue
             found |= {state.state, *(update.update for update in state.updates.values()), *flow.blobs(state)}
+            found |= sites.blobs(state)
             if state.model is not None:
                 model = state.model
                 found |= {model.full.hash, model.base, *([model.delta.hash] if model.delta else [])}

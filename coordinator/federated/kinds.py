@@ -7,7 +7,7 @@ calls it goes on: deals what waits, and closes the round once nobody is left (``
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from coordinator.federated.metrics import measured, outcomes
 from coordinator.federated.population import books
 from coordinator.federated.secure import books as secure
 from coordinator.federated.selection import seed_of
+from coordinator.federated.sites import books as sites
 from coordinator.federated.state import (
     Aggregate,
     Client,
@@ -24,6 +25,7 @@ from coordinator.federated.state import (
     Flight,
     Forget,
     Let,
+    Order,
     Say,
     Todo,
     Without,
@@ -74,6 +76,10 @@ class Round:
         """The worker that sent an update."""
         return name
 
+    def blob(self, state: FederationState, name: str) -> str:
+        """The blob of an update that is summed; "" of one that is not."""
+        return state.updates[name].update if name in state.updates else ""
+
     def flight(self, state: FederationState, worker: str) -> Flight:
         """What a worker was given."""
         assert state.model is not None  # noqa: S101 - the aggregator wrote it
@@ -100,6 +106,8 @@ class Round:
     def opened(self, state: FederationState, now_s: float) -> FederationState:
         """The state in which the participants, who are fixed now, are asked for what comes first."""
         rule = state.federated.rule
+        if rule.gateways:
+            return sites.opened(state)
         if rule.secure is None:
             return state
         secret = f"{state.secret}/{state.attempt}/{now_s}"
@@ -290,6 +298,143 @@ class SecureRound(Round):
         return replace(plain, opening=opening)
 
 
+class SiteRound(Round):
+    """Clients of one site keep their updates for a gateway of it, which answers with their sum: who sends for
+    itself joins on the same grid (``coordinator.federated.sites``)."""
+
+    covers_late = True
+
+    def left(self, state: FederationState) -> int:
+        """Clients who train, and gateways whose sums are to come."""
+        return super().left(state) + len(sites.pending(state))
+
+    def sender(self, state: FederationState, name: str) -> str:
+        return name.removeprefix(sites.SUM_OF)
+
+    def blob(self, state: FederationState, name: str) -> str:
+        held = sites.sum_called(state, name)
+        return super().blob(state, name) if held is None else held.update.update
+
+    def awaits(self, state: FederationState, worker: str) -> bool:
+        return super().awaits(state, worker) or worker in state.orders
+
+    def words(self, state: FederationState) -> str:
+        train, gather = super().left(state), len(sites.pending(state))
+        return f"{train} of {self.drawn(state)} clients train, {gather} gateways have updates to sum"
+
+    def dealt(self, state: FederationState, now_s: float) -> tuple[FederationState, tuple[str, ...]]:
+        """Have gateways sum whose clients have all answered; ask those who are to send for themselves."""
+        orders = dict(state.orders)
+        for gateway, names in sites.pending(state).items():
+            others = [name for name, other in sites.books(state).via.items() if other == gateway]
+            if not sites.sums_for(state, gateway):
+                state, _ = self._apart(state, names, f"gone, as was its gateway {gateway}")
+            elif gateway not in orders and not any(Round.awaits(self, state, name) for name in others):
+                orders[gateway] = Order(names, now_s)
+        given = {*(orders.keys() - state.orders.keys()), *sites.books(state).again}
+        if not given:
+            return state, ()
+        asked = replace(sites.books(state), again=frozenset())
+        due_s = max(state.due_s, now_s + state.federated.rule.deadline_s)
+        after = replace(state, orders=orders, sites=asked, due_s=due_s)
+        return after, tuple(sorted(name for name in given if after.clients[name].ready))
+
+    def message(self, state: FederationState, worker: str, message: TrainRound) -> TrainRound:
+        most, gateway = sites.drawn(state), sites.books(state).via.get(worker, "")
+        if (order := state.orders.get(worker)) is None:
+            return replace(message, order=gateway, gateway=gateway)
+        gathers, total = sites.gathers(state, order.clients), sum(most.values())
+        return replace(message, order=order.key, gathers=gathers, drawn=len(most), drawn_samples=total)
+
+    def taken(self, state: FederationState, worker: str, update: UpdateReady, now_s: float) -> Outcome:
+        if update.host is not None:
+            return self._gathered(state, worker, update)
+        gateway = sites.books(state).via.get(worker, "")
+        if not Round.awaits(self, state, worker) or update.gateway != gateway:
+            what = f"for {update.gateway}" if update.gateway else "of its own"
+            forget = [] if update.gateway else forgotten(state, update)
+            return state, [Dropped(f"an update {what} of {worker}, which is not awaited"), *forget]
+        return super().taken(state, worker, update, now_s)
+
+    def _gathered(self, state: FederationState, gateway: str, update: UpdateReady) -> Outcome:
+        """Take a sum; whoever is not in it sends for itself, and from now on in every round."""
+        order, host = state.orders.get(gateway), update.host
+        if order is None or host is None or host.order != order.key:
+            return state, [Dropped(f"sum of {gateway}: not awaited"), *forgotten(state, update)]
+        heard = replace(state, orders={name: o for name, o in state.orders.items() if name != gateway})
+        if not host.rows.keys() <= {*order.clients}:
+            wrong = f"a sum with {sorted(host.rows.keys() - {*order.clients})[:3]}, who are not of its site"
+            struck, let = strike(heard, gateway, wrong)
+            after, said = self._apart(struck, order.clients, wrong)
+            return after, [*let, *forgotten(state, update), *said]
+        heard = sites.taken(heard, gateway, update)
+        missing = [name for name in order.clients if name not in host.rows]
+        after, said = self._apart(heard, missing, f"not in the sum of {gateway}")
+        for name in missing:
+            after = with_client(after, replace(after.clients[name], site=""))
+        return after, said
+
+    def _apart(self, state: FederationState, names: Collection[str], why: str) -> Outcome:
+        """Have clients send for themselves; those who are gone are dropped."""
+        said: list[Todo] = []
+        after, gone = sites.directly(state, names)
+        for name in gone:
+            after, more = drop(after, name, why)
+            said += more
+        return after, said
+
+    def without(self, state: FederationState, worker: str, reason: str) -> Outcome:
+        """Go on without a worker; what it was to sum, its clients are asked for."""
+        held, said = sites.books(state), list[Todo]()
+        if Round.awaits(self, state, worker):
+            state, said = drop(state, worker, reason)
+        if worker in held.via.values() and worker not in held.sums:
+            orders = {name: order for name, order in state.orders.items() if name != worker}
+            client = replace(state.clients[worker], site="")  # another one sums from now on, until it is back
+            return with_client(replace(state, orders=orders), client), said
+        summing = {name for order in state.orders.values() for name in order.clients}
+        waiting = worker in state.updates and worker in held.via and worker not in held.summed | summing
+        if waiting and not state.clients[worker].present:
+            state, said = self.refused(state, worker, reason)
+        return state, said
+
+    def refused(self, state: FederationState, name: str, why: str) -> Outcome:
+        """Go on without an update; a sum that cannot be added takes those of all its clients along."""
+        held = sites.sum_called(state, name)
+        if held is None:
+            return super().refused(state, name, why)
+        gateway, said = self.sender(state, name), list[Todo]()
+        for member in held.members:
+            state, more = super().refused(state, member, f"{name}: {why}")
+            said += more
+        client = replace(state.clients[gateway], site="")
+        sums = {other: s for other, s in sites.books(state).sums.items() if other != gateway}
+        return replace(with_client(state, client), sites=replace(sites.books(state), sums=sums)), said
+
+    def expired(self, state: FederationState, now_s: float) -> Outcome:
+        """Go on without what is late: clients that train, and gateways that sum."""
+        orders, said = state.orders, list[Todo]()
+        late = [name for name in state.chosen if Round.awaits(self, state, name)]
+        for name in late:
+            state, more = drop(state, name, f"late: no update within {state.federated.rule.deadline_s:g} s")
+            said += more
+        for gateway in sorted(orders):
+            state, more = self.without(state, gateway, f"late: no sum by {gateway}")
+            said += more
+        return state, said
+
+    def staged(self, state: FederationState, now_s: float) -> tuple[FederationState, str] | None:
+        return None if not self.left(state) else (state, "")
+
+    def summed(self, state: FederationState, attempt: int, n_clients: int, least: int) -> Aggregate:
+        held, most = sites.books(state), sites.drawn(state)
+        single = {name: update for name, update in state.updates.items() if name not in held.summed}
+        registered = {name: most[name] for name in single}
+        return Aggregate(
+            state.round, attempt, single, registered, n_clients, least, sites.sums(state), drawn=most
+        )
+
+
 class PopulationRound(Round):
     """Hosts train the clients that were drawn, and answer with sums."""
 
@@ -461,6 +606,8 @@ def round_of(state: FederationState) -> Round:
         return Flow()
     if state.secure is not None:
         return SecureRound()
+    if state.sites is not None:
+        return SiteRound()
     return Round() if state.cohort is None else PopulationRound()
 
 

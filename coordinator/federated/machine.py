@@ -160,7 +160,7 @@ def _broke(state: FederationState, event: AggregatorBroke, now_s: float) -> Outc
     if event.storage:
         paused, todo = _interrupt(state, Interrupted(event.reason), now_s)
         return replace(paused, not_before_s=now_s + STORAGE_RETRY_S), todo
-    if state.phase is Phase.AGGREGATING and event.client in state.updates:
+    if state.phase is Phase.AGGREGATING and round_of(state).blob(state, event.client):
         return _blame(state, event.client, event.reason)
     failures = state.failures + 1
     if event.hopeless or failures > MAX_FAILURES:
@@ -176,8 +176,8 @@ def _broke(state: FederationState, event: AggregatorBroke, now_s: float) -> Outc
 def _blame(state: FederationState, name: str, reason: str) -> Outcome:
     """The aggregator broke over one client's update: nobody is given that one again."""
     why = f"its update broke the aggregator: {reason}"
-    blob = state.updates[name].update
     found = round_of(state)
+    blob = found.blob(state, name)
     worker = found.sender(state, name)
     struck, todo = strike(state, worker, why)
     less, said = found.refused(struck, name, why)
@@ -203,6 +203,7 @@ def _invite(state: FederationState, event: Invited, now_s: float) -> Outcome:
         known,
         n_samples=event.n_samples,
         latency_s=event.latency_s,
+        site=event.site,
         present=True,
         loaded=False,
         out=known.out if known.barred else "",
@@ -246,6 +247,7 @@ def _loaded(state: FederationState, event: FromClient[Loaded], now_s: float) -> 
         failed_loads=0,
         population=message.population,
         roster=message.clients,
+        gateways=message.gateways,
     )
     if client.roster and (wrong := population.misfit(state, client)) is not None:
         after, todo = _without(
@@ -412,8 +414,8 @@ def _aggregated(state: FederationState, event: Aggregated, now_s: float) -> Outc
     if (event.round, event.attempt) != (state.round, state.attempt):
         return state, [Dropped(f"a sum of round {event.round}, attempt {event.attempt}")]
     todo: list[Todo] = []
-    blobs = tuple(state.updates[w].update for w in event.dropped if w in state.updates)
     found = round_of(state)
+    blobs = tuple(blob for name in event.dropped if (blob := found.blob(state, name)))
     for name in sorted(event.dropped):
         state, let = strike(state, found.sender(state, name), event.dropped[name])
         state, said = found.refused(state, name, event.dropped[name])
@@ -531,6 +533,7 @@ def _interrupt(state: FederationState, event: Interrupted, now_s: float) -> Outc
         chosen=(),
         cohort=None,
         secure=None,
+        sites=None,
         orders={},
         updates=state.updates if round_of(state).flows else {},  # what was taken is in the journal
         flights={},

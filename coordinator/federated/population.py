@@ -44,6 +44,8 @@ def misfit(state: FederationState, host: Client) -> str | None:
     rule = state.federated.rule
     if rule.asynchronous:
         return "an asynchronous job takes each client's own update; leave out buffer= for a population"
+    if rule.gateways:
+        return "a population's host sends one sum already; leave out gateways="
     if rule.secure is not None:
         return "secure aggregation of a population's hosts is not built; register each data set apart"
     core = strategy_of(rule).core

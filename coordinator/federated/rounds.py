@@ -36,6 +36,7 @@ from coordinator.federated.selection import (
     strayed,
     to_ask,
 )
+from coordinator.federated.sites import books as sites
 from coordinator.federated.state import (
     Client,
     Close,
@@ -174,7 +175,9 @@ def _consent_words(state: FederationState, due_s: float) -> str:
 def _refusal_words(state: FederationState) -> str:
     refused = state.of_consent(Word.REFUSED)
     told = [f"{name}: {state.clients[name].out}" for name in refused[:SHOWN]]
-    return f"; refused by {'; '.join(told)}" if told else ""
+    others = sorted(c.worker for c in state.clients.values() if c.present and c.out and c.consent is None)
+    out = [f"{name} takes no part: {state.clients[name].out}" for name in others[:SHOWN]]
+    return "".join(f"; {words}" for words in ([f"refused by {'; '.join(told)}"] if told else []) + out)
 
 
 def words_of_seconds(seconds: float) -> str:
@@ -307,7 +310,8 @@ def evaluate_message(state: FederationState, worker: str, now_s: float) -> Evalu
 def model_for(state: FederationState, worker: str, model: Model) -> Model:
     """A broadcast; with its delta only for a client that holds what that is against."""
     holds = bool(model.base) and state.clients[worker].model == model.base
-    return model if holds else Model(model.full)
+    found = model if holds else Model(model.full)
+    return sites.with_holder(state, worker, found) if state.federated.rule.gateways else found
 
 
 def close_if_complete(state: FederationState, now_s: float) -> Outcome:
@@ -337,7 +341,9 @@ def close(state: FederationState, now_s: float) -> Outcome:
         spends: list[Todo] = []
         if after.spent is not state.spent:
             spends.append(Record(NoisedAsked(after.job, after.round, after.spent)))
-        return replace(after, reason=_at(after, found.words(after))), [*spends, *gone, *said]
+        after, dealt = deal(after, now_s)
+        reason = _at(after, found.words(after))
+        return replace(after, reason=reason), [*spends, *gone, *said, *dealt]
     if (came := found.arrived(state)) < enough(state):
         return repeat(state, f"{came} of {found.drawn(state)} updates came")
     if found.flows:
@@ -370,7 +376,7 @@ def repeat(state: FederationState, reason: str) -> Outcome:
         for name in sorted({round_of(state).sender(state, name) for name in state.updates})
     ]
     if state.updates:
-        todo.append(Forget(tuple(u.update for u in state.updates.values())))
+        todo.append(Forget((*(u.update for u in state.updates.values()), *sorted(sites.blobs(state)))))
     again = replace(
         state,
         updates={},
@@ -378,6 +384,7 @@ def repeat(state: FederationState, reason: str) -> Outcome:
         chosen=(),
         cohort=None,
         secure=None,
+        sites=None,
         orders={},
         repeats=state.repeats + 1,
     )
@@ -433,6 +440,7 @@ def close_summed(
         chosen=(),
         cohort=None,
         secure=None,
+        sites=None,
         orders={},
         repeats=0,
         failures=0,
@@ -448,7 +456,7 @@ def close_summed(
     found = round_of(after)
     words = [(name, found.verdict(after, name)) for name in sorted(verdicts) if after.clients[name].present]
     todo += [Say(name, word) for name, word in words if word is not None]
-    used = [*(update.update for update in good.values()), *refused]
+    used = [*(update.update for update in good.values()), *sorted(sites.blobs(state)), *refused]
     if before.delta is not None:
         used.append(before.delta.hash)  # led to the model that this round began with
     used.append(before.full.hash)  # which stays while a fact names it: that of round 0 none does
@@ -549,6 +557,7 @@ def end(state: FederationState, phase: Phase, reason: str) -> Outcome:
         chosen=(),
         cohort=None,
         secure=None,
+        sites=None,
         orders={},
         updates={},
         flights={},
@@ -556,7 +565,7 @@ def end(state: FederationState, phase: Phase, reason: str) -> Outcome:
         central=False,
         clients={name: replace(client, loaded=False) for name, client in state.clients.items()},
     )
-    left = {u.update for u in state.updates.values()}
+    left = {u.update for u in state.updates.values()} | sites.blobs(state)
     if state.model is not None:  # stays where a fact names it
         left |= {state.model.full.hash, *([state.model.delta.hash] if state.model.delta else [])}
     todo: list[Todo] = [Forget(tuple(sorted(left)))] if left else []

@@ -15,6 +15,7 @@ from atoll.opdag import TensorMeta
 from coordinator.federated.cohorts import Cohort
 from coordinator.federated.makespan import HostTimes
 from coordinator.federated.secure.books import Books
+from coordinator.federated.sites.books import Sites
 from coordinator.messages.events import (
     Aggregated,
     AggregatorBroke,
@@ -59,6 +60,8 @@ class Client:
     worker: str
     n_samples: int  # that it registered
     called: str = ""  # its name among the job's clients, from which everything is drawn; "": ``worker``
+    site: str = ""  # whose gateway may sum its updates; "": it sends for itself
+    gateways: tuple[str, ...] = ()  # that may see them, by its data owner's leave
     population: str = ""  # hash of the data of the clients that it speaks for; "": it is one itself
     roster: Mapping[str, int] = field(default_factory=dict)  # their registered samples
     gone_s: float = -math.inf  # since when it is not present
@@ -145,6 +148,7 @@ class Invited:
     n_samples: int
     latency_s: float = 0.0
     name: str = ""  # that its owner gave it
+    site: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,6 +371,9 @@ class FederationState:
     orders_given: int = 0
     # ... secure: what its members were asked and have answered
     secure: Books | None = None
+    # ... of sites that send one sum each: ``orders`` are of their gateways then
+    sites: Sites | None = None
+    gateways: Mapping[str, str] = field(default_factory=dict)  # by site, of the last round
     # an evaluation
     assessing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # a population's clients by host
     asking: bool = False  # for the selector, before a round; else of what a round brought

@@ -142,7 +142,7 @@ class SecureFederation:
                 codecs = {name: self.state.ratios[name] for name in item.updates}
                 request = do.AggregateRound(
                     "job-1", item.round, item.attempt, item.updates, codecs, item.n_samples, item.n_clients,
-                    item.least, opening=item.opening,
+                    item.least, item.sums, item.drawn, opening=item.opening,
                 )  # fmt: skip
                 self.asks.append(request)
                 self.answered(from_json(do.AggregateRound, to_json(request)))

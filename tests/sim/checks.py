@@ -67,6 +67,7 @@ class Checks:
     ready: dict[tuple[str, int, int], set[str]] = field(default_factory=lambda: defaultdict(set))
     applied: dict[tuple[str, str, int], int] = field(default_factory=dict)  # worker life, job -> next step
     counted: dict[tuple[str, str], int] = field(default_factory=dict)  # job, update -> round
+    sums: set[str] = field(default_factory=set)  # of sites, that were counted
     closed: dict[str, int] = field(default_factory=dict)
     summed: set[tuple[str, str, int]] = field(default_factory=set)
     """Job, client and the round that its update began in."""
@@ -322,6 +323,10 @@ class Checks:
             raise Violation(f"{job}: {len(absent)} blobs of the checkpoint of step {step} are not there")
 
     def _counted(self, asked: do.AggregateRound) -> None:
+        names = [*asked.updates, *(name for held in asked.sums.values() for name in held.samples)]
+        self.sums |= asked.sums.keys()
+        if len(names) != len({*names}):
+            raise Violation(f"{asked.job}: round {asked.round} counts one of {sorted(names)} twice")
         for worker, update in asked.updates.items():
             before = self.counted.setdefault((asked.job, update.update), asked.round)
             if before != asked.round:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from atoll.plan import Place, Plan
@@ -694,13 +694,31 @@ class Bench(OwnSteps):
 
     def _join(self, job: str, version: int) -> None:
         self.joined = job
-        self.post(ev.Loaded(job, version, LOAD_S))
+        self.post(ev.Loaded(job, version, LOAD_S, gateways=("site",)))
 
     def _train(self, job: str, at_round: int, order: Any) -> None:
+        if order.gathers:
+            return self._gather(job, at_round, order)
         blob = digest(self.process.name, self.process.life, job, at_round, order.model.full.hash)
-        self.store(blob)
+        if order.gateway:
+            self.process.disk.add(blob)
+        else:
+            self.store(blob)
         answer = ev.UpdateReady(job, at_round, blob, 1000, 10, 2, metrics={"loss": 1.0}, train_s=ROUND_S)
-        self.post(answer)
+        return self.post(replace(answer, gateway=order.gateway))
+
+    def _gather(self, job: str, at_round: int, order: Any) -> None:
+        """Sum what those keep for this worker who can be reached."""
+        here = [kept for kept in order.gathers if self._has_near(kept.client, kept.update.hash)]
+        rows = {kept.client: ev.Row(kept.n_samples, kept.steps, 0.0, 0.0, 0.0) for kept in here}
+        blob = digest("sum", job, at_round, sorted(kept.update.hash for kept in here))
+        self.store(blob)
+        host = ev.HostRows(rows, {}, {}, {}, order=order.order)
+        self.post(ev.UpdateReady(job, at_round, blob if rows else "", 1000, 10, 2, host=host))
+
+    def _has_near(self, client: str, blob: str) -> bool:
+        own = client == self.process.name
+        return blob in self.process.disk if own else self.reaches(client) and self.holds(client, blob)
 
     def _test(self, job: str, at_round: int) -> None:
         self.post(ev.ClientEvaluated(job, at_round, 10, 1.0))

@@ -347,6 +347,8 @@ class Coordinator(Process):
 
     def _aggregate(self, asked: do.AggregateRound) -> None:
         good = {name: update.update for name, update in asked.updates.items()}
+        good |= {name: held.blob for name, held in asked.sums.items()}
+        assert set(good.values()) <= self.folder.blobs, "a blob that nobody has stored"
         state = ev.Blob(digest("state", asked.job, asked.round, sorted(good.items())), 1000)
         model = ev.Blob(digest("model", asked.job, asked.round + 1, state.hash), 1000)
         self.folder.blobs |= {state.hash, model.hash}

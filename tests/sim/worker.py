@@ -83,6 +83,7 @@ class Worker(Machine):
     missed: Callable[[str, do.Assign, str], None] = field(default=lambda *_: None, kw_only=True)
     obeyed: Callable[[str, Any, int, int], None] = field(default=lambda *_: None, kw_only=True)
     data: bool = field(default=True, kw_only=True)
+    site: str = field(default="", kw_only=True)
     log_steps: int = field(default=1000, kw_only=True)  # that its send log has room for
     copy_bytes: int = field(default=2**30, kw_only=True)  # that it lends to copies
     clock_off_s: float = field(default=0.0, init=False)
@@ -235,6 +236,7 @@ class Worker(Machine):
             self.name,
             self.life,
             datasets=(DIGITS,) if self.data else (),
+            site=self.site,
             held=held(self.session),
             copies=tuple(self.bench.copies.values()),
             copy_bytes=self.copy_bytes,

@@ -56,9 +56,12 @@ def pipeline_job(
     return JobSpec("job", training, "ab" * 32, "cd" * 32, names, data, data, standbys=standbys)
 
 
-def federated_job(rounds: int = 6, buffer: int = 0) -> JobSpec:
-    """Return a federated job of so many rounds; ``buffer``: asynchronous, of so many updates each."""
-    rule = Federated(deadline_s=20.0, min_clients=min(2, buffer or 2), evaluate_every=1, buffer=buffer)
+def federated_job(rounds: int = 6, buffer: int = 0, gateways: str = "") -> JobSpec:
+    """Return a federated job of so many rounds; ``buffer``: asynchronous, of so many updates each;
+    ``gateways``: as of ``Federated``."""
+    rule = Federated(
+        deadline_s=20.0, min_clients=min(2, buffer or 2), evaluate_every=1, buffer=buffer, gateways=gateways
+    )
     federated = FederatedSpec(rule, "digits", {"x": "image"})
     names = {"w": digest("initial", "federated")}
     training = TrainingSpec(rounds, n_micro=1)
@@ -86,6 +89,7 @@ class Scenario:
     peer_stages: int = 1  # of such a peer, at most
     quorum: int = 0  # of them, that a round waits for; 0: all
     buffer: int = 0  # of federated jobs that are asynchronous
+    sites: int = 0  # that workers stand in by turns, whose gateways sum updates
     rings: bool = False  # pipelines whose first stage has the last piece, too
 
     def names(self) -> list[str]:
@@ -150,6 +154,7 @@ class World:
                 missed=self.checks.missed,
                 obeyed=self.checks.obeyed,
                 log_steps=self.scenario.log_steps,
+                site=f"site{int(name[1:]) % self.scenario.sites}" if self.scenario.sites else "",
             )
 
     def _coordinator(self, name: str, folder: Folder) -> Coordinator:
@@ -206,7 +211,8 @@ class World:
             exchange=scenario.exchange,
         )
         jobs = [spec] * scenario.pipeline
-        jobs += [federated_job(buffer=self.scenario.buffer) for _ in range(self.scenario.federated)]
+        gateways = "auto" if scenario.sites else ""
+        jobs += [federated_job(buffer=scenario.buffer, gateways=gateways) for _ in range(scenario.federated)]
         for at, spec in enumerate(jobs):
             self.submit(f"job-{at + 1}", spec, 1.0 + at)
         for fault in self.scenario.faults:

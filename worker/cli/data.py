@@ -57,6 +57,16 @@ Statistics = Annotated[
     ),
 ]
 
+Gateways = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--gateway",
+        metavar="WHO",
+        help="Who may see updates before they are summed: site (any gateway of the worker's site), none, or "
+        "a worker's id; may repeat.",
+    ),
+]
+
 
 @data.command(
     epilog="Examples: atoll-worker data add mnist client-03.safetensors --schema "
@@ -92,6 +102,7 @@ def add(
     clip: Clip = None,
     noise: Noise = None,
     allow_statistics: Statistics = None,
+    gateway: Gateways = None,
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
@@ -112,7 +123,7 @@ def add(
             path,
             [*(schema or []), *_lines(schema_file)],
             Form(format_name, delimiter, not no_header),
-            policy=_policy(UNSTATED, accept, min_clients, max_rounds, clip, noise, allow_statistics),
+            policy=_policy(UNSTATED, accept, min_clients, max_rounds, clip, noise, allow_statistics, gateway),
             replace=replace,
             progress=done,
         )
@@ -224,6 +235,7 @@ def policy(
     clip: Clip = None,
     noise: Noise = None,
     allow_statistics: Statistics = None,
+    gateway: Gateways = None,
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
@@ -237,7 +249,7 @@ def policy(
 
     folder = state_dir or default_state_dir()
     found = load_dataset(folder, name)
-    wanted = _policy(found.policy, accept, min_clients, max_rounds, clip, noise, allow_statistics)
+    wanted = _policy(found.policy, accept, min_clients, max_rounds, clip, noise, allow_statistics, gateway)
     if wanted != found.policy:
         found = set_policy(folder, name, wanted)
         signal_consent_changed(folder)
@@ -272,9 +284,10 @@ def _policy(
     clip: float | None,
     noise: float | None,
     statistics: int | None,
+    gateways: list[str] | None,
 ) -> Policy:
     """``before`` with what was given; UsageError for what is no policy."""
-    from worker.data.policy import rules_of
+    from worker.data.policy import NO_GATEWAY, rules_of
 
     given = {
         "min_clients": min_clients,
@@ -286,6 +299,8 @@ def _policy(
     changes: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
     if accept:
         changes["accept"] = rules_of(accept)
+    if gateways:
+        changes["gateways"] = () if gateways == [NO_GATEWAY] else tuple(gateways)
     return replace_fields(before, **changes)
 
 

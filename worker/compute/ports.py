@@ -55,8 +55,15 @@ class QueueBounds:
     messages: int
 
 
-Asked = pb.FetchBlobs | pb.StoreFiles | pb.FetchBatches | pb.JobLinks
-_BODIES = {pb.FetchBlobs: "fetch", pb.StoreFiles: "store", pb.FetchBatches: "batches", pb.JobLinks: "connect"}
+Asked = pb.FetchBlobs | pb.StoreFiles | pb.FetchBatches | pb.JobLinks | pb.FetchNear | pb.LendBlob
+_BODIES = {
+    pb.FetchBlobs: "fetch",
+    pb.StoreFiles: "store",
+    pb.FetchBatches: "batches",
+    pb.JobLinks: "connect",
+    pb.FetchNear: "near",
+    pb.LendBlob: "lend",
+}
 
 
 @dataclass
@@ -172,6 +179,20 @@ class DaemonBlobs:
 
     def keep(self, files: Sequence[BlobFile], cancel: Cancel) -> None:
         self._requests.ask(pb.StoreFiles(files=_files(files), keep=True), cancel)
+
+    def fetch_near(
+        self,
+        holder: str,
+        wanted: Mapping[str, int],
+        cancel: Cancel,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        blobs = [control.BlobRef(hash=name, size=most) for name, most in wanted.items()]
+        self._requests.ask(pb.FetchNear(holder=holder, blobs=blobs), cancel, progress)
+
+    def lend(self, blob: str, cancel: Cancel, file: BlobFile | None = None, borrower: str = "") -> None:
+        [held] = _files([file]) if file is not None else [pb.StoreFile(hash=blob)]
+        self._requests.ask(pb.LendBlob(file=held, borrower=borrower), cancel)
 
 
 def _files(files: Sequence[BlobFile]) -> list[pb.StoreFile]:

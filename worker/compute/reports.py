@@ -137,6 +137,7 @@ def update_ready(order: TrainRound, update: Update) -> told.UpdateReady:
         download_s=update.download_s,
         host=host,
         exchange=order.exchange,
+        gateway=order.gateway,
     )
 
 

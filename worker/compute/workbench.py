@@ -361,7 +361,9 @@ class Workbench:
         took_s = time.perf_counter() - started_s
         log.info("job.joined", job=work.job, data=work.federated.data, took_s=round(took_s, 3))
         members = self._part.members
-        self._post(told.Loaded(work.job, work.version, took_s, members.hash, members.usable))
+        allowed = tuple(invitation.gateways)
+        loaded = (work.job, work.version, took_s, members.hash, members.usable)
+        self._post(told.Loaded(*loaded, gateways=allowed))
 
     def _train(self, order: events.TrainRound, cancel: Cancel) -> None:
         update = self._participation.train(order, cancel)

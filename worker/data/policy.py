@@ -12,10 +12,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from atoll.errors import UsageError
+from atoll.federated import SITE
 from atoll.federated import ConsentWord as Word
 
 ASK, ANY, OWNER, GRAPH = "ask", "any", "owner", "graph"
 HASH = re.compile(r"[0-9a-f]{64}")
+GATEWAY = re.compile(rf"{SITE}|w-[0-9a-f]{{16}}(/[1-9][0-9]?)?")
+NO_GATEWAY = "none"
 MAX_RULES = 64
 MAX_OWNER_CHARS = 100
 SPARE, SPARE_ROUNDS = 2, 8  # of updates beyond a job's stated rounds: most_updates
@@ -49,6 +52,8 @@ class Policy:
     clip: float = 0.0  # L2 norm of an update; 0: not clipped
     noise: float = 0.0  # standard deviation of the Gaussian noise in each entry of an update, times ``clip``
     statistics: int = 0  # numbers about the data beside each update; 0: the few always allowed
+    # Workers that may see an update before it is summed: ids, or SITE for each gateway of its own site.
+    gateways: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.accept) <= MAX_RULES:
@@ -66,6 +71,11 @@ class Policy:
                 raise UsageError(
                     f"{name} = {count!r}; give a whole number from 0 (no bound of this data set's)"
                 )
+        if len(self.gateways) > MAX_RULES or any(not GATEWAY.fullmatch(who) for who in self.gateways):
+            raise UsageError(
+                f"--gateway {', '.join(self.gateways)[:80]!r}; give {SITE}, none, or the ids of at most "
+                f"{MAX_RULES} workers, as `atoll status` shows them"
+            )
         for name, value in (("--clip", self.clip), ("--noise", self.noise)):
             if not isinstance(value, int | float) or not math.isfinite(value) or not 0.0 <= value <= 1e9:
                 raise UsageError(f"{name} = {value!r}; give a number from 0 (none)")
@@ -82,6 +92,7 @@ class Policy:
     @property
     def bound_words(self) -> str:
         """The bounds, for people; empty without any."""
+        seen_by = "any gateway of its site" if SITE in self.gateways else ", ".join(self.gateways)
         return ", ".join(
             words
             for value, words in (
@@ -93,13 +104,14 @@ class Policy:
                     self.statistics,
                     f"up to {self.statistics:,} numbers about the data beside each update",
                 ),
+                (self.gateways, f"updates may be seen by {seen_by}"),
             )
             if value
         )
 
     def as_json(self) -> dict[str, Any]:
         """Return what ``policy_from_json`` reads."""
-        return {**asdict(self), "accept": list(self.accept)}
+        return {**asdict(self), "accept": list(self.accept), "gateways": list(self.gateways)}
 
 
 UNSTATED = Policy()
@@ -196,6 +208,7 @@ def policy_from_json(found: Mapping[str, Any]) -> Policy:
         float(found["clip"]),
         float(found["noise"]),
         int(found.get("statistics", 0)),  # policies of versions up to 0.6.0 allowed none
+        tuple(map(str, found.get("gateways", ()))),
     )
 
 

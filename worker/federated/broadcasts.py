@@ -32,7 +32,8 @@ KEPT_MODELS = 2  # the one in use and the one before, which deltas start from
 
 @dataclass(frozen=True)
 class Fetched:
-    """A broadcast's arrays, mapped, and what bringing it here took; 0 bytes when it was at hand."""
+    """A broadcast's arrays, mapped, and what bringing it here took; 0 bytes when it was at hand, or at a
+    worker of the same site."""
 
     arrays: dict[str, Any]
     bytes: int
@@ -48,7 +49,11 @@ class Models:
         blobs: BlobStore,
         expected: Metas,
         progress: Callable[[], None] = lambda: None,
+        *,
+        lends: bool = False,
     ) -> None:
+        """``lends``: to workers of the same site."""
+        self._lends = lends
         self._folder, self._blobs, self._expected = folder, blobs, expected
         self._progress = progress
         self._arrived = 0
@@ -79,14 +84,14 @@ class Models:
         base = self._path(ref.base) if ref.base else None
         if ref.delta is not None and base is not None and base.is_file():
             try:
-                blob = self._download(ref.delta.hash, cancel)
+                blob = self._download(ref.delta.hash, ref.holder, cancel)
                 known = read_dense(base, self._expected)
                 write_dense(path, read_delta(blob, self._expected, known, ref.base))
             except BadFrame as error:
                 log.warning("model.delta_refused", reason=str(error))
             else:
                 return
-        blob = self._download(ref.full.hash, cancel)
+        blob = self._download(ref.full.hash, ref.holder, cancel)
         if is_coded(blob):
             write_dense(path, read_model(blob, self._expected))
         else:
@@ -94,12 +99,16 @@ class Models:
             shutil.copyfile(blob, part)  # the store's own is not ours to move
             part.replace(path)
 
-    def _download(self, blob: str, cancel: Cancel) -> Path:
+    def _download(self, blob: str, holder: str, cancel: Cancel) -> Path:
         def progress(nbytes: int) -> None:
             self._arrived += nbytes
             self._progress()
 
         wanted = {blob: most_file_bytes(self._expected)}
+        if self._lends:
+            self._blobs.lend(blob, cancel)
+        if holder:
+            self._blobs.fetch_near(holder, wanted, cancel, lambda _: self._progress())
         self._blobs.fetch(wanted, cancel, progress)
         return self._blobs.path(blob)
 

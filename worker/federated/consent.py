@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from atoll.errors import AtollError
+from atoll.errors import AtollError, UsageError
+from atoll.federated import SITE
 from atoll.federated import ConsentWord as Word
 from atoll.messages.from_worker import ConsentSaid
 from protos import atoll_compute_pb2 as compute_pb
 from protos import atoll_control_pb2 as pb
+from protos.devices import machine_of
 from worker.data.consent import ConsentStore, Request
 from worker.data.departures import FACTS, MESSAGE, NUMBERED, UPDATE, UPDATE_BEGINS, DepartureLog
 from worker.data.pinned_terms import AskedPinned
@@ -105,6 +107,7 @@ class Consent:
             clip=policy.clip,
             noise=policy.noise,
             statistics=policy.statistics,
+            gateways=policy.gateways,
         )
 
     def evaluates(self, job: str) -> None:
@@ -112,20 +115,33 @@ class Consent:
         accepted now, StorageError."""
         self._store.evaluates(job)
 
+    def discloses(self, data: str, gateway: str, worker: str) -> None:
+        """Raise UsageError unless ``gateway``, of the same site as ``worker``, may see updates of a data set:
+        another device of this machine may."""
+        allowed = self._store.policy(data).gateways
+        if machine_of(gateway) != machine_of(worker) and {SITE, gateway}.isdisjoint(allowed):
+            raise UsageError(
+                f"the data owner lets no gateway {gateway} see updates (`atoll-worker data policy {data} "
+                "--gateway site`)"
+            )
+
     @contextmanager
-    def departing(self, job: str, files: Sequence[BlobFile], left: Callable[[], int]) -> Iterator[None]:
+    def departing(
+        self, job: str, files: Sequence[BlobFile], left: Callable[[], int], borrower: str = ""
+    ) -> Iterator[None]:
         """Around an update's upload: counted against the policy, and logged however it ends.
 
-        ``left()``: bytes handed to the connection so far. Raises UsageError for what may not leave,
-        StorageError where it cannot be logged.
+        ``left()``: bytes handed to the connection so far, or lent to ``borrower``. Raises UsageError for what
+        may not leave, StorageError where it cannot be logged.
         """
+        to = {"to": borrower} if borrower else {}
         for file in files:
             self._store.spend(job, file.hash)
-            self._log.note(job, UPDATE_BEGINS, 0, blob=file.hash, size=file.size)
+            self._log.note(job, UPDATE_BEGINS, 0, blob=file.hash, size=file.size, **to)
         try:
             yield
         finally:
-            self._log.note(job, UPDATE, left(), blobs=[file.hash for file in files])
+            self._log.note(job, UPDATE, left(), blobs=[file.hash for file in files], **to)
             self._store.sent(job, left())
 
     def sends(self, message: pb.FromWorker) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from math import isfinite
@@ -22,6 +22,7 @@ import structlog
 
 from atoll.errors import BadFrame, BadUpdate, JobFailed, StorageError, UsageError
 from atoll.messages.from_worker import SecureAnswer
+from atoll.messages.to_worker import Model
 from atoll.rehearse import OpCost, rehearse
 from atoll.sampling import client_key
 from compressors.container import drop_pages
@@ -52,6 +53,7 @@ from worker.federated.members import Members
 from worker.federated.orders import Assessment, Update
 from worker.federated.population_states import PopulationStates
 from worker.federated.secure.membership import SecureRounds
+from worker.federated.sites.gateway import Gateway
 from worker.federated.trainer import LocalTrainer
 from worker.machine.malloc import give_back
 from worker.machine.torch_device import torch_device
@@ -78,9 +80,24 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-UPDATE = "update"
+UPDATE, SUM = "update", "sum"
 MODELS = "models"
 CLIENTS = "clients"
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """An update whose file is still here, and the order that it answers but for the ways that it goes."""
+
+    of: TrainRound
+    answer: ClientUpdate
+    square_loss: float
+    stored: Stored
+
+
+def _work(order: TrainRound) -> TrainRound:
+    """What an order has a client train, whoever is to have it."""
+    return replace(order, model=Model(order.model.full), deadline_s=0.0, order="", gateway="")
 
 
 class Participation:
@@ -139,7 +156,9 @@ class Participation:
             context.blobs,
             broadcast_metas(strategy, layout),
             context.progress.tick,
+            lends=bool(spec.gateways),
         )
+        self._kept: _Kept | None = None  # the last update, of a job whose gateway may fail to have it
         self._population: PopulationStates | None = None
         self._secure: SecureRounds | None = None
         if spec.secure is not None:
@@ -157,28 +176,56 @@ class Participation:
             self._secure.begin(order)
         fetched = self._models.fetch(order.model, cancel)
         nbytes, seconds, began_s = fetched.bytes, fetched.seconds, time.perf_counter()
-        coding = Coding(order.codec, order.ratio, self._lossy, self.joining.federated.rule.error_feedback)
-        path = self._store.folder / UPDATE
-        if order.clients:
-            host = self._train_clients(order, fetched, coding, path, cancel)
-            answer: ClientUpdate | HostAnswer = replace(host, sums=replace(host.sums, arrays={}))
-            stored, square_loss = host.stored, 0.0
-            del host  # and the sums
-        else:
-            answer, square_loss, stored = self._train_owner(order, fetched, coding, path, cancel)
+        path = self._store.folder / (SUM if order.gathers else UPDATE)
+        answer, square_loss, stored = self._answer(order, fetched, path, cancel)
         del fetched
         self._rest()  # while the update is sent, and until the next order
         train_s, began_s = time.perf_counter() - began_s, time.perf_counter()
         # The first may be one that was sent before this process began.
-        context, new = self._context, self._last_sent is not None and order.round > self._last_sent
+        new = self._last_sent is not None and order.round > self._last_sent
         self._last_sent = order.round
-        sent = 0
-        if stored is not None:
-            file = BlobFile(path, stored.hash, stored.size)
-            sent = context.blobs.store([file], cancel, lambda _: context.progress.tick(), new=new)
+        file = None if stored is None else BlobFile(path, stored.hash, stored.size)
+        sent = 0 if file is None else self._sent(order, file, cancel, new=new)
         upload_s = time.perf_counter() - began_s
-        path.unlink(missing_ok=True)
+        if self._kept is None or order.gathers:
+            path.unlink(missing_ok=True)
         return Update(answer, square_loss, stored, train_s, sent, upload_s, nbytes, seconds)
+
+    def _answer(
+        self, order: TrainRound, fetched: Fetched, path: Path, cancel: Cancel
+    ) -> tuple[ClientUpdate | HostAnswer, float, Stored | None]:
+        """Write what is asked for to ``path``; returns its numbers without their arrays."""
+        rule = self.joining.federated.rule
+        coding = Coding(order.codec, order.ratio, self._lossy, rule.error_feedback)
+        if order.gathers:
+            extra, rate = parted(fetched.arrays)[1], self.joining.training.learning_rate(order.round)
+            found = self._gateway.sum(order, extra, rate, path, cancel)
+            return replace(found, sums=replace(found.sums, arrays={})), 0.0, found.stored
+        if order.clients:
+            host = self._train_clients(order, fetched, coding, path, cancel)
+            return replace(host, sums=replace(host.sums, arrays={})), 0.0, host.stored
+        if self._kept is not None and self._kept.of == _work(order) and path.is_file():
+            fetched.arrays.clear()
+            return self._kept.answer, self._kept.square_loss, self._kept.stored
+        self._kept = None
+        answer, square_loss, stored = self._train_owner(order, fetched, coding, path, cancel)
+        if rule.gateways:
+            self._kept = _Kept(_work(order), answer, square_loss, stored)
+        return answer, square_loss, stored
+
+    def _sent(self, order: TrainRound, file: BlobFile, cancel: Cancel, *, new: bool) -> int:
+        """Store a file, or keep it for the gateway; returns the bytes that travelled."""
+        blobs, tick = self._context.blobs, self._context.progress.tick
+        if order.gateway:
+            blobs.lend(file.hash, cancel, file, order.gateway)
+            return 0
+        return blobs.store([file], cancel, lambda _: tick(), new=new and not order.gathers)
+
+    @property
+    def _gateway(self) -> Gateway:
+        trainer, rule = self._trainer, self.joining.federated.rule
+        found = (trainer.rule, trainer.layout, self._lossy, rule.error_feedback, rule.max_samples)
+        return Gateway(*found, self._context.blobs)
 
     def _train_owner(
         self, order: TrainRound, fetched: Fetched, coding: Coding, path: Path, cancel: Cancel

@@ -119,6 +119,7 @@ class Asked:
             ("summed with", self._sum_words()),
             *self._privacy_facts(),
             *self._secure_facts(),
+            *self._gateway_facts(),
             ("local steps", self._step_words(n_samples)),
             ("coding", self._coding_words()),
         )
@@ -153,6 +154,15 @@ class Asked:
     def _programs(self) -> tuple[job_pb.StageProgram, ...]:
         m = self._m
         return (m.program, m.eval_program) if m.HasField("eval_program") else (m.program,)
+
+    def _gateway_facts(self) -> tuple[Fact, ...]:
+        if not self.rule.gateways:
+            return ()
+        words = (
+            "another worker of this one's site may be asked to add the update to its neighbours', and "
+            "would see it. Only one that your policy names (`--gateway`) or a device of this machine may"
+        )
+        return (("gateways", words),)
 
     def _update_words(self) -> str:
         metas = update_metas(self.strategy, self.layout)

@@ -61,6 +61,8 @@ class Tunables:
         60.0  # training's messages come first: behind 8 Mbit/s for two ranks 10 s were too few
     )
     peer_send_s: float = 1.0
+    lent_within_s: float = 10.0  # until a neighbour has begun to fetch what it is to lend
+    lent_poll_s: float = 0.1  # between two questions for it
 
 
 TUNED = Tunables()

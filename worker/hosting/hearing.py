@@ -109,6 +109,11 @@ class Hearing:
                 served.fetch(m.fetch)
             case "store":
                 served.store(m.store)
+            case "near":
+                served.fetch_near(m.near)
+            case "lend":
+                held = self._state.held
+                served.lend(m.lend, "" if held is None else held.gateway)
             case "batches":
                 held = self._state.held
                 rows = held.rows if held is not None and not m.batches.batches.evaluation else None

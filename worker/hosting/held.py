@@ -41,6 +41,7 @@ class Held:
     step: int = 0  # or round
     turn: str = ""  # of a federated job: what is being done
     rows: PinnedRows | None = None  # of a job whose data stay here
+    gateway: str = ""  # the worker that may have the round's update
 
 
 @dataclass

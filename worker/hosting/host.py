@@ -191,8 +191,8 @@ class ComputeHost:
                 state.tell(pb.ToCompute(interrupt=reason))
             case events.Participate():
                 self._join(instruction)
-            case events.TrainRound(job, at_round):
-                self._turn(job, at_round, "train", pipe.asked(instruction))
+            case events.TrainRound(job, at_round, gateway=gateway):
+                self._turn(job, at_round, "train", pipe.asked(instruction), gateway)
             case events.EvaluateRound(job, at_round):
                 self._turn(job, at_round, "evaluate", pipe.asked(instruction))
             case events.StepDiscard() | events.RoundTaken() | events.SecureOrder():
@@ -295,12 +295,17 @@ class ComputeHost:
         join = state.consent.joining(invitation)
         state.tell(pb.ToCompute(join=join))
 
-    def _turn(self, job: str, at_round: int, during: str, message: pb.ToCompute) -> None:
+    def _turn(self, job: str, at_round: int, during: str, message: pb.ToCompute, gateway: str = "") -> None:
         state = self._state
         if state.held is not None:
             # Who takes no more of a job is no member of it: else its rounds were repeated for ever.
             refused = self._processes.refuses(job)
             state.held.step, state.held.turn = at_round, "load" if refused else during
+            state.held.gateway = ""
+            if gateway and state.held.federated is not None:
+                data = state.held.federated.message.federated.data
+                state.consent.discloses(data, gateway, state.worker)
+                state.held.gateway = gateway
         self._processes.check(job)
         if during == "evaluate":
             state.consent.evaluates(job)

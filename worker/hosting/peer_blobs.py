@@ -1,8 +1,9 @@
-"""Blobs of peers that keep copies, and ours for them, behind everything else that the links carry.
+"""Blobs of peers that keep or lend them, and ours for them, behind everything else that the links carry.
 
 Who fetches asks for a piece at a time, a few at once, so nothing queues at the sender. The network admits
-only peers that the coordinator named, and only what is kept as a copy is given away: its hash is known to
-whoever the coordinator told. What comes is as trustworthy as any peer's word: the cache looks at its hash.
+only peers that the coordinator named. What is kept as a copy is given away, as its hash is known to whoever
+the coordinator told; of what is lent, an update to the one worker that it is for. What comes is as
+trustworthy as any peer's word: the cache looks at its hash.
 """
 
 from __future__ import annotations
@@ -12,35 +13,40 @@ import queue
 import secrets
 import struct
 import threading
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from atoll.errors import ConnectionFailed
+from atoll.messages.to_worker import Paths, PeerLink
 from protos.blob_transfer import Chunk
 from worker.hosting import TUNED
 from worker.hosting.connecting import connect_one
 from worker.transport.frames import Direction, MessageKey
 
 if TYPE_CHECKING:
-    from atoll.messages.to_worker import PeerLink
     from worker.blobs import NearBlobs
+    from worker.cancel import Cancel
     from worker.transport.network import PeerNetwork
 
 JOB = "~copies"  # no job's name
-ASK, PIECE, ABSENT = range(3)  # MessageKey.micro; its step is the question's number
+ASK, PIECE, ABSENT, COMING = range(4)  # MessageKey.micro; its step is the question's number
 MOST_UNDER_WAY = 4 * TUNED.peer_pieces_at_once  # pieces on their way to one peer: confirmations may be late
 MAX_QUEUED = 256  # questions of all peers
+MAX_LENT, MAX_KNOWN = 256, 4096  # blobs, and ways to peers: the oldest go
+T = TypeVar("T")
 _ASK = struct.Struct("!32sQ")  # hash, offset
 _PIECE = struct.Struct("!Q")  # size of the blob
 
 Answer = tuple[int, int, bytes | None]
-"""Question, the blob's size, bytes; None: they cannot be had here."""
+"""Question, the blob's size, bytes; None: they cannot be had here, or with a size of ``SOON`` not yet."""
+SOON = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +67,17 @@ class PeerBlobs:
     """``Receiver`` of questions and answers. ``get`` may be called from any thread but the network's."""
 
     def __init__(
-        self, network: PeerNetwork, path: Callable[[str], Path], offered: Callable[[], Collection[str]]
+        self,
+        network: PeerNetwork,
+        path: Callable[[str], Path],
+        offered: Callable[[], Collection[str]],
+        coming: Collection[str] = (),
     ) -> None:
-        """``offered()``: names of the blobs that peers may have, each at ``path(name)``."""
-        self._network, self._path, self._offered = network, path, offered
+        """``offered()``: names of the blobs that peers may have, each at ``path(name)``; ``coming``: of those
+        that are being fetched."""
+        self._network, self._path, self._offered, self._coming = network, path, offered, coming
+        self._lent: dict[str, str] = {}  # blob -> who may have it, "" every peer
+        self._ways: dict[str, PeerLink] = {}
         self._numbers = itertools.count(secrets.randbits(48))
         self._lock = threading.RLock()  # a block may end wherever a thread drops it
         self._open: dict[int, _Open] = {}
@@ -85,9 +98,20 @@ class PeerBlobs:
         """Return what a peer keeps as a source of blobs."""
         return _Near(self, holder)
 
-    def get(self, link: PeerLink, wanted: list[tuple[str, int]]) -> Iterator[Chunk]:
+    def know(self, link: PeerLink) -> None:
+        """Remember the way to a peer that the coordinator named."""
+        _put(self._ways, link.worker, link, MAX_KNOWN)
+
+    def lender(self, worker: str, cancel: Cancel) -> NearBlobs:
+        """Return what a peer lends, which is waited for while it fetches that itself."""
+        return _Near(self, self._ways.get(worker) or PeerLink(worker, Paths()), cancel)
+
+    def get(
+        self, link: PeerLink, wanted: list[tuple[str, int]], cancel: Cancel | None = None
+    ) -> Iterator[Chunk]:
         """Yield the chunks of each blob, from its offset on. Raises ConnectionFailed where the peer is away,
-        does not answer or does not have one."""
+        does not answer or does not have one. With ``cancel`` wait for what it will have soon; Cancelled."""
+        begins_s = time.monotonic() + TUNED.lent_within_s
         connect_one(self._network, link.worker, link.paths, TUNED.peer_connect_s)
         answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         left, asked = deque(wanted), dict[int, tuple[str, int]]()
@@ -98,6 +122,11 @@ class PeerBlobs:
                     asked[self._ask(link.worker, *blob, answers)] = blob
                 number, size, data = self._answer(link.worker, answers)
                 name, offset = asked.pop(number)
+                soon = size == SOON or time.monotonic() < begins_s
+                if data is None and soon and cancel is not None:
+                    cancel.wait(TUNED.lent_poll_s)
+                    left.append((name, offset))
+                    continue
                 if data is None or (not data and offset < size):
                     raise ConnectionFailed(f"{link.worker} cannot send blob {name[:12]}")
                 yield Chunk(name, size, offset, data)
@@ -123,6 +152,15 @@ class PeerBlobs:
 
     # ------------------------------------------------------------ what peers want
 
+    def lend(self, blob: str, borrower: str) -> None:
+        """Let a peer, or with "" every one, have a blob as soon as it is here."""
+        with self._lock:
+            _put(self._lent, blob, borrower, MAX_LENT)
+
+    def _lends(self, question: _Question) -> bool:
+        with self._lock:
+            return self._lent.get(question.name) in ("", question.peer)
+
     def _serve(self) -> None:
         """Thread: one piece after the other."""
         while (question := self._questions.get()) is not None:
@@ -131,7 +169,8 @@ class PeerBlobs:
     def _send_piece(self, question: _Question) -> None:
         piece = self._read(question)
         if piece is None:
-            self._reply(question, ABSENT, 0, memoryview(b""))
+            soon = question.name in self._coming and self._lends(question)
+            self._reply(question, COMING if soon else ABSENT, 0, memoryview(b""))
             return
         size, block = piece
         with self._lock:
@@ -142,7 +181,7 @@ class PeerBlobs:
 
     def _read(self, question: _Question) -> tuple[int, np.ndarray] | None:
         """Return a blob's size and a piece of it; None where the peer may not have it or nobody can."""
-        if question.name not in self._offered():
+        if question.name not in self._offered() and not self._lends(question):
             return None
         try:
             with self._path(question.name).open("rb") as file:
@@ -196,7 +235,7 @@ class PeerBlobs:
                 return
             del self._open[key.step]
         whole = key.micro == PIECE and len(header) == _PIECE.size
-        size = _PIECE.unpack(header)[0] if whole else 0
+        size = _PIECE.unpack(header)[0] if whole else SOON if key.micro == COMING else 0
         asked.answers.put((key.step, size, bytes(payload) if whole else None))
 
     def _asked(self, peer: str, number: int, header: bytes) -> None:
@@ -225,6 +264,15 @@ class _Near:
 
     blobs: PeerBlobs
     holder: PeerLink
+    cancel: Cancel | None = None
 
     def get(self, wanted: list[tuple[str, int]]) -> Iterator[Chunk]:
-        return self.blobs.get(self.holder, wanted)
+        return self.blobs.get(self.holder, wanted, self.cancel)
+
+
+def _put(held: dict[str, T], name: str, value: T, most: int) -> None:
+    """Put a value last; beyond ``most`` the first goes."""
+    held.pop(name, None)
+    held[name] = value
+    if len(held) > most:
+        del held[next(iter(held))]

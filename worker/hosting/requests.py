@@ -43,8 +43,9 @@ Batches = Callable[[control.BatchRequest], Iterable[control.Batch]]
 Work = Callable[[Cancel, "Progress"], int]
 """Does what was asked, reports bytes so far, returns the answer's figure."""
 Keep = Callable[[Sequence[BlobFile], Cancel], None]
-Departing = Callable[[Sequence[BlobFile], Callable[[], int]], AbstractContextManager[None]]
-"""Decides whether files may leave, and logs how many bytes did; raises AtollError where they may not."""
+Departing = Callable[[Sequence[BlobFile], Callable[[], int], str], AbstractContextManager[None]]
+"""Decides whether files may leave for a worker, "" for the store, and logs how many bytes did; raises
+AtollError where they may not."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,9 @@ class HostPorts:
     keep: Keep | None = None  # parts of a stage's snapshots, on this machine's disk
 
 
-def unlogged(files: Sequence[BlobFile], left: Callable[[], int]) -> AbstractContextManager[None]:
+def unlogged(
+    files: Sequence[BlobFile], left: Callable[[], int], borrower: str
+) -> AbstractContextManager[None]:
     """Of jobs that touch no data owner's data."""
     return nullcontext()
 
@@ -118,6 +121,36 @@ class Served:
 
         self.start(m.request, work)
 
+    def fetch_near(self, m: pb.FetchNear) -> None:
+        """Bring what a worker of the same site lends into the cache. Raises BadFrame."""
+        holder, blobs = bounds.name("holder", m.holder), bounds.count("blobs", list(m.blobs), MAX_BLOBS)
+        wanted = {bounds.blob_hash("blob", blob.hash): blob.size for blob in blobs}
+
+        def work(cancel: Cancel, progress: Progress) -> int:
+            self._blobs.fetch_near(holder, wanted, cancel, progress)
+            return progress.bytes
+
+        self.start(m.request, work)
+
+    def lend(self, m: pb.LendBlob, gateway: str) -> None:
+        """Lend an update to ``gateway``, and what is fetched to every neighbour. Raises BadFrame."""
+        blob, file = bounds.blob_hash("blob", m.file.hash), None
+        if m.file.path:
+            file = BlobFile(self._own(m.file.path), blob, m.file.size)
+            if not gateway or m.borrower != gateway:
+                raise BadFrame(f"an update lent to {m.borrower[:64]!r}; its gateway is {gateway!r}")
+
+        def work(cancel: Cancel, progress: Progress) -> int:
+            if file is None:
+                self._blobs.lend(blob, cancel)
+                return 0
+            with self._departing([file], lambda: progress.bytes, gateway):
+                self._blobs.lend(blob, cancel, file, gateway)
+                progress(file.size)
+            return 0
+
+        self.start(m.request, work)
+
     def store(self, m: pb.StoreFiles) -> None:
         """Send files of the process's own folders to the store. Raises BadFrame."""
         files = [
@@ -133,7 +166,7 @@ class Served:
             if m.keep and keep is not None:
                 keep(files, cancel)
                 return 0
-            with self._departing(files, lambda: progress.bytes):
+            with self._departing(files, lambda: progress.bytes, ""):
                 return self._blobs.store(files, cancel, progress, new=m.new)
 
         self.start(m.request, work)

@@ -263,3 +263,25 @@ def test_a_buffer_below_what_a_data_owner_may_count_on_is_refused() -> None:
         Federated(buffer=1)
     with pytest.raises(UsageError, match="for an asynchronous job"):
         check_federated(Federated(strategy="fedasync"), TrainingSpec(steps=3, n_micro=1))
+
+
+def test_a_job_that_waits_names_the_floor_that_keeps_its_clients_out() -> None:
+    """`buffer=1, min_clients=1` is below what a data owner demands by default: status tells that, and the way
+    on."""
+    world = made(buffer=1, min_clients=1)
+    world.step(fed.Begin())
+    why = (
+        "the job's rounds may close with 1 updates, this data owner demands 2; raise the job's "
+        "Federated(min_clients=...), or join with --min-clients 1"
+    )
+    for name in "ab":
+        world.step(fed.Invited(name, 100))
+        world.says(name, ev.ClientFailed("job-1", 0, why, "load"))
+    assert world.state.phase is Phase.GATHERING
+    assert world.state.reason.startswith("0 clients are ready, 1 are needed")
+    for name in "ab":
+        assert f"{name} takes no part: cannot load the job: {why}" in world.state.reason
+    world.says("b", ev.Loaded("job-1", 1))
+    world.step(fed.Invited("b", 100))
+    world.says("b", ev.Loaded("job-1", 1))
+    assert world.state.phase is Phase.TRAINING

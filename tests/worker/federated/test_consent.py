@@ -222,6 +222,30 @@ def test_what_leaves_is_logged_also_where_it_breaks_off(state_dir: Path, tmp_pat
     assert lines[-1]["round"] == 3
 
 
+def test_only_a_gateway_that_the_owner_names_may_see_an_update_and_the_log_tells_who(
+    state_dir: Path, tmp_path: Path
+) -> None:
+    own, other = "w-0123456789abcdef", "w-fedcba9876543210"
+    consent, m = Consent(state_dir), invitation(tmp_path, gateways="auto")
+    consent.judge(m)
+    (asked,) = ConsentStore(state_dir).known()
+    assert "Only one that your policy names" in dict(asked.facts)["gateways"]
+    consent.discloses("mine", f"{own}/1", own)
+    for allowed, error in (((), True), ((own,), True), ((other,), False), (("site",), False)):
+        set_policy(state_dir, "mine", replace(OPEN, gateways=allowed))
+        assert consent.joining(m).gateways == list(allowed)
+        if error:
+            with pytest.raises(UsageError, match="lets no gateway"):
+                consent.discloses("mine", other, own)
+        else:
+            consent.discloses("mine", other, own)
+    with consent.departing("job-1", [FILE], lambda: 500, other):
+        pass
+    assert [line["to"] for line in read_departures(state_dir)] == [other, other]
+    with pytest.raises(UsageError, match="--gateway 'anybody'"):
+        Policy(gateways=("anybody",))
+
+
 def test_nothing_is_uploaded_of_a_job_that_was_refused_meanwhile(state_dir: Path, tmp_path: Path) -> None:
     consent = Consent(state_dir)
     consent.judge(invitation(tmp_path))

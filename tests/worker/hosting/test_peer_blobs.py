@@ -140,3 +140,45 @@ def test_a_stage_comes_from_a_holder_and_what_that_sends_wrong_from_the_store(
     files.fetch(wanted, Cancel())
     assert spoiled in asked
     assert all(cache.path(name).read_bytes() == data for name, data in BLOBS.items())
+
+
+def test_an_update_is_lent_to_the_worker_that_it_is_for_and_to_no_other(both: Both) -> None:
+    both.offered.clear()
+    one, other, third = list(BLOBS)[:3]
+    both.holder.lend(one, both.networks[1].name)
+    both.holder.lend(other, "w-0123456789abcdef")
+    both.holder.lend(third, "")
+    for name in (one, third):
+        assert b"".join(chunk.data for chunk in both.near.get([(name, 0)])) == BLOBS[name]
+    with pytest.raises(ConnectionFailed, match="cannot send"):
+        list(both.near.get([(other, 0)]))
+
+
+def test_what_the_lender_is_fetching_itself_is_waited_for_and_what_it_gave_up_is_not(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_blobs, "TUNED", replace(peer_blobs.TUNED, lent_within_s=0.0, lent_poll_s=0.01))
+    name, data = blob("late", 1000)
+    coming = {name}
+    both.holder._coming = coming
+    both.holder.lend(name, "")
+    both.taker.know(both.near.holder)  # type: ignore[attr-defined]
+    cancel, asked = Cancel(), 0
+
+    class Watched(Cancel):
+        """Has the blob arrive at the lender after three questions for it."""
+
+        def wait(self, seconds: float) -> None:
+            nonlocal asked
+            asked += 1
+            if asked == 3:
+                (both.folder / name).write_bytes(data)
+            super().wait(seconds)
+
+    lender = both.taker.lender(both.networks[0].name, Watched())
+    assert b"".join(chunk.data for chunk in lender.get([(name, 0)])) == data
+    assert asked == 3
+    (both.folder / name).unlink()
+    coming.clear()
+    with pytest.raises(ConnectionFailed, match="cannot send"):
+        list(both.taker.lender(both.networks[0].name, cancel).get([(name, 0)]))

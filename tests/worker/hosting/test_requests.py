@@ -193,3 +193,24 @@ def test_a_name_that_is_no_hash_is_refused(fake: FakeChild) -> None:
     file = pb.StoreFile(hash="", size=5, path=str(fake.scratch / "x"))
     with pytest.raises(BadFrame):
         served.store(pb.StoreFiles(request=1, files=[file]))
+
+
+def test_an_update_is_lent_to_its_gateway_alone_and_only_from_folders_of_its_own(fake: FakeChild) -> None:
+    lent: list[tuple[Any, ...]] = []
+    served = serving(
+        fake, lend=lambda blob, cancel, file=None, borrower="": lent.append((blob, file, borrower))
+    )
+    file = pb.StoreFile(hash=HASH, size=7, path=str(fake.own / "update"))
+    for borrower, gateway in (("w-2", ""), ("", ""), ("w-2", "w-1"), ("", "w-1")):
+        with pytest.raises(BadFrame, match="its gateway is"):
+            served.lend(pb.LendBlob(request=1, file=file, borrower=borrower), gateway)
+    stolen = pb.StoreFile(hash=HASH, size=7, path="/etc/passwd")
+    with pytest.raises(BadFrame, match="not the compute process's own"):
+        served.lend(pb.LendBlob(request=1, file=stolen, borrower="w-1"), "w-1")
+    served.lend(pb.LendBlob(request=1, file=file, borrower="w-1"), "w-1")
+    assert not fake.answer().kind
+    served.lend(pb.LendBlob(request=2, file=pb.StoreFile(hash=HASH)), "")
+    assert not fake.answer().kind
+    (_, held, borrower), model = lent
+    assert (held.path, held.size, borrower) == (fake.own / "update", 7, "w-1")
+    assert model == (HASH, None, "")
