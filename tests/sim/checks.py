@@ -325,6 +325,8 @@ class Checks:
     def _counted(self, asked: do.AggregateRound) -> None:
         names = [*asked.updates, *(name for held in asked.sums.values() for name in held.samples)]
         self.sums |= asked.sums.keys()
+        if wrong := self.world.vectors.wrong(asked):
+            raise Violation(f"{asked.job}: round {asked.round} opens to {wrong}")
         if len(names) != len({*names}):
             raise Violation(f"{asked.job}: round {asked.round} counts one of {sorted(names)} twice")
         for worker, update in asked.updates.items():

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from atoll.errors import BadFrame
 from atoll.plan import Place, Plan
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
@@ -18,6 +19,7 @@ from strategies.exchanges.partners import groups_of as groups_of
 from tests.sim.clock import Process, digest
 from tests.sim.local_steps import LOCAL_STEP_S
 from tests.sim.own_steps import OwnSteps
+from tests.sim.secure import InMemory, Vectors, answered
 from tests.sim.send_log import Kept, SendLog, Wanted
 from tests.sim.stage import PART, Held, Key, Message, Part, Tensors
 from tests.sim.values import NAN, batches, forward, joined, micro_losses, number, square_norms, told, update
@@ -100,6 +102,8 @@ class Bench(OwnSteps):
     _commit: Any = None  # of which one is under way
     log: SendLog = field(default_factory=SendLog)
     joined: str = ""
+    member: InMemory | None = None  # of the job's secure rounds
+    vectors: Vectors = field(default_factory=Vectors)
     copies: dict[str, ev.CopyHeld] = field(default_factory=dict)
     warm: list[bool] = field(default_factory=list)  # of each stage that was loaded, but for spot checks
     inbox: dict[Key, str] = field(default_factory=dict)
@@ -172,6 +176,9 @@ class Bench(OwnSteps):
                 self._later(LOAD_S, lambda: self._join(job, version))
             case e.TrainRound(job, at_round):
                 self._later(ROUND_S, lambda: self._train(job, at_round, instruction))
+            case e.SecureOrder():
+                if self.member is not None:
+                    self.post(answered(self.member, instruction))
             case e.EvaluateRound(job, at_round):
                 self._later(EVALUATE_S, lambda: self._test(job, at_round))
 
@@ -693,19 +700,28 @@ class Bench(OwnSteps):
     # ------------------------------------------------------------ federated rounds
 
     def _join(self, job: str, version: int) -> None:
-        self.joined = job
+        self.joined, self.member = job, self.vectors.member(self.process.name, job)
         self.post(ev.Loaded(job, version, LOAD_S, gateways=("site",)))
 
     def _train(self, job: str, at_round: int, order: Any) -> None:
         if order.gathers:
             return self._gather(job, at_round, order)
-        blob = digest(self.process.name, self.process.life, job, at_round, order.model.full.hash)
+        blob = digest(
+            self.process.name, self.process.life, job, at_round, order.model.full.hash, order.exchange
+        )
+        if order.exchange and self.member is not None:
+            try:
+                self.member.begin(order)
+                value = int(blob[:6], 16)
+                self.vectors.held[blob] = self.member.masked(order.exchange, value), value
+            except BadFrame as error:
+                return self.post(ev.ClientFailed(job, at_round, str(error)))
         if order.gateway:
             self.process.disk.add(blob)
         else:
             self.store(blob)
         answer = ev.UpdateReady(job, at_round, blob, 1000, 10, 2, metrics={"loss": 1.0}, train_s=ROUND_S)
-        return self.post(replace(answer, gateway=order.gateway))
+        return self.post(replace(answer, gateway=order.gateway, exchange=order.exchange))
 
     def _gather(self, job: str, at_round: int, order: Any) -> None:
         """Sum what those keep for this worker who can be reached."""

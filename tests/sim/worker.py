@@ -14,6 +14,7 @@ from coordinator.messages import instructions as do
 from tests.sim.compute import Bench, Machine
 from tests.sim.coordinator import Coordinator
 from tests.sim.network import End, Network, Stream
+from tests.sim.secure import Vectors
 from tests.sim.stage import Message
 from worker.session import events as e
 from worker.session import instructions as todo
@@ -58,7 +59,7 @@ def event_of(message: do.Message) -> e.Event | None:
             return e.Reconfigure(job, plan.version, base, step, links, opaque(message), standby, joining)
         case do.StepStart() | do.StepDiscard() | do.Release() | do.RoundTaken() | do.Dismiss():
             return message
-        case do.TrainRound() | do.EvaluateRound():
+        case do.TrainRound() | do.EvaluateRound() | do.SecureOrder():
             return message
         case do.StepCommit():
             return message
@@ -84,6 +85,7 @@ class Worker(Machine):
     obeyed: Callable[[str, Any, int, int], None] = field(default=lambda *_: None, kw_only=True)
     data: bool = field(default=True, kw_only=True)
     site: str = field(default="", kw_only=True)
+    vectors: Vectors = field(default_factory=Vectors, kw_only=True)
     log_steps: int = field(default=1000, kw_only=True)  # that its send log has room for
     copy_bytes: int = field(default=2**30, kw_only=True)  # that it lends to copies
     clock_off_s: float = field(default=0.0, init=False)
@@ -111,7 +113,7 @@ class Worker(Machine):
             self._tell,
             self._holds,
         )
-        self.bench.log.most = self.log_steps
+        self.bench.log.most, self.bench.vectors = self.log_steps, self.vectors
         self._connect()
         self._beat()
 

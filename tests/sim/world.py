@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from atoll.dataset_spec import DataSpec
 from atoll.federated import Federated, FederatedSpec
 from atoll.job import JobSpec, Optimizer, TrainingSpec
+from atoll.secure import LEAST_MEMBERS
 from coordinator.messages import events as ev
 from coordinator.messages.facts import from_record
 from tests.sim.checks import Checks, Violation
@@ -18,6 +19,7 @@ from tests.sim.clock import Clock, digest
 from tests.sim.coordinator import NAME, NEEDS, OPS, Coordinator, Folder
 from tests.sim.faults import Fault, KilledForMemory, TakeOver, drawn
 from tests.sim.network import Network
+from tests.sim.secure import SECURE, Vectors
 from tests.sim.worker import Worker
 
 F = TypeVar("F")
@@ -56,12 +58,11 @@ def pipeline_job(
     return JobSpec("job", training, "ab" * 32, "cd" * 32, names, data, data, standbys=standbys)
 
 
-def federated_job(rounds: int = 6, buffer: int = 0, gateways: str = "") -> JobSpec:
+def federated_job(rounds: int = 6, buffer: int = 0, **options: Any) -> JobSpec:
     """Return a federated job of so many rounds; ``buffer``: asynchronous, of so many updates each;
-    ``gateways``: as of ``Federated``."""
-    rule = Federated(
-        deadline_s=20.0, min_clients=min(2, buffer or 2), evaluate_every=1, buffer=buffer, gateways=gateways
-    )
+    ``options``: others of ``Federated``."""
+    wanted = {"deadline_s": 20.0, "min_clients": min(2, buffer or 2), "evaluate_every": 1, **options}
+    rule = Federated(buffer=buffer, **wanted)
     federated = FederatedSpec(rule, "digits", {"x": "image"})
     names = {"w": digest("initial", "federated")}
     training = TrainingSpec(rounds, n_micro=1)
@@ -89,6 +90,7 @@ class Scenario:
     peer_stages: int = 1  # of such a peer, at most
     quorum: int = 0  # of them, that a round waits for; 0: all
     buffer: int = 0  # of federated jobs that are asynchronous
+    secure: bool = False  # whose updates are masked
     sites: int = 0  # that workers stand in by turns, whose gateways sum updates
     rings: bool = False  # pipelines whose first stage has the last piece, too
 
@@ -135,6 +137,7 @@ class World:
     specs: dict[str, JobSpec] = field(default_factory=dict)
     checks: Checks = field(init=False)
     former: list[Coordinator] = field(default_factory=list)  # that another machine's took the place of
+    vectors: Vectors = field(default_factory=Vectors)  # of secure rounds
     doubtful_until_s: float = 0.0  # until then workers find now the one, now the other
 
     def __post_init__(self) -> None:
@@ -154,6 +157,7 @@ class World:
                 missed=self.checks.missed,
                 obeyed=self.checks.obeyed,
                 log_steps=self.scenario.log_steps,
+                vectors=self.vectors,
                 site=f"site{int(name[1:]) % self.scenario.sites}" if self.scenario.sites else "",
             )
 
@@ -211,8 +215,10 @@ class World:
             exchange=scenario.exchange,
         )
         jobs = [spec] * scenario.pipeline
-        gateways = "auto" if scenario.sites else ""
-        jobs += [federated_job(buffer=scenario.buffer, gateways=gateways) for _ in range(scenario.federated)]
+        options: dict[str, Any] = {"gateways": "auto"} if scenario.sites else {}
+        if scenario.secure:
+            options = {"secure": SECURE, "evaluate_every": 0, "min_clients": LEAST_MEMBERS}
+        jobs += [federated_job(buffer=scenario.buffer, **options) for _ in range(scenario.federated)]
         for at, spec in enumerate(jobs):
             self.submit(f"job-{at + 1}", spec, 1.0 + at)
         for fault in self.scenario.faults:
