@@ -41,6 +41,7 @@ from lab.reader import read_scenario
 from tests.inprocess.pipeline import LocalPipeline
 
 DENSE = "none"
+TICKS = (8, 10, 12, 16, 30)
 NEAR = 0.1  # of the ops: so far from an even cut the thinnest place is looked for
 
 
@@ -134,6 +135,8 @@ def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     for case in cases(args):
         key = key_of(args, case)
+        if key not in known and args.only_stored:
+            continue
         if key not in known:
             variant = f"{case.codec}:{case.ratio:g} over {case.cuts}"
             known[key] = {"key": key, "variant": variant, **asdict(case), **train(args, case)}
@@ -157,11 +160,39 @@ def rows_of(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "ratio": ratio,
             "codec": codec,
             "times_fewer": statistics.fmean(line["times_fewer"] for line in lines),
+            "seeds": len(lines),
             "loss": statistics.fmean(line["loss"] for line in lines),
             "more": [line["loss"] / dense[line["seed"], cuts] - 1.0 for line in lines],
         }
         for (cuts, ratio, codec), lines in sorted(rows.items())
     ]
+
+
+def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """How much more than dense, mean and extremes over seeds, against the ratio; a panel a number of cuts."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    cuts = sorted({row["cuts"] for row in rows})
+    codecs = dict.fromkeys(row["codec"] for row in rows if row["codec"] != DENSE)
+    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(8.0, 3.2), layout="constrained")
+        panels = figure.subplots(1, len(cuts), sharey=True, squeeze=False)[0]
+        for panel, count in zip(panels, cuts, strict=True):
+            for codec in codecs:
+                mine = [row for row in rows if row["cuts"] == count and row["codec"] == codec]
+                means = [100 * statistics.fmean(row["more"]) for row in mine]
+                below = [mean - 100 * min(row["more"]) for mean, row in zip(means, mine, strict=True)]
+                above = [100 * max(row["more"]) - mean for mean, row in zip(means, mine, strict=True)]
+                ratios = [row["times_fewer"] for row in mine]
+                panel.errorbar(ratios, means, [below, above], marker="o", capsize=2, label=codec)
+            panel.set(title=f"cuts: {count}", xlabel="times fewer bytes", xscale="log")
+            panel.set_xticks(TICKS, [str(tick) for tick in TICKS])
+            panel.minorticks_off()
+        panels[0].set(ylabel="held-out loss over dense, %")
+        panels[0].legend(frameon=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=90)
 
 
 def main() -> None:
@@ -175,6 +206,8 @@ def main() -> None:
     found.add_argument("--warm", type=int, default=0, help="steps without codecs, before the others")
     found.add_argument("--seeds", type=int, default=3, help="paired seeds, from --seed on")
     found.add_argument("--state", help="JSON lines of finished trainings; goes on from there")
+    found.add_argument("--only-stored", action="store_true", help="train nothing: report what --state holds")
+    found.add_argument("--plot", type=Path, help="picture of the table")
     found.add_argument("--set", action="append", default=[], help="job override")
     args = found.parse_args()
     if not 0 <= args.warm < args.steps:
@@ -187,6 +220,9 @@ def main() -> None:
             f"{row['cuts']} cuts {row['codec']:<6}",
         )
         print(f"{name} {row['times_fewer']:5.1f} times fewer: {row['loss']:.4f} ({more})")
+    if args.plot:
+        plot(rows, args.plot)
+        print(f"drawn in {args.plot}")
     if args.json:
         print(json.dumps({"rows": rows, "steps": args.steps, "warm": args.warm, "machine": machine()}))
 

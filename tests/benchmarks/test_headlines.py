@@ -6,10 +6,12 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from atoll.job import Recompute
-from benchmarks import consumer_fleet, thin_sites, wan_speedrun
+from benchmarks import consumer_fleet, site_adapters, split_finetuning, split_lab, thin_sites, wan_speedrun
 from benchmarks.block_graphs import transformer
+from examples.gpt import GPT
 
 
 def test_a_graph_has_a_transformers_parameters_and_flops() -> None:
@@ -93,3 +95,41 @@ def test_each_broken_promise_of_thin_sites_is_named() -> None:
     assert "exact replicas: +40%" in thin_sites.wrong_figures([{**exact, "error": 0.4}, local], 9.0)
     assert "bytes are +10.0% off" in thin_sites.wrong_figures([exact, {**local, "bytes_error": 0.1}], 9.0)
     assert "no peers" in thin_sites.wrong_figures([exact, {**local, "stages": [1, 1]}], 9.0)
+
+
+def test_each_broken_promise_of_a_narrow_cut_is_named() -> None:
+    plain = {"rank": 0, "error": -0.1, "bytes": [786_432] * 2, "header": 100}
+    narrow = {"rank": 4, "error": 0.1, "bytes": [8192] * 2, "header": 100}
+    assert split_lab.wrong_figures([plain, narrow], 512, 10.5) == ""
+    assert "9.0 times" in split_lab.wrong_figures([plain, narrow], 512, 9.0)
+    assert "[8192, 8193] bytes" in split_lab.wrong_figures(
+        [plain, {**narrow, "bytes": [8192, 8193]}], 512, 11
+    )
+    assert "a header of 200" in split_lab.wrong_figures([plain, {**narrow, "header": 200}], 512, 11.0)
+    assert "rank 4: +20% off" in split_lab.wrong_figures([plain, {**narrow, "error": 0.2}], 512, 11.0)
+
+
+def test_each_broken_promise_of_adapters_at_two_sites_is_named() -> None:
+    exact, local = {"stages": [2, 2]}, {"stages": [2, 2], "round_bytes": [1000, 1010]}
+    assert site_adapters.wrong_figures([exact, local], 1000.0, 3.0) == ""
+    assert "1.2 times" in site_adapters.wrong_figures([exact, local], 1000.0, 1.2)
+    assert "sent 1010 bytes" in site_adapters.wrong_figures([exact, local], 900.0, 3.0)
+    assert "no round" in site_adapters.wrong_figures([exact, {"stages": [2, 2]}], 1000.0, 3.0)
+    assert "not two of two" in site_adapters.wrong_figures([exact, {**local, "stages": [1, 1]}], 1000.0, 3.0)
+
+
+def test_a_coded_residual_is_what_the_codecs_other_end_reads_both_ways() -> None:
+    torch.manual_seed(0)
+    net = GPT(32, 1, 4, 16)
+    kept, coded = (split_finetuning.Variant(4, 0, residual=True, ratio=ratio).of(net) for ratio in (1.0, 8.0))
+    tokens = torch.randint(0, 256, (4, 16))
+    losses = [module(tokens) for module in (kept, coded)]
+    assert 0.0 < abs(float(losses[0].detach() - losses[1].detach())) < 0.5
+    for loss in losses:
+        loss.backward()
+    one, other = (module.get_parameter("blocks.0.out.weight").grad for module in (kept, coded))
+    assert one is not None
+    assert other is not None
+    assert not torch.equal(one, other)
+    assert torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0) > 0.8
+    assert split_finetuning.Variant(8, 3, residual=True, ratio=8.0).bytes_a_token(128) == 96.0

@@ -35,6 +35,7 @@ DROPOUT = 0.1
 JOB_FILES: dict[str, tuple[str, ...]] = {
     "gpt": ("WIDTH=64", "LAYERS=2"),
     "bert_tiny": ("SAMPLES=512",),
+    "two_sites": ("WIDTH=64", "LAYERS=2"),
     "mlp_digits": (),
     "federated_brown": ("MICRO_BATCH=4", "WIDTH=16"),
     **{
