@@ -5,10 +5,12 @@ A rule of ``atoll.mesh.rules`` says what; here it is done, with a ``Group``'s co
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from atoll.mesh.layout import Kernel, Move, Split, Way, shard_rows
@@ -125,6 +127,34 @@ class _Take(torch.autograd.Function):
         return joined(ctx.group.gather(grads[0]), ctx.split), None, None
 
 
+class _Lend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, split: Split, group: Group) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.split, ctx.group = split, group
+        return joined(group.gather(value), split)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if grads[0] is None:
+            return None, None, None
+        return ctx.group.sum_parts(torch.stack(parts_of(grads[0], ctx.split, ctx.group.size))), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, split: Split, group: Group) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.split, ctx.group = split, group
+        return group.sum_parts(torch.stack(parts_of(value, split, group.size)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if grads[0] is None:
+            return None, None, None
+        return joined(ctx.group.gather(grads[0]), ctx.split), None, None
+
+
 class _Fetch(torch.autograd.Function):
     """``summed``: gradients are parts of a sum; else every process has the whole of it."""
 
@@ -174,6 +204,14 @@ class _VocabularyLoss(torch.autograd.Function):
         return gradient.to(ctx.dtype), None, None, None
 
 
+def _again(move: Move, group: Group, own: Tensor) -> Tensor:
+    """Return once more what a move has gathered."""
+    return fetched(own, move.shape[0], group) if move.split is None else joined(group.gather(own), move.split)
+
+
+_AGAIN = (Way.FETCH, Way.COPY, Way.LEND)
+_SPLITS: dict[Way, Any] = {Way.TAKE: _Take, Way.LEND: _Lend, Way.SCATTER: _Scatter}
+
 # ---------------------------------------------------------------- an op's call
 
 
@@ -182,11 +220,10 @@ class MeshCalls:
 
     def __init__(self, shared: Shared, group: Group) -> None:
         self.shared, self.group = shared, group
+        self._masks: Tensor | None = None
         self._moved: dict[tuple[int, Way, Split | None], Tensor] = {}
         self.fetches = any(
-            move.way in (Way.FETCH, Way.COPY)
-            for turn in shared.turns.values()
-            for move in turn.moves.values()
+            move.way in _AGAIN for turn in shared.turns.values() for move in turn.moves.values()
         )
 
     def begin(self) -> None:
@@ -218,14 +255,16 @@ class MeshCalls:
         group = self.group
         if move.way in (Way.ENTER, Way.GATHER):
             return self._moved_once(value, move)
-        if move.way is Way.TAKE:
+        if move.way is Way.SUM:
+            return _summed(value, group)
+        if move.way in _SPLITS:
             if move.split is None:
                 raise ValueError("a part of a value that is not split")
-            return _Take.apply(value, move.split, group)  # type: ignore[no-any-return, no-untyped-call]
-        rows = move.shape[0]
-        found: Tensor = _Fetch.apply(value, rows, move.way is Way.FETCH, group)  # type: ignore[no-untyped-call]
-        if notes.repeats is not None and torch.is_grad_enabled():
-            notes.repeats.note(lambda shard: fetched(shard, rows, group), (value,), found)
+            found: Tensor = _SPLITS[move.way].apply(value, move.split, group)
+        else:
+            found = _Fetch.apply(value, move.shape[0], move.way is Way.FETCH, group)  # type: ignore[no-untyped-call]
+        if move.way in _AGAIN and notes.repeats is not None and torch.is_grad_enabled():
+            notes.repeats.note(partial(_again, move, group), (value,), found)
         return found
 
     def _moved_once(self, value: Tensor, move: Move) -> Tensor:
@@ -255,6 +294,10 @@ class MeshCalls:
             return self._vocabulary(call)
         if kernel is Kernel.VOCABULARY_LOSS:
             return self._vocabulary_loss(node)
+        if kernel is Kernel.EXPERTS:
+            return self._experts(call)
+        if kernel is Kernel.CAUSAL:
+            return self._causal(node)
         if kernel is Kernel.DROPOUT:
             return self._dropout(node, turn, call)
         return (lambda *args: _summed(call(*args), group)) if turn.sums else call
@@ -310,10 +353,49 @@ class MeshCalls:
 
         return loss
 
+    def _experts(self, call: Call) -> Call:
+        """Rows of the own experts by these, zeros for those of others; ``offs``: where each expert's end."""
+        group = self.group
+
+        def experts(x: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
+            first = group.rank * matrices.shape[0]
+            own = offs[first : first + matrices.shape[0]]
+            if isinstance(offs, FakeTensor):
+                return call(x, matrices, own)  # type: ignore[no-any-return]
+            low, high = int(offs[first - 1]) if first else 0, int(own[-1])
+            found = call(x[low:high], matrices, own - low)
+            return functional.pad(found, (0, 0, low, len(x) - high))
+
+        return experts
+
+    def _causal(self, node: OpNode) -> Call:
+        group, named = self.group, dict(node.kwargs)
+        scale, grouped = named.get("scale"), bool(named.get("enable_gqa", False))
+        scale = scale if isinstance(scale, float) else None
+
+        def attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+            own = query.shape[2]
+            end = (group.rank + 1) * own
+            key, value = key[:, :, :end], value[:, :, :end]
+            mask = self._mask(query, end)
+            return functional.scaled_dot_product_attention(
+                query, key, value, mask, scale=scale, enable_gqa=grouped
+            )
+
+        return attention
+
+    def _mask(self, query: Tensor, end: int) -> Tensor:
+        """What is added to the scores of the last queries of ``end`` tokens; all layers share it."""
+        own = query.shape[2]
+        if self._masks is None or self._masks.shape != (own, end) or self._masks.dtype is not query.dtype:
+            above = torch.ones(own, end, dtype=torch.bool, device=query.device).triu(end - own + 1)
+            self._masks = torch.zeros_like(above, dtype=query.dtype).masked_fill_(above, float("-inf"))
+        return self._masks
+
     def _dropout(self, node: OpNode, turn: Turn, call: Call) -> Call:
         """Draw for the whole value, so that each process has its part of the mask that one would draw."""
         group, split = self.group, turn.split
-        if split is None:
+        if not isinstance(split, Split):
             raise ValueError(f"{node.name} is not split")
 
         def dropout(x: Tensor, *rest: Any) -> Tensor:

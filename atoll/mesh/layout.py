@@ -1,7 +1,8 @@
 """How a value lies on the processes of a mesh, and what moves it from one way to another. Pure.
 
 A value is whole on each process (``None``), or each has an equal ``Split`` of one dimension. Gradients lie as
-their values do; whole ones are complete, never parts of a sum.
+their values do; whole ones are complete, never parts of a sum. Around experts there are two layouts more:
+``Parts`` of a sum, and whole values whose gradients are parts of one (``Lent``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ class Inside(StrEnum):
 
     SHARDS = "shards"  # each has its rows of a micro-batch and its part of every matrix, gathered at use
     TENSOR = "tensor"  # each has its heads, hidden units and rows of the vocabulary, for all rows
+    SEQUENCE = "sequence"  # each has its tokens of every row; matrices as in shards
+    EXPERTS = "experts"  # as shards, and each has its experts whole, for the tokens of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,32 @@ class Split:
         return tuple(n // size if at == self.dim else n for at, n in enumerate(shape))
 
 
-Layout = Split | None
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The whole shape, a part of a sum; gradients are whole. ``groups``: position of the op with the ends of
+    groups of rows, of which each process has its own, and zeros elsewhere; -1 where parts may overlap."""
+
+    groups: int = -1
+
+    def fits(self, shape: tuple[int, ...], size: int) -> bool:
+        return True
+
+    def local(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+        return shape
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """Whole on each process, for work that is divided: gradients are parts of a sum."""
+
+    def fits(self, shape: tuple[int, ...], size: int) -> bool:
+        return True
+
+    def local(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+        return shape
+
+
+Layout = Split | Parts | Lent | None
 
 
 class Way(StrEnum):
@@ -49,14 +77,17 @@ class Way(StrEnum):
     ENTER = "enter"  # whole, into work that is split: gradients are summed
     GATHER = "gather"  # of a split value the whole; of its gradient the own part
     TAKE = "take"  # of a whole value the own part; gradients are gathered
+    LEND = "lend"  # of a split value the whole, into work that is split: gradients are summed and split
+    SUM = "sum"  # of parts the sum; gradients stay
+    SCATTER = "scatter"  # of parts the own part of the sum; gradients are gathered
     FETCH = "fetch"  # of a stored shard the whole; gradients are summed, each keeps its shard of the sum
     COPY = "copy"  # the same into work that every process does: of the gradient the own shard
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What happens to one argument; ``split``: how it lies before (GATHER) or afterwards (TAKE). ``shape``:
-    of the whole. ``of``: position of the op that made it, -1 of a named tensor."""
+    """What happens to one argument; ``split``: how it lies before (GATHER, LEND) or afterwards (TAKE,
+    SCATTER). ``shape``: of the whole. ``of``: position of the op that made it, -1 of a named tensor."""
 
     way: Way
     shape: tuple[int, ...]
@@ -75,6 +106,8 @@ class Kernel(StrEnum):
     ROWS_LOSS = "rows_loss"  # a mean loss over the counted rows of a split micro-batch
     VOCABULARY = "vocabulary"  # an embedding in a table split by rows
     VOCABULARY_LOSS = "vocabulary_loss"  # a cross-entropy over split classes
+    EXPERTS = "experts"  # products of groups of rows, those of the own experts
+    CAUSAL = "causal"  # attention of own queries to keys up to their own
     DROPOUT = "dropout"  # as drawn for the whole value
 
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from atoll.mesh.layout import Kernel, Layout, Split
-from atoll.opdag import Arg, LeafRef, OpNode, OpRef, Source, TensorMeta
-from atoll.ops import GETITEM, POINTWISE
+from atoll.mesh.layout import Kernel, Layout, Lent, Parts, Split
+from atoll.opdag import DTYPE_BYTES, Arg, LeafRef, OpNode, OpRef, Source, TensorMeta
+from atoll.ops import GETITEM, GROUPED, POINTWISE
 
 Path = tuple[int | str, ...]
 MEAN, SUM = 1, 2  # torch's numbers of a loss's reduction
@@ -24,7 +24,7 @@ class Choice:
     of all results, other literals, and whether results are summed over the processes."""
 
     out: Layout
-    wants: Mapping[Path, Split] = field(default_factory=dict)
+    wants: Mapping[Path, Split | Parts | Lent] = field(default_factory=dict)
     args: tuple[Arg, ...] | None = None
     sums: bool = False
     kernel: Kernel | None = None
@@ -33,13 +33,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Seen:
-    """A node with its arguments as they lie. ``column``: how the weights of a product are to be split."""
+    """A node with its arguments as they lie. ``column``: how the weights of a product are to be split;
+    ``lends``: the op's result goes to experts alone."""
 
     node: OpNode
     size: int
     metas: Callable[[OpRef | LeafRef], TensorMeta]
     layouts: Callable[[OpRef | LeafRef], Layout]
     column: Split | None = None
+    lends: bool = False
 
     @property
     def out(self) -> tuple[int, ...]:
@@ -54,9 +56,13 @@ class Seen:
         arg = self.arg(at)
         return self.metas(arg).shape if isinstance(arg, OpRef | LeafRef) else ()
 
-    def split(self, at: int) -> Layout:
+    def layout(self, at: int) -> Layout:
         arg = self.arg(at)
         return self.layouts(arg) if isinstance(arg, OpRef | LeafRef) else None
+
+    def split(self, at: int) -> Split | None:
+        found = self.layout(at)
+        return found if isinstance(found, Split) else None
 
     def parameter(self, at: int) -> bool:
         arg = self.arg(at)
@@ -89,6 +95,14 @@ def references(node: OpNode) -> Iterator[tuple[Path, OpRef | LeafRef]]:
 
 def choose(seen: Seen) -> Choice | None:
     """Return how an op with split arguments, or weights to be split, runs; None: on whole values alone."""
+    if seen.node.target == GROUPED:
+        return _grouped(seen)
+    layouts = [seen.layouts(ref) for _, ref in seen.tensors()]
+    if seen.lends or any(isinstance(each, Parts | Lent) for each in layouts):
+        if (found := parts_rule(seen)) is not None:
+            return found
+        if seen.column is None and not any(isinstance(each, Split) for each in layouts):
+            return None
     rule = _RULES.get(seen.node.target)
     return None if rule is None else rule(seen)
 
@@ -101,12 +115,13 @@ def _pointwise(s: Seen) -> Choice | None:
     splits = [
         Split(split.dim + rank - len(shape), split.parts)
         for _, ref in s.tensors()
-        if (split := s.layouts(ref)) is not None and (shape := s.metas(ref).shape)
+        if isinstance(split := s.layouts(ref), Split) and (shape := s.metas(ref).shape)
         if shape[split.dim] == s.out[split.dim + rank - len(shape)]
     ]
     if not splits:
         return None
-    chosen, wants = splits[0], {}
+    chosen = splits[0]
+    wants: dict[Path, Split | Parts | Lent] = {}
     for path, ref in s.tensors():
         shape = s.metas(ref).shape
         at = chosen.dim - rank + len(shape)
@@ -143,21 +158,15 @@ def _view(s: Seen) -> Choice | None:
 
 def viewed(split: Layout, before: tuple[int, ...], after: tuple[int, ...], size: int) -> Layout:
     """Return where a view has the dimension that is split; None where blocks of it lie nowhere together."""
-    if split is None:
+    if not isinstance(split, Split):
         return None
-    ahead, length = prod(before[: split.dim]), before[split.dim]
-    dim = next((at for at, n in enumerate(after) if n > 1 and prod(after[:at]) == ahead), None)
-    if dim is None:
-        return None
-    n = after[dim]
-    if n == length:
-        return Split(dim, split.parts)
-    if split.parts > 1:
-        inner = Split(dim + 1)
-        whole = n == split.parts and dim + 1 < len(after) and n * after[dim + 1] == length
-        return inner if whole and inner.fits(after, size) else None
-    found = Split(dim)
-    return found if found.fits(after, size) and (n % length == 0 or length % n == 0) else None
+    pieces = prod(before[: split.dim]) * split.parts  # one behind the other, of each a block
+    for dim in range(len(after)):
+        ahead = prod(after[:dim])
+        found = Split(dim, pieces // ahead)
+        if pieces % ahead == 0 and found.fits(after, size):
+            return found
+    return None
 
 
 def _split_of(s: Seen, at: int) -> Split:
@@ -169,7 +178,7 @@ def _split_of(s: Seen, at: int) -> Split:
 
 def _moved(s: Seen, order: list[int]) -> Choice | None:
     """Result dimension i is dimension order[i] of the argument."""
-    split = s.split(0)
+    split = s.split(0) or s.column
     if split is None:
         return None
     return Choice(Split(order.index(split.dim), split.parts), {(0,): split})
@@ -259,7 +268,8 @@ def _getitem(s: Seen) -> Choice | None:
 
 def _cat(s: Seen) -> Choice | None:
     dim = s.integer(1, "dim", 0) % max(1, len(s.out))
-    wanted: Split | None = next((split for _, ref in s.tensors() if (split := s.layouts(ref))), None)
+    splits = (split for _, ref in s.tensors() if isinstance(split := s.layouts(ref), Split))
+    wanted = next(splits, None)
     if wanted is None or wanted.dim == dim:
         return None
     if any(len(s.metas(ref).shape) != len(s.out) for _, ref in s.tensors()):
@@ -292,7 +302,7 @@ def _product(s: Seen, x: int, w: int, bias: int | None, rows: int, columns: int)
     if split is None:
         if s.column is None:
             return None
-        wants: dict[Path, Split] = {(w,): Split(columns, s.column.parts)}
+        wants: dict[Path, Split | Parts | Lent] = {(w,): Split(columns, s.column.parts)}
         if has_bias and bias is not None:
             wants[(bias,)] = Split(0, s.column.parts)
         return Choice(Split(len(s.out) - 1, s.column.parts), wants)
@@ -315,7 +325,7 @@ def _matmul(s: Seen) -> Choice | None:
         if left[batch.dim] != right[batch.dim]:
             return None
         return Choice(batch, {(0,): batch, (1,): batch})
-    if a is not None and a.dim == rank - 2 and (b is None or b.dim != rank - 1):
+    if a is not None and a.dim == rank - 2:
         return Choice(a, {(0,): a})
     if b is not None and b.dim == rank - 1 and a is None:
         return Choice(b, {(1,): b})
@@ -323,13 +333,15 @@ def _matmul(s: Seen) -> Choice | None:
 
 
 def _attention(s: Seen) -> Choice | None:
-    """Queries, keys, values [batch, heads, tokens, features]: by batch or by heads."""
+    """Queries, keys, values [batch, heads, tokens, features]: by batch, by heads, or by queries."""
     split = next((found for at in range(3) if (found := s.split(at))), None)
-    if s.node.random or split is None or split.dim > 1 or split.parts > 1:
+    if s.node.random or split is None or split.dim > 2 or split.parts > 1:
         return None
+    if split.dim == 2:
+        return _of_queries(s)
     if any(len(s.shape(at)) != 4 or not split.fits(s.shape(at), s.size) for at in range(3)):
         return None
-    wants: dict[Path, Split] = {(at,): split for at in range(3)}
+    wants: dict[Path, Split | Parts | Lent] = {(at,): split for at in range(3)}
     for path, ref in s.tensors():
         if path in wants:
             continue
@@ -338,6 +350,20 @@ def _attention(s: Seen) -> Choice | None:
         if at >= 0 and shape[at] > 1:
             wants[path] = Split(at)
     return Choice(split, wants)
+
+
+def _of_queries(s: Seen) -> Choice | None:
+    """Own queries with all keys and values: those up to the own tokens where attention is causal."""
+    split, mask = Split(2), s.arg(3, "attn_mask")
+    causal = bool(s.arg(5, "is_causal", False))
+    if s.split(0) != split or len(s.shape(0)) != 4 or (causal and s.shape(0)[2] != s.shape(1)[2]):
+        return None
+    wants: dict[Path, Split | Parts | Lent] = {(0,): split}
+    for path, ref in s.tensors():
+        shape = s.metas(ref).shape
+        if ref == mask and len(shape) > 1 and shape[-2] > 1:
+            wants[path] = Split(len(shape) - 2)
+    return Choice(split, wants, kernel=Kernel.CAUSAL if causal else None)
 
 
 def _normalised(s: Seen) -> Choice | None:
@@ -387,12 +413,12 @@ def _cross_entropy(s: Seen) -> Choice | None:
     plain = s.arg(2, "weight") is None and not s.arg(5, "label_smoothing", 0.0)
     target = s.arg(1)
     classes = isinstance(target, OpRef | LeafRef) and not s.metas(target).dtype.startswith(("float", "bf"))
-    if split is None or not (plain and classes) or len(s.shape(0)) < 2 or split.parts > 1:
+    if split is None or not (plain and classes) or len(s.shape(0)) < 2:
         return None
     if split.dim == 1:
-        two = len(s.shape(0)) == 2 and reduction in (MEAN, SUM)
+        two = len(s.shape(0)) == 2 and reduction in (MEAN, SUM) and split.parts == 1
         return Choice(None, {(0,): split}, kernel=Kernel.VOCABULARY_LOSS) if two else None
-    wants: dict[Path, Split] = {(0,): split, (1,): Split(0)}
+    wants: dict[Path, Split | Parts | Lent] = {(0,): split, (1,): Split(0, split.parts)}
     if split.dim:
         return None
     if reduction == MEAN:
@@ -407,7 +433,7 @@ def _averaged(at: int) -> Callable[[Seen], Choice | None]:
         split = next((found for i in range(2) if (found := s.split(i))), None)
         if split is None or s.shape(0) != s.shape(1) or sum(1 for _ in s.tensors()) != 2:
             return None
-        wants: dict[Path, Split] = {(0,): split, (1,): split}
+        wants: dict[Path, Split | Parts | Lent] = {(0,): split, (1,): split}
         reduction = s.integer(at, "reduction", MEAN)
         if reduction not in (MEAN, SUM):
             return Choice(split, wants)
@@ -431,6 +457,18 @@ def _padded(s: Seen) -> Choice | None:
     return Choice(split, {(0,): split}) if split.dim < len(s.shape(0)) - count else None
 
 
+def _grouped(s: Seen) -> Choice | None:
+    """Rows [S, K] in groups by matrices [E, K, N], ends of groups [E]: each process has its experts."""
+    ends, weights = s.arg(2, "offs"), s.split(1) or s.column
+    if weights != Split(0) or not isinstance(ends, OpRef) or s.layout(2) is not None:
+        return None
+    wants: dict[Path, Split | Parts | Lent] = {(1,): Split(0)}
+    rows = s.layout(0)
+    if rows == Parts(ends.op) or isinstance(rows, Lent):
+        wants[(0,)] = rows
+    return Choice(Parts(ends.op), wants, kernel=Kernel.EXPERTS)
+
+
 def _triangle(s: Seen) -> Choice | None:
     split = _split_of(s, 0)
     return Choice(split, {(0,): split}) if split.dim < len(s.shape(0)) - 2 else None
@@ -444,6 +482,55 @@ def _repeated(s: Seen) -> Choice | None:
     return Choice(split, {(0,): split})
 
 
+# ---------------------------------------------------------------- parts of a sum
+
+
+def parts_rule(s: Seen) -> Choice | None:
+    """Ops that may be computed on parts of a sum: those of each process add up to the whole's."""
+    name = s.node.target
+    of = s.layout(0)
+    if s.lends and of is None:
+        of = Lent()
+    elif s.lends and isinstance(of, Split):
+        return Choice(Lent(), {(0,): Lent()})
+    if name in _SAME:
+        if name in _CASTS and _narrows(s):
+            return None
+        return None if of is None or isinstance(of, Split) else Choice(of, {(0,): of})
+    if isinstance(of, Lent):
+        return Choice(of, {(0,): of}) if name == "aten.index.Tensor" and s.lends else None
+    if name in _ZERO_AT_ZERO or name.startswith("aten.chunk"):
+        rows = name.startswith("aten.chunk") and s.integer(2, "dim", 0) % len(s.shape(0)) == 0
+        own = isinstance(of, Parts) and of.groups >= 0 and not rows
+        return Choice(of, {(0,): of}) if own and isinstance(of, Parts) else None
+    if name in ("aten.mul.Tensor", "aten.div.Tensor"):
+        return _scaled_parts(s)
+    if name in _LINEAR and isinstance(of, Parts):
+        return Choice(Parts(), {(0,): of})
+    return None
+
+
+def _scaled_parts(s: Seen) -> Choice | None:
+    """Parts by a whole value; or by parts of the same rows, where all others' are zero."""
+    one, other = s.layout(0), s.layout(1)
+    if isinstance(one, Parts) and other is None and s.shape(0) == s.out:
+        return Choice(one, {(0,): one})
+    if s.node.target == "aten.div.Tensor":
+        return None
+    if isinstance(other, Parts) and one is None and s.shape(1) == s.out:
+        return Choice(other, {(1,): other})
+    same = isinstance(one, Parts) and one == other and one.groups >= 0 and s.shape(0) == s.shape(1)
+    return Choice(one, {(0,): one, (1,): one}) if same and isinstance(one, Parts) else None
+
+
+def _narrows(s: Seen) -> bool:
+    """Whether a cast of parts would round each of them."""
+    before = s.arg(0)
+    if not isinstance(before, OpRef | LeafRef):
+        return True
+    return DTYPE_BYTES[s.node.outputs[0].dtype] < DTYPE_BYTES[s.metas(before).dtype]
+
+
 Rule = Callable[[Seen], Choice | None]
 _OTHER_RANK = {"aten.view_as_complex.default", "aten.view_as_real.default"}
 
@@ -451,6 +538,12 @@ _OTHER_RANK = {"aten.view_as_complex.default", "aten.view_as_real.default"}
 def _named(rule: Rule, names: str) -> dict[str, Rule]:
     """The same rule of several targets: "add.Tensor relu" (a bare name is ".default")."""
     return {f"aten.{name}" if "." in name else f"aten.{name}.default": rule for name in names.split()}
+
+
+_CASTS = _named(_keeps, "to.dtype to.device to.other to.dtype_layout _to_copy").keys()
+_SAME = {*_CASTS, GETITEM, *_named(_keeps, "alias clone contiguous detach")}
+_ZERO_AT_ZERO = _named(_keeps, "silu gelu relu tanh neg mish leaky_relu hardswish").keys()
+_LINEAR = _named(_keeps, "view reshape _unsafe_view unsqueeze index.Tensor sum.dim_IntList").keys()
 
 
 def _whole_without_split(rule: Rule) -> Rule:
@@ -472,6 +565,8 @@ _RULES: dict[str, Rule] = {
         "ones_like zeros_like full_like empty_like",
     ),
     **_named(_dropout, "dropout"),
+    **_named(_transpose, "t transpose.int"),
+    **_named(_permute, "permute"),
     **_named(_keeps, "new_ones new_zeros new_full new_empty"),
     **_named(_linear, "linear"),
     **_named(_addmm, "addmm"),
@@ -492,12 +587,11 @@ _RULES: dict[str, Rule] = {
         target: _whole_without_split(rule)
         for target, rule in {
             **_named(_view, "view reshape _unsafe_view flatten.using_ints unflatten.int"),
-            **_named(_transpose, "t transpose.int"),
-            **_named(_permute, "permute"),
             **_named(_unsqueeze, "unsqueeze"),
             **_named(_squeeze, "squeeze squeeze.dim squeeze.dims"),
             **_named(_expand, "expand"),
             **_named(_along(1, "dim", 0), "slice.Tensor narrow cumsum cumprod"),
+            **_named(_along(2, "dim", -1), "topk"),
             **_named(_along(1, "dim", -1), "softmax.int log_softmax.int _softmax _log_softmax"),
             **_named(_select, "select.int"),
             **_named(_pieces, "split.Tensor split.sizes split_with_sizes chunk unsafe_split.Tensor"),

@@ -4,10 +4,15 @@ Positions, targets and results are those of the program; shapes, and literals th
 own. Rules go from op to op, so whatever is split computes what the whole would. What differs between the
 kinds of inside plan is where splitting begins:
 
-``shards``  inputs and received values are split by rows where these can be shared equally; matrices are
-            stored in shards of their rows, and fetched whole for each use;
-``tensor``  products are split by their results (columns) where all that follows from them stays split until
-            another product, or a loss, sums over it. Where it does not, they are whole.
+``shards``    Inputs and received values are split by rows where these can be shared equally. Matrices are
+              stored in shards of their rows, and fetched whole for each use.
+``tensor``    Products are split by their results (columns) where all that follows from them stays split until
+              another product, or a loss, sums over it. Where it does not, they are whole.
+``sequence``  Inputs and received values are split by tokens. Keys and values are gathered for attention, and
+              again for its backward. Matrices are stored in shards.
+``experts``   As ``shards``, but matrices of experts are split by expert, and never move.
+
+Experts are split in ``tensor``, too: matrices of products of groups of rows (``Kernel.EXPERTS``).
 """
 
 from __future__ import annotations
@@ -15,13 +20,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from atoll.errors import UnsupportedOp
 from atoll.job import OptimizerName
-from atoll.mesh.layout import Inside, Kernel, Layout, Move, Split, Way, local_meta, shard_rows
+from atoll.mesh.layout import (
+    Inside,
+    Kernel,
+    Layout,
+    Lent,
+    Move,
+    Parts,
+    Split,
+    Way,
+    local_meta,
+    shard_rows,
+)
 from atoll.mesh.rules import Choice, Path, Seen, choose, references, with_args
 from atoll.opdag import FLOATING, LeafRef, OpNode, OpRef, Source, TensorMeta
+from atoll.ops import GROUPED, POINTWISE
 from atoll.optimizers import optimizers_of
 from atoll.program import StageProgram
 
@@ -55,7 +73,7 @@ class Turn:
     kernel: Kernel | None = None
     again: bool = False
     rows: int = 0  # of the logits of a VOCABULARY_LOSS
-    split: Split | None = None  # of the result
+    split: Layout = None  # of the result
 
 
 @dataclass(frozen=True)
@@ -88,18 +106,20 @@ def share(program: StageProgram, terms: Terms) -> Shared:
     What other stages use, too, is whole: its gradients are sums of theirs.
     """
     terms = terms._replace(whole={*terms.whole, *(tied.name for tied in program.tied)})
+    divided = terms.kind in (Inside.TENSOR, Inside.EXPERTS)
+    experts = experts_of(program, terms) if divided else Experts()
     if terms.kind is Inside.TENSOR:
-        return _by_tensor(program, terms)
+        return _by_tensor(program, terms, experts)
     try:
-        return _Walk(program, terms, rows=True).shared()
+        return _Walk(program, terms, experts=experts, rows=True).shared()
     except UnsupportedOp:  # an op writes into what would have to be moved
-        return _Walk(program, terms, rows=False).shared()
+        return _Walk(program, terms, experts=experts, rows=False).shared()
 
 
-def _by_tensor(program: StageProgram, terms: Terms) -> Shared:
+def _by_tensor(program: StageProgram, terms: Terms, experts: Experts) -> Shared:
     columns = _columns(program, terms)
     while True:
-        walk = _Walk(program, terms, columns=columns)
+        walk = _Walk(program, terms, columns=columns, experts=experts)
         try:
             shared = walk.shared()
         except UnsupportedOp:
@@ -118,7 +138,19 @@ _PRODUCTS = {"aten.linear.default": (1, 0), "aten.addmm.default": (2, 1)} | dict
 """Argument that holds the weights, and their dimension that is the result's last one."""
 _WHOLE_STEPS = frozenset({OptimizerName.MUON, OptimizerName.ADAFACTOR})
 _VIEWS = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
-_READ_AGAIN = ("linear", "addmm", "mm", "matmul", "bmm", "prelu", "mul", "div")
+_FRESH = POINTWISE | {GROUPED} | {
+    f"aten.{name}"
+    for name in (
+        "addmm.default", "bmm.default", "cat.default", "embedding.default", "gelu.default", "index.Tensor",
+        "layer_norm.default", "linear.default", "matmul.default", "mean.dim", "mm.default", "relu.default",
+        "rms_norm.default", "scaled_dot_product_attention.default", "silu.default", "softmax.int",
+        "sum.dim_IntList", "topk.default",
+    )
+}  # fmt: skip
+_READ_AGAIN = (
+    "linear", "addmm", "mm", "matmul", "bmm", "prelu", "mul", "div", "scaled_dot_product_attention",
+    "_grouped_mm",
+)  # fmt: skip
 
 
 def _columns(program: StageProgram, terms: Terms) -> dict[int, Split]:
@@ -169,6 +201,65 @@ def _parts(op: int, nodes: Mapping[int, OpNode], users: Mapping[int, list[int]])
     return 1
 
 
+def tokens_of(meta: TensorMeta, rows: int) -> int:
+    """Return the tokens of each row of a value; 0 where it does not look like rows of tokens."""
+    shape = meta.shape
+    return shape[1] if rows > 0 and len(shape) in (2, 3) and shape[0] == rows else 0
+
+
+class Experts(NamedTuple):
+    """Matrices of experts that are divided: their names, the ops that read them, and those that pick the
+    tokens for them."""
+
+    names: frozenset[str] = frozenset()
+    readers: frozenset[int] = frozenset()
+    lends: frozenset[int] = frozenset()
+
+
+def experts_of(program: StageProgram, terms: Terms) -> Experts:
+    """Return the matrices that products of groups alone read, straight or transposed."""
+    nodes = dict(program.ops)
+    users = Counter(ref for node in nodes.values() for _, ref in references(node))
+    kept = {produced.op for produced in program.produced} | {program.loss}
+    names, readers, lends = set[str](), set[int](), set[int]()
+    for op, node in program.ops:
+        if node.target != GROUPED:
+            continue
+        weights, reader = node.args[1], op
+        if isinstance(weights, OpRef) and weights.op in nodes and weights.op not in kept:
+            single = users[weights] == 1 and nodes[weights.op].target == "aten.transpose.int"
+            reader = weights.op if single else op
+            weights = nodes[weights.op].args[0] if single else None
+        if not isinstance(weights, LeafRef) or weights.source is not Source.PARAMETER:
+            continue
+        fits = Split(0).fits(terms.metas[weights.name].shape, terms.size)
+        if users[weights] > 1 or weights.name in terms.whole or not fits:
+            continue
+        names.add(weights.name)
+        readers.add(reader)
+        lends |= _picks(nodes, node.args[0], users, kept)
+    return Experts(frozenset(names), frozenset(readers), frozenset(lends))
+
+
+def _picks(
+    nodes: Mapping[int, OpNode],
+    rows: object,
+    users: Mapping[OpRef | LeafRef, int],
+    kept: Collection[int | None],
+) -> set[int]:
+    """The op that picks rows for experts, where nothing else reads them, with casts behind it."""
+    found = set[int]()
+    while isinstance(rows, OpRef) and rows.op in nodes and users[rows] == 1 and rows.op not in kept:
+        node = nodes[rows.op]
+        found.add(rows.op)
+        if node.target == "aten.index.Tensor":
+            return found
+        if node.target != "aten.to.dtype":
+            break
+        rows = node.args[0]
+    return set()
+
+
 class _Walk:
     """One pass over a program. ``unfit``: ops of ``columns`` whose results would have to be gathered."""
 
@@ -178,9 +269,11 @@ class _Walk:
         terms: Terms,
         *,
         columns: Mapping[int, Split] | None = None,
+        experts: Experts,
         rows: bool = False,
     ) -> None:
-        self._program, self._terms, self._columns = program, terms, columns or {}
+        self._program, self._terms, self._experts = program, terms, experts
+        self._columns = {**(columns or {}), **dict.fromkeys(experts.readers, Split(0))}
         self._size = terms.size
         self.unfit: set[int] = set()
         self._origins: dict[int, frozenset[int]] = {}  # of a split value: the columns that it follows from
@@ -192,13 +285,19 @@ class _Walk:
         self._layouts: dict[int, Layout] = {}
         self._inputs: dict[str, Split] = {}
         if rows:
-            for name in program.inputs:
-                if (split := self._by_rows(terms.metas[name])) is not None:
-                    self._inputs[name] = split
-            self._layouts = {r.op: self._by_rows(r.meta) for r in program.received}
-        self._shards = _shards(program, terms) if terms.kind is Inside.SHARDS else {}
-        self._wanted: dict[str, dict[int, Layout]] = {}  # tensor kind: parameter -> op -> how it wants it
+            metas = {name: terms.metas[name] for name in program.inputs}
+            given = [*metas.values(), *(r.meta for r in program.received)]
+            length = next((tokens for meta in given if (tokens := tokens_of(meta, program.rows))), 0)
+            by = partial(self._by_tokens, length) if terms.kind is Inside.SEQUENCE else self._by_rows
+            self._inputs = {name: split for name, meta in metas.items() if (split := by(meta)) is not None}
+            self._layouts = {r.op: by(r.meta) for r in program.received}
+        tensor = terms.kind is Inside.TENSOR
+        self._shards = {} if tensor else _shards(program, terms, experts.names)
+        self._wanted: dict[str, dict[int, Layout]] = {}  # no shards: parameter -> op -> how it wants it
         self._moves: dict[int, dict[Path, Move]] = {}
+        # Matrices that products of groups read transposed.
+        products = (node for node in self._nodes.values() if node.target == GROUPED)
+        self._turned = frozenset(node.args[1].op for node in products if isinstance(node.args[1], OpRef))
         self._choices: dict[int, Choice | None] = {}
 
     def shared(self) -> Shared:
@@ -213,14 +312,16 @@ class _Walk:
             choice = self._choices[op]
             split = _divides(choice)
             moves = self._moves[op]
-            again = any(m.way in (Way.FETCH, Way.COPY) for m in moves.values()) and self._reads_again(node)
+            gathered = any(m.way in (Way.FETCH, Way.COPY, Way.LEND) for m in moves.values())
+            again = gathered and self._reads_again(op, node)
             kernel = choice.kernel if choice else None
             rows = self._rows(node) if kernel is Kernel.VOCABULARY_LOSS else 0
             turn = Turn(moves, bool(choice and choice.sums), kernel, again, rows, self._layouts[op])
             if moves or turn.sums or turn.kernel is not None:
                 turns[op] = turn
             own = node if choice is None else with_args(node, choice, self._size)
-            ops.append((op, _scaled(own, node, self._size, self._saves_whole(node)) if split else own))
+            less = split and _computes_less(choice)
+            ops.append((op, _scaled(own, node, self._size, self._saves_whole(node)) if less else own))
         received = tuple(
             replace(r, meta=local_meta(r.meta, self._layouts.get(r.op), self._size))
             for r in self._program.received
@@ -229,10 +330,16 @@ class _Walk:
         stored: dict[str, Stored] = dict(self._shards)
         for name, wanted in self._wanted.items():
             layout = next(iter(wanted.values()))
-            if layout is not None:
+            if isinstance(layout, Split):
                 stored[name] = layout
-        divided = frozenset(op for op, choice in self._choices.items() if _divides(choice))
+        divided = frozenset(
+            op for op, choice in self._choices.items() if _divides(choice) and _computes_less(choice)
+        )
         return Shared(program, turns, self._layouts, self._inputs, stored, divided)
+
+    def _by_tokens(self, length: int, meta: TensorMeta) -> Split | None:
+        same = length > 0 and tokens_of(meta, self._program.rows) == length
+        return Split(1) if same and Split(1).fits(meta.shape, self._size) else None
 
     def _by_rows(self, meta: TensorMeta) -> Split | None:
         rows, split = self._program.rows, Split(0)
@@ -251,8 +358,9 @@ class _Walk:
         refs = list(references(node))
         column = self._columns.get(op)
         splits = any(self._layout(ref) is not None for _, ref in refs)
-        seen = Seen(node, self._size, self._meta, self._layout, column)
-        choice = choose(seen) if splits or column is not None else None
+        lends = op in self._experts.lends
+        seen = Seen(node, self._size, self._meta, self._layout, column, lends)
+        choice = choose(seen) if splits or lends or column is not None else None
         if choice is not None and not self._suits(refs, choice):
             choice = None
         self._choices[op] = choice
@@ -278,7 +386,7 @@ class _Walk:
         """Whether every argument can lie as the op wants it, and none lies in another split."""
         for path, ref in refs:
             want, have = choice.wants.get(path), self._layout(ref)
-            if want is not None and have not in (None, want):
+            if want is not None and have not in (None, want) and not _moves(have, want):
                 return False
             if want is not None and not want.fits(self._meta(ref).shape, self._size):
                 return False
@@ -305,7 +413,7 @@ class _Walk:
                 n = shard_rows(shard.rows, self._size) * self._size
                 nbytes = meta.nbytes // max(1, shard.rows) * n
                 return Move(way, meta.shape, nbytes, None, of, True, grad)
-            if self._terms.kind is Inside.TENSOR:
+            if self._terms.kind is Inside.TENSOR or ref.name in self._experts.names:
                 self._wanted.setdefault(ref.name, {})[op] = want
                 if want is not None:
                     return None
@@ -317,12 +425,22 @@ class _Walk:
             return Move(Way.ENTER, meta.shape, meta.nbytes, None, of, True, True)
         if _writes(node):
             raise UnsupportedOp(f"op {node.name} writes into a value that would have to be moved")
-        if have is not None:
+        if isinstance(have, Split):
+            way = Way.GATHER
+            if grad and (isinstance(want, Lent) or _divides(choice)):
+                way = Way.LEND
             self.unfit |= origins
-            return Move(Way.GATHER, meta.shape, meta.nbytes, have, of, True, grad)
+            return Move(way, meta.shape, meta.nbytes, have, of, True, grad)
+        if have is not None:
+            split = want if isinstance(want, Split) else None
+            way = Way.SUM if split is None else Way.SCATTER
+            return Move(way, meta.shape, meta.nbytes, split, of, True, grad)
+        if isinstance(want, Lent):
+            return Move(Way.ENTER, meta.shape, meta.nbytes, None, of, True, True) if grad else None
         if grad:
             self.unfit |= origins
-        return Move(Way.TAKE, meta.shape, meta.nbytes, want, of, True, grad)
+        split = want if isinstance(want, Split) else None
+        return Move(Way.TAKE, meta.shape, meta.nbytes, split, of, True, grad)
 
     def _settle(self) -> None:
         """Find parameters that cannot be stored as each of their uses wants them."""
@@ -339,19 +457,40 @@ class _Walk:
         return frozenset({op}).union(*(self._origins.get(ref, frozenset()) for ref in refs))
 
     def _mark_last(self) -> None:
-        """Values that several ops enter with, or gather, are moved once."""
-        if any(_writes(node) for node in self._nodes.values()):
-            return
+        """Values that several ops enter with, or gather, are moved once, unless an op writes into them."""
+        written = self._written()
         later: set[tuple[int, Way, Split | None]] = set()
         for op in reversed(self._moves):
             for path, move in self._moves[op].items():
                 key = (move.of, move.way, move.split)
-                if move.of >= 0 and move.way in (Way.ENTER, Way.GATHER):
+                if move.of >= 0 and move.of not in written and move.way in (Way.ENTER, Way.GATHER):
                     if key in later:
                         self._moves[op][path] = replace(move, last=False)
                     later.add(key)
 
-    def _reads_again(self, node: OpNode) -> bool:
+    def _written(self) -> frozenset[int]:
+        """Ops into whose memory another op may write: all that do not surely make their own may share it."""
+        root: dict[int, int] = {}
+        written = set[int]()
+
+        def find(op: int) -> int:
+            while root.setdefault(op, op) != op:
+                op = root[op]
+            return op
+
+        for op, node in self._nodes.items():
+            read = [ref.op for _, ref in references(node) if isinstance(ref, OpRef)]
+            if _writes(node):
+                written.update(read)
+            if _writes(node) or node.target not in _FRESH:
+                for other in read:
+                    root[find(other)] = find(op)
+        roots = {find(op) for op in written}
+        return frozenset(op for op in tuple(root) if find(op) in roots)
+
+    def _reads_again(self, op: int, node: OpNode) -> bool:
+        if op in self._turned:
+            return True
         refs = [ref.op for _, ref in references(node) if isinstance(ref, OpRef)]
         name = node.target.split(".")[1]
         return name.startswith("conv") or (name in _READ_AGAIN and any(self._grads[ref] for ref in refs))
@@ -359,12 +498,25 @@ class _Walk:
     def _saves_whole(self, node: OpNode) -> bool:
         """Whether the op's backward may keep a whole value."""
         refs = [ref for _, ref in references(node) if isinstance(ref, OpRef)]
-        return any(self._layouts.get(ref.op) is None and self._meta(ref).dtype in FLOATING for ref in refs)
+        whole = [ref for ref in refs if not isinstance(self._layouts.get(ref.op), Split)]
+        return any(self._meta(ref).dtype in FLOATING for ref in whole)
 
 
 def _divides(choice: Choice | None) -> bool:
     """Whether each process does a part of the op."""
     return choice is not None and not choice.keeps and (bool(choice.wants) or choice.out is not None)
+
+
+def _computes_less(choice: Choice | None) -> bool:
+    """Whether a process's part of the op costs less than the whole of it."""
+    return choice is not None and (
+        choice.kernel is Kernel.EXPERTS or not isinstance(choice.out, Parts | Lent)
+    )
+
+
+def _moves(have: Layout, want: Layout) -> bool:
+    """Whether a value that is not whole can be had in another layout by one collective."""
+    return isinstance(want, Split) if isinstance(have, Parts) else isinstance(want, Lent)
 
 
 def _bias_path(node: OpNode) -> Path:
@@ -388,9 +540,9 @@ def _scaled(own: OpNode, node: OpNode, size: int, saves_whole: bool) -> OpNode:
     )
 
 
-def _shards(program: StageProgram, terms: Terms) -> dict[str, Shard]:
+def _shards(program: StageProgram, terms: Terms, experts: Collection[str]) -> dict[str, Shard]:
     """Parameters that are stored in shards: floating, of two dimensions or more."""
-    held = terms.whole
+    held = {*terms.whole, *experts}
     found = {}
     for name in program.parameters:
         meta = terms.metas[name]

@@ -72,6 +72,12 @@ def _of(node: OpNode, turn: Turn, size: int) -> tuple[Sent, Sent]:
             ahead = ahead.and_then(whole)
         elif move.way is Way.TAKE and move.differentiable:
             back = back.and_then(whole)
+        elif move.way in (Way.LEND, Way.SCATTER):
+            ahead = ahead.and_then(whole)
+            for _ in range(move.differentiable + (move.way is Way.LEND and turn.again)):
+                back = back.and_then(whole)
+        elif move.way is Way.SUM:
+            ahead = ahead.and_then(reduced_bytes(move.nbytes, size))
         elif move.way in (Way.FETCH, Way.COPY):
             ahead = ahead.and_then(whole)
             if turn.again:

@@ -39,7 +39,7 @@ def test_a_site_of_two_processes_and_a_machine_train_as_one(tmp_path: Path) -> N
     assert plan.prediction is not None
     assert site.device.processes == 2
     inside = {stage.worker: stage.inside for stage in plan.stages}
-    assert inside[site.worker] in ("shards", "tensor")
+    assert inside[site.worker] in ("shards", "tensor", "sequence")
     assert sum(map(bool, inside.values())) == 1
     assert any("inside several" in note for note in plan.prediction.notes)
     alone = run_local(case, (0,))

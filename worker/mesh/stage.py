@@ -16,7 +16,7 @@ from torch import Tensor
 from atoll.errors import AtollError
 from atoll.execute import DTYPES
 from atoll.mesh.calls import parts_of, shards_of, stored_whole
-from atoll.mesh.layout import Inside, Split
+from atoll.mesh.layout import Inside, Lent, Split
 from atoll.microbatch import Action, Work
 from protos import atoll_compute_pb2 as pb
 from worker.mesh.share import ProcessShare, metas_of
@@ -313,7 +313,7 @@ class MeshStage(Stage):
         if self._tell is not None and value is None:
             raise AtollError(f"a value of {meta.shape} that is not there")
         whole = None if value is None else value.to(self.device, dtype).reshape(meta.shape)
-        if layout is None:
+        if not isinstance(layout, Split):
             own = torch.empty(meta.shape, dtype=dtype, device=self.device) if whole is None else whole.clone()
             with self._exchanges():
                 self._processes.broadcast(as_bytes(own))
@@ -334,11 +334,13 @@ class MeshStage(Stage):
 
     def _collect(self, value: Tensor, layout: Layout) -> Tensor:
         """The whole of a value at the leader; elsewhere what there is."""
-        if layout is None:
+        if layout is None or isinstance(layout, Lent):
             return value
         own = value.detach().contiguous()
         parts = self._collected_parts(own)
-        return own if parts is None else stored_whole(parts, layout)
+        if parts is None:
+            return own
+        return stored_whole(parts, layout) if isinstance(layout, Split) else parts.sum(0, dtype=own.dtype)
 
     def _collected_parts(self, own: Tensor) -> Tensor | None:
         with self._exchanges():

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from atoll.mesh.layout import Inside
+from atoll.ops import GROUPED
 from coordinator.planning.inside.costs import InsideCosts, inside_costs
 
 if TYPE_CHECKING:
@@ -30,11 +31,17 @@ class Insides:
 
     def of_size(self, size: int) -> list[InsideCosts]:
         """Return every kind for so many processes."""
-        for kind in Inside:
+        for kind in self._kinds:
             if (kind, size) not in self._known:
                 found = inside_costs(self.dag, self.training, self.recompute, kind, size)
                 self._known[kind, size] = found
-        return [self._known[kind, size] for kind in Inside]
+        return [self._known[kind, size] for kind in self._kinds]
+
+    @property
+    def _kinds(self) -> list[Inside]:
+        """Kinds that differ for this graph."""
+        experts = any(node.target == GROUPED for node in self.dag.ops)
+        return [kind for kind in Inside if experts or kind is not Inside.EXPERTS]
 
     def priced(
         self, devices: Sequence[Device], alone: Sequence[Costs]

@@ -16,15 +16,16 @@ from atoll.mesh.calls import MeshCalls, own_part, stored_part, stored_whole
 from atoll.mesh.layout import Inside, Kernel, Split, Way
 from atoll.mesh.rules import viewed
 from atoll.mesh.share import Shared, Terms, share_all
-from atoll.mesh.volumes import micro_volume
+from atoll.mesh.volumes import micro_volume, op_volumes
 from atoll.opdag import OpDag
 from atoll.program import StageProgram, stage_programs
 from coordinator.capture.capture import capture
 from tests.atoll.mesh.threads import ThreadGroup, together
-from tests.models import MODELS, Example, of_module
+from tests.coordinator.capture.architectures import ARCHITECTURES
+from tests.models import BATCH, LENGTH, MODELS, Example, of_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-BOTH = list(Inside)
+BOTH = [Inside.SHARDS, Inside.TENSOR]
 
 
 class Block(nn.Module):
@@ -58,7 +59,8 @@ def _tied(seed: int) -> dict[str, Tensor]:
 
 
 def example(name: str, dropout: float) -> Example:
-    return of_module("block", Block(), _tied) if name == "block" else MODELS[name](dropout=dropout)
+    known = {**MODELS, **ARCHITECTURES}
+    return of_module("block", Block(), _tied) if name == "block" else known[name](dropout=dropout)
 
 
 @dataclass(frozen=True)
@@ -121,19 +123,26 @@ def of_process(
     return float(out[made.program.loss]), found, sent
 
 
-@pytest.mark.parametrize("kind", BOTH)
+MADE = [
+    ("block", 0.0, Recompute.OFF),
+    ("block", 0.0, Recompute.FULL),
+    ("block", 0.0, Recompute.SELECTIVE),
+    ("gpt2", 0.1, Recompute.OFF),
+    ("llama", 0.0, Recompute.SELECTIVE),
+    ("bert", 0.0, Recompute.OFF),
+    ("resnet", 0.0, Recompute.OFF),
+    ("branches", 0.0, Recompute.OFF),
+    ("mlp", 0.0, Recompute.OFF),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "dropout", "recompute"),
+    ("name", "dropout", "recompute", "kind"),
     [
-        ("block", 0.0, Recompute.OFF),
-        ("block", 0.0, Recompute.FULL),
-        ("block", 0.0, Recompute.SELECTIVE),
-        ("gpt2", 0.1, Recompute.OFF),
-        ("llama", 0.0, Recompute.SELECTIVE),
-        ("bert", 0.0, Recompute.OFF),
-        ("resnet", 0.0, Recompute.OFF),
-        ("branches", 0.0, Recompute.OFF),
-        ("mlp", 0.0, Recompute.OFF),
+        *((*made, kind) for made in MADE for kind in BOTH),
+        *((name, 0.0, Recompute.OFF, Inside.SEQUENCE) for name in ("block", "gpt2", "llama", "resnet")),
+        ("gpt2", 0.1, Recompute.SELECTIVE, Inside.SEQUENCE),
+        *(("mixtral", 0.1, Recompute.OFF, kind) for kind in Inside),
     ],
 )
 def test_processes_together_compute_the_loss_and_gradients_of_one_and_send_what_is_predicted(
@@ -200,6 +209,36 @@ def test_a_megatron_block_sends_two_sums_of_its_activations_each_way() -> None:
     assert len(entered) == 3  # into attention, the MLP, and the head
 
 
+def test_a_layer_of_divided_tokens_gathers_keys_and_values_twice_and_scatters_their_gradients() -> None:
+    shared = case("block").shared(Inside.SEQUENCE, 2)
+    (attention,) = (op for op, turn in shared.turns.items() if turn.kernel is Kernel.CAUSAL)
+    heads = 4 * 6 * 16 * 4  # rows, tokens, width, bytes
+    ahead, back = op_volumes(shared, 2)[attention]
+    assert (ahead.n_bytes, back.n_bytes) == (2 * heads // 2, 2 * 2 * heads // 2)
+    moved = {op for op, both in op_volumes(shared, 2).items() if any(sent.n_bytes for sent in both)}
+    weights = {op for op in moved if any(m.of < 0 for m in shared.turns[op].moves.values())}
+    loss = {op for op in moved if shared.turns[op].kernel is Kernel.ROWS_LOSS}
+    assert moved == {attention} | weights | loss
+    tokens = [node.outputs[0].shape for _, node in shared.program.ops if len(node.outputs[0].shape) == 3]
+    assert {shape[:2] for shape in tokens} == {(4, 3)}
+
+
+def test_experts_are_divided_and_tokens_come_and_go_in_one_collective_each_way() -> None:
+    """What an all-to-all would send where all processes have chosen experts: tokens and results once."""
+    shared = case("mixtral").shared(Inside.EXPERTS, 2)
+    experts = {name: stored for name, stored in shared.stored.items() if "experts" in name}
+    assert set(experts.values()) == {Split(0)}
+    assert len(experts) == 2
+    moves = [move for turn in shared.turns.values() for move in turn.moves.values()]
+    across = [move for move in moves if move.way in (Way.LEND, Way.SCATTER)]
+    tokens = BATCH * LENGTH * 16 * 4  # of the hidden size, bytes
+    assert [move.nbytes for move in across] == [tokens, tokens]
+    assert all(move.differentiable for move in across)
+    products = [op for op, turn in shared.turns.items() if turn.kernel is Kernel.EXPERTS]
+    whole = dict(case("mixtral").program.ops)
+    assert all(2 * dict(shared.program.ops)[op].flops_forward == whole[op].flops_forward for op in products)
+
+
 def test_rows_that_cannot_be_shared_equally_stay_whole_and_matrices_are_still_shards() -> None:
     shared = case("block").shared(Inside.SHARDS, 3)
     assert not shared.inputs
@@ -215,7 +254,8 @@ def test_rows_that_cannot_be_shared_equally_stay_whole_and_matrices_are_still_sh
         (Split(2), (2, 12, 32), (2, 12, 4, 8), Split(2)),  # into heads
         (Split(2), (2, 12, 4, 8), (2, 12, 32), Split(2)),  # and back
         (Split(0), (2, 12, 32), (24, 32), Split(0)),
-        (Split(1), (2, 12, 32), (24, 32), None),  # tokens of each row, apart
+        (Split(1), (2, 12, 32), (24, 32), Split(0, 2)),  # tokens of each row, apart
+        (Split(0, 2), (24, 32), (2, 12, 32), Split(1)),
         (Split(2, 3), (2, 12, 96), (2, 12, 3, 32), Split(3)),
         (Split(1), (2, 6, 5), (2, 3, 2, 5), None),  # three do not go into two
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -16,9 +17,13 @@ from atoll.federated import Floors
 from atoll.mesh.layout import Inside
 from atoll.messages import to_worker as asked
 from atoll.microbatch import ScheduleName
+from atoll.opdag import StateMeta
+from coordinator.capture.capture import capture
 from protos import atoll_control_pb2 as pb
 from protos import coding
-from tests.worker.stage.crew import TRAINING, Case, Crew, assign, case, cut_evenly
+from tests.coordinator.capture.architectures import ARCHITECTURES
+from tests.models import MODELS, Example
+from tests.worker.stage.crew import TRAINING, Batches, Case, Crew, assign, case, cut_evenly
 from worker.cancel import Cancel
 from worker.context import ComputeSettings
 from worker.machine.torch_device import find_device
@@ -72,6 +77,25 @@ def site(size: int, folder: Path) -> Iterator[Site]:
         found.leader.close()
 
 
+@cache
+def plain(name: str) -> Case:
+    """A model without dropout, of those that the oracle knows: its attention can be divided."""
+    return case_of({**MODELS, **ARCHITECTURES}[name](dropout=0.0))
+
+
+def case_of(example: Example) -> Case:
+    """What a pipeline of the model needs, captured."""
+    captured = capture(example.module, example.example_inputs, TRAINING)
+    dag, evaluation = captured.train, captured.evaluation
+    inputs = {n: StateMeta(meta) for n, meta in dag.inputs.items()}
+    constants = {n: StateMeta(meta) for n, meta in {**dag.constants, **evaluation.constants}.items()}
+    states = {**dag.parameters, **evaluation.buffers, **dag.buffers, **constants, **inputs}
+    tensors = {n: {"value": t} for n, t in captured.state.items()}
+    batches = Batches("mlp")
+    batches.example = example
+    return Case(example.name, dag, evaluation, tensors, states, batches)
+
+
 def assigned_to(
     made: Case, kind: Inside, *, stages: int = 1, rank: int = 0, training: TrainingSpec = TRAINING
 ) -> Sequence[Assignment]:
@@ -101,9 +125,9 @@ def step(crew: Crew, number: int) -> tuple[float, float]:
     return losses[0], sum(sum(report.square_norms) for report in reports) ** 0.5
 
 
-def train(where: Site, name: str, kind: Inside, steps: int, stages: int = 1, rank: int = 0) -> None:
+def train(where: Site, name: str | Case, kind: Inside, steps: int, stages: int = 1, rank: int = 0) -> None:
     """``steps`` steps of both; losses, norms, figures and what is stored agree."""
-    made = case(name)
+    made = case(name) if isinstance(name, str) else name
     alone, joint = crews(where, made, assigned_to(made, kind, stages=stages, rank=rank), rank)
     for number in range(steps):
         (loss, norm), (own_loss, own_norm) = step(alone, number), step(joint, number)

@@ -10,13 +10,11 @@ import torch
 
 from atoll.job import Optimizer, Recompute, TrainingSpec
 from atoll.mesh.layout import Inside
-from atoll.opdag import StateMeta
 from atoll.stage_memory import BESIDE_BYTES, HEAP_SHARE
-from coordinator.capture.capture import capture
 from coordinator.planning.inside.costs import inside_costs
 from tests.models import Example, of_module
-from tests.worker.mesh.site import assigned_to, site
-from tests.worker.stage.crew import Batches, Case, Crew
+from tests.worker.mesh.site import assigned_to, case_of, site
+from tests.worker.stage.crew import Crew
 from worker.cancel import Cancel
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
@@ -51,9 +49,9 @@ def peak_bytes(process: int) -> int:
 
 
 @pytest.mark.skipif(not psutil.LINUX, reason="reads /proc")
-@pytest.mark.parametrize("kind", list(Inside))
+@pytest.mark.parametrize("kind", [Inside.SHARDS, Inside.TENSOR, Inside.SEQUENCE])
 def test_a_process_takes_at_most_a_seventh_more_than_its_plan_says(tmp_path: Path, kind: Inside) -> None:
-    made = _case()
+    made = case_of(gpt2())
     inside = inside_costs(made.dag, TRAINING, Recompute.OFF, kind, 2)
     model = inside.memory.bytes(0, len(made.dag.ops), TRAINING.n_micro)
     planned = model * (1 + HEAP_SHARE) + BESIDE_BYTES
@@ -71,17 +69,3 @@ def test_a_process_takes_at_most_a_seventh_more_than_its_plan_says(tmp_path: Pat
     print(f"{kind}: {taken / 2**20:.0f} MiB taken, {planned / 2**20:.0f} planned: {taken / planned:.2f}")
     assert taken <= 1.15 * planned
     assert taken >= 0.3 * model  # it is no figure that anything would keep
-
-
-def _case() -> Case:
-    example = gpt2()
-    captured = capture(example.module, example.example_inputs, TRAINING)
-    dag, evaluation = captured.train, captured.evaluation
-    assert evaluation is not None
-    inputs = {n: StateMeta(meta) for n, meta in dag.inputs.items()}
-    constants = {n: StateMeta(meta) for n, meta in {**dag.constants, **evaluation.constants}.items()}
-    states = {**dag.parameters, **evaluation.buffers, **dag.buffers, **constants, **inputs}
-    tensors = {n: {"value": t} for n, t in captured.state.items()}
-    batches = Batches("mlp")
-    batches.example = example
-    return Case("gpt2", dag, evaluation, tensors, states, batches)

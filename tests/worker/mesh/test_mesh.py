@@ -13,14 +13,14 @@ import pytest
 from atoll.mesh.layout import Inside
 from atoll.mesh.volumes import gathered_bytes, micro_volume, reduced_bytes
 from tests.patience import eventually
-from tests.worker.mesh.site import Site, assigned_to, site, train
+from tests.worker.mesh.site import Site, assigned_to, plain, site, train
 from tests.worker.stage.crew import TRAINING, Crew, case
 from worker.cancel import Cancel
 from worker.mesh.stage import MeshBroken, MeshStage
 from worker.stage.op_marks import FLOOR_S
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-BOTH = list(Inside)
+BOTH = [Inside.SHARDS, Inside.TENSOR]
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_two_processes_train_as_one_does(two: Site, name: str, kind: Inside) -> None:
     train(two, name, kind, steps=3)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gpt2", Inside.SEQUENCE), ("mixtral", Inside.EXPERTS)])
+def test_they_divide_tokens_or_experts_too(two: Site, name: str, kind: Inside) -> None:
+    train(two, plain(name), kind, steps=2)
 
 
 @pytest.mark.parametrize("kind", BOTH)

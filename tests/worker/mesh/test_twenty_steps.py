@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from atoll.mesh.layout import Inside
-from tests.worker.mesh.site import site, train
+from tests.worker.mesh.site import plain, site, train
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
@@ -13,6 +13,9 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_site_trains_as_one_process_does(tmp_path_factory: pytest.TempPathFactory, size: int) -> None:
     with site(size, tmp_path_factory.mktemp("site")) as found:
-        for kind in Inside:
+        for kind in (Inside.SHARDS, Inside.TENSOR):
             for name in ("gpt2", "llama"):
                 train(found, name, kind, steps=20)
+        for name in ("gpt2", "llama", "mixtral"):
+            train(found, plain(name), Inside.SEQUENCE, steps=20)
+        train(found, plain("mixtral"), Inside.EXPERTS, steps=20)
