@@ -87,6 +87,7 @@ class Shared:
     inputs: Mapping[str, Split]
     stored: Mapping[str, Stored]
     divided: frozenset[int] = frozenset()  # ops of which each process does a part
+    follows: Mapping[int, frozenset[int]] = field(default_factory=dict)  # of these: products that are split
 
 
 class Terms(NamedTuple):
@@ -277,6 +278,7 @@ class _Walk:
         self._size = terms.size
         self.unfit: set[int] = set()
         self._origins: dict[int, frozenset[int]] = {}  # of a split value: the columns that it follows from
+        self._follows: dict[int, frozenset[int]] = {}  # the same of every op
         self._nodes = dict(program.ops)
         self._metas = {r.op: r.meta for r in program.received}
         self._metas |= {op: node.outputs[0] for op, node in program.ops}
@@ -335,7 +337,8 @@ class _Walk:
         divided = frozenset(
             op for op, choice in self._choices.items() if _divides(choice) and _computes_less(choice)
         )
-        return Shared(program, turns, self._layouts, self._inputs, stored, divided)
+        follows = {op: self._follows[op] for op in sorted(divided) if self._follows[op]}
+        return Shared(program, turns, self._layouts, self._inputs, stored, divided, follows)
 
     def _by_tokens(self, length: int, meta: TensorMeta) -> Split | None:
         same = length > 0 and tokens_of(meta, self._program.rows) == length
@@ -370,6 +373,7 @@ class _Walk:
         )
         if column is not None and choice is not None and _divides(choice):
             origins |= {op}
+        self._follows[op] = origins
         if self._layouts[op] is not None:
             self._origins[op] = origins
         self._moves[op] = {}

@@ -31,6 +31,7 @@ from coordinator.planning.costs.timeline import Timeline, simulate, step_seconds
 from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.costs.workload import StageLoad, Wire, Workload, route, routes_of
 from coordinator.planning.inside.choice import Insides
+from coordinator.planning.inside.costs import undivided
 from coordinator.planning.ratios import Link, asked_ratio, assumed_ratio, choose, links_of, mask_of, within
 from coordinator.planning.search.chain import Chain
 from coordinator.planning.search.pins import pinned_ops
@@ -143,6 +144,7 @@ class Problem:
         """Compute what depends on the fleet's devices."""
         alone = [self.table.costs(d, self.recompute) for d in self.fleet.devices]
         self.inside, costs = self.insides.priced(self.fleet.devices, alone)
+        self.undivided = [undivided(each, a, c) for each, a, c in zip(self.inside, alone, costs, strict=True)]
         self.forward = np.stack([prefix(c.forward_s) for c in costs])  # [devices, ops + 1]
         self.backward = np.stack([prefix(c.backward_s) for c in costs])
         self.weights = np.stack([prefix(c.weights_s) for c in costs])
@@ -244,21 +246,20 @@ class Problem:
         self, candidate: Candidate, depths: Sequence[Depth], specs: Sequence[LinkSpec] = ()
     ) -> Workload:
         """The candidate's step for the timeline, its links as in ``specs``."""
-        cut = self.traffic.cut(candidate.starts)
-        applies = self._applies_s(candidate)
+        cut, applies = self.traffic.cut(candidate.starts), self._applies_s(candidate)
         stages = []
         bounds = candidate.bounds(self.n_ops)
         for (a, b), d, depth, apply_s in zip(bounds, candidate.devices, depths, applies, strict=True):
-            device = self.fleet.devices[d]
+            device, more_s = self.fleet.devices[d], self.undivided[d](a, b)
             stages.append(
                 StageLoad(
                     device=d,
-                    forward_s=float(self.forward[d, b] - self.forward[d, a]),
-                    backward_s=float(self.backward[d, b] - self.backward[d, a]),
+                    forward_s=float(self.forward[d, b] - self.forward[d, a]) + more_s[0],
+                    backward_s=float(self.backward[d, b] - self.backward[d, a]) + more_s[1],
                     apply_s=apply_s,
                     commit_latency_s=device.coordinator.latency_s,
                     actions=_actions(self.n_micro, depth),
-                    weights_s=float(self.weights[d, b] - self.weights[d, a]),
+                    weights_s=float(self.weights[d, b] - self.weights[d, a]) + more_s[2],
                     apart_s=float(self.apart[d, b] - self.apart[d, a]),
                     pieces=max(1, int(self.pieces[b] - self.pieces[a])),
                     quota=quota_of(device),

@@ -86,8 +86,11 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_one_sbatch_trains_on_two_tasks_writes_the_weights_and_leaves_no_process(
-    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("tasks", "options"), [(2, "--device cpu"), (1, "--devices cpu+cpu")], ids=["workers", "site"]
+)
+def test_one_sbatch_trains_on_two_processes_writes_the_weights_and_leaves_none(
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tasks: int, options: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}")
@@ -96,15 +99,18 @@ def test_one_sbatch_trains_on_two_tasks_writes_the_weights_and_leaves_no_process
     monkeypatch.setenv("ATOLL_ADVERTISE", "127.0.0.1")
     monkeypatch.setenv("ATOLL_PORT", str(free_ports(2)[0]))
     monkeypatch.setenv("ATOLL_SUBMIT_OPTIONS", "--steps 6")
-    monkeypatch.setenv("ATOLL_WORKER_OPTIONS", "--device cpu")
+    monkeypatch.setenv("ATOLL_WORKER_OPTIONS", options)
     script = str(ROOT / "deploy" / "slurm" / "atoll.sbatch")
-    wanted = ["sbatch", "--wait", "--ntasks", "2", "--ntasks-per-node", "2", script]
+    wanted = ["sbatch", "--wait", "--ntasks", str(tasks), "--ntasks-per-node", str(tasks), script]
     done = subprocess.run(
         [*wanted, str(ROOT / "examples" / "mlp_digits.py"), "out.safetensors"], capture_output=True, text=True
     )
     log = "\n".join(path.read_text() for path in tmp_path.glob("atoll-*.log"))
     assert done.returncode == 0, done.stderr + log
-    assert "on 2 workers" in log
+    assert f"on {tasks} workers" in log
+    joined = [path.read_text() for path in tmp_path.glob("atoll-*/worker-*.log")]
+    assert len(joined) == tasks
+    assert all(f"processes={2 // tasks}" in text for text in joined)
     assert "finished, step 6/6" in log
     assert len(load_file(tmp_path / "out.safetensors")) == 6
     assert list((tmp_path / "scratch").glob("atoll-[0-9]*")) == []

@@ -3,8 +3,7 @@
 seconds(op) = share(op) seconds of one device + collectives, each latency + bytes / rate of the mesh's probe
 bytes of a process = the memory model of its own graph + what is fetched whole for one op, and its gradient
 
-A stage is priced by the whole graph's inside plan: where a cut divides a region that is split, the worker
-keeps that region whole, so cuts there look cheaper than they are.
+A stage is priced by the whole graph's inside plan, but for what its cuts keep whole (``regions``).
 """
 
 from __future__ import annotations
@@ -17,16 +16,18 @@ import numpy as np
 from atoll.mesh.layout import Inside, Way
 from atoll.mesh.share import Terms, held_whole, local_metas, share_all, trained_names
 from atoll.mesh.volumes import Sent, op_volumes
+from atoll.opdag import LeafRef, Source
 from atoll.program import stage_programs
-from coordinator.planning.costs.memory import MemoryModel
+from coordinator.planning.costs.memory import MemoryModel, leaf_bytes
 from coordinator.planning.costs.traffic import Traffic
+from coordinator.planning.inside.regions import Regions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
-    from atoll.job import Recompute, TrainingSpec
+    from atoll.job import Optimizer, Recompute, TrainingSpec
     from atoll.mesh.share import Shared
     from atoll.opdag import OpDag, StateMeta, TensorMeta
     from coordinator.planning.costs.fleet import Mesh
@@ -39,11 +40,15 @@ class ProcessMemory(MemoryModel):
     """Bytes of one process, where several hold a stage together."""
 
     def __init__(
-        self, dag: OpDag, training: TrainingSpec, traffic: Traffic, recompute: Recompute, fetched: Floats
+        self, dag: OpDag, training: TrainingSpec, recompute: Recompute, fetched: Floats, regions: Regions
     ) -> None:
         """``dag``: as the process has it; ``fetched`` [ops]: bytes of weights that are whole for one op."""
-        super().__init__(dag, training, traffic, recompute)
+        super().__init__(dag, training, Traffic(dag, training.optimizer, training.blocks), recompute)
         self._largest = self._largest + 2.0 * fetched
+        self._regions = regions
+
+    def state_bytes(self, a: int, b: int) -> float:
+        return super().state_bytes(a, b) + self._regions.more_bytes(a, b)
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class InsideCosts:
     share: Floats  # [ops] of an op's seconds that a process takes
     sent: dict[int, tuple[Sent, Sent]]  # by op: forward, backward of a micro-batch
     stored: float  # part of the parameters that a process holds
+    regions: Regions
 
     def costs(self, whole: Costs, mesh: Mesh) -> Costs:
         """Every op's seconds on the mesh; ``whole``: on one of its devices alone."""
@@ -69,6 +75,22 @@ class InsideCosts:
     def sent_bytes(self) -> int:
         """Bytes that each process sends the others for a micro-batch."""
         return sum(ahead.n_bytes + back.n_bytes for ahead, back in self.sent.values())
+
+
+Seconds = tuple[float, float, float]  # forward, backward, weights
+
+
+def undivided(inside: InsideCosts | None, alone: Costs, joint: Costs) -> Callable[[int, int], Seconds]:
+    """Return the seconds that a stage of ops [a, b) takes beside ``joint``, as its cuts keep some whole."""
+    one = np.stack((alone.forward_s, alone.backward_s, alone.weights_s))
+    more = one - np.stack((joint.forward_s, joint.backward_s, joint.weights_s))
+
+    def of_stage(a: int, b: int) -> Seconds:
+        whole = [] if inside is None else inside.regions.whole_ops(a, b)
+        forward, backward, weights = more[:, whole].sum(axis=1)
+        return float(forward), float(backward), float(weights)
+
+    return of_stage
 
 
 def joint_s(sent: Sent, mesh: Mesh) -> float:
@@ -91,12 +113,19 @@ def inside_costs(
     for op, turn in shared.turns.items():
         fetched[op] = sum(m.nbytes for m in turn.moves.values() if m.way in (Way.FETCH, Way.COPY))
     share[sorted(shared.divided)] = 1.0 / size
-    memory = ProcessMemory(
-        own, training, Traffic(own, training.optimizer, training.blocks), recompute, fetched
-    )
+    more = {
+        name: _held(dag, name, training.optimizer) - _held(own, name, training.optimizer)
+        for name in shared.stored
+    }
+    regions = Regions(dag, shared, more)
+    memory = ProcessMemory(own, training, recompute, fetched, regions)
     whole = sum(meta.nbytes for meta in parameters.values())
     stored = sum(own.parameters[name].meta.nbytes for name in parameters)
-    return InsideCosts(kind, size, memory, share, op_volumes(shared, size), stored / max(1, whole))
+    return InsideCosts(kind, size, memory, share, op_volumes(shared, size), stored / max(1, whole), regions)
+
+
+def _held(dag: OpDag, name: str, optimizer: Optimizer) -> float:
+    return leaf_bytes(dag, LeafRef(Source.PARAMETER, name), optimizer)[0]
 
 
 def _process_dag(dag: OpDag, shared: Shared, metas: Mapping[str, TensorMeta]) -> OpDag:

@@ -10,7 +10,9 @@ import pytest
 
 from atoll.job import Optimizer, Recompute, TrainingSpec
 from atoll.mesh.layout import Inside
+from atoll.mesh.share import Terms, share, trained_names
 from atoll.opdag import OpDag
+from atoll.program import stage_programs
 from coordinator.client.fleet_file import parse_fleet
 from coordinator.planning.costs.fleet import Device, Fleet, Mesh
 from coordinator.planning.costs.memory import MemoryModel
@@ -18,6 +20,7 @@ from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.inside.costs import inside_costs, joint_s
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
+from tests.worker.mesh.site import plain
 from tests.worker.stage.crew import case
 
 TRAINING = TrainingSpec(steps=4, n_micro=4, seed=1, optimizer=Optimizer(lr=1e-3))
@@ -91,6 +94,29 @@ def test_collectives_cost_alpha_each_and_beta_a_byte(kind: Inside) -> None:
     total = [float((costs.forward_s + costs.backward_s).sum()) for costs in (slow, fast)]
     assert total[0] - total[1] == pytest.approx(more)
     assert found.stored < 0.7
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])  # tied, and not
+def test_what_a_cut_keeps_from_being_divided_is_priced_whole(name: str) -> None:
+    """Of every stage that a cut makes, against the stage's own inside plan, as the worker derives it."""
+    whole = plain(name).dag
+    parameters = {name: state.meta for name, state in whole.parameters.items()}
+    metas = {**parameters, **{n: s.meta for n, s in whole.buffers.items()}, **whole.constants, **whole.inputs}
+    terms = Terms(Inside.TENSOR, 2, metas, trained_names(whole.parameters, TRAINING))
+    (program,) = stage_programs(whole, (0,))
+    divided = share(program, terms).divided
+    regions = inside_costs(whole, TRAINING, Recompute.OFF, Inside.TENSOR, 2).regions
+    assert regions.whole_ops(0, len(whole.ops)) == []
+    assert regions.more_bytes(0, len(whole.ops)) == 0.0
+    broken = 0
+    for cut in whole.cuttable():
+        for at, stage in enumerate(stage_programs(whole, (0, cut))):
+            a, b = ((0, cut), (cut, len(whole.ops)))[at]
+            own = share(stage, terms).divided
+            less = {op for op in divided if a <= op < b} - own
+            assert less <= set(regions.whole_ops(a, b)), (cut, at)
+            broken += bool(less)
+    assert broken
 
 
 def test_where_links_inside_are_slow_the_kind_that_sends_less_is_chosen() -> None:
