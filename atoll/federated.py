@@ -28,7 +28,7 @@ from atoll.fields import check_fields, described
 from atoll.formulas import DeclaredStrategy
 from atoll.opdag import DTYPE_BYTES
 from atoll.opdag import MAX_METRICS as MAX_METRICS
-from atoll.privacy import Privacy, check_private
+from atoll.privacy import Privacy, SamplePrivacy, check_private, check_samples
 from atoll.secure import Secure, check_secure
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ class Federated:
     staleness: float | None = None  # 0.5: an update of t models ago weighs (1 + t) ** -staleness
     max_staleness: int | None = None  # 20: an older one is refused
     own: DeclaredStrategy | None = None  # formulas of a strategy that is none of ours, captured at submit
+    sample_privacy: SamplePrivacy | None = None  # of each sample, by noise inside each client
     secure: Secure | None = None  # the coordinator sees sums of updates alone: docs/secure-aggregation.md
     # Workers of one --site send one sum: "auto", or the gateways' names with commas; "": each for itself.
     gateways: str = ""
@@ -132,7 +133,7 @@ class Federated:
     @property
     def shows_losses(self) -> bool:
         """Whether figures of single clients leave them."""
-        return self.privacy is None and self.secure is None
+        return self.privacy is None and self.secure is None and self.sample_privacy is None
 
     def weight(self, models: int) -> float:
         """Share that an update counts with whose model is so many ``models`` old."""
@@ -186,6 +187,8 @@ class Federated:
             raise UsageError(f"local: {str(bad[0])[:64]!r}; give patterns of 1 to {MAX_PATTERN} characters")
         if self.privacy is not None:
             check_private(self.privacy, self.clients, self.selector, self.evaluate_every)
+        if self.sample_privacy is not None:
+            check_samples(self.evaluate_every, self.privacy)
         if self.secure is not None:
             uplink = parse_uplink(self.uplink).mode
             rest = (self.clients, self.selector, self.evaluate_every, uplink, self.buffer)

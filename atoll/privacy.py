@@ -72,6 +72,40 @@ class Privacy:
             raise UsageError(f"samples = {self.samples!r}; give a whole number from 1")
 
 
+@dataclass(frozen=True, slots=True)
+class SamplePrivacy:
+    """Differential privacy of every single sample, by noise that each client adds to the gradient of each of
+    its local steps (DP-SGD).
+
+    ``noise``: z, its standard deviation over ``clip``, the L2 bound of a sample's gradient. What it costs
+    depends on how many samples a client has; its owner sees it, and may set a budget. UsageError for a
+    figure out of its range."""
+
+    noise: float
+    clip: float = 1.0
+    delta: float = 1e-5
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        _within("noise", self.noise, MIN_NOISE, MAX_NOISE)
+        _within("clip", self.clip, *CLIPS)
+        _within("delta", self.delta, 1e-18, 1e-2)
+
+
+def check_samples(evaluate_every: int, privacy: Privacy | None) -> None:
+    """UsageError for settings of ``Federated`` beside which samples would not be private."""
+    if evaluate_every:
+        raise UsageError(
+            "clients' own evaluations are figures of their samples that no noise covers; set "
+            "evaluate_every=0 and evaluate on your own data, Registered(..., held_out=...)"
+        )
+    if privacy is not None:
+        raise UsageError(
+            "privacy= and sample_privacy= have different units, a client and a sample, and no bound of both "
+            "is stated; leave one out"
+        )
+
+
 def check_private(privacy: Privacy, clients: int, selector: str, evaluate_every: int) -> None:
     """UsageError for settings of ``Federated`` beside which the proof does not hold."""
     if not clients:

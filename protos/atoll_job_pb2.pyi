@@ -976,6 +976,33 @@ class Privacy(_message.Message):
 Global___Privacy: _TypeAlias = Privacy  # noqa: Y015
 
 @_typing.final
+class SamplePrivacy(_message.Message):
+    """Differential privacy of single samples: docs/privacy.md."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NOISE_FIELD_NUMBER: _builtins.int
+    CLIP_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
+    noise: _builtins.float
+    clip: _builtins.float
+    delta: _builtins.float
+    def __init__(
+        self,
+        *,
+        noise: _builtins.float = ...,
+        clip: _builtins.float = ...,
+        delta: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip", b"clip", "delta", b"delta", "noise", b"noise"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SamplePrivacy: _TypeAlias = SamplePrivacy  # noqa: Y015
+
+@_typing.final
 class Formula(_message.Message):
     """A strategy that is its owner's own: docs/own-strategies.md."""
 
@@ -1123,6 +1150,7 @@ class FederatedSpec(_message.Message):
     OWN_FIELD_NUMBER: _builtins.int
     SECURE_FIELD_NUMBER: _builtins.int
     GATEWAYS_FIELD_NUMBER: _builtins.int
+    SAMPLE_PRIVACY_FIELD_NUMBER: _builtins.int
     strategy: _builtins.str
     local_epochs: _builtins.int
     local_steps: _builtins.int
@@ -1175,6 +1203,10 @@ class FederatedSpec(_message.Message):
     def secure(self) -> Global___Secure:
         """unset: none"""
 
+    @_builtins.property
+    def sample_privacy(self) -> Global___SamplePrivacy:
+        """unset: none"""
+
     def __init__(
         self,
         *,
@@ -1204,10 +1236,11 @@ class FederatedSpec(_message.Message):
         own: Global___DeclaredStrategy | None = ...,
         secure: Global___Secure | None = ...,
         gateways: _builtins.str = ...,
+        sample_privacy: Global___SamplePrivacy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_staleness", b"_staleness", "max_staleness", b"max_staleness", "own", b"own", "privacy", b"privacy", "secure", b"secure", "staleness", b"staleness"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_staleness", b"_staleness", "max_staleness", b"max_staleness", "own", b"own", "privacy", b"privacy", "sample_privacy", b"sample_privacy", "secure", b"secure", "staleness", b"staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_staleness", b"_staleness", "buffer", b"buffer", "clients", b"clients", "consent_s", b"consent_s", "data", b"data", "deadline_s", b"deadline_s", "downlink", b"downlink", "error_feedback", b"error_feedback", "evaluate_every", b"evaluate_every", "gateways", b"gateways", "held_out", b"held_out", "inputs", b"inputs", "local", b"local", "local_epochs", b"local_epochs", "local_steps", b"local_steps", "max_samples", b"max_samples", "max_staleness", b"max_staleness", "min_clients", b"min_clients", "options", b"options", "own", b"own", "privacy", b"privacy", "secure", b"secure", "selector", b"selector", "selector_options", b"selector_options", "staleness", b"staleness", "strategy", b"strategy", "uplink", b"uplink"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_staleness", b"_staleness", "buffer", b"buffer", "clients", b"clients", "consent_s", b"consent_s", "data", b"data", "deadline_s", b"deadline_s", "downlink", b"downlink", "error_feedback", b"error_feedback", "evaluate_every", b"evaluate_every", "gateways", b"gateways", "held_out", b"held_out", "inputs", b"inputs", "local", b"local", "local_epochs", b"local_epochs", "local_steps", b"local_steps", "max_samples", b"max_samples", "max_staleness", b"max_staleness", "min_clients", b"min_clients", "options", b"options", "own", b"own", "privacy", b"privacy", "sample_privacy", b"sample_privacy", "secure", b"secure", "selector", b"selector", "selector_options", b"selector_options", "staleness", b"staleness", "strategy", b"strategy", "uplink", b"uplink"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_staleness: _TypeAlias = _typing.Literal["max_staleness"]  # noqa: Y015
     _WhichOneofArgType__max_staleness: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness"]  # noqa: Y015

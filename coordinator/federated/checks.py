@@ -15,7 +15,7 @@ from compressors.catalogue import Use, codec
 from coordinator.federated.selection import selector_of
 from strategies.checking import check_optimizer
 from strategies.linear import Linear
-from strategies.privacy.private import strategy_of
+from strategies.privacy.private import COVERED, strategy_of
 from strategies.secure.vector import secured
 from strategies.selection import Selector
 from strategies.wrapped import NET
@@ -45,6 +45,11 @@ def check_federated(rule: Federated, training: TrainingSpec) -> Strategy:
     found = strategy_of(rule)
     if rule.secure is not None:
         secured(found)
+    if rule.sample_privacy is not None and rule.strategy not in COVERED:
+        raise UsageError(
+            f"sample_privacy= around {rule.strategy} is not proven: it may send more than what its noised "
+            f"gradients made; take one of {', '.join(COVERED)}"
+        )
     selector_of(rule)
     check_optimizer(found, training.optimizer)
     if training.n_micro != 1:

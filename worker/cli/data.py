@@ -48,6 +48,12 @@ Noise = Annotated[
     ),
 ]
 
+Epsilon = Annotated[
+    float | None,
+    typer.Option(
+        metavar="E", help="Budget of single samples over all jobs, which must bound what they spend."
+    ),
+]
 Statistics = Annotated[
     int | None,
     typer.Option(
@@ -103,6 +109,7 @@ def add(
     noise: Noise = None,
     allow_statistics: Statistics = None,
     gateway: Gateways = None,
+    epsilon: Epsilon = None,
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
@@ -123,7 +130,9 @@ def add(
             path,
             [*(schema or []), *_lines(schema_file)],
             Form(format_name, delimiter, not no_header),
-            policy=_policy(UNSTATED, accept, min_clients, max_rounds, clip, noise, allow_statistics, gateway),
+            policy=_policy(
+                UNSTATED, accept, min_clients, max_rounds, clip, noise, allow_statistics, gateway, epsilon
+            ),
             replace=replace,
             progress=done,
         )
@@ -236,6 +245,7 @@ def policy(
     noise: Noise = None,
     allow_statistics: Statistics = None,
     gateway: Gateways = None,
+    epsilon: Epsilon = None,
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
@@ -249,7 +259,9 @@ def policy(
 
     folder = state_dir or default_state_dir()
     found = load_dataset(folder, name)
-    wanted = _policy(found.policy, accept, min_clients, max_rounds, clip, noise, allow_statistics, gateway)
+    wanted = _policy(
+        found.policy, accept, min_clients, max_rounds, clip, noise, allow_statistics, gateway, epsilon
+    )
     if wanted != found.policy:
         found = set_policy(folder, name, wanted)
         signal_consent_changed(folder)
@@ -285,6 +297,7 @@ def _policy(
     noise: float | None,
     statistics: int | None,
     gateways: list[str] | None,
+    epsilon: float | None,
 ) -> Policy:
     """``before`` with what was given; UsageError for what is no policy."""
     from worker.data.policy import NO_GATEWAY, rules_of
@@ -295,6 +308,7 @@ def _policy(
         "clip": clip,
         "noise": noise,
         "statistics": statistics,
+        "epsilon": epsilon,
     }
     changes: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
     if accept:

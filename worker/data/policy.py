@@ -54,6 +54,7 @@ class Policy:
     statistics: int = 0  # numbers about the data beside each update; 0: the few always allowed
     # Workers that may see an update before it is summed: ids, or SITE for each gateway of its own site.
     gateways: tuple[str, ...] = ()
+    epsilon: float = 0.0  # that single samples may spend over all jobs, whose updates must bound it; 0: any
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.accept) <= MAX_RULES:
@@ -76,7 +77,7 @@ class Policy:
                 f"--gateway {', '.join(self.gateways)[:80]!r}; give {SITE}, none, or the ids of at most "
                 f"{MAX_RULES} workers, as `atoll status` shows them"
             )
-        for name, value in (("--clip", self.clip), ("--noise", self.noise)):
+        for name, value in (("--clip", self.clip), ("--noise", self.noise), ("--epsilon", self.epsilon)):
             if not isinstance(value, int | float) or not math.isfinite(value) or not 0.0 <= value <= 1e9:
                 raise UsageError(f"{name} = {value!r}; give a number from 0 (none)")
         if self.noise and not self.clip:
@@ -105,6 +106,7 @@ class Policy:
                     f"up to {self.statistics:,} numbers about the data beside each update",
                 ),
                 (self.gateways, f"updates may be seen by {seen_by}"),
+                (self.epsilon, f"epsilon {self.epsilon:g} of single samples over all jobs"),
             )
             if value
         )
@@ -209,6 +211,7 @@ def policy_from_json(found: Mapping[str, Any]) -> Policy:
         float(found["noise"]),
         int(found.get("statistics", 0)),  # policies of versions up to 0.6.0 allowed none
         tuple(map(str, found.get("gateways", ()))),
+        float(found.get("epsilon", 0.0)),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 
@@ -20,17 +20,20 @@ from atoll.messages.from_worker import ConsentSaid
 from protos import atoll_compute_pb2 as compute_pb
 from protos import atoll_control_pb2 as pb
 from protos.devices import machine_of
+from strategies.privacy.samples import BUDGET_DELTA, epsilon
 from worker.data.consent import ConsentStore, Request
 from worker.data.departures import FACTS, MESSAGE, NUMBERED, UPDATE, UPDATE_BEGINS, DepartureLog
 from worker.data.pinned_terms import AskedPinned
 from worker.data.registry import load_dataset
 from worker.federated.folders import noise_key
+from worker.federated.samples.ledger import Charged, SampleLedger, account_words, exceeded
 from worker.federated.terms import Asked
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from worker.blobs import BlobFile
+    from worker.federated.terms import Fact
 
 log = structlog.get_logger()
 
@@ -38,6 +41,11 @@ MAX_REPEATED = 64  # words that are said again after a reconnection, the newest 
 LOGGED = NUMBERED | {"loaded", "client_failed", "secure_answer", "consent", "log", "spans"}
 """Messages to the coordinator that are logged when they are about a federated job; with numbers: always."""
 MAX_JOBS = 4096  # whose messages are logged, more than are remembered
+
+
+class _Account(NamedTuple):
+    facts: tuple[Fact, ...]
+    over: str  # why the job may not have the data
 
 
 class Consent:
@@ -52,6 +60,8 @@ class Consent:
         self._store = ConsentStore(state_dir)
         self._log = DepartureLog(state_dir, clock)
         self._jobs: set[str] = set()
+        self._ledger = SampleLedger(state_dir)
+        self._charged: dict[str, Charged] = {}  # by job with sample_privacy
         try:
             self._remember()
         except AtollError as error:  # every use of it says so again: nothing leaves
@@ -70,10 +80,15 @@ class Consent:
         job, data = m.job, asked.data
         found = load_dataset(self._state_dir, data)
         terms = asked.terms(found.n_samples, f"{self._coordinator} {found.sha256}")
-        request = self._store.asked(terms, asked.facts(found.n_samples), self._clock())
+        account = self._account(job, asked, found.policy.epsilon, found.n_samples)
+        facts = (*asked.facts(found.n_samples), *account.facts)
+        request = self._store.asked(terms, facts, self._clock())
         if len(self._jobs) >= MAX_JOBS:
             self._remember()
         self._jobs.add(job)
+        if account.over:
+            log.warning("consent.budget", job=job, data=data, reason=account.over)
+            raise UsageError(account.over)
         if request.word is Word.GIVEN:
             log.info("consent.given", job=job, data=request.terms.data, reason=request.why)
             return None
@@ -82,6 +97,20 @@ class Consent:
             "consent." + request.word, job=job, data=request.terms.data, reason=request.why, see=remedy
         )
         return _said(request)
+
+    def _account(self, job: str, asked: Asked | AskedPinned, budget: float, n_samples: int) -> _Account:
+        """What single samples of the data set have spent in other jobs, and would with this one."""
+        charge = asked.charge(n_samples) if isinstance(asked, Asked) else None
+        if charge is None or not isinstance(asked, Asked):
+            self._charged.pop(job, None)
+            why = f"the owner of {asked.data} bounds what single samples may spend, epsilon {budget:g}; this"
+            return _Account((), f"{why} job states no bound: Federated(sample_privacy=...)" if budget else "")
+        self._charged[job] = Charged(asked.data, charge, asked.training.steps)
+        others = self._ledger.spent(asked.data, job)
+        before = epsilon(others, BUDGET_DELTA)
+        after = epsilon([*others, charge.times(asked.training.steps)], BUDGET_DELTA)
+        over = exceeded(after, budget, "this job") if budget and after > budget else ""
+        return _Account((("spent by samples", account_words(before, after, budget)),), over)
 
     def changed(self) -> list[ConsentSaid]:
         """What to tell the coordinator after the owner's word or a policy has changed, and after a
@@ -135,7 +164,10 @@ class Consent:
         may not leave, StorageError where it cannot be logged.
         """
         to = {"to": borrower} if borrower else {}
+        charged = self._charged.get(job)
         for file in files:
+            if charged is not None:
+                self._ledger.charge(job, charged, file.hash, self._store.policy(charged.data).epsilon)
             self._store.spend(job, file.hash)
             self._log.note(job, UPDATE_BEGINS, 0, blob=file.hash, size=file.size, **to)
         try:

@@ -146,6 +146,8 @@ class Participation:
             self._trainer.check_evaluation(self.members.owner)
         layout = self._trainer.layout
         many = "a population sends one sum of many" if self.members.hash else ""
+        if spec.sample_privacy is not None and self.members.hash:
+            raise UsageError("sample_privacy= accounts for one owner's samples, and this is a population")
         if clipping.norm and (why := unclippable(strategy, layout) or many):
             raise UsageError(f"this data owner clips updates, and {why}")
         self._clipping = clipping

@@ -14,7 +14,7 @@ from atoll.errors import BadFrame
 from atoll.federated import FederatedSpec, parse_uplink
 from atoll.job import TrainingSpec, stepwise_groups
 from atoll.messages.to_worker import States
-from atoll.sampling import held_out_of
+from atoll.sampling import held_out_of, local_steps
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos import bounds, coding
@@ -26,6 +26,7 @@ from strategies.layout import Layout, own_parts
 from strategies.own.words import client_words
 from strategies.privacy.private import strategy_of
 from strategies.privacy.report import plan_words
+from strategies.privacy.samples import charge_of, sample_words
 from worker.data.policy import MAX_OWNER_CHARS, Terms
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from atoll.federated import Federated
     from strategies.base import Strategy
+    from strategies.privacy.samples import Charge
 
 SHOWN_NAMES, NAME_CHARS = 6, 60
 MAX_FORMULAS = 1_600  # characters
@@ -118,6 +120,7 @@ class Asked:
             *(() if rule.own is None else (("formulas", clean(client_words(rule.own), MAX_FORMULAS)),)),
             ("summed with", self._sum_words()),
             *self._privacy_facts(),
+            *self._sample_facts(n_samples),
             *self._secure_facts(),
             *self._gateway_facts(),
             ("local steps", self._step_words(n_samples)),
@@ -139,6 +142,22 @@ class Asked:
         if self.rule.privacy is None:
             return ()
         return (("privacy", plan_words(self.rule, self.training.steps)),)
+
+    def charge(self, n_samples: int) -> Charge | None:
+        """What an update tells of a single sample, where ``n_samples`` are registered; None: no bound is
+        stated."""
+        rule, batch = self.rule, max(1, self._m.batch)
+        if rule.sample_privacy is None:
+            return None
+        trained = max(1, n_samples - held_out_of(n_samples, rule.held_out))
+        steps = local_steps(trained, batch, rule.local_epochs, rule.local_steps)
+        return charge_of(rule.sample_privacy, trained, batch, steps)
+
+    def _sample_facts(self, n_samples: int) -> tuple[Fact, ...]:
+        charge = self.charge(n_samples)
+        if charge is None or self.rule.sample_privacy is None:
+            return ()
+        return (("each sample", sample_words(self.rule.sample_privacy, charge, self.training.steps)),)
 
     def _secure_facts(self) -> tuple[Fact, ...]:
         secure = self.rule.secure

@@ -37,6 +37,7 @@ from strategies.returned import check_returned, check_rows
 from strategies.values import ClientUpdate, Done
 from worker.cancel import Cancel
 from worker.federated.floors import check_held_out, check_job, check_update_floors
+from worker.federated.samples.noised import NoisedGradients, check_apart
 from worker.federated.working_tensors import WorkingTensors
 from worker.stage.digests import norm
 from worker.stage.optimizers import make_optimizer
@@ -127,6 +128,10 @@ class LocalTrainer:
         self._held: Collection[str] = ()  # parameters that the phase does not train
         self._optimizer = make_optimizer(self._parameters, self.training.optimizer, model.states)
         self._rate = 0.0  # of the round
+        self._noised: NoisedGradients | None = None
+        if federated.sample_privacy is not None:
+            check_apart(model.program, model.inputs, model.metas(), self.floors.batch)
+            self._noised = NoisedGradients(self._trainer, federated.sample_privacy, self.device, tick)
 
     # ---------------------------------------------------------------- a round
 
@@ -294,20 +299,24 @@ class LocalTrainer:
             found = []
             for at, samples in enumerate(islice(self._epoch(client, broadcast.round, epoch), left)):
                 cancel.check()
-                inputs = client.data.take(samples, self.device)
-                found.append(self._step(first + len(losses) + at, phase, inputs, correction))
+                found.append(self._step(first + len(losses) + at, phase, client, samples, correction))
             losses += torch.stack(found).double().tolist()  # one wait for the device an epoch
             self._check_finite(broadcast.round, losses)
         return losses
 
-    def _step(self, step: int, phase: int, inputs: Mapping[str, Tensor], correction: Correction) -> Tensor:
+    def _step(self, step: int, phase: int, client: Client, samples: Array, correction: Correction) -> Tensor:
         executor, loss = self._trainer, self.model.program.loss
         assert loss is not None  # noqa: S101 - the program is the whole DAG
-        out = executor.forward(step, phase, inputs, {})
-        executor.backward(phase, {})
+        if self._noised is None:
+            out = executor.forward(step, phase, client.data.take(samples, self.device), {})[loss]
+            executor.backward(phase, {})
+            of: Callable[[str], Tensor | None] = executor.gradient
+        else:
+            out = torch.zeros(())  # no loss leaves, nor decides anything
+            of = self._noised.gradients(step, phase, client, self._parameters, self._held).get
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                gradient = executor.gradient(name)
+                gradient = of(name)
                 if correction:
                     if gradient is None:
                         gradient = torch.zeros_like(parameter)
@@ -320,7 +329,7 @@ class LocalTrainer:
         for parameter in self._parameters.values():
             parameter.grad = None  # now: the next backward makes its own beside it
         self._tick()
-        return out[loss]
+        return out
 
     def _clip(self) -> None:
         """To ``clip_norm``, after the correction: what a rule adds may grow without bound (FedDyn)."""

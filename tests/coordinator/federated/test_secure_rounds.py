@@ -203,7 +203,7 @@ def test_books_take_one_answer_of_who_was_asked_for_the_stage_at_hand() -> None:
         ({"evaluate_every": 1}, "set evaluate_every=0"),
         ({"uplink": "topk:32"}, "does not add up"),
         ({"uplink": "lossless"}, "does not add up"),
-        ({"privacy": Privacy(noise=1.0), "clients": 10}, "hides them from it"),
+        ({"privacy": Privacy(noise=1.0, sampling=0.5), "clients": 10}, "amplifies nothing"),
     ],
 )
 def test_settings_that_show_more_than_sums_are_refused(wrong: dict[str, Any], why: str) -> None:

@@ -15,6 +15,7 @@ from atoll.plan import LinkSpec, Mask, Plan, StageSpec, one_replica
 from coordinator.messages import facts
 from coordinator.messages.encoding import from_json, to_json
 from coordinator.messages.facts import Ledger, from_record, to_record
+from strategies.privacy.accountant import Spent
 from tests.sim.scripted import HASH, spec
 from tests.sim.world import federated_job
 
@@ -38,6 +39,7 @@ FACTS: list[facts.Fact] = [
     facts.Evaluated("j", 9, 0.25),
     facts.CheckpointStored("j", 9, {"w0": HASH, "w1": HASH}),
     facts.CheckpointTorn("j", 6, "its blob is gone"),
+    facts.NoisedAsked("f", 0, Spent(1, {"2": 0.5, "3": 0.75})),
     facts.RoundClosed(
         "f", 0, HASH, HASH, 10, None, {"w": {"bytes_up": 3}}, {"v": "late"}, {"n": [1]}, 2.0, 3.0
     ),

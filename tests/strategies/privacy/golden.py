@@ -85,3 +85,12 @@ TREES = (  # noise of a node, rounds of a tree, rounds, delta, epsilon
 )
 """A SingleEpochTreeAggregationDpEvent(noise, rounds) for each tree under REPLACE_SPECIAL, composed: a record
 is once in each of them."""
+
+SAMPLES = (  # noise, samples, batch, steps a round, rounds, delta, epsilon
+    (1.1, 1000, 20, 10, 5, 1e-05, 1.268611),
+    (0.8, 60000, 60, 100, 10, 1e-05, 1.231816),
+    (2.0, 200, 20, 10, 20, 1e-05, 3.679746),
+    (1.0, 24, 24, 4, 5, 1e-05, 30.126631),
+    (1.5, 500, 8, 60, 8, 1e-06, 1.327644),
+)
+"""PoissonSampledDpEvent(batch / samples, GaussianDpEvent(noise)), all steps of all rounds."""
