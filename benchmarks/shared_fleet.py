@@ -31,7 +31,7 @@ Admits = Callable[[float, Sequence[float], float, float], bool]  # as ``contenti
 
 @dataclass(frozen=True)
 class TraceJob:
-    """A job of a trace. ``compute_s``: of a step on its ``least`` workers."""
+    """A job of a trace. ``compute_s``: of a step on its ``least`` workers; ``stays``: it gives none."""
 
     name: str
     at_s: float
@@ -42,6 +42,7 @@ class TraceJob:
     most: int = 1
     owner: str = ""
     priority: Priority = Priority.NORMAL
+    stays: bool = False
 
     def step_s(self, workers: int) -> float:
         return self.compute_s * faster(self.least) / faster(workers)
@@ -169,7 +170,7 @@ class SharedFleet:
             trace.name, trace.owner, trace.priority, trace.at_s, work_s=left * each_s * faster(size),
             least=trace.least, most=trace.most, held=job.held, had=job.had, pause_s=self.pause_s,
             due_s=job.due_s, fixed=job.stopping or job.since_s > self.now_s,
-            together=self.together and trace.message_bytes > 0.0,
+            together=self.together and trace.message_bytes > 0.0, stays=trace.stays,
         )  # fmt: skip
 
     @property

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {path.stem: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
-HELPERS = {"prestart", "looking"}  # processes of a fleet in the lab; they measure nothing
+HELPERS = {"prestart", "looking", "small_jobs"}  # processes of a fleet in the lab; they measure nothing
 REPORT = "report"  # runs others
 SHARED = ("harness", "registered_fleet", "bandwidth_lab")
 STARTS = re.compile(r"\b(Lab|Registered|App)Fleet\)?[(:]")
