@@ -32,7 +32,6 @@ from coordinator.pipeline.driver import PipelineDriver
 from coordinator.planner_pool import PlannerPool
 from coordinator.scheduler import Scheduler
 from coordinator.storage.blob_store import BlobStore
-from coordinator.storage.contributions import Contributions
 from coordinator.storage.delta_chains import DeltaChains
 from coordinator.storage.graph_store import GraphStore
 from coordinator.storage.health import Health
@@ -124,7 +123,6 @@ class Shell:
     relays: Relays | None = None
     aggregators: Aggregators = field(init=False)
     planner: PlannerPool = field(init=False)
-    contributions: Contributions = field(init=False)
     health: Health = field(init=False)
     _events: asyncio.Queue[_Posted] = field(default_factory=asyncio.Queue)
     _unwritten: list[Fact] = field(default_factory=list)
@@ -136,7 +134,6 @@ class Shell:
     def __post_init__(self) -> None:
         self.aggregators = Aggregators(self.blobs, self.post)
         self.planner = PlannerPool(self.graphs, self.post)
-        self.contributions = Contributions(self.journal)
         self.health = Health(self.config.state_dir, time.monotonic)
 
     # ------------------------------------------------------------ events
@@ -189,8 +186,6 @@ class Shell:
             self.post(ev.Tick())
             self.runs.flush()
             self._retry_storage()
-            if self.settled:
-                self.contributions.write(self.clock())
 
     def stop(self) -> None:
         """End what runs beside the queue."""
@@ -198,8 +193,6 @@ class Shell:
             task.cancel()
         self.planner.stop()
         self.runs.close()
-        if self.settled and not self.journal.fenced:
-            self.contributions.write(self.clock(), at_once=True)
 
     def _handle(self, batch: list[_Posted]) -> None:
         now_s = self.clock()
@@ -221,9 +214,6 @@ class Shell:
             for posted in batch:
                 _resolve(posted, fenced)
             raise
-        if failure is None:
-            said = (instruction for instructions in caused for instruction in instructions)
-            self.contributions.take(facts, said, self.scheduler.jobs, now_s)
         for posted, instructions in todo:
             for instruction in batches.consequences(instructions, durable=failure is None):
                 self._attempt(instruction, now_s)

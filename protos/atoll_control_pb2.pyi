@@ -4589,7 +4589,7 @@ class RestoreRequest(_message.Message):
 Global___RestoreRequest: _TypeAlias = RestoreRequest  # noqa: Y015
 
 @_typing.final
-class ContributionsRequest(_message.Message):
+class CreditsRequest(_message.Message):
     """What workers have given by UTC day, the newest days first; at most 400 days are kept."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -4607,52 +4607,7 @@ class ContributionsRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ContributionsRequest: _TypeAlias = ContributionsRequest  # noqa: Y015
-
-@_typing.final
-class Contribution(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DAY_FIELD_NUMBER: _builtins.int
-    WORKER_FIELD_NUMBER: _builtins.int
-    NAME_FIELD_NUMBER: _builtins.int
-    STEPS_FIELD_NUMBER: _builtins.int
-    SAMPLES_FIELD_NUMBER: _builtins.int
-    COMPUTE_S_FIELD_NUMBER: _builtins.int
-    BYTES_IN_FIELD_NUMBER: _builtins.int
-    BYTES_OUT_FIELD_NUMBER: _builtins.int
-    DISCARDED_STEPS_FIELD_NUMBER: _builtins.int
-    day: _builtins.str
-    """2026-11-30"""
-    worker: _builtins.str
-    name: _builtins.str
-    steps: _builtins.int
-    """committed; of federated jobs rounds"""
-    samples: _builtins.int
-    compute_s: _builtins.float
-    bytes_in: _builtins.int
-    bytes_out: _builtins.int
-    discarded_steps: _builtins.int
-    def __init__(
-        self,
-        *,
-        day: _builtins.str = ...,
-        worker: _builtins.str = ...,
-        name: _builtins.str = ...,
-        steps: _builtins.int = ...,
-        samples: _builtins.int = ...,
-        compute_s: _builtins.float = ...,
-        bytes_in: _builtins.int = ...,
-        bytes_out: _builtins.int = ...,
-        discarded_steps: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "compute_s", b"compute_s", "day", b"day", "discarded_steps", b"discarded_steps", "name", b"name", "samples", b"samples", "steps", b"steps", "worker", b"worker"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Contribution: _TypeAlias = Contribution  # noqa: Y015
+Global___CreditsRequest: _TypeAlias = CreditsRequest  # noqa: Y015
 
 @_typing.final
 class WorkDone(_message.Message):
@@ -4746,26 +4701,6 @@ class CreditList(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreditList: _TypeAlias = CreditList  # noqa: Y015
-
-@_typing.final
-class ContributionList(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CONTRIBUTIONS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def contributions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Contribution]: ...
-    def __init__(
-        self,
-        *,
-        contributions: _abc.Iterable[Global___Contribution] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributions", b"contributions"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ContributionList: _TypeAlias = ContributionList  # noqa: Y015
 
 @_typing.final
 class CreateTokenRequest(_message.Message):

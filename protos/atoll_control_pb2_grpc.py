@@ -267,7 +267,7 @@ class WorkStub:
         self.Given = channel.unary_unary(
                 '/atoll.v1.Work/Given',
                 request_serializer=protos_dot_atoll__control__pb2.Empty.SerializeToString,
-                response_deserializer=protos_dot_atoll__control__pb2.ContributionList.FromString,
+                response_deserializer=protos_dot_atoll__control__pb2.CreditList.FromString,
                 _registered_method=True)
         self.Receipt = channel.unary_unary(
                 '/atoll.v1.Work/Receipt',
@@ -326,7 +326,7 @@ def add_WorkServicer_to_server(servicer, server):
             'Given': grpc.unary_unary_rpc_method_handler(
                     servicer.Given,
                     request_deserializer=protos_dot_atoll__control__pb2.Empty.FromString,
-                    response_serializer=protos_dot_atoll__control__pb2.ContributionList.SerializeToString,
+                    response_serializer=protos_dot_atoll__control__pb2.CreditList.SerializeToString,
             ),
             'Receipt': grpc.unary_unary_rpc_method_handler(
                     servicer.Receipt,
@@ -418,7 +418,7 @@ class Work:
             target,
             '/atoll.v1.Work/Given',
             protos_dot_atoll__control__pb2.Empty.SerializeToString,
-            protos_dot_atoll__control__pb2.ContributionList.FromString,
+            protos_dot_atoll__control__pb2.CreditList.FromString,
             options,
             channel_credentials,
             insecure,
@@ -523,14 +523,9 @@ class OwnerStub:
                 request_serializer=protos_dot_atoll__control__pb2.CheckpointsRequest.SerializeToString,
                 response_deserializer=protos_dot_atoll__control__pb2.CheckpointList.FromString,
                 _registered_method=True)
-        self.Contributions = channel.unary_unary(
-                '/atoll.v1.Owner/Contributions',
-                request_serializer=protos_dot_atoll__control__pb2.ContributionsRequest.SerializeToString,
-                response_deserializer=protos_dot_atoll__control__pb2.ContributionList.FromString,
-                _registered_method=True)
         self.Credits = channel.unary_unary(
                 '/atoll.v1.Owner/Credits',
-                request_serializer=protos_dot_atoll__control__pb2.ContributionsRequest.SerializeToString,
+                request_serializer=protos_dot_atoll__control__pb2.CreditsRequest.SerializeToString,
                 response_deserializer=protos_dot_atoll__control__pb2.CreditList.FromString,
                 _registered_method=True)
         self.Restore = channel.unary_unary(
@@ -662,12 +657,6 @@ class OwnerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Checkpoints(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Contributions(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -809,14 +798,9 @@ def add_OwnerServicer_to_server(servicer, server):
                     request_deserializer=protos_dot_atoll__control__pb2.CheckpointsRequest.FromString,
                     response_serializer=protos_dot_atoll__control__pb2.CheckpointList.SerializeToString,
             ),
-            'Contributions': grpc.unary_unary_rpc_method_handler(
-                    servicer.Contributions,
-                    request_deserializer=protos_dot_atoll__control__pb2.ContributionsRequest.FromString,
-                    response_serializer=protos_dot_atoll__control__pb2.ContributionList.SerializeToString,
-            ),
             'Credits': grpc.unary_unary_rpc_method_handler(
                     servicer.Credits,
-                    request_deserializer=protos_dot_atoll__control__pb2.ContributionsRequest.FromString,
+                    request_deserializer=protos_dot_atoll__control__pb2.CreditsRequest.FromString,
                     response_serializer=protos_dot_atoll__control__pb2.CreditList.SerializeToString,
             ),
             'Restore': grpc.unary_unary_rpc_method_handler(
@@ -1190,33 +1174,6 @@ class Owner:
             _registered_method=True)
 
     @staticmethod
-    def Contributions(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/atoll.v1.Owner/Contributions',
-            protos_dot_atoll__control__pb2.ContributionsRequest.SerializeToString,
-            protos_dot_atoll__control__pb2.ContributionList.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def Credits(request,
             target,
             options=(),
@@ -1231,7 +1188,7 @@ class Owner:
             request,
             target,
             '/atoll.v1.Owner/Credits',
-            protos_dot_atoll__control__pb2.ContributionsRequest.SerializeToString,
+            protos_dot_atoll__control__pb2.CreditsRequest.SerializeToString,
             protos_dot_atoll__control__pb2.CreditList.FromString,
             options,
             channel_credentials,

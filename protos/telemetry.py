@@ -94,6 +94,10 @@ class Metric:
 WORKERS = Metric("atoll_workers", "Workers by membership state", ("state",))
 JOBS = Metric("atoll_jobs", "Jobs by state", ("state",))
 STEPS = Metric("atoll_steps_total", "Steps committed", ("job",))
+CREDIT_STEPS = Metric(
+    "atoll_credit_steps", "Steps of all workers in 400 days, useful, discarded or pending", ("kind",)
+)
+CREDIT_SECONDS = Metric("atoll_credit_compute_seconds", "Computing of those steps", ("kind",))
 STEP_SECONDS = Metric("atoll_step_seconds", "Time from one commit to the next", ("job",))
 COMMIT_SECONDS = Metric("atoll_commit_seconds", "Coordinator's share of a step", ("job",))
 LOSS = Metric("atoll_loss_nats", "Training loss of the last committed step", ("job",))
@@ -117,6 +121,8 @@ METRICS = (
     WORKERS,
     JOBS,
     STEPS,
+    CREDIT_STEPS,
+    CREDIT_SECONDS,
     STEP_SECONDS,
     COMMIT_SECONDS,
     LOSS,

@@ -265,17 +265,11 @@ class Client:
             timeout_s = 3600.0 if verify else 60.0
             return list(self._owner.Checkpoints(request, **self._short(timeout_s)).checkpoints)
 
-    def contributions(self, since_s: float = 0.0) -> list[pb.Contribution]:
-        """What workers have given by UTC day, from that of ``since_s`` on, the newest first."""
-        with calling(self.endpoint.address):
-            request = pb.ContributionsRequest(since_s=since_s)
-            return list(self._owner.Contributions(request, **self._short(60.0)).contributions)
-
     def credits(self, since_s: float = 0.0) -> list[pb.Credit]:
         """What workers have given to whose jobs by UTC day, from that of ``since_s`` on: exact, from what is
         committed."""
         with calling(self.endpoint.address):
-            request = pb.ContributionsRequest(since_s=since_s)
+            request = pb.CreditsRequest(since_s=since_s)
             return list(self._owner.Credits(request, **self._short(60.0)).credits)
 
     def restore(self, job: str, step: int, steps: int | None = None) -> pb.SubmitReply:

@@ -22,7 +22,7 @@ _SHOWN = ("state", "step", "steps")
 _MEASURED = ("loss", "eval_loss", "best_eval_loss", "step_s", "samples_per_s", "eta_s")
 
 
-def public_view(status: pb.StatusReply, given: Iterable[pb.Contribution]) -> View:
+def public_view(status: pb.StatusReply, given: Iterable[pb.Credit]) -> View:
     """Counts by place, unnamed and the largest first, jobs, and what all have given together."""
     places: dict[str, Counter[str]] = defaultdict(Counter)
     memory_bytes, gflops = 0, 0.0

@@ -241,16 +241,16 @@ class Reader:
     async def _read_contributions(self, topic: Topic) -> None:
         owner = await self.stub()
         while True:
-            found = await owner.Contributions(pb.ContributionsRequest(), **self.call)
-            topic.publish(contributions_view(found.contributions))
+            found = await owner.Credits(pb.CreditsRequest(), **self.call)
+            topic.publish(contributions_view(found.credits))
             await asyncio.sleep(self._pace.contributions_every_s)
 
     async def _read_public(self, topic: Topic) -> None:
-        owner, given, given_at_s = await self.stub(), list[pb.Contribution](), 0.0
+        owner, given, given_at_s = await self.stub(), list[pb.Credit](), 0.0
         while True:
             if time.monotonic() - given_at_s > self._pace.contributions_every_s or not given_at_s:
-                found = await owner.Contributions(pb.ContributionsRequest(), **self.call)
-                given, given_at_s = list(found.contributions), time.monotonic()
+                found = await owner.Credits(pb.CreditsRequest(), **self.call)
+                given, given_at_s = list(found.credits), time.monotonic()
             topic.publish(public_view(await owner.Status(pb.StatusRequest(), **self.call), given))
             await asyncio.sleep(self._pace.status_every_s)
 

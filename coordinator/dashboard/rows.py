@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ MAX_JOBS = 200  # the newest
 SHOWN_WAIT_S, SHOWN_SILENCE_S = 2.0, 3.0  # what is shorter is part of every step, or of every beat
 RECENT_DAYS = 30
 GB, MEMORY_STEP = 1 << 30, 16 << 20
-_GIVEN = ("steps", "samples", "compute_s", "bytes_in", "bytes_out", "discarded_steps")
+_GIVEN = ("steps", "samples", "compute_s", "bytes_in", "bytes_out", "pending_steps", "discarded_steps")
 _OF_JOBS = ("job", "name", "state", "reason", "step", "steps", "checkpoint_step", "plan_version")
 _MEASURED = ("loss", "eval_loss", "best_eval_loss", "step_s", "samples_per_s", "eta_s", "commit_s")
 
@@ -239,33 +240,50 @@ def plan_of(plan: job_pb.Plan) -> dict[str, Any]:
 # ---------------------------------------------------------------- contributions
 
 
-def contributions_view(rows: Iterable[pb.Contribution]) -> View:
-    """Sums by worker and by day, of rows by both. ``recent``: seconds on each of the newest days."""
+def contributions_view(rows: Iterable[pb.Credit]) -> View:
+    """Sums of credits by worker and by day, of rows by both and owner. ``recent``: seconds on each of the
+    newest days. Work that is not stored yet counts, with its steps beside; discarded work does not."""
     listed = list(rows)
     days = sorted({row.day for row in listed})
     recent = days[-RECENT_DAYS:]
     at = {day: number for number, day in enumerate(recent)}
     workers: dict[str, dict[str, Any]] = {}
-    by_day = {day: {**dict.fromkeys(_GIVEN, 0), "workers": 0} for day in days}
+    by_day: dict[str, dict[str, float]] = {day: dict.fromkeys(_GIVEN, 0.0) for day in days}
+    on: dict[str, set[str]] = defaultdict(set)  # days of a worker
     for row in listed:
         known = workers.get(row.worker)
         if known is None:
             if len(workers) >= MAX_WORKERS:
                 continue
-            known = {"name": row.name, **dict.fromkeys(_GIVEN, 0), "days": 0, "since": row.day}
-            known["recent"] = [0.0] * len(recent)
+            known = {"name": row.name, **dict.fromkeys(_GIVEN, 0), "recent": [0.0] * len(recent)}
             workers[row.worker] = known
-        for name in _GIVEN:
-            known[name] += getattr(row, name)
-            by_day[row.day][name] += getattr(row, name)
-        known["days"] += 1
-        known["since"] = min(known["since"], row.day)
-        by_day[row.day]["workers"] += 1
+        given = _given(row)
+        for name, value in given.items():
+            known[name] += value
+            by_day[row.day][name] += value
+        on[row.worker].add(row.day)
         if row.day in at:
-            known["recent"][at[row.day]] += row.compute_s
+            known["recent"][at[row.day]] += given["compute_s"]
+    for worker, known in workers.items():
+        known |= {"days": len(on[worker]), "since": min(on[worker])}
+    there = Counter(day for found in on.values() for day in found)
     totals = {name: sum(day[name] for day in by_day.values()) for name in _GIVEN}
     facts = {"days": len(days), "since": days[0] if days else "", "recent": recent, "totals": totals}
-    return View(facts, {"given": workers, "days": by_day})
+    given_on = {day: row | {"workers": there[day]} for day, row in by_day.items()}
+    return View(facts, {"given": workers, "days": given_on})
+
+
+def _given(row: pb.Credit) -> dict[str, float]:
+    done = (row.useful, row.pending)
+    return {
+        "steps": sum(work.steps for work in done),
+        "samples": sum(work.samples for work in done),
+        "compute_s": sum(work.computed_ms for work in done) / 1e3,
+        "bytes_in": sum(work.received_bytes for work in done),
+        "bytes_out": sum(work.sent_bytes for work in done),
+        "pending_steps": row.pending.steps,
+        "discarded_steps": row.discarded.steps,
+    }
 
 
 # ---------------------------------------------------------------- events

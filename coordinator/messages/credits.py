@@ -196,6 +196,20 @@ def rows(credits: Credits, jobs: Mapping[str, tuple[str, int]], since: str = "")
     return [one for one in ordered if one.day >= since]
 
 
+def totals(credits: Credits, held: Mapping[str, int]) -> dict[str, Work]:
+    """Return the sums of all workers, owners and days; ``held``: by job the step of its newest checkpoint.
+    Facts may come meanwhile."""
+    found = {kind: Work() for kind in ("useful", "discarded", "pending")}
+    for credit in list(credits.settled.values()):
+        found["useful"].add(credit.useful)
+        found["discarded"].add(credit.discarded)
+    for job, pending in list(credits.pending.items()):
+        for one in list(pending):
+            for work in list(one.work.values()):
+                found["useful" if one.stop <= held.get(job, 0) else "pending"].add(work)
+    return found
+
+
 def day_of(at_s: float) -> str:
     """Return the UTC day of a Unix time, as 2026-11-30."""
     return dt.datetime.fromtimestamp(min(max(0.0, at_s), MAX_TIME_S), dt.UTC).date().isoformat()

@@ -28,7 +28,6 @@ from coordinator.services.in_names import in_names, names_of
 from coordinator.services.owners import Owner, Owners, Role
 from coordinator.services.views import (
     credits_of,
-    given_by,
     health_status,
     job_update,
     link_statuses,
@@ -289,11 +288,7 @@ class OwnerService(rpc.OwnerServicer):
         listed = await asyncio.to_thread(described, self._shell, request.job, found, hashes=request.verify)
         return pb.CheckpointList(checkpoints=listed)
 
-    async def Contributions(self, request: pb.ContributionsRequest, context: Context) -> pb.ContributionList:  # noqa: N802
-        """What workers have given by day."""
-        return given_by(self._register, self._shell.contributions.since(request.since_s))
-
-    async def Credits(self, request: pb.ContributionsRequest, context: Context) -> pb.CreditList:  # noqa: N802
+    async def Credits(self, request: pb.CreditsRequest, context: Context) -> pb.CreditList:  # noqa: N802
         """What workers have given to whose jobs by day, from committed facts."""
         return pb.CreditList(
             credits=credits_of(self._register, self._shell.scheduler.ledger, request.since_s)

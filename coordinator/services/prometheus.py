@@ -12,6 +12,7 @@ from atoll.errors import UsageError
 from atoll.worker_names import distinct
 from coordinator.membership import member
 from coordinator.messages import jobs as job_state
+from coordinator.messages.credits import totals
 from coordinator.messages.jobs import RUNNING
 from coordinator.relay.book import CAUSES, Book, RelayLimits
 from coordinator.services.in_names import names_of
@@ -75,6 +76,11 @@ class Exporter:
         for job in jobs:
             steps.add_metric([job.job], job.step)
         yield steps
+        ledger = scheduler.ledger
+        held = {name: job.last_checkpoint.step for name, job in list(ledger.jobs.items())}
+        worked = totals(ledger.credits, held)
+        yield _gauge(telemetry.CREDIT_STEPS, {kind: work.steps for kind, work in worked.items()})
+        yield _gauge(telemetry.CREDIT_SECONDS, {kind: w.computed_ms / 1e3 for kind, w in worked.items()})
         yield _gauge(telemetry.LOSS, {j.job: j.loss for j in jobs if j.loss is not None})
         yield _gauge(telemetry.STEP_SECONDS, {j.job: j.median_step_s for j in jobs if j.median_step_s})
         commits = {job.job: self._shell.commit_median_s(job.job) for job in jobs}

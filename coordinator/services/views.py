@@ -154,17 +154,10 @@ def carried(scheduler: Scheduler, state: JobState) -> Iterable[pb.LinkRate]:
             )
 
 
-def given_by(register: Register, rows: Iterable[dict[str, Any]]) -> pb.ContributionList:
-    """Sums of workers and days with the names of those that are enrolled."""
+def credits_of(register: Register, ledger: Ledger, since_s: float, machine: str = "") -> list[pb.Credit]:
+    """Credits from a day on, the newest first. ``machine``: those of its devices alone."""
     names = {known.worker: known.name for known in register.workers.values()}
-    return pb.ContributionList(
-        contributions=[pb.Contribution(name=names.get(machine_of(row["worker"]), ""), **row) for row in rows]
-    )
-
-
-def credits_of(register: Register, ledger: Ledger, since_s: float) -> list[pb.Credit]:
-    """Credits from a day on, the newest first."""
-    names = {known.worker: known.name for known in register.workers.values()}
+    given = [row for row in ledger.given(day_of(since_s)) if machine in ("", machine_of(row.worker))]
     return [
         pb.Credit(
             day=row.day,
@@ -175,7 +168,7 @@ def credits_of(register: Register, ledger: Ledger, since_s: float) -> list[pb.Cr
                 kind: pb.WorkDone(**asdict(getattr(row, kind))) for kind in ("useful", "discarded", "pending")
             },
         )
-        for row in ledger.given(day_of(since_s))[:MAX_CREDITS]
+        for row in given[:MAX_CREDITS]
     ]
 
 

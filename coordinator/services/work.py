@@ -35,7 +35,7 @@ from coordinator.services.callers import host_of, network_of, worker_of
 from coordinator.services.gathering import JOB as GATHERING
 from coordinator.services.gathering import Gathering
 from coordinator.services.resolving import resolved
-from coordinator.services.views import given_by
+from coordinator.services.views import credits_of
 from coordinator.services.wire import (
     introduction_from,
     message_from,
@@ -141,10 +141,10 @@ class WorkService(rpc.WorkServicer):
         log.info(Event.CERTIFICATE_RENEWED.value, worker=worker)
         return pb.RenewReply(certificate_pem=certificate, ca_pem=authority.trusted_pem)
 
-    async def Given(self, request: pb.Empty, context: Context) -> pb.ContributionList:  # noqa: N802
+    async def Given(self, request: pb.Empty, context: Context) -> pb.CreditList:  # noqa: N802
         """What the calling machine has given by day, all of its devices."""
         machine = machine_of(worker_of(context, self._insecure))
-        return given_by(self._register, self._shell.contributions.since(0.0, machine))
+        return pb.CreditList(credits=credits_of(self._register, self._shell.scheduler.ledger, 0.0, machine))
 
     async def Receipt(self, request: pb.Empty, context: Context) -> pb.ReceiptReply:  # noqa: N802
         """A signed statement of what the calling machine has given. Without TLS nobody could check it."""

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
 
 from atoll.errors import AtollError, StorageError, UsageError
 from coordinator.messages.facts import CoordinatorStarted, Record, to_record
@@ -31,7 +30,7 @@ from hostos.folder_lock import FolderLock, Holder
 from hostos.private_files import private_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
 MAX_RECORD_BYTES = 64 << 20
 SNAPSHOTS = 2  # kept
@@ -61,18 +60,6 @@ _COMMAND = sa.Table(
     _METADATA,
     sa.Column("id", sa.Integer, primary_key=True),
     sa.Column("term", sa.Integer, nullable=False),
-)
-_GIVEN = sa.Table(
-    "contributions",
-    _METADATA,
-    sa.Column("day", sa.String(10), primary_key=True),  # UTC
-    sa.Column("worker", sa.String(64), primary_key=True),
-    sa.Column("steps", sa.BigInteger, nullable=False),
-    sa.Column("samples", sa.BigInteger, nullable=False),
-    sa.Column("compute_s", sa.Float, nullable=False),
-    sa.Column("bytes_in", sa.BigInteger, nullable=False),
-    sa.Column("bytes_out", sa.BigInteger, nullable=False),
-    sa.Column("discarded_steps", sa.BigInteger, nullable=False),
 )
 _COLUMNS = (
     _EVENTS.c.at_s,
@@ -341,38 +328,6 @@ class Journal(StoredJournal):
         except sa.exc.SQLAlchemyError as error:
             raise StorageError(f"the journal refuses a snapshot: {_cause(error)}; {self._remedy}") from error
         self.unfolded = 0
-
-    def add_given(self, rows: Sequence[Mapping[str, Any]], oldest: str = "") -> None:
-        """Add workers' sums to those of their days in one transaction, and drop days before ``oldest``.
-
-        StorageError when they could not be written; nothing was added then.
-        """
-        dialect = sqlite if self._engine.dialect.name == "sqlite" else postgresql
-        insert: Any = dialect.insert(_GIVEN)
-        sums = {c.name: c + insert.excluded[c.name] for c in _GIVEN.c if not c.primary_key}
-        statement = insert.on_conflict_do_update(index_elements=list(_GIVEN.primary_key), set_=sums)
-        try:
-            with self._connection.begin():
-                if self._connection.execute(_TERM.with_for_update(read=True)).scalar_one() != self.term:
-                    raise self._lost(f"another one claimed it after term {self.term}")
-                self._connection.execute(statement, list(rows))
-                if oldest:
-                    self._connection.execute(_GIVEN.delete().where(_GIVEN.c.day < oldest))
-        except sa.exc.SQLAlchemyError as error:
-            raise StorageError(f"the journal refuses sums: {_cause(error)}; {self._remedy}") from error
-
-    def given_since(self, day: str, most: int, machine: str = "") -> list[dict[str, Any]]:
-        """Return the sums of days from ``day`` on, the newest days first, at most ``most`` rows. ``machine``:
-        only those of its devices."""
-        query = _GIVEN.select().where(_GIVEN.c.day >= day).order_by(_GIVEN.c.day.desc()).limit(most)
-        if machine:
-            device = _GIVEN.c.worker.startswith(f"{machine}/", autoescape=True)
-            query = query.where((_GIVEN.c.worker == machine) | device)
-        try:
-            with self._connection.begin():
-                return [dict(row) for row in self._connection.execute(query).mappings()]
-        except sa.exc.SQLAlchemyError as error:
-            raise StorageError(f"the journal cannot be read: {_cause(error)}; {self._remedy}") from error
 
     def cut(self, number: int) -> int:
         """Drop the record of this number, all that follow, and snapshots with any of them; returns how many

@@ -220,7 +220,7 @@ def _given(config: WorkerConfig) -> str | None:
     return (
         f"{hours:.2f} h of computing since {found.since}: {found.steps} steps, {found.samples} samples, "
         f"{found.bytes_in / mib:.1f} MiB received, {found.bytes_out / mib:.1f} MiB sent; "
-        f"{found.discarded_steps} steps were discarded"
+        f"{found.pending_steps} steps are not stored yet, {found.discarded_steps} were discarded"
     )
 
 

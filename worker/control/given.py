@@ -34,6 +34,7 @@ class Given:
     compute_s: float
     bytes_in: int
     bytes_out: int
+    pending_steps: int
     discarded_steps: int
 
 
@@ -70,17 +71,19 @@ def _asked(config: WorkerConfig, member: Membership, method: Callable[[Any], Any
             raise to_atoll_error(error, member.work_address) from None
 
 
-def summed(reply: pb.ContributionList) -> Given:
-    """Return the sums of a machine's devices and days."""
-    rows = reply.contributions
+def summed(reply: pb.CreditList) -> Given:
+    """Return the sums of a machine's devices, owners and days. What is not stored yet counts, too."""
+    rows = reply.credits
     days = {row.day for row in rows}
+    done = [work for row in rows for work in (row.useful, row.pending)]
     return Given(
         since=min(days, default=""),
         days=len(days),
-        steps=sum(row.steps for row in rows),
-        samples=sum(row.samples for row in rows),
-        compute_s=sum(row.compute_s for row in rows),
-        bytes_in=sum(row.bytes_in for row in rows),
-        bytes_out=sum(row.bytes_out for row in rows),
-        discarded_steps=sum(row.discarded_steps for row in rows),
+        steps=sum(work.steps for work in done),
+        samples=sum(work.samples for work in done),
+        compute_s=sum(work.computed_ms for work in done) / 1e3,
+        bytes_in=sum(work.received_bytes for work in done),
+        bytes_out=sum(work.sent_bytes for work in done),
+        pending_steps=sum(row.pending.steps for row in rows),
+        discarded_steps=sum(row.discarded.steps for row in rows),
     )

@@ -60,7 +60,7 @@ class World:
     csv: dict[str, str] = field(default_factory=dict)
     checkpoints: dict[str, list[pb.Checkpoint]] = field(default_factory=dict)
     lines: list[pb.LogLine] = field(default_factory=list)
-    contributions: list[pb.Contribution] = field(default_factory=list)
+    credits: list[pb.Credit] = field(default_factory=list)
     chunks: list[pb.TraceChunk] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
 
@@ -128,8 +128,8 @@ class _Owner(rpc.OwnerServicer):
     def Checkpoints(self, request: pb.CheckpointsRequest, context: Any) -> pb.CheckpointList:
         return pb.CheckpointList(checkpoints=self.world.checkpoints.get(request.job, []))
 
-    def Contributions(self, request: pb.ContributionsRequest, context: Any) -> pb.ContributionList:
-        return pb.ContributionList(contributions=self.world.contributions)
+    def Credits(self, request: pb.CreditsRequest, context: Any) -> pb.CreditList:
+        return pb.CreditList(credits=self.world.credits)
 
     def Trace(self, request: pb.TraceRequest, context: Any) -> Iterator[pb.TraceChunk]:
         yield from (chunk for chunk in self.world.chunks if chunk.spans.job == request.job)
@@ -204,7 +204,7 @@ def pictured(seed: int = 7, hostile: bool = False) -> World:
         pb.Checkpoint(step=s, at_s=NOW_S - (353 - s) * 1.1, bytes=int(4.2 * GIB), tensors=436, best=s == 320)
         for s in (160, 240, 320, 350)
     ]
-    world.contributions = _given(draw, workers)
+    world.credits = _given(draw, workers)
     world.chunks = _spans()
     world.lines += _lines(draw, workers)
     return world
@@ -523,7 +523,7 @@ def _csv(draw: random.Random, update: pb.JobUpdate) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _given(draw: random.Random, workers: list[pb.WorkerStatus]) -> list[pb.Contribution]:
+def _given(draw: random.Random, workers: list[pb.WorkerStatus]) -> list[pb.Credit]:
     found = []
     for day in range(34, -1, -1):
         date = (datetime.date(2026, 11, 30) - datetime.timedelta(days=day)).isoformat()
@@ -532,16 +532,19 @@ def _given(draw: random.Random, workers: list[pb.WorkerStatus]) -> list[pb.Contr
                 continue
             hours = draw.uniform(0.5, 11)
             found.append(
-                pb.Contribution(
+                pb.Credit(
                     day=date,
                     worker=worker.worker,
                     name=worker.name,
-                    steps=int(hours * 3000),
-                    samples=int(hours * 96000),
-                    compute_s=hours * 3600,
-                    bytes_in=int(hours * 4e9),
-                    bytes_out=int(hours * 3e9),
-                    discarded_steps=draw.choice((0, 0, 0, 1, 4)),
+                    owner="research",
+                    useful=pb.WorkDone(
+                        steps=int(hours * 3000),
+                        samples=int(hours * 96000),
+                        computed_ms=int(hours * 3.6e6),
+                        received_bytes=int(hours * 4e9),
+                        sent_bytes=int(hours * 3e9),
+                    ),
+                    discarded=pb.WorkDone(steps=draw.choice((0, 0, 0, 1, 4))),
                 )
             )
     return found

@@ -113,7 +113,9 @@ def test_counts_and_sums_are_those_of_the_fleet() -> None:
         [("a", "assigned", "j"), ("a", "pool", ""), ("b", "dead", "")]
     ):
         status.workers.add(worker=f"w{number}", site=site, state=state, job=job, gflops=2.0)
-    given = [pb.Contribution(day="2026-11-30", worker="w0", name="n", steps=3, compute_s=4.0)]
+    given = [
+        pb.Credit(day="2026-11-30", worker="w0", name="n", useful=pb.WorkDone(steps=3, computed_ms=4000))
+    ]
     found = content(public_view(status, given))
     json.dumps(found, allow_nan=False)
     assert found["facts"]["places"] == [{"at work": 1, "idle": 1}]

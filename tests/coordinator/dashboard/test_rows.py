@@ -100,16 +100,24 @@ def test_a_plan_of_one_replica_and_one_of_several_have_one_form() -> None:
 
 
 def test_contributions_are_summed_by_worker_and_by_day() -> None:
+    done = pb.WorkDone(steps=1, computed_ms=1500, sent_bytes=5)
+    given = (
+        ("2026-11-30", "a", "x"),
+        ("2026-11-29", "a", "x"),
+        ("2026-11-30", "a", "y"),
+        ("2026-11-30", "b", "x"),
+    )
     rows = [
-        pb.Contribution(day=day, worker=worker, name=worker.upper(), steps=2, compute_s=3.0, bytes_out=5)
-        for day, worker in (("2026-11-30", "a"), ("2026-11-29", "a"), ("2026-11-30", "b"))
+        pb.Credit(day=day, worker=worker, name=worker.upper(), owner=owner, useful=done, pending=done)
+        for day, worker, owner in given
     ]
+    rows[0].discarded.CopyFrom(done)
     found = content(contributions_view(rows))
-    assert found["facts"]["totals"]["steps"] == 6
+    assert found["facts"]["totals"]["steps"] == 8
     assert found["facts"]["since"] == "2026-11-29"
     assert found["tables"]["given"]["a"] == {
-        "name": "A", "steps": 4, "samples": 0, "compute_s": 6.0, "bytes_in": 0, "bytes_out": 10,
-        "discarded_steps": 0, "days": 2, "since": "2026-11-29", "recent": [3.0, 3.0],
+        "name": "A", "steps": 6, "samples": 0, "compute_s": 9.0, "bytes_in": 0, "bytes_out": 30,
+        "pending_steps": 3, "discarded_steps": 1, "days": 2, "since": "2026-11-29", "recent": [3.0, 6.0],
     }  # fmt: skip
     assert found["tables"]["days"]["2026-11-30"]["workers"] == 2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from atoll.microbatch import ScheduleName
 from atoll.plan import Piece, Plan, Replica, stage_of
-from coordinator.messages.credits import KEPT_DAYS, Credits, Row, Work, day_of, rows
+from coordinator.messages.credits import KEPT_DAYS, Credits, Row, Work, day_of, rows, totals
 
 NOON_S = 1_796_040_000.0  # 2026-11-30 12:00 UTC
 DAY_S = 86_400.0
@@ -43,6 +43,24 @@ def test_a_job_may_go_back_to_every_checkpoint_that_is_kept_and_to_its_first_ste
         credits.taken_back("j", "alice", back)
         row = shown(credits, back)["2026-11-30", "w-1"]
         assert (row.useful.steps, row.discarded.steps, row.pending.steps) == (useful, discarded, 0)
+
+
+def test_the_sums_of_all_are_those_of_the_rows() -> None:
+    credits = Credits()
+    for at in range(8):
+        commit(credits, at, NOON_S + at * DAY_S, (70, 20), (100, 5), (5, 100))
+    credits.stored("j", [3])
+    credits.taken_back("j", "alice", 6)
+    found, listed = totals(credits, {"j": 3}), rows(credits, {"j": ("alice", 3)})
+    assert {kind: work.steps for kind, work in found.items()} == {"useful": 6, "discarded": 4, "pending": 6}
+    for kind, work in found.items():
+        assert work.computed_ms == sum(getattr(row, kind).computed_ms for row in listed)
+
+
+def test_days_are_those_of_utc_whatever_the_time_given() -> None:
+    assert [day_of(at) for at in (NOON_S, NOON_S + DAY_S / 2)] == ["2026-11-30", "2026-12-01"]
+    for odd in (-1e300, float("nan"), float("inf"), 1e300):
+        assert day_of(odd)
 
 
 def test_what_a_job_leaves_without_a_checkpoint_was_in_vain() -> None:

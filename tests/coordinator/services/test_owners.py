@@ -32,7 +32,7 @@ def owners(folder: Path) -> Owners:
 
 def test_each_role_opens_what_the_one_before_does_and_more() -> None:
     assert {name.rpartition("/")[2] for name, role in METHODS.items() if role is Role.WATCH} == {
-        "Status", "Watch", "Logs", "Trace", "Metrics", "Checkpoints", "Contributions", "Credits",
+        "Status", "Watch", "Logs", "Trace", "Metrics", "Checkpoints", "Credits",
         "ListAuthorities",
     }  # fmt: skip
     assert METHODS["/atoll.v1.Owner/Kick"] is METHODS["/atoll.v1.Owner/CreateOwner"] is Role.ADMINISTER

@@ -18,21 +18,26 @@ if TYPE_CHECKING:
     import pytest
 
 
-def rows() -> pb.ContributionList:
+def rows() -> pb.CreditList:
     made = [("2026-11-30", "w-1", 3), ("2026-11-30", "w-1/1", 4), ("2026-11-29", "w-1", 5)]
-    return pb.ContributionList(
-        contributions=[
-            pb.Contribution(
-                day=day, worker=worker, steps=steps, samples=2, compute_s=1800.0, bytes_out=1 << 20
+    return pb.CreditList(
+        credits=[
+            pb.Credit(
+                day=day,
+                worker=worker,
+                owner=owner,
+                useful=pb.WorkDone(steps=steps, samples=2, computed_ms=1_800_000, sent_bytes=1 << 20),
+                pending=pb.WorkDone(steps=1),
+                discarded=pb.WorkDone(steps=2, computed_ms=9_000_000),
             )
-            for day, worker, steps in made
+            for owner, (day, worker, steps) in zip("aab", made, strict=True)
         ]
     )
 
 
-def test_the_sums_of_a_machines_devices_and_days_are_one() -> None:
-    assert summed(rows()) == Given("2026-11-29", 2, 12, 6, 5400.0, 0, 3 << 20, 0)
-    assert summed(pb.ContributionList()) == Given("", 0, 0, 0, 0.0, 0, 0, 0)
+def test_the_sums_of_a_machines_devices_owners_and_days_are_one() -> None:
+    assert summed(rows()) == Given("2026-11-29", 2, 15, 6, 5400.0, 0, 3 << 20, 3, 6)
+    assert summed(pb.CreditList()) == Given("", 0, 0, 0, 0.0, 0, 0, 0, 0)
 
 
 def test_it_is_one_line_for_people_and_none_where_nobody_answers(
@@ -41,10 +46,10 @@ def test_it_is_one_line_for_people_and_none_where_nobody_answers(
     config = make_config({"state_dir": tmp_path, "host": "127.0.0.1"}, {})
     monkeypatch.setattr(given, "ask_given", lambda config: summed(rows()))
     assert cli._given(config) == (
-        "1.50 h of computing since 2026-11-29: 12 steps, 6 samples, 0.0 MiB received, 3.0 MiB sent; "
-        "0 steps were discarded"
+        "1.50 h of computing since 2026-11-29: 15 steps, 6 samples, 0.0 MiB received, 3.0 MiB sent; "
+        "3 steps are not stored yet, 6 were discarded"
     )
-    monkeypatch.setattr(given, "ask_given", lambda config: summed(pb.ContributionList()))
+    monkeypatch.setattr(given, "ask_given", lambda config: summed(pb.CreditList()))
     assert cli._given(config) == "nothing yet"
 
     def away(config: object) -> Given:

@@ -19,6 +19,7 @@ const table = new Table([
   { title: "samples", right: true, text: (row) => count(row.samples), sort: (row) => row.samples },
   { title: "received", right: true, text: (row) => bytes(row.bytes_in), sort: (row) => row.bytes_in },
   { title: "sent", right: true, text: (row) => bytes(row.bytes_out), sort: (row) => row.bytes_out },
+  { title: "not stored yet", right: true, text: (row) => count(row.pending_steps), sort: (row) => row.pending_steps },
   { title: "discarded", right: true, text: (row) => count(row.discarded_steps), sort: (row) => row.discarded_steps },
   { title: "days", right: true, text: (row) => String(row.days), sort: (row) => row.days },
   { title: "since", text: (row) => row.since },
