@@ -26,6 +26,7 @@ from coordinator.sharing.policies import POLICIES
 SLOTS = 16
 MOVE_S = 5.0  # of a job on servers
 HOME_MOVE_S = 60.0  # of one at home, whose state goes over a home's uplink
+OTHER_MOVE_S = 120.0  # beside it
 TRANSFERS: dict[str, Admits] = {"Ada-SRSF": begins, "SRSF(1)": at_most(1), "SRSF(2)": at_most(2)}
 PLACINGS: dict[str, tuple[Placing, bool]] = {
     "whole": (least_work_first, True),  # LWF-1, and a job waits for as few places as could hold it
@@ -79,6 +80,10 @@ def of_homes(seed: int) -> dict[str, Any]:
         found[name] = mean(ends[name].values())
         found[f"{name} moves"] = fleet.moves
     found["latest / FIFO"] = _latest(ends["srsf"], ends["fifo"])
+    found["over 2 x FIFO"] = sum(ends["srsf"][job] > 2.0 * ends["fifo"][job] for job in ends["fifo"])
+    # The same under FIFO with other pauses: how far one job's time under FIFO is a matter of minutes.
+    other = SharedFleet(trace, machines, POLICIES["fifo"], pause_s=OTHER_MOVE_S, sessions=sessions).run()
+    found["FIFO / FIFO"] = _latest(other, ends["fifo"])
     return found
 
 
