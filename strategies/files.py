@@ -90,13 +90,13 @@ def judged(
     layout: Layout,
     at_round: int,
     arrays: Arrays,
-    told: tuple[int, int, Mapping[str, float], Mapping[str, float]],
+    reported: tuple[int, int, Mapping[str, float], Mapping[str, float]],
     client: str,
     limits: Limits,
 ) -> ClientUpdate:
-    """The update in a file's ``arrays``; ``told``: samples, steps, the strategy's numbers and metrics, as its
-    client reported them. Raises BadUpdate for one that does not count."""
-    n_samples, steps, scalars, metrics = told
+    """The update in a file's ``arrays``; ``reported``: samples, steps, the strategy's numbers and metrics, by
+    its client. Raises BadUpdate for one that does not count."""
+    n_samples, steps, scalars, metrics = reported
     delta, extra = parted(arrays)
     slots = {slot: extra.get(slot, {}) for slot in strategy.extra_up(layout)}
     update = ClientUpdate(at_round, n_samples, steps, delta, slots, scalars, metrics, client)

@@ -6,7 +6,7 @@ that is assigned), so no plan uses it; a worker takes part in one job at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from coordinator.federated import state as fed
 from coordinator.federated.checks import misfit
 from coordinator.federated.metrics import CENTRAL, CLIENTS, evaluation_of
 from coordinator.federated.selection import selector_from_json
-from coordinator.federated.sites import books as sites
+from coordinator.federated.sites import gathering as sites
 from coordinator.federated.state import VERSION, FederationState
 from coordinator.membership import member as members
 from coordinator.messages import events as ev
@@ -293,10 +293,10 @@ class FederatedDriver:
             state = self.jobs[job]
             if state.ended or not state.opened:
                 return
-            known = self.effects.roster.workers[worker]
+            who = self.effects.roster.workers[worker].introduction
             if self._let_go(state, worker) or state.bars(worker):
                 continue
-            facts = next(d for d in known.introduction.datasets if d.name == state.federated.data)
+            facts = next(d for d in who.datasets if d.name == state.federated.data)
             wrong = misfit(facts, state.federated.inputs, state.inputs, state.spec.data.batch)
             if wrong is not None:
                 self._turn_down(job, worker, wrong)
@@ -304,7 +304,6 @@ class FederatedDriver:
             self.effects.move(worker, members.AssignedTo(job, members.NO_RANK))
             trip = self.effects.roster.ops.rtt_s.get(worker)
             latency_s = min(trip) / 2 if trip else 0.0
-            who = known.introduction
             self.step(job, fed.Invited(worker, facts.n_samples, latency_s, who.name, who.site))
 
     def _let_go(self, state: FederationState, worker: str) -> bool:
@@ -328,8 +327,7 @@ class FederatedDriver:
             case Record(fact):
                 effects.record(fact)
             case fed.Say(worker, message):
-                for peer in sites.met(state, worker, message):
-                    self._introduce(worker, peer)
+                _introduce(effects, worker, sites.met(state, worker, message))
                 effects.send(worker, message)
             case fed.Invite(worker):
                 tensors = dict(state.spec.tensors)
@@ -382,21 +380,12 @@ class FederatedDriver:
             case Dropped(why):
                 effects.drop("client message", why, job)
 
-    def _introduce(self, worker: str, peer: str) -> None:
-        """Have two clients of a site expect each other."""
-        roster = self.effects.roster
-        theirs, ours = roster.addresses(peer, worker), roster.addresses(worker, peer)
-        self.effects.send(peer, do.ExpectPeer(worker, ours, not theirs, roster.relay_use(peer, worker)))
-        self.effects.send(worker, do.ExpectPeer(peer, theirs, bool(theirs), roster.relay_use(worker, peer)))
-
     def blobs_in_flight(self) -> set[str]:
         """Return the blobs that rounds under way rest on; those of closed rounds the ledger knows."""
-        found: set[str] = set()
-        for state in self.jobs.values():
-            if state.ended:
-                continue
-            found |= {state.state, *(update.update for update in state.updates.values()), *flow.blobs(state)}
-            found |= sites.blobs(state)
+        alive = [state for state in self.jobs.values() if not state.ended]
+        found = {state.state for state in alive}
+        for state in alive:
+            found |= {u.update for u in state.updates.values()} | flow.blobs(state) | sites.blobs(state)
             if state.model is not None:
                 model = state.model
                 found |= {model.full.hash, model.base, *([model.delta.hash] if model.delta else [])}
@@ -453,6 +442,15 @@ class FederatedDriver:
     def _free(self, state: FederationState, worker: str, reason: str) -> None:
         self.effects.send(worker, do.Release(state.job, VERSION, reason))
         self.effects.move(worker, members.Released(f"released by {state.job}"))
+
+
+def _introduce(effects: Effects, worker: str, peers: Iterable[str]) -> None:
+    """Have a client and others of its site expect each other."""
+    roster = effects.roster
+    for peer in peers:
+        theirs, ours = roster.addresses(peer, worker), roster.addresses(worker, peer)
+        effects.send(peer, do.ExpectPeer(worker, ours, not theirs, roster.relay_use(peer, worker)))
+        effects.send(worker, do.ExpectPeer(peer, theirs, bool(theirs), roster.relay_use(worker, peer)))
 
 
 def _state_words(spec: JobSpec) -> str:

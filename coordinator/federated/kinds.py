@@ -17,7 +17,7 @@ from coordinator.federated.metrics import measured, outcomes
 from coordinator.federated.population import books
 from coordinator.federated.secure import books as secure
 from coordinator.federated.selection import seed_of
-from coordinator.federated.sites import books as sites
+from coordinator.federated.sites import gathering as sites
 from coordinator.federated.state import (
     Aggregate,
     Client,
@@ -309,7 +309,7 @@ class SiteRound(Round):
         return super().left(state) + len(sites.pending(state))
 
     def sender(self, state: FederationState, name: str) -> str:
-        return name.removeprefix(sites.SUM_OF)
+        return sites.gateway_called(name)
 
     def blob(self, state: FederationState, name: str) -> str:
         held = sites.sum_called(state, name)

@@ -36,7 +36,7 @@ from coordinator.federated.selection import (
     strayed,
     to_ask,
 )
-from coordinator.federated.sites import books as sites
+from coordinator.federated.sites import gathering as sites
 from coordinator.federated.state import (
     Client,
     Close,

@@ -358,12 +358,10 @@ class Workbench:
         self._part = Participation(
             work, self._context, cancel, invitation.noise_key, clipping, invitation.statistics
         )
-        took_s = time.perf_counter() - started_s
+        took_s, members = time.perf_counter() - started_s, self._part.members
         log.info("job.joined", job=work.job, data=work.federated.data, took_s=round(took_s, 3))
-        members = self._part.members
-        allowed = tuple(invitation.gateways)
         loaded = (work.job, work.version, took_s, members.hash, members.usable)
-        self._post(told.Loaded(*loaded, gateways=allowed))
+        self._post(told.Loaded(*loaded, gateways=tuple(invitation.gateways)))
 
     def _train(self, order: events.TrainRound, cancel: Cancel) -> None:
         update = self._participation.train(order, cancel)
