@@ -19,6 +19,7 @@ from atoll.ops import GROUPED
 
 # Where the op's ``sparse`` stands: a sparse gradient is a dense one that is stored otherwise.
 _SPARSE = {"aten.embedding.default": 4, "aten.embedding_bag.default": 5, "aten.embedding_bag.padding_idx": 5}
+_OF_A_NEW_TENSOR = {"dtype", "layout", "device", "pin_memory"}
 
 
 @contextmanager
@@ -52,16 +53,20 @@ def _cumulative_batch_norm(layer: Any, x: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def without_out(target: str) -> str | None:
-    """The op that returns what ``target`` writes to its argument ``out``; None where there is none."""
+def without_out(target: str) -> tuple[str, tuple[str, ...]] | None:
+    """Return the op that returns what ``target`` writes to its argument ``out``, None where there is none,
+    and which of ``dtype`` and ``device`` it takes in place of ``out``'s own, as ``torch.eye`` does."""
     library, name, overload = target.split(".")
     if library != "aten" or not overload.endswith("out"):
         return None
     packet = getattr(torch.ops.aten, name)
     wanted = [argument for argument in _arguments(packet, overload) if argument[0] != "out"]
     for other in packet.overloads():
-        if not getattr(packet, other)._schema.is_mutable and _arguments(packet, other) == wanted:
-            return f"aten.{name}.{other}"
+        taken = _arguments(packet, other)
+        more = {argument for argument, _ in taken[len(wanted) :]}
+        mutable = getattr(packet, other)._schema.is_mutable
+        if not mutable and taken[: len(wanted)] == wanted and more <= _OF_A_NEW_TENSOR:
+            return f"aten.{name}.{other}", tuple(sorted(more & {"dtype", "device"}))
     return None
 
 

@@ -263,8 +263,11 @@ class _Flattener:
         plain = without_out(target) if "out" in kwargs else None
         if plain is None:
             return self.append(node, listed(target), densely(target, args), kwargs, grad, autocast)
+        returning, of_the_written = plain
         written = kwargs.pop("out")
-        result = self.append(node, plain, args, kwargs, grad, autocast)
+        own = {"dtype": node.meta["val"].dtype, "device": self.device}
+        kwargs |= {name: own[name] for name in of_the_written}
+        result = self.append(node, returning, args, kwargs, grad, autocast)
         return self.append(node, "aten.copy_.default", (written, result), {}, grad, autocast)
 
     def inline(self, inner: Any, args: Any, grad: bool, autocast: Autocast | None) -> Any:

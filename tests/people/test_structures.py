@@ -322,6 +322,18 @@ class Contrastive(Net):
         return F.cross_entropy(one @ two.T / 0.1, torch.arange(len(x)))
 
 
+class MakesWithOut(Net):
+    """New tensors in the place, and type, of others, as peft's AdaLoRA makes its identity."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        identity = torch.empty(8, 8, dtype=torch.float64)
+        torch.eye(8, 8, out=identity)
+        steps = torch.empty(8, dtype=torch.float64)
+        torch.linspace(0.1, 0.7, 8, out=steps)
+        off = (self.a.weight @ self.a.weight.T - identity.float()).norm()
+        return super().forward(x, y) + 0.1 * off + (steps.float() * self.a.bias).sum()
+
+
 class Triplet(Net):
     def forward(self, x: Tensor, y: Tensor) -> Any:
         hidden = self.a(x)
@@ -358,6 +370,7 @@ CASES = [
     case(SoftTargets, rows),
     case(Contrastive, rows),
     case(Triplet, rows),
+    case(MakesWithOut, rows),
     case(
         Net,
         rows,
