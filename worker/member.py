@@ -173,7 +173,7 @@ class Member:
             coordinator=self._shared.membership.work_address,
             protections=protections(device.kind, chosen(config.sandbox, device.kind)).line(),
             memory=str(self._host.memory_under()),
-            processes=device.processes,
+            processes=device.processes or 1,
         )
         self._stream.open()
 
