@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from atoll.arrays import array_of, stacked
+from atoll.arrays import array_of
 from atoll.errors import UsageError
 from atoll.fields import described, is_a
 from atoll.job_checks import DATA_LOADER, data_words
+from atoll.spooled import Spool
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,7 +27,8 @@ COLUMNAR = "datasets.arrow_dataset.Dataset"
 OWN_FORMAT = "custom"
 """A format of ``datasets`` in which a function of its owner's makes each sample."""
 ROWS_A_READ = 1024
-"""Of a columnar data set: a read costs about as much as one row, and its arrays are small."""
+"""Of a columnar data set: a read costs about as much as one row, and its arrays are small, ..."""
+READ_BYTES = 16 << 20  # ... as far as the rows themselves are
 
 
 def columns(what: str, dataset: Any, inputs: Sequence[str]) -> dict[str, Array]:
@@ -39,11 +41,15 @@ def columns(what: str, dataset: Any, inputs: Sequence[str]) -> dict[str, Array]:
     inputs = inputs or _names(what, dataset)
     if _is_columnar(dataset):
         return _read_columns(what, dataset, inputs)
-    parts: dict[str, list[Array]] = {name: [] for name in inputs}
+    parts = {name: Spool() for name in inputs}
     for at in range(len(dataset)):
         for name, value in _parts(what, dataset[at], inputs).items():
-            parts[name].append(_one_row(f"{what}: {name!r}", value))
-    return {name: stacked(f"{what}: {name!r}", rows) for name, rows in parts.items()}
+            row = _one_row(f"{what}: {name!r}", value)
+            if (other := parts[name].add(row[np.newaxis])) is not None:
+                raise UsageError(
+                    f"{what}: {name!r} has rows of different shapes, {other} and {row.shape}; pad them to one"
+                )
+    return {name: rows.array() for name, rows in parts.items()}
 
 
 def collated(
@@ -114,15 +120,17 @@ def _read_columns(what: str, dataset: Any, inputs: Sequence[str]) -> dict[str, A
     if missing := [name for name in inputs if name not in dataset.column_names]:
         raise UsageError(f"{what}: samples have {', '.join(dataset.column_names)}, not {', '.join(missing)}")
     plain = dataset.with_format("numpy", columns=list(inputs))
-    parts: dict[str, list[Array]] = {name: [] for name in inputs}
-    for first in range(0, len(dataset), ROWS_A_READ):
-        read = plain[first : first + ROWS_A_READ]
+    parts = {name: Spool() for name in inputs}
+    first, count = 0, 1
+    while first < len(dataset):
+        read = {name: _column(what, name, rows) for name, rows in plain[first : first + count].items()}
         for name in inputs:
-            parts[name].append(_column(what, name, read[name]))
-    for name, read in parts.items():
-        if len(shapes := list(dict.fromkeys(array.shape[1:] for array in read))) > 1:
-            raise UsageError(_ragged(what, name, shapes[0], shapes[1]))
-    return {name: np.concatenate(read) for name, read in parts.items()}
+            if (other := parts[name].add(read[name])) is not None:
+                raise UsageError(_ragged(what, name, other, read[name].shape[1:]))
+        first += count
+        a_row = sum(rows.nbytes for rows in read.values()) // count
+        count = min(ROWS_A_READ, max(1, READ_BYTES // max(1, a_row)))
+    return {name: rows.array() for name, rows in parts.items()}
 
 
 def _column(what: str, name: str, read: Any) -> Array:

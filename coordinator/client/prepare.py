@@ -6,7 +6,8 @@ Runs on the owner's machine; what comes out is a JobSpec without code and the bl
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -208,12 +209,17 @@ def loss_words(captured: Captured, checked: CheckResult, data: Materialised) -> 
     }
     arrays = [data.arrays[f.blob] for f in data.spec.fields]
     whole = [array for array in arrays if np.issubdtype(array.dtype, np.signedinteger)]
-    if not any(np.any(array == index) for index in ignored for array in whole):
+    if not any(_holds(array.reshape(-1), index) for index in ignored for array in whole):
         return []
     return [
         "targets are left out of the loss (ignore_index), and micro-batches count alike whatever is left: "
         "for a mean over targets return their sum as loss and their number as weight"
     ]
+
+
+def _holds(flat: Array, number: object) -> bool:
+    """Whether a number is in an array, which may be larger than memory."""
+    return any(bool(np.any(flat[at : at + PIECE_BYTES] == number)) for at in range(0, len(flat), PIECE_BYTES))
 
 
 def check_graphs(rule: Federated, captured: Captured) -> str:
@@ -380,14 +386,19 @@ def _store(data: Materialised, blobs: list[LocalBlob]) -> DataSpec:
 def tensor_blob(tensor: torch.Tensor) -> LocalBlob:
     """A tensor as the blob that it travels in: a safetensors file of one, read in pieces."""
     data = tensor.detach().reshape(-1)
-    # The file format's own name of the type, of a tensor without elements.
-    named = json.loads(safetensors.torch.save({VALUE: data[:0]})[8:])[VALUE]
-    head = blob_head(named["dtype"], tensor.shape, data.numel() * data.element_size())
+    return _blob(data[:0], tensor.shape, lambda: data.cpu().contiguous().view(torch.uint8).numpy())
+
+
+def _blob(like: torch.Tensor, shape: Sequence[int], bytes_of: Callable[[], NDArray[np.uint8]]) -> LocalBlob:
+    """Return a blob of ``bytes_of()``, the values of a tensor of this shape; ``like``: one of no elements."""
+    # The file format's own name of the type.
+    named = json.loads(safetensors.torch.save({VALUE: like})[8:])[VALUE]
+    head = blob_head(named["dtype"], shape, math.prod(shape) * like.element_size())
 
     def read(offset: int) -> Iterator[bytes]:
         if offset < len(head):
             yield head[offset:]
-        numbers = data.cpu().contiguous().view(torch.uint8).numpy()
+        numbers = bytes_of()
         for at in range(max(0, offset - len(head)), len(numbers), PIECE_BYTES):
             yield numbers[at : at + PIECE_BYTES].tobytes()
 
@@ -395,7 +406,6 @@ def tensor_blob(tensor: torch.Tensor) -> LocalBlob:
 
 
 def _array_blob(array: Array) -> LocalBlob:
-    def read() -> bytes:
-        return safetensors.torch.save({VALUE: tensor_of(np.ascontiguousarray(array))})
-
-    return LocalBlob.of(read, PIECE_BYTES)
+    """An array as the blob that it travels in, read in pieces: it may be a map of a large file."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return _blob(tensor_of(flat[:0]), array.shape, lambda: flat.view(np.uint8))
