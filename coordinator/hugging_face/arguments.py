@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 TRAINED = frozenset({
     "activation_checkpointing", "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "data_seed",
     "dataloader_drop_last", "eval_steps", "eval_strategy", "gradient_accumulation_steps",
-    "gradient_checkpointing", "learning_rate", "lr_scheduler_type", "max_grad_norm", "max_steps",
+    "gradient_checkpointing", "greater_is_better", "learning_rate", "load_best_model_at_end",
+    "lr_scheduler_type", "max_grad_norm", "max_steps", "metric_for_best_model",
     "num_train_epochs", "optim", "per_device_train_batch_size", "save_steps", "save_strategy", "seed",
     "train_sampling_strategy", "warmup_steps", "weight_decay",
 })  # fmt: skip
@@ -44,7 +45,7 @@ HERE = frozenset({
     "eval_accumulation_steps", "eval_do_concat_batches", "fp16_full_eval", "include_for_metrics",
     "label_names", "log_level", "logging_first_step", "logging_steps", "logging_strategy", "output_dir",
     "per_device_eval_batch_size", "prediction_loss_only", "project", "remove_unused_columns", "report_to",
-    "run_name", "use_cache", "use_cpu",
+    "resume_from_checkpoint", "run_name", "use_cache", "use_cpu",
 })  # fmt: skip
 """Fields of what transformers does on this machine: reading samples, logs, ``evaluate`` and ``predict``."""
 
@@ -60,6 +61,7 @@ SCHEDULES = {
     "constant_with_warmup": ScheduleKind.CONSTANT,
 }
 NO_WARMUP = "constant"
+BEST_BY = ("loss", "eval_loss")
 ORDERS = ("random", "sequential")
 
 
@@ -88,11 +90,25 @@ def check_arguments(arguments: TrainingArguments) -> None:
         )
         if _word(getattr(arguments, name)) not in known
     ]
+    odd += _of_best(arguments)
     if odd:
         raise UsageError(
             f"workers do not honour these TrainingArguments: {'; '.join(odd)}; leave them at their defaults, "
             "or train on this machine with transformers.Trainer"
         )
+
+
+def _of_best(arguments: TrainingArguments) -> list[str]:
+    """Return what workers would not honour of a choice of the best model."""
+    odd = []
+    if arguments.metric_for_best_model not in (None, *BEST_BY):
+        odd.append(f"metric_for_best_model = {arguments.metric_for_best_model!r} (workers have eval_loss)")
+    if arguments.greater_is_better:
+        odd.append("greater_is_better = True (a held-out loss is better where it is lower)")
+    stepped = _word(arguments.eval_strategy) == "steps" and arguments.save_steps != arguments.eval_steps
+    if arguments.load_best_model_at_end and stepped:
+        odd.append("load_best_model_at_end = True with another save_steps than eval_steps")
+    return odd
 
 
 def training_of(
@@ -140,6 +156,8 @@ def order_of(arguments: TrainingArguments) -> int | None:
 
 def _checkpoints(arguments: TrainingArguments, length: Length) -> int:
     """Return the steps between checkpoints; 0, every few minutes, where the arguments say nothing of it."""
+    if arguments.load_best_model_at_end:
+        return _every(arguments.eval_strategy, arguments.eval_steps, length)
     asked = [field for field in fields(arguments) if field.name in ("save_strategy", "save_steps")]
     if all(_untouched(arguments, field) for field in asked):
         return 0

@@ -21,11 +21,12 @@ from atoll.data import Rows
 from atoll.errors import UsageError
 from atoll.job import Job
 from atoll.job_checks import MAX_NAME
-from coordinator.client.client import Client, check_ended, connect
+from coordinator.client.client import BEST, Client, check_ended, connect
 from coordinator.client.export import fill
 from coordinator.client.prepare import prepare
 from coordinator.hugging_face.arguments import Length, check_arguments, order_of, training_of
 from coordinator.hugging_face.models import loaded
+from coordinator.hugging_face.resuming import note, resumed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sized
@@ -117,22 +118,25 @@ class Trainer(transformers.Trainer):
     def train(
         self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> TrainOutput:
-        """Train on workers until the job ends; the model then has its weights.
+        """Train on workers until the job ends; the model then has its weights, with
+        ``load_best_model_at_end`` those of the best held-out loss.
 
-        JobFailed where it does not finish, and what ``prepare`` and ``connect`` raise.
+        ``resume_from_checkpoint``: True to go on with the last job that was submitted for ``output_dir``, or
+        a job's name. JobFailed where it does not finish, and what ``prepare`` and ``connect`` raise.
         """
-        if resume_from_checkpoint or trial is not None:
-            raise UsageError(
-                "train() takes neither resume_from_checkpoint nor trial: a job that was interrupted goes on "
-                "by itself"
-            )
-        made = self.job()
+        if trial is not None:
+            raise UsageError("train() takes no trial; search for settings with transformers.Trainer")
+        made, folder = self.job(), Path(str(self.args.output_dir))
         with _connected() as client:
-            submitted = client.submit(prepare(made))
-            found = self._follow(client, submitted.job, made)
+            if resume_from_checkpoint:
+                job = resumed(client, resume_from_checkpoint, folder, made)
+            else:
+                job = client.submit(prepare(made)).job
+            note(folder, job, made)
+            found = self._follow(client, job, made)
             model = self._model()
-            wanted = _trained(model)
-            fill(model, client.weights(submitted.job, wanted=wanted).tensors, wanted)
+            wanted, step = _trained(model), BEST if self.args.load_best_model_at_end else None
+            fill(model, client.weights(job, wanted=wanted, step=step).tensors, wanted)
         model.to(self.args.device)
         return found
 
@@ -167,6 +171,9 @@ class Trainer(transformers.Trainer):
             for _, loss in _points(update, "eval_loss"):
                 self.log({"eval_loss": loss})
         check_ended(update)
+        state.global_step = max(state.global_step, update.step)  # of a job that had ended before
+        if update.HasField("best_eval_loss"):
+            state.best_metric, state.best_global_step = update.best_eval_loss, update.best_checkpoint
         mean = sum(losses) / max(1, len(losses))
         speeds: Any = speed_metrics
         total = training.steps * samples_a_step

@@ -132,6 +132,54 @@ def test_a_trainer_script_runs_on_two_workers_by_one_changed_line(tmp_path: Path
     assert own.keys() == other.keys()
 
 
+KILLED = """
+import os
+from transformers import TrainerCallback
+
+class Killed(TrainerCallback):
+    def on_train_begin(self, *args, **kwargs):
+        os._exit(9)
+
+"""
+RESUMED = KILLED + SCRIPT
+"""A script that may be killed once its job is submitted, and goes on with it."""
+for plain, other in {
+    "warmup_steps=2,": 'warmup_steps=2, eval_strategy="steps", eval_steps=3, save_steps=3,',
+    'save_strategy="no",': "",
+    "max_steps=12": "max_steps=int(sys.argv[3])",
+    "trainer.train()": "trainer.train(resume_from_checkpoint=sys.argv[4] == 'resume')",
+    "eval_dataset=rows(40, 2))": "eval_dataset=rows(40, 2), callbacks=[Killed] * (sys.argv[4] == 'killed'))",
+}.items():
+    assert plain in RESUMED
+    RESUMED = RESUMED.replace(plain, other)
+
+
+def changed(script: str) -> str:
+    return script.replace("from transformers import Trainer\n", "from atoll.hf import Trainer\n")
+
+
+@pytest.mark.slow
+def test_a_script_that_was_killed_goes_on_with_its_job_and_then_with_more_steps(tmp_path: Path) -> None:
+    """Beside transformers' own Trainer on one machine, which nobody disturbs."""
+    torch.manual_seed(0)
+    BertForMaskedLM(small()).save_pretrained(tmp_path / "start")
+    (tmp_path / "here.py").write_text(RESUMED)
+    (tmp_path / "there.py").write_text(changed(RESUMED))
+    here, there = tmp_path / "here.py", tmp_path / "there.py"
+    start, alone, together = (tmp_path / name for name in ("start", "alone", "together"))
+    expected = ran(here, start, alone, Path("12"), Path("begin"))
+    with LoopbackFleet(2, options=("--stage-memory", "2200KiB")) as fleet:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "ATOLL_STATE": str(fleet.state)}
+        command = [sys.executable, str(there), str(start), str(together), "12", "killed"]
+        assert subprocess.run(command, env=environment).returncode == 9
+        found = ran(there, start, together, Path("12"), Path("resume"), state=fleet.state)
+        assert len(fleet.client.status().jobs) == 1
+        further = ran(there, start, together, Path("18"), Path("resume"), state=fleet.state)
+        assert len(fleet.client.status().jobs) == 2
+    assert found[0] == pytest.approx(expected[0], abs=1e-3)
+    assert further[0] != pytest.approx(found[0], abs=1e-3)
+
+
 def exported(fleet: LoopbackFleet, base: Path, vocabulary: int, folder: Path) -> None:
     """Train an adapter by a job file, export it, and compare it with the job's own module."""
     file = folder / "job.py"

@@ -26,6 +26,8 @@ from transformers import (
 from atoll.errors import UsageError
 from atoll.hf import Trainer, job
 from coordinator.client.prepare import prepare
+from coordinator.hugging_face.resuming import note, resumed
+from protos import atoll_control_pb2 as pb
 
 ROWS = datasets.Dataset.from_dict(
     {
@@ -157,8 +159,86 @@ def test_what_is_honoured_here_is_taken(arguments: TrainingArguments) -> None:
         compute_metrics=lambda found: {"one": 1.0},
     )
     assert found.evaluate(ROWS)["eval_one"] == 1.0
-    with pytest.raises(UsageError, match="neither resume_from_checkpoint nor trial"):
-        found.train(resume_from_checkpoint=True)
+    with pytest.raises(UsageError, match="takes no trial"):
+        found.train(trial=object())
+
+
+class Fleet:
+    """A coordinator's answers about jobs."""
+
+    def __init__(self, *jobs: pb.JobUpdate, kept: int = 0) -> None:
+        self._jobs, self._kept = jobs, kept
+        self.restored: list[tuple[str, int, int | None]] = []
+
+    def status(self) -> pb.StatusReply:
+        return pb.StatusReply(jobs=self._jobs)
+
+    def checkpoints(self, job: str) -> list[pb.Checkpoint]:
+        return [pb.Checkpoint(step=step) for step in range(1, self._kept + 1)]
+
+    def restore(self, job: str, step: int, steps: int | None = None) -> pb.SubmitReply:
+        self.restored.append((job, step, steps))
+        return pb.SubmitReply(job="j-9")
+
+
+def seen(state: str, job: str = "j-1", name: str = "mine", steps: int = 6) -> pb.JobUpdate:
+    return pb.JobUpdate(job=job, name=name, state=state, steps=steps)
+
+
+def test_who_resumes_follows_the_job_of_the_folder_or_has_its_newest_checkpoint_trained_on(
+    arguments: TrainingArguments, tmp_path: Path
+) -> None:
+    made = job(bert(), ROWS, arguments)
+    note(tmp_path, "j-1", made)
+    for state, steps in (("training", 6), ("waiting", 6), ("finished", 6), ("finished", 8)):
+        assert resumed(Fleet(seen(state, steps=steps)), True, tmp_path, made) == "j-1"  # type: ignore[arg-type]
+    assert resumed(Fleet(seen("training", "j-4")), "j-4", tmp_path, made) == "j-4"  # type: ignore[arg-type]
+    for state, steps in (("failed", 6), ("cancelled", 6), ("finished", 3)):
+        fleet = Fleet(seen(state, steps=steps), kept=2)
+        assert resumed(fleet, True, tmp_path, made) == "j-9"  # type: ignore[arg-type]
+        assert fleet.restored == [("j-1", 2, 6)]
+
+
+def test_who_cannot_resume_hears_why(arguments: TrainingArguments, tmp_path: Path) -> None:
+    made = job(bert(), ROWS, arguments)
+
+    def refused(fleet: Fleet, asked: object, words: str, folder: Path = tmp_path) -> None:
+        with pytest.raises(UsageError, match=words):
+            resumed(fleet, asked, folder, made)  # type: ignore[arg-type]
+
+    refused(Fleet(), True, "no job was submitted for")
+    note(tmp_path, "j-1", made)
+    refused(Fleet(), True, "there is no job 'j-1'")
+    refused(Fleet(seen("failed")), True, "failed before its first checkpoint")
+    refused(Fleet(seen("training", name="other")), True, "its name is 'other', not 'mine'")
+    arguments.learning_rate = 1.0
+    note(tmp_path, "j-1", job(bert(), ROWS, arguments))
+    refused(Fleet(seen("training")), True, "it trains with other arguments")
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "trainer_state.json").write_text("{}")
+    refused(Fleet(), str(tmp_path / "checkpoint-3"), "a checkpoint of steps on this machine")
+
+
+def test_the_best_model_is_that_of_the_held_out_loss_stored_as_often_as_evaluated(tmp_path: Path) -> None:
+    def arguments(**given: Any) -> TrainingArguments:
+        return TrainingArguments(
+            output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=2, num_train_epochs=2,
+            load_best_model_at_end=True,
+            **{"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, **given},
+        )  # fmt: skip
+
+    made = job(bert(), ROWS, arguments(), eval_dataset=ROWS).training
+    assert (made.eval_every, made.checkpoint_every) == (2, 2)
+    whole = arguments(eval_strategy="epoch", save_strategy="epoch")
+    made = job(bert(), ROWS, whole, eval_dataset=ROWS).training
+    assert (made.eval_every, made.checkpoint_every) == (5, 5)
+    for odd, words in (
+        ({"save_steps": 4}, "another save_steps than eval_steps"),
+        ({"metric_for_best_model": "accuracy"}, "metric_for_best_model = 'accuracy'"),
+        ({"greater_is_better": True}, "greater_is_better = True"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            Trainer(bert(), arguments(**odd), train_dataset=ROWS, eval_dataset=ROWS)
 
 
 def test_several_evaluation_sets_are_refused_where_workers_would_evaluate(tmp_path: Path) -> None:
