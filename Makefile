@@ -12,7 +12,7 @@ BENCHMARKS := adaptive_compression asynchronous boundaries chaos checkpoint_delt
 	local_steps_lab lossless_real makespan memory messages noticed optimizers oracle packet_hashes peer_selection personal \
 	pipeline_vs_torch planner population population_fleet prediction privacy reach reconstruction recovery relay \
 	replicas restore ring round_codecs same_bits schedules secure_aggregation sessions side_by_side site_adapters sparse_formats split_finetuning split_lab \
-	thin_sites tied_plans \
+	thin_memory thin_sites tied_plans \
 	tiny_step transport two_parts upload vs_flower vs_hivemind vs_simulations wan_speedrun ways ways_lab
 # One compute thread each: several processes share the machine, and results repeat exactly.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1

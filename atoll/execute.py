@@ -28,10 +28,11 @@ from atoll.block_sums import fold
 from atoll.deferred import Debt, deferring
 from atoll.effects import effects
 from atoll.errors import UsageError
-from atoll.job import Precision, Recompute
-from atoll.opdag import Autocast, LeafRef, Source, TorchLiteral
+from atoll.job import EXACTLY, Keeping, Precision, Recompute
+from atoll.opdag import Autocast, LeafRef, Source, TorchLiteral, leaf_refs
 from atoll.ops import weights_may_wait
 from atoll.repeats import Repeats, repeatable
+from atoll.saved import Saved, context_of, largest_of
 from atoll.slots import Compiler, segments
 from atoll.standing import standing
 from atoll.value_guards import index_guarded
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from atoll.mesh.calls import MeshCalls
     from atoll.opdag import OpNode
     from atoll.program import StageProgram
+    from atoll.saved import Shelf
     from atoll.slots import Call, Segment, Step, Values
 
     Observer = Callable[[int, Any], None]
@@ -123,6 +125,18 @@ def _noting(call: Call, needed: int, notes: _Notes) -> Call:
     return noting
 
 
+def _saving(call: Call, leaves: list[Tensor], notes: _Notes) -> Call:
+    """``call``, whose weights and sizes those who pack what it saves look at."""
+    context = context_of(leaves)
+
+    def saving(*args: Any) -> Any:
+        if isinstance(notes.repeats, Saved):
+            notes.repeats.op = replace(context, largest=largest_of(args))
+        return call(*args)
+
+    return saving
+
+
 def _noting_standing(call: Call, notes: _Notes) -> Call:
     def noting(*args: Any) -> Any:
         result = call(*args)
@@ -159,10 +173,11 @@ class Executor:
     """Interpreter of a stage: its ops, its leaves, and the graphs of the micro-batches in flight.
 
     ``differentiate=False`` is for evaluation: no graph, no recompute. ``seed`` None draws from the
-    process's generator as it stands, as a plain module would. ``recompute``: what of a forward is run again
-    for its backward. ``defer``: backwards leave weight gradients to ``weight_gradients``. ``indices``: bounds
-    of arguments, by op, to look at on a GPU before the op runs: there a bad index costs the process the
-    device, where a CPU's kernel raises. Not thread-safe.
+    process's generator as it stands, as a plain module would. ``keeping``: form in which a forward keeps what
+    its backward reads, and what is run again. ``defer``: backwards leave weight gradients to
+    ``weight_gradients``. ``indices``: bounds of arguments, by op, to look at on a GPU before the op runs:
+    there a bad index costs the process the device, where a CPU's kernel raises. ``shelves``: makes a place
+    for what a micro-batch saves, where that is not to stay on the device. Not thread-safe.
     """
 
     def __init__(
@@ -172,10 +187,11 @@ class Executor:
         precision: Precision = Precision.FP32,
         seed: int | None = 0,
         *,
-        recompute: Recompute = Recompute.OFF,
+        keeping: Keeping = EXACTLY,
         differentiate: bool = True,
         defer: bool = False,
         indices: Mapping[int, tuple[tuple[str, Range], ...]] | None = None,
+        shelves: Callable[[], Shelf] | None = None,
     ) -> None:
         self.program = program
         self.mesh: MeshCalls | None = None  # set before ``load`` where several processes share it
@@ -184,15 +200,17 @@ class Executor:
         self._seed = seed
         self._differentiate = differentiate
         # What is left to the planner is decided in the plan; who runs without one keeps everything.
-        self._recompute = recompute is Recompute.FULL and differentiate
-        self._selective = recompute is Recompute.SELECTIVE and differentiate
+        self._recompute = keeping.recompute is Recompute.FULL and differentiate
+        self._bits, self._shelves = keeping.bits, shelves
+        self._packs = differentiate and (keeping.bits > 0 or shelves is not None)
+        self._selective = keeping.selective and differentiate
         self._key = (0, 0)
         self._defer = defer and differentiate
         self._indices = indices or {} if self.device.type == "cuda" else {}
         self._live: dict[int, _Micro] = {}
         self._fresh: tuple[int, _Micro] | None = None
         self._anchor = torch.zeros((), device=self.device, requires_grad=differentiate)
-        self._debt = Debt(self._anchor, self._selective)
+        self._debt = Debt(self._anchor, self._selective or self._packs)
         self._notes = _Notes()
         self._effects = effects(program)
         self.uses: dict[str, list[tuple[int, Tensor]]] = {}
@@ -251,6 +269,8 @@ class Executor:
             steps = self._noted(steps)
         if self._defer:
             steps = self._apart(steps, nodes)
+        if self._packs:
+            steps = [self._with_context(step, nodes[step.position], tensors) for step in steps]
         self._constants = segments(constants, nodes, self._autocast)
         self._segments = segments(steps, nodes, self._autocast)
         self._run(self._template, self._constants, grad=False, observe=observe)
@@ -418,7 +438,7 @@ class Executor:
                     graph.roots.append((r.op, value))
             values[self._op_slots[r.op]] = value
         # Who observes has hooks of its own, and autograd applies the innermost pair alone.
-        with self._remembering(graph) if observe is None or self._selective else nullcontext():
+        with self._remembering(graph) if observe is None or self._selective or self._packs else nullcontext():
             self._run(values, self._segments, grad=self._differentiate, observe=observe)
         if self._differentiate:
             graph.roots.extend((p.op, self._value(p.op)) for p in self.program.produced if p.requires_grad)
@@ -429,10 +449,13 @@ class Executor:
     @contextmanager
     def _remembering(self, graph: _Micro) -> Iterator[None]:
         """The forward's ops keep how cheap results came about, in place of them."""
-        if not (self._selective or self.standing or (self.mesh is not None and self.mesh.fetches)):
+        notes = self._selective or self._packs or self.standing
+        if not (notes or (self.mesh is not None and self.mesh.fetches)):
             yield
             return
-        graph.repeats = self._notes.repeats = Repeats(self.device)
+        shelf = self._shelves() if self._shelves is not None else None
+        found = Saved(self.device, self._bits, shelf) if self._packs else Repeats(self.device)
+        graph.repeats = self._notes.repeats = found
         try:
             with graph.repeats.hooks():
                 yield
@@ -497,6 +520,11 @@ class Executor:
             return replace(step, call=deferring(node, step.call, tuple(leaves[step.position]), self._debt))
 
         return [compiled(step) for step in steps]
+
+    def _with_context(self, step: Step, node: OpNode, tensors: Mapping[str, Tensor]) -> Step:
+        """The step, which first tells what it reads."""
+        leaves = [tensors[leaf.name] for leaf in leaf_refs(node) if leaf.source is not Source.INPUT]
+        return replace(step, call=_saving(step.call, leaves, self._notes))
 
     def _value(self, op: int) -> Tensor:
         value: Tensor = self._values[self._op_slots[op]]

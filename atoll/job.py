@@ -235,6 +235,85 @@ class Recompute(StrEnum):
     AUTO = "auto"  # as the planner finds faster within the memory limits
 
 
+FEW_BITS_BLOCK = 32
+"""Stored activations in few bits that share a least value and a step, of 2 bytes each."""
+
+
+def packed_bytes(elements: float, bits: int) -> float:
+    """Return the bytes that activations take in so many bits, whole blocks of them."""
+    return elements * (bits + 32 / FEW_BITS_BLOCK) / 8
+
+
+class Activations(StrEnum):
+    """Bits of the activations that a micro-batch in flight stores; few change what is trained."""
+
+    EXACT = "exact"
+    INT8 = "int8"
+    INT4 = "int4"
+    AUTO = "auto"  # exact where that fits, else as the planner finds faster
+
+    @property
+    def rate(self) -> str:
+        """Name under which a worker reports how fast it packs and unpacks, beside its codecs."""
+        return f"saved_{self.value}"
+
+
+class Place(StrEnum):
+    """Memory in which a stage keeps something; none changes what is trained."""
+
+    DEVICE = "device"
+    HOST = "host"  # pinned memory; of a stage on a CPU a file, as its memory is the device's
+    DISK = "disk"  # a file in the worker's folder
+    AUTO = "auto"  # on the device where that fits, else as the planner finds faster
+
+    @property
+    def rate(self) -> str:
+        """Name under which a worker reports how fast it puts things there and takes them back."""
+        return f"kept_on_{self.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Form in which a stage keeps what its backwards need; in a plan nothing of it is left open."""
+
+    recompute: Annotated[Recompute, Unset("off")] = Recompute.OFF
+    activations: Annotated[Activations, Unset("exact")] = Activations.EXACT
+    saved_on: Annotated[Place, Unset("device")] = Place.DEVICE  # activations that are stored
+    state_on: Annotated[Place, Unset("device")] = Place.DEVICE  # of the optimizer
+
+    @property
+    def bits(self) -> int:
+        """Bits of an activation; 0: all that it has."""
+        return {Activations.INT8: 8, Activations.INT4: 4}.get(self.activations, 0)
+
+    @property
+    def selective(self) -> bool:
+        """Whether results of cheap ops are computed again. Not from few bits: where a cut lies would then
+        change bits."""
+        return self.recompute is Recompute.SELECTIVE and not self.bits
+
+    @property
+    def open(self) -> bool:
+        """Whether something is left to the planner."""
+        places = self.saved_on, self.state_on
+        return (
+            Recompute.AUTO is self.recompute or Activations.AUTO is self.activations or Place.AUTO in places
+        )
+
+    @property
+    def decided(self) -> Keeping:
+        """The same, and all that is left open as it is where memory suffices."""
+        return Keeping(
+            Recompute.OFF if self.recompute is Recompute.AUTO else self.recompute,
+            Activations.EXACT if self.activations is Activations.AUTO else self.activations,
+            Place.DEVICE if self.saved_on is Place.AUTO else self.saved_on,
+            Place.DEVICE if self.state_on is Place.AUTO else self.state_on,
+        )
+
+
+EXACTLY = Keeping()
+
+
 MOST_REPLICAS = 64
 MOST_LOCAL_STEPS = 10_000
 MOST_GRACE_S = 86_400
@@ -251,6 +330,9 @@ class TrainingSpec:
     schedule: Schedule = field(default_factory=Schedule)
     precision: Precision = Precision.FP32
     recompute: Annotated[Recompute, Unset("off")] = Recompute.AUTO
+    activations: Annotated[Activations, Unset("exact")] = Activations.EXACT  # that are stored: ``few_bits``
+    saved_on: Annotated[Place, Unset("device")] = Place.DEVICE  # the same
+    state_on: Annotated[Place, Unset("device")] = Place.DEVICE  # of the optimizer
     eval_every: int = 0  # steps; 0 = at the end, and where links lose precision as often as the guard looks
     eval_batches: int = 0  # micro-batches of held-out data; 0 = no evaluation
     patience: int = 0  # evaluations without a better held-out loss, after which training ends; 0 = never
@@ -302,6 +384,11 @@ class TrainingSpec:
             raise UsageError(f"replicas = {self.replicas[:40]!r}; give a number or {AUTO}")
         if self.replica_count is not None and not 1 <= self.replica_count <= MOST_REPLICAS:
             raise UsageError(f"replicas = {self.replicas[:40]}; give from 1 to {MOST_REPLICAS}, or {AUTO}")
+
+    @property
+    def keeping(self) -> Keeping:
+        """Form in which stages keep what they need again, as far as the owner says."""
+        return Keeping(self.recompute, self.activations, self.saved_on, self.state_on)
 
     def rounds_after(self, step: int) -> bool:
         """Return whether moments are rounded with the commit of ``step``."""

@@ -131,6 +131,9 @@ class OpNode:
     bytes_repeatable: int = 0  # ... of these the results of ops that are cheap to run again
     module_path: str = ""  # "transformer.h.0.attn", for people and for grouping
     source_line: str = ""  # "model.py:41", for error messages
+    # Of ``bytes_saved``: activations that few bits may stand for.
+    bytes_few: int = 0  # ``atoll.few_bits``
+    elements_few: int = 0  # of these
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from atoll.bounded import MAX_ARGS, MAX_STAGES, At, Coded, Most, Name, OptionalB
 from atoll.compression import MAX_RATIO
 from atoll.errors import PlanError
 from atoll.exchange import LOCAL_RULES, SIGN_RULES, WHOLE_RULES, Exchange, check_exchange
-from atoll.job import Recompute, TrainingSpec
+from atoll.job import EXACTLY, Keeping, TrainingSpec
 from atoll.microbatch import Action, Depth, ScheduleName, Work, block_ranges, in_turn
 from atoll.opdag import FLOATING, OpDag, Source, leaf_refs
 
@@ -59,6 +59,7 @@ class StageSpec:
     held: Micros = 0
     further: Annotated[tuple[Piece, ...], Most(MAX_PIECES - 1)] = ()
     inside: str = ""  # how the worker's processes divide it, where there are several (``atoll.mesh.layout``)
+    keeping: Keeping = EXACTLY
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -68,7 +69,7 @@ class StageSpec:
 
     def with_pieces(self, pieces: Sequence[Piece]) -> StageSpec:
         """Return the same worker with these pieces, ascending and at least one."""
-        return replace(stage_of(self.worker, pieces), inside=self.inside)
+        return replace(stage_of(self.worker, pieces), inside=self.inside, keeping=self.keeping)
 
 
 def stage_of(worker: str, pieces: Sequence[Piece]) -> StageSpec:
@@ -247,7 +248,6 @@ class Plan:
     replicas: Annotated[tuple[Replica, ...], Coded("replicas")]
     left_out: tuple[tuple[Name, str], ...] = ()  # (worker, why)
     prediction: Prediction | None = field(default=None, compare=False)
-    recompute: Annotated[Recompute, Unset("off")] = Recompute.OFF  # decided: never AUTO
     # Of the step's micro-batches, whose gradients are summed one by one: the job's.
     blocks: Annotated[int, Within(1, MAX_MICROS), Unset(1)] = 1
     exchange: Exchange | None = None  # joins the replicas; present where there are several

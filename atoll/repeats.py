@@ -55,7 +55,7 @@ class _Again:
         self.mode = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
 
     def result(self) -> Tensor:
-        args = [arg.tensor() if isinstance(arg, _Kept) else arg for arg in self.args]
+        args = [self.memory.unpack(arg) for arg in self.args]
         enabled, dtype = self.mode
         # No cast cache: as in the forward (``Executor``).
         cast = torch.autocast(self.memory.device_type, dtype, enabled=enabled, cache_enabled=False)
@@ -110,7 +110,7 @@ class Repeats:
         row_major = result.dim() > 0 and result.is_contiguous()
         self._known[storage.cdata] = _Known(storage, _Again(call, args, self), result.dtype, row_major)
 
-    def pack(self, tensor: Tensor) -> Tensor | _Kept:
+    def pack(self, tensor: Tensor) -> object:
         """The tensor, or what gives it again."""
         found = self._known.get(tensor.untyped_storage()._cdata)
         if found is None or not (found.dtype is tensor.dtype or found.row_major):
@@ -119,8 +119,8 @@ class Repeats:
         at = int(tensor.storage_offset())
         return _Kept(found.again, tensor.dtype, tensor.size(), tensor.stride(), at)
 
-    def unpack(self, kept: Tensor | _Kept) -> Tensor:
-        """The tensor that was packed."""
+    def unpack(self, kept: object) -> Any:
+        """The tensor that was packed; anything else as it is."""
         return kept.tensor() if isinstance(kept, _Kept) else kept
 
     def result(self, again: _Again) -> Tensor:

@@ -127,7 +127,7 @@ def summary(plan: dict[str, Any]) -> dict[str, Any]:
             for s in plan["stages"]
         ],
         "schedule": plan["schedule"],
-        "recompute": plan["recompute"],
+        "recompute": [s.get("keeping", {}).get("recompute") or "off" for s in plan["stages"]],
         "predicted_s": plan["prediction"]["step_s"],
         "lower_bound_s": plan["prediction"]["lower_bound_s"],
         "bottleneck": plan["prediction"]["bottleneck"],

@@ -91,6 +91,19 @@ def sustained_on(
     eighth of a core: 3.8 ms of 24.7).
     """
     rounds = _rounds(make_compressor(name, ratio), tensor, seed, clock)
+    return sustained(rounds, tensor, cpu_s=cpu_s, most_s=most_s, clock=clock, cpu_clock=cpu_clock)
+
+
+def sustained(
+    rounds: Iterator[tuple[float, float, int]],
+    tensor: torch.Tensor,
+    *,
+    cpu_s: float = SUSTAINED_CPU_S,
+    most_s: float = SUSTAINED_MOST_S,
+    clock: Callable[[], float] = time.perf_counter,
+    cpu_clock: Callable[[], float] = time.thread_time,
+) -> CodecRate:
+    """``sustained_on`` for anything whose rounds give the seconds there, the seconds back, and bytes."""
     next(rounds)  # loads caches and libraries
     start_s, start_cpu_s = clock(), cpu_clock()
     taken = []

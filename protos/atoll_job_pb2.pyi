@@ -220,6 +220,8 @@ class OpNode(_message.Message):
     BYTES_MOVED_FIELD_NUMBER: _builtins.int
     BYTES_SAVED_FIELD_NUMBER: _builtins.int
     BYTES_REPEATABLE_FIELD_NUMBER: _builtins.int
+    BYTES_FEW_FIELD_NUMBER: _builtins.int
+    ELEMENTS_FEW_FIELD_NUMBER: _builtins.int
     MODULE_PATH_FIELD_NUMBER: _builtins.int
     SOURCE_LINE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
@@ -234,6 +236,8 @@ class OpNode(_message.Message):
     bytes_moved: _builtins.int
     bytes_saved: _builtins.int
     bytes_repeatable: _builtins.int
+    bytes_few: _builtins.int
+    elements_few: _builtins.int
     module_path: _builtins.str
     source_line: _builtins.str
     @_builtins.property
@@ -263,12 +267,14 @@ class OpNode(_message.Message):
         bytes_moved: _builtins.int = ...,
         bytes_saved: _builtins.int = ...,
         bytes_repeatable: _builtins.int = ...,
+        bytes_few: _builtins.int = ...,
+        elements_few: _builtins.int = ...,
         module_path: _builtins.str = ...,
         source_line: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["autocast", b"autocast"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["args", b"args", "autocast", b"autocast", "bytes_moved", b"bytes_moved", "bytes_repeatable", b"bytes_repeatable", "bytes_saved", b"bytes_saved", "flops_backward", b"flops_backward", "flops_forward", b"flops_forward", "grad_enabled", b"grad_enabled", "is_tuple", b"is_tuple", "kind", b"kind", "kwargs", b"kwargs", "module_path", b"module_path", "name", b"name", "outputs", b"outputs", "random", b"random", "requires_grad", b"requires_grad", "source_line", b"source_line", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["args", b"args", "autocast", b"autocast", "bytes_few", b"bytes_few", "bytes_moved", b"bytes_moved", "bytes_repeatable", b"bytes_repeatable", "bytes_saved", b"bytes_saved", "elements_few", b"elements_few", "flops_backward", b"flops_backward", "flops_forward", b"flops_forward", "grad_enabled", b"grad_enabled", "is_tuple", b"is_tuple", "kind", b"kind", "kwargs", b"kwargs", "module_path", b"module_path", "name", b"name", "outputs", b"outputs", "random", b"random", "requires_grad", b"requires_grad", "source_line", b"source_line", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -593,6 +599,9 @@ class TrainingSpec(_message.Message):
     GRACE_S_FIELD_NUMBER: _builtins.int
     PATIENCE_FIELD_NUMBER: _builtins.int
     INT8_MOMENTS_FIELD_NUMBER: _builtins.int
+    ACTIVATIONS_FIELD_NUMBER: _builtins.int
+    SAVED_ON_FIELD_NUMBER: _builtins.int
+    STATE_ON_FIELD_NUMBER: _builtins.int
     SPOT_CHECKS_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     n_micro: _builtins.int
@@ -623,6 +632,11 @@ class TrainingSpec(_message.Message):
     """evaluations without a better held-out loss, after which training ends; 0: never"""
     int8_moments: _builtins.bool
     """checkpoints hold moments in 8 bits, and training goes on with these"""
+    activations: _builtins.str
+    """exact | int8 | int4 | auto; empty: exact"""
+    saved_on: _builtins.str
+    """device | host | disk | auto; empty: device"""
+    state_on: _builtins.str
     spot_checks: _builtins.float
     """share of the steps that another worker repeats to compare; 0: none"""
     @_builtins.property
@@ -652,11 +666,14 @@ class TrainingSpec(_message.Message):
         grace_s: _builtins.float = ...,
         patience: _builtins.int = ...,
         int8_moments: _builtins.bool = ...,
+        activations: _builtins.str = ...,
+        saved_on: _builtins.str = ...,
+        state_on: _builtins.str = ...,
         spot_checks: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["optimizer", b"optimizer", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["average_buffers", b"average_buffers", "blocks", b"blocks", "checkpoint_every", b"checkpoint_every", "compress", b"compress", "eval_batches", b"eval_batches", "eval_every", b"eval_every", "exchange", b"exchange", "grace_s", b"grace_s", "int8_moments", b"int8_moments", "local_steps", b"local_steps", "n_micro", b"n_micro", "optimizer", b"optimizer", "patience", b"patience", "precision", b"precision", "quorum", b"quorum", "recompute", b"recompute", "replicas", b"replicas", "schedule", b"schedule", "seed", b"seed", "spot_checks", b"spot_checks", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activations", b"activations", "average_buffers", b"average_buffers", "blocks", b"blocks", "checkpoint_every", b"checkpoint_every", "compress", b"compress", "eval_batches", b"eval_batches", "eval_every", b"eval_every", "exchange", b"exchange", "grace_s", b"grace_s", "int8_moments", b"int8_moments", "local_steps", b"local_steps", "n_micro", b"n_micro", "optimizer", b"optimizer", "patience", b"patience", "precision", b"precision", "quorum", b"quorum", "recompute", b"recompute", "replicas", b"replicas", "saved_on", b"saved_on", "schedule", b"schedule", "seed", b"seed", "spot_checks", b"spot_checks", "state_on", b"state_on", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1266,6 +1283,7 @@ class StageSpec(_message.Message):
     HELD_FIELD_NUMBER: _builtins.int
     FURTHER_FIELD_NUMBER: _builtins.int
     INSIDE_FIELD_NUMBER: _builtins.int
+    KEEPING_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     stop: _builtins.int
     eval_start: _builtins.int
@@ -1283,6 +1301,10 @@ class StageSpec(_message.Message):
     def further(self) -> _containers.RepeatedCompositeFieldContainer[Global___Piece]:
         """of the same worker, behind the one that stands here"""
 
+    @_builtins.property
+    def keeping(self) -> Global___Keeping:
+        """unset: everything as it is"""
+
     def __init__(
         self,
         *,
@@ -1295,14 +1317,46 @@ class StageSpec(_message.Message):
         held: _builtins.int = ...,
         further: _abc.Iterable[Global___Piece] | None = ...,
         inside: _builtins.str = ...,
+        keeping: Global___Keeping | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["keeping", b"keeping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eval_start", b"eval_start", "eval_stop", b"eval_stop", "further", b"further", "held", b"held", "inside", b"inside", "start", b"start", "stop", b"stop", "warmup", b"warmup", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eval_start", b"eval_start", "eval_stop", b"eval_stop", "further", b"further", "held", b"held", "inside", b"inside", "keeping", b"keeping", "start", b"start", "stop", b"stop", "warmup", b"warmup", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StageSpec: _TypeAlias = StageSpec  # noqa: Y015
+
+@_typing.final
+class Keeping(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECOMPUTE_FIELD_NUMBER: _builtins.int
+    ACTIVATIONS_FIELD_NUMBER: _builtins.int
+    SAVED_ON_FIELD_NUMBER: _builtins.int
+    STATE_ON_FIELD_NUMBER: _builtins.int
+    recompute: _builtins.str
+    """off | selective | full"""
+    activations: _builtins.str
+    """exact | int8 | int4"""
+    saved_on: _builtins.str
+    """device | host | disk; empty: device"""
+    state_on: _builtins.str
+    def __init__(
+        self,
+        *,
+        recompute: _builtins.str = ...,
+        activations: _builtins.str = ...,
+        saved_on: _builtins.str = ...,
+        state_on: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activations", b"activations", "recompute", b"recompute", "saved_on", b"saved_on", "state_on", b"state_on"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Keeping: _TypeAlias = Keeping  # noqa: Y015
 
 @_typing.final
 class Piece(_message.Message):
@@ -1718,7 +1772,6 @@ class Plan(_message.Message):
     LINKS_FIELD_NUMBER: _builtins.int
     LEFT_OUT_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
-    RECOMPUTE_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     EXCHANGE_FIELD_NUMBER: _builtins.int
@@ -1730,8 +1783,6 @@ class Plan(_message.Message):
     partitioner: _builtins.str
     schedule: _builtins.str
     n_micro: _builtins.int
-    recompute: _builtins.str
-    """off | selective | full"""
     blocks: _builtins.int
     """of the step's micro-batches; 0: one"""
     @_builtins.property
@@ -1770,7 +1821,6 @@ class Plan(_message.Message):
         links: _abc.Iterable[Global___LinkSpec] | None = ...,
         left_out: _abc.Iterable[Global___LeftOut] | None = ...,
         prediction: Global___Prediction | None = ...,
-        recompute: _builtins.str = ...,
         replicas: _abc.Iterable[Global___Replica] | None = ...,
         blocks: _builtins.int = ...,
         exchange: Global___Exchange | None = ...,
@@ -1778,7 +1828,7 @@ class Plan(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["exchange", b"exchange", "prediction", b"prediction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "blocks", b"blocks", "dag_hash", b"dag_hash", "eval_dag_hash", b"eval_dag_hash", "exchange", b"exchange", "job", b"job", "left_out", b"left_out", "links", b"links", "n_micro", b"n_micro", "partitioner", b"partitioner", "prediction", b"prediction", "recompute", b"recompute", "replicas", b"replicas", "schedule", b"schedule", "stages", b"stages", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "blocks", b"blocks", "dag_hash", b"dag_hash", "eval_dag_hash", b"eval_dag_hash", "exchange", b"exchange", "job", b"job", "left_out", b"left_out", "links", b"links", "n_micro", b"n_micro", "partitioner", b"partitioner", "prediction", b"prediction", "replicas", b"replicas", "schedule", b"schedule", "stages", b"stages", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

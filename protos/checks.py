@@ -11,7 +11,7 @@ from atoll.bounded import MAX_OPS, MAX_TENSOR_BYTES
 from atoll.dataset_spec import DataField, Layout
 from atoll.errors import BadFrame
 from atoll.exchange import Exchange
-from atoll.job import JobSpec, Recompute
+from atoll.job import JobSpec
 from atoll.opdag import (
     DTYPE_BYTES,
     Autocast,
@@ -45,8 +45,10 @@ def check_autocast(autocast: Autocast) -> None:
 
 
 def check_node(node: OpNode) -> None:
-    """What is cheap to run again is of what is saved."""
+    """What is cheap to run again, and what few bits stand for, is of what is saved."""
     within("bytes_repeatable", node.bytes_repeatable, 0, node.bytes_saved)
+    within("bytes_few", node.bytes_few, 0, node.bytes_saved)
+    within("elements_few", node.elements_few, 0, node.bytes_few)
 
 
 # ---------------------------------------------------------------- graphs
@@ -193,7 +195,9 @@ def _check_reads(position: int, node: OpNode, known: set[int], leaves: dict[Sour
 
 
 def check_stage(stage: StageSpec) -> None:
-    """Both intervals of each piece go forward."""
+    """Both intervals of each piece go forward, and what it keeps is decided."""
+    if stage.keeping.open:
+        raise BadFrame("a stage that leaves open what it keeps")
     for piece in stage.pieces:
         within("stop of a stage", piece.stop, 0, MAX_OPS)
         within("start of a stage", piece.start, 0, piece.stop)
@@ -212,8 +216,6 @@ def check_replica(replica: Replica) -> None:
 def check_plan(plan: Plan) -> None:
     """Its replicas and blocks are of its micro-batches; ``atoll.plan.validate`` checks it against its DAG."""
     within("blocks", plan.blocks, 1, plan.n_micro)
-    if plan.recompute is Recompute.AUTO:
-        raise BadFrame("a plan that leaves open what to recompute")
     for replica in plan.replicas:
         start, stop = replica.micros
         within("stop of a replica", stop, 1, plan.n_micro)

@@ -541,6 +541,8 @@ def _scaled(own: OpNode, node: OpNode, size: int, saves_whole: bool) -> OpNode:
         bytes_moved=node.bytes_moved // size,
         bytes_saved=node.bytes_saved if saves_whole else -(-node.bytes_saved // size),
         bytes_repeatable=node.bytes_repeatable if saves_whole else -(-node.bytes_repeatable // size),
+        bytes_few=node.bytes_few if saves_whole else node.bytes_few // size,
+        elements_few=node.elements_few if saves_whole else node.elements_few // size,
     )
 
 

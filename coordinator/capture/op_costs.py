@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from atoll.effects import effects
 from atoll.errors import AtollError, CaptureError
 from atoll.execute import DTYPES, Executor, torch_literal
+from atoll.few_bits import takes
 from atoll.job import Precision
 from atoll.kernels import resolve
 from atoll.opdag import (
@@ -42,7 +43,7 @@ from atoll.repeats import repeatable
 from coordinator.capture.torch_export import meta_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
 # Operations per element of the output (of the input where that is larger), forward; the
@@ -105,10 +106,12 @@ class _Ledger:
         self.products: dict[int, int] = {}
         self.saved: dict[int, int] = {}
         self.repeatable: dict[int, int] = {}
+        self.few: dict[int, tuple[int, int]] = {}  # bytes that few bits may stand for, and their elements
         self.storages: dict[int, set[int]] = {}
         self.known = {tensor.untyped_storage()._cdata for tensor in leaves.values()}
         self.kept: list[object] = []  # keeps saved storages alive, so that no address is used twice
-        self.pending = self.pending_repeatable = 0
+        self.pending = self.pending_repeatable = self.pending_few = self.pending_elements = 0
+        self.at: Callable[[], int | None] = lambda: None  # op that runs
         self.cheap: set[int] = set()  # storages of results that are cheap to compute again
         self.nothing = torch.empty(0)
         whole = {p for begin, end in dag.unsplittable for p in range(begin, end)}
@@ -125,7 +128,20 @@ class _Ledger:
             self.pending += storage.nbytes()
             if storage._cdata in self.cheap:
                 self.pending_repeatable += storage.nbytes()
+            if self._takes_few(tensor):
+                self.pending_few += storage.nbytes()
+                self.pending_elements += storage.nbytes() // tensor.element_size()
         return self.nothing
+
+    def _takes_few(self, tensor: Tensor) -> bool:
+        """Return whether few bits may stand for a tensor that the op under way saves."""
+        node = self.dag.ops[self.at() or 0]
+        leaves = [leaf for leaf in leaf_refs(node) if leaf.source is not Source.INPUT]
+        metas = [_leaf_meta(self.dag, leaf) for leaf in leaves]
+        read = [meta for ref in op_refs(node) for meta in self.nodes[ref].outputs]
+        read += [_leaf_meta(self.dag, leaf) for leaf in leaf_refs(node)]
+        largest = max((meta.elements for meta in read), default=0)
+        return takes(tensor, largest, [(meta.elements, DTYPES[meta.dtype]) for meta in metas])
 
     def observe(self, position: int, value: Any) -> None:
         node = self.dag.ops[position]
@@ -152,6 +168,8 @@ class _Ledger:
         self.products[position] = self.flops.take()
         self.saved[position], self.pending = self.pending, 0
         self.repeatable[position], self.pending_repeatable = self.pending_repeatable, 0
+        self.few[position] = self.pending_few, self.pending_elements
+        self.pending_few = self.pending_elements = 0
 
     def shares(self, position: int) -> bool:
         """Return whether the op's result is a view of an argument."""
@@ -175,6 +193,7 @@ def measured(
         given = {name: _blank(tensor, device) for name, tensor in inputs.items()}
         executor = Executor(program, device, precision, differentiate=dag.training)
         ledger = _Ledger(dag, {**leaves, **executor.buffers}, _Flops(), cheap)
+        ledger.at = lambda: executor.at
         with (
             torch.autograd.graph.saved_tensors_hooks(ledger.pack, lambda packed: packed),
             ledger.flops,
@@ -294,6 +313,8 @@ def _priced(
         bytes_moved=moved,
         bytes_saved=ledger.saved[position] if dag.training else 0,
         bytes_repeatable=ledger.repeatable[position] if dag.training else 0,
+        bytes_few=ledger.few[position][0] if dag.training else 0,
+        elements_few=ledger.few[position][1] if dag.training else 0,
     )
 
 

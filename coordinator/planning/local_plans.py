@@ -8,7 +8,7 @@ step's micro-batches are shared out by the peers' speed, so a step sees the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -18,7 +18,6 @@ import numpy as np
 
 from atoll.errors import NotEnoughMemory, PlanError, UsageError
 from atoll.exchange import AUTO, MOST_PEERS
-from atoll.job import Recompute
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkPrediction, Plan, Prediction, Replica, StageSpec, validate, written_buffers
 from coordinator.planning import TUNED
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 
-Known = dict[tuple[tuple[str, ...], int, int, str, Recompute], Plan]
+Known = dict[tuple[tuple[str, ...], int, int, str], Plan]
 """Plans of peers alone: by workers, micro-batches, copies that the rule keeps, cut, recomputation."""
 
 
@@ -271,36 +270,23 @@ def _alone(
     spans = list(pairwise((0, *sharing.ends)))
     copies = exchange_facts(exchange.rule).own_copies
 
-    def planned(recompute: Recompute) -> list[Plan]:
-        found = []
-        cuts = sharing.cuts or [""] * len(sharing.parts)
-        for part, (start, stop), cut in zip(sharing.parts, spans, cuts, strict=True):
-            key = part, stop - start, copies, cut, recompute
-            if key not in known:
-                own = replace(
-                    request.training,
-                    n_micro=stop - start,
-                    blocks=1,
-                    replicas="1",
-                    exchange=exchange.rule,
-                    recompute=recompute,
-                    spot_checks=0.0,  # of one pipeline alone
-                )
-                alone = replace(request, fleet=request.fleet.subset(part), training=own, beyond=0)
-                known[key] = make_plan(replace(alone, partitioner=cut or "op_fence"), effort)
-            found.append(known[key])
-        return found
-
-    return with_one_recompute(planned, request.training.recompute), spans
-
-
-def with_one_recompute(planned: Callable[[Recompute], list[Plan]], asked: Recompute) -> list[Plan]:
-    """Return plans of replicas that compute the same again: what one of them must is decided for all."""
-    plans = planned(asked)
-    wanted = {plan.recompute for plan in plans}
-    if len(wanted) == 1:
-        return plans
-    return planned(max(wanted, key=(Recompute.OFF, Recompute.SELECTIVE, Recompute.FULL).index))
+    found = []
+    cuts = sharing.cuts or [""] * len(sharing.parts)
+    for part, (start, stop), cut in zip(sharing.parts, spans, cuts, strict=True):
+        key = part, stop - start, copies, cut
+        if key not in known:
+            own = replace(
+                request.training,
+                n_micro=stop - start,
+                blocks=1,
+                replicas="1",
+                exchange=exchange.rule,
+                spot_checks=0.0,  # of one pipeline alone
+            )
+            alone = replace(request, fleet=request.fleet.subset(part), training=own, beyond=0)
+            known[key] = make_plan(replace(alone, partitioner=cut or "op_fence"), effort)
+        found.append(known[key])
+    return found, spans
 
 
 def as_replicas(

@@ -70,5 +70,6 @@ def _problem_of(
 ) -> tuple[Problem, Candidate, list[Depth]]:
     """Return the plan's problem on its workers alone, and the plan as a candidate for it."""
     workers = fleet.subset([stage.worker for stage in plan.stages])
-    problem = Problem(dag, training, workers, recompute=plan.recompute)
+    keepings = {stage.worker: stage.keeping for stage in plan.stages}
+    problem = Problem(dag, training, workers, keepings=keepings)
     return problem, *candidate_of(plan.only, workers)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from atoll.compression import AUTO, OFF, Compression
 from atoll.errors import NotEnoughMemory, NoWorkers, PlanError, UsageError
-from atoll.job import Recompute
+from atoll.job import EXACTLY, Recompute
 from atoll.microbatch import ScheduleName
 from atoll.plan import (
     LinkPrediction,
@@ -48,8 +48,9 @@ from coordinator.planning.evaluation_cut import evaluation_intervals
 from coordinator.planning.explain import bottleneck
 from coordinator.planning.inside.words import inside_words
 from coordinator.planning.left_out import left_out, passed_over, summarised
-from coordinator.planning.problem import Candidate, Problem, Scored, memory_on
+from coordinator.planning.problem import Candidate, Problem, Scored, kept_as, memory_on, short_of_memory
 from coordinator.planning.ratios import check_compression
+from coordinator.planning.search.keepings import FURTHER, eased, forms, may_fit, mildest_first, why_kept
 from coordinator.planning.search.op_fence import Effort, search
 from coordinator.planning.search.preselect import Preselection
 from coordinator.planning.shortage import shortage
@@ -90,7 +91,7 @@ class PlanRequest:
     pinned: str = ""  # worker of the fleet that has the job's data; "": the coordinator serves them
 
 
-_Found = tuple[Problem, Scored, str]  # the problem with what is recomputed decided, its best candidate, why
+_Found = tuple[Problem, Scored, tuple[str, ...]]  # with what is kept decided, the best candidate, why
 
 
 def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
@@ -105,7 +106,7 @@ def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
     ranked = _ranked(problem, best, request, effort)
     best = ranked.scored if ranked is not None else best
     plan = _bare_plan(problem, best, request)
-    notes = [why] if why else []
+    notes = [*why]
     if problem.schedule is ScheduleName.ZERO_BUBBLE and best.schedule is not problem.schedule:
         notes.append(f"{best.schedule} instead of {problem.schedule}: no stage can defer weight gradients")
     if request.eval_dag is not None:
@@ -114,8 +115,8 @@ def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
     notes += _mixed_classes(problem, best) + inside_words(problem, best)
     reasons = left_out(problem, best) if request.partitioner in SEARCHED else _unused(problem, best)
     if ranked is not None and ranked.standby is not None:
-        own, why = ranked.standby.worker, "it is worth more as a standby"
-        reasons = tuple((worker, why if worker == own else reason) for worker, reason in reasons)
+        own, worth = ranked.standby.worker, "it is worth more as a standby"
+        reasons = tuple((worker, worth if worker == own else reason) for worker, reason in reasons)
     reasons = summarised([*reasons, *others], request.beyond, len(request.fleet.devices))
     prediction = predict(problem, best, tuple(notes))
     checks = check_cost(request.training, prediction)
@@ -200,40 +201,46 @@ def _mixed_classes(problem: Problem, best: Scored) -> list[str]:
     ]
 
 
-def _within_memory(given: Problem, partitioner: str, effort: Effort) -> tuple[Problem, Scored, str]:
-    """The problem with what is recomputed decided, its best candidate, and why where that was a choice.
+def _within_memory(given: Problem, partitioner: str, effort: Effort) -> _Found:
+    """The problem with what stages keep in which form decided, its best candidate, and why where that was a
+    choice.
 
-    Where memory keeps a stage from more micro-batches in flight, cheap results may be worth computing again;
-    whole forwards only where nothing else fits.
+    All is kept as it is where that fits and memory does not keep a stage from more micro-batches in flight.
+    Else the forms that the job leaves open are tried, mildest first; whole forwards that are run again where
+    nothing fits that keeps all. Each stage of the fastest plan has the mildest form that it has room for.
     """
-    if given.training.recompute is not Recompute.AUTO:
-        return given, _best(given, partitioner, effort), ""
+    open_forms = forms(given.training, cheap=_has_cheap_results(given))
+    plain: Scored | None = None
     try:
-        best = _best(given, partitioner, effort)
+        plain = _best(given, partitioner, effort)
     except NotEnoughMemory:
-        return _recomputing(given, partitioner, effort)
-    if not _has_cheap_results(given) or not given.short_of_memory(best):
-        return given, best, ""
-    again = given.recomputing(Recompute.SELECTIVE)
-    found = _best(again, partitioner, effort)
-    if found.step_s > TUNED.repeating_gains * best.step_s:
-        return given, best, ""
-    why = f"cheap results are computed again: within memory a step would else take {best.step_s:.3g} s"
-    return again, found, why
+        if len(open_forms) == 1:
+            raise
+    if plain is not None and (len(open_forms) == 1 or not short_of_memory(given, plain)):
+        return given, plain, ()
+    if plain is not None and given.training.recompute is Recompute.AUTO:
+        open_forms = [each for each in open_forms if each.recompute is not Recompute.FULL]
+    ordered = mildest_first(given, open_forms)
+    if plain is None:
+        least = min(ordered, key=lambda each: each.memory.bytes(0, each.n_ops, 1))
+        _best(least, partitioner, effort)  # where this does not fit, nothing does
+    problem, best = _among(ordered, partitioner, effort)
+    if plain is not None and best.step_s > TUNED.repeating_gains * plain.step_s:
+        return given, plain, ()
+    problem, best = eased(problem, best, [each.keeping for each in ordered])
+    return problem, best, tuple(why_kept(problem, best, None if plain is None else plain.step_s))
 
 
-def _recomputing(given: Problem, partitioner: str, effort: Effort) -> tuple[Problem, Scored, str]:
-    """As ``_within_memory``, where not one micro-batch fits that keeps everything."""
-    if _has_cheap_results(given):
-        again = given.recomputing(Recompute.SELECTIVE)
-        with suppress(NotEnoughMemory):
-            return (
-                again,
-                _best(again, partitioner, effort),
-                "cheap results are computed again, as memory asks",
-            )
-    again = given.recomputing(Recompute.FULL)
-    return again, _best(again, partitioner, effort), "forwards are run again, as memory asks"
+def _among(ordered: Sequence[Problem], partitioner: str, effort: Effort) -> tuple[Problem, Scored]:
+    """The fastest plan of the mildest form that fits and those right behind it; one fits."""
+    found: list[tuple[Problem, Scored]] = []
+    for problem in ordered:
+        if len(found) > FURTHER:
+            break
+        if may_fit(problem):
+            with suppress(NotEnoughMemory):
+                found.append((problem, _best(problem, partitioner, effort)))
+    return min(found, key=lambda each: each[1].step_s)
 
 
 def _has_cheap_results(problem: Problem) -> bool:
@@ -359,9 +366,9 @@ def _link_predictions(
 
 def _needed(problem: Problem, scored: Scored, work: Workload) -> Workload:
     """The work that the step cannot do without: nothing twice, by hosts that do nothing else."""
-    if problem.recompute is Recompute.OFF:
+    if problem.keeping == EXACTLY and not problem.keepings:
         return problem.undisturbed(work)
-    once = problem.recomputing(Recompute.OFF)
+    once = kept_as(problem, EXACTLY)
     return once.undisturbed(once.workload(scored.candidate, scored.depths, scored.specs))
 
 
@@ -377,7 +384,6 @@ def _problem(request: PlanRequest) -> Problem:
         raise PlanError(f"worker {request.pinned} has the job's data, and is not there or not idle")
     check_compression(training.compression)
     wanted = None if schedule == "auto" else ScheduleName(schedule)
-    recompute = Recompute.OFF if training.recompute is Recompute.AUTO else training.recompute
     wire = request.wire or Wire()
     return Problem(
         request.dag,
@@ -386,14 +392,15 @@ def _problem(request: PlanRequest) -> Problem:
         wanted,
         wire,
         training.compression,
-        recompute,
+        training.keeping.decided,
         pinned=request.pinned,
     )
 
 
 def _stage(problem: Problem, device: int, pieces: list[Piece]) -> StageSpec:
     inside = problem.inside[device]
-    found = stage_of(problem.fleet.devices[device].worker, pieces)
+    placed = problem.fleet.devices[device]
+    found = replace(stage_of(placed.worker, pieces), keeping=problem.kept_by(placed))
     return found if inside is None else replace(found, inside=inside.kind)
 
 
@@ -419,7 +426,6 @@ def _bare_plan(problem: Problem, best: Scored, request: PlanRequest) -> Plan:
         best.schedule,
         problem.n_micro,
         one_replica(problem.n_micro, stages, links),
-        recompute=problem.recompute,
         blocks=request.training.blocks,
     )
 

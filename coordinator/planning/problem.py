@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.compression import AUTO, OFF, Compression
-from atoll.job import Precision, Recompute
+from atoll.job import EXACTLY, Keeping, Precision
 from atoll.microbatch import Depth, ScheduleName, delay_aware_warmup, one_f_one_b
 from atoll.ops import is_layer
 from coordinator.planning import TUNED
@@ -25,7 +25,7 @@ from coordinator.planning.costs.codec_costs import coded
 from coordinator.planning.costs.lower_bound import lower_bound
 from coordinator.planning.costs.memory import MemoryModel, Together, prefix
 from coordinator.planning.costs.message_costs import handled
-from coordinator.planning.costs.op_seconds import OpTable, apply_seconds
+from coordinator.planning.costs.op_seconds import OpTable, apply_seconds, away_rates
 from coordinator.planning.costs.quota import core_share, quota_of
 from coordinator.planning.costs.timeline import Timeline, simulate, step_seconds
 from coordinator.planning.costs.traffic import Traffic
@@ -37,7 +37,7 @@ from coordinator.planning.search.chain import Chain
 from coordinator.planning.search.pins import pinned_ops
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from atoll.microbatch import Action
     from atoll.opdag import OpDag, OpNode
     from atoll.plan import LinkSpec, Replica
-    from coordinator.planning.costs.fleet import Fleet
+    from coordinator.planning.costs.fleet import Device, Fleet
     from coordinator.planning.search.chain import Bools
 
     Floats = NDArray[np.float64]
@@ -115,8 +115,8 @@ class Infeasible(Exception):
 class Problem:
     """Costs of ``dag`` on every device of ``fleet``; ``schedule`` None lets the timeline choose.
 
-    ``compression``: what links do to the bytes of every candidate judged here. ``recompute``: what stages
-    run again, decided.
+    ``compression``: what links do to the bytes of every candidate judged here. ``keeping``: form in which
+    stages keep what they need again, decided; ``keepings``: of workers that keep it otherwise.
     """
 
     dag: OpDag
@@ -125,7 +125,8 @@ class Problem:
     schedule: ScheduleName | None = None
     wire: Wire = field(default_factory=Wire)
     compression: Compression = field(default_factory=lambda: Compression(OFF))
-    recompute: Recompute = Recompute.OFF
+    keeping: Keeping = EXACTLY
+    keepings: Mapping[str, Keeping] = field(default_factory=dict)
     likely: tuple[tuple[int, ...], ...] = ()  # orders of devices that the search begins with, beside its own
     pinned: str = ""  # worker that computes all that reads inputs; "": any may
     _scores: dict[Candidate, Scored | None] = field(default_factory=dict)
@@ -135,14 +136,15 @@ class Problem:
         self.n_ops = len(self.dag.ops)
         self.n_micro = self.training.n_micro
         self.traffic = Traffic(self.dag, self.training.optimizer, self.training.blocks)
-        self.memory = MemoryModel(self.dag, self.training, self.traffic, self.recompute)
-        self.insides = Insides(self.dag, self.training, self.recompute, self.memory)
+        self.memories: dict[Keeping, MemoryModel] = {}
+        self.memory = self.memory_in(self.keeping)
+        self.insides = Insides(self.dag, self.training, self.keeping, self.memory)
         self.table = OpTable(self.dag, optimizer=self.training.optimizer)
         self._price()
 
     def _price(self) -> None:
         """Compute what depends on the fleet's devices."""
-        alone = [self.table.costs(d, self.recompute) for d in self.fleet.devices]
+        alone = [self.table.costs(d, self.kept_by(d)) for d in self.fleet.devices]
         self.inside, costs = self.insides.priced(self.fleet.devices, alone)
         self.undivided = [undivided(each, a, c) for each, a, c in zip(self.inside, alone, costs, strict=True)]
         self.forward = np.stack([prefix(c.forward_s) for c in costs])  # [devices, ops + 1]
@@ -163,10 +165,18 @@ class Problem:
         self.limits = self.times * [d.model_limit_bytes for d in self.fleet.devices]
         self.measured_share = float(np.mean([c.measured_share for c in costs]))
 
+    def kept_by(self, device: Device) -> Keeping:
+        """Return the form in which a device keeps what it needs again."""
+        return self.keeping if device.mesh is not None else self.keepings.get(device.worker, self.keeping)
+
+    def memory_in(self, keeping: Keeping) -> MemoryModel:
+        found = self.memories.get(keeping) or MemoryModel(self.dag, self.training, self.traffic, keeping)
+        return self.memories.setdefault(keeping, found)
+
     def _apart_cpu_s(self, node: OpNode) -> float:
         """CPU seconds that an op's weights take more when they come later."""
         cast = self.training.precision is not Precision.FP32 or node.autocast is not None
-        own_graph = cast or self.recompute is Recompute.SELECTIVE or not is_layer(node)
+        own_graph = cast or self.keeping.selective or not is_layer(node)
         return OWN_GRAPH_CPU_S if own_graph else LAYER_CPU_S
 
     @cached_property
@@ -277,9 +287,10 @@ class Problem:
         bounds, found = candidate.bounds(self.n_ops), [0.0] * len(candidate.devices)
         for those in candidate.together:
             memory, _ = memory_on(self, candidate.devices[those[0]])
-            work = Together(memory, [bounds[at] for at in those]).step_work()
+            held = Together(memory, [bounds[at] for at in those])
             device = self.fleet.devices[candidate.devices[those[0]]]
-            found[those[0]] = apply_seconds(*work, device)
+            away_s = state_away_s(self, candidate.devices[those[0]], held)
+            found[those[0]] = apply_seconds(*held.step_work(), device, away_s)
         return found
 
     def undisturbed(self, work: Workload) -> Workload:
@@ -354,23 +365,12 @@ class Problem:
         """Return how many micro-batches of a piece hold anything at most, and before their backward's end."""
         return min(depth.in_flight, self.n_micro), depth.whole
 
-    def short_of_memory(self, scored: Scored) -> bool:
-        """Return whether a stage would have more micro-batches in flight if memory allowed."""
-        caps = list(zip(self.caps(scored.candidate), scored.depths, strict=True))
-        if scored.candidate.several:
-            caps.pop()  # the last piece of all never needs more than one, and has no more
-        return any(cap < self.n_micro and depth.in_flight >= cap for cap, depth in caps)
-
     def on(self, fleet: Fleet, likely: tuple[tuple[int, ...], ...] = ()) -> Problem:
         """The same job on another fleet."""
         found = copy(self)
         found.fleet, found.likely, found._scores, found._specs = fleet, likely, {}, {}
         found._price()
         return found
-
-    def recomputing(self, recompute: Recompute) -> Problem:
-        """The same with this recomputed."""
-        return replace(self, recompute=recompute, _scores={}, _specs={})
 
     def warmups(self, work: Workload, caps: Sequence[int]) -> list[tuple[int, ...]]:
         """Warm-up depths worth trying (microbatch.delay_aware_warmup), each within memory.
@@ -516,9 +516,36 @@ class Problem:
 
 def memory_on(problem: Problem, device: int) -> tuple[MemoryModel, float]:
     """Return the memory model of each process of a device, and the most bytes that it may have."""
-    inside = problem.inside[device]
+    inside, kept = problem.inside[device], problem.kept_by(problem.fleet.devices[device])
     limit = float(problem.limits[device] / problem.times[device])
-    return (problem.memory if inside is None else inside.memory), limit
+    return (problem.memory_in(kept) if inside is None else inside.memory), limit
+
+
+def kept_as(problem: Problem, keeping: Keeping, keepings: Mapping[str, Keeping] | None = None) -> Problem:
+    """Return the same with all that is needed again kept in this form, by some workers in another."""
+    found = copy(problem)
+    found.keeping, found.keepings, found._scores, found._specs = keeping, keepings or {}, {}, {}
+    found.memory = problem.memory_in(keeping)
+    if keeping != problem.keeping:
+        found.insides = Insides(problem.dag, problem.training, keeping, found.memory)
+    found._price()
+    return found
+
+
+def state_away_s(problem: Problem, device: int, held: Together) -> float:
+    """Return the seconds in which optimizer state comes from elsewhere for a step, and goes back."""
+    at = problem.fleet.devices[device]
+    there, back = away_rates(at, problem.kept_by(at).state_on)
+    away = float(held.stepped()[3])
+    return away / there + away / back
+
+
+def short_of_memory(problem: Problem, scored: Scored) -> bool:
+    """Return whether a stage would have more micro-batches in flight if memory allowed."""
+    caps = list(zip(problem.caps(scored.candidate), scored.depths, strict=True))
+    if scored.candidate.several:
+        caps.pop()  # the last piece of all never needs more than one, and has no more
+    return any(cap < problem.n_micro and depth.in_flight >= cap for cap, depth in caps)
 
 
 def _non_rising(wanted: Sequence[int], caps: Sequence[int]) -> tuple[int, ...]:

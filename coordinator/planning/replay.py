@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atoll.compression import OFF
-from atoll.job import Recompute
 from atoll.microbatch import one_f_one_b
 from coordinator.planning.costs.timeline import simulate
 from coordinator.planning.costs.workload import Wire
@@ -26,10 +25,10 @@ def timelines(request: PlanRequest, plan: Plan) -> tuple[Timeline, ...]:
     in it. ``request`` is the one that ``plan`` was made for.
     """
     training = request.training
-    recompute = Recompute.OFF if plan.recompute is Recompute.AUTO else plan.recompute
+    keepings = {stage.worker: stage.keeping for replica in plan.replicas for stage in replica.stages}
     wire = request.wire or Wire()
     problem = Problem(
-        request.dag, training, request.fleet, None, wire, training.compression, recompute=recompute
+        request.dag, training, request.fleet, None, wire, training.compression, keepings=keepings
     )
     found = []
     for replica in plan.replicas:

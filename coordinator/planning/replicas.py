@@ -21,7 +21,6 @@ from atoll.collective import Send, tree
 from atoll.errors import NotEnoughMemory, PlanError, UsageError
 from atoll.exchange import AUTO, EXACT, SIGN_RULES, Exchange, Pattern
 from atoll.gradient_exchange import ELEMENT_BYTES, contributions, joining
-from atoll.job import Recompute
 from atoll.microbatch import block_ranges
 from atoll.plan import LinkPrediction, Plan, Prediction, validate, written_buffers
 from coordinator.planning import TUNED
@@ -31,7 +30,7 @@ from coordinator.planning.costs.message_costs import bytes_cpu_s
 from coordinator.planning.costs.op_seconds import is_trained
 from coordinator.planning.costs.quota import core_share
 from coordinator.planning.gossip_plans import held_by
-from coordinator.planning.local_plans import as_replicas, peers_plan, pipeline_s, with_one_recompute
+from coordinator.planning.local_plans import as_replicas, peers_plan, pipeline_s
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
 from coordinator.planning.search.clusters import groups
@@ -57,7 +56,7 @@ UNITS = 1 << 20  # into which a vector is cut to count what is sent of it
 BETWEEN = "/"  # two replicas of a given cut
 SHARE = "@"  # before the micro-batches of a replica of a given cut
 
-Known = dict[tuple[tuple[str, ...], int, int, str, Recompute], Plan]
+Known = dict[tuple[tuple[str, ...], int, int, str], Plan]
 """Plans of replicas alone: by workers, micro-batches, blocks, cut and what is computed again."""
 
 
@@ -222,26 +221,21 @@ def _joined(
     cuts = partitioners or [request.partitioner] * len(parts)
     spans = list(pairwise((0, *ends)))
 
-    def planned(recompute: Recompute) -> list[Plan]:
-        found = []
-        for part, span, cut in zip(parts, spans, cuts, strict=True):
-            own = _part(request, part, span, cut, recompute)
-            key = part, own.training.n_micro, own.training.blocks, cut, recompute
-            if key not in known:
-                known[key] = make_plan(own, effort)
-            found.append(known[key])
-        return found
-
-    return _together(request, with_one_recompute(planned, request.training.recompute), spans)
+    plans = []
+    for part, span, cut in zip(parts, spans, cuts, strict=True):
+        own = _part(request, part, span, cut)
+        key = part, own.training.n_micro, own.training.blocks, cut
+        if key not in known:
+            known[key] = make_plan(own, effort)
+        plans.append(known[key])
+    return _together(request, plans, spans)
 
 
-def _part(
-    request: PlanRequest, workers: Sequence[str], span: tuple[int, int], cut: str, recompute: Recompute
-) -> PlanRequest:
+def _part(request: PlanRequest, workers: Sequence[str], span: tuple[int, int], cut: str) -> PlanRequest:
     """The request of one replica; its training still says that there are others."""
     training, (start, stop) = request.training, span
     own = [b for b in block_ranges(training.n_micro, training.blocks) if start <= b.start < stop]
-    share = replace(training, n_micro=stop - start, blocks=len(own), recompute=recompute)
+    share = replace(training, n_micro=stop - start, blocks=len(own))
     return replace(request, fleet=request.fleet.subset(workers), training=share, partitioner=cut, beyond=0)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.job import Recompute
+from coordinator.planning.search.keepings import would_fit
 from hostos.units import MIB
 
 if TYPE_CHECKING:
@@ -23,7 +24,10 @@ def shortage(problem: Problem, partitioner: str) -> str:
     device = problem.fleet.devices[order]
     raised = over * (1.0 + device.heap_share) * device.memory_scale
     enough = f" ({raised / MIB + 1:.0f} MiB more on each are enough)" if raised > 0 else ""
-    remedy = f"lower the micro-batch size, {recompute_hint(problem)}raise --memory{enough} or add workers"
+    fits = would_fit(problem, lambda other: _worst_overflow(other)[1] <= 0.0)
+    remedy = (
+        f"{fits}lower the micro-batch size, {recompute_hint(problem)}raise --memory{enough} or add workers"
+    )
     if factor > 1.0:
         remedy = f"stages of this job take {factor:.2f} x the model's figure, as measured; {remedy}"
     have = float(problem.limits.sum())
@@ -69,7 +73,7 @@ def shortage(problem: Problem, partitioner: str) -> str:
 
 def recompute_hint(problem: Problem) -> str:
     """The advice to compute more again, where there is more."""
-    return "" if problem.recompute is Recompute.FULL else "set recompute=full, "
+    return "" if problem.keeping.recompute is Recompute.FULL else "set recompute=full, "
 
 
 def _largest_piece(problem: Problem) -> tuple[int, int, float]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from atoll.effects import effects
 from atoll.errors import UsageError
 from atoll.execute import Executor, op_seed, torch_literal
-from atoll.job import Precision, Recompute
+from atoll.job import Keeping, Precision, Recompute
 from atoll.opdag import (
     Arg,
     Autocast,
@@ -224,7 +224,7 @@ def test_recompute_keeps_no_graph_but_the_newest_and_gives_the_same_gradient():
     )
     results = []
     for recompute in (Recompute.OFF, Recompute.FULL):
-        executor = executor_of(dag, recompute=recompute)
+        executor = executor_of(dag, keeping=Keeping(recompute))
         for micro in range(3):
             run(executor, torch.ones(4), micro=micro)
         if recompute is Recompute.FULL:
@@ -278,7 +278,9 @@ def test_a_backward_in_two_parts_gives_the_bits_of_a_whole_one(precision: Precis
     found = []
     for defer in (False, True):
         torch.manual_seed(3)
-        executor = Executor(stage_programs(dag, [0])[0], "cpu", precision, recompute=recompute, defer=defer)
+        executor = Executor(
+            stage_programs(dag, [0])[0], "cpu", precision, keeping=Keeping(recompute), defer=defer
+        )
         executor.load({"w": torch.randn(4), "m": torch.randn(4, 4), "b": torch.zeros(4)})
         for micro in range(3):
             run(executor, torch.randn(3, 4), micro=micro)

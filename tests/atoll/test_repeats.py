@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from atoll.effects import effects
 from atoll.execute import Executor
-from atoll.job import Precision, Recompute, TrainingSpec
+from atoll.job import Keeping, Precision, Recompute, TrainingSpec
 from atoll.program import stage_programs
 from atoll.repeats import repeatable
 from coordinator.capture.capture import Captured, capture
@@ -76,7 +76,7 @@ def captured(module: nn.Module, precision: Precision = Precision.FP32) -> Captur
 
 def executor_of(found: Captured, recompute: Recompute, *, defer: bool = False) -> Executor:
     (program,) = stage_programs(found.train, [0])
-    executor = Executor(program, "cpu", found.precision, recompute=recompute, defer=defer)
+    executor = Executor(program, "cpu", found.precision, keeping=Keeping(recompute), defer=defer)
     executor.load({name: tensor.clone() for name, tensor in found.state.items()})
     return executor
 
@@ -164,7 +164,7 @@ def test_a_cut_between_an_op_and_its_reader_changes_nothing(defer: bool) -> None
     allowed = [p for p in found.train.cuttable() if p > silu]
     for start in allowed[:2]:
         first, last = (
-            Executor(program, "cpu", recompute=Recompute.SELECTIVE, defer=defer)
+            Executor(program, "cpu", keeping=Keeping(Recompute.SELECTIVE), defer=defer)
             for program in stage_programs(found.train, [0, start])
         )
         for executor in (first, last):
@@ -185,7 +185,7 @@ def test_nothing_is_repeated_where_nothing_is_trained() -> None:
     found = captured(Gated())
     parameters = {n: replace(p, requires_grad=False) for n, p in found.train.parameters.items()}
     frozen = replace(found.train, parameters=parameters)
-    executor = Executor(stage_programs(frozen, [0])[0], "cpu", recompute=Recompute.SELECTIVE)
+    executor = Executor(stage_programs(frozen, [0])[0], "cpu", keeping=Keeping(Recompute.SELECTIVE))
     executor.load(dict(found.state), frozen=tuple(found.state))
     executor.forward(0, 0, X, {})
     with Calls() as calls:

@@ -32,7 +32,6 @@ def run_of(step_s: float, predicted_s: float = 0.0, losses: tuple[float, ...] = 
             "prediction": prediction,
             "stages": stages,
             "schedule": "1f1b",
-            "recompute": "off",
             "links": links,
         }
         run["links"] = [

@@ -224,7 +224,7 @@ class FakeFleet:
             return {}
         prediction = {"step_s": 1.0, "lower_bound_s": 0.5, "bottleneck": "latency"}
         stage = {"start": 0, "stop": 5, "workers": ["w1"]}
-        plan = {"prediction": prediction, "stages": [stage], "schedule": "1f1b", "recompute": "off"}
+        plan = {"prediction": prediction, "stages": [stage], "schedule": "1f1b"}
         return {**self._run(name), "plan": plan}
 
     def rival(self, job: str, order: list[str], name: str, steps: int, settings: list[str]) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class LocalPipeline:
                 tensors,
                 devices[at % len(devices)],
                 states=states,
-                recompute=training.recompute,
+                keeping=training.keeping.decided,
                 actions=self._actions[at],
             )
             for at, program in enumerate(programs)

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from atoll.job import Optimizer, OptimizerName, ParamGroup, Precision, Recompute, TrainingSpec
+from atoll.job import Activations, Optimizer, OptimizerName, ParamGroup, Precision, Recompute, TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.opdag import Arg, Kind, LeafRef, OpDag, OpNode, OpRef, Source, StateMeta, TensorMeta, TorchLiteral
 from atoll.program import stage_programs
@@ -161,6 +161,23 @@ def test_schedule_and_recomputation_change_nothing(name: str, schedule: Schedule
     starts = random_starts(case(name).dag, 3, random.Random(5))
     run = run_local(with_training(name, recompute=recompute), starts, schedule=schedule)
     assert difference(run, reference(name, ADAMW)) == 0.0
+
+
+@pytest.mark.parametrize("activations", [Activations.INT8, Activations.INT4])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "resnet"])
+def test_cuts_with_activations_in_few_bits_are_bit_equal(name: str, activations: Activations):
+    few = with_training(name, activations=activations, steps=2)
+    whole = run_local(few, (0,))
+    source = random.Random(8)
+    for schedule, recompute in (
+        (ScheduleName.ZERO_BUBBLE, Recompute.OFF),
+        (ScheduleName.ONE_F_ONE_B, Recompute.SELECTIVE),
+        (ScheduleName.GPIPE, Recompute.FULL),
+    ):
+        parts = replace(few, training=replace(few.training, recompute=recompute))
+        starts = random_starts(parts.dag, 3, source)
+        assert difference(run_local(parts, starts, schedule=schedule), whole) == 0.0
+    assert difference(whole, run_local(with_training(name, steps=2), (0,))) > 0.0
 
 
 @pytest.mark.parametrize("name", ["branches", "gpt2"])

@@ -16,7 +16,9 @@ from atoll.dataset_spec import DataField, DataSpec, Layout
 from atoll.exchange import Exchange, PairTable
 from atoll.federated import Federated, FederatedSpec
 from atoll.job import (
+    Activations,
     JobSpec,
+    Keeping,
     Optimizer,
     OptimizerName,
     ParamGroup,
@@ -156,6 +158,7 @@ TRAINING = TrainingSpec(
     schedule=Schedule(ScheduleKind.COSINE, 10, 0.2),
     precision=Precision.BF16,
     recompute=Recompute.FULL,
+    activations=Activations.INT8,
     eval_every=10,
     eval_batches=3,
     checkpoint_every=50,
@@ -209,7 +212,10 @@ JOB = JobSpec(
     "ann",
     3,
 )
-STAGES = (StageSpec(0, 2, 0, 1, "w1", 3, 2), StageSpec(2, 5, 1, 4, "w2", 1, 4))
+STAGES = (
+    StageSpec(0, 2, 0, 1, "w1", 3, 2),
+    StageSpec(2, 5, 1, 4, "w2", 1, 4, keeping=Keeping(Recompute.SELECTIVE, Activations.INT4)),
+)
 PREDICTION = Prediction(
     2.5,
     1.5,

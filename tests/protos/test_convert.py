@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +15,9 @@ from atoll.errors import AtollError, BadFrame, UsageError
 from atoll.exchange import Exchange, PairTable
 from atoll.job import (
     MAX_STANDBYS,
+    Activations,
     JobSpec,
+    Keeping,
     Optimizer,
     OptimizerName,
     ParamGroup,
@@ -177,6 +178,7 @@ TRAININGS = st.builds(
     schedule=st.builds(Schedule, st.sampled_from(ScheduleKind), st.integers(0, 1000), NUMBERS),
     precision=st.sampled_from(Precision),
     recompute=st.sampled_from(Recompute),
+    activations=st.sampled_from(Activations),
     eval_every=st.integers(0, 100),
     eval_batches=st.integers(0, 100),
     checkpoint_every=st.integers(0, 100),
@@ -205,7 +207,8 @@ JOBS = st.builds(
     resume_of=NAMES,
     standbys=st.none() | st.integers(0, MAX_STANDBYS),
 )
-PAIR = (StageSpec(0, 2, 0, 1, "w1", 3), StageSpec(2, 5, 1, 4, "w2", 1, 4))
+KEPT = Keeping(Recompute.FULL, Activations.INT4)
+PAIR = (StageSpec(0, 2, 0, 1, "w1", 3), StageSpec(2, 5, 1, 4, "w2", 1, 4, keeping=KEPT))
 LINK = (LinkSpec(0, 1, "topk", 4.0),)
 ONE_AND_TWO = (Replica((0, 2), (StageSpec(0, 5, 0, 4, "w3", 0),)), Replica((2, 8), PAIR, LINK))
 NESTED = Exchange("diloco", 50, "int8", 4.0, 2, 1, 0.5, 3.0, Exchange(), sites=(0, 1, 1))
@@ -237,7 +240,6 @@ PLANS = st.builds(
         single_machine=NAMES,
         notes=st.lists(NAMES, max_size=2).map(tuple),
     ),
-    recompute=st.sampled_from([Recompute.OFF, Recompute.SELECTIVE, Recompute.FULL]),
 )
 
 
@@ -252,12 +254,12 @@ def test_a_dag_comes_back_equal_and_serialises_to_the_same_bytes(dag: OpDag) -> 
     assert content_hash(data) == content_hash(dag_bytes(back))
 
 
-def test_a_plan_says_what_is_recomputed() -> None:
-    only = one_replica(4, (StageSpec(0, 2, 0, 0, "w1", 3),))
+@pytest.mark.parametrize("keeping", [Keeping(Recompute.AUTO), Keeping(activations=Activations.AUTO)])
+def test_a_plan_says_what_each_stage_keeps(keeping: Keeping) -> None:
+    only = one_replica(4, (StageSpec(0, 2, 0, 0, "w1", 3, keeping=keeping),))
     plan = Plan("job", 1, content_hash(b""), "", "even", ScheduleName.GPIPE, 4, only)
-    open_one = to_proto(replace(plan, recompute=Recompute.AUTO))
     with pytest.raises(BadFrame, match="leaves open"):
-        from_proto(open_one)
+        from_proto(to_proto(plan))
 
 
 def two_replicas() -> pb.Plan:

@@ -18,7 +18,7 @@ from torchao.quantization import Int8Tensor, PerRow, to_nf4
 
 from atoll.errors import UsageError
 from atoll.execute import Executor
-from atoll.job import Optimizer, Recompute, TrainingSpec
+from atoll.job import Keeping, Optimizer, Recompute, TrainingSpec
 from atoll.opdag import OpDag
 from atoll.program import stage_programs
 from atoll.standing import kept_for_backward, standing_of
@@ -135,7 +135,7 @@ def test_every_way_to_recompute_and_to_defer_gives_the_same_gradients(kind: Kind
 def _gradients(found: Captured, starts: list[int], recompute: Recompute, defer: bool) -> dict[str, Tensor]:
     programs = stage_programs(found.train, starts)
     frozen = [name for name, meta in found.train.parameters.items() if not meta.requires_grad]
-    stages = [Executor(program, recompute=recompute, defer=defer) for program in programs]
+    stages = [Executor(program, keeping=Keeping(recompute), defer=defer) for program in programs]
     for stage in stages:
         stage.load(found.state, frozen)
     for micro in range(2):

@@ -105,7 +105,8 @@ def _stage(
         tensors,
         torch_device(context.device),
         states=assignment.states,
-        recompute=assignment.plan.recompute,
+        keeping=assignment.keeping,
+        scratch=context.scratch,
         actions=assignment.plan.actions(assignment.rank),
     )
 

@@ -112,6 +112,7 @@ class ComputeProcess:
             _circumstances(device, cores),
             torch_device(device),
             at_work=cpu.at_work_s,
+            scratch=Path(setup.scratch_dir),
         )
         context = ComputeContext(
             worker=setup.worker,

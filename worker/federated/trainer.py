@@ -24,7 +24,7 @@ from atoll.errors import AtollError, JobFailed, UsageError
 from atoll.execute import Executor
 from atoll.federated import Floors
 from atoll.held_out import HeldOutMeans
-from atoll.job import OptimizerName
+from atoll.job import OptimizerName, Place
 from atoll.messages.from_worker import EvaluatedRow
 from atoll.ops import check_node
 from atoll.rehearse import rehearse
@@ -427,7 +427,7 @@ class LocalTrainer:
             self.device,
             training.precision,
             training.seed,
-            recompute=training.recompute,
+            keeping=replace(training.keeping.decided, saved_on=Place.DEVICE),
             differentiate=differentiate,
         )
         executor.load(self._work.values, self._frozen if differentiate else ())

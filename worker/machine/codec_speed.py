@@ -13,16 +13,20 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import structlog
+import torch
 
 from atoll.errors import AtollError
+from atoll.few_bits import pack, unpack
+from atoll.job import Activations, Place
 from compressors import catalogue, speed
+from worker.elsewhere.shelf import FileShelf
 
 if TYPE_CHECKING:
-    import torch
+    from pathlib import Path
 
     from worker.machine.speed_file import Kept
 
@@ -41,6 +45,10 @@ Rates = dict[str, tuple[float, float]]
 """Codec -> dense bytes a second, encoding and decoding."""
 
 
+KEPT = {activations.rate: bits for activations, bits in ((Activations.INT8, 8), (Activations.INT4, 4))}
+"""Bits of saved activations, by the name under which their packing is reported: plans price it."""
+
+
 def link_codecs() -> tuple[str, ...]:
     """Codecs that a plan may put on a link, most wanted first; ``none`` has nothing to measure."""
     able = [name for name in catalogue.link_codecs() if name != "none"]
@@ -52,7 +60,8 @@ class CodecGauge:
 
     Begins with what was ``kept`` of the same ``circumstances`` (versions, device, threads, cores),
     none of it older than MAX_AGE_S. ``run`` belongs to one thread; ``rates`` may be read from any.
-    ``now``: Unix seconds; ``at_work``: the clock of codecs at work (``CpuMeter.at_work_s``).
+    ``now``: Unix seconds; ``at_work``: the clock of codecs at work (``CpuMeter.at_work_s``). ``scratch``:
+    folder for what stages put on a disk.
     """
 
     def __init__(
@@ -63,7 +72,9 @@ class CodecGauge:
         clock: Callable[[], float] = time.perf_counter,
         now: Callable[[], float] = time.time,
         at_work: Callable[[], float] = time.perf_counter,
+        scratch: Path | None = None,
     ) -> None:
+        self._scratch = scratch
         self._kept, self._device, self._clock, self._now = kept, device, clock, now
         self._at_work = at_work
         self._key = {**{name: str(value) for name, value in circumstances.items()}, "method": METHOD}
@@ -78,7 +89,10 @@ class CodecGauge:
     @property
     def left(self) -> tuple[str, ...]:
         """Not known, most wanted first; a codec that failed is not tried again by this process."""
-        return tuple(n for n in link_codecs() if n not in self._known and n not in self._failed)
+        codecs, first = link_codecs(), len(FIRST)
+        disk = (Place.DISK.rate,) if self._scratch is not None else ()
+        names = (*codecs[:first], *KEPT, *disk, *codecs[first:])
+        return tuple(n for n in names if n not in self._known and n not in self._failed)
 
     def run(
         self,
@@ -96,7 +110,7 @@ class CodecGauge:
                 check()
                 if self._clock() - started_s > budget_s:
                     break
-                if name not in FIRST and wanted_elsewhere():
+                if name not in (*KEPT, Place.DISK.rate, *FIRST) and wanted_elsewhere():
                     return False
                 tensor = speed.sample(1 << 18, 0).to(self._device) if tensor is None else tensor
                 self._measure(name, tensor)
@@ -109,7 +123,15 @@ class CodecGauge:
 
     def _measure(self, name: str, tensor: torch.Tensor) -> None:
         try:
-            rate = speed.sustained_on(name, tensor, RATIO, clock=self._at_work)
+            if name in KEPT:
+                rate = speed.sustained(
+                    packing(KEPT[name], tensor, self._at_work), tensor, clock=self._at_work
+                )
+            elif name == Place.DISK.rate:
+                shelf = FileShelf(self._scratch, tensor.device)
+                rate = speed.sustained(putting(shelf, tensor, self._at_work), tensor, clock=self._at_work)
+            else:
+                rate = speed.sustained_on(name, tensor, RATIO, clock=self._at_work)
         except BROKEN as error:  # one broken library must not keep a worker out
             log.warning("codec.not_measured", codec=name, reason=f"{type(error).__name__}: {error}")
             self._failed.add(name)
@@ -117,6 +139,31 @@ class CodecGauge:
         # A new mapping: ``rates`` may be read meanwhile.
         entry = (rate.encode_bytes_per_s, rate.decode_bytes_per_s, self._now())
         self._known = {**self._known, name: entry}
+
+
+def packing(
+    bits: int, tensor: torch.Tensor, clock: Callable[[], float]
+) -> Iterator[tuple[float, float, int]]:
+    """(seconds packing, seconds unpacking, bytes) of one tensor in few bits, time after time."""
+    while True:
+        start_s = clock()
+        packed = pack(tensor, bits)
+        packed_s = clock()
+        unpack(packed, tensor.dtype)
+        yield packed_s - start_s, clock() - packed_s, packed.data.nbytes
+
+
+def putting(
+    shelf: FileShelf, tensor: torch.Tensor, clock: Callable[[], float]
+) -> Iterator[tuple[float, float, int]]:
+    """(seconds writing, seconds reading, bytes) of one tensor in a file, time after time."""
+    data = tensor.view(torch.uint8).view(-1)
+    while True:
+        start_s = clock()
+        number = shelf.put(data)
+        written_s = clock()
+        shelf.get(number)
+        yield written_s - start_s, clock() - written_s, data.nbytes
 
 
 def _read(data: bytes, key: Mapping[str, str], now_s: float) -> dict[str, tuple[float, float, float]]:

@@ -72,7 +72,8 @@ class MeshStage(Stage):
             {name: self.shares.part(name, t) if name in names else t for name, t in tensors.items()},
             device,
             states=self.shares.states,
-            recompute=assignment.plan.recompute,
+            keeping=assignment.keeping,
+            scratch=scratch,
             actions=assignment.plan.actions(assignment.rank),
             share=self.shares,
         )

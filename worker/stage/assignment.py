@@ -9,7 +9,7 @@ from functools import cached_property
 from atoll.errors import BadFrame, PlanError
 from atoll.exchange import Exchange, check_exchange
 from atoll.gradient_exchange import Bucket, Slice, buckets, slices, trained_elements
-from atoll.job import TrainingSpec
+from atoll.job import Keeping, TrainingSpec
 from atoll.messages.to_worker import Assign, PeerLink, Replay
 from atoll.microbatch import own_blocks
 from atoll.opdag import StateMeta, TensorMeta
@@ -76,6 +76,11 @@ class Assignment:
     def pipeline(self) -> Replica:
         """The replica that the stage is of."""
         return self.plan.replicas[self.replica]
+
+    @property
+    def keeping(self) -> Keeping:
+        """Form in which the stage keeps what it needs again."""
+        return self.pipeline.stages[self.stage].keeping
 
     @property
     def rank(self) -> int:
@@ -187,11 +192,12 @@ class Assignment:
         if plan.local or self.plan.local:
             return self.replica if _work(plan) == _work(self.plan) else None
         rank = plan.rank_of(self.pipeline.stages[self.stage].worker)
-        if rank is None or (plan.blocks, plan.recompute) != (self.plan.blocks, self.plan.recompute):
+        if rank is None or plan.blocks != self.plan.blocks:
             return None
         place = plan.places[rank]
-        alike = place.stage == self.stage and _cut(plan.replicas[place.replica]) == _cut(self.pipeline)
-        return place.replica if alike else None
+        later = plan.replicas[place.replica]
+        alike = place.stage == self.stage and _cut(later) == _cut(self.pipeline)
+        return place.replica if alike and later.stages[place.stage].keeping == self.keeping else None
 
     @property
     def eras(self) -> tuple[tuple[int, Assignment], ...]:

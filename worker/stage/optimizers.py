@@ -23,6 +23,7 @@ from atoll.optimizers import MUON_STEPS, optimizer_of, state_shapes, uniform
 if TYPE_CHECKING:
     from atoll.job import Optimizer
     from atoll.opdag import StateMeta
+    from worker.elsewhere.states import StatesElsewhere
 
 State = dict[str, Tensor]
 
@@ -50,7 +51,7 @@ class StageOptimizer:
 
     ``state[name]`` has the tensors of ``atoll.optimizers.state_shapes``; a parameter has one from its first
     step on. It may be set before, and cleared. ``states``: what the graph says of the parameters; UsageError
-    where the optimizer depends on it and there is none.
+    where the optimizer depends on it and there is none. ``elsewhere``: holds states, if not the device.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class StageOptimizer:
         parameters: Mapping[str, torch.nn.Parameter],
         spec: Optimizer,
         states: Mapping[str, StateMeta] | None = None,
+        elsewhere: StatesElsewhere | None = None,
     ) -> None:
+        self._elsewhere = elsewhere
         self._parameters, self._spec = dict(parameters), spec
         self.state: dict[str, State] = {}
         self._optimizers = _optimizers(parameters, spec, states or {})
@@ -87,6 +90,10 @@ class StageOptimizer:
     def reserve(self) -> None:
         """Hold the memory of the states to come from now on: the first step then takes as much as any later
         one, and where there is too little that shows before a step is committed."""
+        if self._elsewhere is not None:
+            for name, parameter in self._parameters.items():
+                self._elsewhere.reserve(name, self.shapes(name), parameter.dtype)
+            return
         self._reserved = [
             torch.ones(shape, dtype=parameter.dtype, device=parameter.device)  # pages are written
             for name, parameter in self._parameters.items()
@@ -101,19 +108,34 @@ class StageOptimizer:
         self._reserved.clear()
         for group in self._groups:
             names = [name for name in group.names if self._parameters[name].grad is not None]
-            if not names:
+            if self._elsewhere is None:
+                self._take(group, names, rate * group.lr_scale)
                 continue
-            scaled = rate * group.lr_scale
-            if group.optimizer is OptimizerName.ADAMW:
-                self._adamw(names, scaled, group.weight_decay)
-            elif group.optimizer in (own := self._one_by_one):
-                self._begin(names)
-                for name, parameter, gradient in zip(names, *self._of(names), strict=True):
-                    own[group.optimizer](parameter, gradient, self.state[name], scaled, group.weight_decay)
-            else:
-                # The function fills the buffers of all or of none.
-                for some in (self._with_state(names, False), self._with_state(names, True)):
-                    self._sgd(some, scaled, group.weight_decay)
+            for name in names:
+                if name in self.state:
+                    self.state[name] = self._elsewhere.take(self.state[name])
+                self._take(group, [name], rate * group.lr_scale)
+                self.put_away(name)
+
+    def put_away(self, name: str) -> None:
+        """Move a parameter's state to where states are kept, if that is not the device."""
+        if self._elsewhere is not None and name in self.state:
+            self.state[name] = self._elsewhere.put(name, self.state[name])
+
+    def _take(self, group: _Group, names: list[str], rate: float) -> None:
+        """Take the step of these parameters of a group."""
+        if not names:
+            return
+        if group.optimizer is OptimizerName.ADAMW:
+            self._adamw(names, rate, group.weight_decay)
+        elif group.optimizer in (own := self._one_by_one):
+            self._begin(names)
+            for name, parameter, gradient in zip(names, *self._of(names), strict=True):
+                own[group.optimizer](parameter, gradient, self.state[name], rate, group.weight_decay)
+        else:
+            # The function fills the buffers of all or of none.
+            for some in (self._with_state(names, False), self._with_state(names, True)):
+                self._sgd(some, rate, group.weight_decay)
 
     def _with_state(self, names: Iterable[str], there: bool) -> list[str]:
         return [name for name in names if (name in self.state) is there]
@@ -270,6 +292,7 @@ def make_optimizer(
     parameters: Mapping[str, torch.nn.Parameter],
     spec: Optimizer,
     states: Mapping[str, StateMeta] | None = None,
+    elsewhere: StatesElsewhere | None = None,
 ) -> StageOptimizer | None:
     """The optimizers of ``spec``; None without parameters."""
-    return StageOptimizer(parameters, spec, states) if parameters else None
+    return StageOptimizer(parameters, spec, states, elsewhere) if parameters else None

@@ -14,14 +14,16 @@ from atoll.indices import IndexRanges, index_ranges
 from atoll.microbatch import Work
 from atoll.rows import inputs_at
 from atoll.value_guards import out_of_range, sound_bools
+from worker.elsewhere.shelf import shelves
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     import torch
     from torch import Tensor
 
-    from atoll.job import Recompute, TrainingSpec
+    from atoll.job import Keeping, TrainingSpec
     from atoll.mesh.calls import MeshCalls
     from atoll.microbatch import Action
     from atoll.opdag import StateMeta
@@ -44,6 +46,13 @@ class Held(NamedTuple):
     states: Mapping[str, StateMeta]
     device: torch.device
     share: StageShare | None = None  # where several processes compute the stage
+
+
+class Keeps(NamedTuple):
+    """Form in which a stage keeps what it needs again, and the folder for what goes to a disk."""
+
+    keeping: Keeping
+    folder: Path | None  # None: the system's own for temporary files
 
 
 class StageShare(Protocol):
@@ -69,7 +78,7 @@ class StagePiece:
         programs: PiecePrograms,
         training: TrainingSpec,
         held: Held,
-        recompute: Recompute,
+        keeps: Keeps,
         actions: Sequence[Action],
         blocks: Mapping[int, range],
     ) -> None:
@@ -85,9 +94,10 @@ class StagePiece:
             device,
             training.precision,
             training.seed,
-            recompute=recompute,
+            keeping=keeps.keeping,
             defer=held.share is None and any(action.work is Work.INPUT for action in actions),
             indices=self._ranges.computed,
+            shelves=shelves(keeps.keeping.saved_on, keeps.folder, device),
         )
         if held.share is not None:
             self.executor.mesh = held.share.calls(program)

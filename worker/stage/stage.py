@@ -15,23 +15,25 @@ from torch import Tensor
 
 from atoll.block_sums import fold
 from atoll.errors import PlanError, UsageError
-from atoll.job import Recompute, stepwise_groups
+from atoll.job import EXACTLY, stepwise_groups
 from atoll.microbatch import own_blocks
 from atoll.ops import check_node
 from atoll.program import PiecePrograms
 from compressors.moments import restored, round_in_place, rounded
+from worker.elsewhere.states import states_elsewhere
 from worker.exchange.kept import KeptState
 from worker.stage.digests import norms_and_digest
 from worker.stage.optimizers import StageOptimizer, make_optimizer
-from worker.stage.piece import Held, StagePiece, leaf_names
+from worker.stage.piece import Held, Keeps, StagePiece, leaf_names
 from worker.stage.reports import StageReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from atoll.execute import Executor
     from atoll.held_out import Figures
-    from atoll.job import TrainingSpec
+    from atoll.job import Keeping, TrainingSpec
     from atoll.microbatch import Action
     from atoll.opdag import StateMeta
     from atoll.program import StageProgram
@@ -51,7 +53,8 @@ class Stage:
     they come. ``actions`` are those of a step: which micro-batches, all of them unless given, and whether
     backwards leave weights' gradients to ``weight_gradients``. Actions on as many micro-batches as the
     training has, whatever their numbers, are all of a step: a peer's own share where it takes steps by
-    itself. ``share``: this process's part of a stage of several; then all else is of that part.
+    itself. ``share``: this process's part of a stage of several; then all else is of that part. ``scratch``:
+    folder for what ``keeping`` puts on a disk.
     UnsupportedOp for a node that no honest capture makes, UsageError for missing or misshapen
     tensors, PlanError when an evaluation program needs state that another stage trains.
     """
@@ -64,7 +67,8 @@ class Stage:
         device: torch.device | str = "cpu",
         *,
         states: Mapping[str, StateMeta] | None = None,
-        recompute: Recompute = Recompute.OFF,
+        keeping: Keeping = EXACTLY,
+        scratch: Path | None = None,
         actions: Sequence[Action] = (),
         share: StageShare | None = None,
     ) -> None:
@@ -85,9 +89,10 @@ class Stage:
         self._values = self._load(tensors, every)
         self.blocks = _blocks(training, actions)
         held = Held(self._values, self.frozen, self._states, self.device, share)
+        keeps = Keeps(keeping, scratch)
         own = [[action for action in actions if action.piece == at] for at in range(len(programs))]
         self.pieces = tuple(
-            StagePiece(both, training, held, recompute, turns, self.blocks)
+            StagePiece(both, training, held, keeps, turns, self.blocks)
             for both, turns in zip(programs, own, strict=True)
         )
         self.trainable = tuple(dict.fromkeys(n for piece in self.pieces for n in piece.trainable))
@@ -96,7 +101,7 @@ class Stage:
         held_by = ((piece, n) for piece in self.pieces for n in piece.program.parameters)
         self._first = {n: piece for piece, n in held_by if n not in piece.followed}
         self._followed = frozenset(self.trainable) - set(self._first)
-        self._optimizer = self._make_optimizer(tensors)
+        self._optimizer = self._make_optimizer(tensors, keeps)
         self._step = 0
         self._rounded = False  # moments are as a checkpoint in 8 bits gives them back
         self._totals: dict[str, Tensor | None] = {}
@@ -232,8 +237,9 @@ class Stage:
             self._optimizer.step(self.training.learning_rate(self._step))
             self._rounded = False
         if self._optimizer is not None and self.training.rounds_after(self._step):
-            for state in self._optimizer.state.values():
+            for name, state in self._optimizer.state.items():
                 round_in_place(state)
+                self._optimizer.put_away(name)
             self._rounded = True
         self.kept.commit()
         self._forget()
@@ -312,10 +318,13 @@ class Stage:
             values[name] = value.to(self.device, copy=True).contiguous()
         return values
 
-    def _make_optimizer(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> StageOptimizer | None:
+    def _make_optimizer(
+        self, tensors: Mapping[str, Mapping[str, Tensor]], keeps: Keeps
+    ) -> StageOptimizer | None:
         spec = self.training.optimizer
         self._parameters = {n: torch.nn.Parameter(self._values[n]) for n in self.trainable}
-        optimizer = make_optimizer(self._parameters, spec, self._states)
+        elsewhere = states_elsewhere(keeps.keeping.state_on, keeps.folder, self.device)
+        optimizer = make_optimizer(self._parameters, spec, self._states, elsewhere)
         if optimizer is None:
             return None
         for name in self.trainable:
@@ -335,6 +344,7 @@ class Stage:
             key: stored[key].detach().to(self.device, torch.float32, copy=True).contiguous()
             for key in expected
         }
+        optimizer.put_away(name)
 
     def _forget(self) -> None:
         for piece in self.pieces:

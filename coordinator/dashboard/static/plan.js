@@ -152,9 +152,18 @@ export function planGraph(content) {
   return [h("div", { class: "plan" }, picture), ...notes.map((words) => h("p", { class: "dim" }, words))];
 }
 
+const keptWords = (plan) => {
+  const found = plan.replicas.flatMap((replica) => replica.stages).map((stage) => stage.keeping || {});
+  const named = (field, usual) => new Set(found.map((keeping) => keeping[field]).filter((value) => value && value !== usual));
+  return [
+    ...[...named("recompute", "off")].map((value) => `recompute ${value}`),
+    ...[...named("activations", "exact")].map((value) => `activations in ${value}`),
+  ].join(" · ");
+};
+
 export const planWords = (plan) => [
   `version ${plan.version}`, plan.partitioner, plan.schedule, `${plan.n_micro} micro-batches`,
-  plan.replicas.length > 1 ? `${plan.replicas.length} replicas` : "", plan.recompute && plan.recompute !== "off" ? `recompute ${plan.recompute}` : "",
+  plan.replicas.length > 1 ? `${plan.replicas.length} replicas` : "", keptWords(plan),
 ].filter(Boolean).join(" · ");
 
 export { tone };

@@ -23,12 +23,18 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from atoll.job import Optimizer, Precision, Recompute, TrainingSpec
+from atoll.job import EXACTLY, Keeping, Optimizer, Place, Precision, Recompute, TrainingSpec
 from atoll.opdag import DTYPE_BYTES, Kind, LeafRef, OpDag, Source, leaf_refs, op_refs
 from atoll.ops import DEEPEST, cheap_again, is_layer
 from atoll.optimizers import optimizer_of, state_elements, workspace_elements
 from atoll.standing import standing_of
-from coordinator.planning.costs.op_seconds import apply_work, is_trained, leaf_meta, weights_share
+from coordinator.planning.costs.op_seconds import (
+    apply_work,
+    is_trained,
+    leaf_meta,
+    saved_bytes,
+    weights_share,
+)
 from strategies.exchanges.catalogue import exchange_facts
 
 if TYPE_CHECKING:
@@ -56,15 +62,12 @@ class MemoryModel:
     leaves used more than once, which are few."""
 
     def __init__(
-        self, dag: OpDag, training: TrainingSpec, traffic: Traffic, recompute: Recompute = Recompute.OFF
+        self, dag: OpDag, training: TrainingSpec, traffic: Traffic, keeping: Keeping = EXACTLY
     ) -> None:
         n = len(dag.ops)
-        among = training.gradient_exchange if training.replicas != "1" else None
-        keeping = training.local_exchange or among
-        own_copies = exchange_facts(keeping.rule).copies(keeping) if keeping is not None else 0.0
-        own_copies += CODES * training.int8_moments
+        own_copies = _own_copies(training)
         self.n_micro = training.n_micro
-        self.full = recompute is Recompute.FULL
+        self.full = keeping.recompute is Recompute.FULL
         self.autocast = training.precision is not Precision.FP32
         state, trainable, tensors = np.zeros(n), np.zeros(n), np.zeros(n)
         tied, update = np.zeros(n), np.zeros(n)
@@ -74,11 +77,15 @@ class MemoryModel:
         repeats: list[tuple[float, ...]] = []
         used: dict[LeafRef, list[int]] = {}
         uses = Counter(leaf for node in dag.ops for leaf in leaf_refs(node))
-        step = {leaf: _step_figures(dag, leaf, training.optimizer) for leaf in uses}
-        stepped = np.zeros((n, 3))
+        away = keeping.state_on is not Place.DEVICE
+        step = {leaf: _step_figures(dag, leaf, training.optimizer, away) for leaf in uses}
+        # A state that is elsewhere comes here for its step.
+        work = {leaf: workspace_bytes(dag, leaf, training.optimizer) + step[leaf][3] for leaf in uses}
+        held = {leaf: leaf_bytes(dag, leaf, training.optimizer, float(step[leaf][3])) for leaf in uses}
+        stepped = np.zeros((n, 4))
         for op, node in enumerate(dag.ops):
             for leaf in leaf_refs(node):
-                bytes_held, bytes_trained = leaf_bytes(dag, leaf, training.optimizer)
+                bytes_held, bytes_trained = held[leaf]
                 once, again = (0.0, bytes_trained) if uses[leaf] > 1 else (bytes_trained, 0.0)
                 state[op] += bytes_held
                 state[op] += gradient_copies(once, again, training.blocks, alone=training.replicas == "1")
@@ -98,18 +105,18 @@ class MemoryModel:
                     repeats.append((last_use[leaf], op, *once_held))
                 last_use[leaf] = op
                 stepped[op] += step[leaf]
-                update[op] = max(update[op], workspace_bytes(dag, leaf, training.optimizer))
-        selective = recompute is Recompute.SELECTIVE
-        cheap = [node.outputs[0].nbytes for node in dag.ops if selective and cheap_again(node)]
-        self.again = DEEPEST * float(max(cheap, default=0))  # results computed again, at one time
-        saved = np.array([float(node.bytes_saved - selective * node.bytes_repeatable) for node in dag.ops])
+                update[op] = max(update[op], work[leaf])
+        selective = keeping.selective and not self.full
+        self.again = _again_bytes(dag, keeping, selective)
+        saved = np.array([saved_bytes(node, keeping) for node in dag.ops])
+        saved *= keeping.saved_on is Place.DEVICE
         self._state, self._saved = prefix(state), prefix(saved)
         owed = _owed_bytes(dag, training.optimizer, DEEPEST if selective else 0)
         # Under autocast an op's own graph keeps the cast arguments and weights, too; layers have none.
         own = np.array([self.autocast and (selective or not is_layer(node)) for node in dag.ops], dtype=bool)
         self._owed, self._waiting = prefix(owed), prefix(owed + np.where(own & (owed > 0), saved, 0.0))
         self._trainable, self._tensors, self._tied = prefix(trainable), prefix(tensors), prefix(tied)
-        self._stepped = np.concatenate((np.zeros((1, 3)), np.cumsum(stepped, axis=0)))
+        self._stepped = np.concatenate((np.zeros((1, 4)), np.cumsum(stepped, axis=0)))
         self._blocks = training.blocks
         self._alone, self._own_copies = training.replicas == "1", own_copies
         self._largest, self._update = _largest_bytes(dag, training), update
@@ -117,13 +124,10 @@ class MemoryModel:
             (ops[0], ops[-1], np.array(ops), float(leaf_meta(dag, leaf).nbytes))
             for leaf, ops in shared.items()
         ]
-        self._repeats = np.array(repeats, dtype=np.float64).reshape(-1, 7)
+        self._repeats = np.array(repeats, dtype=np.float64).reshape(-1, 8)
         # Leaves of several ops: these, what is held once, of it what each use has a gradient for, and what a
         # step takes of it.
-        self.leaves = [
-            (np.array(ops), *leaf_bytes(dag, leaf, training.optimizer), step[leaf])
-            for leaf, ops in used.items()
-        ]
+        self.leaves = [(np.array(ops), *held[leaf], step[leaf]) for leaf, ops in used.items()]
         self.live = traffic.live_bytes.astype(np.float64)  # [n + 1], 0 at both ends
 
     def state_bytes(self, a: int, b: int) -> float:
@@ -136,7 +140,8 @@ class MemoryModel:
         return n_bytes, float(self._tensors[b] - self._tensors[a])
 
     def stepped(self, a: int, b: int) -> Floats:
-        """(bytes of optimizer state, bytes that a step moves, its FLOPs) of the parameters of ops [a, b)."""
+        """(bytes of optimizer state, bytes that a step moves, its FLOPs, bytes of state elsewhere) of the
+        parameters of ops [a, b)."""
         inside = (self._repeats[:, 0] >= a) & (self._repeats[:, 1] < b)
         again: Floats = self._repeats[inside, 4:].sum(axis=0)
         found: Floats = self._stepped[b] - self._stepped[a] - again
@@ -293,7 +298,7 @@ class Together:
     def __init__(self, model: MemoryModel, pieces: Sequence[tuple[int, int]]) -> None:
         self.model, self.pieces = model, tuple(pieces)
         self._state_again = self._trained_again = 0.0
-        self._stepped_again: Floats = np.zeros(3)
+        self._stepped_again: Floats = np.zeros(4)
         for ops, held, trained, step in model.leaves:
             times = max(0, self._users(ops) - 1)
             self._state_again += (held - trained) * times
@@ -316,14 +321,14 @@ class Together:
         return sum(n_bytes) - self._trained_again, sum(tensors)
 
     def stepped(self) -> Floats:
-        """(bytes of optimizer state, bytes that a step moves, its FLOPs) of the parameters."""
+        """Return the same as ``MemoryModel.stepped``."""
         pieces = np.array([self.model.stepped(a, b) for a, b in self.pieces])
         found: Floats = pieces.sum(axis=0) - self._stepped_again
         return found
 
     def step_work(self) -> tuple[float, float, float]:
         """(bytes that an optimizer's step moves, tensors that it steps, its FLOPs)."""
-        _, moved, flops = self.stepped().tolist()
+        _, moved, flops, _ = self.stepped().tolist()
         return moved, self.trained()[1], flops
 
     def gradients(self) -> tuple[float, float]:
@@ -386,6 +391,24 @@ class Together:
         return sum(self.model.micros_bytes(a, b, in_flight, whole) for (a, b), (in_flight, whole) in both)
 
 
+def _own_copies(training: TrainingSpec) -> float:
+    """Return the copies of its parameters that a stage holds for exchanges and rounded checkpoints."""
+    among = training.gradient_exchange if training.replicas != "1" else None
+    joined = training.local_exchange or among
+    found = exchange_facts(joined.rule).copies(joined) if joined is not None else 0.0
+    return found + CODES * training.int8_moments
+
+
+def _again_bytes(dag: OpDag, keeping: Keeping, selective: bool) -> float:
+    """Return the bytes of results that are computed again, at one time; and of what is made whole for a
+    backward or fetched, beside the one before."""
+    cheap = [node.outputs[0].nbytes for node in dag.ops if selective and cheap_again(node)]
+    found = DEEPEST * float(max(cheap, default=0))
+    if keeping.bits or keeping.saved_on is not Place.DEVICE:
+        found += 2.0 * max((node.bytes_saved for node in dag.ops), default=0)
+    return found
+
+
 def _largest_bytes(dag: OpDag, training: TrainingSpec) -> Floats:
     """[ops] what each op's backward makes at one time: gradients of its result, of its arguments and of its
     weights, which are added to those of earlier micro-batches; under autocast in both precisions. What
@@ -436,14 +459,15 @@ def gradient_copies(once: FigureT, tied: FigureT, blocks: int, *, alone: bool) -
     return sums if alone else sums + JOINING * (once + tied)
 
 
-def leaf_bytes(dag: OpDag, leaf: LeafRef, optimizer: Optimizer) -> tuple[float, float]:
-    """(bytes held for a leaf by a stage that uses it, bytes of it that are trained)."""
+def leaf_bytes(dag: OpDag, leaf: LeafRef, optimizer: Optimizer, away: float = 0.0) -> tuple[float, float]:
+    """(bytes held for a leaf by a stage that uses it, bytes of it that are trained); ``away``: bytes of its
+    state that are elsewhere."""
     if leaf.source is Source.INPUT:
         return 0.0, 0.0
     n_bytes = float(leaf_meta(dag, leaf).nbytes)
     if leaf.source is not Source.PARAMETER or not is_trained(dag, leaf.name, optimizer):
         return n_bytes, 0.0
-    return n_bytes * 2 + _state_bytes(dag, leaf.name, optimizer), n_bytes
+    return n_bytes * 2 + _state_bytes(dag, leaf.name, optimizer) - away, n_bytes
 
 
 def prefix(values: Floats) -> Floats:
@@ -459,12 +483,14 @@ def _state_bytes(dag: OpDag, name: str, optimizer: Optimizer) -> float:
     return float(kept * DTYPE_BYTES[state.meta.dtype])
 
 
-def _step_figures(dag: OpDag, leaf: LeafRef, optimizer: Optimizer) -> Floats:
-    """[3] bytes of a leaf's optimizer state, bytes that its step moves, and the step's FLOPs."""
+def _step_figures(dag: OpDag, leaf: LeafRef, optimizer: Optimizer, away: bool) -> Floats:
+    """[4] bytes of a leaf's optimizer state, bytes that its step moves, the step's FLOPs, and bytes of state
+    that is ``away``."""
     if leaf.source is not Source.PARAMETER or not is_trained(dag, leaf.name, optimizer):
-        return np.zeros(3)
+        return np.zeros(4)
     work = apply_work(leaf.name, dag.parameters[leaf.name], optimizer)
-    return np.array([_state_bytes(dag, leaf.name, optimizer), *work])
+    state = _state_bytes(dag, leaf.name, optimizer)
+    return np.array([0.0 if away else state, *work, state if away else 0.0])
 
 
 def workspace_bytes(dag: OpDag, leaf: LeafRef, optimizer: Optimizer) -> float:

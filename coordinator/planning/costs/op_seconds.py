@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from atoll.job import Optimizer, OptimizerName, Recompute
+from atoll.job import EXACTLY, Optimizer, OptimizerName, Place, Recompute, packed_bytes
 from atoll.messages.to_worker import OpProbe
 from atoll.opdag import (
     Arg,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from atoll.job import Keeping
     from coordinator.planning.costs.fleet import Device
 
     Floats = NDArray[np.float64]
@@ -63,6 +64,8 @@ _APPLY_PASSES = {
     OptimizerName.ADAFACTOR: 19,
     OptimizerName.LION: 13,
 }
+_PACKING_PASSES = (12, 6)  # tensors read and written to pack one into few bits, and to unpack it
+UNMEASURED_BPS = 0.5e9  # to a disk and back, where nothing is known of it
 APPLY_OVERHEAD_S = 20e-6  # per parameter tensor
 
 
@@ -176,9 +179,11 @@ class OpTable:
         self._standing[sorted(untrained)] = 1.0
         cheap = [float(cheap_again(node) > 0 and node.requires_grad) for node in dag.ops]
         self._cheap: Floats = np.array(cheap)  # [ops] 1 where a selective recomputation runs it again
+        self._dag = dag
+        self._few: Floats = np.array([float(node.bytes_few) for node in dag.ops])  # [ops]
 
-    def costs(self, device: Device, recompute: Recompute = Recompute.OFF) -> Costs:
-        """Every op's seconds on ``device``; the backward runs again what ``recompute`` says."""
+    def costs(self, device: Device, keeping: Keeping = EXACTLY) -> Costs:
+        """Every op's seconds on ``device``, with what it takes to keep and run again what is needed again."""
         seconds = np.zeros((len(self._nodes), 2))
         probed = np.zeros(len(self._nodes), dtype=bool)
         for i, (name, node) in enumerate(zip(self._names, self._nodes, strict=True)):
@@ -189,9 +194,19 @@ class OpTable:
             seconds[i] = timing or fallback_seconds(node, device)
         forward, backward = seconds[self._kind, 0], seconds[self._kind, 1]
         weights = backward * self._weights_share
-        beside = {Recompute.FULL: np.ones(len(forward)), Recompute.SELECTIVE: self._cheap}.get(recompute)
-        again = self._standing if beside is None else self._standing + beside
+        again = self._standing
+        if keeping.recompute is Recompute.FULL:
+            again = again + 1.0
+        elif keeping.selective:
+            again = again + self._cheap
         backward = backward + again * forward
+        if keeping.bits:
+            pack_bps, unpack_bps = packing_rates(device, keeping)
+            forward, backward = forward + self._few / pack_bps, backward + self._few / unpack_bps
+        if keeping.saved_on is not Place.DEVICE:
+            stored = np.array([saved_bytes(node, keeping) for node in self._dag.ops])
+            away_bps, back_bps = away_rates(device, keeping.saved_on)
+            forward, backward = forward + stored / away_bps, backward + stored / back_bps
         total = float((forward + backward).sum())
         share = float((forward + backward)[probed[self._kind]].sum()) / total if total else 0.0
         return Costs(forward * device.scale, backward * device.scale, weights * device.scale, share)
@@ -211,6 +226,26 @@ class OpTable:
                 for d in devices
             ]
         )
+
+
+def saved_bytes(node: OpNode, keeping: Keeping) -> float:
+    """Return the bytes that a micro-batch in flight stores for an op, wherever."""
+    selective = keeping.selective and keeping.recompute is not Recompute.FULL
+    found = float(node.bytes_saved - selective * node.bytes_repeatable)
+    return found - node.bytes_few + packed_bytes(node.elements_few, keeping.bits) if keeping.bits else found
+
+
+def packing_rates(device: Device, keeping: Keeping) -> tuple[float, float]:
+    """Return the dense bytes a second that a device packs into few bits, and unpacks: as it has measured."""
+    memory = device.memory_gbps * 1e9
+    packs, unpacks = _PACKING_PASSES
+    return device.codec_speeds.get(keeping.activations.rate, (memory / packs, memory / unpacks))
+
+
+def away_rates(device: Device, place: Place) -> tuple[float, float]:
+    """Return the bytes a second that a device puts elsewhere, and takes back: as it has measured."""
+    speeds = device.codec_speeds
+    return speeds.get(place.rate) or speeds.get(Place.DISK.rate) or (UNMEASURED_BPS, UNMEASURED_BPS)
 
 
 def is_trained(dag: OpDag, parameter: str, optimizer: Optimizer) -> bool:
@@ -260,14 +295,17 @@ def apply_work(name: str, state: StateMeta, optimizer: Optimizer) -> tuple[float
     return float(_APPLY_PASSES[own] * state.meta.nbytes), flops
 
 
-def apply_seconds(n_bytes: float, n_tensors: float, flops: float, device: Device) -> float:
-    """Optimizer step that moves ``n_bytes`` and multiplies ``flops``: memory passes, products, overhead.
+def apply_seconds(
+    n_bytes: float, n_tensors: float, flops: float, device: Device, away_s: float = 0.0
+) -> float:
+    """Optimizer step that moves ``n_bytes`` and multiplies ``flops``: memory passes, products, overhead, and
+    ``away_s`` for states that come from elsewhere and go back.
 
     Products at the rate of float32; a GPU's in bfloat16 take less.
     """
     rate = device.gflops.get("matmul", device.gflops.get("", DEFAULT_GFLOPS)) * 1e9
     seconds = n_bytes / (device.memory_gbps * 1e9) + n_tensors * APPLY_OVERHEAD_S + flops / rate
-    return seconds * device.scale
+    return seconds * device.scale + away_s
 
 
 def _free(dag: OpDag, op: int) -> bool:

@@ -12,7 +12,7 @@ from coordinator.planning.inside.costs import InsideCosts, inside_costs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from atoll.job import Recompute, TrainingSpec
+    from atoll.job import Keeping, TrainingSpec
     from atoll.opdag import OpDag
     from coordinator.planning.costs.fleet import Device, Mesh
     from coordinator.planning.costs.memory import MemoryModel
@@ -25,7 +25,7 @@ class Insides:
 
     dag: OpDag
     training: TrainingSpec
-    recompute: Recompute
+    keeping: Keeping
     memory: MemoryModel
     _known: dict[tuple[Inside, int], InsideCosts] = field(default_factory=dict)
 
@@ -33,7 +33,7 @@ class Insides:
         """Return every kind for so many processes."""
         for kind in self._kinds:
             if (kind, size) not in self._known:
-                found = inside_costs(self.dag, self.training, self.recompute, kind, size)
+                found = inside_costs(self.dag, self.training, self.keeping, kind, size)
                 self._known[kind, size] = found
         return [self._known[kind, size] for kind in self._kinds]
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from atoll.job import Optimizer, Recompute, TrainingSpec
+    from atoll.job import Keeping, Optimizer, TrainingSpec
     from atoll.mesh.share import Shared
     from atoll.opdag import OpDag, StateMeta, TensorMeta
     from coordinator.planning.costs.fleet import Mesh
@@ -40,10 +40,10 @@ class ProcessMemory(MemoryModel):
     """Bytes of one process, where several hold a stage together."""
 
     def __init__(
-        self, dag: OpDag, training: TrainingSpec, recompute: Recompute, fetched: Floats, regions: Regions
+        self, dag: OpDag, training: TrainingSpec, keeping: Keeping, fetched: Floats, regions: Regions
     ) -> None:
         """``dag``: as the process has it; ``fetched`` [ops]: bytes of weights that are whole for one op."""
-        super().__init__(dag, training, Traffic(dag, training.optimizer, training.blocks), recompute)
+        super().__init__(dag, training, Traffic(dag, training.optimizer, training.blocks), keeping)
         self._largest = self._largest + 2.0 * fetched
         self._regions = regions
 
@@ -99,7 +99,7 @@ def joint_s(sent: Sent, mesh: Mesh) -> float:
 
 
 def inside_costs(
-    dag: OpDag, training: TrainingSpec, recompute: Recompute, kind: Inside, size: int
+    dag: OpDag, training: TrainingSpec, keeping: Keeping, kind: Inside, size: int
 ) -> InsideCosts:
     """Return what one kind of inside plan costs, whatever the devices are."""
     (program,) = stage_programs(dag, (0,))
@@ -118,7 +118,7 @@ def inside_costs(
         for name in shared.stored
     }
     regions = Regions(dag, shared, more)
-    memory = ProcessMemory(own, training, recompute, fetched, regions)
+    memory = ProcessMemory(own, training, keeping, fetched, regions)
     whole = sum(meta.nbytes for meta in parameters.values())
     stored = sum(own.parameters[name].meta.nbytes for name in parameters)
     return InsideCosts(kind, size, memory, share, op_volumes(shared, size), stored / max(1, whole), regions)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from atoll.execute import Executor
-from atoll.job import Recompute
+from atoll.job import Keeping, Recompute
 from atoll.mesh.calls import MeshCalls, own_part, stored_part, stored_whole
 from atoll.mesh.layout import Inside, Kernel, Split, Way
 from atoll.mesh.rules import viewed
@@ -99,7 +99,7 @@ def of_process(
     made: Case, shared: Shared, group: ThreadGroup, recompute: Recompute
 ) -> tuple[float, dict[str, Tensor | None], int]:
     """Loss, whole gradients and bytes sent of a micro-batch."""
-    executor = Executor(shared.program, recompute=recompute)
+    executor = Executor(shared.program, keeping=Keeping(recompute))
     executor.mesh = MeshCalls(shared, group)
     stored = shared.stored
     executor.load(

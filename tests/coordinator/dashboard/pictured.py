@@ -353,10 +353,11 @@ def _pipeline(draw: random.Random, workers: list[pb.WorkerStatus]) -> pb.JobUpda
             )
     plan = update.plan
     plan.job, plan.version, plan.dag_hash = update.job, 3, "9f31c27be1d04a55" * 4
-    plan.partitioner, plan.schedule, plan.n_micro, plan.recompute = "op_fence", "zero-bubble", 16, "selective"
+    plan.partitioner, plan.schedule, plan.n_micro = "op_fence", "zero-bubble", 16
     borders = (0, 212, 398, 604, 781)
     for number, worker in enumerate(names):
-        plan.stages.add(start=borders[number], stop=borders[number + 1], workers=[worker], warmup=4 - number)
+        stage = plan.stages.add(start=borders[number], stop=borders[number + 1], workers=[worker])
+        stage.warmup, stage.keeping.recompute = 4 - number, "selective"
     plan.left_out.add(worker=worker_id(9), why="behind 4 Mbit/s; with it a step would take 3.9 s")
     found = plan.prediction
     found.step_s, found.lower_bound_s, found.commit_s, found.single_machine_s = 1.13, 1.02, 0.011, 3.4

@@ -7,10 +7,10 @@ import pytest
 
 from atoll.device_class import DeviceClass
 from atoll.errors import NotEnoughMemory, NoWorkers, PlanError, UsageError
-from atoll.job import Precision, Recompute, TrainingSpec
+from atoll.job import EXACTLY, Keeping, Precision, Recompute, TrainingSpec
 from atoll.microbatch import Depth, ScheduleName
 from atoll.opdag import OpDag
-from atoll.plan import validate
+from atoll.plan import Plan, validate
 from coordinator.planning.baselines import layer_starts
 from coordinator.planning.costs.fleet import Fleet
 from coordinator.planning.costs.lower_bound import lower_bound
@@ -363,6 +363,10 @@ def test_without_room_for_deferred_weights_backwards_stay_whole_and_the_plan_say
     assert any("no stage can defer" in note for note in plan.prediction.notes)
 
 
+def kept_in(plan: Plan) -> set[Keeping]:
+    return {stage.keeping for replica in plan.replicas for stage in replica.stages}
+
+
 def with_cheap_ops(dag: OpDag) -> OpDag:
     """Every second op without weights gives what can be computed again, half of all that is kept."""
     ops = [
@@ -379,32 +383,32 @@ def with_cheap_ops(dag: OpDag) -> OpDag:
 def test_cheap_results_are_computed_again_where_memory_keeps_the_pipeline_from_being_full():
     dag, fleet = with_cheap_ops(gpt_like(6, tokens=128)), eight_hosts((5.0, 5.0, 5.0, 5.0))
     off, auto, roomy = (
-        plan_for(dag, fleet, training=TrainingSpec(10, 8, recompute=recompute))
+        plan_for(dag, fleet, training=replace(TRAINING, recompute=recompute))
         for recompute, fleet in (
             (Recompute.OFF, fleet),
             (Recompute.AUTO, fleet),
             (Recompute.AUTO, with_memory(fleet, 10**10)),
         )
     )
-    assert off.recompute is roomy.recompute is Recompute.OFF
-    assert auto.recompute is Recompute.SELECTIVE
+    assert kept_in(off) == kept_in(roomy) == {EXACTLY}
+    assert Keeping(Recompute.SELECTIVE) in kept_in(auto) <= {EXACTLY, Keeping(Recompute.SELECTIVE)}
     assert auto.prediction.step_s <= 0.9 * off.prediction.step_s
     assert any("computed again" in note for note in auto.prediction.notes)
     assert all(s.memory_bytes <= s.memory_limit_bytes for s in auto.prediction.stages)
 
 
 def test_only_what_fits_no_other_way_recomputes_more():
-    dag, training = with_cheap_ops(gpt_like(4)), TrainingSpec(10, 8)
+    dag, training = with_cheap_ops(gpt_like(4)), TRAINING
     alone = replace(random_fleet(3, 1, memory_mib=(4000, 4000)))
     needed = {
-        recompute: Problem(dag, training, alone, recompute=recompute).memory.bytes(0, len(dag.ops), 1)
+        recompute: Problem(dag, training, alone, keeping=Keeping(recompute)).memory.bytes(0, len(dag.ops), 1)
         for recompute in (Recompute.OFF, Recompute.SELECTIVE, Recompute.FULL)
     }
     assert needed[Recompute.OFF] > needed[Recompute.SELECTIVE]
     for recompute, n_bytes in needed.items():
         plan = plan_for(dag, with_memory(alone, round(n_bytes) + 8), training=training)
         if needed[Recompute.FULL] < needed[Recompute.SELECTIVE] or recompute is not Recompute.FULL:
-            assert plan.recompute is recompute
+            assert kept_in(plan) == {Keeping(recompute)}
     with pytest.raises(NotEnoughMemory):
         plan_for(dag, with_memory(alone, round(min(needed.values())) - 8), training=training)
 

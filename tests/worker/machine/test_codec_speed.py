@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from atoll.job import Place
 from compressors import speed
 from compressors.speed import CodecRate
 from coordinator.planning import ratios
-from worker.machine.codec_speed import FIRST, MAX_AGE_S, CodecGauge, link_codecs
+from worker.machine.codec_speed import FIRST, KEPT, MAX_AGE_S, CodecGauge, link_codecs, packing
 from worker.machine.speed_file import FILE, SpeedFile
 
 HERE = {"torch": "2.13.0", "threads": 2}
@@ -28,6 +29,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return CodecRate(2e9, 3e9, 1.0)
 
     monkeypatch.setattr(speed, "sustained_on", sustained_on)
+    monkeypatch.setattr(speed, "sustained", lambda *_, **__: CodecRate(2e9, 3e9, 1.0))
     return names
 
 
@@ -48,7 +50,8 @@ def test_a_second_start_measures_nothing(tmp_path: Path, measured: list[str]) ->
     first = gauged(tmp_path)
     assert first.rates["topk"] == (2e9, 3e9)
     assert first.left == ()
-    assert set(first.rates) == set(measured) == set(link_codecs())
+    assert set(first.rates) - KEPT.keys() == set(measured) == set(link_codecs())
+    assert KEPT.keys() < first.rates.keys()
     measured.clear()
     assert CodecGauge(SpeedFile(tmp_path), HERE).rates == gauged(tmp_path).rates == first.rates
     assert measured == []
@@ -69,7 +72,7 @@ def test_a_codec_that_fails_is_absent_until_the_next_start(
         patched.setattr(speed, "sustained_on", sustained_on)
         gauge = gauged(tmp_path)
         gauge.run()
-    assert set(gauge.rates) == set(link_codecs()) - {"bf16"}
+    assert set(gauge.rates) == {*KEPT, *link_codecs()} - {"bf16"}
     assert measured.count("bf16") == 1
     measured.clear()
     assert "bf16" in gauged(tmp_path).rates  # mended
@@ -194,3 +197,15 @@ def test_codecs_are_measured_by_the_clock_of_work(tmp_path: Path) -> None:
     gauge = gauged(tmp_path, at_work=itertools.count(0.0, 3600.0).__next__)
     assert gauge.rates
     assert all(rate < 1e3 for rates in gauge.rates.values() for rate in rates)
+
+
+def test_packing_of_activations_is_measured_as_it_runs(tmp_path: Path) -> None:
+    gauge = CodecGauge(SpeedFile(tmp_path), HERE, scratch=tmp_path)
+    gauge._measure(Place.DISK.rate, speed.sample(1 << 14, 0))
+    assert min(gauge.rates[Place.DISK.rate]) > 0.0
+    assert Place.DISK.rate in CodecGauge(SpeedFile(tmp_path), HERE, scratch=tmp_path).left
+    for name, bits in KEPT.items():
+        gauge._measure(name, speed.sample(1 << 14, 0))
+        assert gauge.rates[name][0] > 0.0
+        seconds = next(packing(bits, speed.sample(1 << 14, 0), itertools.count(0.0, 0.5).__next__))
+        assert seconds == (0.5, 0.5, (1 << 14) * (bits + 1) // 8)

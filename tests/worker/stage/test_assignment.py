@@ -8,7 +8,7 @@ import pytest
 
 from atoll.errors import AtollError, BadFrame, PlanError
 from atoll.exchange import Exchange
-from atoll.job import Recompute, TrainingSpec
+from atoll.job import Keeping, Recompute, TrainingSpec
 from atoll.messages.to_worker import PeerLink
 from atoll.microbatch import ScheduleName
 from atoll.opdag import Kind, LeafRef, OpNode, OpRef, Source, StateMeta, TensorMeta
@@ -46,7 +46,7 @@ def test_a_stage_goes_on_without_other_replicas_and_under_no_other_plan() -> Non
         replace(alone, replicas=(Replica((0, 4), (replace(stage, stop=3),)),)),
         replace(alone, replicas=(Replica((0, 4), (replace(stage, held=2),)),)),
         replace(alone, blocks=4),
-        replace(alone, recompute=Recompute.FULL),
+        replace(alone, replicas=(Replica((0, 4), (replace(stage, keeping=Keeping(Recompute.FULL)),)),)),
         replace(
             TWO, version=2, replicas=(TWO.replicas[0], replace(SECOND, stages=(replace(stage, stop=3),)))
         ),

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.job import Optimizer, OptimizerName, Recompute
+from atoll.job import Keeping, Optimizer, OptimizerName, Recompute
 from atoll.opdag import StateMeta, TensorMeta
 from coordinator.planning.costs.fleet import Device
 from coordinator.planning.costs.op_seconds import (
@@ -80,7 +80,7 @@ def test_ops_without_gradient_take_no_time_backwards_and_constants_none_at_all()
 
 def test_recomputation_runs_the_forward_again_and_a_slow_worker_is_scaled():
     table = OpTable(gpt_like(1))
-    plain, again = table.costs(DEVICE), table.costs(DEVICE, recompute=Recompute.FULL)
+    plain, again = table.costs(DEVICE), table.costs(DEVICE, Keeping(Recompute.FULL))
     np.testing.assert_allclose(again.backward_s, plain.backward_s + plain.forward_s)
     np.testing.assert_allclose(table.costs(replace(DEVICE, scale=2.0)).forward_s, 2 * plain.forward_s)
 

@@ -1,0 +1,65 @@
+"""Shelves of saved activations: what comes back, in any order, and what is left of them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from atoll.errors import StorageError
+from atoll.job import Place
+from worker.elsewhere.shelf import FileShelf, shelves
+
+CPU = torch.device("cpu")
+
+
+def drawn(number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(0, 256, (1 + 997 * number,), dtype=torch.uint8, generator=generator)
+
+
+@pytest.mark.parametrize("order", ["reverse", "forward", "drawn"])
+def test_bytes_come_back_in_any_order_and_twice(tmp_path: Path, order: str) -> None:
+    shelf = FileShelf(tmp_path, CPU)
+    assert [shelf.put(drawn(number)) for number in range(12)] == list(range(12))
+    numbers = list(range(12))
+    if order == "reverse":
+        numbers.reverse()
+    elif order == "drawn":
+        random.Random(1).shuffle(numbers)
+    for number in [*numbers, *numbers]:
+        assert torch.equal(shelf.get(number), drawn(number))
+
+
+def test_nothing_is_left_in_the_folder_and_the_file_ends_with_the_shelf(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    shelf = FileShelf(tmp_path, CPU)
+    shelf.put(drawn(3))
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    del shelf
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_disk_that_refuses_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = FileShelf(tmp_path, CPU)
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(StorageError, match="No space left"):
+        shelf.put(drawn(1))
+
+
+def test_what_stays_on_the_device_has_no_shelf(tmp_path: Path) -> None:
+    assert shelves(Place.DEVICE, tmp_path, CPU) is None
+    for place in (Place.HOST, Place.DISK):
+        make = shelves(place, tmp_path, CPU)
+        assert make is not None
+        assert isinstance(make(), FileShelf)

@@ -1,0 +1,102 @@
+"""Saved activations of one micro-batch, put away in the forward and read again in reverse by the backward."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+from weakref import finalize
+
+import torch
+
+from atoll.errors import StorageError
+from atoll.job import Place
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from atoll.saved import Shelf
+
+_READER = ThreadPoolExecutor(1, "atoll-read-ahead")
+
+
+class FileShelf:
+    """File without a name, gone with the micro-batch. It is written and read, not mapped: mapped pages count
+    as resident until they are dropped. The one before what was read last is read ahead."""
+
+    def __init__(self, folder: Path | None, device: torch.device) -> None:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            self._file = os.dup(file.fileno())
+        finalize(self, os.close, self._file)
+        self._device = device
+        self._places: list[tuple[int, int]] = []  # offset, bytes
+        self._ahead: tuple[int, Future[Tensor]] | None = None
+
+    def put(self, data: Tensor) -> int:
+        """Take a tensor of bytes; return its number. StorageError where the disk does not."""
+        offset = sum(self._places[-1]) if self._places else 0
+        left = _bytes_of(data.cpu())
+        at = offset
+        try:
+            while left:
+                written = os.pwrite(self._file, left, at)
+                left, at = left[written:], at + written
+        except OSError as error:
+            raise StorageError(f"cannot put activations away: {error.strerror}") from None
+        self._places.append((offset, data.numel()))
+        return len(self._places) - 1
+
+    def get(self, number: int) -> Tensor:
+        """Return what was put away under a number, on the device."""
+        ahead, self._ahead = self._ahead, None
+        found = ahead[1].result() if ahead is not None and ahead[0] == number else self._read(number)
+        if number:
+            self._ahead = number - 1, _READER.submit(self._read, number - 1)
+        return found.to(self._device)
+
+    def _read(self, number: int) -> Tensor:
+        offset, n_bytes = self._places[number]
+        found = torch.empty(n_bytes, dtype=torch.uint8)
+        left, at = _bytes_of(found), offset
+        while left:
+            read = os.preadv(self._file, [left], at)
+            if not read:
+                raise StorageError("activations that were put away are cut short")
+            left, at = left[read:], at + read
+        return found
+
+
+class PinnedShelf:
+    """In the host's pinned memory, of a stage on a GPU. Untried on one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._held: list[Tensor] = []
+
+    def put(self, data: Tensor) -> int:
+        """Take a tensor of bytes; return its number."""
+        self._held.append(torch.empty(data.shape, dtype=data.dtype, pin_memory=True).copy_(data))
+        return len(self._held) - 1
+
+    def get(self, number: int) -> Tensor:
+        """Return what was put away under a number, on the device."""
+        return self._held[number].to(self._device, non_blocking=True)
+
+
+def _bytes_of(data: Tensor) -> memoryview:
+    buffer: Any = data.numpy()
+    return memoryview(buffer)
+
+
+def shelves(place: Place, folder: Path | None, device: torch.device) -> Callable[[], Shelf] | None:
+    """Return what makes a micro-batch's shelf; None where all stays on the device. On a CPU it is a file, as
+    the host's memory is the device's own."""
+    if place is Place.DEVICE:
+        return None
+    if place is Place.HOST and device.type != "cpu":
+        return lambda: PinnedShelf(device)
+    return lambda: FileShelf(folder, device)
