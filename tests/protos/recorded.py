@@ -255,7 +255,6 @@ PLAN = Plan(
     one_replica(8, STAGES, (LINK, LinkSpec(0, 1))),
     (("w9", "too slow"),),
     PREDICTION,
-    Recompute.SELECTIVE,
     2,
 )
 REPLICAS = replace(

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from atoll.job import Optimizer, Recompute, TrainingSpec
+from atoll.job import EXACTLY, Optimizer, TrainingSpec
 from atoll.mesh.layout import Inside
 from atoll.stage_memory import BESIDE_BYTES, HEAP_SHARE
 from coordinator.planning.inside.costs import inside_costs
@@ -52,7 +52,7 @@ def peak_bytes(process: int) -> int:
 @pytest.mark.parametrize("kind", [Inside.SHARDS, Inside.TENSOR, Inside.SEQUENCE])
 def test_a_process_takes_at_most_a_seventh_more_than_its_plan_says(tmp_path: Path, kind: Inside) -> None:
     made = case_of(gpt2())
-    inside = inside_costs(made.dag, TRAINING, Recompute.OFF, kind, 2)
+    inside = inside_costs(made.dag, TRAINING, EXACTLY, kind, 2)
     model = inside.memory.bytes(0, len(made.dag.ops), TRAINING.n_micro)
     planned = model * (1 + HEAP_SHARE) + BESIDE_BYTES
     with site(2, tmp_path) as two:

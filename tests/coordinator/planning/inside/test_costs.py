@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from atoll.job import Optimizer, Recompute, TrainingSpec
+from atoll.job import EXACTLY, Optimizer, TrainingSpec
 from atoll.mesh.layout import Inside
 from atoll.mesh.share import Terms, share, trained_names
 from atoll.opdag import OpDag
@@ -86,7 +86,7 @@ def test_a_model_of_one_and_a_half_devices_fits_two_joined_ones() -> None:
 
 @pytest.mark.parametrize("kind", list(Inside))
 def test_collectives_cost_alpha_each_and_beta_a_byte(kind: Inside) -> None:
-    found = inside_costs(dag(), TRAINING, Recompute.OFF, kind, 2)
+    found = inside_costs(dag(), TRAINING, EXACTLY, kind, 2)
     problem = Problem(dag(), TRAINING, fleet(device("one")))
     alone = problem.table.costs(problem.fleet.devices[0])
     fast, slow = found.costs(alone, FAST), found.costs(alone, SLOW)
@@ -105,7 +105,7 @@ def test_what_a_cut_keeps_from_being_divided_is_priced_whole(name: str) -> None:
     terms = Terms(Inside.TENSOR, 2, metas, trained_names(whole.parameters, TRAINING))
     (program,) = stage_programs(whole, (0,))
     divided = share(program, terms).divided
-    regions = inside_costs(whole, TRAINING, Recompute.OFF, Inside.TENSOR, 2).regions
+    regions = inside_costs(whole, TRAINING, EXACTLY, Inside.TENSOR, 2).regions
     assert regions.whole_ops(0, len(whole.ops)) == []
     assert regions.more_bytes(0, len(whole.ops)) == 0.0
     broken = 0
@@ -120,7 +120,7 @@ def test_what_a_cut_keeps_from_being_divided_is_priced_whole(name: str) -> None:
 
 
 def test_where_links_inside_are_slow_the_kind_that_sends_less_is_chosen() -> None:
-    insides = {kind: inside_costs(dag(), TRAINING, Recompute.OFF, kind, 2) for kind in Inside}
+    insides = {kind: inside_costs(dag(), TRAINING, EXACTLY, kind, 2) for kind in Inside}
     least = min(
         insides.values(), key=lambda found: sum(joint_s(s, SLOW) for b in found.sent.values() for s in b)
     )
