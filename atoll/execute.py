@@ -175,9 +175,8 @@ class Executor:
     ``differentiate=False`` is for evaluation: no graph, no recompute. ``seed`` None draws from the
     process's generator as it stands, as a plain module would. ``keeping``: form in which a forward keeps what
     its backward reads, and what is run again. ``defer``: backwards leave weight gradients to
-    ``weight_gradients``. ``indices``: bounds of arguments, by op, to look at on a GPU before the op runs:
-    there a bad index costs the process the device, where a CPU's kernel raises. ``shelves``: makes a place
-    for what a micro-batch saves, where that is not to stay on the device. Not thread-safe.
+    ``weight_gradients``. ``shelves``: makes a place for what a micro-batch saves, where that is not to stay
+    on the device. Not thread-safe.
     """
 
     def __init__(
@@ -190,7 +189,6 @@ class Executor:
         keeping: Keeping = EXACTLY,
         differentiate: bool = True,
         defer: bool = False,
-        indices: Mapping[int, tuple[tuple[str, Range], ...]] | None = None,
         shelves: Callable[[], Shelf] | None = None,
     ) -> None:
         self.program = program
@@ -206,7 +204,7 @@ class Executor:
         self._selective = keeping.selective and differentiate
         self._key = (0, 0)
         self._defer = defer and differentiate
-        self._indices = indices or {} if self.device.type == "cuda" else {}
+        self._indices: Mapping[int, tuple[tuple[str, Range], ...]] = {}
         self._live: dict[int, _Micro] = {}
         self._fresh: tuple[int, _Micro] | None = None
         self._anchor = torch.zeros((), device=self.device, requires_grad=differentiate)
@@ -222,6 +220,11 @@ class Executor:
         self.at: int | None = None  # the op whose forward runs, or BACKWARD
         self.watch: Callable[[int | None], object] = _unwatched  # is called with ``at`` before an op begins
         self.failed_at: int | None = None  # the op that raised last
+
+    def bound_indices(self, indices: Mapping[int, tuple[tuple[str, Range], ...]]) -> None:
+        """Compare arguments, by op, with these bounds before the op runs on a GPU, from the next ``load`` on:
+        there a bad index costs the process the device, where a CPU's kernel raises."""
+        self._indices = indices if self.device.type == "cuda" else {}
 
     @property
     def mutated_buffers(self) -> tuple[str, ...]:

@@ -121,8 +121,6 @@ class Member:
         self._host = (AppsOnly if config.apps_only else ComputeHost)(config, self._consent)
         self.end: AtollError | None = None  # why it had to go
 
-    # ---------------------------------------------------------------- its life
-
     @property
     def name(self) -> str:
         """The worker id of the device, once the machine has joined."""

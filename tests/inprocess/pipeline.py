@@ -19,6 +19,7 @@ from compressors.base import meta_of, parse_packet
 from compressors.layout import from_wire, to_wire
 from worker.links.codec_use import CodecUse
 from worker.links.codecs import StageCodecs, lossy
+from worker.stage.piece import Keeps
 from worker.stage.reports import StageReport
 from worker.stage.stage import Stage
 from worker.transport.frames import Direction, End, MessageKey
@@ -74,7 +75,7 @@ class LocalPipeline:
                 tensors,
                 devices[at % len(devices)],
                 states=states,
-                keeping=training.keeping.decided,
+                keeps=Keeps(training.keeping.decided),
                 actions=self._actions[at],
             )
             for at, program in enumerate(programs)

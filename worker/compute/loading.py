@@ -19,6 +19,7 @@ from worker.stage import feed, joining, tensor_blobs
 from worker.stage.assignment import Assignment, assigned, check
 from worker.stage.local_steps import LocalSteps
 from worker.stage.op_marks import OpMarks
+from worker.stage.piece import Keeps
 from worker.stage.reports import LongWait
 from worker.stage.run import Meters, StageRun, codecs_of
 from worker.stage.stage import MAX_OUTPUT_BYTES, Stage
@@ -105,8 +106,7 @@ def _stage(
         tensors,
         torch_device(context.device),
         states=assignment.states,
-        keeping=assignment.keeping,
-        scratch=context.scratch,
+        keeps=Keeps(assignment.keeping, context.scratch),
         actions=assignment.plan.actions(assignment.rank),
     )
 

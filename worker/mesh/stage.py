@@ -20,6 +20,7 @@ from atoll.mesh.layout import Inside, Lent, Split
 from atoll.microbatch import Action, Work
 from protos import atoll_compute_pb2 as pb
 from worker.mesh.share import ProcessShare, metas_of
+from worker.stage.piece import Keeps
 from worker.stage.stage import Stage
 
 if TYPE_CHECKING:
@@ -72,8 +73,7 @@ class MeshStage(Stage):
             {name: self.shares.part(name, t) if name in names else t for name, t in tensors.items()},
             device,
             states=self.shares.states,
-            keeping=assignment.keeping,
-            scratch=scratch,
+            keeps=Keeps(assignment.keeping, scratch),
             actions=assignment.plan.actions(assignment.rank),
             share=self.shares,
         )

@@ -11,6 +11,7 @@ from atoll.errors import BadFrame, JobFailed, UsageError
 from atoll.execute import DTYPES, Executor
 from atoll.held_out import Figures, HeldOutMeans
 from atoll.indices import IndexRanges, index_ranges
+from atoll.job import EXACTLY, Keeping
 from atoll.microbatch import Work
 from atoll.rows import inputs_at
 from atoll.value_guards import out_of_range, sound_bools
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from atoll.job import Keeping, TrainingSpec
+    from atoll.job import TrainingSpec
     from atoll.mesh.calls import MeshCalls
     from atoll.microbatch import Action
     from atoll.opdag import StateMeta
@@ -51,8 +52,8 @@ class Held(NamedTuple):
 class Keeps(NamedTuple):
     """Form in which a stage keeps what it needs again, and the folder for what goes to a disk."""
 
-    keeping: Keeping
-    folder: Path | None  # None: the system's own for temporary files
+    keeping: Keeping = EXACTLY
+    folder: Path | None = None  # None: the system's own for temporary files
 
 
 class StageShare(Protocol):
@@ -96,9 +97,9 @@ class StagePiece:
             training.seed,
             keeping=keeps.keeping,
             defer=held.share is None and any(action.work is Work.INPUT for action in actions),
-            indices=self._ranges.computed,
             shelves=shelves(keeps.keeping.saved_on, keeps.folder, device),
         )
+        self.executor.bound_indices(self._ranges.computed)
         if held.share is not None:
             self.executor.mesh = held.share.calls(program)
         self.executor.load(values, held.frozen)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atoll.block_sums import fold
 from atoll.errors import PlanError, UsageError
-from atoll.job import EXACTLY, stepwise_groups
+from atoll.job import stepwise_groups
 from atoll.microbatch import own_blocks
 from atoll.ops import check_node
 from atoll.program import PiecePrograms
@@ -29,11 +29,10 @@ from worker.stage.reports import StageReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
     from atoll.execute import Executor
     from atoll.held_out import Figures
-    from atoll.job import Keeping, TrainingSpec
+    from atoll.job import TrainingSpec
     from atoll.microbatch import Action
     from atoll.opdag import StateMeta
     from atoll.program import StageProgram
@@ -67,8 +66,7 @@ class Stage:
         device: torch.device | str = "cpu",
         *,
         states: Mapping[str, StateMeta] | None = None,
-        keeping: Keeping = EXACTLY,
-        scratch: Path | None = None,
+        keeps: Keeps | None = None,
         actions: Sequence[Action] = (),
         share: StageShare | None = None,
     ) -> None:
@@ -88,8 +86,8 @@ class Stage:
         _check_evaluation(programs, self._states)
         self._values = self._load(tensors, every)
         self.blocks = _blocks(training, actions)
+        keeps = keeps or Keeps()
         held = Held(self._values, self.frozen, self._states, self.device, share)
-        keeps = Keeps(keeping, scratch)
         own = [[action for action in actions if action.piece == at] for at in range(len(programs))]
         self.pieces = tuple(
             StagePiece(both, training, held, keeps, turns, self.blocks)
