@@ -17,14 +17,14 @@ from dataclasses import replace
 from atoll.federated import ConsentWord as Word
 from atoll.transitions import Transitions
 from coordinator.federated import population
-from coordinator.federated.kinds import (
+from coordinator.federated.kinds.choice import round_of
+from coordinator.federated.kinds.round import (
     MAX_FIGURE,
     Outcome,
     forgotten,
     holding,
     large,
     large_metric,
-    round_of,
     strike,
     with_client,
 )

@@ -15,7 +15,8 @@ from atoll.backoff import doubled_s
 from atoll.federated import ConsentWord as Word
 from atoll.secure import LEAST_MEMBERS
 from coordinator.federated import flow, population
-from coordinator.federated.kinds import Outcome, round_of
+from coordinator.federated.kinds.choice import round_of
+from coordinator.federated.kinds.round import Outcome
 from coordinator.federated.metrics import (
     CLIENTS,
     client_points,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atoll.federated import ConsentWord as Word
-from coordinator.federated.kinds import round_of
+from coordinator.federated.kinds.choice import round_of
 from coordinator.messages.jobs import Phase
 from protos import atoll_control_pb2 as pb
 from strategies.privacy.report import spent_words

@@ -24,7 +24,7 @@ from atoll.federated import (
 from atoll.job import JobSpec, Optimizer, OptimizerName, TrainingSpec
 from atoll.opdag import TensorMeta
 from coordinator.federated.checks import check_federated, check_inputs, check_wrapped, misfit
-from coordinator.federated.kinds import MAX_STRIKES
+from coordinator.federated.kinds.round import MAX_STRIKES
 from coordinator.federated.rounds import LOAD_AGAIN_S, MAX_LOADS
 from coordinator.federated.selection import selector_from_json, selector_to_json
 from coordinator.membership import member

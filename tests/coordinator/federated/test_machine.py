@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.opdag import TensorMeta
-from coordinator.federated import kinds, machine
+from coordinator.federated import machine
 from coordinator.federated import rounds as federation_rounds
 from coordinator.federated import state as fed
+from coordinator.federated.kinds.round import MAX_STRIKES
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import JobEnded, JobSubmitted, Ledger, RoundClosed, RoundEvaluated
@@ -260,7 +261,7 @@ def test_a_client_whose_update_was_refused_is_not_in_the_mean_over_clients() -> 
 def test_a_client_that_sends_nonsense_again_and_again_is_set_aside() -> None:
     world = LoneMachine(spec(rounds=5, evaluate_every=0), bad={"b"})
     world.begin("a", "b")
-    for _ in range(kinds.MAX_STRIKES):
+    for _ in range(MAX_STRIKES):
         world.updates("a", "b")
     assert world.state.chosen == ("a",)
     assert "3 rounds in a row" in world.state.clients["b"].out
@@ -379,7 +380,7 @@ def test_a_client_whose_every_update_kills_the_aggregator_is_set_aside() -> None
     world = LoneMachine()
     world.begin("a")
     world.aggregator = False
-    for _ in range(kinds.MAX_STRIKES):
+    for _ in range(MAX_STRIKES):
         world.wait(1.0)
         world.updates("a")
         world.step(ev.AggregatorBroke("job-1", "its process ended (-9)", client="a"))

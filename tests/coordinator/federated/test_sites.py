@@ -16,7 +16,7 @@ from atoll.privacy import Privacy
 from atoll.secure import Secure
 from coordinator.federated import state as fed
 from coordinator.federated.checks import check_federated
-from coordinator.federated.kinds import round_of
+from coordinator.federated.kinds.choice import round_of
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import RoundClosed
