@@ -186,6 +186,12 @@ class Strategy:
     def _correction(self, layout: Layout, broadcast: Broadcast, state: ClientState) -> Correction:
         return Correction()
 
+    @property
+    def trains_plainly(self) -> bool:
+        """True where none of the client half's hooks is the strategy's own."""
+        hooks = ("begin", "at_epoch", "evaluate_with", "_correction", "_own_start", "_uploads")
+        return all(getattr(type(self), hook) is getattr(Strategy, hook) for hook in hooks)
+
     def _own_start(self, layout: Layout, broadcast: Broadcast, state: ClientState) -> Arrays:
         """Further tensors that this client sets before it trains."""
         return {}

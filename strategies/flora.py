@@ -144,6 +144,10 @@ class FLoRA(Linear):
     def _adapters(self, layout: Layout) -> tuple[Adapter, ...]:
         return adapters_of(self.name, layout)
 
+    @property
+    def trains_plainly(self) -> bool:
+        return not self.ranks
+
     def _rank_of(self, client: str) -> int | None:
         """Rank of a client's adapters; None: the module's."""
         return next((rank for pattern, rank in _ranks(self.ranks) if fnmatchcase(client, pattern)), None)

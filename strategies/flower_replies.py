@@ -31,9 +31,7 @@ Counted = tuple[ClientUpdate, MetricRecord]
 def serves_any_client(rule: Strategy) -> bool:
     """Return whether an unmodified ClientApp does all that the strategy needs of a client: plain local
     training."""
-    hooks = ("begin", "at_epoch", "evaluate_with", "_correction", "_own_start", "_uploads")
-    plain = all(getattr(type(rule), hook) is getattr(Strategy, hook) for hook in hooks)
-    return plain and not rule.facts.needs_client_state and not rule.facts.changes_loss
+    return rule.trains_plainly and not rule.facts.needs_client_state and not rule.facts.changes_loss
 
 
 def read_reply(rule: Strategy, state: ServerState, node: str, content: RecordDict, examples: str) -> Counted:

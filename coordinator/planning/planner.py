@@ -222,13 +222,26 @@ def _within_memory(given: Problem, partitioner: str, effort: Effort) -> _Found:
         open_forms = [each for each in open_forms if each.recompute is not Recompute.FULL]
     ordered = mildest_first(given, open_forms)
     if plain is None:
-        least = min(ordered, key=lambda each: each.memory.bytes(0, each.n_ops, 1))
-        _best(least, partitioner, effort)  # where this does not fit, nothing does
+        _see_that_one_fits(ordered, partitioner, effort)
     problem, best = _among(ordered, partitioner, effort)
     if plain is not None and best.step_s > TUNED.repeating_gains * plain.step_s:
         return given, plain, ()
     problem, best = eased(problem, best, [each.keeping for each in ordered])
     return problem, best, tuple(why_kept(problem, best, None if plain is None else plain.step_s))
+
+
+def _see_that_one_fits(ordered: Sequence[Problem], partitioner: str, effort: Effort) -> None:
+    """Raise the NotEnoughMemory of the form that takes the least, where no cut of it is found, nor of those
+    right behind it: a search may miss the only cuts that fit."""
+    least, *others = sorted(ordered, key=lambda each: each.memory.bytes(0, each.n_ops, 1))
+    try:
+        _best(least, partitioner, effort)
+    except NotEnoughMemory:
+        for other in others[:FURTHER]:
+            with suppress(NotEnoughMemory):
+                _best(other, partitioner, effort)
+                return
+        raise
 
 
 def _among(ordered: Sequence[Problem], partitioner: str, effort: Effort) -> tuple[Problem, Scored]:

@@ -114,6 +114,7 @@ def test_sparse_updates_with_error_feedback_learn_too(fleet: FederatedFleet) -> 
     assert last.federated.central_metrics[0].value > 0.6
 
 
+@pytest.mark.slow
 def test_an_asynchronous_job_whose_buffer_holds_everybody_has_the_bits_of_rounds(
     fleet: FederatedFleet,
 ) -> None:

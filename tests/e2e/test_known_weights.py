@@ -96,6 +96,7 @@ def test_a_submission_of_weights_that_a_worker_has_sends_less_than_a_megabyte(
     assert "Traceback" not in holding.log("coordinator") + holding.log("worker1")
 
 
+@pytest.mark.slow
 def test_weights_that_are_rotten_on_the_worker_are_sent_by_the_owner(
     holding: LoopbackFleet, checkpoint: Path
 ) -> None:

@@ -25,6 +25,7 @@ def fleet() -> Iterator[FederatedFleet]:
         yield started
 
 
+@pytest.mark.slow
 def test_a_strategy_of_the_job_s_file_learns_on_workers(fleet: FederatedFleet) -> None:
     name = submitted(fleet, job(5, "own", strategy=ClientMomentum.name, options={"alpha": 0.6}))
     last = finished(fleet, name)

@@ -56,6 +56,7 @@ def whole_peers(case: Case) -> Run:
     return Run(tuple(losses), {name: {"value": held["value"]} for name, held in state.items()})
 
 
+@pytest.mark.slow
 def test_replicas_of_three_and_two_stages_end_in_the_bits_of_whole_peers() -> None:
     case = built_in("gpt2", TRAINING, 0.1)
     with LoopbackFleet(5) as fleet:

@@ -49,6 +49,7 @@ def in_one_process(case: Case, rounds: list[RoundMet], workers: list[str]) -> Ru
     return Run((), {name: {"value": held["value"]} for name, held in state.items()})
 
 
+@pytest.mark.slow
 def test_a_slow_peer_brings_what_it_has_and_all_have_the_bits_of_one_process() -> None:
     case = built_in("gpt2", TRAINING, 0.1)
     with LoopbackFleet(3) as fleet:

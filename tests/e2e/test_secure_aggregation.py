@@ -18,6 +18,7 @@ def fleet() -> Iterator[FederatedFleet]:
         yield started
 
 
+@pytest.mark.slow
 def test_a_secure_job_learns_and_ends_with_the_same_bits_after_the_coordinator_was_killed(
     fleet: FederatedFleet,
 ) -> None:

@@ -27,6 +27,7 @@ def losses_of(run: Run) -> list[float]:
     return [figures[0] for figures in run.figures]
 
 
+@pytest.mark.slow
 def test_a_site_of_two_processes_and_a_machine_train_as_one(tmp_path: Path) -> None:
     case = built_in("gpt2", TRAINING, 0.1)
     cuts = case.dag.cuttable()

@@ -348,11 +348,18 @@ class Coordinator(Process):
     def _aggregate(self, asked: do.AggregateRound) -> None:
         good = {name: update.update for name, update in asked.updates.items()}
         good |= {name: held.blob for name, held in asked.sums.items()}
-        assert set(good.values()) <= self.folder.blobs, "a blob that nobody has stored"
+        # A coordinator that takes a folder over deletes what nothing names yet: an update that had just come.
+        absent = {name: "cannot be read" for name, blob in good.items() if blob not in self.folder.blobs}
+        good = {name: blob for name, blob in good.items() if name not in absent}
+        counted = len(good) + sum(len(asked.sums[name].samples) - 1 for name in good if name in asked.sums)
+        if counted < asked.least:
+            few = ev.Aggregated(asked.job, asked.round, asked.attempt, None, None, dropped=absent)
+            return self._later(AGGREGATE_S, few)
         state = ev.Blob(digest("state", asked.job, asked.round, sorted(good.items())), 1000)
         model = ev.Blob(digest("model", asked.job, asked.round + 1, state.hash), 1000)
         self.folder.blobs |= {state.hash, model.hash}
-        self._later(AGGREGATE_S, ev.Aggregated(asked.job, asked.round, asked.attempt, state, model))
+        summed = ev.Aggregated(asked.job, asked.round, asked.attempt, state, model, dropped=absent)
+        return self._later(AGGREGATE_S, summed)
 
     # ------------------------------------------------------------ sessions
 

@@ -33,14 +33,12 @@ REFUSED: dict[str, Any] = {
     "hub_strategy": "end",
     "ignore_data_skip": True,
     "label_smoothing_factor": 0.1,
-    "load_best_model_at_end": True,
     "lr_scheduler_kwargs": {"num_cycles": 2},
     "neftune_noise_alpha": 5.0,
     "optim": "adafactor",
     "optim_args": "momentum=0.9",
     "lr_scheduler_type": "polynomial",
     "push_to_hub": True,
-    "resume_from_checkpoint": "checkpoint-500",
     "save_total_limit": 2,
     "torch_compile": True,
     "train_sampling_strategy": "group_by_length",
@@ -48,8 +46,6 @@ REFUSED: dict[str, Any] = {
 
 
 def arguments(folder: Path, **given: Any) -> TrainingArguments:
-    if given.get("load_best_model_at_end"):
-        given |= {"eval_strategy": "steps", "save_strategy": "steps"}
     return TrainingArguments(output_dir=str(folder), use_cpu=True, **given)
 
 

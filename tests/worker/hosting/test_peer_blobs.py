@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,6 +128,9 @@ def test_a_stage_comes_from_a_holder_and_what_that_sends_wrong_from_the_store(
             for name, offset in wanted:
                 asked.append(name)
                 yield Chunk(name, len(BLOBS[name]), offset, BLOBS[name][offset:])
+
+        def changes(self, wanted: list[str]) -> list[Any]:
+            return []  # no deltas
 
     cache = BlobCache(tmp_path / "taker", 1 << 30)
     files = BlobFiles(Store(), cache)  # type: ignore[arg-type]
