@@ -17,7 +17,7 @@ BENCHMARKS := adaptive_compression asynchronous boundaries chaos checkpoint_delt
 # One compute thread each: several processes share the machine, and results repeat exactly.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # So many processes run the default tests, a file at a time each; 0: none but pytest's own.
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 # One wing's tests, of each package that has a wing of this name: make test WING=planning, or WING=worker/links.
 WING ?=

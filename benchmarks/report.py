@@ -42,7 +42,7 @@ misses its promise. The machines are shared: their speed changes by up to 2.5 ti
 with it every figure that is bound by the processor. Under `machine`, `loop` is the time of a million
 additions in Python.
 
-`make test` takes minutes in two processes (`TEST_PROCESSES=N`); where the lab can be built (root,
+`make test` takes minutes in three processes (`TEST_PROCESSES=N`); where the lab can be built (root,
 `/dev/net/tun`, the `ip` command) it includes the lab's `wan` tests. `make test-all` adds the slow ones,
 `make bench` runs every benchmark. Tests that need a GPU skip without one.
 """
