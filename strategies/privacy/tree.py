@@ -4,7 +4,7 @@
     what is added to x_t is the difference of two such sums, over the nodes in one of them alone
 
 A node of level j covers 2^j rounds, and t rounds are made up of as many nodes as t has bits set. A round is
-in one node a level, so in at most b(t) of those that are used until t, b the number of binary digits. A
+in one node a level, so in at most b(t) of the nodes used until t, b the number of binary digits. A
 client that contributes to one round of a tree moves so many nodes by at most its norm, whichever round that
 is. The noise of all nodes follows from a seed, so a restart adds what was to be added. Sources: Kairouz 2021
 (arXiv 2103.00039), tree aggregation; Dwork 2010 and Chan 2011 for the tree.
@@ -31,7 +31,7 @@ SEED_BYTES = 32
 
 
 def nodes_of_a_round(rounds: int) -> int:
-    """Return in how many nodes a round can be of those that so many rounds of a tree use."""
+    """Return in how many of the nodes that so many rounds of a tree use a round can be."""
     return rounds.bit_length()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from functools import partial
 from weakref import ref
 
 import pytest
@@ -18,8 +19,10 @@ from atoll.job import Keeping, Precision, Recompute, TrainingSpec
 from atoll.program import stage_programs
 from atoll.repeats import repeatable
 from coordinator.capture.capture import Captured, capture
+from tests.atoll.stepped import executor_of, gradients_of
 
 X = {"x": torch.randn(8, 16, generator=torch.Generator().manual_seed(1))}
+gradients = partial(gradients_of, x=X["x"])
 
 
 class Gated(nn.Module):
@@ -74,32 +77,14 @@ def captured(module: nn.Module, precision: Precision = Precision.FP32) -> Captur
     return capture(module, X, TrainingSpec(steps=1, n_micro=1, precision=precision))
 
 
-def executor_of(found: Captured, recompute: Recompute, *, defer: bool = False) -> Executor:
-    (program,) = stage_programs(found.train, [0])
-    executor = Executor(program, "cpu", found.precision, keeping=Keeping(recompute), defer=defer)
-    executor.load({name: tensor.clone() for name, tensor in found.state.items()})
-    return executor
-
-
-def gradients(executor: Executor) -> dict[str, Tensor]:
-    for micro in range(2):
-        executor.forward(0, micro, {"x": X["x"] + micro}, {})
-    for micro in range(2):
-        executor.backward(micro, {}, 2.0)
-    while executor.owed is not None:
-        executor.weight_gradients()
-    found = {name: executor.gradient(name) for name in executor.uses}
-    return {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
-
-
 @pytest.mark.parametrize("module", [Gated, Written])
 @pytest.mark.parametrize("precision", list(Precision))
 @pytest.mark.parametrize("defer", [False, True])
 def test_gradients_are_the_same_bits(module: type[nn.Module], precision: Precision, defer: bool) -> None:
     found = captured(module(), precision)
     found = in_place(found) if module is Written else found
-    kept = gradients(executor_of(found, Recompute.OFF))
-    again = gradients(executor_of(found, Recompute.SELECTIVE, defer=defer))
+    kept = gradients(executor_of(found, Keeping(Recompute.OFF)))
+    again = gradients(executor_of(found, Keeping(Recompute.SELECTIVE), defer=defer))
     assert kept.keys() == again.keys() == dict(module().named_parameters()).keys()
     assert all(torch.equal(kept[name], again[name]) for name in kept)
 
@@ -113,7 +98,7 @@ def test_cheap_results_are_not_kept_and_all_else_is(defer: bool) -> None:
     }  # fmt: skip
     alive: dict[Recompute, set[int]] = {}
     for recompute in (Recompute.OFF, Recompute.SELECTIVE):
-        executor = executor_of(found, recompute, defer=defer)
+        executor = executor_of(found, Keeping(recompute), defer=defer)
         seen: dict[int, StorageWeakRef] = {}
 
         def observe(position: int, value: object, seen: dict[int, StorageWeakRef] = seen) -> None:
@@ -131,7 +116,7 @@ def test_cheap_results_are_not_kept_and_all_else_is(defer: bool) -> None:
 
 
 def test_products_in_a_row_compute_their_norm_again_once() -> None:
-    executor = executor_of(captured(Gated()), Recompute.SELECTIVE)
+    executor = executor_of(captured(Gated()), Keeping(Recompute.SELECTIVE))
     executor.forward(0, 0, X, {})
     with Calls() as calls:
         executor.backward(0, {})
@@ -159,7 +144,7 @@ def test_saved_bytes_tell_what_can_be_computed_again() -> None:
 @pytest.mark.parametrize("defer", [False, True])
 def test_a_cut_between_an_op_and_its_reader_changes_nothing(defer: bool) -> None:
     found = captured(Gated())
-    whole = gradients(executor_of(found, Recompute.OFF))
+    whole = gradients(executor_of(found, Keeping(Recompute.OFF)))
     silu = next(op for op, node in enumerate(found.train.ops) if node.target == "aten.silu.default")
     allowed = [p for p in found.train.cuttable() if p > silu]
     for start in allowed[:2]:
@@ -211,15 +196,15 @@ def test_results_are_computed_again_from_what_is_kept_or_almost() -> None:
     found = captured(Chain())
     products = [op for op, node in enumerate(found.train.ops) if node.target == "aten.mul.Tensor"]
     assert 0 < len(repeatable(stage_programs(found.train, [0])[0], ())) < len(products)
-    kept = gradients(executor_of(found, Recompute.OFF))
-    executor = executor_of(found, Recompute.SELECTIVE)
+    kept = gradients(executor_of(found, Keeping(Recompute.OFF)))
+    executor = executor_of(found, Keeping(Recompute.SELECTIVE))
     again = gradients(executor)
     assert all(torch.equal(kept[name], again[name]) for name in kept)
     executor.forward(0, 5, X, {})
     with Calls() as calls:
         executor.backward(5, {})
     with Calls() as plain:
-        other = executor_of(found, Recompute.OFF)
+        other = executor_of(found, Keeping(Recompute.OFF))
         other.forward(0, 5, X, {})
         plain.seen.clear()
         other.backward(5, {})
@@ -239,7 +224,7 @@ class Saved(nn.Module):
 
 @pytest.mark.parametrize("defer", [False, True])
 def test_what_is_given_up_is_gone_at_once(defer: bool) -> None:
-    executor = executor_of(captured(Saved()), Recompute.SELECTIVE, defer=defer)
+    executor = executor_of(captured(Saved()), Keeping(Recompute.SELECTIVE), defer=defer)
     seen: dict[int, StorageWeakRef] = {}
 
     def observe(position: int, value: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from atoll.job import Activations, Keeping, Precision, Recompute, TrainingSpec, 
 from atoll.program import stage_programs
 from atoll.saved import Saved
 from coordinator.capture.capture import Captured, capture
+from tests.atoll.stepped import executor_of, gradients_of
 
 X = {"x": torch.randn(64, 32, generator=torch.Generator().manual_seed(1))}
+gradients = partial(gradients_of, x=X["x"])
 INT8, INT4 = Keeping(activations=Activations.INT8), Keeping(activations=Activations.INT4)
 
 
@@ -39,24 +42,6 @@ class Attending(nn.Module):
 def captured(precision: Precision = Precision.FP32) -> Captured:
     torch.manual_seed(2)
     return capture(Attending(), X, TrainingSpec(steps=1, n_micro=1, precision=precision))
-
-
-def executor_of(found: Captured, keeping: Keeping, *, defer: bool = False) -> Executor:
-    (program,) = stage_programs(found.train, [0])
-    executor = Executor(program, "cpu", found.precision, keeping=keeping, defer=defer)
-    executor.load({name: tensor.clone() for name, tensor in found.state.items()})
-    return executor
-
-
-def gradients(executor: Executor) -> dict[str, Tensor]:
-    for micro in range(2):
-        executor.forward(0, micro, {"x": X["x"] + micro}, {})
-    for micro in range(2):
-        executor.backward(micro, {}, 2.0)
-    while executor.owed is not None:
-        executor.weight_gradients()
-    found = {name: executor.gradient(name) for name in executor.uses}
-    return {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
 
 
 @pytest.mark.parametrize("precision", list(Precision))
