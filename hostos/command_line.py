@@ -129,8 +129,8 @@ def _hidden(annotation: Any) -> bool:
 
 
 def _help_all(rare: int) -> Any:
-    which = f"the {rare} options" if rare > 1 else "the option"
-    words = f"Show this message, also {which} that few need."
+    which = f"the {rare} options that are" if rare > 1 else "the option that is"
+    words = f"Show this help with {which} rarely needed."
     return Annotated[bool, typer.Option("--help-all", is_eager=True, callback=_show_all, help=words)]
 
 

@@ -42,7 +42,10 @@ token_app = typer.Typer(
 
 Policy = Annotated[str, typer.Option(help="Which job gets workers first: srsf, shares, priorities or fifo.")]
 MostJobs = Annotated[
-    int, typer.Option(min=1, max=1000, help="Most jobs that train at once, federated ones aside.")
+    int,
+    typer.Option(
+        min=1, max=1000, help="Maximum number of jobs that train at once, federated ones not counted."
+    ),
 ]
 
 
@@ -256,7 +259,7 @@ def token_create(
         str, typer.Option(metavar="TIME", help="Lifetime such as 30m, 24h or 7d; never: unlimited.")
     ] = DEFAULT_EXPIRES,
     uses: Annotated[
-        int, typer.Option(min=0, help="Most workers that may join with it; 0: any number.")
+        int, typer.Option(min=0, help="Maximum number of workers that may join with it; 0: any number.")
     ] = DEFAULT_USES,
     host: Annotated[str, typer.Option(help="Address in the join command.")] = "",
     long: Annotated[
@@ -310,7 +313,7 @@ def token_list(common: Common) -> None:
 @token_app.command("revoke", epilog="Example: atoll token revoke t-1a2b3c4d")
 @with_groups
 def token_revoke(
-    id: Annotated[str, typer.Argument(metavar="TOKEN_ID", help="As in `atoll token list`.")],
+    id: Annotated[str, typer.Argument(metavar="TOKEN_ID", help="Id, as `atoll token list` shows it.")],
     common: Common,
 ) -> None:
     """Revoke a token for further joins; workers that have joined stay (see `atoll kick`)."""

@@ -70,7 +70,7 @@ def drop(
     *,
     common: Common,
 ) -> None:
-    """End the overlap now: trust the older authority no more, and delete its key."""
+    """End the overlap now: the older authority is no longer trusted, and its key is deleted."""
     with common.client() as client:
         found = client.drop_authority(anyway=anyway)
     _print(found, json=common.json)

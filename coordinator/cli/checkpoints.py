@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from protos import atoll_control_pb2 as pb
 
-JobName = Annotated[str, typer.Argument(metavar="JOB", help="As in `atoll status`.")]
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="Name or id, as `atoll status` shows it.")]
 
 
 class _ListsByDefault(TyperGroup):

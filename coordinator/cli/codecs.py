@@ -60,7 +60,10 @@ def register(app: typer.Typer) -> None:
 
 def codecs(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[CODEC]...", help="Only these, with their sources.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[CODEC]...", help="Names of codecs to list, with their sources; default: all."
+        ),
     ] = None,
     ratio: Annotated[
         float,

@@ -100,7 +100,7 @@ def simulate(
         int, typer.Option(min=1, max=10_000, metavar="N", help="Number of nodes; default: 10.")
     ] = 0,
     workers: Annotated[
-        int, typer.Option(min=1, max=64, metavar="N", help="Processes that are these nodes in turn.")
+        int, typer.Option(min=1, max=64, metavar="N", help="Processes that run the nodes in turn.")
     ] = 2,
     run_config: RunConfig = None,
     federation_config: FederationConfig = None,

@@ -36,7 +36,7 @@ Detach = Annotated[
     typer.Option("--detach", help="Let it run without this terminal: `atoll flower list`, `logs`, `stop`."),
 ]
 RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="As in `atoll flower list`, or its first digits.")
+    str, typer.Argument(metavar="RUN", help="Id, as `atoll flower list` shows it, or its first digits.")
 ]
 
 
@@ -158,7 +158,7 @@ def _elsewhere(facts: pb.AppRunFacts) -> dict[str, Any]:
 
 def logs(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="As in `atoll flower list`; default: the newest.")
+        str, typer.Argument(metavar="RUN", help="Id, as `atoll flower list` shows it; default: the newest.")
     ] = "",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay until the run has ended.")] = False,
     state_dir: StateDir = None,

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from protos import atoll_control_pb2 as pb
 
 LOSSES_SHOWN = 48
-JobName = Annotated[str, typer.Argument(metavar="JOB", help="As in `atoll status`.")]
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="Name or id, as `atoll status` shows it.")]
 JobFile = Annotated[Path, typer.Argument(metavar="JOBFILE", help="Python file with a function job().")]
 
 
@@ -303,7 +303,9 @@ def _follow(
 
 @with_groups
 def logs(
-    job: Annotated[str, typer.Argument(metavar="[JOB]", help="As in `atoll status`; default: all.")] = "",
+    job: Annotated[
+        str, typer.Argument(metavar="[JOB]", help="Name or id, as `atoll status` shows it; default: all.")
+    ] = "",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue as lines arrive.")] = False,
     *,
     common: Common,
@@ -346,7 +348,10 @@ def cancel(
 
 @with_groups
 def forget(
-    jobs: Annotated[list[str], typer.Argument(metavar="JOB...", help="As in `atoll status`; ended ones.")],
+    jobs: Annotated[
+        list[str],
+        typer.Argument(metavar="JOB...", help="Names or ids of ended jobs, as `atoll status` shows them."),
+    ],
     common: Common,
 ) -> None:
     """Delete jobs that have ended: their checkpoints, figures and logs, and what no other job needs of their
@@ -385,14 +390,14 @@ def export(
         ),
     ] = None,
     sets: Annotated[
-        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="As for `atoll submit`.")
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job.")
     ] = None,
     step: Annotated[
         str,
         typer.Option(
             metavar="N|best",
-            help="Of this kept checkpoint (`atoll checkpoints JOB`), or of the one nearest to the best "
-            "held-out loss; default: the newest.",
+            help="Step of a checkpoint that `atoll checkpoints JOB` lists, or best: the one nearest to the "
+            "best held-out loss. Default: the newest.",
         ),
     ] = "",
     *,

@@ -75,7 +75,10 @@ def create(
         int, typer.Option(min=0, help="Most of this owner's jobs at once; 0: any number.")
     ] = 0,
     weight: Annotated[
-        float, typer.Option(min=0.001, max=1000.0, help="Of its share, where the policy is `shares`.")
+        float,
+        typer.Option(
+            min=0.001, max=1000.0, help="Weight of its share of the fleet, where the policy is `shares`."
+        ),
     ] = 1.0,
     *,
     common: Common,
@@ -116,7 +119,7 @@ def _quota(quota: pb.OwnerQuota) -> str:
 @owner_app.command("revoke", epilog="Example: atoll owner revoke research")
 @with_groups
 def revoke(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="As in `atoll owner list`.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name, as `atoll owner list` shows it.")],
     common: Common,
 ) -> None:
     """End an owner's rights at once; its jobs stay, and who may administer can cancel them."""

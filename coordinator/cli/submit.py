@@ -75,13 +75,14 @@ def submit(
     priority: Annotated[
         Priority,
         typer.Option(
-            help="Among the fleet's jobs; one of lower priority gives its workers at its next commit."
+            help="Priority among jobs; a job of lower priority gives up its workers at its next commit."
         ),
     ] = Priority.NORMAL,
     deadline: Annotated[
         str,
         typer.Option(
-            metavar="TIME", help="Needed by then, such as 12h: the job goes ahead when time is short."
+            metavar="TIME",
+            help="Time until the result is needed, such as 12h; it goes before others when time is short.",
         ),
     ] = "",
     watch: Annotated[

@@ -28,7 +28,8 @@ EXAMPLES = (
     "a fleet of yours on this machine: atoll chaos JOB.py --attach /srv/atoll --attach /srv/w1 --not-mine"
 )
 JobFile = Annotated[
-    Path | None, typer.Argument(metavar="[JOBFILE]", help="As for `atoll submit`; default: the demo's model.")
+    Path | None,
+    typer.Argument(metavar="[JOBFILE]", help="Job file, as for `atoll submit`; default: the demo's model."),
 ]
 
 

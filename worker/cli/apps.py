@@ -27,7 +27,7 @@ MAX_SHOWN_CHARS = 10 << 20
 apps = typer.Typer(help="Apps (foreign Python code) that may run on this machine.", no_args_is_help=True)
 
 Hash = Annotated[
-    str, typer.Argument(metavar="HASH", help="As `apps list` shows it, its first digits; or a publisher.")
+    str, typer.Argument(metavar="HASH", help="Hash that `apps list` shows, its first digits, or a publisher.")
 ]
 
 

@@ -25,7 +25,7 @@ data = typer.Typer(
     help="Register data for federated training. The data stays here; others learn its schema and size.",
     no_args_is_help=True,
 )
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the data set in jobs.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name by which jobs refer to the data set.")]
 Accept = Annotated[
     list[str] | None,
     typer.Option(
@@ -34,11 +34,10 @@ Accept = Annotated[
         "may repeat.",
     ),
 ]
-MinClients = Annotated[
-    int | None, typer.Option(metavar="N", help="Minimum of updates in each round of a job.")
-]
+MinClients = Annotated[int | None, typer.Option(metavar="N", help="Fewest updates in each round of a job.")]
 MaxRounds = Annotated[
-    int | None, typer.Option(metavar="N", help="Maximum of rounds of a job, and of updates to it.")
+    int | None,
+    typer.Option(metavar="N", help="Maximum number of rounds of one job, and of updates sent to it."),
 ]
 Clip = Annotated[float | None, typer.Option(metavar="C", help="Clip each update to this L2 norm.")]
 Noise = Annotated[
@@ -251,8 +250,8 @@ def policy(
 ) -> int:
     """Show a data set's policy, or change what is given of it; a running worker obeys at once.
 
-    A job that runs and is no longer accepted is left. A changed bound on updates or their norm and noise
-    counts from the next job, or the next time that this one is taken up.
+    The worker leaves a running job that the new policy does not accept. A changed bound on updates, or on
+    their norm and noise, counts from the next job, or the next time that this one is taken up.
     """
     from worker.cli.running import signal_consent_changed
     from worker.data.registry import load_dataset, set_policy

@@ -29,7 +29,7 @@ LOOK_S = 0.5  # between looks for a request that is waited for
 
 jobs = typer.Typer(help="Jobs that ask for this machine's data.", invoke_without_command=True)
 
-Job = Annotated[str, typer.Argument(metavar="JOB", help="As `atoll-worker jobs` shows it.")]
+Job = Annotated[str, typer.Argument(metavar="JOB", help="Id, as `atoll-worker jobs` shows it.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -40,7 +40,7 @@ def register(app: typer.Typer) -> None:
 @jobs.callback(epilog="Example: atoll-worker jobs")
 def show(
     context: typer.Context,
-    every: Annotated[bool, typer.Option("--all", help="Also jobs that are over.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Show ended jobs too.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until a job asks.")] = False,
     state_dir: StateDir = None,
     json: AsJson = False,

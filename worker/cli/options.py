@@ -189,24 +189,26 @@ class Limits:
     min_batch: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Minimum of own samples in each mean that leaves; default 3.", hidden=True
+            metavar="N",
+            help="Fewest own samples in each mean that leaves this machine; default 3.",
+            hidden=True,
         ),
     ] = None
     min_samples: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Minimum of own samples behind a federated update; default 10.", hidden=True
+            metavar="N", help="Fewest own samples behind a federated update; default 10.", hidden=True
         ),
     ] = None
     min_steps: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Minimum of local steps behind a federated update; default 2.", hidden=True
+            metavar="N", help="Fewest local steps behind a federated update; default 2.", hidden=True
         ),
     ] = None
     min_clients: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Minimum of updates in a federated round; default 2.", hidden=True),
+        typer.Option(metavar="N", help="Fewest updates in a federated round; default 2.", hidden=True),
     ] = None
 
     def given(self) -> dict[str, Any]:
@@ -251,7 +253,11 @@ class AppOptions:
     app_nodes: Annotated[
         int | None,
         typer.Option(
-            min=1, max=10_000, metavar="N", help="Nodes that this machine may be in a run.", hidden=True
+            min=1,
+            max=10_000,
+            metavar="N",
+            help="Maximum number of nodes that this machine runs in one run.",
+            hidden=True,
         ),
     ] = None
     app_env: Annotated[
