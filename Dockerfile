@@ -35,7 +35,7 @@ RUN /opt/atoll/bin/pip install --no-cache-dir --no-index --no-deps --no-build-is
 # Guests' manners: no root inside, state in one folder that a volume keeps. What libraries would keep in a home
 # goes to /tmp: the root may be read-only.
 RUN useradd --create-home --uid 10001 atoll \
-    && mkdir -p /state /tokens/join /tokens/owner && chown atoll /state /tokens/join /tokens/owner
+    && mkdir -p /state /tokens/join /tokens/owner /tokens/page && chown -R atoll /state /tokens
 USER atoll
 WORKDIR /home/atoll
 ENV PATH=/opt/atoll/bin:$PATH ATOLL_STATE=/state HOME=/tmp

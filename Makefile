@@ -138,7 +138,7 @@ protos: $(STAMP)
 # Torch is left out: each index has builds of its own, of one version and other bytes (docs/supply-chain.md).
 lock: $(STAMP)
 	echo 'setuptools>=77' | $(LOCK) --python-version 3.11 -c constraints.txt - -o locks/build.txt
-	$(LOCK) --python-version 3.11 -c constraints.txt pyproject.toml locks/torch.in --extra coordinator -o locks/runtime.txt
+	$(LOCK) --python-version 3.11 -c constraints.txt pyproject.toml locks/torch.in --extra coordinator --extra dashboard -o locks/runtime.txt
 	$(LOCK) --python-version 3.11 -c constraints.txt pyproject.toml locks/torch.in $(EXTRAS:%=--extra %) -o locks/development.txt
 	$(LOCK) --python-version 3.11.5 -c constraints.txt pyproject.toml locks/torch.in --extra coordinator --extra docs -o locks/docs.txt
 	printf 'pip-audit\ncyclonedx-bom\n' | $(LOCK) --python-version 3.11 - -o locks/supply.txt

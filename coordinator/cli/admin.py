@@ -184,6 +184,12 @@ def dashboard(
         bool,
         typer.Option("--behind-proxy", help="Another program ends TLS in front of it; needs --name."),
     ] = False,
+    published: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="In a container: the loopback port of the host that leads here."
+        ),
+    ] = "",
     names: Annotated[
         list[str] | None,
         typer.Option("--name", metavar="HOST", help="Name by which browsers reach the page; may repeat."),
@@ -199,7 +205,7 @@ def dashboard(
     from coordinator.dashboard.access import Keys, listening
     from coordinator.dashboard.app import Settings, serve_page
 
-    settings = Settings(listening(listen, tls, behind_proxy, tuple(names or ())), public=public)
+    settings = Settings(listening(listen, tls, behind_proxy, tuple(names or ()), published), public=public)
     with common.client() as client:
         endpoint = client.endpoint
     announce = partial(_announce_page, as_json=common.json)

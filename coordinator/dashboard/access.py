@@ -48,8 +48,9 @@ OPEN = ("/static/", "/session")  # without a cookie: neither tells anything of t
 class Listening:
     """Where the page listens, and by which names browsers reach it.
 
-    ``tls``: certificate and key, by path; ``behind_proxy``: another program ends TLS in front of it.
-    UsageError for an address that others reach without either.
+    ``tls``: certificate and key, by path; ``behind_proxy``: another program ends TLS in front of it;
+    ``published``: the loopback address and port of the host that lead here, into a container.
+    UsageError for an address that others reach without any of the three.
     """
 
     host: str = "127.0.0.1"
@@ -57,9 +58,16 @@ class Listening:
     tls: tuple[str, str] | None = None
     behind_proxy: bool = False
     names: frozenset[str] = frozenset()  # that Host headers may have, beside the loopback's and ``host``
+    published: tuple[str, int] | None = None
 
     def __post_init__(self) -> None:
-        if self.host not in LOOPBACK and self.tls is None and not self.behind_proxy:
+        if self.published is not None and self.published[0] not in LOOPBACK:
+            raise UsageError(
+                f"--published {self.published[0]}: give the loopback address of the host, such as "
+                f"127.0.0.1:{self.port}; for any other address the page needs --tls or --behind-proxy"
+            )
+        contained = self.tls is not None or self.behind_proxy or self.published is not None
+        if self.host not in LOOPBACK and not contained:
             raise UsageError(
                 f"{self.host} would send the page over the network in the clear; give --tls CERTIFICATE KEY "
                 f"or --behind-proxy, or leave --listen at 127.0.0.1 and look from elsewhere through "
@@ -78,16 +86,21 @@ class Listening:
 
     def address(self, port: int) -> str:
         """Return the page's address as it is shown."""
+        if self.published is not None:
+            return f"http://{join_address(*self.published)}/"
         name = next(iter(sorted(self.names)), self.host)
         return f"{'https' if self.secure else 'http'}://{join_address(name, port)}/"
 
 
 def listening(
-    listen: str, tls: tuple[str, str] | None, behind_proxy: bool, names: tuple[str, ...]
+    listen: str, tls: tuple[str, str] | None, behind_proxy: bool, names: tuple[str, ...], published: str = ""
 ) -> Listening:
     """Return where to listen by a command's options. UsageError."""
+    if published and (tls is not None or behind_proxy):
+        raise UsageError("--published is for a page without TLS: leave out --tls and --behind-proxy, or it")
     host, port = parse_address(listen)
-    return Listening(host, port, tls, behind_proxy, frozenset(name.lower() for name in names))
+    known = frozenset(name.lower() for name in names)
+    return Listening(host, port, tls, behind_proxy, known, parse_address(published) if published else None)
 
 
 @dataclass

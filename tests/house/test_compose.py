@@ -25,7 +25,7 @@ def volumes(service: str) -> dict[str, tuple[str, bool]]:
 
 
 def test_one_coordinator_three_workers_and_an_owner_are_described() -> None:
-    assert set(SERVICES) == {"coordinator", "owner", "prometheus", "grafana", *WORKERS}
+    assert set(SERVICES) == {"coordinator", "owner", "page", "page-token", "prometheus", "grafana", *WORKERS}
     assert len(WORKERS) == 3
 
 
@@ -44,6 +44,20 @@ def test_the_authoritys_key_is_the_coordinators_alone() -> None:
     for name in WORKERS:
         assert volumes(name) == {name: ("/state", False), "join-token": ("/tokens/join", True)}
     assert volumes("owner") == {"owner-token": ("/tokens/owner", True)}
+
+
+def test_the_page_has_a_token_that_may_only_watch_and_is_reached_from_this_machine_alone() -> None:
+    page, maker = SERVICES["page"], SERVICES["page-token"]
+    assert page["profiles"] == maker["profiles"] == ["page"]
+    assert page["ports"] == ["127.0.0.1:7780:7780"]
+    assert "--published=127.0.0.1:7780" in page["command"]
+    assert volumes("page") == {"page-token": ("/tokens/page", True)}
+    assert volumes("page-token") == {
+        "owner-token": ("/tokens/owner", True),
+        "page-token": ("/tokens/page", False),
+    }
+    assert "--role watch" in maker["command"][-1]
+    assert maker["restart"] == "no"
 
 
 @pytest.mark.parametrize("name", SERVICES)

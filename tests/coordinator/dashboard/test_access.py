@@ -81,6 +81,18 @@ def test_under_tls_the_cookie_is_secure() -> None:
         assert "Secure" in signed_in(client, **origin).headers["set-cookie"]
 
 
+def test_a_container_may_listen_for_the_loopback_of_its_host_and_for_nobody_else() -> None:
+    page = Listening("172.17.0.2", 7780, published=("127.0.0.1", 8080))
+    assert page.address(7780) == "http://127.0.0.1:8080/"
+    assert not page.secure, "browsers would not send a Secure cookie over http"
+    assert page.goes_by("127.0.0.1:8080")
+    assert not page.goes_by("fleet.example:8080")
+    with pytest.raises(UsageError, match="give the loopback address of the host"):
+        Listening("172.17.0.2", published=("192.0.2.7", 8080))
+    with pytest.raises(UsageError, match="leave out --tls"):
+        listening("172.17.0.2:7780", ("c", "k"), False, (), "127.0.0.1:7780")
+
+
 def test_a_cookie_ends_after_twelve_hours_and_with_the_process() -> None:
     now = [1000.0]
     keys = Keys(KEY, clock=lambda: now[0])
