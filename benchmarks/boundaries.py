@@ -3,7 +3,8 @@
 A job is cut into stages of about equal numbers of ops, where least crosses, and all of them run in this
 process through the links' codecs (tests/inprocess/pipeline.py). Every link has the same codec and ratio.
 Judged is the plain module with the trained weights, no codec anywhere. ``--warm`` steps go first without any
-codec: with most of the steps it is what fine-tuning meets. Decision 010 says which codecs `auto` takes.
+codec: with most of the steps it is what fine-tuning meets. Without codecs no cut changes a bit, so these
+steps and the dense training are done once a seed, in one stage. Decision 010 says which codecs `auto` takes.
 
   python -m benchmarks.boundaries --state boundaries.jsonl --json
   python -m benchmarks.boundaries --steps 100 --seeds 1 --cuts 1 --ratios 16 --codecs eden,topk
@@ -22,8 +23,9 @@ import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,6 +42,13 @@ from lab.fleet import fleet_of
 from lab.reader import read_scenario
 from tests.inprocess.pipeline import LocalPipeline
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from atoll.plan import LinkSpec
+
+    State = Mapping[str, Mapping[str, Tensor]]
+
 DENSE = "none"
 TICKS = (8, 10, 12, 16, 30)
 NEAR = 0.1  # of the ops: so far from an even cut the thinnest place is looked for
@@ -47,7 +56,7 @@ NEAR = 0.1  # of the ops: so far from an even cut the thinnest place is looked f
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A training: the codec of every link, how many times fewer bytes, and the cuts."""
+    """A training: the codec of every link, how many times fewer bytes, and the cuts; dense ones have none."""
 
     codec: str
     ratio: float
@@ -60,11 +69,12 @@ class Case:
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Yield the trainings, a seed after the other, its dense ones first."""
-    for seed in range(args.seed, args.seed + args.seeds):
-        for cuts in map(int, args.cuts.split(",")):
-            yield Case(DENSE, 1.0, cuts, seed)
-            for ratio in map(float, args.ratios.split(",")):
+    """Yield the trainings, the dense ones first, then a ratio after the other with all its seeds."""
+    seeds = range(args.seed, args.seed + args.seeds)
+    yield from (Case(DENSE, 1.0, 0, seed) for seed in seeds)
+    for ratio in map(float, args.ratios.split(",")):
+        for seed in seeds:
+            for cuts in map(int, args.cuts.split(",")):
                 yield from (Case(codec, ratio, cuts, seed) for codec in args.codecs.split(","))
 
 
@@ -84,39 +94,53 @@ def starts_of(problem: Problem, cuttable: Sequence[int], cuts: int) -> tuple[int
     return tuple(found)
 
 
-def train(args: argparse.Namespace, case: Case) -> dict[str, Any]:
-    """Train a case; its held-out loss, and the bytes of its links that are dense over those that are sent."""
-    job = job_of(args, case.seed)
-    captured = capture(job.module, job.example_inputs, job.training)
-    fleet = parse_fleet(tomllib.loads(fleet_of(read_scenario(args.scenario))))
-    problem = Problem(captured.train, job.training, fleet, compression=case.compression)
-    starts = starts_of(problem, captured.train.cuttable(), case.cuts)
-    if len(starts) > len(fleet.devices):
-        raise UsageError(f"{len(starts)} stages, {args.scenario} has {len(fleet.devices)} machines")
-    links = problem.specs(Candidate(tuple(range(len(starts))), starts))
-    dag = captured.train
-    pipeline = LocalPipeline(
-        stage_programs(dag, list(starts)),
-        job.training,
-        {name: {"value": tensor.clone()} for name, tensor in captured.state.items()},
-        states={**dag.parameters, **dag.buffers},
-    )
-    data, _ = job.data.materialise(next(iter(job.example_inputs.values())).shape[0])
-    held_out, steps, n_micro = HeldOut(job), job.training.steps, job.training.n_micro
-    loads = problem.traffic.loads(starts)
-    dense = {(load.source, load.target): load.n_bytes * n_micro for load in loads}
-    begun_s = time.perf_counter()
-    for step in range(steps):
-        if step == args.warm:
-            pipeline.relink(links)
-        pipeline.step(step, [batch_of(data, job, n_micro, step, micro) for micro in range(n_micro)])
-    sent = sent_bytes(pipeline, dense, steps - args.warm)
-    return {
-        "loss": held_out.loss(pipeline.snapshot()),
-        "times_fewer": sum(dense.values()) / sum(sent.values()),
-        "starts": list(starts),
-        "took_s": time.perf_counter() - begun_s,
-    }
+class Trainings:
+    """Trains cases of one seed after another, from the state after the steps without codecs."""
+
+    def __init__(self, args: argparse.Namespace, seed: int) -> None:
+        self._warm, self._job = args.warm, job_of(args, seed)
+        self._captured = capture(self._job.module, self._job.example_inputs, self._job.training)
+        self._fleet = parse_fleet(tomllib.loads(fleet_of(read_scenario(args.scenario))))
+        self._held_out = HeldOut(self._job)
+        self._data, _ = self._job.data.materialise(next(iter(self._job.example_inputs.values())).shape[0])
+        self._state: State = copied({name: {"value": one} for name, one in self._captured.state.items()})
+        if args.warm:
+            self._state = self._trained((0,), (), range(args.warm)).snapshot()
+
+    def __call__(self, case: Case) -> dict[str, Any]:
+        """Return a case's held-out loss, and the bytes of its links that are dense over those sent."""
+        begun_s, dag, training = time.perf_counter(), self._captured.train, self._job.training
+        problem = Problem(dag, training, self._fleet, compression=case.compression)
+        starts = starts_of(problem, dag.cuttable(), case.cuts)
+        if len(starts) > len(self._fleet.devices):
+            raise UsageError(f"{len(starts)} stages, the scenario has {len(self._fleet.devices)} machines")
+        loads = problem.traffic.loads(starts)
+        dense = {(load.source, load.target): load.n_bytes * training.n_micro for load in loads}
+        links = problem.specs(Candidate(tuple(range(len(starts))), starts)) if case.cuts else ()
+        pipeline = self._trained(starts, links, range(self._warm, training.steps))
+        sent = sent_bytes(pipeline, dense, training.steps - self._warm)
+        return {
+            "loss": self._held_out.loss(pipeline.snapshot()),
+            "times_fewer": sum(dense.values()) / sum(sent.values()) if sent else 1.0,
+            "starts": list(starts),
+            "took_s": time.perf_counter() - begun_s,
+        }
+
+    def _trained(self, starts: Sequence[int], links: Sequence[LinkSpec], steps: range) -> LocalPipeline:
+        dag, job = self._captured.train, self._job
+        programs, states = stage_programs(dag, list(starts)), {**dag.parameters, **dag.buffers}
+        pipeline = LocalPipeline(programs, job.training, copied(self._state), states=states)
+        pipeline.relink(links)
+        micros = range(job.training.n_micro)
+        for step in steps:
+            batches = [batch_of(self._data, job, len(micros), step, micro) for micro in micros]
+            pipeline.step(step, batches)
+        return pipeline
+
+
+def copied(state: State) -> dict[str, dict[str, Tensor]]:
+    """Return a state of its own for a training that goes on from this one."""
+    return {name: {kind: tensor.clone() for kind, tensor in kept.items()} for name, kept in state.items()}
 
 
 # ---------------------------------------------------------------- all of them
@@ -124,7 +148,7 @@ def train(args: argparse.Namespace, case: Case) -> dict[str, Any]:
 
 def key_of(args: argparse.Namespace, case: Case) -> str:
     """What a stored line must agree in to be used again."""
-    facts = [args.job, args.scenario, args.steps, args.warm, args.set, asdict(case), 1]
+    facts = [args.job, args.scenario, args.steps, args.warm, args.set, asdict(case), 2]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
@@ -132,6 +156,7 @@ def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Every training that the state file does not hold yet, one after another."""
     path = Path(args.state) if args.state else None
     known = {line["key"]: line for line in stored(path)} if path else {}
+    trainings = cache(partial(Trainings, args))
     found = []
     for case in cases(args):
         key = key_of(args, case)
@@ -139,7 +164,7 @@ def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
             continue
         if key not in known:
             variant = f"{case.codec}:{case.ratio:g} over {case.cuts}"
-            known[key] = {"key": key, "variant": variant, **asdict(case), **train(args, case)}
+            known[key] = {"key": key, "variant": variant, **asdict(case), **trainings(case.seed)(case)}
             if path:
                 with path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(known[key]) + "\n")
@@ -150,7 +175,7 @@ def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def rows_of(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each codec at each ratio and number of cuts: its loss, and by how much more than dense, over seeds."""
-    dense = {(line["seed"], line["cuts"]): line["loss"] for line in found if line["codec"] == DENSE}
+    dense = {line["seed"]: line["loss"] for line in found if line["codec"] == DENSE}
     rows: dict[tuple[int, float, str], list[Mapping[str, Any]]] = {}
     for line in found:
         rows.setdefault((line["cuts"], line["ratio"], line["codec"]), []).append(line)
@@ -162,7 +187,7 @@ def rows_of(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "times_fewer": statistics.fmean(line["times_fewer"] for line in lines),
             "seeds": len(lines),
             "loss": statistics.fmean(line["loss"] for line in lines),
-            "more": [line["loss"] / dense[line["seed"], cuts] - 1.0 for line in lines],
+            "more": [line["loss"] / dense[line["seed"]] - 1.0 for line in lines],
         }
         for (cuts, ratio, codec), lines in sorted(rows.items())
     ]
@@ -173,7 +198,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    cuts = sorted({row["cuts"] for row in rows})
+    cuts = sorted({row["cuts"] for row in rows} - {0})
     codecs = dict.fromkeys(row["codec"] for row in rows if row["codec"] != DENSE)
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(8.0, 3.2), layout="constrained")
@@ -203,7 +228,7 @@ def main() -> None:
     found.add_argument("--ratios", default="8,10,16,30", help="dense bytes over sent ones, by commas")
     found.add_argument("--cuts", default="1,3", help="numbers of cuts, by commas")
     found.add_argument("--steps", type=int, default=500)
-    found.add_argument("--warm", type=int, default=0, help="steps without codecs, before the others")
+    found.add_argument("--warm", type=int, default=0, help="of the steps, those before codecs begin")
     found.add_argument("--seeds", type=int, default=3, help="paired seeds, from --seed on")
     found.add_argument("--state", help="JSON lines of finished trainings; goes on from there")
     found.add_argument("--only-stored", action="store_true", help="train nothing: report what --state holds")

@@ -31,9 +31,11 @@ def test_a_table_is_stored_line_by_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     state = str(tmp_path / "state.jsonl")
-    dense, coded = table(monkeypatch, capsys, "--state", state)
+    both = ("--codecs", "topk,none", "--warm", "2", "--state", state)
+    dense, exact, coded = table(monkeypatch, capsys, *both)
     assert (dense["codec"], dense["more"]) == (boundaries.DENSE, [0.0])
+    assert (exact["cuts"], exact["loss"]) == (1, dense["loss"]), "a cut and a start in between change no bit"
     assert coded["times_fewer"] > 6.0
     assert coded["more"] != [0.0]
-    monkeypatch.setattr(boundaries, "train", None)
-    assert table(monkeypatch, capsys, "--state", state) == [dense, coded]
+    monkeypatch.setattr(boundaries, "Trainings", lambda *args: None)
+    assert table(monkeypatch, capsys, *both) == [dense, exact, coded]
