@@ -87,7 +87,7 @@ class Rows:
 
         ``inputs`` name the model's input for each part of a sample, or the keys of samples that are
         mappings: all of them where none is named. ``held_out`` is such a data set too. ``collate``, such as a
-        collator of transformers, makes a dict of tensors from the samples of both, all of them at once.
+        collator of transformers, makes a dict of tensors from samples of both, all padded to one length.
         UsageError for samples that have not so many parts.
         """
         sets = [dataset] if held_out is None else [dataset, held_out]

@@ -57,29 +57,94 @@ def collated(
 ) -> tuple[dict[str, Array], ...]:
     """Return for each data set what ``collate`` makes of its samples, by input.
 
-    All go through one call, so that what is padded has one length. ``inputs`` choose among what comes out.
+    It gets some samples at a time. Where they come out of different shapes, the largest ones are found and go
+    along with all others, so that what is padded has one length. ``inputs`` choose among what comes out.
     """
     for dataset in datasets:
         check_map_style(what, dataset, inputs)
-    samples = [sample for dataset in datasets for sample in samples_of(dataset)]
-    made = collate(samples)
-    if not isinstance(made, Mapping):
+    calls = _Collating(what, datasets, inputs, collate)
+    found = calls.spooled(())
+    if found is None:
+        found = calls.spooled(calls.largest())
+    if found is None:
         raise UsageError(
-            f"{what}: collate returned {described(made)}; return a dict with a tensor each input"
+            f"{what}: collate makes rows of other shapes each time; pad all to one length, as "
+            "padding='max_length' of a tokenizer does"
         )
-    chosen = _parts(what, dict(made), inputs or tuple(made))
-    arrays = {name: array_of(f"{what}: {name!r}", value) for name, value in chosen.items()}
-    if odd := [name for name, array in arrays.items() if len(array) != len(samples)]:
-        raise UsageError(
-            f"{what}: collate made {len(arrays[odd[0]])} rows of {odd[0]!r} from {len(samples)} "
-            "samples; make one of each, as DataCollatorWithPadding does"
-        )
-    found, first = [], 0
-    for dataset in datasets:
-        rows = slice(first, first + len(dataset))
-        found.append({name: array[rows] for name, array in arrays.items()})
-        first = rows.stop
-    return tuple(found)
+    return found
+
+
+class _Collating:
+    """Calls of a collator with a bounded number of the samples of data sets that are read in turn."""
+
+    def __init__(self, what: str, datasets: Sequence[Any], inputs: Sequence[str], collate: Collate) -> None:
+        self._what, self._datasets, self._inputs, self._collate = what, datasets, tuple(inputs), collate
+        self._spans: list[tuple[int, int, int]] = []  # of each call: data set, first sample, samples
+        self._shapes: list[dict[str, tuple[int, ...]]] = []  # of a row, by input, that it made
+
+    def spooled(self, along: Sequence[tuple[int, int]]) -> tuple[dict[str, Array], ...] | None:
+        """Return the rows by data set; None, with the shapes noted, where they differ. ``along``: samples,
+        by data set and number, that are in every call and whose rows are dropped."""
+        found = [dict[str, Spool]() for _ in self._datasets]
+        longer = [self._datasets[which][at] for which, at in along]
+        alike, count = True, 1
+        self._spans, self._shapes = [], []
+        for which, dataset in enumerate(self._datasets):
+            first = 0
+            while first < len(dataset):
+                span = which, first, min(count, len(dataset) - first)
+                made = self._made(span, longer)
+                self._spans.append(span)
+                self._shapes.append({name: rows.shape[1:] for name, rows in made.items()})
+                alike = alike and self._shapes[-1] == self._shapes[0]
+                for name, rows in made.items() if alike else ():
+                    found[which].setdefault(name, Spool()).add(rows)
+                if not alike:
+                    found.clear()  # what waits in memory and on the disk
+                first += span[2]
+                a_row = sum(rows.nbytes for rows in made.values()) // span[2]
+                count = min(ROWS_A_READ, max(1, READ_BYTES // max(1, a_row)))
+        return tuple({name: rows.array() for name, rows in one.items()} for one in found) if alike else None
+
+    def largest(self) -> list[tuple[int, int]]:
+        """Return the samples, by data set and number, that made each dimension of each input as large as it
+        is at most: found by halves within the call that had it."""
+        found = dict[tuple[int, int], None]()
+        for name, shape in self._shapes[0].items():
+            for dim in range(len(shape)):
+                size, call = max((shapes[name][dim], -at) for at, shapes in enumerate(self._shapes))
+                which, first, count = self._spans[-call]
+                while count > 1:
+                    half = count // 2
+                    has = self._made((which, first, half), ())[name].shape[1 + dim] == size
+                    first, count = (first, half) if has else (first + half, count - half)
+                found[which, first] = None
+        return list(found)
+
+    def _made(self, span: tuple[int, int, int], along: Sequence[Any]) -> dict[str, Array]:
+        """Return what the collator makes of some samples, [samples, ...] by input."""
+        which, first, count = span
+        samples = [self._datasets[which][at] for at in range(first, first + count)]
+        made = self._collate([*samples, *along])
+        if not isinstance(made, Mapping):
+            raise UsageError(
+                f"{self._what}: collate returned {described(made)}; return a dict with a tensor each input"
+            )
+        self._inputs = self._inputs or tuple(made)
+        chosen = _parts(self._what, dict(made), self._inputs)
+        arrays = {name: array_of(f"{self._what}: {name!r}", value) for name, value in chosen.items()}
+        asked = count + len(along)
+        for name, array in arrays.items():
+            if len(array) != asked:
+                raise UsageError(
+                    f"{self._what}: collate made {len(array)} rows of {name!r} from {asked} samples; make "
+                    "one of each, as DataCollatorWithPadding does"
+                )
+            if self._shapes and array.ndim != 1 + len(self._shapes[0][name]):
+                raise UsageError(
+                    f"{self._what}: {name!r} has rows of {array.ndim - 1} and of other dimensions"
+                )
+        return {name: array[:count] for name, array in arrays.items()}
 
 
 def check_map_style(what: str, dataset: Any, inputs: Sequence[str] = ()) -> None:

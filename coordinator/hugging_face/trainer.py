@@ -53,8 +53,8 @@ class Trainer(transformers.Trainer):
     """transformers' Trainer, but that ``train()`` has workers take the steps.
 
     The coordinator is the one of ``ATOLL_COORDINATOR`` and ``ATOLL_TOKEN``, or the one that has its state in
-    ``ATOLL_STATE`` or the default folder. Samples are collated once, all together, so each has the length of
-    the longest. UsageError names each argument that workers would not honour.
+    ``ATOLL_STATE`` or the default folder. Samples are collated at submit, so each has the length of the
+    longest. UsageError names each argument that workers would not honour.
     """
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, **others: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from atoll import Rows
+from atoll import Rows, samples
 from atoll.errors import UsageError
 from atoll.samples import ROWS_A_READ
 
@@ -80,6 +80,38 @@ def test_a_collator_pads_training_and_held_out_samples_to_one_length() -> None:
     assert found.held_out is not None
     assert found.held_out["ids"].tolist() == [[4, 5, 6]]
     assert list(Rows.of(train, "ids", collate=padded).arrays) == ["ids"]
+
+
+def test_a_collator_gets_few_samples_at_a_time_and_makes_what_one_call_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(samples, "ROWS_A_READ", 7)
+    draw = np.random.default_rng(3)
+    rows = [{"ids": [1] * int(draw.integers(1, 40)), "box": draw.random((2, 3 + at % 4))} for at in range(50)]
+    most = 0
+
+    def padded_both(some: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        nonlocal most
+        most = max(most, len(some))
+        width = max(row["box"].shape[1] for row in some)
+        boxes = [np.pad(row["box"], ((0, 0), (0, width - row["box"].shape[1]))) for row in some]
+        return {**padded(some), "box": torch.from_numpy(np.stack(boxes))}
+
+    found, once = Rows.of(rows[:30], held_out=rows[30:], collate=padded_both), padded_both(rows)
+    assert most == 50
+    most = 0
+    Rows.of(rows[:30], held_out=rows[30:], collate=padded_both)
+    assert most <= 7 + 3, "the longest ids, the widest box, and at most 7 more"
+    assert found.held_out is not None
+    for name, expected in once.items():
+        assert torch.equal(torch.tensor(found.arrays[name]), expected[:30])
+        assert torch.equal(torch.tensor(found.held_out[name]), expected[30:])
+
+
+def test_a_collator_whose_rows_change_from_call_to_call_is_refused() -> None:
+    lengths = iter(range(1, 99))
+    with pytest.raises(UsageError, match="makes rows of other shapes each time; pad all to one length"):
+        Rows.of([(1,)] * 3, collate=lambda some: {"x": torch.zeros(len(some), next(lengths))})
 
 
 def test_a_collator_that_packs_samples_is_refused() -> None:

@@ -70,7 +70,18 @@ try:
     print("NO LIMIT")
 except MemoryError:
     pass
-made = prepare(Job(Net(), examples, Rows.of(one, "ids", "label", seed=3), training))
+if kind == "collated":  # as collators pad: to the longest of a call, which one sample in the middle is
+    def collate(samples):
+        longest = max(WIDTH if at == N // 2 else WIDTH - 1 for at, _ in samples)
+        rows = [Numbers()[at] for at, _ in samples]
+        labels = torch.tensor([label for _, label in rows])
+        return {"ids": torch.from_numpy(np.stack([x[:longest] for x, _ in rows])), "label": labels}
+
+    data = Rows.of([(at, "text") for at in range(N)], collate=collate, seed=3)
+    assert data.arrays["ids"].shape == (N, WIDTH)
+else:
+    data = Rows.of(one, "ids", "label", seed=3)
+made = prepare(Job(Net(), examples, data, training))
 store, sent = BlobStore(folder / "store"), 0
 for blob in made.blobs:
     offset = 0
@@ -90,7 +101,7 @@ print("SENT", sent, "ORDER", [int(one) for array in order if array.ndim == 1 for
 """
 
 
-@pytest.mark.parametrize("kind", ["torch", "datasets"])
+@pytest.mark.parametrize("kind", ["torch", "datasets", "collated"])
 def test_data_beyond_the_memory_that_there_is_are_sent_and_served(tmp_path: Path, kind: str) -> None:
     """192 MiB with 100 MiB of memory, which the owner and the coordinator share here."""
     script = [sys.executable, "-c", LIMITED, kind, str(tmp_path)]
