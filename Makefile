@@ -14,8 +14,9 @@ BENCHMARKS := adaptive_compression asynchronous boundaries chaos checkpoint_delt
 	replicas restore ring round_codecs same_bits schedules secure_aggregation sessions side_by_side site_adapters sparse_formats split_finetuning split_lab \
 	thin_memory thin_sites tied_plans \
 	tiny_step transport two_parts upload vs_flower vs_hivemind vs_simulations wan_speedrun ways ways_lab
-# One compute thread each: several processes share the machine, and results repeat exactly.
-TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# One compute thread each: several processes share the machine, and results repeat exactly. And bytecode is kept, for
+# pytest compiles every test again otherwise, with what its asserts show.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # So many processes run the default tests, a file at a time each; 0: none but pytest's own.
 TEST_PROCESSES ?= 3
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
