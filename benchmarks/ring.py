@@ -8,7 +8,8 @@ taken.
   python -m benchmarks.ring --seeds 5 --json
 
 With a scenario of the lab the same behind its lines, a fleet for each loss: killed is somebody at a random
-moment of the time between two snapshots, once the first is whole. Compared with what `atoll plan` says of a
+moment of the time between two snapshots, or checkpoints where links have no time for those, once the first is
+whole. Compared with what `atoll plan` says of a
 loss: the seconds that are done again, and what a loss would have cost at every moment until then.
 
   python -m benchmarks.ring --scenario three_thin --seeds 1 --json
@@ -52,7 +53,7 @@ SETTINGS = ("steps=100000", "eval_batches=0")
 OFF_BY = 1.0 / 3.0  # the most that a plan's words about a loss may be
 LOSS_NOTE = re.compile(
     r"costs about (?P<usual_s>\d+) s of training, at most (?P<most_s>\d+) s "
-    r"\(a snapshot every (?P<every_s>\d+) s, whole after (?P<took_s>\d+) s\)"
+    r"\(a (?:snapshot|checkpoint) every (?P<every_s>\d+) s, whole after (?P<took_s>\d+) s"
 )
 BACK_TO = re.compile(r"from step (\d+)")
 

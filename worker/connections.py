@@ -65,7 +65,7 @@ class Connections:
             config.blob_dir,
             config.copy_bytes,
             lambda said: send(to_coordinator(said)),
-            lambda holder: self.peers.near(holder),
+            lambda holder: self.peers.near(holder, gently=True),  # it trains, and so do we
             owner=config.number,
         )
         offered, coming = lambda: self.copies.offered, shared.cache.busy

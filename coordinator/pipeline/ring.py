@@ -7,12 +7,13 @@ carry. A snapshot counts when every part lies on both disks. When a rank is lost
 newest one into the store: it is a checkpoint then, and the job goes back to it instead of to an older one.
 
 How often: Young's interval sqrt(2 C / losses a second), where C is what one costs training, within bounds.
+There are none where links have so little time to spare that checkpoints alone cost less.
 Source: TRANSOM's checkpoint engine (papers/decentralized.md 7).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING
@@ -34,7 +35,8 @@ from coordinator.messages.jobs import (
 )
 from coordinator.pipeline.changes.copies import copies_of
 from coordinator.pipeline.changes.recovery import choose
-from coordinator.planning.costs.snapshots import every_s
+from coordinator.planning.costs.losses import STORING_SHARE
+from coordinator.planning.costs.snapshots import EVERY_S, Part, every_s, taken_s, worth_it
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
@@ -132,13 +134,20 @@ class Rings:
         watched.looked_s = now_s
         roster, record = self.effects.roster, self.effects.ledger.jobs[state.job]
         keepers = keepers_of(state, roster)
-        if keepers and needed(state, record, roster):
-            self.step(state.job, RingChanged(replace(ring, due=keepers, failed="")))
+        if not keepers or not needed(state, record, roster):
+            return
+        measured_s = 0.0 if ring.failed else ring.took_s
+        took_s = measured_s or predicted_s(state, keepers, roster)
+        why = not_worth(state, took_s, roster.losses.per_s(now_s))
+        if why and not ring.failed:
+            self.effects.log(Name.SNAPSHOT_NOT_KEPT, "info", job=state.job, reason=why)
+        self.step(state.job, RingChanged(replace(ring, due=() if why else keepers, failed=why)))
 
     def _due_s(self, state: JobState, watched: _Watched) -> float:
         ring = state.ring
         if ring.failed:
-            return ring.asked_s + CHECKPOINT_EVERY_S
+            # One that links had no time for is tried again as rarely as a checkpoint that took so long.
+            return ring.asked_s + max(CHECKPOINT_EVERY_S, STORING_SHARE * ring.took_s)
         if ring.held is None:
             return watched.since_s + FIRST_S
         return ring.asked_s + interval_s(state, self.effects.roster, self.effects.now_s)
@@ -158,10 +167,13 @@ class Rings:
                 return
         if took_s > STALE_S:
             self._give_up(state, f"a snapshot was not whole after {took_s:.0f} s")
+        elif took_s > EVERY_S and (why := not_worth(state, took_s, roster.losses.per_s(now_s))):
+            self._give_up(state, why, took_s)
 
-    def _give_up(self, state: JobState, why: str) -> None:
+    def _give_up(self, state: JobState, why: str, took_s: float = 0.0) -> None:
         self.effects.log(Name.SNAPSHOT_NOT_KEPT, "warning", job=state.job, reason=why)
-        self.step(state.job, RingChanged(replace(state.ring, taking=None, failed=why)))
+        ring = replace(state.ring, taking=None, failed=why, took_s=took_s or state.ring.took_s)
+        self.step(state.job, RingChanged(ring))
 
     def kept(self, state: JobState, worker: str, held: CopyHeld) -> None:
         """Take in that a worker has a copy, or why it has not."""
@@ -267,6 +279,39 @@ class Rings:
         checkpoint = Checkpoint(gathering.snapshot.step, tensors, self.effects.now_s)
         self.step(state.job, Recovered(checkpoint))
         self.effects.advance = True
+
+
+def predicted_s(state: JobState, keepers: Sequence[tuple[str, str]], roster: Roster) -> float:
+    """Return the seconds until a snapshot is whole, by the links' measured rates; 0.0 where they or the bytes
+    of the parts are not known."""
+    prediction = state.prediction
+    if prediction is None or len(state.predicted) != len(keepers):
+        return 0.0
+    parts = list[Part]()
+    for stage, (worker, keeper) in zip(state.predicted, keepers, strict=True):
+        link = roster.links.table.get(worker, keeper)
+        if link is not None:
+            terms = dict(stage.memory_terms)
+            n_bytes = terms.get("weights", 0) + terms.get("optimizer", 0)
+            busy_s = sum(other.busy_s for other in prediction.links if other.source == worker)
+            parts.append(Part(n_bytes, link.bandwidth_bps, link.latency_s, busy_s))
+    return taken_s(parts, state.usual_step_s, state.adopted.n_micro) if parts else 0.0
+
+
+def not_worth(state: JobState, took_s: float, losses_per_s: float) -> str:
+    """Say why snapshots that take so long would cost more than they save beside checkpoints, "" where they
+    save more; ``losses_per_s``: of one worker."""
+    every, stored_s = state.spec.training.checkpoint_every, 0.0
+    if state.checkpoint.step:
+        stored_s = max(0.0, state.checkpoint.at_s - state.storing.asked_s)
+    between_s = every * state.usual_step_s or max(CHECKPOINT_EVERY_S, STORING_SHARE * stored_s)
+    age_s = between_s / 2 + stored_s
+    if worth_it(took_s, state.ring.part_bytes, state.n_ranks * losses_per_s, age_s):
+        return ""
+    return (
+        f"no snapshots: in what links have to spare beside training one takes {took_s:.0f} s, and a "
+        f"checkpoint every {between_s:.0f} s costs less"
+    )
 
 
 def interval_s(state: JobState, roster: Roster, now_s: float) -> float:

@@ -51,8 +51,8 @@ def kept(state: JobState, event: FromRank[StateStored]) -> Outcome:
 
 def reconfigured(ring: Ring) -> Ring:
     """Return the ring of a plan in which somebody is lost or has come: what is whole counts, what was under
-    way does not."""
-    return replace(ring, due=(), taking=None)
+    way does not, nor why other links had no time for one."""
+    return replace(ring, due=(), taking=None, failed="", took_s=0.0 if ring.failed else ring.took_s)
 
 
 def again_words(state: JobState) -> str:

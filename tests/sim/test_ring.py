@@ -13,6 +13,7 @@ from coordinator.messages.events import StateStored
 from coordinator.messages.facts import CheckpointStored, StepCommitted, from_record
 from coordinator.messages.jobs import FromRank, JobState
 from coordinator.pipeline import ring, snapshots
+from coordinator.pipeline.changes.recovery import Price, loss_words
 from tests.parameters import sampled
 from tests.sim.checks import Violation
 from tests.sim.faults import Crash, Fault, KillCoordinator, Outage
@@ -105,6 +106,43 @@ def test_no_snapshot_is_taken_where_somebody_idle_takes_over() -> None:
     world = ran(2, Crash(MINUTE_S, 0.0, "w1"), workers=5)
     assert done_again(world) == []
     assert [fact.step for fact in world.facts(CheckpointStored)] == [STEPS]
+
+
+def test_links_without_time_for_a_snapshot_are_left_to_training_and_the_status_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = list[str]()
+    honest = ring.Rings._look
+
+    def look(self: ring.Rings, state: JobState) -> None:
+        honest(self, state)
+        words.append(loss_words(state, [Price(0.0)]))
+
+    monkeypatch.setattr(ring.Rings, "_look", look)
+    monkeypatch.setattr(ring, "predicted_s", lambda *_: 2000.0)
+    world = ran(1, Crash(MINUTE_S, 0.0, "w1"))
+    ((_, seconds),) = done_again(world)
+    assert seconds > MOST_AGAIN_S
+    assert "no snapshots: in what links have to spare beside training one takes 2000 s" in words[-1]
+
+
+def test_a_snapshot_that_takes_longer_than_it_is_worth_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links were measured quicker than they are."""
+    monkeypatch.setattr(snapshots, "kept", lambda state, event: (state, []))
+    monkeypatch.setattr(ring, "predicted_s", lambda *_: 1.0)
+    monkeypatch.setattr(ring, "worth_it", lambda took_s, *_: took_s < 25.0)
+    rings = list[Any]()
+    honest = ring.Rings._look
+
+    def look(self: ring.Rings, state: JobState) -> None:
+        honest(self, state)
+        rings.append(state.ring)
+
+    monkeypatch.setattr(ring.Rings, "_look", look)
+    ran(1)
+    given_up = [one for one in rings if one.failed]
+    assert all(one.failed.startswith("no snapshots") and 25.0 <= one.took_s < 30.0 for one in given_up)
+    assert max(one.asked_s for one in rings) < given_up[0].asked_s + 20 * given_up[0].took_s
 
 
 def test_a_coordinator_that_was_killed_has_new_snapshots_soon() -> None:

@@ -2,7 +2,8 @@
 and of the snapshots that the ranks of a plan keep for each other while they train (decision 058).
 
 They lie in the cache of blobs, which does not delete what is kept as a copy, and take no more than the owner
-lends and a quarter of the free disk. A thread fetches them, for half of the time at most.
+lends and a quarter of the free disk. A thread fetches them: from the store for half of the time at most, from
+a peer that trains as its link has time to spare.
 """
 
 from __future__ import annotations
@@ -187,6 +188,7 @@ class Copies:
         others = sum(held.n_bytes for held in self._held.values())
         came, busy_s, last_s = 0, 0.0, time.perf_counter()
         room = self._room() - others - self._here(copy)
+        near = [self._near(holder) for holder in copy.holders] if copy.working else None
 
         def progress(nbytes: int) -> None:
             nonlocal came, busy_s, last_s
@@ -194,13 +196,13 @@ class Copies:
             came, busy_s = came + nbytes, busy_s + taken_s
             if came > room:
                 raise StorageError(f"copies of more than the {self.lent_bytes} bytes that this worker lends")
-            cancel.wait(min(taken_s, TUNED.most_rest_s))
+            if near is None:  # else who sends has waited: it knows the link
+                cancel.wait(min(taken_s, TUNED.most_rest_s))
             last_s = time.perf_counter()
 
         try:
             if room < 0:
                 raise StorageError(f"no room for copies beside {others} bytes of others")
-            near = [self._near(holder) for holder in copy.holders] if copy.working else None
             self._blobs.fetch(copy.blobs, cancel, progress, near)
         except AtollError as error:
             log.info("copy.not_kept", job=copy.job, name=copy.name, reason=str(error))

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from worker.transport.network import PeerNetwork
 
 JOB = "~copies"  # no job's name
-ASK, PIECE, ABSENT, COMING = range(4)  # MessageKey.micro; its step is the question's number
+ASK, PIECE, ABSENT, COMING, ASK_GENTLY = range(5)  # MessageKey.micro; its step is the question's number
+QUESTIONS = frozenset({ASK, ASK_GENTLY})
 MOST_UNDER_WAY = 4 * TUNED.peer_pieces_at_once  # pieces on their way to one peer: confirmations may be late
 MAX_QUEUED = 256  # questions of all peers
 MAX_LENT, MAX_KNOWN = 256, 4096  # blobs, and ways to peers: the oldest go
@@ -61,6 +62,7 @@ class _Question:
     number: int
     name: str
     offset: int
+    gently: bool  # the answer may delay training by its share of the time and no more
 
 
 class PeerBlobs:
@@ -82,21 +84,29 @@ class PeerBlobs:
         self._lock = threading.RLock()  # a block may end wherever a thread drops it
         self._open: dict[int, _Open] = {}
         self._under_way: Counter[str] = Counter()  # pieces, by peer
-        self._questions: queue.Queue[_Question | None] = queue.Queue(MAX_QUEUED)
-        self._thread = threading.Thread(target=self._serve, name="atoll-copies-out", daemon=True)
-        self._thread.start()
+        self._closed = threading.Event()
+        # Who is to take over waits for its pieces, and not behind those that wait for a link.
+        self._questions: dict[bool, queue.Queue[_Question | None]] = {
+            gently: queue.Queue(MAX_QUEUED) for gently in (False, True)
+        }
+        for gently in self._questions:
+            name = "atoll-spare-out" if gently else "atoll-copies-out"
+            threading.Thread(target=self._serve, args=(gently,), name=name, daemon=True).start()
         network.register(JOB, self)
 
     def close(self) -> None:
         """Answer nothing more."""
         self._network.unregister(JOB, self)
-        self._questions.put(None)
+        self._closed.set()
+        for questions in self._questions.values():
+            questions.put(None)
 
     # ------------------------------------------------------------ what we want
 
-    def near(self, holder: PeerLink) -> NearBlobs:
-        """Return what a peer keeps as a source of blobs."""
-        return _Near(self, holder)
+    def near(self, holder: PeerLink, *, gently: bool = False) -> NearBlobs:
+        """Return what a peer keeps as a source of blobs; ``gently``: it trains with us, and what it sends is
+        to delay that little."""
+        return _Near(self, holder, gently=gently)
 
     def know(self, link: PeerLink) -> None:
         """Remember the way to a peer that the coordinator named."""
@@ -107,7 +117,12 @@ class PeerBlobs:
         return _Near(self, self._ways.get(worker) or PeerLink(worker, Paths()), cancel)
 
     def get(
-        self, link: PeerLink, wanted: list[tuple[str, int]], cancel: Cancel | None = None
+        self,
+        link: PeerLink,
+        wanted: list[tuple[str, int]],
+        cancel: Cancel | None = None,
+        *,
+        gently: bool = False,
     ) -> Iterator[Chunk]:
         """Yield the chunks of each blob, from its offset on. Raises ConnectionFailed where the peer is away,
         does not answer or does not have one. With ``cancel`` wait for what it will have soon; Cancelled."""
@@ -119,7 +134,7 @@ class PeerBlobs:
             while left or asked:
                 while left and len(asked) < TUNED.peer_pieces_at_once:
                     blob = left.popleft()
-                    asked[self._ask(link.worker, *blob, answers)] = blob
+                    asked[self._ask(link.worker, *blob, answers, gently=gently)] = blob
                 number, size, data = self._answer(link.worker, answers)
                 name, offset = asked.pop(number)
                 soon = size == SOON or time.monotonic() < begins_s
@@ -137,11 +152,13 @@ class PeerBlobs:
                 for number in asked:
                     self._open.pop(number, None)
 
-    def _ask(self, peer: str, name: str, offset: int, answers: queue.SimpleQueue[Answer]) -> int:
+    def _ask(
+        self, peer: str, name: str, offset: int, answers: queue.SimpleQueue[Answer], *, gently: bool
+    ) -> int:
         number = next(self._numbers)
         with self._lock:
             self._open[number] = _Open(peer, answers)
-        self._send(peer, number, ASK, _ASK.pack(bytes.fromhex(name), offset), b"")
+        self._send(peer, number, ASK_GENTLY if gently else ASK, _ASK.pack(bytes.fromhex(name), offset), b"")
         return number
 
     def _answer(self, peer: str, answers: queue.SimpleQueue[Answer]) -> Answer:
@@ -161,13 +178,20 @@ class PeerBlobs:
         with self._lock:
             return self._lent.get(question.name) in ("", question.peer)
 
-    def _serve(self) -> None:
+    def _serve(self, gently: bool) -> None:
         """Thread: one piece after the other."""
-        while (question := self._questions.get()) is not None:
-            self._send_piece(question)
+        while (question := self._questions[gently].get()) is not None:
+            self._send_piece(question, self._spare(question.peer) if gently else TUNED.peer_piece_bytes)
 
-    def _send_piece(self, question: _Question) -> None:
-        piece = self._read(question)
+    def _spare(self, peer: str) -> int:
+        """Wait until a piece may leave that delays training; return its bytes."""
+        while True:
+            n_bytes, wait_s = self._network.spare(peer)
+            if wait_s <= 0.0 or self._closed.wait(min(wait_s, TUNED.most_rest_s)):
+                return min(n_bytes, TUNED.peer_piece_bytes)
+
+    def _send_piece(self, question: _Question, most_bytes: int) -> None:
+        piece = self._read(question, most_bytes)
         if piece is None:
             soon = question.name in self._coming and self._lends(question)
             self._reply(question, COMING if soon else ABSENT, 0, memoryview(b""))
@@ -179,14 +203,14 @@ class PeerBlobs:
         weakref.finalize(block, self._confirmed, question.peer).atexit = False
         self._reply(question, PIECE, size, memoryview(block))  # type: ignore[arg-type]
 
-    def _read(self, question: _Question) -> tuple[int, np.ndarray] | None:
+    def _read(self, question: _Question, most_bytes: int) -> tuple[int, np.ndarray] | None:
         """Return a blob's size and a piece of it; None where the peer may not have it or nobody can."""
         if question.name not in self._offered() and not self._lends(question):
             return None
         try:
             with self._path(question.name).open("rb") as file:
                 size = file.seek(0, 2)
-                block = np.empty(max(0, min(TUNED.peer_piece_bytes, size - question.offset)), np.uint8)
+                block = np.empty(max(0, min(most_bytes, size - question.offset)), np.uint8)
                 file.seek(question.offset)
                 read = file.readinto(memoryview(block))  # type: ignore[arg-type]
         except OSError:
@@ -217,7 +241,7 @@ class PeerBlobs:
     def expect(self, peer: str, key: MessageKey, total: int) -> memoryview | None:
         if key.direction is not Direction.COPY:
             return None
-        if key.micro == ASK:
+        if key.micro in QUESTIONS:
             return None if total else memoryview(bytearray())
         with self._lock:
             asked = self._open.get(key.step)
@@ -226,8 +250,8 @@ class PeerBlobs:
         return memoryview(bytearray(total))
 
     def deliver(self, peer: str, key: MessageKey, header: bytes, payload: memoryview) -> None:
-        if key.micro == ASK:
-            self._asked(peer, key.step, header)
+        if key.micro in QUESTIONS:
+            self._asked(peer, key.step, header, gently=key.micro == ASK_GENTLY)
             return
         with self._lock:
             asked = self._open.get(key.step)
@@ -238,14 +262,14 @@ class PeerBlobs:
         size = _PIECE.unpack(header)[0] if whole else SOON if key.micro == COMING else 0
         asked.answers.put((key.step, size, bytes(payload) if whole else None))
 
-    def _asked(self, peer: str, number: int, header: bytes) -> None:
+    def _asked(self, peer: str, number: int, header: bytes, *, gently: bool) -> None:
         with self._lock:
             busy = self._under_way[peer] >= MOST_UNDER_WAY
         if busy or len(header) != _ASK.size:
             return  # no honest peer's
         name, offset = _ASK.unpack(header)
         try:
-            self._questions.put_nowait(_Question(peer, number, name.hex(), offset))
+            self._questions[gently].put_nowait(_Question(peer, number, name.hex(), offset, gently))
         except queue.Full:
             return  # it asks somebody else
 
@@ -265,9 +289,10 @@ class _Near:
     blobs: PeerBlobs
     holder: PeerLink
     cancel: Cancel | None = None
+    gently: bool = False
 
     def get(self, wanted: list[tuple[str, int]]) -> Iterator[Chunk]:
-        return self.blobs.get(self.holder, wanted, self.cancel)
+        return self.blobs.get(self.holder, wanted, self.cancel, gently=self.gently)
 
 
 def _put(held: dict[str, T], name: str, value: T, most: int) -> None:

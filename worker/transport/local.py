@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from atoll.spare import MOST_PIECE_BYTES
 from worker.transport import TUNED
 from worker.transport.contract import Goodput, Paths, PeerLost, TransportConfig, Way
 from worker.transport.frames import MEASURED, OF_STEPS, Direction, MessageKey
@@ -168,6 +169,9 @@ class DeviceNetwork(PeerNetwork):
         if len(payload):  # numpy lets other threads run meanwhile, a memoryview does not
             np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(payload, np.uint8))
         receiver.deliver(source, key, header, place)
+
+    def spare(self, peer: str) -> tuple[int, float]:
+        return (MOST_PIECE_BYTES, 0.0) if peer in self._met else super().spare(peer)
 
     def _sibling(self, peer: str) -> DeviceNetwork:
         found = self._links.find(peer)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import structlog
 
 from atoll.errors import AccessDenied, AtollError, BadFrame
+from atoll.spare import LEAST_PIECE_BYTES, piece_bytes
 from hostos.budget import REFUSALS, REFUSALS_PER_S, Budget
 from protos import PROTOCOL_VERSION
 from protos.credentials import CurrentIdentity
@@ -323,6 +324,15 @@ class PeerNetwork:
         background: bool,
     ) -> None:
         self._peers.known(peer).submit(key, header, view, timeout_s, more=more, background=background)
+
+    def spare(self, peer: str) -> tuple[int, float]:
+        """Return how long a piece of a copy for ``peer`` is to be, in bytes, and the seconds until it may
+        leave; at 0.0 it counts as sent now."""
+        known = self._peers.find(peer)
+        if known is None:
+            return LEAST_PIECE_BYTES, 0.0  # who is not joined is sent nothing
+        n_bytes = piece_bytes(known.window.likely_rate)
+        return n_bytes, self._courtesy.copy(n_bytes / known.window.likely_rate)
 
     def flush(self, peer: str, timeout_s: float) -> bool:
         """Wait until everything sent to ``peer`` is confirmed; False when it is not in time."""

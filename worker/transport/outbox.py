@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from worker.transport.frames import MAX_SPAN, URGENCY, MessageKey
+from worker.transport.frames import MAX_SPAN, OF_STEPS, URGENCY, MessageKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -63,7 +63,7 @@ class Outbox:
     those of background ones, which ``held`` leaves out."""
 
     def __init__(self, counted: Callable[[int], None] = lambda _: None) -> None:
-        """``counted`` hears by how many the unconfirmed messages that are no background become more."""
+        """``counted`` hears by how many the unconfirmed messages of steps become more, without background."""
         self._queue: list[tuple[int, int]] = []
         self._messages: dict[int, Outgoing] = {}
         self._behind: deque[tuple[MessageKey, bytes, memoryview]] = deque()  # background, not numbered yet
@@ -116,7 +116,8 @@ class Outbox:
         message = Outgoing(self._next, key, meta, payload)
         self.held += len(payload)
         self.urgent += 1
-        self._counted(1)
+        if key.direction in OF_STEPS:
+            self._counted(1)
         return self._number(message)
 
     def add_background(self, key: MessageKey, meta: bytes, payload: memoryview) -> None:
@@ -179,7 +180,8 @@ class Outbox:
         else:
             self.held -= len(message.payload)
             self.urgent -= 1
-            self._counted(-1)
+            if message.key.direction in OF_STEPS:
+                self._counted(-1)
         return message
 
     def drop(self, unwanted: Callable[[MessageKey], bool], *, background: bool = True) -> int:

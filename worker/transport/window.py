@@ -82,6 +82,11 @@ class Window:
         return self.in_flight < self._quiet_size
 
     @property
+    def likely_rate(self) -> float:
+        """Bytes a second; as long as nothing was measured those of the first window."""
+        return self.rate or TUNED.first_window_bytes / ((self.rtt_s or 0.0) + TUNED.slack_s)
+
+    @property
     def chunk(self) -> int:
         """Bytes of the next chunk, a multiple of 4 KiB."""
         return (
@@ -116,8 +121,7 @@ class Window:
         self._last_left_s = max(self._last_left_s, newest.at_s)
         self.note_rtt(now_s, now_s - late_s - newest.at_s)
         # Without a backlog the sender was the limit: such a sample only counts when it is more.
-        known = self.rate or TUNED.first_window_bytes / ((self.rtt_s or 0.0) + TUNED.slack_s)
-        if newest.backlogged or rate > known:
+        if newest.backlogged or rate > self.likely_rate:
             self._rates.horizon_s = max(TUNED.rate_horizon_s, 10 * (self.rtt_s or 0.0))
             self.rate = self._rates.note(now_s, rate)
         self._resize()

@@ -298,4 +298,5 @@ def loss_words(state: JobState, prices: Sequence[Price] = ()) -> str:
         took_s = steps * state.usual_step_s
         words = f"{took_s:.0f} s ({steps} step{'s'[: steps != 1]}) are done again, from step {state.back_to}"
     stands = f"; the job stands still for about {max(p.pause_s for p in prices):.0f} s" if prices else ""
-    return f"if a worker is lost now: {words}{stands}"
+    refused = f"; {state.ring.failed}" if prices and state.ring.failed else ""
+    return f"if a worker is lost now: {words}{stands}{refused}"

@@ -9,7 +9,7 @@ over the plan's workers:
 |---|---|
 | a standby beside the rank | to notice it, and a step |
 | one that can hold the stage | to notice, to load, and that stage's steps since the checkpoint |
-| nobody | to notice, to plan anew, to store and load, and all stages' steps since the snapshot |
+| nobody | to notice, to plan anew, to store and load, and all steps since the snapshot or checkpoint |
 
 On average no more than half of the job is done again. What a step takes after the loss is left out: whether
 the fleet's last machine was in the plan or stood by, the same number of machines is left, none of them idle,
@@ -22,7 +22,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from atoll.job import CHECKPOINT_EVERY_S
-from coordinator.planning.costs.snapshots import SLOWED, DoneAgain, Rank, done_again
+from coordinator.planning.costs.snapshots import (
+    SLOWED,
+    Checkpoints,
+    DoneAgain,
+    Rank,
+    done_again,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,13 +65,13 @@ def loss_costs(
     step_s: float, ranks: Sequence[Rank], links: Sequence[LinkUse], fleet: Fleet, training: TrainingSpec
 ) -> LossCosts:
     """Return what losses cost a plan of one pipeline; ``ranks`` by stage, ``links`` between stages."""
-    most_s = training.steps * step_s / 2
     # A part to the store, or from there to who takes it over.
     part_s = [8.0 * r.part_bytes / fleet.devices[r.device].coordinator.bandwidth_bps for r in ranks]
     storing_s = max(part_s)
     between_s = training.checkpoint_every * step_s or max(CHECKPOINT_EVERY_S, STORING_SHARE * storing_s)
-    age_s = min(between_s / 2 + storing_s, most_s)
-    again = done_again(ranks, links, step_s, fleet) if len(ranks) > 1 else None
+    checkpoints = Checkpoints(between_s, storing_s, training.steps * step_s)
+    age_s, n_micro = checkpoints.age_s, training.n_micro
+    again = done_again(ranks, links, step_s, fleet, n_micro, checkpoints) if len(ranks) > 1 else None
     costs = []
     for stage, rank in enumerate(ranks):
         if rank.takers:
@@ -79,7 +85,7 @@ def loss_costs(
     ringed = again is not None and not all(rank.takers for rank in ranks)
     return LossCosts(
         step_s,
-        SLOWED * again.took_s / again.every_s if again is not None and ringed else 0.0,
+        SLOWED * again.took_s / again.every_s if again is not None and ringed and again.kept else 0.0,
         len(ranks),
         fleet.losses_per_s,
         sum(costs) / len(costs),

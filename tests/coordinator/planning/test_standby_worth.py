@@ -64,7 +64,7 @@ def test_a_third_machine_that_saves_a_few_per_cent_is_left_idle_and_the_plan_say
 
 
 def test_a_third_machine_that_saves_more_is_in_the_plan() -> None:
-    plan = planned(homes(slow_gflops=30.0))
+    plan = planned(homes(slow_gflops=40.0))
     workers, _, outlook = figures(plan)
     assert workers == ["a", "b", "slow"]
     assert outlook.standby == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import queue
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -79,6 +80,20 @@ def test_every_byte_comes_in_order_and_from_where_it_is_wanted(both: Both) -> No
     assert found == {name: data[offsets[name] :] for name, data in BLOBS.items()}
     eventually(lambda: not both.holder._under_way)
     assert not both.taker._open
+
+
+def test_what_is_asked_for_gently_comes_as_the_link_has_time_and_holds_nobody_up(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = PeerLink(both.networks[0].name, both.near.holder.paths)  # type: ignore[attr-defined]
+    waits, name = [0.05, 0.0, 0.01, 0.0], next(name for name, data in BLOBS.items() if len(data) == 333)
+    monkeypatch.setattr(both.networks[0], "spare", lambda peer: (200, waits.pop(0)))
+    chunks = list(both.taker.near(holder, gently=True).get([(name, 0)]))
+    assert [len(chunk.data) for chunk in chunks] == [200, 133]
+    assert waits == []
+    monkeypatch.setattr(both.networks[0], "spare", lambda peer: (200, 1e9))
+    both.taker._ask(holder.worker, name, 0, queue.SimpleQueue(), gently=True)
+    assert b"".join(chunk.data for chunk in both.near.get([(name, 0)])) == BLOBS[name]
 
 
 def test_what_is_not_offered_is_not_sent(both: Both) -> None:

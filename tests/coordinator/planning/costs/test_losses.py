@@ -52,6 +52,29 @@ def test_where_nobody_is_idle_all_go_back_to_a_snapshot_and_plan_anew() -> None:
     assert 0.0 < found.snapshots < 0.01
 
 
+def test_behind_thin_links_a_loss_goes_back_to_a_checkpoint_and_no_snapshot_is_in_the_way() -> None:
+    """10 MiB on 1 Mbit/s take half an hour of what training leaves."""
+    found = costs(machines=fleet(mbit=1.0))
+    assert found.again is not None
+    assert not found.again.kept
+    assert found.snapshots == 0.0
+    assert found.again.snapshot_s > 900.0
+    age_s = CHECKPOINT_EVERY_S / 2 + PART_S
+    assert found.loss_s == pytest.approx(NOTICE_S + PLANNED_WITHIN_S + 2 * PART_S + age_s)
+    assert "a checkpoint every 300 s, whole after 1 s; no snapshots: one takes" in found.again.words
+    quick = costs()
+    assert quick.again is not None
+    assert quick.again.kept
+    assert "a snapshot every" in quick.again.words
+
+
+def test_checkpoints_as_often_as_snapshots_leave_nothing_for_these() -> None:
+    often = costs(training=replace(LONG, checkpoint_every=10)).again
+    assert often is not None
+    assert not often.kept
+    assert often.usual_s < 10.0
+
+
 def test_who_is_idle_repeats_one_stage_since_the_checkpoint_and_one_rank_has_a_standby() -> None:
     found = costs(takers=1)
     cold_s = NOTICE_S + PART_S + 0.5 * (CHECKPOINT_EVERY_S / 2 + PART_S)
