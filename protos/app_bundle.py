@@ -21,6 +21,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from atoll.errors import BadFrame, UsageError
+from hostos.packages import pinned
+from hostos.packages.pinned import Pinned
 
 MAX_BUNDLE_BYTES = 10 << 20  # Flower's own bound for an app
 MAX_FILES = 2000
@@ -60,6 +62,7 @@ class AppSpec:
     client: str
     config: Mapping[str, ConfigValue]
     dependencies: tuple[str, ...] = ()  # as [project] lists them; nobody installs them
+    packages: tuple[Pinned, ...] = ()  # of [tool.atoll.packages]; machines whose owners allow it install them
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,7 @@ def parse_app(text: bytes, where: str) -> AppSpec:
         client=_reference(components, "clientapp", where),
         config=flat(_table(app, where, "config")) if "config" in app else {},
         dependencies=_dependencies(project, where),
+        packages=pinned.parse(_packages(found, where), f"{where}: [tool.atoll.packages]"),
     )
 
 
@@ -114,6 +118,14 @@ def _dependencies(project: Mapping[str, Any], where: str) -> tuple[str, ...]:
         if not isinstance(item, str) or len(item) > 200 or not item.isprintable():
             raise UsageError(f"{where}: {str(item)[:80]!r} is no dependency")
     return tuple(found)
+
+
+def _packages(found: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    for name in ("tool", "atoll", "packages"):
+        found = found.get(name, {})
+        if not isinstance(found, dict):
+            raise UsageError(f"{where}: {name} of [tool.atoll.packages] is no table")
+    return found
 
 
 def missing_dependencies(spec: AppSpec) -> list[str]:

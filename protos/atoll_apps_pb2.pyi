@@ -1034,6 +1034,7 @@ class ChildSetup(_message.Message):
     OUTBOX_DIR_FIELD_NUMBER: _builtins.int
     RUNS_DIR_FIELD_NUMBER: _builtins.int
     NODE_CONFIG_FIELD_NUMBER: _builtins.int
+    PACKAGES_DIR_FIELD_NUMBER: _builtins.int
     run: _builtins.int
     code_dir: _builtins.str
     client: _builtins.str
@@ -1044,6 +1045,8 @@ class ChildSetup(_message.Message):
     """what replies refer to, one file a hash"""
     runs_dir: _builtins.str
     """Context.state of each run and node of this app"""
+    packages_dir: _builtins.str
+    """appended to the path; "": the app brings no packages"""
     @_builtins.property
     def node_config(self) -> _containers.MessageMap[_builtins.str, Global___AppValue]:
         """from this machine's owner"""
@@ -1058,10 +1061,11 @@ class ChildSetup(_message.Message):
         outbox_dir: _builtins.str = ...,
         runs_dir: _builtins.str = ...,
         node_config: _abc.Mapping[_builtins.str, Global___AppValue] | None = ...,
+        packages_dir: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "code_dir", b"code_dir", "node_config", b"node_config", "outbox_dir", b"outbox_dir", "parts_dir", b"parts_dir", "run", b"run", "runs_dir", b"runs_dir"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "code_dir", b"code_dir", "node_config", b"node_config", "outbox_dir", b"outbox_dir", "packages_dir", b"packages_dir", "parts_dir", b"parts_dir", "run", b"run", "runs_dir", b"runs_dir"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -41,7 +41,8 @@ _FLOORS = ("min_batch", "min_samples", "min_steps", "min_clients")
 REMEMBERED = (
     "host", "port", "name", "device", "devices", "threads", "memory_bytes", "gpu_memory_bytes", "stage_bytes",
     "listen_host", "listen_port", "advertise", "inbound", "site", "max_upload_mbit", "kept_bytes",
-    "node_config", "use_proxy", "sandbox", "send_log_bytes", "copy_bytes", "app_nodes", "app_env", *_FLOORS,
+    "node_config", "use_proxy", "sandbox", "send_log_bytes", "copy_bytes", "app_nodes", "app_env",
+    "app_packages", "app_packages_bytes", *_FLOORS,
 )  # fmt: skip
 
 
@@ -88,6 +89,8 @@ class WorkerConfig:
     accept_apps: tuple[str, ...] = ()  # hashes, publishers or ANY_APP, accepted for this process only
     app_nodes: int = 1  # that this machine may be in a run of an app, each with data and state of its own
     app_env: tuple[str, ...] = ()  # variables of ours that apps see, beside those that all do
+    app_packages: str = ""  # folder or index of the wheels that apps bring; "" = none is installed
+    app_packages_bytes: int = 2 << 30  # of these, installed
     node_config: tuple[tuple[str, ConfigValue], ...] = ()  # given to apps as Context.node_config
     app_cache_bytes: int = 8 << 30  # of arrays that apps were sent
     min_batch: int = Floors().batch  # samples in every mean that leaves; this and the next of ``Floors``
@@ -114,6 +117,7 @@ class WorkerConfig:
             ("--send-log-bytes", self.send_log_bytes, 0, 2**60),
             ("--copy-bytes", self.copy_bytes, 0, 2**60),
             ("app_cache_bytes", self.app_cache_bytes, 1 << 20, 2**60),
+            ("--app-packages-bytes", self.app_packages_bytes, 1 << 20, 2**60),
             ("feed_ahead_steps", self.feed_ahead_steps, 2, 1000),
             ("outgoing_messages", self.outgoing_messages, 16, 10**6),
             ("--app-nodes", self.app_nodes, 1, 10_000),
@@ -265,7 +269,7 @@ def _recall(state_dir: Path) -> dict[str, Any]:
     found = read_settings(state_dir)
     values = {name: found[name] for name in REMEMBERED if name in found}
     try:
-        for name in ("memory_bytes", "gpu_memory_bytes", "stage_bytes", "kept_bytes"):
+        for name in ("memory_bytes", "gpu_memory_bytes", "stage_bytes", "kept_bytes", "app_packages_bytes"):
             if isinstance(values.get(name), str):  # as people write it
                 values[name] = parse_size(values[name])
         if "advertise" in values:

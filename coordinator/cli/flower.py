@@ -16,6 +16,8 @@ from coordinator.cli.flower_runs import Detach
 from coordinator.cli.options import Common, StateDir
 from coordinator.flower.launcher import Wish
 from hostos.command_line import AsJson, err, out, with_groups
+from hostos.packages.fetching import checked_source
+from hostos.packages.wheels import table_of
 from protos import app_signing
 from protos.app_bundle import make_bundle, parse_pairs, with_overrides
 
@@ -43,6 +45,14 @@ FederationConfig = Annotated[
     list[str] | None,
     typer.Option(metavar="K=V", help="As `flwr run` takes it: 'num-supernodes=10' is --nodes 10."),
 ]
+Packages = Annotated[
+    str,
+    typer.Option(
+        metavar="SOURCE",
+        help="Install packages that the app brings for its ServerApp, from a folder of wheels (/srv/wheels) "
+        "or an index (https://HOST/simple).",
+    ),
+]
 ShowLog = Annotated[bool, typer.Option("--log", help="Show Flower's own log lines too.")]
 
 
@@ -62,6 +72,7 @@ def run(
     sign: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Sign the app with this key (`atoll flower key`).")
     ] = None,
+    packages: Packages = "",
     log: ShowLog = False,
     detach: Detach = False,
     *,
@@ -72,7 +83,7 @@ def run(
     With --json every event is one JSON object per line on standard output, and the app's own output
     goes to standard error.
     """
-    wish = _wish(folder, _nodes(nodes, federation_config), run_config, log)
+    wish = _wish(folder, _nodes(nodes, federation_config), run_config, log, packages)
     signed = app_signing.sign(sign, wish.bundle.hash) if sign is not None else wish.signed
     wish = replace(wish, wait_s=wait, signed=signed)
     with common.client() as client:
@@ -93,6 +104,20 @@ def key(file: Annotated[Path, typer.Argument(metavar="FILE", help="Where the new
     return 0
 
 
+@flower.command(epilog="Example: atoll flower packages ./wheels >> my_app/pyproject.toml")
+def packages(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Wheels, as `pip download --only-binary :all: -d DIR` gets.")
+    ],
+) -> int:
+    """Print the [tool.atoll.packages] of an app that brings these wheels: exact versions and hashes.
+
+    Wheels of several platforms may lie there. A package that Atoll has itself (numpy, torch) is left out.
+    """
+    out.print(table_of(folder), soft_wrap=True, markup=False, end="")
+    return 0
+
+
 @flower.command(epilog="Example: atoll flower simulate examples/flower_digits --nodes 100")
 def simulate(
     folder: AppDir,
@@ -104,6 +129,7 @@ def simulate(
     ] = 2,
     run_config: RunConfig = None,
     federation_config: FederationConfig = None,
+    packages: Packages = "",
     log: ShowLog = False,
     detach: Detach = False,
     state_dir: StateDir = None,
@@ -114,7 +140,7 @@ def simulate(
     Starts a coordinator and workers on loopback and ends them with the run; nothing of them stays. Every
     node has a partition-id and a Context.state of its own, as under `flwr run` with a simulation.
     """
-    wish = _wish(folder, _nodes(nodes, federation_config) or SIMULATED, run_config, log)
+    wish = _wish(folder, _nodes(nodes, federation_config) or SIMULATED, run_config, log, packages)
     if detach:
         return flower_runs.detach(wish, None, state_dir, workers=workers, json=json)
     with local_nodes(wish, workers) as (endpoint, here, joined):
@@ -124,12 +150,14 @@ def simulate(
     return 0
 
 
-def _wish(folder: Path, nodes: int, run_config: list[str] | None, log: bool) -> Wish:
+def _wish(folder: Path, nodes: int, run_config: list[str] | None, log: bool, packages: str) -> Wish:
     """Return what is to be run. UsageError when it is no app, or flwr is missing here."""
     if importlib.util.find_spec("flwr") is None:
         raise UsageError("flwr is not installed here; `pip install 'atoll[flower]'`")
     bundle = make_bundle(folder)
-    return Wish(folder, bundle, with_overrides(bundle.spec.config, run_config or []), nodes, 0.0, log)
+    config = with_overrides(bundle.spec.config, run_config or [])
+    source = checked_source(packages) if packages else ""
+    return Wish(folder, bundle, config, nodes, 0.0, log, packages=source)
 
 
 def _nodes(nodes: int, federation_config: list[str] | None) -> int:

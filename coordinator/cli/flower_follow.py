@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.errors import AtollError
 from coordinator.cli.local_fleet import LocalFleet
+from coordinator.client.endpoint import default_state_dir
 from coordinator.flower.launcher import AppCommand, Wish
+from coordinator.flower.packages import installed
 from coordinator.flower.progress import Shown
 from hostos.command_line import err, print_json
 from protos.app_bundle import IGNORED, Bundle, ignore_results
@@ -57,6 +59,7 @@ def local_nodes(wish: Wish, workers: int) -> Iterator[tuple[Endpoint, Wish, Call
     options = ["--allow-apps", "--apps-only", "--accept-app", wish.bundle.hash, "--threads", str(threads)]
     options += ["--app-nodes", str(-(-wish.nodes // workers)), "--sandbox", "off"]
     options += [word for name in sorted(os.environ) for word in ("--app-env", name) if _ENV.fullmatch(name)]
+    options += ["--app-packages", wish.packages] if wish.packages else []
     # Which host has which node changes nothing.
     with LocalFleet(workers, options, in_order=False, awaited=False) as fleet:
         yield fleet.client.endpoint, replace(wish, wait_s=LOADS_WITHIN_S, own=workers), fleet.joined
@@ -70,7 +73,11 @@ def _follow(
     joined: Callable[[], None],
 ) -> None:
     shown = Shown()
-    with AppCommand(endpoint, wish, sys.stderr if json else None) as command:
+    output = sys.stderr if json else None
+    with (
+        installed(wish, default_state_dir() / "app-packages") as packages,
+        AppCommand(endpoint, wish, output, packages) as command,
+    ):
         joined()
         for event in command.events():
             heard(event)

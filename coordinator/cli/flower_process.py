@@ -34,7 +34,7 @@ def perform(folder: RunFolder, setup: dict[str, Any], keeper: Keeper) -> None:
         raise UsageError(f"files of {app} changed in this moment; try again")
     signer, signature = (bytes.fromhex(part) for part in setup["signed"])
     wish = Wish(app, bundle, setup["config"], setup["nodes"], setup["wait_s"], setup["show_log"])
-    wish = replace(wish, signed=(signer, signature), run=int(record.run, 16))
+    wish = replace(wish, signed=(signer, signature), run=int(record.run, 16), packages=setup["packages"])
     if setup["endpoint"] is None:
         with local_nodes(wish, setup["workers"]) as (endpoint, here, joined):
             run_app(endpoint, here, json=False, heard=keeper.heard, joined=joined)

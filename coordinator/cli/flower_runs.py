@@ -71,6 +71,7 @@ def detach(
         "nodes": wish.nodes,
         "wait_s": wish.wait_s,
         "show_log": wish.show_log,
+        "packages": wish.packages,
         "signed": [part.hex() for part in wish.signed],
         "endpoint": None if endpoint is None else {
             "host": endpoint.host,

@@ -40,15 +40,19 @@ class Wish:
     signed: tuple[bytes, bytes] = (b"", b"")  # by whom, and the signature
     run: int = 0  # its number; 0: drawn when it starts
     own: int = 0  # workers that were started for it
+    packages: str = ""  # where what the app brings is installed from; "": nothing is
 
 
 class AppCommand:
     """One run as a child process; use it in ``with``, so that it never outlives the command."""
 
-    def __init__(self, endpoint: Endpoint, wish: Wish, output: IO[Any] | int | None = None) -> None:
-        """``output``: where what the app prints goes instead of to standard output."""
+    def __init__(
+        self, endpoint: Endpoint, wish: Wish, output: IO[Any] | int | None = None, packages: str = ""
+    ) -> None:
+        """``output``: where what the app prints goes instead of to standard output; ``packages``: a folder
+        that the process appends to its path."""
         self.run = wish.run or new_run()
-        self._endpoint = endpoint
+        self._endpoint, self._packages = endpoint, packages
         self._child = ChildProcess(
             ("-m", "coordinator.flower.server_process"), _environment(wish.show_log), stdout=output
         )
@@ -61,6 +65,7 @@ class AppCommand:
             "run": self.run,
             "folder": str(wish.folder.resolve()),
             "server": spec.server,
+            "packages": self._packages,
             "run_config": dict(wish.config),
             "nodes": wish.nodes,
             "own": wish.own,

@@ -155,6 +155,8 @@ class Host:
     def _load(self) -> Any:
         """Import the ServerApp. UsageError with the traceback's end when that fails."""
         reference = self._setup["server"]
+        if packages := self._setup["packages"]:
+            sys.path.append(packages)  # last: it takes the place of nothing
         try:
             app = flower.find_app(reference, Path(self._setup["folder"]))
         except (Exception, SystemExit) as failure:  # noqa: BLE001 - anything may go wrong in foreign code

@@ -43,6 +43,8 @@ class Child:
         started_s = time.perf_counter()
         error = ""
         try:
+            if self._setup.packages_dir:
+                sys.path.append(self._setup.packages_dir)  # last: it takes the place of nothing
             self._app = flower.find_app(self._setup.client, Path(self._setup.code_dir))
             if not callable(self._app):
                 error = f"{self._setup.client} is {type(self._app).__name__}, no ClientApp"

@@ -7,19 +7,18 @@ memory, so whatever happens on the disk after the files were unpacked, nothing e
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
 import shutil
-import stat
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from atoll.errors import AccessDenied, StorageError
+from hostos import frozen_folder
+from hostos.frozen_folder import difference, protect
 from protos.app_bundle import AppSpec, opened
 
-CACHE = "__pycache__"
 _unpacking = threading.Lock()
 
 
@@ -49,21 +48,7 @@ class AppCode:
         return not self._wrong()
 
     def _wrong(self) -> str:
-        try:
-            found = set()
-            if self.folder.is_symlink():
-                return "a link stands"
-            for path in _entries(self.folder):
-                name = path.relative_to(self.folder).as_posix()
-                if name not in self.files:
-                    return f"{name[:80]!r} appeared"
-                if not _same(path, *self.files[name]):
-                    return f"{name[:80]!r} was changed"
-                found.add(name)
-        except OSError as error:
-            return f"something cannot be read ({error.strerror})"
-        lacking = sorted(self.files.keys() - found)
-        return f"{lacking[0][:80]!r} vanished" if lacking else ""
+        return difference(self.folder, self.files)
 
 
 def unpack(data: bytes, expected: str, folder: Path) -> AppCode:
@@ -78,30 +63,10 @@ def unpack(data: bytes, expected: str, folder: Path) -> AppCode:
         with _unpacking:
             if not code.intact():
                 _write(contents, folder)
-            _protect(folder)
+            protect(folder)
     except OSError as error:
         raise StorageError(f"cannot write {folder}: {error.strerror}; free space there") from None
     return code
-
-
-def _entries(folder: Path) -> Iterator[Path]:
-    """Everything below that is no plain folder; caches are removed on the way."""
-    for entry in list(os.scandir(folder)):
-        path = Path(entry.path)
-        if not entry.is_dir(follow_symlinks=False):
-            yield path
-        elif entry.name == CACHE:
-            _remove(path)
-        else:
-            yield from _entries(path)
-
-
-def _same(path: Path, size: int, digest: str) -> bool:
-    """True for a plain file of these bytes; a file of another size is not read."""
-    found = path.lstat()
-    if not stat.S_ISREG(found.st_mode) or found.st_size != size:
-        return False
-    return hashlib.sha256(path.read_bytes()).hexdigest() == digest
 
 
 def _write(contents: Mapping[str, bytes], folder: Path) -> None:
@@ -111,41 +76,17 @@ def _write(contents: Mapping[str, bytes], folder: Path) -> None:
             path = scratch / PurePosixPath(name)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.write_bytes(data)
-        if folder.is_symlink():
-            folder.unlink()
-        elif folder.exists():
-            _remove(folder)
+        frozen_folder.remove(folder)
         scratch.replace(folder)
     except OSError:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
 
 
-def _protect(folder: Path) -> None:
-    """Make the files read-only against mistakes; a change by their owner is found by ``check``."""
-    for root, _, names in os.walk(folder, topdown=False):
-        for name in names:
-            (Path(root) / name).chmod(0o400)
-        Path(root).chmod(0o500)
-
-
 def remove(folder: Path) -> None:
     """Remove an app's unpacked files, where there are any. Raises StorageError."""
     try:
         with _unpacking:
-            if folder.is_symlink():
-                folder.unlink()
-            elif folder.exists():
-                _remove(folder)
+            frozen_folder.remove(folder)
     except OSError as error:
         raise StorageError(f"cannot remove {folder}: {error.strerror}; remove it yourself") from None
-
-
-def _remove(folder: Path) -> None:
-    above = stat.S_IMODE(folder.parent.stat().st_mode)
-    for place in (folder.parent, *(Path(root) for root, _, _ in os.walk(folder))):
-        place.chmod(0o700)
-    try:
-        shutil.rmtree(folder)
-    finally:
-        folder.parent.chmod(above)

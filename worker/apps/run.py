@@ -186,6 +186,7 @@ class HostedRun:
             self._drop_process()
             self._aside.close()
             self._parts.close()
+            self._offered.close()
             for folder in (self._outbox, self._came):
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -208,6 +209,7 @@ class HostedRun:
                 self._refuse(pb.APP_REFUSAL_NOT_ACCEPTED, self._offered.how_to_accept())
                 return
             self._code = self._offered.unpacked(data, self._outbox)
+            self._offered.install(self._code, self._ended)
         except (AtollError, OSError) as error:
             self._refuse(pb.APP_REFUSAL_OTHER, str(error))
             return
@@ -230,7 +232,7 @@ class HostedRun:
         self._drop_process()
         assert self._code is not None  # noqa: S101 - only what was fetched can be accepted
         try:
-            self._code.check()
+            self._offered.check(self._code)
         except AccessDenied as error:
             log.error("app.code_changed", run=f"{self.run:x}", reason=str(error))
             return str(error)
@@ -245,6 +247,7 @@ class HostedRun:
             outbox_dir=str(outbox),
             runs_dir=str(store.runs_dir(self._app.hash)),
             node_config={key: _to_value(value) for key, value in config.node_config},
+            packages_dir=self._offered.site,
         )
         self._context.make_room()
         process = self._process = AppProcess(setup, config.threads, self._printed, config.app_env)
@@ -281,6 +284,7 @@ class HostedRun:
             self._prepare()
         elif not accepted and not refused:
             self._drop_process()
+            self._offered.close()
             self._context.store.drop_files(self._app.hash)
             self._refuse(pb.APP_REFUSAL_NOT_ACCEPTED, self._offered.how_to_accept())
 

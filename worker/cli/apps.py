@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,16 +11,20 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from atoll.errors import UsageError
+from atoll.errors import BadFrame, UsageError
 from hostos.command_line import AsJson, out, print_json, shown_time
+from protos.app_bundle import PROJECT, parse_app
 from protos.app_signing import SCHEME
 from protos.text_limits import clean
 from worker.apps.store import AppStore
 from worker.cli.options import StateDir
 from worker.cli.running import signal_consent_changed
 from worker.config import default_state_dir
+from worker.manners.settings_file import read_settings
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from worker.apps.store import KnownApp
 
 MAX_SHOWN_CHARS = 10 << 20
@@ -81,6 +86,7 @@ def show(
         return 0
     for path, data in sorted(files.items()):
         out.print(f"{len(data):10,}  {path}", soft_wrap=True)
+    _show_packages(files, state_dir or default_state_dir())
     return 0
 
 
@@ -104,7 +110,10 @@ def accept(name: Hash, state_dir: StateDir = None) -> int:
     if name.startswith(SCHEME):
         _notify(f"accepted: all that {store.accept_publisher(name)} signs", folder)
     else:
-        _show("accepted", store.accept(name), folder)
+        accepted = store.accept(name)
+        with contextlib.suppress(UsageError, BadFrame):  # accepted before it was ever offered
+            _show_packages(store.offers.files(accepted.hash), folder)
+        _show("accepted", accepted, folder)
     return 0
 
 
@@ -132,6 +141,19 @@ def publishers(state_dir: StateDir = None, json: AsJson = False) -> int:
     if not found:
         out.print("no publisher is accepted; apps are, by their hash (`atoll-worker apps list`)")
     return 0
+
+
+def _show_packages(files: Mapping[str, bytes], folder: Path) -> None:
+    """What accepting an app would install here, beside this installation."""
+    packages = parse_app(files.get(PROJECT, b""), PROJECT).packages
+    if not packages:
+        return
+    source = read_settings(folder).get("app_packages") or ""
+    origin = f"from {source}" if source else "which this worker does not do without --app-packages SOURCE"
+    out.print(f"it installs packages of its own, beside this installation, {origin}:", soft_wrap=True)
+    for package in packages:
+        more = f" or {len(package.hashes) - 1} more" if len(package.hashes) > 1 else ""
+        out.print(f"    {package}  sha256 {package.hashes[0]}{more}", soft_wrap=True)
 
 
 def _where(store: AppStore, name: str) -> str:

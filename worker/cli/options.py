@@ -10,6 +10,7 @@ import typer
 
 from hostos.addresses import parse_address
 from hostos.command_line import TokenFile, given_token
+from hostos.packages.fetching import checked_source
 from hostos.units import parse_size
 from protos.app_bundle import parse_pairs
 
@@ -264,6 +265,19 @@ class AppOptions:
         list[str] | None,
         typer.Option(metavar="NAME", help="Let apps see this environment variable; may repeat.", hidden=True),
     ] = None
+    app_packages: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Install packages that accepted apps bring, from a folder of wheels (/srv/wheels) or an "
+            "index (https://HOST/simple); default, and '': install none.",
+            hidden=True,
+        ),
+    ] = None
+    app_packages_bytes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Disk limit of these packages; default 2GiB.", hidden=True),
+    ] = None
     node_config: Annotated[
         list[str] | None,
         typer.Option(metavar="K=V", help="Context.node_config of apps, as in 'data=\"/data\"'.", hidden=True),
@@ -271,12 +285,14 @@ class AppOptions:
 
     def given(self) -> dict[str, Any]:
         """Fields of the configuration; None where nothing was given."""
-        pairs = self.node_config
+        pairs, most, source = self.node_config, self.app_packages_bytes, self.app_packages
         return {
             "allow_apps": self.allow_apps,
             "apps_only": self.apps_only,
             "accept_apps": tuple(self.accept_app or ()),
             "app_nodes": self.app_nodes,
             "app_env": tuple(self.app_env) if self.app_env else None,
+            "app_packages": checked_source(source) if source else source,
+            "app_packages_bytes": parse_size(most) if most else None,
             "node_config": tuple(parse_pairs(pairs, "--node-config").items()) if pairs else None,
         }

@@ -39,5 +39,7 @@ EXPLAINED = {
     "sandbox": "Bubblewrap around what computes: auto, require or off.",
     "node_config": "Context.node_config of Flower apps.",
     "app_nodes": "Nodes that this machine is in a run of a Flower app.",
+    "app_packages": "Where packages that Flower apps bring are installed from; empty: none is.",
+    "app_packages_bytes": "Disk limit of these packages, installed.",
     "app_env": "Variables of the environment that Flower apps see.",
 }

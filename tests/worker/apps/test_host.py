@@ -67,18 +67,27 @@ class Started(Exception):
 class Hosted:
     """One run on a worker whose owner accepted what the test says."""
 
-    def __init__(self, folder: Path, code: str = "client = print\n", store: AppStore | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        code: str = "client = print\n",
+        store: AppStore | None = None,
+        more: str = "",
+        packages: str = "",
+    ) -> None:
+        """``more`` of its pyproject; ``packages``: where this worker's owner has wheels."""
         source = folder / "source"
         source.mkdir()
-        (source / "pyproject.toml").write_text(PROJECT)
+        (source / "pyproject.toml").write_text(PROJECT + more)
         (source / "app.py").write_text(code)
         self.bundle = make_bundle(source)
         self.store = store or AppStore(folder / "state")
         self.said: list[pb.FromNode] = []
         self._heard = threading.Condition()
         config: Any = SimpleNamespace(
-            state_dir=folder / "state", threads=0, node_config=(), app_env=(), app_nodes=1
-        )
+            state_dir=folder / "state", threads=0, node_config=(), app_env=(), app_nodes=1,
+            app_packages=packages, app_packages_bytes=1 << 20,
+        )  # fmt: skip
         self.rooms: list[str] = []
         context = AppContext(
             config, self.store, self.store.accepts, self._send, lambda: 1, lambda: self.rooms.append("made")
