@@ -5,13 +5,23 @@ from __future__ import annotations
 import io
 import logging
 import warnings
-from contextlib import redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor, nn
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run parts under ``torch.compile`` as they are written: workers run ops, and compiling them for one call
+    takes a minute and a C++ compiler."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def exported(module: nn.Module, inputs: tuple[Tensor, ...]) -> torch.export.ExportedProgram:

@@ -100,8 +100,10 @@ def _check_module(module: Any, weights: bool) -> None:
     for kind, words, attribute in _WRAPPED:
         if is_a(module, kind):
             raise UsageError(f"module = {described(module)}; give {words}, module=model{attribute}")
-    if is_a(module, "torch.jit._script.ScriptModule"):
-        raise UsageError("module is compiled by torch.jit; give the module that it was made of")
+    for path, part in module.named_modules():
+        if is_a(part, "torch.jit._script.ScriptModule"):
+            what = f"{path!r} of the module" if path else "module"
+            raise UsageError(f"{what} is compiled by torch.jit; give the module that it was made of")
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_a(tensor, "torch.nn.parameter.UninitializedTensorMixin"):
             raise UsageError(

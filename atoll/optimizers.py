@@ -91,12 +91,15 @@ def state_elements(optimizer: OptimizerName, shape: tuple[int, ...], momentum: f
     return sum(prod(each) for key, each in kept.items() if key != "step")
 
 
-def workspace_elements(optimizer: OptimizerName, shape: tuple[int, ...]) -> int:
-    """Return the elements that an optimizer's step of a parameter makes and drops again.
+def workspace_elements(optimizer: OptimizerName, shape: tuple[int, ...], dtype: str = "float32") -> int:
+    """Return the elements of float32 that an optimizer's step of a parameter makes and drops again.
 
     Of Muon X, the next X, X X^T and its square; Lion and Adafactor make the update, Adafactor of a vector
-    also its squares. AdamW's and SGD's functions make none.
+    also its squares. AdamW's and SGD's functions make none, but for the decayed gradient of 16-bit weights
+    under SGD on a CPU, and Nesterov's.
     """
+    if optimizer is OptimizerName.SGD and dtype in ("bfloat16", "float16"):
+        return prod(shape)
     if optimizer is OptimizerName.MUON:
         m, n = sorted(shape)
         return 2 * m * n + 2 * m * m

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.errors import CaptureError, UnsupportedOp, UsageError
+from atoll.exported import uncompiled
 from atoll.federated import MAX_METRICS, checked_name
 from atoll.hidden_matrices import hidden_matrices
 from atoll.job import Precision, TrainingSpec
@@ -97,6 +98,7 @@ class _Source:
         )
 
 
+@uncompiled()
 def capture(
     module: nn.Module,
     example_inputs: Mapping[str, Tensor],
@@ -145,6 +147,7 @@ def capture(
     return Captured(dags[True], found, state, source.precision, source.frozen, source.items)
 
 
+@uncompiled()
 def op_uses(module: nn.Module, example_inputs: Mapping[str, Tensor]) -> tuple[OpUse, ...]:
     """Every op of both modes, unsupported ones first, then by name."""
     source = _source(module, example_inputs, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 # Frames in these folders are not the user's, whose own may bear the same names.
-_NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).resolve().parents[1]))
+_OURS = Path(__file__).resolve().parents[1]
+_NOT_THEIRS = (str(Path(torch.__file__).parent), str(_OURS), str(_OURS.parent / "atoll") + os.sep)
 _DATA_DEPENDENT = re.compile(r"GuardOnDataDependent|DataDependent|DynamicOutputShape|PendingUnbacked")
 _TEXT = re.compile(r"data-dependent|unbacked|meta tensors|fake tensor", re.IGNORECASE)
 # Switches that well-known libraries have for what cannot be captured, by words of the refusal.
@@ -44,6 +46,11 @@ _REMEDIES = (
     (
         re.compile(r"ctc_loss"),
         "torch.export cannot follow ctc_loss, whose work depends on its lengths; take a loss of fixed shapes",
+    ),
+    (
+        re.compile(r"argument 'size' failed to unpack.*FakeTensor|_pack_padded_sequence"),
+        "torch.export cannot follow packed sequences, whose work depends on their lengths; run the layer "
+        "over the padded batch and take each row's last output, out[torch.arange(len(out)), lengths - 1]",
     ),
 )
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from atoll.errors import CaptureError, SelfCheckError
 from atoll.execute import Executor
+from atoll.exported import uncompiled
 from atoll.job import Precision
 from atoll.opdag import OpDag, rows_of
 from atoll.program import StageProgram, stage_programs
@@ -77,6 +78,7 @@ class _Deviates(SelfCheckError):
     """Values differ by more than the precision's tolerance."""
 
 
+@uncompiled()
 def self_check(
     module: nn.Module,
     captured: Captured,

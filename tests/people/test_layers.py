@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from atoll.errors import AtollError
 from atoll.job import Optimizer, OptimizerName
+from coordinator.client.prepare import prepare
 from tests.parameters import sampled
 from tests.people.loop import Case, case, job_of, refusal, run
 
@@ -153,6 +155,28 @@ def gru_over_tokens() -> nn.Module:
     return Recurrent(nn.GRU)
 
 
+class Packed(Recurrent):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        lengths = (x != 0).sum(1).clamp(min=1)
+        packed = nn.utils.rnn.pack_padded_sequence(self.embed(x), lengths, True, enforce_sorted=False)
+        return F.cross_entropy(self.head(self.rnn(packed)[1][0][-1]), y)
+
+
+def compiled_parts() -> nn.Module:
+    """Compiling for a call would take the owner's machine minutes; workers run ops."""
+    body = nn.Linear(6, 8)
+    body.compile(backend=_never)  # what ``torch.compile(body)`` would be, without changing its names
+    return Classifier(body, 8)
+
+
+def _never(*_: object) -> Callable[..., object]:
+    raise AssertionError("compiled")
+
+
+def scripted_part() -> nn.Module:
+    return Classifier(torch.jit.script(nn.Linear(6, 8)), 8)
+
+
 class Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -236,6 +260,7 @@ CASES = [
     case(lstm_over_tokens, tokens),
     case(gru_over_tokens, tokens),
     case(Attending, tokens),
+    case(lambda: Packed(nn.LSTM), tokens, name="packed", refused="cannot follow packed sequences"),
     case(Bilinear, vectors),
     case(label_smoothing_and_class_weights, vectors),
     case(RealSpectrum, vectors),
@@ -251,6 +276,15 @@ CASES = [
 @pytest.mark.parametrize("kind", sampled(14, CASES))
 def test_a_stock_layer_trains_as_in_a_plain_loop(kind: Case, one_thread: None) -> None:
     run(kind)
+
+
+def test_a_part_that_is_compiled_by_torch_jit_is_refused() -> None:
+    with pytest.raises(AtollError, match="'body' of the module is compiled"):
+        job_of(scripted_part(), vectors())
+
+
+def test_compiled_parts_are_captured_as_written() -> None:
+    prepare(job_of(compiled_parts(), vectors()))
 
 
 def test_another_default_type_of_torch_is_refused() -> None:

@@ -239,6 +239,17 @@ class Double(Net):
         return super().forward(x.double(), y)
 
 
+class SixteenBits(Net):
+    """Trained in 16 bits, with parameters longer than a vector of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bfloat16()
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return super().forward(x.bfloat16(), y)
+
+
 class Chooses(Net):
     """Another loss where there are no labels: the graph has the branch that the job takes."""
 
@@ -359,6 +370,7 @@ CASES = [
     case(parametrized, rows),
     case(Ema, rows),
     case(Double, rows),
+    case(SixteenBits, rows, optimizer=Optimizer(OptimizerName.SGD, lr=0.05, momentum=0.9)),
     case(Chooses, rows),
     case(RenamesItsState, rows),
     case(lazy, rows, refused="has no size yet; call the module once"),

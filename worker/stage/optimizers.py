@@ -134,20 +134,26 @@ class StageOptimizer:
                 own[group.optimizer](parameter, gradient, self.state[name], rate, group.weight_decay)
         else:
             # The function fills the buffers of all or of none.
-            for some in (self._with_state(names, False), self._with_state(names, True)):
-                self._sgd(some, rate, group.weight_decay)
-
-    def _with_state(self, names: Iterable[str], there: bool) -> list[str]:
-        return [name for name in names if (name in self.state) is there]
+            kinds: dict[tuple[bool, bool], list[str]] = {}
+            for name in names:
+                kinds.setdefault((name in self.state, _fused_sgd(self._parameters[name])), []).append(name)
+            for (_, fused), some in kinds.items():
+                self._sgd(some, rate, group.weight_decay, fused)
 
     def _begin(self, names: Iterable[str]) -> None:
         """Make the states that there are not yet, all zeros."""
-        for name in self._with_state(names, False):
+        for name in names:
+            if name in self.state:
+                continue
             parameter = self._parameters[name]
             self.state[name] = {
-                key: torch.zeros_like(parameter)
-                if shape == tuple(parameter.shape) and key != "step"
-                else torch.zeros(shape, dtype=torch.float32, device=parameter.device)
+                key: torch.zeros(
+                    shape,
+                    dtype=torch.float32
+                    if key == "step"
+                    else parameter.dtype,  # as torch's optimizers have it
+                    device=parameter.device,
+                )
                 for key, shape in self.shapes(name).items()
             }
 
@@ -173,7 +179,7 @@ class StageOptimizer:
             maximize=False,
         )
 
-    def _sgd(self, names: list[str], rate: float, decay: float) -> None:
+    def _sgd(self, names: list[str], rate: float, decay: float, fused: bool) -> None:
         parameters, gradients = self._of(names)
         momentum = self._spec.momentum
         buffers = [self.state.get(name, {}).get("momentum_buffer") for name in names] if momentum else []
@@ -181,7 +187,8 @@ class StageOptimizer:
             parameters,
             gradients,
             buffers,
-            fused=True,
+            foreach=False,
+            fused=fused,
             weight_decay=decay,
             momentum=momentum,
             lr=rate,
@@ -216,6 +223,12 @@ class StageOptimizer:
         """Return the parameters and their gradients."""
         found: list[Tensor] = [self._parameters[name] for name in names]
         return found, [parameter.grad for parameter in found if parameter.grad is not None]
+
+
+def _fused_sgd(parameter: Tensor) -> bool:
+    """Return whether torch's fused SGD steps such a parameter. On a CPU it never writes whole vectors of
+    bfloat16 or float16 back: with torch 2.13 only the last elements, fewer than 16, of a parameter move."""
+    return parameter.device.type != "cpu" or parameter.dtype not in (torch.bfloat16, torch.float16)
 
 
 def _optimizers(

@@ -499,4 +499,4 @@ def workspace_bytes(dag: OpDag, leaf: LeafRef, optimizer: Optimizer) -> float:
         return 0.0
     state = dag.parameters[leaf.name]
     own = optimizer_of(leaf.name, state, optimizer)
-    return float(DTYPE_BYTES["float32"] * workspace_elements(own, state.meta.shape))
+    return float(DTYPE_BYTES["float32"] * workspace_elements(own, state.meta.shape, state.meta.dtype))

@@ -109,18 +109,40 @@ def test_muon_asks_what_a_parameter_is_in_the_model() -> None:
         make_optimizer({"w": torch.nn.Parameter(torch.ones(2, 2))}, Optimizer(OptimizerName.MUON))
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_adafactor_has_the_bits_of_torchs(decay: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_of_other_types_has_the_bits_of_a_plain_loops(dtype: torch.dtype, momentum: float) -> None:
+    """Torch's fused SGD leaves whole vectors of 16-bit parameters on a CPU as they were."""
+    random = torch.Generator().manual_seed(5)
+    value = torch.randn(33, generator=random).to(dtype)
+    ours, theirs = torch.nn.Parameter(value.clone()), torch.nn.Parameter(value.clone())
+    optimizer = make_optimizer({"w": ours}, Optimizer(OptimizerName.SGD, momentum=momentum, weight_decay=0.1))
+    reference = torch.optim.SGD([theirs], RATE, momentum=momentum, weight_decay=0.1)
+    assert optimizer is not None
+    for _ in range(4):
+        gradient = torch.randn(33, generator=random).to(dtype)
+        ours.grad, theirs.grad = gradient.clone(), gradient
+        optimizer.step(RATE)
+        reference.step()
+        assert torch.equal(ours, theirs)
+    assert (ours != value).sum() > 30
+
+
+@pytest.mark.parametrize(
+    ("decay", "dtype"),
+    [(0.0, torch.float32), (0.1, torch.float32), (0.1, torch.float64), (0.0, torch.bfloat16)],
+)
+def test_adafactor_has_the_bits_of_torchs(decay: float, dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(5)
     shapes = {"matrix": (17, 30), "vector": (33,), "kernel": (6, 5, 3, 3), "scalar": (), "row": (1, 9)}
-    values = {n: torch.randn(s, generator=random) for n, s in shapes.items()}
+    values = {n: torch.randn(s, generator=random).to(dtype) for n, s in shapes.items()}
     ours, theirs = ({n: torch.nn.Parameter(v.clone()) for n, v in values.items()} for _ in range(2))
     reference = torch.optim.Adafactor(theirs.values(), RATE, weight_decay=decay, foreach=False)
     optimizer = make_optimizer(ours, Optimizer(OptimizerName.ADAFACTOR, weight_decay=decay))
     assert optimizer is not None
     for _ in range(5):
         for name, shape in shapes.items():
-            gradient = torch.randn(shape, generator=random)
+            gradient = torch.randn(shape, generator=random).to(dtype)
             ours[name].grad, theirs[name].grad = gradient.clone(), gradient
         optimizer.step(RATE)
         reference.step()
