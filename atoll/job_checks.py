@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def check_job(job: Any, training: type, federated: type) -> None:
             f"training = {described(job.training)}; give {instead_of(job.training, 'TrainingSpec')}"
         )
     check_values(job.training)
+    _check_groups(job.training.optimizer.groups, job.module)
     _check_data(job.data, list(job.example_inputs))
     if not isinstance(job.name, str) or not 0 < len(job.name) <= MAX_NAME:
         raise UsageError(f"name = {described(job.name)}; give a word of 1 to {MAX_NAME} characters")
@@ -80,6 +82,25 @@ def _check_optimizer(optimizer: Any) -> None:
         _from_zero("lr_scale", group.lr_scale)
         if group.weight_decay is not None:
             _from_zero("weight_decay", group.weight_decay)
+
+
+def _check_groups(groups: Any, module: Any) -> None:
+    """UsageError for a group without a parameter, which would train all of them otherwise than it says. A
+    pattern beside others may match none: one list often serves several models."""
+    if not groups:
+        return
+    names = [name for name, _ in module.named_parameters()]
+    every = dict(module.named_parameters(remove_duplicate=False))
+    for group in groups:
+        if any(fnmatchcase(name, pattern) for name in names for pattern in group.patterns):
+            continue
+        tied = [alias for alias in every if any(fnmatchcase(alias, pattern) for pattern in group.patterns)]
+        shown = ", ".join(map(repr, group.patterns[:3]))
+        if tied:
+            first = next(name for name in names if every[name] is every[tied[0]])
+            raise UsageError(f"ParamGroup of {shown}: {tied[0]!r} is tied to {first!r}; name {first!r}")
+        some = f"; they are named like {names[-1]!r}" if names else ""
+        raise UsageError(f"ParamGroup of {shown} matches none of the module's {len(names)} parameters{some}")
 
 
 def _from_zero(name: str, value: float) -> None:

@@ -124,6 +124,8 @@ class Daemon:
             member.enter()
         for member in members:
             member.start()
+        if self._stopping.is_set():  # a device whose start was given up has no facts
+            return
         remember(config)
         manners = self._begin_keeping()
         moved = partial(self._post, AddressChanged())

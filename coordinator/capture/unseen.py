@@ -67,6 +67,7 @@ _RUN: dict[Any, str] = {
     torch.seed: _SEED,
     torch.set_rng_state: "sets the state of torch's generator, and the graph would not; draw numbers as they "
     "come",
+    torch.inference_mode.__init__: "uses torch.inference_mode, and the graph would not; use torch.no_grad()",
     torch.autograd.graph.saved_tensors_hooks.__init__: "changes what autograd saves for backward, and the "
     "graph would not; leave it out",
 }

@@ -174,7 +174,8 @@ def _never(*_: object) -> Callable[..., object]:
 
 
 def scripted_part() -> nn.Module:
-    return Classifier(torch.jit.script(nn.Linear(6, 8)), 8)
+    with warnings.catch_warnings(action="ignore"):  # deprecated, and still met
+        return Classifier(torch.jit.script(nn.Linear(6, 8)), 8)
 
 
 class Attending(nn.Module):

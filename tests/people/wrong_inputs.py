@@ -264,6 +264,15 @@ TRAINING = (
         "training=TrainingSpec(8, 4, optimizer=Optimizer(groups=(ParamGroup('head.*'),)))",
     ),
     Case(
+        "a group that no parameter is in",
+        "training=TrainingSpec(8, 4, optimizer=Optimizer(groups=(ParamGroup(('encoder.*',), frozen=True),)))",
+    ),
+    Case(
+        "a group by the other name of a tied parameter",
+        "module=TIED, training=TrainingSpec(8, 4, optimizer=Optimizer(groups=(ParamGroup(('head.*',)),)))",
+        "TIED = Net()\nTIED.head = TIED.body",
+    ),
+    Case(
         "parameters in place of a group",
         "training=TrainingSpec(8, 4, optimizer=Optimizer(groups=[{'params': []}]))",
     ),

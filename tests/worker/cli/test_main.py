@@ -214,6 +214,15 @@ def test_without_the_sandbox_that_is_required_nobody_joins(
     assert entry.door.enrolled == 0
 
 
+def test_a_worker_that_is_asked_to_leave_while_its_device_starts_ends_without_an_error(
+    tmp_path: Path, entry: Entry, monkeypatch: pytest.MonkeyPatch
+):
+    daemon = Daemon(config_for(entry, tmp_path, entry.token))
+    monkeypatch.setattr("worker.hosting.host.ComputeHost.start", lambda *_: daemon.leave("Ctrl+C"))
+    daemon.run()
+    assert entry.door.enrolled == 1
+
+
 def test_a_join_without_tls_is_asked_for_each_time(tmp_path: Path):
     remember(make_config({"host": "h", "insecure": True, "threads": 3, "state_dir": tmp_path}, {}))
     again = make_config({"state_dir": tmp_path}, {})
