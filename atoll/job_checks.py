@@ -37,7 +37,7 @@ def check_job(job: Any, training: type, federated: type) -> None:
             f"training = {described(job.training)}; give {instead_of(job.training, 'TrainingSpec')}"
         )
     check_values(job.training)
-    _check_groups(job.training.optimizer.groups, job.module)
+    _check_groups(job.training, job.module)
     _check_data(job.data, list(job.example_inputs))
     if not isinstance(job.name, str) or not 0 < len(job.name) <= MAX_NAME:
         raise UsageError(f"name = {described(job.name)}; give a word of 1 to {MAX_NAME} characters")
@@ -84,9 +84,10 @@ def _check_optimizer(optimizer: Any) -> None:
             _from_zero("weight_decay", group.weight_decay)
 
 
-def _check_groups(groups: Any, module: Any) -> None:
+def _check_groups(training: Any, module: Any) -> None:
     """UsageError for a group without a parameter, which would train all of them otherwise than it says. A
     pattern beside others may match none: one list often serves several models."""
+    groups = training.optimizer.groups
     if not groups:
         return
     names = [name for name, _ in module.named_parameters()]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from atoll.errors import CaptureError
-from coordinator.capture.unseen import Unfollowed, is_pythons
+from coordinator.capture.unseen import Unfollowed, is_own_frame, is_pythons
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -69,7 +69,8 @@ def blame(error: BaseException, module: nn.Module) -> CaptureError:
         if id(owner) in names:
             path = names[id(owner)] or path
         filename = frame.f_code.co_filename
-        if not filename.startswith(("<", *_NOT_THEIRS)) and not is_pythons(filename):
+        known = is_own_frame(frame) if filename.startswith("<") else not filename.startswith(_NOT_THEIRS)
+        if known and not is_pythons(filename):
             line = f"{Path(filename).name}:{number}"
             statement = linecache.getline(filename, number).strip()[:120]
     where = f"in {path or 'the module'} at {line or 'an unknown line'}" + (

@@ -225,7 +225,7 @@ class PythonState:
                 yield value, f"class attribute {owner.__name__}.{key}", put
 
     def _of_function(self, function: types.FunctionType) -> Iterator[Held]:
-        if not is_own(function.__code__.co_filename):
+        if not _own_function(function):
             return
         where = f"function {function.__qualname__}"
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -381,11 +381,16 @@ def _cached(value: Any) -> int | None:
     """Results that an own function's ``functools.lru_cache`` holds; None for anything else."""
     if not isinstance(value, _CACHE) or not isinstance(value.__wrapped__, types.FunctionType):
         return None
-    return int(value.cache_info().currsize) if is_own(value.__wrapped__.__code__.co_filename) else None
+    return int(value.cache_info().currsize) if _own_function(value.__wrapped__) else None
 
 
 def _own_class(kind: type) -> bool:
-    return is_own(getattr(sys.modules.get(kind.__module__), "__file__", None) or "<none>")
+    # A notebook's __main__ has no file.
+    return is_own(getattr(sys.modules.get(kind.__module__), "__file__", None) or "<none>", kind.__module__)
+
+
+def _own_function(function: types.FunctionType) -> bool:
+    return is_own(function.__code__.co_filename, function.__globals__.get("__name__"))
 
 
 def _slots(kind: type) -> Iterator[str]:

@@ -10,7 +10,11 @@ import copy
 import enum
 import itertools
 import os
+import re
+import sys
 import threading
+import time
+import types
 from array import array
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -23,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.parameters import sampled
-from tests.people.loop import Case, case, run
+from tests.people.loop import Case, case, job_of, refusal, run
 from tests.people.test_one_batch import Net, rows
 
 LATE = 100  # calls until anything is otherwise
@@ -324,3 +328,24 @@ def test_state_is_in_the_graph_or_refused_by_its_name(
 ) -> None:
     monkeypatch.setenv("ATOLL_TEST_CALLS", "0")
     run(kind)
+
+
+TYPED = {  # the body of ``late``
+    "CALLS[0] += 1; return CALLS[0] > 100": r"global CALLS of <stdin>",
+    "Mine.n += 1; return Mine.n > 100": r"class attribute Mine\.n",
+    "return time.time() < 0": r"reads the clock.*\(at <stdin>:3\)",
+}
+
+
+@pytest.mark.parametrize("source", TYPED)
+def test_a_class_that_was_typed_at_a_prompt_is_looked_into_too(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook, its module is `__main__`, which has no file."""
+    main = types.ModuleType("__main__")
+    vars(main).update(Net=Scaled, CALLS=[0], time=time)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    typed = f"class Mine(Net):\n    n = 0\n    def late(self): {source}"
+    exec(compile(typed, "<stdin>", "exec"), vars(main))  # noqa: S102 - our own text
+    words = refusal(lambda: job_of(vars(main)["Mine"](), rows()))
+    assert re.search(TYPED[source], words), words
