@@ -194,18 +194,9 @@ def leaf_refs(node: OpNode) -> tuple[LeafRef, ...]:
 
 def arguments(node: OpNode) -> list[Arg]:
     """Every reference and literal that ``node`` is given, those within tuples one by one, with repeats."""
-    found: list[Arg] = []
-
-    def walk(arg: Arg) -> None:
-        if isinstance(arg, tuple):
-            for item in arg:
-                walk(item)
-        else:
-            found.append(arg)
-
-    walk(node.args)
-    for _, value in node.kwargs:
-        walk(value)
+    found = [*node.args, *(value for _, value in node.kwargs)]
+    while any(isinstance(arg, tuple) for arg in found):
+        found = [each for arg in found for each in (arg if isinstance(arg, tuple) else (arg,))]
     return found
 
 

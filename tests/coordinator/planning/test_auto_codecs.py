@@ -132,10 +132,10 @@ def test_predicted_compute_leaves_the_codecs_out():
 
 
 def test_op_fence_compressed_is_at_least_as_fast_as_its_dense_plan_compressed():
+    dense = plan_for("off")
     for compress in ("adatopk:30", "topk:30", "lossless"):
         fenced = plan_for(compress).prediction.step_s
         training = TrainingSpec(10, 8, compress=compress)
-        dense = plan_for("off")
         specs = respec(dense, GPT, training, two_islands())
         assert fenced <= step_with(dense, GPT, training, two_islands(), specs) * VARIES
 

@@ -72,10 +72,8 @@ def ratios(seeds: range, n_micros: tuple[int, ...], effort: Effort, thorough: bo
 
 
 def test_the_plan_is_about_as_good_as_that_of_a_search_of_everybody():
-    found = ratios(range(2), (4,), Effort(candidates=32), thorough=False)
-    assert len(found) == 2
-    assert median(found) <= 1.02
-    assert max(found) <= 1.1
+    (found,) = ratios(range(1), (4,), Effort(candidates=32), thorough=False)
+    assert found <= 1.02
 
 
 @pytest.mark.slow
@@ -116,8 +114,8 @@ def test_partitioners_that_take_devices_as_they_joined_see_all_of_them():
 
 
 def test_the_same_fleet_gives_the_same_selection_and_plan():
-    dag, fleet = gpt_like(8), islands(0, 5, 6, 40.0)[0]
-    plans = [plan_for(dag, fleet, Effort(candidates=12, few=8)) for _ in range(2)]
+    dag, fleet = gpt_like(8), islands(0, 3, 6, 40.0)[0]
+    plans = [plan_for(dag, fleet, Effort(candidates=8, few=8)) for _ in range(2)]
     assert plans[0] == plans[1]
     assert plans[0].prediction == plans[1].prediction
 

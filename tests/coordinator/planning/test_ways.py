@@ -193,7 +193,7 @@ FLEETS = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow) if name in ("unlike", "lan", "sites") else name
+        pytest.param(name, marks=pytest.mark.slow) if name in ("six", "unlike", "lan", "sites") else name
         for name in FLEETS
     ],
 )

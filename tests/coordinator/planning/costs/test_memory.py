@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import cache
 from math import prod
 
 import numpy as np
@@ -32,6 +33,12 @@ NAMES = (
 def model(dag: OpDag, optimizer: Optimizer | None = None, **training: object) -> MemoryModel:
     spec = TrainingSpec(10, 4, optimizer=optimizer or Optimizer(), **training)  # type: ignore[arg-type]
     return MemoryModel(dag, spec, Traffic(dag, spec.optimizer))
+
+
+@cache
+def gpt2s() -> OpDag:
+    example = gpt2()
+    return capture(example.module, example.example_inputs).train
 
 
 def intervals(dag: OpDag, seed: int, count: int = 60) -> list[tuple[int, int]]:
@@ -107,8 +114,7 @@ def test_the_last_piece_of_a_pipeline_has_one_micro_batch_and_the_others_what_is
 
 
 def test_muon_keeps_four_bytes_of_a_hidden_matrix_and_eight_of_the_rest() -> None:
-    example = gpt2()
-    dag = capture(example.module, example.example_inputs).train
+    dag = gpt2s()
     memory, adamws = model(dag, Optimizer(OptimizerName.MUON)), model(dag)
     hidden, others = (
         sum(s.meta.nbytes for s in dag.parameters.values() if s.hidden_matrix is wanted)
@@ -135,8 +141,7 @@ def test_muon_keeps_four_bytes_of_a_hidden_matrix_and_eight_of_the_rest() -> Non
 
 @pytest.mark.parametrize("name", [OptimizerName.ADAFACTOR, OptimizerName.LION])
 def test_adafactor_keeps_a_row_and_a_column_of_a_matrix_and_lion_one_average(name: OptimizerName) -> None:
-    example = gpt2()
-    dag = capture(example.module, example.example_inputs).train
+    dag = gpt2s()
     memory = model(dag, Optimizer(name))
     shapes = [state.meta.shape for state in dag.parameters.values()]
     factored = sum(sum(s) if len(s) == 2 else s[0] for s in shapes)
