@@ -50,6 +50,9 @@ class ComputeSetup(_message.Message):
     MAX_QUEUED_MESSAGES_FIELD_NUMBER: _builtins.int
     GPU_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     COMPUTE_SHARE_FIELD_NUMBER: _builtins.int
+    FOLLOWER_PIPES_FIELD_NUMBER: _builtins.int
+    INTERFACE_FIELD_NUMBER: _builtins.int
+    MAY_SHRINK_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     state_dir: _builtins.str
     device: _builtins.str
@@ -76,6 +79,14 @@ class ComputeSetup(_message.Message):
     """0: memory_bytes"""
     compute_share: _builtins.float
     """as of ToCompute"""
+    interface: _builtins.str
+    """of its network"""
+    may_shrink: _builtins.bool
+    """it has worked before: go on without devices that do not any more"""
+    @_builtins.property
+    def follower_pipes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of a site of several hosts: descriptors, one a process that is elsewhere"""
+
     def __init__(
         self,
         *,
@@ -98,10 +109,13 @@ class ComputeSetup(_message.Message):
         max_queued_messages: _builtins.int = ...,
         gpu_memory_bytes: _builtins.int = ...,
         compute_share: _builtins.float = ...,
+        follower_pipes: _abc.Iterable[_builtins.int] | None = ...,
+        interface: _builtins.str = ...,
+        may_shrink: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob_dir", b"blob_dir", "codec_speeds", b"codec_speeds", "compute_share", b"compute_share", "device", b"device", "feed_ahead_steps", b"feed_ahead_steps", "feed_bytes", b"feed_bytes", "gpu_memory_bytes", b"gpu_memory_bytes", "kept_bytes", b"kept_bytes", "max_queued_bytes", b"max_queued_bytes", "max_queued_messages", b"max_queued_messages", "memory_bytes", b"memory_bytes", "min_batch", b"min_batch", "min_clients", b"min_clients", "min_samples", b"min_samples", "min_steps", b"min_steps", "scratch_dir", b"scratch_dir", "state_dir", b"state_dir", "threads", b"threads", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob_dir", b"blob_dir", "codec_speeds", b"codec_speeds", "compute_share", b"compute_share", "device", b"device", "feed_ahead_steps", b"feed_ahead_steps", "feed_bytes", b"feed_bytes", "follower_pipes", b"follower_pipes", "gpu_memory_bytes", b"gpu_memory_bytes", "interface", b"interface", "kept_bytes", b"kept_bytes", "max_queued_bytes", b"max_queued_bytes", "max_queued_messages", b"max_queued_messages", "may_shrink", b"may_shrink", "memory_bytes", b"memory_bytes", "min_batch", b"min_batch", "min_clients", b"min_clients", "min_samples", b"min_samples", "min_steps", b"min_steps", "scratch_dir", b"scratch_dir", "state_dir", b"state_dir", "threads", b"threads", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -918,19 +932,18 @@ class FollowerSetup(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     GPU_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     BLOB_DIR_FIELD_NUMBER: _builtins.int
-    RANK_FIELD_NUMBER: _builtins.int
-    SIZE_FIELD_NUMBER: _builtins.int
-    MEETING_FIELD_NUMBER: _builtins.int
+    SCRATCH_DIR_FIELD_NUMBER: _builtins.int
+    INTERFACE_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """cpu | cuda:N"""
     threads: _builtins.int
     memory_bytes: _builtins.int
     gpu_memory_bytes: _builtins.int
     blob_dir: _builtins.str
-    rank: _builtins.int
-    size: _builtins.int
-    meeting: _builtins.str
-    """a file of the leader's own folder"""
+    """"": its tensors are handed to it"""
+    scratch_dir: _builtins.str
+    interface: _builtins.str
+    """of the site's network; "": the loopback device"""
     def __init__(
         self,
         *,
@@ -939,17 +952,200 @@ class FollowerSetup(_message.Message):
         memory_bytes: _builtins.int = ...,
         gpu_memory_bytes: _builtins.int = ...,
         blob_dir: _builtins.str = ...,
-        rank: _builtins.int = ...,
-        size: _builtins.int = ...,
-        meeting: _builtins.str = ...,
+        scratch_dir: _builtins.str = ...,
+        interface: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob_dir", b"blob_dir", "device", b"device", "gpu_memory_bytes", b"gpu_memory_bytes", "meeting", b"meeting", "memory_bytes", b"memory_bytes", "rank", b"rank", "size", b"size", "threads", b"threads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob_dir", b"blob_dir", "device", b"device", "gpu_memory_bytes", b"gpu_memory_bytes", "interface", b"interface", "memory_bytes", b"memory_bytes", "scratch_dir", b"scratch_dir", "threads", b"threads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FollowerSetup: _TypeAlias = FollowerSetup  # noqa: Y015
+
+@_typing.final
+class MeshMeeting(_message.Message):
+    """Where the processes meet; file: of the leader's folder, "": by calls of its store through the pipe."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    size: _builtins.int
+    file: _builtins.str
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        size: _builtins.int = ...,
+        file: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "rank", b"rank", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeshMeeting: _TypeAlias = MeshMeeting  # noqa: Y015
+
+@_typing.final
+class MeshLoad(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ASSIGN_FIELD_NUMBER: _builtins.int
+    HANDED_FIELD_NUMBER: _builtins.int
+    handed: _builtins.bool
+    """HandedTensors follow, each before its collectives; else tensors come from files"""
+    @_builtins.property
+    def assign(self) -> _atoll_control_pb2.Assign: ...
+    def __init__(
+        self,
+        *,
+        assign: _atoll_control_pb2.Assign | None = ...,
+        handed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "handed", b"handed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeshLoad: _TypeAlias = MeshLoad  # noqa: Y015
+
+@_typing.final
+class HandedTensor(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    dtype: _builtins.str
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "key", b"key", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandedTensor: _TypeAlias = HandedTensor  # noqa: Y015
+
+@_typing.final
+class HandedTensors(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___HandedTensor]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        tensors: _abc.Iterable[Global___HandedTensor] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandedTensors: _TypeAlias = HandedTensors  # noqa: Y015
+
+@_typing.final
+class StoreCall(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    CALL_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    AMOUNT_FIELD_NUMBER: _builtins.int
+    request: _builtins.int
+    call: _builtins.str
+    key: _builtins.str
+    value: _builtins.bytes
+    amount: _builtins.int
+    def __init__(
+        self,
+        *,
+        request: _builtins.int = ...,
+        call: _builtins.str = ...,
+        key: _builtins.str = ...,
+        value: _builtins.bytes = ...,
+        amount: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "call", b"call", "key", b"key", "request", b"request", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreCall: _TypeAlias = StoreCall  # noqa: Y015
+
+@_typing.final
+class StoreAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    AMOUNT_FIELD_NUMBER: _builtins.int
+    request: _builtins.int
+    found: _builtins.bool
+    value: _builtins.bytes
+    amount: _builtins.int
+    def __init__(
+        self,
+        *,
+        request: _builtins.int = ...,
+        found: _builtins.bool = ...,
+        value: _builtins.bytes = ...,
+        amount: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "found", b"found", "request", b"request", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreAnswer: _TypeAlias = StoreAnswer  # noqa: Y015
+
+@_typing.final
+class FollowerFound(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    memory_bytes: _builtins.int
+    memory_limit_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        memory_bytes: _builtins.int = ...,
+        memory_limit_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowerFound: _TypeAlias = FollowerFound  # noqa: Y015
 
 @_typing.final
 class MeshWork(_message.Message):
@@ -1010,24 +1206,36 @@ class ToFollower(_message.Message):
     SETUP_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     WORK_FIELD_NUMBER: _builtins.int
+    MEETING_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    HANDED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def setup(self) -> Global___FollowerSetup: ...
     @_builtins.property
-    def load(self) -> _atoll_control_pb2.Assign: ...
+    def load(self) -> Global___MeshLoad: ...
     @_builtins.property
     def work(self) -> Global___MeshWork: ...
+    @_builtins.property
+    def meeting(self) -> Global___MeshMeeting: ...
+    @_builtins.property
+    def answer(self) -> Global___StoreAnswer: ...
+    @_builtins.property
+    def handed(self) -> Global___HandedTensors: ...
     def __init__(
         self,
         *,
         setup: Global___FollowerSetup | None = ...,
-        load: _atoll_control_pb2.Assign | None = ...,
+        load: Global___MeshLoad | None = ...,
         work: Global___MeshWork | None = ...,
+        meeting: Global___MeshMeeting | None = ...,
+        answer: Global___StoreAnswer | None = ...,
+        handed: Global___HandedTensors | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "load", b"load", "setup", b"setup", "work", b"work"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "body", b"body", "handed", b"handed", "load", b"load", "meeting", b"meeting", "setup", b"setup", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "load", b"load", "setup", b"setup", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "body", b"body", "handed", b"handed", "load", b"load", "meeting", b"meeting", "setup", b"setup", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["setup", "load", "work"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["setup", "load", "work", "meeting", "answer", "handed"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1039,20 +1247,30 @@ class FromFollower(_message.Message):
 
     READY_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     error: _builtins.str
     """after which it ends"""
+    @_builtins.property
+    def found(self) -> Global___FollowerFound:
+        """its device"""
+
+    @_builtins.property
+    def store(self) -> Global___StoreCall: ...
     def __init__(
         self,
         *,
         ready: _builtins.bool = ...,
         error: _builtins.str = ...,
+        found: Global___FollowerFound | None = ...,
+        store: Global___StoreCall | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "error", b"error", "ready", b"ready"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "error", b"error", "found", b"found", "ready", b"ready", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "error", b"error", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "error", b"error", "found", b"found", "ready", b"ready", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ready", "error"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ready", "error", "found", "store"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

@@ -77,6 +77,7 @@ MOST_BYTES: Mapping[str, int] = {
     "PartChunk": 16 * MIB,
     # a process and its child
     "ComputeSetup": MIB,
+    "MeshLoad": 64 * MIB,
     "ComputeStep": 4 * MIB,
     "ComputeRound": MIB,
     "ComputeJoin": 64 * MIB,

@@ -41,6 +41,7 @@ from worker.shared import Shared
 
 if TYPE_CHECKING:
     from protos.credentials import Identity
+    from worker.ranks.gathering import Gathering
 
 log = structlog.get_logger()
 
@@ -51,13 +52,15 @@ LEAVES_WITHIN_S = 2.0  # as is promised; a signal that comes later ends the proc
 class Daemon:
     """A worker, from joining to leaving. ``run`` once, in the main thread."""
 
-    def __init__(self, config: WorkerConfig, conditions: Conditions | None = None) -> None:
-        """``conditions``: of this machine; None: as its system tells them. UsageError for devices that cannot
-        be lent."""
+    def __init__(
+        self, config: WorkerConfig, conditions: Conditions | None = None, ranks: Gathering | None = None
+    ) -> None:
+        """``conditions``: of this machine; None: as its system tells them. ``ranks``: the other hosts of a
+        site. UsageError for devices that cannot be lent."""
         self._config = config
         self._free_bytes = memory_limit(0, *machine_memory(), "this machine")
         devices = lent_devices(config, self._free_bytes)
-        self._shared = Shared(config, len(devices))
+        self._shared = Shared(config, len(devices), ranks)
         self._stopping = self._shared.stopping
         self._members = [Member(device, self._shared) for device in devices]
         self._broken: BaseException | None = None

@@ -81,7 +81,13 @@ class AddressChanged:
     """Event: this machine has another address; what is open has fallen silent."""
 
 
-Inner = events.Event | Beside | ConsentChanged | MannersChanged | AddressChanged
+@dataclass(frozen=True, slots=True)
+class DeviceChanged:
+    """Event: a site has more or fewer processes than the coordinator knows."""
+
+
+Own = ConsentChanged | MannersChanged | AddressChanged | DeviceChanged
+Inner = events.Event | Beside | Own
 
 
 class Member:
@@ -118,7 +124,7 @@ class Member:
         self._closing = threading.Lock()
         self._open: Connections  # once it has entered
         self._consent = Consent(config.state_dir, coordinator=f"{config.host}:{config.port}")
-        self._host = (AppsOnly if config.apps_only else ComputeHost)(config, self._consent)
+        self._host = _host_of(config, self._consent, shared)
         self.end: AtollError | None = None  # why it had to go
 
     @property
@@ -158,21 +164,14 @@ class Member:
 
     def start(self) -> None:
         """Begin to compute. UsageError where the device is not there."""
-        self._host.start(self.name, self._open.host, self._stopping.is_set)
+        ports = replace(self._open.host, resized=lambda: self.post(DeviceChanged()))
+        self._host.start(self.name, ports, self._stopping.is_set)
 
     def begin(self, manners: Manners) -> None:
         """Open the session; ``manners`` hold already."""
         self._take_up(manners)
         threading.Thread(target=self._beat, name="atoll-heartbeat", daemon=True).start()
-        device, config = self._host.device, self._config
-        log.info(
-            "worker.joined",
-            worker=self.name,
-            coordinator=self._shared.membership.work_address,
-            protections=protections(device.kind, chosen(config.sandbox, device.kind)).line(),
-            memory=str(self._host.memory_under()),
-            processes=device.processes or 1,
-        )
+        _log_joined(self.name, self._config, self._shared, self._host)
         self._stream.open()
 
     def serve(self) -> None:
@@ -213,7 +212,7 @@ class Member:
             else:
                 self._take_beside(event)
 
-    def _take_beside(self, event: Beside | ConsentChanged | MannersChanged | AddressChanged) -> None:
+    def _take_beside(self, event: Beside | Own) -> None:
         """Handle what changes no phase of the session."""
         match event:
             case PeerLink():
@@ -232,6 +231,8 @@ class Member:
                 self._shared.trust_authorities(event.ca_pem, event.left_s)
             case AddressChanged():
                 self._move()
+            case DeviceChanged():  # with another introduction
+                self._stream.move()
             case MannersChanged(manners):
                 self._take_up(manners)
             case ConsentChanged():
@@ -483,6 +484,22 @@ class Member:
         self._host.stand_by(expected.job, messages.ranks_of(expected.peers), checks=expected.checks)
         for link in messages.links_of(expected.peers):
             self._open.network.expect(link.worker, link.paths, EXPECTED_DIAL_S)
+
+
+def _host_of(config: WorkerConfig, consent: Consent, shared: Shared) -> ComputeHost | AppsOnly:
+    return AppsOnly(config, consent) if config.apps_only else ComputeHost(config, consent, shared.ranks)
+
+
+def _log_joined(worker: str, config: WorkerConfig, shared: Shared, host: ComputeHost | AppsOnly) -> None:
+    device, network = host.device, shared.ranks is not None
+    log.info(
+        "worker.joined",
+        worker=worker,
+        coordinator=shared.membership.work_address,
+        protections=protections(device.kind, chosen(config.sandbox, device.kind), network=network).line(),
+        memory=str(host.memory_under()),
+        processes=device.processes or 1,
+    )
 
 
 def _log_change(before: machine.Session, now: machine.Session, event: events.Event) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from worker.config import WorkerConfig
     from worker.control.enroll import Membership
     from worker.control.renewal import Renewal
+    from worker.ranks.gathering import Gathering
 
 log = structlog.get_logger()
 
@@ -30,9 +31,9 @@ class Shared:
     cache: BlobCache  # the same
     port: int = 0  # where peers reach any of the devices
 
-    def __init__(self, config: WorkerConfig, devices: int) -> None:
-        """``config``: of the machine."""
-        self.config, self.devices = config, devices
+    def __init__(self, config: WorkerConfig, devices: int, ranks: Gathering | None = None) -> None:
+        """``config``: of the machine; ``ranks``: the other hosts of a site."""
+        self.config, self.devices, self.ranks = config, devices, ranks
         self.traffic, self.links = Traffic(), LocalLinks()
         self.stopping = threading.Event()
         self.lock = threading.Lock()  # of the membership

@@ -22,6 +22,7 @@ class Inside(StrEnum):
     TENSOR = "tensor"  # each has its heads, hidden units and rows of the vocabulary, for all rows
     SEQUENCE = "sequence"  # each has its tokens of every row; matrices as in shards
     EXPERTS = "experts"  # as shards, and each has its experts whole, for the tokens of all
+    DATA = "data"  # each has its rows of a micro-batch and the whole model; gradients are summed once a step
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ kinds of inside plan is where splitting begins:
 ``sequence``  Inputs and received values are split by tokens. Keys and values are gathered for attention, and
               again for its backward. Matrices are stored in shards.
 ``experts``   As ``shards``, but matrices of experts are split by expert, and never move.
+``data``      As ``shards``, but every process has the whole of all parameters. Where all ops that use one are
+              split, its gradient is a part of a sum until the step's end (``Shared.summed``).
 
 Experts are split in ``tensor``, too: matrices of products of groups of rows (``Kernel.EXPERTS``).
 """
@@ -88,6 +90,8 @@ class Shared:
     stored: Mapping[str, Stored]
     divided: frozenset[int] = frozenset()  # ops of which each process does a part
     follows: Mapping[int, frozenset[int]] = field(default_factory=dict)  # of these: products that are split
+    # Bytes of the gradients of a step that are parts of a sum, by parameter.
+    summed: Mapping[str, int] = field(default_factory=dict)
 
 
 class Terms(NamedTuple):
@@ -293,8 +297,8 @@ class _Walk:
             by = partial(self._by_tokens, length) if terms.kind is Inside.SEQUENCE else self._by_rows
             self._inputs = {name: split for name, meta in metas.items() if (split := by(meta)) is not None}
             self._layouts = {r.op: by(r.meta) for r in program.received}
-        tensor = terms.kind is Inside.TENSOR
-        self._shards = {} if tensor else _shards(program, terms, experts.names)
+        whole = terms.kind in (Inside.TENSOR, Inside.DATA)
+        self._shards = {} if whole else _shards(program, terms, experts.names)
         self._wanted: dict[str, dict[int, Layout]] = {}  # no shards: parameter -> op -> how it wants it
         self._moves: dict[int, dict[Path, Move]] = {}
         # Matrices that products of groups read transposed.
@@ -308,6 +312,7 @@ class _Walk:
             self._visit(op, node)
         if self._terms.kind is Inside.TENSOR:
             self._settle()
+        summed = self._summed() if self._terms.kind is Inside.DATA else {}
         self._mark_last()
         turns, ops = {}, []
         for op, node in self._program.ops:
@@ -338,7 +343,7 @@ class _Walk:
             op for op, choice in self._choices.items() if _divides(choice) and _computes_less(choice)
         )
         follows = {op: self._follows[op] for op in sorted(divided) if self._follows[op]}
-        return Shared(program, turns, self._layouts, self._inputs, stored, divided, follows)
+        return Shared(program, turns, self._layouts, self._inputs, stored, divided, follows, summed)
 
     def _by_tokens(self, length: int, meta: TensorMeta) -> Split | None:
         same = length > 0 and tokens_of(meta, self._program.rows) == length
@@ -445,6 +450,23 @@ class _Walk:
             self.unfit |= origins
         split = want if isinstance(want, Split) else None
         return Move(Way.TAKE, meta.shape, meta.nbytes, split, of, True, grad)
+
+    def _summed(self) -> dict[str, int]:
+        """Return the parameters that split work alone uses, with the bytes of their gradients: they enter it
+        without a sum of these."""
+        places: dict[str, list[tuple[int, Path]]] = {}
+        for op, node in self._nodes.items():
+            for path, ref in references(node):
+                if isinstance(ref, LeafRef) and ref.source is Source.PARAMETER:
+                    places.setdefault(ref.name, []).append((op, path))
+        found = dict[str, int]()
+        for name, uses in sorted(places.items()):
+            moves = [self._moves[op].get(path) for op, path in uses]
+            if name not in self._terms.whole and all(m is not None and m.way is Way.ENTER for m in moves):
+                found[name] = self._terms.metas[name].nbytes
+                for op, path in uses:
+                    del self._moves[op][path]
+        return found
 
     def _settle(self) -> None:
         """Find parameters that cannot be stored as each of their uses wants them."""

@@ -49,6 +49,14 @@ def op_volumes(shared: Shared, size: int) -> dict[int, tuple[Sent, Sent]]:
     return {op: both for op, both in found.items() if any(sent.calls for sent in both)}
 
 
+def step_volume(shared: Shared, size: int) -> Sent:
+    """Return what the sums of a step's gradients send, once behind all micro-batches."""
+    sent = Sent()
+    for n_bytes in shared.summed.values():
+        sent = sent.and_then(reduced_bytes(n_bytes, size))
+    return sent
+
+
 def micro_volume(
     shared: Shared, size: int, *, trains: bool = True, recompute: Recompute = Recompute.OFF
 ) -> Sent:

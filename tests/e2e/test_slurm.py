@@ -87,19 +87,22 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tasks", "options"), [(2, "--device cpu"), (1, "--devices cpu+cpu")], ids=["workers", "site"]
+    ("tasks", "options", "site"),
+    [(2, "--device cpu", ""), (1, "--devices cpu+cpu", ""), (2, "--device cpu", "1")],
+    ids=["workers", "site", "hosts"],
 )
 def test_one_sbatch_trains_on_two_processes_writes_the_weights_and_leaves_none(
-    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tasks: int, options: str
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tasks: int, options: str, site: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
     monkeypatch.setenv("ATOLL_ADVERTISE", "127.0.0.1")
-    monkeypatch.setenv("ATOLL_PORT", str(free_ports(2)[0]))
+    monkeypatch.setenv("ATOLL_PORT", str(free_ports(4)[0]))
     monkeypatch.setenv("ATOLL_SUBMIT_OPTIONS", "--steps 6")
     monkeypatch.setenv("ATOLL_WORKER_OPTIONS", options)
+    monkeypatch.setenv("ATOLL_SITE", site)
     script = str(ROOT / "deploy" / "slurm" / "atoll.sbatch")
     wanted = ["sbatch", "--wait", "--ntasks", str(tasks), "--ntasks-per-node", str(tasks), script]
     done = subprocess.run(
@@ -107,10 +110,11 @@ def test_one_sbatch_trains_on_two_processes_writes_the_weights_and_leaves_none(
     )
     log = "\n".join(path.read_text() for path in tmp_path.glob("atoll-*.log"))
     assert done.returncode == 0, done.stderr + log
-    assert f"on {tasks} workers" in log
+    workers = 1 if site else tasks
+    assert f"on {workers} workers" in log
     joined = [path.read_text() for path in tmp_path.glob("atoll-*/worker-*.log")]
     assert len(joined) == tasks
-    assert all(f"processes={2 // tasks}" in text for text in joined)
+    assert sum(f"processes={2 // workers}" in text for text in joined) == workers
     assert "finished, step 6/6" in log
     assert len(load_file(tmp_path / "out.safetensors")) == 6
     assert list((tmp_path / "scratch").glob("atoll-[0-9]*")) == []

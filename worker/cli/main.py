@@ -42,6 +42,7 @@ from worker.manners.applied import read_applied
 
 if TYPE_CHECKING:
     from worker.daemon import Daemon
+    from worker.ranks.gathering import Gathering
 
 EXIT_CODES = """Exit codes: 0 left as asked, 1 other error, 2 wrong usage, 5 coordinator unreachable,
 6 access denied (token, certificate, or dismissed), 7 protocol mismatch, 9 storage, 130 interrupted."""
@@ -102,7 +103,7 @@ def join(
     `atoll-worker apps accept` permit an app. Settings are remembered; the token is exchanged for a
     certificate once and not kept.
     """
-    config = _config(
+    config = configured(
         {
             **joining.given(),
             **reach.given(),
@@ -113,8 +114,8 @@ def join(
     )
     if err.is_terminal and not err.is_dumb_terminal and not log and not log_json:
         return _run_shown(config)
-    _start_log(config.log_json)
-    return _run_daemon(config)
+    start_log(config.log_json)
+    return run_daemon(config)
 
 
 @app.command(epilog=f"Example: atoll-worker doctor 192.0.2.7:7700 --token atoll2_...\n\n{DOCTOR_CODES}")
@@ -123,7 +124,7 @@ def doctor(joining: Joining, json: AsJson = False) -> int:
     """Check this machine and its route to the coordinator before joining; changes nothing."""
     from worker.cli.doctor import examine, show
 
-    config = _config(joining.given())
+    config = configured(joining.given())
     report = examine(config, (lambda what: None) if json else (lambda what: err.print(f"... {what}")))
     if json:
         print_json(report.as_json())
@@ -279,7 +280,8 @@ def version(json: AsJson = False) -> int:
 in_panels(app, PANELS)
 
 
-def _config(given: dict[str, Any]) -> WorkerConfig:
+def configured(given: dict[str, Any]) -> WorkerConfig:
+    """Return the configuration from options, None where one was not given. Raises as ``make_config``."""
     config = with_insecure_check(make_config(given))
     if not config.insecure and was_insecure(config.state_dir):
         err.print(
@@ -296,20 +298,22 @@ def _run_shown(config: WorkerConfig) -> int:
 
     notes = Notes(config.state_dir / LOG_FOLDER)
     _configure_log(notes, None)
-    return _run_daemon(config, lambda daemon: shown_live(daemon.activity, notes))
+    return run_daemon(config, lambda daemon: shown_live(daemon.activity, notes))
 
 
-def _run_daemon(
+def run_daemon(
     config: WorkerConfig,
     beside: Callable[[Daemon], AbstractContextManager[None]] = lambda daemon: nullcontext(),
+    ranks: Gathering | None = None,
 ) -> int:
+    """Run a worker until it leaves; ``beside`` shows it meanwhile. ``ranks``: the other hosts of a site."""
     from worker.cli.running import only_one
     from worker.daemon import Daemon
 
     if config.insecure:
         err.print("--insecure: no TLS, anyone on this network can read and change what is sent")
     with only_one(config.state_dir):
-        daemon = Daemon(config)
+        daemon = Daemon(config, ranks=ranks)
         with beside(daemon):
             daemon.run()
     if err.is_terminal:
@@ -317,7 +321,7 @@ def _run_daemon(
     return 0
 
 
-def _start_log(as_json: bool) -> None:
+def start_log(as_json: bool) -> None:
     """Structured events on the error stream."""
     renderer: Any = (
         structlog.processors.JSONRenderer()

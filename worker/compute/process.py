@@ -43,11 +43,13 @@ from worker.machine.torch_device import (
     find_device,
     peak_memory_bytes,
     prepare,
+    remaining,
     torch_device,
     used_memory_bytes,
 )
 from worker.manners.duty import DutyCycle
-from worker.mesh.leader import Follower, Leader, start_followers
+from worker.mesh.followers import Follower, followers_elsewhere, start_followers
+from worker.mesh.leader import Leader, Reach
 from worker.pipe.status import ComputeStatus, DaemonStatus
 from worker.session import events, instructions, pipe
 from worker.spans import Spans
@@ -78,7 +80,10 @@ class ComputeProcess:
         """UsageError when the device is not there."""
         self._pipe, self._began_s = end, began_s
         settings = _settings(setup)
-        followers = start_followers(settings.device)  # they import what this process does meanwhile
+        if setup.may_shrink:
+            settings = replace(settings, device=remaining(settings))
+        # They import what this process does meanwhile.
+        followers = followers_elsewhere(setup.follower_pipes) or start_followers(settings.device)
         device = find_device(settings)
         prepare(device, settings)
         keep_no_tensors()
@@ -137,12 +142,14 @@ class ComputeProcess:
         self, settings: ComputeSettings, setup: pb.ComputeSetup, followers: Sequence[Follower]
     ) -> Leader | None:
         """The other processes of a member of several devices, ready."""
-        if self._device.processes == 1:
+        if not followers:
             return None
         folders = Path(setup.scratch_dir), Path(setup.blob_dir)
-        found = Leader(settings, self._device, *folders, _mesh_died, followers, self._status)
-        self._device = replace(self._device, joint=(found.joint.latency_s, found.joint.bytes_per_s))
-        return found
+        reach = Reach(setup.interface, setup.may_shrink)
+        found = Leader(settings, self._device, folders, _mesh_died, followers, self._status, reach)
+        joint = found.joint.latency_s, found.joint.bytes_per_s
+        self._device = replace(found.device, joint=joint)
+        return None if found.alone else found
 
     def run(self) -> None:
         """Work until the pipe ends or the daemon says so."""

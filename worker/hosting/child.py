@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,8 +51,10 @@ class Child:
         scratch: Path,
         heard: Callable[[Child, pb.FromCompute], None],
         ended: Callable[[Child, Ending], None],
+        followers: Sequence[socket.socket] = (),
     ) -> None:
-        """``heard`` is called with each message, in the child's own thread; an AtollError that it raises ends
+        """``followers``: ends of pipes to processes that it leads, which are the process's from now on.
+        ``heard`` is called with each message, in the child's own thread; an AtollError that it raises ends
         the process. ``ended`` is called once, in that thread. Raises StorageError."""
         self.view, self.scratch = view, scratch
         self._heard, self._ended = heard, ended
@@ -65,7 +67,7 @@ class Child:
         self._freed_bytes = 0
         self.alive = True
         try:
-            self._launch(sandbox, threads)
+            self._launch(sandbox, threads, followers)
         except OSError as error:  # descriptors, processes or memory are short; later they may not be
             with contextlib.suppress(OSError):
                 scratch.rmdir()  # which takes no descriptor
@@ -73,9 +75,12 @@ class Child:
         for name, run in (("read", self._read), ("write", self._write)):
             threading.Thread(target=run, name=f"atoll-compute-{name}", daemon=True).start()
 
-    def _launch(self, sandbox: Sandbox, threads: int) -> None:
+    def _launch(self, sandbox: Sandbox, threads: int, followers: Sequence[socket.socket]) -> None:
         """Start the process with its arenas and its pipe. OSError, after which every descriptor is closed."""
         with contextlib.ExitStack() as inherited, contextlib.ExitStack() as kept:
+            for follower in followers:
+                inherited.callback(follower.close)
+            self.followers = [follower.fileno() for follower in followers]
             incoming = Arena.make(ARENA_BYTES)
             inherited.callback(incoming.close_descriptor)
             outgoing = Arena.make(ARENA_BYTES)
@@ -83,11 +88,11 @@ class Child:
             ours, theirs = socket.socketpair()
             inherited.callback(theirs.close)
             kept.callback(ours.close)
-            given = [theirs.fileno(), incoming.descriptor, outgoing.descriptor]
+            given = [theirs.fileno(), incoming.descriptor, outgoing.descriptor, *self.followers]
             command = [*COMMAND, str(given[0])]
             for arena in (incoming, outgoing):
                 command += [str(arena.descriptor), str(arena.size)]
-            environment = compute_environment(threads)
+            environment = compute_environment(threads, network=self.view.network)
             self.launched = Launched(command, given, self.view, environment, sandbox=sandbox)
             kept.pop_all()
         self.incoming, self.outgoing = Allocator(incoming), outgoing

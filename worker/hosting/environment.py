@@ -34,10 +34,12 @@ def shown_environment(threads: int, names: Sequence[str] = (), starts: Sequence[
     return {**kept, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def compute_environment(threads: int = 0) -> dict[str, str]:
-    """Return what a compute process is given. Its home and temporary folder are the sandbox's own, where
-    there is one; its packages are those of this installation, whatever PYTHONPATH holds."""
-    found = shown_environment(threads, (*_COMPUTE, "HOME", "TMPDIR", "USER"), _COMPUTE_TOO)
+def compute_environment(threads: int = 0, *, network: bool = False) -> dict[str, str]:
+    """Return what a compute process is given; ``network``: one that reaches others of its site, NCCL's
+    variables too. Its home and temporary folder are the sandbox's own, where there is one; its packages are
+    those of this installation, whatever PYTHONPATH holds."""
+    starts = (*_COMPUTE_TOO, "NCCL_") if network else _COMPUTE_TOO
+    found = shown_environment(threads, (*_COMPUTE, "HOME", "TMPDIR", "USER"), starts)
     if elsewhere := foreign_torch():
         found["PYTHONPATH"] += os.pathsep + elsewhere
     return found

@@ -135,10 +135,13 @@ class Hearing:
             if ready.error:
                 self._state.failed = UsageError(clean(ready.error, MAX_REASON_CHARS))
             else:
+                before = self._state.device
                 try:
                     self._bound(now, ready.device)
                 except UsageError as error:
                     self._state.failed = error
+                if before is not None and before.processes != ready.device.processes:
+                    self._resized(now, before.processes, ready.device.processes)
             self._state.rates = list(ready.codec_speeds)
             self._state.changed.notify_all()
         log.debug("compute.ready", took_s=round(ready.took_s, 2))
@@ -149,9 +152,9 @@ class Hearing:
         state, launched = self._state, now.child.launched
         first = not state.own_bytes
         own = held_bytes() // state.config.parts + resident_bytes(descendants(launched.pid)) + RESERVE_BYTES
-        if first:
-            state.own_bytes = own if device.kind == "cpu" else device.own_memory_bytes
         found, state.device = state.device, device  # its memory may be another than that of the one before
+        if first:
+            state.own_bytes = own if device.kind == "cpu" else device.own_memory_bytes // state.apart
         share = state.memory_under()
         main = share if device.kind == "cpu" else main_share(state.config, share, own)
         if first:
@@ -159,9 +162,19 @@ class Hearing:
             share.checked()
             main.checked()
             state.device = device
-        launched.limit_added(max(0, main.stage_bytes))
+        alone = state.apart if state.ranks is not None else 1
+        launched.limit_added(max(0, main.stage_bytes // alone))
         most = max(0, share.stage_bytes)
         now.child.send(pb.ToCompute(memory_limit=most))
+
+    def _resized(self, now: Now, before: int, processes: int) -> None:
+        """A site goes on with fewer processes than before, or with more: plans count on what it has now. What
+        it was given meanwhile was planned for what it had; the lock is held."""
+        log.warning("site.resized", before=before or 1, processes=processes or 1)
+        self._state.ports.resized()
+        if now.assigned and (before or 1) > (processes or 1):
+            reason = f"this site goes on with {processes or 1} of {before} processes"
+            self._state.report(reason, gone=True)
 
     def _heard_report(self, now: Now, report: events.Report) -> None:
         ports = self._state.ports

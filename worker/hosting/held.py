@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from worker.hosting.child import Child
     from worker.hosting.gate import Gate
     from worker.hosting.requests import HostPorts, Served
+    from worker.ranks.gathering import Gathering
 
 # Bytes for the coordinator: of spans and logs, of which more is left out; of all, which nothing honest nears.
 SAID_BURST, SAID_PER_S = 16 << 20, 1 << 20
@@ -89,8 +90,9 @@ class Now:
 class HostState:
     """State of a compute host. Who changes it, or reads two fields that belong together, holds ``lock``."""
 
-    def __init__(self, config: WorkerConfig, consent: Consent) -> None:
-        self.config, self.consent = config, consent
+    def __init__(self, config: WorkerConfig, consent: Consent, ranks: Gathering | None = None) -> None:
+        """``ranks``: the other hosts of a site."""
+        self.config, self.consent, self.ranks = config, consent, ranks
         self.worker = ""  # until it has joined; then with its ports
         self.ports: HostPorts
         self.speeds = SpeedFile(config.device_dir)
@@ -117,7 +119,15 @@ class HostState:
     def memory_under(self, config: WorkerConfig | None = None) -> MemoryShare:
         """Return how the device's memory is shared under the limits of ``config``, None: as they are now."""
         facts = self.device or control.DeviceFacts()
-        return memory_share(config or self.config, facts.kind, facts.memory_limit_bytes, self.own_bytes)
+        found_bytes = facts.memory_limit_bytes // self.apart
+        return memory_share(config or self.config, facts.kind, found_bytes, self.own_bytes).times(self.apart)
+
+    @property
+    def apart(self) -> int:
+        """Processes of the device each of which has memory of its own, with limits of its own."""
+        facts = self.device
+        several = facts is not None and (self.ranks is not None or facts.kind != "cpu")
+        return max(1, facts.processes) if facts is not None and several else 1
 
     def tell(self, message: pb.ToCompute) -> None:
         """Send a message to the process, where there is one."""

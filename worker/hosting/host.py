@@ -43,13 +43,15 @@ if TYPE_CHECKING:
     from worker.federated.consent import Consent
     from worker.machine.own_share import MemoryShare
     from worker.pipe.status import Waiting
+    from worker.ranks.gathering import Gathering
 
 
 class ComputeHost:
     """Owns the compute process of one device. ``do`` may be called from any thread and never waits."""
 
-    def __init__(self, config: WorkerConfig, consent: Consent) -> None:
-        self._state = HostState(config, consent)
+    def __init__(self, config: WorkerConfig, consent: Consent, ranks: Gathering | None = None) -> None:
+        """``ranks``: the other hosts of a site."""
+        self._state = HostState(config, consent, ranks)
         self._processes = Processes(self._state, Hearing(self._state).heard, self._join)
 
     # ------------------------------------------------------------ the daemon

@@ -74,7 +74,8 @@ class Processes:
         """Files of a process for any pipeline's stage."""
         wanted = self._state.config.device
         gpu = wanted.startswith("cuda") or (wanted == "auto" and gpus_here() > 0)
-        return View((self._state.config.blob_dir.absolute(),), (), "cuda" if gpu else "cpu")
+        network = self._state.ranks is not None
+        return View((self._state.config.blob_dir.absolute(),), (), "cuda" if gpu else "cpu", network)
 
     def launch_for_pool(self) -> None:
         """``launch`` a process for any pipeline's stage, or for strangers' ops."""
@@ -86,8 +87,16 @@ class Processes:
         config, self.resting = self._state.config, False
         scratch = make_scratch(config.device_dir.absolute(), f"{os.getpid()}-{next(self._state.numbers)}")
         view = replace(view, read_write=(*view.read_write, scratch))
+        # A federated round is this host's alone.
+        ranks = None if joined else self._state.ranks
         child = Child(
-            view, chosen(config.sandbox, view.device), config.threads, scratch, self._heard, self._ended
+            view,
+            chosen(config.sandbox, view.device),
+            config.threads,
+            scratch,
+            self._heard,
+            self._ended,
+            () if ranks is None else ranks.pipes(),
         )
         self._state.now = Now(child, answered_s=time.monotonic(), joined=joined)
         if self._state.worker:
@@ -110,6 +119,9 @@ class Processes:
         keep = None if now.joined else ports.keep
         now.served = Served(now.child, ports.blobs, ports.batches, departing, keep)
         setup = setup_of(state.config, state.worker, now.child.scratch, state.share, state.speeds.read())
+        setup.follower_pipes.extend(now.child.followers)
+        setup.interface = state.ranks.interface if now.child.followers and state.ranks is not None else ""
+        setup.may_shrink = state.device is not None
         now.child.send(pb.ToCompute(setup=setup))
 
     def make_room(self) -> None:

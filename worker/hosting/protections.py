@@ -27,6 +27,7 @@ class Protections:
     sandbox_remedy: str
     no_group: str  # why no control group bounds the memory; "" where one does
     data_limit: bool  # RLIMIT_DATA bounds it too
+    network: bool = False  # it reaches the hosts of its site
 
     @property
     def memory(self) -> str:
@@ -38,7 +39,8 @@ class Protections:
 
     def words(self) -> list[Protection]:
         """Return each of them, in words."""
-        sandbox = "bubblewrap: no network, a read-only system, none of your files, no other process"
+        network = "the network of its site" if self.network else "no network"
+        sandbox = f"bubblewrap: {network}, a read-only system, none of your files, no other process"
         why_not = f" ({self.no_group})" if self.no_group else ""
         return [
             Protection("process", "computing has a process of its own, without key and sockets"),
@@ -51,10 +53,12 @@ class Protections:
     def line(self) -> str:
         """Return one line for a log: "own process, bubblewrap, memory by control group"."""
         sandbox = f"no sandbox ({self.no_sandbox})" if self.no_sandbox else "bubblewrap"
+        sandbox += " with the site's network" if self.network and not self.no_sandbox else ""
         return f"own process, {sandbox}, memory by {self.memory}"
 
 
-def protections(device: str, sandbox: Sandbox) -> Protections:
-    """Find what is on here for a worker that lends a ``device`` (cpu | cuda) within ``sandbox``."""
+def protections(device: str, sandbox: Sandbox, *, network: bool = False) -> Protections:
+    """Find what is on here for a worker that lends a ``device`` (cpu | cuda) within ``sandbox``; ``network``:
+    as of ``View``."""
     data_limit = sys.platform.startswith("linux") and device == "cpu"
-    return Protections(sandbox.why_not, sandbox.remedy, memory_groups(), data_limit)
+    return Protections(sandbox.why_not, sandbox.remedy, memory_groups(), data_limit, network)

@@ -60,6 +60,7 @@ class HostPorts:
     fetch_from: Callable[[Sequence[PeerLink]], None] = lambda holders: None  # before the store is asked
     beside_s: Callable[[], float] = lambda: 0.0  # that computing lost to this process since the last call
     keep: Keep | None = None  # parts of a stage's snapshots, on this machine's disk
+    resized: Callable[[], None] = lambda: None  # the device has more processes than before, or fewer
 
 
 def unlogged(

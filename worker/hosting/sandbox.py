@@ -1,9 +1,9 @@
 """Bubblewrap's command line: what a contained process sees and may do, and a trial that it works here.
 
-Contained means: no network but a loopback of its own; no process but its own descendants; no file but
-the system's programs and libraries, this Python and our packages, read-only, and what its ``View``
-names. It has a bounded /tmp and /dev/shm of its own, no capability, no new privilege and no further user
-namespace. Everything else of the file tree, home directories and keys included, is not there.
+Contained means: no network but a loopback of its own, unless its ``View`` says so; no process but its own
+descendants; no file but the system's programs and libraries, this Python and our packages, read-only, and
+what its ``View`` names. It has a bounded /tmp and /dev/shm of its own, no capability, no new privilege and no
+further user namespace. Everything else of the file tree, home directories and keys included, is not there.
 
 Run by root, the process keeps user id 0, without capabilities. Files of /proc and /sys that belong to
 root would still be writable by it (a core dump's handler is one, and runs outside), so both are
@@ -50,8 +50,9 @@ _GPU_SYSTEM = (
 _PREFIX_PARTS = ("bin", "lib", "lib32", "lib64", "pyvenv.cfg")
 DEVICES = Path("/dev")
 _GPU_NODES = ("nvidia*", "dri", "kfd", "dxg")
+_NO_NETWORK = "--unshare-net"
 _ALWAYS = (
-    "--unshare-net", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--die-with-parent", "--new-session",
+    "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--die-with-parent", "--new-session",
     "--cap-drop", "ALL",
 )  # fmt: skip
 
@@ -70,6 +71,7 @@ class View:
     read_only: tuple[Path, ...] = ()
     read_write: tuple[Path, ...] = ()
     device: str = "cpu"  # cpu | cuda
+    network: bool = False  # the machine's: of a site of several hosts, whose processes reach each other by it
 
     def __post_init__(self) -> None:
         for path in (*self.read_only, *self.read_write):
@@ -95,7 +97,8 @@ class Sandbox:
     def wrapped(self, command: Sequence[str], view: View) -> list[str]:
         """Return the command line that runs ``command`` contained; its working folder is /tmp."""
         size = ["--size", str(TEMPORARY_BYTES)] if self.sized else []
-        line = [self.program, *_ALWAYS, *self.options, "--proc", "/proc", "--dev", "/dev"]
+        network = () if view.network else (_NO_NETWORK,)
+        line = [self.program, *network, *_ALWAYS, *self.options, "--proc", "/proc", "--dev", "/dev"]
         line += [*size, "--tmpfs", "/dev/shm", *size, "--tmpfs", "/tmp"]  # noqa: S108 - of its own
         line += _system()
         if view.device == "cuda":

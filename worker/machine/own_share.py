@@ -38,6 +38,11 @@ class MemoryShare:
         less = f", of which plans count on {planned}" if self.planned_bytes < self.stage_bytes else ""
         return f"{whole}, of it {own} for Atoll itself, {stage} for a stage{less}"
 
+    def times(self, count: int) -> MemoryShare:
+        """Return the share of ``count`` processes that have as much each."""
+        own, stage, planned = self.own_bytes, self.stage_bytes, self.planned_bytes
+        return MemoryShare(count * own, count * stage, count * planned, self.limited)
+
     def checked(self, option: str = "--memory") -> MemoryShare:
         """Return the same. UsageError where what its owner lets it take leaves nothing for a stage."""
         if self.limited and self.stage_bytes < LEAST_STAGE_BYTES:

@@ -73,6 +73,22 @@ def _joint_device(config: DeviceChoice) -> Device:
     return replace(first, own_bytes=count * own, processes=count)
 
 
+def remaining(config: DeviceChoice) -> str:
+    """Return the devices of a member of several GPUs that work. UsageError where none does."""
+    names, found, why_not = devices_of(config.device), [], ""
+    if len(names) == 1 or names[0] == "cpu":
+        return config.device
+    for name in names:
+        try:
+            find_device(_Of(name, config))
+            found.append(name)
+        except (UsageError, RuntimeError) as error:  # a GPU that failed answers its driver with an error
+            why_not = f"{name}: {error}"
+    if not found:
+        raise UsageError(why_not)
+    return "+".join(found)
+
+
 @dataclass(frozen=True)
 class _Of:
     """``DeviceChoice`` of one device of several."""

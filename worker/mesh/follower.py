@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import queue
+import threading
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 import protos.session  # noqa: F401 - codes of what an assignment holds
 from atoll.errors import AtollError
@@ -19,14 +23,14 @@ from protos.child_pipe import Gone, Pipe
 from worker.machine.malloc import give_back, keep_no_tensors
 from worker.machine.op_timing import warm_up
 from worker.machine.torch_device import find_device, prepare, torch_device
-from worker.mesh.leader import joined, probe
+from worker.mesh.handing import Handing
+from worker.mesh.leader import probe
+from worker.mesh.meeting import FollowersStore, joined
 from worker.mesh.stage import MeshStage
 from worker.stage import tensor_blobs
 from worker.stage.assignment import assigned
 
 if TYPE_CHECKING:
-    import torch
-
     from atoll.mesh.group import Processes
 
 MAX_REASON = 500
@@ -52,21 +56,46 @@ class _Files:
         return self._folder / name
 
 
+class Orders:
+    """What the leader says, read in a thread: orders wait for ``next``, answers go to who asked the board."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+        self._waiting: queue.SimpleQueue[pb.ToFollower] = queue.SimpleQueue()
+        self.store = FollowersStore(pipe.send)
+        threading.Thread(target=self._read, name="atoll-orders", daemon=True).start()
+
+    def next(self) -> pb.ToFollower:
+        """Return the next order, once it has come."""
+        return self._waiting.get()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message = self._pipe.receive(pb.ToFollower())
+                if message.WhichOneof("body") == "answer":
+                    self.store.answered(message.answer)
+                else:
+                    self._waiting.put(message)
+        except (Gone, AtollError):
+            os._exit(0)  # also where the others are waited for, who are gone with the leader
+
+
 class Follower:
-    """One process's life; ``run`` returns when the leader is gone."""
+    """One process's life, which ends with its leader's."""
 
     def __init__(
-        self, pipe: Pipe, setup: pb.FollowerSetup, processes: Processes, device: torch.device
+        self, orders: Orders, setup: pb.FollowerSetup, processes: Processes, device: torch.device
     ) -> None:
-        self._pipe, self._processes, self._device = pipe, processes, device
-        self._blobs, self._scratch = _Files(Path(setup.blob_dir)), Path(setup.meeting).parent
+        self._orders, self._processes, self._device = orders, processes, device
+        self._blobs, self._scratch = _Files(Path(setup.blob_dir)), Path(setup.scratch_dir)
         self._stage: MeshStage | None = None
 
     def run(self) -> None:
         while True:
-            message = self._pipe.receive(pb.ToFollower())
+            message = self._orders.next()
             if message.WhichOneof("body") == "load":
-                self._load(message)
+                self._load(message.load)
             elif message.work.call == "drop":
                 self._drop()
             elif message.work.call == "probe":
@@ -81,14 +110,20 @@ class Follower:
         gc.collect()
         give_back()
 
-    def _load(self, message: pb.ToFollower) -> None:
+    def _load(self, message: pb.MeshLoad) -> None:
         self._drop()
-        work = assigned(coding.read(Assign, message.load))
-        tensors = {
-            name: tensor_blobs.load(self._blobs, name, work.tensors[name], state)
-            for name, state in work.leaf_states.items()
-        }
-        self._stage = MeshStage(work, tensors, self._device, self._processes, None, self._scratch)
+        work = assigned(coding.read(Assign, message.assign))
+        handing, tensors = None, dict[str, dict[str, torch.Tensor]]()
+        if message.handed:
+            handing = Handing(self._processes, self._device, heard=self._orders.next)
+        else:
+            tensors = {
+                name: tensor_blobs.load(self._blobs, name, work.tensors[name], state)
+                for name, state in work.leaf_states.items()
+            }
+        self._stage = MeshStage(
+            work, tensors, self._device, self._processes, None, self._scratch, handing=handing
+        )
 
 
 def serve(pipe: Pipe) -> None:
@@ -101,9 +136,18 @@ def serve(pipe: Pipe) -> None:
         keep_no_tensors()
         warm_up()
         gc.freeze()
-        processes = joined(Path(setup.meeting), setup.rank, setup.size)
+        orders = Orders(pipe)
+        found = pb.FollowerFound(
+            model=device.model,
+            memory_bytes=device.memory_bytes,
+            memory_limit_bytes=device.memory_limit_bytes,
+        )
+        pipe.send(pb.FromFollower(found=found))
+        at = orders.next().meeting
+        store = Path(at.file) if at.file else orders.store
+        processes = joined(store, at.rank, at.size, setup.interface)
         pipe.send(pb.FromFollower(ready=True))
-        Follower(pipe, setup, processes, torch_device(device)).run()
+        Follower(orders, setup, processes, torch_device(device)).run()
     except Gone:
         pass
     except Exception as error:  # noqa: BLE001 - any op may fail in its own way

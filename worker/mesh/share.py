@@ -54,6 +54,9 @@ class ProcessShare:
         self.stored: dict[str, Stored] = {}
         for shared in shares:
             self.stored |= shared.stored
+        trains = [local[id(both.train)][1].summed for both in pieces]
+        self.summed = frozenset(name for summed in trains for name in summed)
+        """Parameters whose gradients of a step are parts of a sum."""
         own = {name: state.meta for name, state in states.items()}
         for name, way in self.stored.items():
             own[name] = TensorMeta(way.local(own[name].shape, group.size), own[name].dtype)
@@ -87,15 +90,24 @@ class ProcessShare:
         """Return the program as it is for all processes together, and what it says of its leaves."""
         return self._of[id(program)][0], self._states
 
+    def way(self, name: str, shape: tuple[int, ...]) -> Stored | None:
+        """Return how processes store a parameter's tensor of this shape; None: each stores all of it."""
+        way = self.stored.get(name)
+        return way if way is not None and shape == self._states[name].meta.shape else None
+
+    def whole_state(self, name: str, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a parameter with its optimizer state, as they are without codes."""
+        if name not in self.stored:
+            return dict(stored)
+        beside = {key: tensor for key, tensor in stored.items() if key != "value"}
+        return {"value": stored["value"], **restored(beside, self._states[name].meta.shape)}
+
     def part(self, name: str, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this process's part of a parameter with its optimizer state."""
-        way, shape = self.stored.get(name), self._states[name].meta.shape
-        if way is None:
-            return dict(stored)
-        beside = restored({key: t for key, t in stored.items() if key != "value"}, shape)
-        found = {"value": stored["value"], **beside}
+        found = self.whole_state(name, stored)
+        ways = {key: self.way(name, tuple(tensor.shape)) for key, tensor in found.items()}
         return {
-            key: stored_part(tensor, way, self.group) if tuple(tensor.shape) == shape else tensor
+            key: tensor if (way := ways[key]) is None else stored_part(tensor, way, self.group)
             for key, tensor in found.items()
         }
 

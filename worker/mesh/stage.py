@@ -8,6 +8,7 @@ makes the call on what it has.
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from atoll.mesh.calls import parts_of, shards_of, stored_whole
 from atoll.mesh.layout import Inside, Lent, Split
 from atoll.microbatch import Action, Work
 from protos import atoll_compute_pb2 as pb
+from worker.mesh.handing import as_bytes
 from worker.mesh.share import ProcessShare, metas_of
 from worker.stage.piece import Keeps
 from worker.stage.stage import Stage
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from atoll.mesh.layout import Layout
     from atoll.opdag import TensorMeta
     from atoll.program import StageProgram
+    from worker.mesh.handing import Handing
     from worker.stage.assignment import Assignment
     from worker.stage.reports import StageReport
 
@@ -56,9 +59,10 @@ class MeshStage(Stage):
         tell: Tell | None,
         scratch: Path,
         exchanges: Exchanges = nullcontext,
+        handing: Handing | None = None,
     ) -> None:
         """``scratch``: folder for whole tensors on their way to the store; ``exchanges`` is around what moves
-        between processes beside ops."""
+        between processes beside ops. ``handing``: where others cannot read the leader's files."""
         self._processes, self._tell, self._scratch = processes, tell, scratch
         self._exchanges = exchanges
         self._broken = self._within = False
@@ -66,11 +70,17 @@ class MeshStage(Stage):
         inside = inside_of(assignment)
         self._whole = assignment.pieces
         self.shares = ProcessShare(self._whole, training, states, processes, inside)
-        names = {name for both in self._whole for p in both if p is not None for name in p.parameters}
+        if handing is None:
+            own: Mapping[str, Mapping[str, Tensor]] = {
+                name: self.shares.part(name, given) for name, given in tensors.items()
+            }
+        else:
+            with exchanges():
+                own = handing.parts(self.shares, tensors)
         super().__init__(
             self.shares.pieces,
             training,
-            {name: self.shares.part(name, t) if name in names else t for name, t in tensors.items()},
+            own,
             device,
             states=self.shares.states,
             keeps=Keeps(assignment.keeping, scratch),
@@ -157,13 +167,19 @@ class MeshStage(Stage):
             return super().held_out_figures()
 
     def parts(self, name: str) -> Mapping[int, Tensor | None]:
-        own = self._own_parts(name)
-        if name not in self.shares.stored:
-            return own
+        if name not in self.shares.stored and name not in self.shares.summed:
+            return self._own_parts(name)
         with self._together("parts", name=name):
-            return {
-                label: None if part is None else self._whole_of(name, part) for label, part in own.items()
-            }
+            return self._whole_parts(name)
+
+    def _whole_parts(self, name: str) -> dict[int, Tensor | None]:
+        """The parts of a gradient, whole at the leader."""
+        join = self._summed if name in self.shares.summed else partial(self._whole_of, name)
+        return {label: None if part is None else join(part) for label, part in self._own_parts(name).items()}
+
+    def _summed(self, part: Tensor) -> Tensor:
+        with self._exchanges():
+            return self._processes.sum(part)
 
     def set_total(self, name: str, total: Tensor | None) -> None:
         with self._together("set_total", name=name, labels=() if total is None else (1,)):
@@ -190,7 +206,14 @@ class MeshStage(Stage):
             for name in sorted(tied & set(self._first) & set(self.trainable) - set(self._totals)):
                 self.set_total(name, self.total(name))  # sums of tied parameters are the leader's alone
         with self._together("finish_step"):
-            return super().finish_step()
+            return self._finish()
+
+    def _finish(self) -> StageReport:
+        for name in self.trainable:
+            if name in self.shares.summed and name not in self._totals:
+                total = self.total(name)
+                super().set_total(name, None if total is None else self._summed(total))
+        return super().finish_step()
 
     def _joined_norms(self, norms: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
         stored = [name in self.shares.stored for name in self.norm_names]
@@ -245,16 +268,16 @@ class MeshStage(Stage):
             case "evaluate_micro":
                 self._evaluate(work.micro, {}, {}, work.tail, work.piece)
             case "parts":
-                for part in self._own_parts(work.name).values():
-                    if part is not None:
-                        self._whole_of(work.name, part)
+                self._whole_parts(work.name)
             case "set_total":
                 super().set_total(work.name, self._total_part(work.name, None, bool(work.labels)))
             case "apply":
                 super().apply(work.scale)
             case "state":
                 self._state()
-            case "held_out_figures" | "finish_step" | "discard":
+            case "finish_step":
+                self._finish()
+            case "held_out_figures" | "discard":
                 getattr(super(), work.call)()
             case _:
                 raise AtollError(f"no call of a stage: {work.call[:40]!r}")
@@ -369,8 +392,3 @@ def inside_of(assignment: Assignment) -> Inside:
     """Return the inside plan of a mesh's stage; shards, which need the least memory, where there is none."""
     named = assignment.pipeline.stages[assignment.stage].inside
     return Inside(named) if named else Inside.SHARDS
-
-
-def as_bytes(value: Tensor) -> Tensor:
-    """Return a contiguous tensor's own memory as bytes: these move, whatever their type."""
-    return value.reshape(-1).view(torch.uint8)

@@ -15,8 +15,8 @@ import numpy as np
 
 from atoll.mesh.layout import Inside, Way
 from atoll.mesh.share import Terms, held_whole, local_metas, share_all, trained_names
-from atoll.mesh.volumes import Sent, op_volumes
-from atoll.opdag import LeafRef, Source
+from atoll.mesh.volumes import Sent, op_volumes, reduced_bytes
+from atoll.opdag import LeafRef, Source, leaf_refs
 from atoll.program import stage_programs
 from coordinator.planning.costs.memory import MemoryModel, leaf_bytes
 from coordinator.planning.costs.traffic import Traffic
@@ -62,6 +62,8 @@ class InsideCosts:
     sent: dict[int, tuple[Sent, Sent]]  # by op: forward, backward of a micro-batch
     stored: float  # part of the parameters that a process holds
     regions: Regions
+    sent_once: dict[int, Sent]  # by op: sums of gradients, once for the micro-batches of a step
+    n_micro: int
 
     def costs(self, whole: Costs, mesh: Mesh) -> Costs:
         """Every op's seconds on the mesh; ``whole``: on one of its devices alone."""
@@ -69,12 +71,15 @@ class InsideCosts:
         for op, (ahead, back) in self.sent.items():
             forward[op] += joint_s(ahead, mesh)
             backward[op] += joint_s(back, mesh)
+        for op, sums in self.sent_once.items():
+            backward[op] += joint_s(sums, mesh) / self.n_micro
         return replace(whole, forward_s=forward, backward_s=backward, weights_s=whole.weights_s * self.share)
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that each process sends the others for a micro-batch."""
-        return sum(ahead.n_bytes + back.n_bytes for ahead, back in self.sent.values())
+        """Bytes that each process sends the others for a micro-batch, its part of a step's sums included."""
+        once = sum(sums.n_bytes for sums in self.sent_once.values())
+        return once // self.n_micro + sum(ahead.n_bytes + back.n_bytes for ahead, back in self.sent.values())
 
 
 Seconds = tuple[float, float, float]  # forward, backward, weights
@@ -121,7 +126,29 @@ def inside_costs(
     memory = ProcessMemory(own, training, keeping, fetched, regions)
     whole = sum(meta.nbytes for meta in parameters.values())
     stored = sum(own.parameters[name].meta.nbytes for name in parameters)
-    return InsideCosts(kind, size, memory, share, op_volumes(shared, size), stored / max(1, whole), regions)
+    return InsideCosts(
+        kind,
+        size,
+        memory,
+        share,
+        op_volumes(shared, size),
+        stored / max(1, whole),
+        regions,
+        _sent_once(dag, shared, size),
+        training.n_micro,
+    )
+
+
+def _sent_once(dag: OpDag, shared: Shared, size: int) -> dict[int, Sent]:
+    """Sums of a step's gradients, at the first op that uses each parameter."""
+    found: dict[int, Sent] = {}
+    there = dict(shared.summed)
+    for op, node in enumerate(dag.ops):
+        for leaf in leaf_refs(node):
+            n_bytes = there.pop(leaf.name, None) if leaf.source is Source.PARAMETER else None
+            if n_bytes is not None:
+                found[op] = found.get(op, Sent()).and_then(reduced_bytes(n_bytes, size))
+    return found
 
 
 def _held(dag: OpDag, name: str, optimizer: Optimizer) -> float:

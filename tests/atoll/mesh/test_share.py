@@ -118,6 +118,8 @@ def of_process(
         gradient = executor.gradient(name)
         if gradient is not None and name in stored:
             gradient = stored_whole(group.gather(gradient), stored[name])
+        elif gradient is not None and name in shared.summed:  # as at the end of a step
+            gradient = group.sum(gradient)
         found[name] = gradient
     assert made.program.loss is not None
     return float(out[made.program.loss]), found, sent
@@ -142,6 +144,7 @@ MADE = [
         *((*made, kind) for made in MADE for kind in BOTH),
         *((name, 0.0, Recompute.OFF, Inside.SEQUENCE) for name in ("block", "gpt2", "llama", "resnet")),
         ("gpt2", 0.1, Recompute.SELECTIVE, Inside.SEQUENCE),
+        *((name, 0.0, Recompute.OFF, Inside.DATA) for name in ("block", "gpt2", "llama", "resnet")),
         *(("mixtral", 0.1, Recompute.OFF, kind) for kind in Inside),
     ],
 )

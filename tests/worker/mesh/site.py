@@ -46,11 +46,18 @@ class Site:
         self.size, self._scratch, self._blobs = size, folder / "scratch", folder / "blobs"
         for each in (self._scratch, self._blobs):
             each.mkdir()
-        settings = ComputeSettings(folder, "+".join(["cpu"] * size), 1, 1 << 30, 1, 1 << 20, 0, Floors())
         self.deaths: list[str] = []
         self.status = ComputeStatus(memoryview(bytearray(HEAD_BYTES)))
+        self.leader = self._lead(folder)
+
+    def _lead(self, folder: Path) -> Leader:
+        settings = settings_of(folder, "+".join(["cpu"] * self.size))
         folders, died = (self._scratch, self._blobs), self.deaths.append
-        self.leader = Leader(settings, find_device(settings), *folders, died, status=self.status)
+        return Leader(settings, find_device(settings), folders, died, status=self.status)
+
+    def close(self) -> None:
+        """End the others."""
+        self.leader.close()
 
     def stage(self, made: Case, assignment: Assignment) -> MeshStage:
         """The assignment's stage on all processes, from the captured tensors."""
@@ -67,14 +74,19 @@ class Site:
         return self.leader.stage(coding.write(said, pb.Assign), assignment, made.tensors)
 
 
+def settings_of(folder: Path, device: str) -> ComputeSettings:
+    """Settings of a process of one thread."""
+    return ComputeSettings(folder, device, 1, 1 << 30, 1, 1 << 20, 0, Floors())
+
+
 @contextmanager
-def site(size: int, folder: Path) -> Iterator[Site]:
+def site(size: int, folder: Path, kind: type[Site] = Site) -> Iterator[Site]:
     """A site of ``size`` processes of one thread."""
-    found = Site(size, folder)
+    found = kind(size, folder)
     try:
         yield found
     finally:
-        found.leader.close()
+        found.close()
 
 
 @cache

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from atoll.mesh.layout import Inside
-from atoll.mesh.volumes import gathered_bytes, micro_volume, reduced_bytes
+from atoll.mesh.volumes import gathered_bytes, micro_volume, reduced_bytes, step_volume
 from tests.patience import eventually
 from tests.worker.mesh.site import Site, assigned_to, plain, site, train
 from tests.worker.stage.crew import TRAINING, Crew, case
@@ -35,8 +35,10 @@ def test_two_processes_train_as_one_does(two: Site, name: str, kind: Inside) -> 
     train(two, name, kind, steps=3)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("gpt2", Inside.SEQUENCE), ("mixtral", Inside.EXPERTS)])
-def test_they_divide_tokens_or_experts_too(two: Site, name: str, kind: Inside) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gpt2", Inside.SEQUENCE), ("mixtral", Inside.EXPERTS), ("gpt2", Inside.DATA)]
+)
+def test_they_divide_tokens_or_experts_or_rows_alone_too(two: Site, name: str, kind: Inside) -> None:
     train(two, plain(name), kind, steps=2)
 
 
@@ -45,7 +47,7 @@ def test_the_middle_stage_of_a_pipeline_is_a_sites(two: Site, kind: Inside) -> N
     train(two, "gpt2", kind, steps=2, stages=3, rank=1)
 
 
-@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("kind", [*BOTH, Inside.DATA])
 def test_a_step_sends_what_its_formulas_say(two: Site, kind: Inside) -> None:
     made = case("llama")
     (assignment,) = assigned_to(made, kind)
@@ -62,7 +64,8 @@ def test_a_step_sends_what_its_formulas_say(two: Site, kind: Inside) -> None:
         for name, meta in made.dag.inputs.items()
     )
     norms = 2 * reduced_bytes(8 * len(stage.norm_names), 2)
-    assert processes.sent_bytes == TRAINING.n_micro * (micro_volume(shared, 2).n_bytes + inputs) + norms
+    micros = TRAINING.n_micro * (micro_volume(shared, 2).n_bytes + inputs)
+    assert processes.sent_bytes == micros + step_volume(shared, 2).n_bytes + norms
 
 
 def test_a_matrix_is_held_in_halves(two: Site) -> None:
