@@ -101,6 +101,14 @@ CREDIT_SECONDS = Metric("atoll_credit_compute_seconds", "Computing of those step
 STEP_SECONDS = Metric("atoll_step_seconds", "Time from one commit to the next", ("job",))
 COMMIT_SECONDS = Metric("atoll_commit_seconds", "Coordinator's share of a step", ("job",))
 LOSS = Metric("atoll_loss_nats", "Training loss of the last committed step", ("job",))
+ROUNDS = Metric("atoll_federated_rounds_total", "Rounds of federated jobs that are closed", ("job",))
+ROUND_CLIENTS = Metric(
+    "atoll_federated_clients",
+    "Clients of the newest closed round, asked, answered or refused",
+    ("job", "outcome"),
+)
+ROUND_SECONDS = Metric("atoll_federated_round_seconds", "Time that the newest closed round took", ("job",))
+EPSILON = Metric("atoll_federated_epsilon", "Privacy that a private job has spent, at its delta", ("job",))
 LINK_RATE = Metric("atoll_link_rate_bps", "Smoothed payload rate between workers", ("source", "target"))
 LINK_RATIO = Metric(
     "atoll_link_compression_ratio",
@@ -126,6 +134,10 @@ METRICS = (
     STEP_SECONDS,
     COMMIT_SECONDS,
     LOSS,
+    ROUNDS,
+    ROUND_CLIENTS,
+    ROUND_SECONDS,
+    EPSILON,
     LINK_RATE,
     LINK_RATIO,
     RELAY_BYTES,

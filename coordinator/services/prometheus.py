@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from atoll.errors import UsageError
 from atoll.worker_names import distinct
+from coordinator.federated.driver import FederatedDriver
 from coordinator.membership import member
 from coordinator.messages import jobs as job_state
 from coordinator.messages.credits import totals
@@ -22,6 +23,7 @@ from protos import telemetry
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from coordinator.federated.state import FederationState
     from coordinator.shell import Shell
 
 
@@ -85,6 +87,9 @@ class Exporter:
         yield _gauge(telemetry.STEP_SECONDS, {j.job: j.median_step_s for j in jobs if j.median_step_s})
         commits = {job.job: self._shell.commit_median_s(job.job) for job in jobs}
         yield _gauge(telemetry.COMMIT_SECONDS, {job: s for job, s in commits.items() if s is not None})
+        drivers = ((job.job, scheduler.driver_of(job.job)) for job in jobs)
+        states = (driver.jobs.get(name) for name, driver in drivers if isinstance(driver, FederatedDriver))
+        yield from federated_metrics(state for state in states if state is not None)
         rates = GaugeMetricFamily(
             telemetry.LINK_RATE.name, telemetry.LINK_RATE.help, labels=["source", "target"]
         )
@@ -150,6 +155,33 @@ def relay_metrics(relay: Book[Any]) -> Iterable[Metric]:
     for cause in CAUSES:
         refused.add_metric([cause], relay.refused[cause])
     yield refused
+
+
+def federated_metrics(states: Iterable[FederationState]) -> Iterable[Metric]:
+    """The metrics of these jobs.
+
+    Of a private job rounds and epsilon alone: the others would tell who took part in a round.
+    """
+    rounds = CounterMetricFamily(
+        telemetry.ROUNDS.name, telemetry.ROUNDS.help, labels=list(telemetry.ROUNDS.labels)
+    )
+    clients, seconds, epsilon = (
+        GaugeMetricFamily(metric.name, metric.help, labels=list(metric.labels))
+        for metric in (telemetry.ROUND_CLIENTS, telemetry.ROUND_SECONDS, telemetry.EPSILON)
+    )
+    for state in states:
+        rounds.add_metric([state.job], state.round)
+        privacy, last = state.federated.rule.privacy, state.last
+        if privacy is not None:
+            epsilon.add_metric([state.job], state.spent.epsilon(privacy.delta)[0])
+        elif last is not None:
+            answered = sum(len(entry.get("clients", (name,))) for name, entry in last.participants.items())
+            refused = len(last.dropped)
+            found = {"asked": answered + refused, "answered": answered, "refused": refused}
+            for outcome, number in found.items():
+                clients.add_metric([state.job, outcome], number)
+            seconds.add_metric([state.job], last.took_s)
+    return rounds, clients, seconds, epsilon
 
 
 def _gauge(metric: telemetry.Metric, values: Mapping[str, float | None]) -> GaugeMetricFamily:

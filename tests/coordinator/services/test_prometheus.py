@@ -67,15 +67,18 @@ def test_a_scrape_holds_every_metric_with_its_labels(tmp_path: Path) -> None:
         assert running.server.exporter is not None
         running.call(lambda server: server.shell.scheduler.effects.dropped.update(StepReady=2))
         found = _scraped(running.server.exporter.port)
+        page = _page(running.server.exporter.port)
         if (promtool := shutil.which("promtool")) is not None:
-            page = _page(running.server.exporter.port)
             checked = subprocess.run(
                 [promtool, "check", "metrics"], input=page, capture_output=True, text=True
             )
             assert (checked.returncode, checked.stdout + checked.stderr) == (0, ""), (
                 "as Prometheus names things"
             )
-    for metric in telemetry.METRICS:
+    federated = {m for m in telemetry.METRICS if m.name.startswith("atoll_federated_")}
+    assert not {m.name for m in federated} & found.keys()  # no such job is here: test_prometheus_federated.py
+    assert all(f"# HELP {metric.name} " in page for metric in federated)
+    for metric in set(telemetry.METRICS) - federated:
         assert metric.name in found, metric.name
         assert all(labels.keys() == set(metric.labels) for labels, _ in found[metric.name]), metric.name
     assert found[telemetry.STEPS.name] == [({"job": job}, HELD_STEP)]
