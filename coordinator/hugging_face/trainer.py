@@ -61,6 +61,7 @@ class Trainer(transformers.Trainer):
         if args is not None:
             check_arguments(args)  # before transformers act on them
         super().__init__(loaded(model), args, *more, **others)
+        self._an_epoch = 1  # steps
         given = inspect.signature(transformers.Trainer).bind(model, args, *more, **others).arguments
         self._check(given.get("callbacks") or ())
 
@@ -96,7 +97,7 @@ class Trainer(transformers.Trainer):
                     f"{name} has no length: workers need samples by number; give a map-style one"
                 )
         counted = self.set_initial_training_values(self.args, train)
-        batch = self.args.train_batch_size
+        self._an_epoch, batch = counted[1], self.args.train_batch_size
         rows = Rows.of(train.dataset, held_out=held, seed=order_of(self.args), collate=train.collate_fn)
         examples = {name: tensor_of(array_of(name, array[:batch])) for name, array in rows.arrays.items()}
         # All of it, as transformers' own steps: a base of peft is in evaluation mode, its adapters are not.
@@ -107,7 +108,7 @@ class Trainer(transformers.Trainer):
             rows,
             training_of(
                 self.args,
-                Length(steps=counted[-1], an_epoch=counted[1]),
+                Length(steps=counted[-1], an_epoch=self._an_epoch),
                 set(self.get_decay_parameter_names(model)),
                 [name for name, parameter in model.named_parameters() if parameter.requires_grad],
                 -(-len(held) // batch) if held is not None else 0,
@@ -158,22 +159,30 @@ class Trainer(transformers.Trainer):
         for update in client.watch(job):
             if update.reason and shown != (shown := f"{job} {update.state}: {update.reason}"):
                 log.warning(shown)
-            for step, loss in _points(update, "loss"):
+            for step, name, value in _points(update):
+                if name == "eval_loss":
+                    self._log_of(step, {name: value}, of_epoch)
+                    continue
                 if step <= state.global_step:
                     continue  # done again after a loss: what was logged stays
-                losses.append(loss)
+                losses.append(value)
                 state.global_step, state.epoch = step, step * of_epoch
                 self.control = self.callback_handler.on_step_end(self.args, state, self.control)
+                if step % self._an_epoch == 0 or step == training.steps:
+                    self.control = self.callback_handler.on_epoch_end(self.args, state, self.control)
                 if self.control.should_log:
                     mean = sum(losses[since:]) / (len(losses) - since)
                     since = len(losses)
                     self.log({"loss": mean, "learning_rate": training.learning_rate(step - 1)})
-            for _, loss in _points(update, "eval_loss"):
-                self.log({"eval_loss": loss})
         check_ended(update)
         state.global_step = max(state.global_step, update.step)  # of a job that had ended before
         if update.HasField("best_eval_loss"):
             state.best_metric, state.best_global_step = update.best_eval_loss, update.best_checkpoint
+            if self.args.load_best_model_at_end and update.best_step != update.best_checkpoint:
+                log.warning(
+                    f"{job}: the best held-out loss is that of step {update.best_step}; the model has the "
+                    f"weights of step {update.best_checkpoint}, the nearest that were stored"
+                )
         mean = sum(losses) / max(1, len(losses))
         speeds: Any = speed_metrics
         total = training.steps * samples_a_step
@@ -182,6 +191,13 @@ class Trainer(transformers.Trainer):
         self.log(dict(metrics))
         self.control = self.callback_handler.on_train_end(self.args, state, self.control)
         return TrainOutput(state.global_step, mean, metrics)
+
+    def _log_of(self, step: int, logs: dict[str, float], of_epoch: float) -> None:
+        """Log figures of a step that workers may be beyond by now."""
+        now = self.state.global_step, self.state.epoch
+        self.state.global_step, self.state.epoch = step, step * of_epoch
+        self.log(logs)
+        self.state.global_step, self.state.epoch = now
 
 
 def job(
@@ -220,5 +236,8 @@ def _trained(model: Any) -> frozenset[str]:
     return frozenset(model.state_dict()) - still
 
 
-def _points(update: pb.JobUpdate, name: str) -> list[tuple[int, float]]:
-    return [(point.step, point.value) for point in update.metrics if point.name == name]
+def _points(update: pb.JobUpdate) -> list[tuple[int, str, float]]:
+    """Return (step, name, value) of losses and held-out losses, in their order."""
+    names = ("loss", "eval_loss")
+    found = [(point.step, point.name, point.value) for point in update.metrics if point.name in names]
+    return sorted(found, key=lambda point: (point[0], names.index(point[1])))

@@ -165,6 +165,13 @@ def evaluation_due(state: JobState, done: int) -> bool:
     return every > 0 and reached(state, done, every)
 
 
+def evaluation_waits(state: JobState) -> bool:
+    """Whether an evaluation waits for the checkpoint that is being stored: a job that stores as often as it
+    evaluates has every evaluated state stored, so that the best is none that is gone."""
+    training = state.spec.training
+    return 0 < training.checkpoint_every == training.eval_every and bool(state.storing.parts)
+
+
 # ---------------------------------------------------------------- steps of a peer that is a pipeline
 #
 # Within a period of local steps a step is committed for the stages of that peer alone, as soon as all of

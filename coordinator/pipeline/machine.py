@@ -253,9 +253,8 @@ def _late(state: JobState, rank: int, reported: int) -> list[Todo]:
 def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Outcome:
     training, done = state.spec.training, state.due + 1
     last = done >= training.steps
-    evaluate = commits.can_evaluate(state) and (
-        last or state.run.eval_owed or commits.evaluation_due(state, done)
-    )
+    due = commits.can_evaluate(state) and (last or state.run.eval_owed or commits.evaluation_due(state, done))
+    evaluate = due and (last or not commits.evaluation_waits(state))
     owed = state.storing.owed or commits.store_due(state, done, now_s, evaluate=evaluate)
     # One checkpoint at a time, so that slow lines do not keep ever more copies of the state waiting.
     store = last or (owed and not state.storing.parts)
@@ -299,7 +298,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
             last_commit=commit,
             begun_s=now_s,
             awaiting_eval=done if evaluate else state.run.awaiting_eval,
-            eval_owed=False,
+            eval_owed=due and not evaluate,
             step_times_s=state.run.step_times_s
             if took_s is None
             else (*state.run.step_times_s, took_s)[-RECENT:],

@@ -180,6 +180,34 @@ def test_a_script_that_was_killed_goes_on_with_its_job_and_then_with_more_steps(
     assert further[0] != pytest.approx(found[0], abs=1e-3)
 
 
+BEST = SCRIPT
+"""The rate rises until training comes apart, so the best model is one of the middle."""
+for plain, other in {
+    "learning_rate=5e-3": "learning_rate=0.06",
+    "warmup_steps=2,": 'warmup_steps=12, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,',
+    'save_strategy="no"': "save_steps=2",
+    '["eval_loss"], losses': '["eval_loss"], [trainer.state.best_metric, trainer.state.best_global_step]',
+}.items():
+    assert plain in BEST
+    BEST = BEST.replace(plain, other)
+
+
+@pytest.mark.slow
+def test_a_trainer_loads_the_best_model_at_the_end(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    BertForMaskedLM(small()).save_pretrained(tmp_path / "start")
+    (tmp_path / "there.py").write_text(changed(BEST))
+    with LoopbackFleet(2, options=("--stage-memory", "2200KiB")) as fleet:
+        loss, (best, step) = ran(
+            tmp_path / "there.py", tmp_path / "start", tmp_path / "together", state=fleet.state
+        )
+        [job] = fleet.client.status().jobs
+        assert (len(job.stages), job.best_step) == (2, step)
+    assert 0 < step < 12
+    assert loss == pytest.approx(best, abs=1e-5), "the model has the weights of the best held-out loss"
+    assert best < 3.0, "of about 4 at the start"
+
+
 def exported(fleet: LoopbackFleet, base: Path, vocabulary: int, folder: Path) -> None:
     """Train an adapter by a job file, export it, and compare it with the job's own module."""
     file = folder / "job.py"

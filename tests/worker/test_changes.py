@@ -135,6 +135,19 @@ def test_a_chain_has_at_most_eight_deltas_and_is_shorter_than_what_it_leads_to(t
     assert port.chains.deltas([name_of(files[1])]) == frozenset(), "nobody gains by it any more"
 
 
+def test_a_store_that_forgot_its_chains_costs_only_who_was_behind_one_whole_blob(tmp_path: Path) -> None:
+    port, files = Port(tmp_path / "store"), states(4, 300)
+    port.stored(files[:3])
+    port.chains = DeltaChains()  # the coordinator was restarted
+    port.stored(files[2:])
+    for base, whole in ((files[2], False), (files[1], True)):
+        port.came = 0
+        receiver = Receiver(tmp_path / str(whole), port, base)
+        receiver.fetch(files[3])
+        assert receiver.here()[name_of(files[3])] == files[3]
+        assert port.came == len(files[3]) if whole else port.came < 0.02 * len(files[3])
+
+
 def test_who_has_no_base_or_a_rotten_one_gets_all_bytes(tmp_path: Path) -> None:
     port, files = Port(tmp_path / "store"), states(2, 300)
     port.stored(files)

@@ -241,6 +241,37 @@ def test_the_best_model_is_that_of_the_held_out_loss_stored_as_often_as_evaluate
             Trainer(bert(), arguments(**odd), train_dataset=ROWS, eval_dataset=ROWS)
 
 
+class Watched:
+    """A client whose job reports these points, (step, name, value), an update each list."""
+
+    def __init__(self, *updates: list[tuple[int, str, float]]) -> None:
+        self._updates = updates
+
+    def watch(self, job: str) -> Any:
+        for points in self._updates:
+            metrics = [pb.MetricPoint(step=step, name=name, value=value) for step, name, value in points]
+            yield pb.JobUpdate(job=job, state="training", metrics=metrics)
+        yield pb.JobUpdate(job=job, state="finished", step=10, steps=10)
+
+
+def test_logs_are_of_their_steps_and_of_epochs_where_those_are_asked_for(tmp_path: Path) -> None:
+    """Held-out losses come late: workers are a step further by then."""
+    given = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=2, num_train_epochs=2,
+        logging_strategy="epoch", eval_strategy="epoch", learning_rate=0.1,
+    )  # fmt: skip
+    trainer = Trainer(bert(), given, train_dataset=ROWS, eval_dataset=ROWS)
+    made = trainer.job()
+    early = [*((step, "loss", float(step)) for step in range(1, 7)), (5, "eval_loss", 0.5)]
+    late = [(7, "loss", 7.0)], [(5, "eval_loss", 0.5)], [(step, "loss", 8.0) for step in (8, 9, 10)]
+    for updates in ((early, *late[::2]), ([one for one in early if one[1] == "loss"], *late)):
+        trainer._follow(Watched(*updates), "j-1", made)  # type: ignore[arg-type]
+        logs = trainer.state.log_history
+        assert [log["step"] for log in logs if "eval_loss" in log] == [5]
+        assert [log["epoch"] for log in logs if "eval_loss" in log] == [1.0]
+        assert [(log["step"], log["loss"]) for log in logs if "loss" in log] == [(5, 3.0), (10, 7.4)]
+
+
 def test_several_evaluation_sets_are_refused_where_workers_would_evaluate(tmp_path: Path) -> None:
     several = {"one": ROWS, "other": ROWS}
     given = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, eval_strategy="epoch")

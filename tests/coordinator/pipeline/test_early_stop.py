@@ -67,6 +67,23 @@ def test_without_patience_it_trains_to_its_last_step() -> None:
     assert world.state().reason == "6 steps done"
 
 
+def test_a_job_that_stores_as_often_as_it_evaluates_has_each_evaluated_state_stored() -> None:
+    """A checkpoint that takes three steps to be stored; with another rhythm losses come as they are due."""
+    for every, evaluated in ((2, [2, 5, 6]), (3, [2, 4, 6])):
+        world = begun(patience=0, steps=6, eval_every=2, checkpoint_every=every)
+        found = []
+        for done in range(1, 7):
+            world.step()
+            assert world.state().step == done
+            if world.state().phase is Phase.EVALUATING:
+                found.append(done)
+                assert every == 3 or done in world.state().storing.parts
+                world.says("b", EvalReady(JOB, world.state().version, done - 1, 1.0 / done))
+            if done == 4 and every == 2:
+                store(world, 2)
+        assert found == evaluated
+
+
 def test_what_is_being_stored_is_waited_for() -> None:
     world = begun(patience=1)
     step(world, 1.0, stored=False)
