@@ -65,7 +65,7 @@ class Ran:
         return self.step_s / self.predicted_s - 1.0 if self.predicted_s else float("inf")
 
 
-def tied_gpt2(seed: int) -> Job:
+def tied_gpt2(seed: int, steps: int = STEPS) -> Job:
     """GPT-2 of transformers, 4 blocks of width 256 and a head that is the embedding."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -76,7 +76,7 @@ def tied_gpt2(seed: int) -> Job:
         module=GPT2LMHeadModel(config),
         example_inputs=example,
         data=ByteText(LENGTH, "input_ids", max_bytes=200_000, inputs_too={"labels": "input_ids"}),
-        training=TrainingSpec(steps=STEPS, n_micro=MICROS, seed=seed, optimizer=Optimizer(lr=3e-4)),
+        training=TrainingSpec(steps=steps, n_micro=MICROS, seed=seed, optimizer=Optimizer(lr=3e-4)),
         name="tied_gpt2",
     )
 
@@ -108,9 +108,9 @@ def ran(fleet: LoopbackFleet, job: Job, form: str) -> tuple[Ran, Plan | None]:
     ), plan  # fmt: skip
 
 
-def on_workers(seed: int, times: float) -> tuple[list[Ran], list[str]]:
+def on_workers(seed: int, times: float, steps: int = STEPS) -> tuple[list[Ran], list[str]]:
     """Every form on a worker whose memory for stages is ``times`` less than the stage takes as it is."""
-    job, wrong = tied_gpt2(seed), []
+    job, wrong = tied_gpt2(seed, steps), []
     with LoopbackFleet(1, options=("--memory", "4GiB")) as fleet:
         own = fleet.client.status().workers[0].device.own_memory_bytes
         roomy, plan = ran(fleet, job, "as it is")

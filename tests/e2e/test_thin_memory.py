@@ -12,7 +12,7 @@ from worker.hosting.control_group import memory_groups
 def test_a_stage_larger_than_its_worker_trains_elsewhere_or_in_few_bits() -> None:
     if why_not := memory_groups():
         pytest.skip(why_not)
-    found, _ = on_workers(0, 1.5)
+    found, _ = on_workers(0, 1.5, steps=3)
     room, plain, elsewhere, few = found
     assert room.state == "finished"
     assert "it fits with" in plain.state

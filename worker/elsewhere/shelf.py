@@ -1,4 +1,8 @@
-"""Saved activations of one micro-batch, put away in the forward and read again in reverse by the backward."""
+"""Saved activations of one micro-batch, put away in the forward and read again by the backward.
+
+An op's backward reads what the op saved in the order in which it saved it, and two ops may share a tensor. So
+reads are not writes reversed. Their order is the same for every micro-batch, and is learned from the first.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +26,36 @@ if TYPE_CHECKING:
     from atoll.saved import Shelf
 
 _READER = ThreadPoolExecutor(1, "atoll-read-ahead")
+SOON = 3  # a tensor that comes again within so many reads is held until then
+
+
+class ReadOrder:
+    """Numbers that the backward of the newest micro-batch has read, in this order."""
+
+    def __init__(self) -> None:
+        self._known: list[int] = []
+
+    def next(self, at: int, number: int) -> list[int]:
+        """Take note that read ``at`` of a micro-batch was of ``number``; return the next ones, as far as they
+        are known."""
+        if self._known[at : at + 1] != [number]:
+            self._known[at:] = [number]
+        return self._known[at + 1 : at + 1 + SOON]
 
 
 class FileShelf:
     """File without a name, gone with the micro-batch. It is written and read, not mapped: mapped pages count
-    as resident until they are dropped. The one before what was read last is read ahead."""
+    as resident until they are dropped. What comes next by ``order`` is read ahead, once that is known."""
 
-    def __init__(self, folder: Path | None, device: torch.device) -> None:
+    def __init__(self, folder: Path | None, device: torch.device, order: ReadOrder | None = None) -> None:
         with tempfile.TemporaryFile(dir=folder) as file:
             self._file = os.dup(file.fileno())
         finalize(self, os.close, self._file)
         self._device = device
         self._places: list[tuple[int, int]] = []  # offset, bytes
         self._ahead: tuple[int, Future[Tensor]] | None = None
+        self._order, self._reads = order or ReadOrder(), 0
+        self._again: dict[int, Tensor] = {}  # what comes again soon
 
     def put(self, data: Tensor) -> int:
         """Take a tensor of bytes; return its number. StorageError where the disk does not."""
@@ -52,10 +73,16 @@ class FileShelf:
 
     def get(self, number: int) -> Tensor:
         """Return what was put away under a number, on the device."""
-        ahead, self._ahead = self._ahead, None
-        found = ahead[1].result() if ahead is not None and ahead[0] == number else self._read(number)
-        if number:
-            self._ahead = number - 1, _READER.submit(self._read, number - 1)
+        found = self._again.get(number)
+        if found is None:
+            ahead, self._ahead = self._ahead, None
+            found = ahead[1].result() if ahead is not None and ahead[0] == number else self._read(number)
+        soon = self._order.next(self._reads, number)
+        self._reads += 1
+        self._again = {n: held for n, held in {**self._again, number: found}.items() if n in soon}
+        following = next((n for n in soon if n not in self._again), None)
+        if self._ahead is None and following is not None and following < len(self._places):
+            self._ahead = following, _READER.submit(self._read, following)
         return found.to(self._device)
 
     def _read(self, number: int) -> Tensor:
@@ -99,4 +126,5 @@ def shelves(place: Place, folder: Path | None, device: torch.device) -> Callable
         return None
     if place is Place.HOST and device.type != "cpu":
         return lambda: PinnedShelf(device)
-    return lambda: FileShelf(folder, device)
+    order = ReadOrder()
+    return lambda: FileShelf(folder, device, order)

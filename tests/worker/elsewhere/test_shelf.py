@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import random
+import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +36,39 @@ def test_bytes_come_back_in_any_order_and_twice(tmp_path: Path, order: str) -> N
         random.Random(1).shuffle(numbers)
     for number in [*numbers, *numbers]:
         assert torch.equal(shelf.get(number), drawn(number))
+
+
+def test_from_the_second_micro_batch_on_every_byte_is_read_once_and_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = shelves(Place.HOST, tmp_path, CPU)
+    assert make is not None
+    read, direct = list[int](), list[int]()
+    preadv, own = os.preadv, FileShelf._read
+
+    def counted(descriptor: int, buffers: Any, at: int) -> int:
+        found = preadv(descriptor, buffers, at)
+        read.append(found)
+        return found
+
+    def noted(self: FileShelf, number: int) -> torch.Tensor:
+        if threading.current_thread() is threading.main_thread():
+            direct.append(number)
+        return own(self, number)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    monkeypatch.setattr(FileShelf, "_read", noted)
+    order = [10, 11, 10, 8, 9, 6, 7, 6, 5, 2, 3, 4, 0, 1]  # as of ops that saved two or three each
+    for micro in range(3):
+        shelf = make()
+        for number in range(12):
+            shelf.put(drawn(number))
+        read.clear()
+        direct.clear()
+        assert all(torch.equal(shelf.get(number), drawn(number)) for number in order)
+        if micro:
+            assert sum(read) == sum(drawn(number).numel() for number in range(12))
+            assert direct == [10]  # nothing comes before the first
 
 
 def open_in(folder: Path) -> int:
