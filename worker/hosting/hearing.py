@@ -140,7 +140,11 @@ class Hearing:
                     self._bound(now, ready.device)
                 except UsageError as error:
                     self._state.failed = error
-                if before is not None and before.processes != ready.device.processes:
+                if before is not None and now.joined and self._state.ranks is not None:
+                    self._state.device = (
+                        before  # a federated round is this host's alone; the site is as it was
+                    )
+                elif before is not None and before.processes != ready.device.processes:
                     self._resized(now, before.processes, ready.device.processes)
             self._state.rates = list(ready.codec_speeds)
             self._state.changed.notify_all()

@@ -446,6 +446,27 @@ def test_a_job_that_ends_three_processes_is_refused_and_others_are_not(start: St
     assert world.event().job == "k"
 
 
+def test_a_site_that_comes_back_smaller_is_introduced_anew_and_what_it_was_given_meanwhile_is_planned_anew(
+    start: Start,
+) -> None:
+    facts = "control.DeviceFacts(kind='cpu', memory_limit_bytes=1 << 30, processes=1 if m.may_shrink else 2)"
+    world = start(
+        setup=f"time.sleep(m.may_shrink * 0.5)\nsay(ready=pb.ComputeReady(device={facts}))",
+        load="if m.plan_version == 1:\n    os._exit(3)",
+    )
+    resized = queue.SimpleQueue[bool]()
+    world.host._state.ports = replace(world.ports, resized=lambda: resized.put(True))
+    assert world.host.device.processes == 2
+    world.load()
+    assert "exit code 3" in world.event().reason
+    world.load(version=2)  # before it is known what the site has left
+    assert resized.get(timeout=HUNG_S)
+    again = world.event()
+    assert (type(again), again.version, again.gone) == (events.StageFailed, 2, True)
+    assert again.reason == "this site goes on with 1 of 2 processes"
+    assert world.host.device.processes == 1
+
+
 def test_a_process_that_ends_at_rest_starts_again_after_a_pause_and_ops_are_refused_meanwhile(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
