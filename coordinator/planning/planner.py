@@ -53,7 +53,7 @@ from coordinator.planning.ratios import check_compression
 from coordinator.planning.search.keepings import FURTHER, eased, forms, may_fit, mildest_first, why_kept
 from coordinator.planning.search.op_fence import Effort, search
 from coordinator.planning.search.preselect import Preselection
-from coordinator.planning.shortage import shortage
+from coordinator.planning.shortage import NoCutFits
 from coordinator.planning.standby_worth import Ranked, best_expected, costs_of
 
 if TYPE_CHECKING:
@@ -311,7 +311,7 @@ def plan_candidates(problem: Problem, partitioner: str, effort: Effort | None = 
         scored = problem.score(candidate) if candidate is not None else None
         found = [scored] if scored is not None else []
     if not found:
-        raise NotEnoughMemory(shortage(problem, partitioner))
+        raise NoCutFits(problem, partitioner)
     return found
 
 

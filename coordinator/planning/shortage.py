@@ -7,12 +7,27 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from atoll.errors import NotEnoughMemory
 from atoll.job import Recompute
 from coordinator.planning.search.keepings import would_fit
 from hostos.units import MIB
 
 if TYPE_CHECKING:
     from coordinator.planning.problem import Problem
+
+
+class NoCutFits(NotEnoughMemory):
+    """Refusal of a search, with ``shortage`` as its sentence once somebody reads it. Most are never read, for
+    the search goes on with another form or other devices, and a sentence costs the tables of five forms."""
+
+    def __init__(self, problem: Problem, partitioner: str) -> None:
+        super().__init__()
+        self._unread: tuple[Problem, str] | None = (problem, partitioner)
+
+    def __str__(self) -> str:
+        if self._unread is not None:
+            self.args, self._unread = (shortage(*self._unread),), None
+        return str(self.args[0])
 
 
 def shortage(problem: Problem, partitioner: str) -> str:

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.opdag import Kind, LeafRef, OpDag, OpNode, OpRef, Source, StateMeta, TensorMeta
+from atoll.opdag import (
+    Kind,
+    LeafRef,
+    OpDag,
+    OpNode,
+    OpRef,
+    Source,
+    StateMeta,
+    TensorMeta,
+    arguments,
+    leaf_refs,
+    op_refs,
+)
 from atoll.program import Received, stage_programs
 
 META = TensorMeta((2, 3), "float32")
@@ -32,6 +46,16 @@ def dag_of(*ops: OpNode, constant_ops: set[int] | None = None, mutated: tuple[st
         loss=len(ops) - 1,
         constant_ops=frozenset(constant_ops or ()),
     )
+
+
+def test_an_op_reads_what_lies_in_tuples_and_keywords_too_in_order_and_once():
+    op = replace(
+        node(OpRef(3)),
+        args=((OpRef(3), (parameter("w"), 2.0)), OpRef(1)),
+        kwargs=(("out", (OpRef(3), OpRef(0))),),
+    )
+    assert arguments(op) == [OpRef(3), parameter("w"), 2.0, OpRef(1), OpRef(3), OpRef(0)]
+    assert (op_refs(op), leaf_refs(op)) == ((3, 1, 0), (parameter("w"),))
 
 
 def test_a_skipping_value_goes_straight_to_each_user_and_its_gradient_down_their_chain():
