@@ -16,6 +16,7 @@ from atoll.plan import written_buffers
 from coordinator.planning import TUNED
 from coordinator.planning.explain import thin_links
 from coordinator.planning.local_plans import fastest, peers_plan
+from coordinator.planning.planner import remembering
 from coordinator.planning.replicas import best_plan
 from coordinator.planning.ways import CODED, LOCAL_STEPS, efficiency
 
@@ -35,6 +36,7 @@ def chosen_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
     training = request.training
     if training.exchange != AUTO:
         return best_plan(request, effort)
+    request = remembering(request)
     replicas = "auto" if training.replicas == "1" else training.replicas
     exact_request = replace(request, training=replace(training, exchange=EXACT, replicas=replicas))
     exact = _coded_or(best_plan(exact_request, effort), exact_request, effort)

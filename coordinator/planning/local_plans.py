@@ -284,7 +284,7 @@ def _alone(
                 spot_checks=0.0,  # of one pipeline alone
             )
             alone = replace(request, fleet=request.fleet.subset(part), training=own, beyond=0)
-            known[key] = make_plan(replace(alone, partitioner=cut or "op_fence"), effort)
+            known[key] = make_plan(replace(alone, partitioner=cut or "op_fence"), effort, part=True)
         found.append(known[key])
     return found, spans
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from atoll.compression import AUTO, OFF, Compression
@@ -89,20 +89,72 @@ class PlanRequest:
     beyond: int = 0  # workers of the pool that are not in ``fleet``, as others were chosen
     standbys: int | None = None  # 0: the fastest plan, whatever losses cost
     pinned: str = ""  # worker of the fleet that has the job's data; "": the coordinator serves them
+    twins: Twins | None = field(default=None, compare=False, repr=False)  # None: nothing is remembered
 
 
 _Found = tuple[Problem, Scored, tuple[str, ...]]  # with what is kept decided, the best candidate, why
 
 
-def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
-    """Return the best Plan that the request's partitioner finds, with its Prediction.
+@dataclass(slots=True)
+class Twins:
+    """Pipelines found for replicas and peers: machines that are alike but for their names are cut alike, so
+    the sites of a fleet are searched once."""
+
+    found: list[tuple[PlanRequest, Effort, _Found | NotEnoughMemory]] = field(default_factory=list)
+
+    def of(self, request: PlanRequest, effort: Effort) -> _Found:
+        """Return what is found for a part of the fleet. Raises NotEnoughMemory."""
+        for other, at_effort, found in self.found:
+            if effort == at_effort and _asks_alike(request, other) and request.fleet.alike(other.fleet):
+                if isinstance(found, NotEnoughMemory):
+                    raise found
+                return _renamed(found, other.fleet, request.fleet)
+        try:
+            found, _ = _searched(request, effort)
+        except NotEnoughMemory as error:
+            self.found.append((request, effort, error))
+            raise
+        if not found[2] and not found[0].keepings:  # what is kept otherwise is said by name
+            self.found.append((request, effort, found))
+        return found
+
+
+def remembering(request: PlanRequest) -> PlanRequest:
+    """Return the request with a memory of what is found for its parts."""
+    return request if request.twins is not None else replace(request, twins=Twins())
+
+
+def _asks_alike(one: PlanRequest, other: PlanRequest) -> bool:
+    """Return whether two parts differ in their fleets and in what has no say in how they are cut."""
+    return (
+        one.dag is other.dag
+        and (one.training, one.partitioner, one.schedule, one.wire, one.pinned)
+        == (other.training, other.partitioner, other.schedule, other.wire, other.pinned)
+        and not one.pinned
+    )
+
+
+def _renamed(found: _Found, before: Fleet, fleet: Fleet) -> _Found:
+    """Return what was found for a fleet as it is for one that is alike."""
+    problem, scored, why = found
+    workers = [fleet.devices[before.index[device.worker]].worker for device in problem.fleet.devices]
+    return problem.on(fleet.subset(workers)), scored, why
+
+
+def make_plan(request: PlanRequest, effort: Effort | None = None, *, part: bool = False) -> Plan:
+    """Return the best Plan that the request's partitioner finds, with its Prediction; ``part``: of a fleet,
+    as a replica or peer, whose plan does not say why who is left out.
 
     Raises NoWorkers, NotEnoughMemory (by how much and where), UsageError for unknown names.
     """
     effort = effort or Effort()
     if request.partitioner == ONE_PIECE:
         effort = replace(effort, rings=0)
-    (problem, best, why), others = _searched(request, effort)
+    others: tuple[tuple[str, str], ...] = ()
+    if part:
+        problem, best, why = (request.twins or Twins()).of(request, effort)
+    else:
+        (problem, best, why), others = _searched(request, effort)
     ranked = _ranked(problem, best, request, effort)
     best = ranked.scored if ranked is not None else best
     plan = _bare_plan(problem, best, request)
@@ -113,7 +165,9 @@ def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
         plan, note = _with_evaluation(plan, request.dag, request.eval_dag, request.training)
         notes += [note] if note else []
     notes += _mixed_classes(problem, best) + inside_words(problem, best)
-    reasons = left_out(problem, best) if request.partitioner in SEARCHED else _unused(problem, best)
+    reasons: tuple[tuple[str, str], ...] = ()
+    if not part:
+        reasons = left_out(problem, best) if request.partitioner in SEARCHED else _unused(problem, best)
     if ranked is not None and ranked.standby is not None:
         own, worth = ranked.standby.worker, "it is worth more as a standby"
         reasons = tuple((worker, worth if worker == own else reason) for worker, reason in reasons)
@@ -221,36 +275,45 @@ def _within_memory(given: Problem, partitioner: str, effort: Effort) -> _Found:
     if plain is not None and given.training.recompute is Recompute.AUTO:
         open_forms = [each for each in open_forms if each.recompute is not Recompute.FULL]
     ordered = mildest_first(given, open_forms)
-    if plain is None:
-        _see_that_one_fits(ordered, partitioner, effort)
-    problem, best = _among(ordered, partitioner, effort)
+    tried = _see_that_one_fits(ordered, partitioner, effort) if plain is None else []
+    problem, best = _among(ordered, partitioner, effort, tried)
     if plain is not None and best.step_s > TUNED.repeating_gains * plain.step_s:
         return given, plain, ()
     problem, best = eased(problem, best, [each.keeping for each in ordered])
     return problem, best, tuple(why_kept(problem, best, None if plain is None else plain.step_s))
 
 
-def _see_that_one_fits(ordered: Sequence[Problem], partitioner: str, effort: Effort) -> None:
-    """Raise the NotEnoughMemory of the form that takes the least, where no cut of it is found, nor of those
-    right behind it: a search may miss the only cuts that fit."""
+_Tried = list[tuple[Problem, Scored | None]]  # forms, each with its fastest plan; None: it does not fit
+
+
+def _see_that_one_fits(ordered: Sequence[Problem], partitioner: str, effort: Effort) -> _Tried:
+    """Return what is found for the form that takes the least, where no cut of it is found also for those
+    right behind it: a search may miss the only cuts that fit. Raises its NotEnoughMemory."""
     least, *others = sorted(ordered, key=lambda each: each.memory.bytes(0, each.n_ops, 1))
     try:
-        _best(least, partitioner, effort)
+        return [(least, _best(least, partitioner, effort))]
     except NotEnoughMemory:
+        tried: _Tried = [(least, None)]
         for other in others[:FURTHER]:
             with suppress(NotEnoughMemory):
-                _best(other, partitioner, effort)
-                return
+                return [*tried, (other, _best(other, partitioner, effort))]
+            tried.append((other, None))
         raise
 
 
-def _among(ordered: Sequence[Problem], partitioner: str, effort: Effort) -> tuple[Problem, Scored]:
-    """The fastest plan of the mildest form that fits and those right behind it; one fits."""
+def _among(
+    ordered: Sequence[Problem], partitioner: str, effort: Effort, tried: _Tried
+) -> tuple[Problem, Scored]:
+    """The fastest plan of the mildest form that fits and those right behind it; one fits. ``tried``: what is
+    known of some."""
     found: list[tuple[Problem, Scored]] = []
     for problem in ordered:
         if len(found) > FURTHER:
             break
-        if may_fit(problem):
+        known = [scored for other, scored in tried if other is problem]
+        if known and known[0] is not None:
+            found.append((problem, known[0]))
+        elif not known and may_fit(problem):
             with suppress(NotEnoughMemory):
                 found.append((problem, _best(problem, partitioner, effort)))
     return min(found, key=lambda each: each[1].step_s)

@@ -31,7 +31,7 @@ from coordinator.planning.costs.op_seconds import is_trained
 from coordinator.planning.costs.quota import core_share
 from coordinator.planning.gossip_plans import held_by
 from coordinator.planning.local_plans import as_replicas, peers_plan, pipeline_s
-from coordinator.planning.planner import PlanRequest, make_plan
+from coordinator.planning.planner import PlanRequest, make_plan, remembering
 from coordinator.planning.problem import Problem
 from coordinator.planning.search.clusters import groups
 from coordinator.planning.search.partitions import Parts, partitions
@@ -65,6 +65,7 @@ def best_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
 
     UsageError for more replicas than blocks, and whatever ``make_plan`` raises.
     """
+    request = remembering(request)
     given = request.partitioner.startswith(GIVEN_CUT) and BETWEEN in request.partitioner
     request = request if given else _of_one_class(request)
     training = request.training
@@ -226,7 +227,7 @@ def _joined(
         own = _part(request, part, span, cut)
         key = part, own.training.n_micro, own.training.blocks, cut
         if key not in known:
-            known[key] = make_plan(own, effort)
+            known[key] = make_plan(own, effort, part=True)
         plans.append(known[key])
     return _together(request, plans, spans)
 

@@ -17,6 +17,7 @@ from atoll.errors import AtollError, NotEnoughMemory, PlanError, UsageError
 from atoll.exchange import AUTO, EXACT, GRADIENT_RULES, RATIOS, wanted_exchange
 from coordinator.planning import TUNED
 from coordinator.planning.local_plans import fastest, peers_plan
+from coordinator.planning.planner import remembering
 from coordinator.planning.problem import Problem
 from coordinator.planning.replicas import best_plan, with_blocks
 from hostos.units import DAY_S
@@ -98,6 +99,7 @@ def compare_ways(request: PlanRequest, *, inexact: str = "") -> tuple[Way, ...]:
     """
     if inexact not in ("", AUTO):
         exchange_facts(inexact)
+    request = remembering(request)
     found = [_pipeline(request), *_replicated(request)]
     for kind, asked in ((WayKind.LOCAL_STEPS, LOCAL_STEPS), (WayKind.GOSSIP, GOSSIP)):
         wanted = [one for one in asked if inexact in (AUTO, one.exchange.rule)]

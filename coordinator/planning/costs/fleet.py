@@ -9,7 +9,7 @@ It arrives one latency later.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -148,6 +148,33 @@ class Fleet:
         found.append((pair, float(self.bandwidth_bps[source, target])))
         return tuple((name, rate * self.payload_share) for name, rate in found)
 
+    def alike(self, other: Fleet) -> bool:
+        """Return whether the other one is this but for names: each device in its place, and each link."""
+        return (
+            len(self.devices) == len(other.devices)
+            and (self.payload_share, self.losses_per_s) == (other.payload_share, other.losses_per_s)
+            and all(_unnamed(a) == _unnamed(b) for a, b in zip(self.devices, other.devices, strict=True))
+            and np.array_equal(self.bandwidth_bps, other.bandwidth_bps)
+            and np.array_equal(self.latency_s, other.latency_s)
+            and self._shared == other._shared
+            and (self.probed is None) == (other.probed is None)
+            and (self.probed is None or other.probed is None or self.probed.alike(other.probed))
+        )
+
+    @cached_property
+    def _shared(self) -> tuple[object, ...]:
+        """What several links pass, by places of the devices."""
+        at = self.index
+        uplinks = [
+            (tuple(sorted(at[w] for w in line.members if w in at)), line.up_bps, line.down_bps)
+            for line in self.uplinks
+        ]
+        relays = [
+            (sorted((at[a], at[b]) for a, b in relay.pairs if a in at and b in at), relay.bps)
+            for relay in self.relays
+        ]
+        return uplinks, relays
+
     @cached_property
     def effective_bps(self) -> Floats:
         """[source, target] payload rate of a transfer that is alone."""
@@ -179,3 +206,7 @@ class Fleet:
             self.probed.subset(workers) if self.probed is not None else None,
             self.losses_per_s,
         )
+
+
+def _unnamed(device: Device) -> Device:
+    return replace(device, worker="", name="", site="")

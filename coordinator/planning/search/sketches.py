@@ -64,6 +64,7 @@ class Sketches:
     seed: int
     rooms: Rooms
     _paces: dict[tuple[str, ...], Pace] = field(default_factory=dict)
+    _wholes: dict[tuple[str, ...], Pace] = field(default_factory=dict)
     _rounds: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     @cached_property
@@ -151,6 +152,11 @@ class Sketches:
 
     def _whole(self, part: tuple[str, ...]) -> Pace:
         """The pace with all of them."""
+        if part not in self._wholes:  # neighbours of a way have most of their parts in common
+            self._wholes[part] = self._whole_anew(part)
+        return self._wholes[part]
+
+    def _whole_anew(self, part: tuple[str, ...]) -> Pace:
         problem = self.problem
         members = tuple(problem.fleet.index[worker] for worker in part)
         slot_s = 1.0 / sum(1.0 / self._micro_s[at] for at in members)

@@ -12,11 +12,13 @@ from atoll.gradient_exchange import buckets, trained_elements
 from atoll.job import TrainingSpec
 from atoll.plan import Plan
 from atoll.program import stage_programs
+from coordinator.planning import planner
 from coordinator.planning.costs.fleet import Fleet
 from coordinator.planning.costs.network import Uplink
 from coordinator.planning.planner import PlanRequest
 from coordinator.planning.problem import Problem
 from coordinator.planning.replicas import best_plan, exchanged_bytes
+from coordinator.planning.search.op_fence import Effort
 from coordinator.planning.transfers import exchange_s, shares_of
 from tests.coordinator.planning.test_ways import DAG, fleet_of
 
@@ -105,6 +107,27 @@ def test_replicas_at_two_sites_add_within_each_first_and_half_as_much_crosses() 
     behind = replace(fleet, uplinks=uplinks)
     took_s = [exchange_s(behind, exchanged_bytes(one, problem)) for one in (plan, flat)]
     assert took_s[0] <= 0.55 * took_s[1]
+
+
+def test_sites_that_are_alike_are_searched_once_and_planned_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[Fleet] = []
+    honest = planner._searched
+
+    def counted(request: PlanRequest, effort: Effort) -> object:
+        searched.append(request.fleet)
+        return honest(request, effort)
+
+    monkeypatch.setattr(planner, "_searched", counted)
+    fleet = replace(two_clusters(mbit=20), uplinks=(Uplink("a", ("d0", "d1"), 5e7, 5e7),))
+    alike = replace(fleet, uplinks=(*fleet.uplinks, Uplink("b", ("d2", "d3"), 5e7, 5e7)))
+    plans = [planned(alike), planned(fleet)]
+    sites = ({"d0", "d1"}, {"d2", "d3"})
+    once = sum({device.worker for device in part.devices} in sites for part in searched)
+    assert once == 3, "one site of two that are alike, both where one has an uplink"
+    monkeypatch.setattr(Fleet, "alike", lambda self, other: False)
+    searched.clear()
+    assert [planned(alike), planned(fleet)] == plans
+    assert len(searched) > 3
 
 
 def test_on_one_fast_network_the_exchange_is_flat() -> None:
