@@ -206,6 +206,32 @@ def _optimizer(net: nn.Module, spec: Optimizer) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, spec.lr, betas=spec.betas, eps=spec.eps)
 
 
+def goes_on(make: MakeJob, steps: int) -> bool:
+    """Whether a job that is taken up elsewhere after ``steps`` ends in the bits of an undisturbed one."""
+    job = make()
+    prepared = prepare(job)
+    by_hash = {blob.hash: blob for blob in prepared.blobs}
+    tensors = {
+        name: safetensors.torch.load(b"".join(by_hash[key].read(0)))
+        for name, key in prepared.spec.tensors.items()
+    }
+    dag = prepared.graphs.dag
+    programs, states = stage_programs(dag, (0,)), {**dag.parameters, **dag.buffers}
+    whole = LocalPipeline(programs, job.training, tensors, states=states)
+    for at in range(steps):
+        whole.step(at, batches_of(job, at))
+    second = LocalPipeline(programs, job.training, {**tensors, **whole.snapshot()}, states=states)
+    for at in range(steps, job.training.steps):
+        for pipeline in (whole, second):
+            pipeline.step(at, batches_of(job, at))
+    one, other = whole.snapshot(), second.snapshot()
+    return all(
+        torch.equal(kept[key], other[name][key]) and kept[key].dtype == other[name][key].dtype
+        for name, kept in one.items()
+        for key in kept
+    )
+
+
 def _pipeline(job: Job, prepared: Prepared, starts: tuple[int, ...]) -> Trained:
     by_hash = {blob.hash: blob for blob in prepared.blobs}
     tensors = {

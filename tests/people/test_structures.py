@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from atoll.job import Optimizer, OptimizerName, ParamGroup, Schedule, ScheduleKind
 from tests.models import bert, gpt2, llama, token_batch
 from tests.parameters import sampled
-from tests.people.loop import Case, case, run
+from tests.people.loop import Case, case, goes_on, job_of, run
 
 ADAMW = Optimizer(OptimizerName.ADAMW, lr=1e-3, weight_decay=0.1)
 
@@ -415,3 +415,11 @@ def test_a_model_of_transformers_is_trained_as_in_a_plain_loop(kind: Case, one_t
 @pytest.mark.parametrize("kind", sampled(15, CASES))
 def test_a_model_is_trained_however_it_is_built(kind: Case, one_thread: None) -> None:
     run(kind)
+
+
+@pytest.mark.parametrize("kind", [SixteenBits, Double])
+@pytest.mark.parametrize("optimizer", [Optimizer(OptimizerName.SGD, lr=0.05, momentum=0.9), ADAMW])
+def test_parameters_of_other_types_go_on_bit_for_bit(
+    kind: type[Net], optimizer: Optimizer, one_thread: None
+) -> None:
+    assert goes_on(lambda: job_of(kind(), rows(), optimizer=optimizer, steps=4), 2)

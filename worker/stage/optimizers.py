@@ -147,13 +147,7 @@ class StageOptimizer:
                 continue
             parameter = self._parameters[name]
             self.state[name] = {
-                key: torch.zeros(
-                    shape,
-                    dtype=torch.float32
-                    if key == "step"
-                    else parameter.dtype,  # as torch's optimizers have it
-                    device=parameter.device,
-                )
+                key: torch.zeros(shape, dtype=state_dtype(key, parameter), device=parameter.device)
                 for key, shape in self.shapes(name).items()
             }
 
@@ -223,6 +217,11 @@ class StageOptimizer:
         """Return the parameters and their gradients."""
         found: list[Tensor] = [self._parameters[name] for name in names]
         return found, [parameter.grad for parameter in found if parameter.grad is not None]
+
+
+def state_dtype(key: str, parameter: Tensor) -> torch.dtype:
+    """Return the type of a parameter's state, as in torch: its own, but for the count of steps."""
+    return torch.float32 if key == "step" else parameter.dtype
 
 
 def _fused_sgd(parameter: Tensor) -> bool:

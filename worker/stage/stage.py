@@ -23,7 +23,7 @@ from compressors.moments import restored, round_in_place, rounded
 from worker.elsewhere.states import states_elsewhere
 from worker.exchange.kept import KeptState
 from worker.stage.digests import norms_and_digest
-from worker.stage.optimizers import StageOptimizer, make_optimizer
+from worker.stage.optimizers import StageOptimizer, make_optimizer, state_dtype
 from worker.stage.piece import Held, Keeps, StagePiece, leaf_names
 from worker.stage.reports import StageReport
 
@@ -331,15 +331,15 @@ class Stage:
         return optimizer
 
     def _restore(self, optimizer: StageOptimizer, name: str, stored: Mapping[str, Tensor]) -> None:
-        expected = optimizer.shapes(name)
-        stored = restored(stored, tuple(self._values[name].shape))
+        expected, own = optimizer.shapes(name), self._values[name]
+        stored = restored(stored, tuple(own.shape))
         shapes = {key: tuple(stored[key].shape) for key in expected if key in stored}
         if not shapes:
             return
         if shapes != expected:
             raise UsageError(f"optimizer state of {name} does not fit: {shapes}, expected {expected}")
         optimizer.state[name] = {
-            key: stored[key].detach().to(self.device, torch.float32, copy=True).contiguous()
+            key: stored[key].detach().to(self.device, state_dtype(key, own), copy=True).contiguous()
             for key in expected
         }
         optimizer.put_away(name)
