@@ -77,7 +77,8 @@ class Rank:
             except (Closed, OSError) as error:
                 if time.monotonic() - seen_s > GONE_S:
                     host, port = self._terms.gathers
-                    raise ConnectionFailed(f"rank 0 at {host}:{port} does not answer: {error}") from None
+                    why_not = str(error) or "it hangs up, as it does where its secret is another"
+                    raise ConnectionFailed(f"no way to rank 0 at {host}:{port}: {why_not}") from None
             self._stopping.wait(backoff.next_s())
 
     def leave(self) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from atoll.errors import ConnectionFailed
 from atoll.mesh.layout import Inside
 from tests.patience import eventually
 from tests.worker.mesh.site import Site, assigned_to, plain, settings_of, site, train
@@ -20,6 +21,7 @@ from worker.mesh.followers import followers_elsewhere
 from worker.mesh.leader import Leader, Reach
 from worker.ranks import gathering
 from worker.ranks.gathering import Gathering, Reached
+from worker.site import rank as rank_module
 from worker.site.rank import Rank, Terms
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -73,6 +75,17 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     with site(3, tmp_path_factory.mktemp("hosts"), Hosts) as found:
         assert isinstance(found, Hosts)
         yield found
+
+
+def test_a_rank_with_another_secret_gives_up_and_says_what_may_be_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_module, "GONE_S", 0.0)
+    at = Gathering(2, SECRET, Reached("127.0.0.1", 0, "lo"), VERSIONS)
+    terms = Terms(1, 2, ("127.0.0.1", at.port), "lo", "cpu", 1, 2 << 30, 0, "auto", VERSIONS)
+    with pytest.raises(ConnectionFailed, match="where its secret is another"):
+        Rank(terms, b"another secret 16").run()
+    at.close()
 
 
 def test_processes_on_three_hosts_train_as_one_does_and_read_no_file_of_the_first(three: Hosts) -> None:
