@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,7 +18,9 @@ from tests.models import Example, bert, gpt2, llama, resnet
 MUON = Optimizer(OptimizerName.MUON)
 
 
-def dag_of(example: Example) -> OpDag:
+@cache
+def dag_of(build: Callable[[], Example]) -> OpDag:
+    example = build()
     return capture(example.module, example.example_inputs).train
 
 
@@ -24,7 +29,7 @@ def hidden(dag: OpDag) -> set[str]:
 
 
 def test_a_llamas_projections_are_hidden_and_its_embedding_and_head_are_not() -> None:
-    dag = dag_of(llama())
+    dag = dag_of(llama)
     others = set(dag.parameters) - hidden(dag)
     projections = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     assert sorted(n.rsplit(".", 2)[-2] for n in hidden(dag)) == sorted(projections * 2)
@@ -34,7 +39,7 @@ def test_a_llamas_projections_are_hidden_and_its_embedding_and_head_are_not() ->
 
 
 def test_gpt2s_tied_table_is_no_hidden_matrix_nor_are_its_positions() -> None:
-    dag = dag_of(gpt2())
+    dag = dag_of(gpt2)
     assert dag.aliases["lm_head.weight"] == "transformer.wte.weight"
     assert hidden(dag) == {
         f"transformer.h.{block}.{name}.weight"
@@ -44,14 +49,14 @@ def test_gpt2s_tied_table_is_no_hidden_matrix_nor_are_its_positions() -> None:
 
 
 def test_berts_transform_is_hidden_as_the_tied_decoder_follows_it() -> None:
-    found = hidden(dag_of(bert()))
+    found = hidden(dag_of(bert))
     assert "cls.predictions.transform.dense.weight" in found
     assert len(found) == 2 * 6 + 1
     assert not [name for name in found if "embeddings" in name or "decoder" in name]
 
 
 def test_kernels_of_convolutions_are_no_matrices_so_a_resnet_is_left_to_adamw() -> None:
-    dag = dag_of(resnet())
+    dag = dag_of(resnet)
     assert any(len(state.meta.shape) == 4 for state in dag.parameters.values())
     assert hidden(dag) == set()
     assert set(optimizers_of(dag.parameters, MUON).values()) == {OptimizerName.ADAMW}
@@ -96,7 +101,7 @@ def test_the_first_of_two_layers_is_hidden_and_the_last_is_a_head() -> None:
 
 
 def test_a_group_may_keep_matrices_from_muon_or_give_it_others() -> None:
-    dag = dag_of(llama())
+    dag = dag_of(llama)
     kept = ParamGroup(("*.o_proj.weight",), optimizer=OptimizerName.ADAMW)
     spec = Optimizer(OptimizerName.MUON, groups=(kept,))
     found = optimizers_of(dag.parameters, spec)
