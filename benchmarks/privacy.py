@@ -2,6 +2,7 @@
 
     atoll data fetch mnist
     python -m benchmarks.privacy --json                  # one seed
+    python -m benchmarks.privacy --only attack --at 2 --seeds 3 --json
     nice python -m benchmarks.privacy --seeds 3 --json
 
   utility   1,000 clients of 60 of MNIST's images with two labels, 100 a round by Poisson sampling (without
@@ -9,10 +10,10 @@
             epsilon 8 and 2, delta 1e-5
   attack    64 clients of 8 images, of which a random half trains; models with 44,426 weights that fit their
             clients closely, and models at epsilon 2. Who trained? By the loss of a client's images: one
-            threshold for all (Yeom 2018), and for each client the likelihood ratio under the other models,
-            some trained with it (Carlini 2022, LiRA; light: few shadow models, one variance). Balanced
-            accuracy, 0.5 is chance. The threshold is tried on the utility runs as well, against clients of
-            test images
+            threshold for all (Yeom 2018), and for each client the likelihood ratio under other models,
+            half of which trained with it (Carlini 2022, LiRA; light: few shadow models, one variance).
+            Balanced accuracy, 0.5 is chance, and its 95 % interval over clients. The threshold is tried on
+            the utility runs as well, against clients of test images
   samples   5 clients of 1,000 images whose every image is private (sample_privacy=): test accuracy after 10
             rounds of 30 steps of 16 images expected, and the threshold on losses of 2,000 that trained
             against 2,000 that did not
@@ -149,15 +150,13 @@ def by_threshold(inside: NDArray[np.float64], outside: NDArray[np.float64]) -> f
 # ---------------------------------------------------------------- attack
 
 
-def attack(epsilon: float | None, seed: int) -> dict[str, float]:
-    """Accuracy of the models, and of two attacks on them."""
+def attack(epsilon: float | None, seed: int) -> dict[str, Any]:
+    """Accuracy of the models, and of two attacks on them; of LiRA by client too."""
     data = digits(Setting(images=POOL * IMAGES, test_images=2_000, batch=IMAGES), seed)
     parts = np.arange(POOL * IMAGES).reshape(POOL, IMAGES)
-    chance = np.random.default_rng([seed, 3])
-    trained, lossy, confident, accuracies = [], [], [], []
-    for model in range(MODELS):
-        inside = np.zeros(POOL, bool)
-        inside[chance.permutation(POOL)[: POOL // 2]] = True
+    members = halves(MODELS, POOL, seed)
+    lossy, confident, accuracies = [], [], []
+    for model, inside in enumerate(members):
         torch.manual_seed(seed * 1000 + model)
         net = LeNet()
         clients = {
@@ -175,34 +174,58 @@ def attack(epsilon: float | None, seed: int) -> dict[str, float]:
             made.run_round()
         accuracies.append(tested(net, owners(made.weights), data))
         each = losses(net, torch.from_numpy(data.x), torch.from_numpy(data.y), list(parts.reshape(-1, 1)))
-        trained.append(inside)
         lossy.append(each.reshape(POOL, IMAGES).mean(axis=1))
         # Of an image log(p / (1 - p)), p the chance of its label: nearly Gaussian over models.
         odds = -each - np.log(-np.expm1(-np.maximum(each, 1e-12)))
         confident.append(odds.reshape(POOL, IMAGES).mean(axis=1))
-    members, scores = np.array(trained), np.array(lossy)
-    thresholds = [by_threshold(s[m], s[~m]) for s, m in zip(scores, members, strict=True)]
+    thresholds = [by_threshold(s[m], s[~m]) for s, m in zip(np.array(lossy), members, strict=True)]
+    by_client = likelihood_ratio(np.array(confident), members)
     return {
         "accuracy": float(np.mean(accuracies)),
         "threshold": float(np.mean(thresholds)),
-        "lira": likelihood_ratio(np.array(confident), members),
+        "lira": float(by_client.mean()),
+        "by_client": by_client.tolist(),
     }
 
 
-def likelihood_ratio(confidence: NDArray[np.float64], members: NDArray[np.bool_]) -> float:
-    """Accuracy of LiRA on each model with the others as shadows; arrays [models, clients]."""
+def halves(models: int, clients: int, seed: int) -> NDArray[np.bool_]:
+    """Who trains which model, [models, clients]: half of all each, and the other half the model after it.
+
+    So each client is in half of the models, and its base rate tells nothing.
+    """
+    chance = np.random.default_rng([seed, 3])
+    made = []
+    for _ in range(models // 2):
+        inside = np.zeros(clients, bool)
+        inside[chance.permutation(clients)[: clients // 2]] = True
+        made += [inside, ~inside]
+    return np.array(made)
+
+
+def likelihood_ratio(confidence: NDArray[np.float64], members: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Share of the models in which LiRA is right about each client, [clients]; arrays [models, clients].
+
+    Shadows are all models but the asked one and its complement (``halves``): a client is in as many of them
+    as it is out of. With the complement among them the mean of fewer models errs more, in a direction that
+    depends on the answer; where nothing leaks, such an attack finds other than one half.
+    """
     right = []
     for target in range(len(confidence)):
-        others = np.arange(len(confidence)) != target
+        others = np.arange(len(confidence)) // 2 != target // 2
         seen, was = confidence[others], members[others]
-        usable = (was.sum(axis=0) >= 2) & ((~was).sum(axis=0) >= 2)
-        inside = np.ma.array(seen, mask=~was)
-        outside = np.ma.array(seen, mask=was)
-        both = (inside.var(axis=0).mean() + outside.var(axis=0).mean()) / 2.0 + 1e-12
+        inside, outside = np.ma.array(seen, mask=~was), np.ma.array(seen, mask=was)
         asked = confidence[target]
-        ratio = ((asked - outside.mean(axis=0)) ** 2 - (asked - inside.mean(axis=0)) ** 2) / both
-        right.append(np.mean((np.asarray(ratio) > 0.0)[usable] == members[target][usable]))
-    return float(np.mean(right))
+        nearer = np.abs(asked - inside.mean(axis=0)) < np.abs(asked - outside.mean(axis=0))
+        right.append(np.asarray(nearer) == members[target])
+    shares: NDArray[np.float64] = np.array(right).mean(axis=0)
+    return shares
+
+
+def interval(shares: Sequence[float]) -> tuple[float, float]:
+    """95 % of the mean of independent shares, such as clients'; two at least."""
+    found = np.array(shares)
+    half = 1.96 * float(found.std(ddof=1)) / len(found) ** 0.5
+    return float(found.mean()) - half, float(found.mean()) + half
 
 
 # ---------------------------------------------------------------- samples
@@ -257,6 +280,7 @@ def main() -> None:
     made = parser(__doc__ or "")
     made.add_argument("--seeds", type=int, default=1, help="of training; default 1")
     made.add_argument("--only", choices=("utility", "attack", "samples", "noise"), help="one of the four")
+    made.add_argument("--at", type=float, metavar="EPSILON", help="only at this one; 0: without privacy")
     options = made.parse_args()
     need_mnist(options.json)
     torch.set_num_threads(1)
@@ -273,11 +297,14 @@ def main() -> None:
     for name, run, epsilons in runs:
         if options.only not in (None, name):
             continue
-        for epsilon in epsilons:
+        for epsilon in epsilons if options.at is None else (options.at or None,):
             begun_s = time.perf_counter()
-            found = [run(epsilon, seed) for seed in seeds]
+            found: list[dict[str, Any]] = [run(epsilon, seed) for seed in seeds]
             key = f"{name} at {'no privacy' if epsilon is None else f'epsilon {epsilon:g}'}"
             figures[key] = {what: float(np.mean([one[what] for one in found])) for what in found[0]}
+            if shares := [share for one in found for share in one.get("by_client", ())]:
+                figures[key]["low"], figures[key]["high"] = interval(shares)
+                del figures[key]["by_client"]
             figures[key]["runs"] = found
             took_s = time.perf_counter() - begun_s
             shown = ", ".join(f"{what} {v:.4f}" for what, v in figures[key].items() if what != "runs")
