@@ -14,7 +14,7 @@ from atoll.ops import GETITEM, overload, schema
 from atoll.schemas import HIDDEN_VIEWS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from atoll.program import StageProgram
 
@@ -26,6 +26,12 @@ class Effects:
     cached: frozenset[int]  # constant ops to run once, at load
     leaves: frozenset[LeafRef]  # named tensors that an op may write
     values: frozenset[int]  # ops whose results an op may write
+
+    def fixed(self, trained: Collection[str]) -> Callable[[LeafRef], bool]:
+        """Return whether a leaf stays as it is while the parameters ``trained`` change."""
+        return lambda leaf: (
+            leaf.source is not Source.INPUT and leaf.name not in trained and leaf not in self.leaves
+        )
 
 
 def effects(program: StageProgram) -> Effects:

@@ -31,6 +31,7 @@ from atoll.errors import UsageError
 from atoll.job import EXACTLY, Keeping, Precision, Recompute
 from atoll.opdag import Autocast, LeafRef, Source, TorchLiteral, leaf_refs
 from atoll.ops import weights_may_wait
+from atoll.program import given_by_others
 from atoll.repeats import Repeats, repeatable
 from atoll.saved import Saved, context_of, largest_of
 from atoll.slots import Compiler, segments
@@ -214,6 +215,7 @@ class Executor:
         self.uses: dict[str, list[tuple[int, Tensor]]] = {}
         self.late: set[int] = set()  # ops that leave their weight gradients to be taken
         self.standing: frozenset[int] = frozenset()  # ops whose results no micro-batch keeps
+        self._given: frozenset[int] = frozenset()  # of earlier stages, whose results are received
         self.buffers: dict[str, Tensor] = {}
         self._segments: tuple[Segment, ...] = ()
         self._template: Values = []
@@ -267,7 +269,7 @@ class Executor:
         nodes = dict(program.ops)
         constants, steps = self._on_mesh(constants, nodes), self._on_mesh(steps, nodes)
         constants, steps = self._looked_at(constants, nodes), self._looked_at(steps, nodes)
-        self.standing = self._untrained(trained)
+        self.standing = self._untrained(trained, frozen)
         if self._selective or self.standing:
             steps = self._noted(steps)
         if self._defer:
@@ -457,7 +459,8 @@ class Executor:
             yield
             return
         shelf = self._shelves() if self._shelves is not None else None
-        found = Saved(self.device, self._bits, shelf) if self._packs else Repeats(self.device)
+        weights = context_of([self._value(op) for op in self._given]).storages
+        found = Saved(self.device, self._bits, shelf, weights) if self._packs else Repeats(self.device)
         graph.repeats = self._notes.repeats = found
         try:
             with graph.repeats.hooks():
@@ -484,16 +487,12 @@ class Executor:
             for step in steps
         ]
 
-    def _untrained(self, trained: Collection[str]) -> frozenset[int]:
+    def _untrained(self, trained: Collection[str], frozen: Collection[str]) -> frozenset[int]:
         """Positions of ops that read nothing but weights outside ``trained`` and what stays as it is."""
         if not self._differentiate:
             return frozenset()
-        written = self._effects.leaves
-
-        def fixed(leaf: LeafRef) -> bool:
-            return leaf.source is not Source.INPUT and leaf.name not in trained and leaf not in written
-
-        return standing(self.program.ops, fixed, self._effects.cached, self._effects.values)
+        effects, self._given = self._effects, given_by_others(self.program, frozen)
+        return standing(self.program.ops, effects.fixed(trained), effects.cached, effects.values, self._given)
 
     def _noted(self, steps: Iterable[Step]) -> list[Step]:
         """The steps, those whose results are computed again noting how they came about."""

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from atoll.bounded import MAX_OPS, MAX_STAGES, MAX_TENSOR_BYTES, Most, Name, Once, Within
 from atoll.opdag import MAX_METRICS, LeafRef, OpDag, OpNode, Source, TensorMeta, leaf_refs, op_refs, rows_of
+from atoll.standing import weights_behind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,10 @@ class Received:
     grad_from: int | None
     grad_to: int
     meta: TensorMeta  # of the value and, in training, of its gradient
+    # It follows from weights alone, so from frozen ones where the job freezes ``weights``, those of them that
+    # require gradients: then it is a weight itself, and what follows from it too (``atoll.standing``).
+    standing: bool = False
+    weights: Annotated[tuple[Name, ...], Once()] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,7 @@ def stage_programs(dag: OpDag, starts: Sequence[int]) -> tuple[StageProgram, ...
         [op for op in range(bounds[i], bounds[i + 1]) if op not in dag.constant_ops] for i in range(n_stages)
     ]
     users = _user_stages(dag, own, owner)
+    behind = weights_behind(dag, users)
     recomputed = [_constants_needed(dag, ops) for ops in own]
     leaves = [
         dict.fromkeys(leaf for op in sorted({*own[i], *recomputed[i]}) for leaf in leaf_refs(dag.ops[op]))
@@ -130,7 +136,7 @@ def stage_programs(dag: OpDag, starts: Sequence[int]) -> tuple[StageProgram, ...
             n_stages=n_stages,
             ops=tuple((op, dag.ops[op]) for op in sorted({*own[i], *recomputed[i]})),
             constant_ops=frozenset(recomputed[i]),
-            received=_received(dag, i, users, owner),
+            received=_received(dag, i, users, owner, behind),
             produced=_produced(dag, i, users, owner),
             inputs=_names(leaves[i], Source.INPUT),
             parameters=_names(leaves[i], Source.PARAMETER),
@@ -180,7 +186,13 @@ def _constants_needed(dag: OpDag, ops: list[int]) -> set[int]:
     return needed
 
 
-def _received(dag: OpDag, stage: int, users: dict[int, list[int]], owner: list[int]) -> tuple[Received, ...]:
+def _received(
+    dag: OpDag,
+    stage: int,
+    users: dict[int, list[int]],
+    owner: list[int],
+    behind: dict[int, tuple[str, ...]],
+) -> tuple[Received, ...]:
     found = []
     for op in sorted(users):
         chain = users[op]
@@ -194,6 +206,8 @@ def _received(dag: OpDag, stage: int, users: dict[int, list[int]], owner: list[i
                     grad_from=chain[at + 1] if at + 1 < len(chain) else None,
                     grad_to=chain[at - 1] if at else owner[op],
                     meta=dag.ops[op].outputs[0],
+                    standing=op in behind,
+                    weights=behind.get(op, ()),
                 )
             )
     return tuple(found)
@@ -209,3 +223,8 @@ def _produced(dag: OpDag, stage: int, users: dict[int, list[int]], owner: list[i
 
 def _names(leaves: dict[LeafRef, None], source: Source) -> tuple[str, ...]:
     return tuple(leaf.name for leaf in leaves if leaf.source is source)
+
+
+def given_by_others(program: StageProgram, frozen: Collection[str]) -> frozenset[int]:
+    """Return the received values that follow from frozen weights alone; ``frozen``: names of parameters."""
+    return frozenset(r.op for r in program.received if r.standing and all(n in frozen for n in r.weights))

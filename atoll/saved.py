@@ -96,9 +96,16 @@ class _Known(NamedTuple):
 class Saved(Repeats):
     """What the graph of a micro-batch holds in place of tensors; ``op`` is set before each op runs."""
 
-    def __init__(self, device: torch.device, bits: int, shelf: Shelf | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        bits: int,
+        shelf: Shelf | None = None,
+        weights: frozenset[int] = frozenset(),
+    ) -> None:
+        """``weights``: storages of received values that stay as they are, like the weights of an op."""
         super().__init__(device)
-        self.op = NO_OP
+        self.op, self._weights = NO_OP, weights
         self._bits, self._shelf = bits, shelf
         self._forms: dict[object, _Known] = {}
         # What was made whole last: once for ops in a row that read the same.
@@ -108,7 +115,10 @@ class Saved(Repeats):
     def pack(self, tensor: Tensor) -> object:
         """The tensor, or what stands for it."""
         kept = super().pack(tensor)
-        if not isinstance(kept, Tensor) or kept.untyped_storage()._cdata in self.op.storages:
+        if not isinstance(kept, Tensor):
+            return kept
+        storage = kept.untyped_storage()._cdata
+        if storage in self.op.storages or storage in self._weights:
             return kept
         if self._bits and takes(kept, self.op.largest, self.op.leaves):
             return self._in_few_bits(kept)

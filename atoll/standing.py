@@ -21,11 +21,12 @@ def standing(
     fixed: Callable[[LeafRef], bool],
     cached: Collection[int],
     written: Collection[int] = (),
+    given: Collection[int] = (),
 ) -> frozenset[int]:
     """Return the positions of ``ops``, in order, that read nothing but what is ``fixed``, constants and each
     other. ``cached``: constant ops, which are computed once anyway; ``written``: ops whose results some op
-    writes."""
-    found: set[int] = set()
+    writes; ``given``: standing ops of an earlier stage, whose results this one receives."""
+    found = set(given).difference(written)
     for op, node in ops:
         if op in cached or op in written or node.random or node.is_tuple:
             continue
@@ -33,7 +34,7 @@ def standing(
         known = all(ref in found or ref in cached for ref in refs)
         if known and (leaves or any(ref in found for ref in refs)) and all(map(fixed, leaves)):
             found.add(op)
-    return frozenset(found)
+    return frozenset(found.difference(given))
 
 
 def standing_of(dag: OpDag, trained: Callable[[str], bool]) -> frozenset[int]:
@@ -49,6 +50,26 @@ def standing_of(dag: OpDag, trained: Callable[[str], bool]) -> frozenset[int]:
 
     writers = {op for op, node in enumerate(dag.ops) if node.target.rpartition(".")[0].endswith("_")}
     return standing(enumerate(dag.ops), fixed, dag.constant_ops, writers)
+
+
+def weights_behind(dag: OpDag, ops: Collection[int]) -> dict[int, tuple[str, ...]]:
+    """Return for those of ``ops`` that follow from weights alone the parameters among these that a job may
+    train, in order of their names. They are standing where a job freezes all of them."""
+    found = standing_of(dag, lambda _: False)
+    return {op: tuple(sorted(_trainable(dag, op))) for op in ops if op in found}
+
+
+def _trainable(dag: OpDag, op: int) -> set[str]:
+    names: set[str] = set()
+    seen, stack = set[int](), [op]
+    while stack:
+        at = stack.pop()
+        if at not in seen:
+            seen.add(at)
+            stack.extend(op_refs(dag.ops[at]))
+            leaves = (leaf.name for leaf in leaf_refs(dag.ops[at]) if leaf.source is Source.PARAMETER)
+            names.update(name for name in leaves if dag.parameters[name].requires_grad)
+    return names
 
 
 def kept_for_backward(dag: OpDag, among: frozenset[int]) -> frozenset[int]:

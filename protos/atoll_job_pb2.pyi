@@ -1869,13 +1869,18 @@ class Received(_message.Message):
     GRAD_FROM_FIELD_NUMBER: _builtins.int
     GRAD_TO_FIELD_NUMBER: _builtins.int
     META_FIELD_NUMBER: _builtins.int
+    STANDING_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     op: _builtins.int
     source: _builtins.int
     requires_grad: _builtins.bool
     grad_from: _builtins.int
     grad_to: _builtins.int
+    standing: _builtins.bool
     @_builtins.property
     def meta(self) -> Global___TensorMeta: ...
+    @_builtins.property
+    def weights(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -1885,10 +1890,12 @@ class Received(_message.Message):
         grad_from: _builtins.int | None = ...,
         grad_to: _builtins.int = ...,
         meta: Global___TensorMeta | None = ...,
+        standing: _builtins.bool = ...,
+        weights: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_grad_from", b"_grad_from", "grad_from", b"grad_from", "meta", b"meta"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grad_from", b"_grad_from", "grad_from", b"grad_from", "grad_to", b"grad_to", "meta", b"meta", "op", b"op", "requires_grad", b"requires_grad", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grad_from", b"_grad_from", "grad_from", b"grad_from", "grad_to", b"grad_to", "meta", b"meta", "op", b"op", "requires_grad", b"requires_grad", "source", b"source", "standing", b"standing", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grad_from: _TypeAlias = _typing.Literal["grad_from"]  # noqa: Y015
     _WhichOneofArgType__grad_from: _TypeAlias = _typing.Literal["_grad_from", b"_grad_from"]  # noqa: Y015

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.job import Activations, Keeping, Optimizer, Place, TrainingSpec
+from atoll.program import stage_programs
 from benchmarks.oracle import Case, case_of, difference, random_starts, run_local
 from coordinator.planning.costs.memory import MemoryModel
 from coordinator.planning.costs.traffic import Traffic
@@ -38,10 +39,16 @@ def lora() -> nn.Module:
     return get_peft_model(tied_gpt2(), wanted)
 
 
+def nf4_lora() -> nn.Module:
+    from strategies.quantised_module import quantise_frozen
+
+    return quantise_frozen(lora(), "nf4")
+
+
 @cache
 def case(name: str) -> Case:
     torch.manual_seed(6)
-    module = {"tied gpt2": tied_gpt2, "lora": lora}[name]()
+    module = {"tied gpt2": tied_gpt2, "lora": lora, "nf4 lora": nf4_lora}[name]()
 
     def batches(step: int) -> list[dict[str, Tensor]]:
         found = []
@@ -76,6 +83,19 @@ def test_few_bits_train_the_same_bits_whatever_the_cut_and_the_place(
     starts = random_starts(case(name).dag, 3, random.Random(3))
     assert difference(run_local(kept(name, activations=activations, **ELSEWHERE), starts), whole) == 0.0
     assert difference(run_local(case(name), (0,)), whole) > 0.0
+
+
+def test_a_cut_within_a_weights_dequantisation_packs_no_part_of_that_weight() -> None:
+    found = kept("nf4 lora", activations=Activations.INT8)
+    halved = {b for low, high in found.dag.unsplittable for b in range(low + 1, high)}
+    cuts = [
+        cut
+        for cut in sorted(set(range(1, len(found.dag.ops))) - halved)
+        if any(value.standing for value in stage_programs(found.dag, (0, cut))[1].received)
+    ]
+    whole = run_local(found, (0,))
+    for cut in random.Random(4).sample(cuts, 3):
+        assert difference(run_local(found, (0, cut)), whole) == 0.0, cut
 
 
 @pytest.mark.parametrize("name", ["tied gpt2", "lora"])

@@ -77,7 +77,8 @@ class Stage:
         self.device = torch.device(device)
         self._states = states or {}
         self._parameter_names = tuple(dict.fromkeys(n for p in programs for n in p.train.parameters))
-        groups = stepwise_groups(self._parameter_names, training.optimizer)
+        received = [name for p in programs for r in p.train.received for name in r.weights]
+        groups = stepwise_groups((*self._parameter_names, *received), training.optimizer)
         self.frozen = frozenset(
             name
             for name in self._parameter_names
@@ -87,7 +88,8 @@ class Stage:
         self._values = self._load(tensors, every)
         self.blocks = _blocks(training, actions)
         keeps = keeps or Keeps()
-        held = Held(self._values, self.frozen, self._states, self.device, share)
+        frozen = self.frozen | {name for name in received if groups[name].frozen}
+        held = Held(self._values, frozen, self._states, self.device, share)
         own = [[action for action in actions if action.piece == at] for at in range(len(programs))]
         self.pieces = tuple(
             StagePiece(both, training, held, keeps, turns, self.blocks)
