@@ -54,10 +54,9 @@ class Tunables:
     near_fastest: float = 1.02  # of the fastest found: a milder choice within this is preferred
     eased_slows: float = 1.003  # of the step before any pair is eased
     taus: int = 8  # between the slowest link's dense time and the limit
-    fine_ratios: tuple[float, ...] = (
-        8.0,
-        16.0,
-    )  # from every element in four to two bits, to the largest alone
+    # From every element in four to three bits, to the largest alone (decision 010): at 10 times both cost
+    # about the same, at 12 the few bits of several links cost more.
+    fine_ratios: tuple[float, ...] = (8.0, 11.0)
     enough: float = 0.95  # of tau: the ratio that follows from the times alone is near enough
     # Replicas and peers.
     most_replicas: int = 8

@@ -36,9 +36,9 @@ DEFAULT_RATIO = 32.0
 """R of ``adatopk`` and ``auto``, and of a codec that takes a ratio, when none is given: between the 10
 by which a slow link is to shrink at least and the 100 of decentralized.md 1.8."""
 FINE, SPARSE = "eden", "topk"
-"""Codecs of adatopk and of auto's strongest rung: within ``fine_ratios`` every element in four to two bits,
-which at equal bytes costs the trained model far less than dropping elements; for more the largest
-elements alone (decision 010)."""
+"""Codecs of adatopk and of auto's strongest rung: within ``fine_ratios`` every element in four to three bits,
+which costs the trained model no more than dropping elements; beyond, above all where several links lose, the
+largest elements alone (decision 010)."""
 TOLERANCE = 1e-3  # of tau, when a ratio is solved for
 DIGITS = 4  # of a solved ratio: more would only look exact
 
