@@ -41,7 +41,7 @@ class Tied(nn.Module):
 
 def _job(module: nn.Module, weights: Path | None = None) -> Job:
     rows = torch.arange(16) % 11
-    groups = (ParamGroup(("net.base.*",), frozen=True),)
+    groups = (ParamGroup(("*net.base.*",), frozen=True),)
     training = TrainingSpec(2, 2, optimizer=Optimizer(groups=groups), eval_batches=0)
     return Job(
         module, {"x": rows[:4], "y": rows[:4]}, Rows({"x": rows, "y": rows}), training, weights=weights

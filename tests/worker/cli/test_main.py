@@ -420,12 +420,12 @@ def test_commands_that_do_not_join_work_without_torch(tmp_path: Path) -> None:
 def test_the_log_of_a_failure_shows_no_values_of_variables(as_json: bool) -> None:
     program = f"""
 import structlog
-from worker.cli.main import _start_log
+from worker.cli.main import start_log
 
 def fail(token):
     raise KeyError("a mistake of ours")
 
-_start_log({as_json})
+start_log({as_json})
 try:
     fail("of " + "nobodys business")
 except KeyError:
