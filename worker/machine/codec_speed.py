@@ -10,9 +10,11 @@ neighbours change.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ import structlog
 import torch
 
 from atoll.errors import AtollError
-from atoll.few_bits import pack, unpack
+from atoll.few_bits import Packed, pack, unpack
 from atoll.job import Activations, Place
 from compressors import catalogue, speed
 from worker.elsewhere.shelf import FileShelf
@@ -32,11 +34,13 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-METHOD = "sustained at work, files read late"  # figures of another way of measuring are not comparable
+METHOD = (
+    "sustained at work, values and files read late"  # figures of another way of measuring are not comparable
+)
 MAX_AGE_S = 7 * 86_400.0  # of what is kept
 BUDGET_S = 2.5  # of one occasion, and one codec more
 RATIO = 16.0  # for codecs whose speed depends on it
-BEHIND = 64  # tensors of 1 MiB between a write of a file and its read
+BEHIND = 64  # tensors of 1 MiB between writing a value, or a file, and reading it
 FIRST = ("eden", "topk", "int8_block", "fp16", "bf16", "lossless")
 """Codecs that plans choose from: measured before anything else may begin, while the budget lasts."""
 
@@ -145,13 +149,17 @@ class CodecGauge:
 def packing(
     bits: int, tensor: torch.Tensor, clock: Callable[[], float]
 ) -> Iterator[tuple[float, float, int]]:
-    """(seconds packing, seconds unpacking, bytes) of one tensor in few bits, time after time."""
-    while True:
+    """(seconds packing, seconds unpacking, bytes) of one tensor in few bits, time after time. As in a step,
+    what is read was written some time before: a value that is still in the processor's caches is packed 1.3
+    times as fast."""
+    values = itertools.cycle([tensor.clone() for _ in range(BEHIND)])
+    kept = deque[Packed](maxlen=BEHIND)
+    for value in values:
         start_s = clock()
-        packed = pack(tensor, bits)
+        kept.append(pack(value, bits))
         packed_s = clock()
-        unpack(packed, tensor.dtype)
-        yield packed_s - start_s, clock() - packed_s, packed.data.nbytes
+        unpack(kept[0], tensor.dtype)
+        yield packed_s - start_s, clock() - packed_s, kept[0].data.nbytes
 
 
 def putting(
