@@ -1,5 +1,17 @@
-"""Run the command as ``python -m coordinator.cli``."""
+"""Entry of the `atoll` command, also as ``python -m coordinator.cli``."""
 
-from coordinator.cli.main import main
+import sys
+from typing import NoReturn
 
-main()
+
+def main() -> NoReturn:
+    """Run the command. Ctrl+C while its modules load ends it as later, without a traceback."""
+    try:
+        from coordinator.cli.main import main as run
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -25,8 +25,8 @@ def test_the_project_file_names_the_seven_packages_and_both_commands() -> None:
     found = project["tool"]["setuptools"]["packages"]["find"]["include"]
     assert {name.removesuffix("*") for name in found} == SEVEN
     assert project["project"]["scripts"] == {
-        "atoll": "coordinator.cli.main:main",
-        "atoll-worker": "worker.cli.main:main",
+        "atoll": "coordinator.cli.__main__:main",
+        "atoll-worker": "worker.cli.__main__:main",
     }
     assert project["project"]["license"] == "Apache-2.0"
 

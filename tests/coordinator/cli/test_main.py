@@ -1,3 +1,4 @@
+import importlib
 import json
 import os
 import socket
@@ -604,3 +605,22 @@ def test_serve_refuses_a_database_url_without_a_traceback(tmp_path: Path) -> Non
     assert done.returncode == 2
     assert "postgresql://USER@HOST/NAME" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("package", ["coordinator", "worker"])
+def test_ctrl_c_while_modules_load_ends_a_command_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    entry = importlib.import_module(f"{package}.cli.__main__")
+
+    class Interrupted:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == f"{package}.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, f"{package}.cli.main", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted, *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    assert ended.value.code == 130
