@@ -95,14 +95,12 @@ class BlobStore:
         """Return how many bytes of the blob have arrived; of one that is not whole, from ``by``: a worker, or
         "" for the owners and the coordinator itself."""
         whole = self._whole(name)
-        if whole.exists():
-            return whole.stat().st_size
-        return self.arrived(name, by)
+        # Others write meanwhile: what is no whole blob yet and no incomplete one any more has become whole.
+        return _size(whole) or self.arrived(name, by) or _size(whole)
 
     def arrived(self, name: str, by: str) -> int:
         """Return how many bytes of a blob have arrived from ``by`` and make no whole one yet."""
-        partial = self._partial(name, by)
-        return partial.stat().st_size if partial.exists() else 0
+        return _size(self._partial(name, by))
 
     def resumes(self, name: str, by: str = "", *, known: bool = True) -> int:
         """Return the offset at which ``by`` resumes an incomplete blob: at the last byte that is here, not
@@ -408,3 +406,11 @@ def storage_error(error: OSError, where: Path) -> StorageError:
             "repeated (what has arrived of it is kept)"
         )
     return StorageError(f"cannot write under {where}: {error.strerror}")
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, 0 where it is not, or goes in this moment."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -100,6 +100,24 @@ def test_resent_and_overlapping_pieces_change_nothing(
     assert counted(store) == 500
 
 
+def test_a_blob_that_becomes_whole_while_somebody_looks_is_held_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, data = BlobStore(tmp_path), b"bytes"
+    name = hashlib.sha256(data).hexdigest()
+    store.write(name, 5, 0, data[:3])
+    find = store._partial
+
+    def finished_meanwhile(name: str, by: str) -> Path:
+        monkeypatch.undo()
+        found = find(name, by)
+        assert store.write(name, 5, 3, data[3:])
+        return found
+
+    monkeypatch.setattr(store, "_partial", finished_meanwhile)
+    assert store.held(name) == 5
+
+
 def test_an_upload_resumes_in_a_new_process(tmp_path: Path) -> None:
     data = os.urandom(100)
     BlobStore(tmp_path).write(name_of(data), 100, 0, data[:40])
