@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,7 +70,8 @@ def hosts(fleet: LoopbackFleet, folder: Path) -> Iterator[list[psutil.Process]]:
 def kill(host: psutil.Process) -> None:
     """End a host with all that runs on it, at once."""
     for process in [host, *host.children(recursive=True)]:
-        os.kill(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended with the one before it
+            os.kill(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
