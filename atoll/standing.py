@@ -55,7 +55,7 @@ def standing_of(dag: OpDag, trained: Callable[[str], bool]) -> frozenset[int]:
 def weights_behind(dag: OpDag, ops: Collection[int]) -> dict[int, tuple[str, ...]]:
     """Return for those of ``ops`` that follow from weights alone the parameters among these that a job may
     train, in order of their names. They are standing where a job freezes all of them."""
-    found = standing_of(dag, lambda _: False)
+    found = standing_of(dag, lambda _: False) if ops else frozenset()  # nothing crosses within one stage
     return {op: tuple(sorted(_trainable(dag, op))) for op in ops if op in found}
 
 
