@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from atoll.errors import AtollError
-from coordinator.cli.format import plain
+from coordinator.cli.views.format import plain
 from coordinator.client.client import connect
 
 

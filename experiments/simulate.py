@@ -20,9 +20,9 @@ from rich.table import Table
 
 from atoll.errors import StorageError, UsageError
 from atoll.federated import Registered
-from coordinator.cli.format import DIM, in_bytes, in_seconds
-from coordinator.cli.jobs import JobFile, follow
+from coordinator.cli.jobs.commands import JobFile, follow
 from coordinator.cli.options import JobOptions, telling
+from coordinator.cli.views.format import DIM, in_bytes, in_seconds
 from experiments.data import OWNED, owned_data
 from hostos.command_line import AsJson, out, print_json, with_groups
 

@@ -16,20 +16,12 @@ from typer.core import TyperGroup
 
 from atoll.errors import UsageError
 from atoll.version import __version__
-from coordinator.cli import (
-    admin,
-    authority,
-    backup,
-    checkpoints,
-    codecs,
-    flower,
-    journals,
-    owners,
-    relay,
-    submit,
-)
-from coordinator.cli import jobs as cli_jobs
+from coordinator.cli import codecs
 from coordinator.cli.first import dev, new
+from coordinator.cli.fleet import admin, authority, backup, journals, owners, relay
+from coordinator.cli.flower import command as flower
+from coordinator.cli.jobs import checkpoints, submit
+from coordinator.cli.jobs import commands as cli_jobs
 from coordinator.cli.options import EXIT_CODES, Trace, UseProxy
 from hostos.command_line import (
     HELP_NAMES,

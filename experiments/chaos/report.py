@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.cli.format import DIM
+from coordinator.cli.views.format import DIM
 from experiments.chaos.kinds import Kind
 from experiments.chaos.promises import Promise, Seen, pauses_s
 

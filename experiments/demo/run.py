@@ -19,9 +19,9 @@ from typing import Any
 from google.protobuf.json_format import ParseDict
 
 from coordinator.cli.first.page import has_page
-from coordinator.cli.format import in_seconds
 from coordinator.cli.processes import Processes
-from coordinator.cli.render import plan_view
+from coordinator.cli.views.format import in_seconds
+from coordinator.cli.views.render import plan_view
 from experiments.demo.scene import Outcome, Scene, check
 from experiments.demo.shown import Shown
 from protos import atoll_job_pb2

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from coordinator.cli.format import in_seconds
 from coordinator.cli.processes import DemoFailed, Start, start_here
+from coordinator.cli.views.format import in_seconds
 
 if TYPE_CHECKING:
     from pathlib import Path

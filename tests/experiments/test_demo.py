@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from coordinator.cli.format import plain
 from coordinator.cli.processes import DemoFailed, Processes
+from coordinator.cli.views.format import plain
 from coordinator.client.fleet_file import read_fleet
 from coordinator.client.job_file import load_job
 from coordinator.client.prepare import capture_graphs

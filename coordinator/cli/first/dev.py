@@ -13,7 +13,7 @@ import typer
 
 from atoll.errors import StorageError, UsageError
 from atoll.federated import Registered
-from coordinator.cli.jobs import JobFile, follow
+from coordinator.cli.jobs.commands import JobFile, follow
 from coordinator.cli.local_fleet import COORDINATOR
 from coordinator.cli.options import PlanOptions, telling
 from hostos.command_line import AsJson, err, out, with_groups

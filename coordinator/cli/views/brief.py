@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from coordinator.cli.format import DIM, in_bits, in_bytes, in_seconds, reason_of, share_bar, sparkline
-from coordinator.cli.render import codec_label, held_out_words, pace
-from coordinator.cli.render_federated import figures
+from coordinator.cli.views.format import DIM, in_bits, in_bytes, in_seconds, reason_of, share_bar, sparkline
+from coordinator.cli.views.render import codec_label, held_out_words, pace
+from coordinator.cli.views.render_federated import figures
 from protos import atoll_control_pb2 as pb
 
 MOST_LINES = 10

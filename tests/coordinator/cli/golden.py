@@ -16,8 +16,8 @@ from unittest.mock import patch
 from rich.console import Console, RenderableType
 
 from coordinator.cli import main as cli
-from coordinator.cli.render import plan_view, status_view, watch_line, watch_view
 from coordinator.cli.views.brief import brief_view
+from coordinator.cli.views.render import plan_view, status_view, watch_line, watch_view
 from hostos import command_line
 from protos import atoll_control_pb2 as pb
 from tests.coordinator.cli.test_main import _plan

@@ -14,9 +14,9 @@ import pytest
 from atoll.errors import UsageError
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkPrediction, Plan, Prediction, StagePrediction, StageSpec, one_replica
-from coordinator.cli.admin import parse_duration
-from coordinator.cli.format import in_bytes, in_seconds, plain, share_bar, sparkline
+from coordinator.cli.fleet.admin import parse_duration
 from coordinator.cli.main import app
+from coordinator.cli.views.format import in_bytes, in_seconds, plain, share_bar, sparkline
 from coordinator.config import CoordinatorConfig
 from hostos.addresses import parse_address
 from hostos.command_line import run

@@ -18,7 +18,7 @@ from atoll.federated import Federated
 from atoll.privacy import Privacy
 from compressors.model_file import read_model, write_sums
 from coordinator.aggregation.server_half import Offered, ServerHalf
-from coordinator.cli.render_federated import federated_parts, federated_words
+from coordinator.cli.views.render_federated import federated_parts, federated_words
 from coordinator.federated import state as fed
 from coordinator.federated.driver import FederatedDriver
 from coordinator.messages import events as ev

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import UsageError
-from coordinator.cli.flower_runs import outcome
+from coordinator.cli.flower.runs import outcome
 from coordinator.flower import detached
 from coordinator.flower.detached import Detached, Keeper, Output, RunFolder, Stage
 from hostos.folder_lock import FolderLock

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from atoll.errors import UsageError
 from benchmarks.fake_worker import FakeWorker
-from coordinator.cli.admin import _metrics
+from coordinator.cli.fleet.admin import _metrics
 from coordinator.config import CoordinatorConfig
 from coordinator.membership import member
 from protos import atoll_control_pb2 as pb

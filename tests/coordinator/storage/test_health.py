@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cli.render import status_view
+from coordinator.cli.views.render import status_view
 from coordinator.dashboard.rows import fleet_view
 from coordinator.storage.health import KEPT_S, Health, Worst
 from hostos.command_line import out

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from coordinator.cli.format import DIM, add_row, in_bytes, in_seconds
 from coordinator.cli.views.facts import FactTable
+from coordinator.cli.views.format import DIM, add_row, in_bytes, in_seconds
 
 if TYPE_CHECKING:
     from coordinator.planning.ways import Way

@@ -19,9 +19,9 @@ from atoll.errors import PlanError, StorageError
 from atoll.exchange import Exchange
 from atoll.job import TrainingSpec
 from atoll.plan import Plan, Replica
-from coordinator.cli.fleet_map import ALL_SHOWN, fleet_map
-from coordinator.cli.plot import draw_plan, plot_plan
-from coordinator.cli.plot_style import (
+from coordinator.cli.plot.fleet_map import ALL_SHOWN, fleet_map
+from coordinator.cli.plot.plan import draw_plan, plot_plan
+from coordinator.cli.plot.style import (
     ACCENT,
     fitted,
     lettering,

@@ -9,9 +9,9 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from atoll.errors import StorageError
-from coordinator.cli.format import in_bytes
 from coordinator.cli.options import Common
 from coordinator.cli.views.facts import FactTable
+from coordinator.cli.views.format import in_bytes
 from hostos.command_line import err, out, print_json, show, shown_time, with_groups
 
 if TYPE_CHECKING:

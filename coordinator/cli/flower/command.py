@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from atoll.errors import UsageError
-from coordinator.cli import flower_runs
-from coordinator.cli.flower_follow import local_nodes, run_app
-from coordinator.cli.flower_runs import Detach
+from coordinator.cli.flower import runs as flower_runs
+from coordinator.cli.flower.follow import local_nodes, run_app
+from coordinator.cli.flower.runs import Detach
 from coordinator.cli.options import Common, StateDir
 from coordinator.flower.launcher import Wish
 from hostos.command_line import AsJson, err, out, with_groups

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from matplotlib.collections import PolyCollection
 from matplotlib.ticker import MaxNLocator
 
-from coordinator.cli.plot_style import (
+from coordinator.cli.plot.style import (
     ACCENT,
     FAINT,
     INK,

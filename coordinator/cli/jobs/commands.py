@@ -19,12 +19,12 @@ from atoll.errors import StorageError, UsageError
 from atoll.exchange import EXACT
 from atoll.job import MAX_STEPS
 from atoll.worker_names import with_names
-from coordinator.cli.format import in_bytes, plain
+from coordinator.cli.jobs.pool import need_workers
 from coordinator.cli.options import Common, PlanOptions, Trace, telling
-from coordinator.cli.pool import need_workers
-from coordinator.cli.render import memory_view, plan_view, watch_line, watch_view, worker_names
-from coordinator.cli.render_ways import ways_values, ways_view
 from coordinator.cli.views.brief import brief_view
+from coordinator.cli.views.format import in_bytes, plain
+from coordinator.cli.views.render import memory_view, plan_view, watch_line, watch_view, worker_names
+from coordinator.cli.views.render_ways import ways_values, ways_view
 from coordinator.client.client import BEST, Client, KeptStep, check_ended
 from hostos.command_line import byte_progress, err, out, print_json, show, with_groups
 from protos.convert import to_proto
@@ -96,7 +96,7 @@ def plan(
             job = _cut(options.load(jobfile, shapes_only=True))
             found, names = _live_plan(client, job, jobfile, options, common.json)
     if plot is not None:
-        from coordinator.cli.plot import plot_plan
+        from coordinator.cli.plot.plan import plot_plan
 
         plot_plan(found, names, plot, request)
     if common.json:

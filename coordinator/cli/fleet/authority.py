@@ -10,9 +10,9 @@ import typer
 from rich.table import Table
 
 from atoll.errors import UsageError
-from coordinator.cli.admin import parse_duration
-from coordinator.cli.format import in_seconds, plain
+from coordinator.cli.fleet.admin import parse_duration
 from coordinator.cli.options import Common
+from coordinator.cli.views.format import in_seconds, plain
 from hostos.command_line import out, print_json, with_groups
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from atoll.plan import LinkSpec, Plan, Prediction
 from atoll.worker_names import distinct
-from coordinator.cli.format import (
+from coordinator.cli.views.facts import FactTable
+from coordinator.cli.views.format import (
     DIM,
     add_row,
     in_bits,
@@ -20,8 +21,7 @@ from coordinator.cli.format import (
     share_bar,
     sparkline,
 )
-from coordinator.cli.render_federated import federated_parts, federated_words
-from coordinator.cli.views.facts import FactTable
+from coordinator.cli.views.render_federated import federated_parts, federated_words
 from protos import atoll_control_pb2 as pb
 
 Names = Mapping[str, str]  # worker id -> name for people

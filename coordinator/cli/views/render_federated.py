@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from coordinator.cli.format import DIM, add_row, in_bits, in_bytes, in_seconds, sparkline
 from coordinator.cli.views.facts import FactTable
+from coordinator.cli.views.format import DIM, add_row, in_bits, in_bytes, in_seconds, sparkline
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

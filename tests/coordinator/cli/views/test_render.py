@@ -24,13 +24,13 @@ from atoll.plan import (
     StageSpec,
     one_replica,
 )
-from coordinator.cli.render import plan_view, status_view, watch_line, watch_view
+from coordinator.cli.views.render import plan_view, status_view, watch_line, watch_view
 from protos import atoll_control_pb2 as pb
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 HOSTILE = "[/a][red]:bomb:"
 NAMES = {"w-1": f"name{HOSTILE}"}
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atoll.errors import UsageError
-from coordinator.cli.format import in_seconds, plain
+from coordinator.cli.fleet.relay import RelayOptions, metrics_address
 from coordinator.cli.options import (
     Common,
     Insecure,
     StateDir,
     TokenCopies,
 )
-from coordinator.cli.relay import RelayOptions, metrics_address
-from coordinator.cli.render import status_view
 from coordinator.cli.views.facts import FactTable
+from coordinator.cli.views.format import in_seconds, plain
+from coordinator.cli.views.render import status_view
 from coordinator.client.endpoint import Endpoint, default_state_dir, remember
 from hostos.addresses import join_address, parse_address
 from hostos.command_line import AsJson, out, print_json, show, with_groups

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from atoll.errors import AtollError, UsageError
-from coordinator.cli.flower_follow import local_nodes, run_app
-from coordinator.cli.flower_runs import outcome
+from coordinator.cli.flower.follow import local_nodes, run_app
+from coordinator.cli.flower.runs import outcome
 from coordinator.cli.processes import ended_by_signals
 from coordinator.client.endpoint import Endpoint
 from coordinator.flower.detached import Keeper, RunFolder

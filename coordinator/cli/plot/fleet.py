@@ -12,8 +12,8 @@ from matplotlib.collections import LineCollection
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Polygon
 from matplotlib.patheffects import withStroke
 
-from coordinator.cli.fleet_map import FleetMap, Node
-from coordinator.cli.plot_style import (
+from coordinator.cli.plot.fleet_map import FleetMap, Node
+from coordinator.cli.plot.style import (
     ACCENT,
     FAINT,
     INK,

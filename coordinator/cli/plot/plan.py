@@ -10,10 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle, Polygon, Rectangle
 
 from atoll.errors import PlanError, StorageError
-from coordinator.cli.fleet_map import WIDTH, FleetMap, fleet_map
-from coordinator.cli.format import in_seconds
-from coordinator.cli.plot_fleet import draw_fleet, rate_grey, rate_width
-from coordinator.cli.plot_step import (
+from coordinator.cli.plot.fleet import draw_fleet, rate_grey, rate_width
+from coordinator.cli.plot.fleet_map import WIDTH, FleetMap, fleet_map
+from coordinator.cli.plot.step import (
     LABELS,
     SHADES,
     busy_rows,
@@ -23,7 +22,7 @@ from coordinator.cli.plot_step import (
     kinds_of,
     row_inches,
 )  # fmt: skip
-from coordinator.cli.plot_style import (
+from coordinator.cli.plot.style import (
     ACCENT,
     FAINT,
     HUES,
@@ -37,6 +36,7 @@ from coordinator.cli.plot_style import (
     tint,
     wrapped,
 )
+from coordinator.cli.views.format import in_seconds
 from coordinator.planning.replay import timelines
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import pytest
 
 from atoll.errors import UsageError
 from coordinator.cli import main as cli
-from coordinator.cli.relay import RelayOptions
+from coordinator.cli.fleet.relay import RelayOptions
 from coordinator.config import CoordinatorConfig, Relaying
 from coordinator.messages import instructions as do
 from coordinator.server import serve
@@ -26,7 +26,7 @@ from tests.patience import HUNG_S
 from worker.cli.doctor import greeted
 
 USE = do.RelayUse(True, 0.0)
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def test_a_relay_greets_shows_its_metrics_and_ends_when_asked(tmp_path: Path) -> None:

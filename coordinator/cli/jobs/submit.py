@@ -12,12 +12,12 @@ import typer
 
 from atoll.errors import UsageError
 from atoll.job import Priority
-from coordinator.cli.admin import parse_duration
-from coordinator.cli.format import in_bytes, in_seconds
-from coordinator.cli.jobs import JobFile, follow
+from coordinator.cli.fleet.admin import parse_duration
+from coordinator.cli.jobs.commands import JobFile, follow
+from coordinator.cli.jobs.pool import ANSWER_S, note_empty
 from coordinator.cli.options import Common, PlanOptions, telling
-from coordinator.cli.pool import ANSWER_S, note_empty
-from coordinator.cli.render import plan_view, worker_names
+from coordinator.cli.views.format import in_bytes, in_seconds
+from coordinator.cli.views.render import plan_view, worker_names
 from coordinator.client.client import Client, LivePlan
 from hostos.command_line import byte_progress, err, out, print_json, show, with_groups
 

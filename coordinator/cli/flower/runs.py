@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atoll.errors import AtollError, UsageError
-from coordinator.cli.format import add_row
 from coordinator.cli.options import Common, StateDir
 from coordinator.cli.views.facts import FactTable
+from coordinator.cli.views.format import add_row
 from coordinator.client.endpoint import default_state_dir
 from coordinator.flower import detached
 from coordinator.flower.detached import OVER, Detached, Stage
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from coordinator.flower.launcher import Wish
     from protos import atoll_apps_pb2 as pb
 
-PROCESS = "coordinator.cli.flower_process"
+PROCESS = "coordinator.cli.flower.process"
 HERE = "this machine"
 Detach = Annotated[
     bool,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from coordinator.cli.render_ways import ways_values, ways_view
+from coordinator.cli.views.render_ways import ways_values, ways_view
 from coordinator.planning.ways import Way, WayKind
 
 WAYS = (

@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from coordinator.cli.jobs.submit import wait_for_workers
 from coordinator.cli.main import app
-from coordinator.cli.submit import wait_for_workers
 from coordinator.client.client import Client
 from hostos.command_line import run
 from protos import atoll_control_pb2 as pb

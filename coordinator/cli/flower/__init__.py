@@ -1,0 +1,1 @@
+"""`atoll flower`: Flower apps run from a terminal, or without one."""

@@ -1,0 +1,1 @@
+"""Commands about jobs: planned, submitted, watched, gone back to, exported."""
