@@ -38,20 +38,20 @@ from coordinator.messages import instructions as do
 from coordinator.messages.instructions import Addresses
 from coordinator.relay.book import RelayLimits
 from coordinator.relay.server import Relay
-from coordinator.services.access import Calls, EntryAccess, EntryThrottle, WorkerAccess
-from coordinator.services.authorities import Authorities
+from coordinator.services.access.authorities import Authorities
+from coordinator.services.access.interceptor import Calls, EntryAccess, EntryThrottle, WorkerAccess
+from coordinator.services.access.owners import Owners
+from coordinator.services.access.tokens import Tokens
 from coordinator.services.backup import drop_holdings
-from coordinator.services.blobs import BlobService, OwnerRights, WorkerRights
+from coordinator.services.blobs.gathering import Gathering
+from coordinator.services.blobs.service import BlobService, OwnerRights, WorkerRights
+from coordinator.services.blobs.sweep import sweep_for_ever
 from coordinator.services.doors import Door, StageData
-from coordinator.services.gathering import Gathering
-from coordinator.services.owner import OwnerService
-from coordinator.services.owners import Owners
+from coordinator.services.owners.service import OwnerService
 from coordinator.services.prometheus import Exporter
 from coordinator.services.recovery import SNAPSHOT_EVERY, Folded, recover
-from coordinator.services.relay_ways import RelayWays
-from coordinator.services.sweep import sweep_for_ever
-from coordinator.services.tokens import Tokens
-from coordinator.services.work import WorkService
+from coordinator.services.workers.relay_ways import RelayWays
+from coordinator.services.workers.work import WorkService
 from coordinator.shell import Shell, scheduler_for
 from coordinator.storage.data_provider import DataProvider
 from coordinator.storage.graph_store import GraphStore

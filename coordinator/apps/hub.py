@@ -14,7 +14,7 @@ from coordinator.apps.mailbox import Mailbox
 from coordinator.apps.parts import PartStore
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
-from coordinator.services.blobs import MAX_BLOBS_A_REQUEST
+from coordinator.services.blobs.service import MAX_BLOBS_A_REQUEST
 from hostos.budget import Budget
 from protos import atoll_apps_pb2 as pb
 from protos import bounds

@@ -14,9 +14,9 @@ from atoll.errors import AccessDenied, AtollError, BadFrame, UsageError
 from coordinator.apps.hub import AppDesk
 from coordinator.apps.mailbox import Mailbox
 from coordinator.apps.parts import OWNER
-from coordinator.services.blobs import MAX_BLOBS_A_REQUEST
-from coordinator.services.callers import worker_of
-from coordinator.services.owners import Owners, Role
+from coordinator.services.access.callers import worker_of
+from coordinator.services.access.owners import Owners, Role
+from coordinator.services.blobs.service import MAX_BLOBS_A_REQUEST
 from protos import atoll_apps_pb2 as pb
 from protos import atoll_apps_pb2_grpc as rpc
 from protos import bounds

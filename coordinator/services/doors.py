@@ -1,5 +1,5 @@
 """Entry and data as the ports serve them: the two calls with which `atoll-worker doctor` looks at the way to
-us, and micro-batches for those alone who hold a stage. ``coordinator.services.access`` asks who calls."""
+us, and micro-batches for those alone who hold a stage. ``coordinator.services.access.interceptor`` asks who calls."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from atoll.errors import AccessDenied, BadFrame, UsageError
-from coordinator.services.blobs import DataService
-from coordinator.services.callers import host_of, worker_of
-from coordinator.services.entry import EntryService
+from coordinator.services.access.callers import host_of, worker_of
+from coordinator.services.blobs.service import DataService
+from coordinator.services.workers.entry import EntryService
 from protos import atoll_control_pb2 as pb
 
 if TYPE_CHECKING:

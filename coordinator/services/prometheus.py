@@ -16,8 +16,8 @@ from coordinator.messages import jobs as job_state
 from coordinator.messages.credits import totals
 from coordinator.messages.jobs import RUNNING
 from coordinator.relay.book import CAUSES, Book, RelayLimits
-from coordinator.services.in_names import names_of
-from coordinator.services.views import carried
+from coordinator.services.owners.in_names import names_of
+from coordinator.services.owners.views import carried
 from protos import telemetry
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from atoll.errors import AtollError, StorageError
 from coordinator.messages.encoding import from_json, to_json
 from coordinator.messages.facts import CoordinatorStarted, Ledger, Record, from_record
-from coordinator.services.register import Register
+from coordinator.services.access.register import Register
 from coordinator.storage.journal import damaged, read
 
 if TYPE_CHECKING:

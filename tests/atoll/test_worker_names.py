@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from atoll.worker_names import distinct, with_names
-from coordinator.services.in_names import in_names
+from coordinator.services.owners.in_names import in_names
 from protos import atoll_control_pb2 as pb
 
 ATTIC, OTHER, CELLAR = "w-7f3a2c9e05b1d846", "w-7f3a2c9e05b1d847", "w-00000000000000aa"

@@ -15,7 +15,7 @@ from benchmarks.trees import COORDINATOR, THIS, Fleet
 from coordinator.config import CoordinatorConfig
 from coordinator.messages.facts import Ledger, from_record
 from coordinator.server import FOLDER_VERSION, serve
-from coordinator.services.register import Register
+from coordinator.services.access.register import Register
 from coordinator.storage.journal import Journal
 from hostos.folder_version import VERSION_FILE
 from protos.credentials import Authority, identity_from, new_key, signing_request

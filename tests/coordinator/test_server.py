@@ -438,7 +438,7 @@ def test_an_id_that_is_taken_is_drawn_again_and_never_given_out_twice(
     running = start(stack, tmp_path)
     owner = Owner(running)
     drawn = iter(["w-7f3a2c", "w-7f3a2c", "w-7f3a2c", "w-00000000000000aa", *["w-7f3a2c"] * 99])
-    monkeypatch.setattr("coordinator.services.entry.new_worker_id", lambda: next(drawn))
+    monkeypatch.setattr("coordinator.services.workers.entry.new_worker_id", lambda: next(drawn))
     (first,) = fleet(stack, running, 1)
     eventually(lambda: len(owner.call("Status", pb.StatusRequest()).workers) == 1)
     owner.call("Kick", pb.KickRequest(worker="w-7f3a2c", for_good=True, reason="noise"))
@@ -746,7 +746,7 @@ async def test_a_coordinator_that_does_not_command_any_more_ends_and_says_why(
 def test_a_worker_from_afar_cannot_have_others_dial_their_own_machine(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: str, address: str
 ) -> None:
-    monkeypatch.setattr("coordinator.services.work.host_of", lambda context: seen)
+    monkeypatch.setattr("coordinator.services.workers.work.host_of", lambda context: seen)
     running = start(stack, tmp_path)
     owner = Owner(running)
     fleet(stack, running, 1)

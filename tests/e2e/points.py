@@ -87,7 +87,7 @@ def of_kind(name: str) -> Label:
 def coordinator(points: Points, *, steady: bool) -> None:
     from coordinator import server, shell
     from coordinator.pipeline.changes import newcomers
-    from coordinator.services import work
+    from coordinator.services.workers import work
     from coordinator.storage import journal
     from coordinator.storage.blob_store import BlobStore
 

@@ -14,7 +14,7 @@ from benchmarks.federated_fleet import COORDINATOR, FederatedFleet
 from coordinator.client.client import connect
 from coordinator.config import CoordinatorConfig
 from coordinator.server import serve
-from coordinator.services import work
+from coordinator.services.workers import work
 from coordinator.storage.blob_store import BlobStore
 from protos import atoll_control_pb2 as pb
 from tests.e2e.test_federated import finished, job, samples, submitted

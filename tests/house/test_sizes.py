@@ -19,7 +19,6 @@ WIDER = {
     "coordinator/membership": 17,
     "coordinator/planning": 21,
     "coordinator/planning/costs": 13,
-    "coordinator/services": 24,
     "worker/federated": 14,
     "worker/hosting": 21,
     "worker/stage": 18,

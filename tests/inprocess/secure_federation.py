@@ -24,7 +24,7 @@ from coordinator.messages import instructions as do
 from coordinator.messages.encoding import from_json, to_json
 from coordinator.messages.facts import RoundClosed
 from coordinator.messages.jobs import Dropped, Record
-from coordinator.services.wire import to_worker
+from coordinator.services.workers.wire import to_worker
 from coordinator.storage.graph_store import GraphStore
 from protos.session import from_worker, said_to_worker, to_coordinator
 from protos.session import to_worker as read_by_worker

@@ -282,7 +282,7 @@ def to_workers() -> dict[str, Message]:
     from coordinator.messages import instructions as do
     from coordinator.messages.events import Blob
     from coordinator.messages.facts import Era
-    from coordinator.services.wire import probe_ops_message, to_worker
+    from coordinator.services.workers.wire import probe_ops_message, to_worker
     from protos.session import said_to_worker
 
     def way(peer: str, use: do.RelayUse) -> asked.RelayOffer:

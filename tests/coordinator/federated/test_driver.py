@@ -31,8 +31,8 @@ from coordinator.membership import member
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import Phase
-from coordinator.services.views import job_update
-from coordinator.services.wire import introduction_from, message_from
+from coordinator.services.owners.views import job_update
+from coordinator.services.workers.wire import introduction_from, message_from
 from protos import atoll_control_pb2 as pb
 from protos.coding import read, write
 from protos.convert import from_proto, to_proto

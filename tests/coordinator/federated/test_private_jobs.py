@@ -27,7 +27,7 @@ from coordinator.messages.encoding import from_json, to_json
 from coordinator.messages.facts import JobEnded, RoundClosed
 from coordinator.messages.instructions import HostSums
 from coordinator.messages.jobs import Phase
-from coordinator.services.views import job_update
+from coordinator.services.owners.views import job_update
 from protos import convert
 from strategies.files import parted, sums_arrays
 from strategies.fixed import Accumulator

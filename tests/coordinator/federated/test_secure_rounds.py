@@ -19,7 +19,7 @@ from coordinator.federated.secure.books import EXCHANGE_S, heard, next_stage, op
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import RoundClosed
 from coordinator.messages.jobs import Phase
-from coordinator.services.blob_rights import ClientRole
+from coordinator.services.blobs.rights import ClientRole
 from protos.convert import from_proto, to_proto
 from strategies.secure.member import Member
 from tests.coordinator.federated.lone_machine import LoneMachine, spec, update

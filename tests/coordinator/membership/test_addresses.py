@@ -16,9 +16,9 @@ from coordinator.membership import member
 from coordinator.membership.addresses import Near, nearness, passed_on
 from coordinator.membership.roster import Roster, Worker
 from coordinator.messages.events import Introduction
-from coordinator.services.callers import host_of
-from coordinator.services.resolving import MAX_ADDRESSES, MAX_NAMES, look_up, resolved
-from coordinator.services.wire import introduction_from
+from coordinator.services.access.callers import host_of
+from coordinator.services.workers.resolving import MAX_ADDRESSES, MAX_NAMES, look_up, resolved
+from coordinator.services.workers.wire import introduction_from
 from protos import atoll_control_pb2 as pb
 from tests.patience import HUNG_S
 
@@ -125,7 +125,7 @@ def test_names_and_their_addresses_are_counted() -> None:
 
 
 def test_a_name_that_nobody_answers_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.services.resolving.WITHIN_S", 0.01)
+    monkeypatch.setattr("coordinator.services.workers.resolving.WITHIN_S", 0.01)
     over = threading.Event()
     try:
         found = asyncio.run(

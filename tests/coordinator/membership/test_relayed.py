@@ -14,8 +14,8 @@ from coordinator.membership.relayed import RELAY_AFTER_S, Joined
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.planning.transfers import seconds
-from coordinator.services.relay_ways import RelayWays
-from coordinator.services.views import link_statuses
+from coordinator.services.owners.views import link_statuses
+from coordinator.services.workers.relay_ways import RelayWays
 from protos import relay_tickets as tickets
 from tests.coordinator.planning.fleets import two_islands
 from tests.sim.scripted import Scripted

@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import RoundEvaluated, StepCommitted
-from coordinator.services import work as sessions
+from coordinator.services.workers import work as sessions
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from tests.coordinator.serving import Owner, fleet, start

@@ -8,7 +8,7 @@ from atoll.messages.from_worker import EvaluatedRow, Row
 from atoll.messages.to_worker import Blob, Model, TrainRound
 from compressors.container import Stored
 from coordinator.messages import events as ev
-from coordinator.services.wire import message_from
+from coordinator.services.workers.wire import message_from
 from protos.session import to_coordinator
 from strategies.fixed import FixedSums, Grid
 from worker.compute import reports

@@ -7,7 +7,7 @@ import pytest
 from coordinator.messages import events as ev
 from coordinator.messages.jobs import Price
 from coordinator.pipeline.changes.recovery import loss_prices
-from coordinator.services.views import job_update
+from coordinator.services.owners.views import job_update
 from tests.coordinator.pipeline.changes.test_reconfigure import JOB, spec, store
 from tests.sim.scripted import Scripted
 

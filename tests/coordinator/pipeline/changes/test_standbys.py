@@ -18,8 +18,8 @@ from coordinator.messages.jobs import Phase, Standby
 from coordinator.pipeline.changes import standbys
 from coordinator.pipeline.changes.standbys import repeated_bytes, standby_words
 from coordinator.pipeline.history import sources
-from coordinator.services.blob_rights import StageRole, role_of
-from coordinator.services.views import job_update
+from coordinator.services.blobs.rights import StageRole, role_of
+from coordinator.services.owners.views import job_update
 from tests.coordinator.pipeline.changes.test_reconfigure import JOB, commits, leave, moves, spec, step, store
 from tests.coordinator.pipeline.test_restart import back
 from tests.coordinator.pipeline.tuning.test_relink import COARSE, pipeline

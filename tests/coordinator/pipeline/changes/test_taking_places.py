@@ -14,7 +14,7 @@ from coordinator.messages.jobs import JobState, Phase, Price
 from coordinator.pipeline.changes import newcomers, standbys
 from coordinator.pipeline.changes.newcomers import TIMED_WITHIN_S
 from coordinator.pipeline.changes.standbys import Chosen
-from coordinator.services.views import job_update
+from coordinator.services.owners.views import job_update
 from tests.coordinator.pipeline.changes.test_reconfigure import JOB, commits, leave, moves, spec, step
 from tests.coordinator.pipeline.changes.test_standbys import has_repeated, only, passes, standing
 from tests.coordinator.pipeline.test_restart import back

@@ -12,7 +12,7 @@ from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import SpotChecked, StepCommitted, WorkRejected
 from coordinator.messages.jobs import BESIDE, Phase
-from coordinator.services.blob_rights import StageRole, role_of
+from coordinator.services.blobs.rights import StageRole, role_of
 from tests.coordinator.pipeline.changes.test_reconfigure import JOB, leave, spec, store
 from tests.sim.scripted import Scripted
 

@@ -39,8 +39,8 @@ from coordinator.messages.jobs import (
 )
 from coordinator.pipeline.driver import PipelineDriver
 from coordinator.pipeline.tuning import relink
-from coordinator.services.views import job_update
-from coordinator.services.wire import to_worker
+from coordinator.services.owners.views import job_update
+from coordinator.services.workers.wire import to_worker
 from coordinator.storage.graph_store import GraphStore
 from tests.coordinator.pipeline.test_machine import STAGES, commits, plan, ready, step, training
 from tests.sim.scripted import Scripted, spec

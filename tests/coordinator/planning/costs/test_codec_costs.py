@@ -21,7 +21,7 @@ from coordinator.planning.costs.codec_costs import (
 from coordinator.planning.costs.fleet import Device
 from coordinator.planning.costs.traffic import Crossing, LinkLoad
 from coordinator.planning.ratios import BACKWARD_RUNGS, FINE, FORWARD_RUNGS, SPARSE, link_codecs
-from coordinator.services.wire import introduction_from, message_from
+from coordinator.services.workers.wire import introduction_from, message_from
 from protos import atoll_control_pb2 as pb
 
 SLOW, FAST = Device("slow", 1, codec_speeds={"topk": (1e8, 2e8)}), Device("fast", 1)

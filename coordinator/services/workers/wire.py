@@ -10,7 +10,7 @@ from atoll.program import programs_of, stage_programs
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages import peer_tensors
-from coordinator.services.blob_rights import leaves_of, most_bytes
+from coordinator.services.blobs.rights import leaves_of, most_bytes
 from coordinator.storage.graph_store import GraphStore, leaf_metas
 from protos import atoll_control_pb2 as pb
 from protos import coding

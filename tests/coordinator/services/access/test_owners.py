@@ -12,7 +12,7 @@ import pytest
 from atoll.errors import AccessDenied, StorageError, UsageError
 from coordinator.client.client import Client, connect
 from coordinator.server import Running
-from coordinator.services.owners import Owner, Owners, Role, needed_role
+from coordinator.services.access.owners import Owner, Owners, Role, needed_role
 from hostos.bounded_log import read_log
 from protos import atoll_control_pb2 as pb
 from protos.convert import from_proto, to_proto

@@ -2,7 +2,7 @@
 
 Disk work runs in threads, so a large upload never delays a step's commit. Every request is
 bounded; what is refused raises an error of ours, with which ``access`` ends the call. ``Rights`` decide who
-may fetch and put what (``coordinator.services.blob_rights``).
+may fetch and put what (``coordinator.services.blobs.rights``).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import structlog
 
 from atoll.arrays import dtype_name
 from atoll.errors import AccessDenied, ConnectionFailed, UsageError
-from coordinator.services.blob_rights import Accounts, Role, role_of
-from coordinator.services.callers import worker_of
+from coordinator.services.access.callers import worker_of
+from coordinator.services.blobs.rights import Accounts, Role, role_of
 from coordinator.storage.blob_store import Gone, OtherBytes
 from coordinator.storage.delta_chains import DeltaChains
 from protos import atoll_control_pb2 as pb
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import grpc
 
     from atoll.job import JobSpec
-    from coordinator.services.gathering import Gathering, Progress
+    from coordinator.services.blobs.gathering import Gathering, Progress
     from coordinator.shell import Shell
     from coordinator.storage.blob_store import BlobStore
     from coordinator.storage.data_provider import DataProvider

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import AccessDenied, StorageError, UsageError
-from coordinator.services.authorities import EXCHANGE, MAX_OVERLAP_S, NEXT, Authorities
+from coordinator.services.access.authorities import EXCHANGE, MAX_OVERLAP_S, NEXT, Authorities
 from protos.credentials import (
     Authority,
     authorities_in,

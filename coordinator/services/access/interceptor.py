@@ -19,8 +19,8 @@ import grpc
 import structlog
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed
-from coordinator.services.callers import network_of, worker_of
-from coordinator.services.owners import needed_role
+from coordinator.services.access.callers import network_of, worker_of
+from coordinator.services.access.owners import needed_role
 from hostos.budget import REFUSALS, REFUSALS_PER_S, Budget
 from protos.connections import Known
 from protos.credentials import presented_in
@@ -29,8 +29,8 @@ from protos.message_sizes import COUNTED_FROM, reader
 from protos.telemetry import Event
 
 if TYPE_CHECKING:
-    from coordinator.services.owners import Owners
-    from coordinator.services.register import Register
+    from coordinator.services.access.owners import Owners
+    from coordinator.services.access.register import Register
 
     Context = grpc.aio.ServicerContext[Any, Any]
     Handler = grpc.RpcMethodHandler[Any, Any]

@@ -19,7 +19,7 @@ from coordinator.pipeline.changes.standbys import standby_words
 from coordinator.pipeline.driver import PipelineDriver
 from coordinator.pipeline.periods import exchange_words, steps_reported
 from coordinator.pipeline.tuning.memory import measured_bytes
-from coordinator.services.views_federated import federated_status
+from coordinator.services.owners.views_federated import federated_status
 from protos import atoll_control_pb2 as pb
 from protos.convert import to_proto
 from protos.devices import machine_of
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from coordinator.messages.facts import JobRecord, Ledger
     from coordinator.scheduler import Scheduler
-    from coordinator.services.register import Register
+    from coordinator.services.access.register import Register
     from coordinator.shell import Shell
     from coordinator.storage.run_log import Point
 

@@ -18,9 +18,10 @@ from atoll.errors import AccessDenied, BadFrame, ConnectionFailed, UsageError
 from benchmarks.fake_worker import FakeWorker
 from coordinator.config import CoordinatorConfig
 from coordinator.server import Running
-from coordinator.services import access, work
-from coordinator.services.access import Calls, EntryThrottle
-from coordinator.services.owners import Owners
+from coordinator.services.access import interceptor as access
+from coordinator.services.access.interceptor import Calls, EntryThrottle
+from coordinator.services.access.owners import Owners
+from coordinator.services.workers import work
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc

@@ -149,7 +149,8 @@ def test_24_mib_of_empty_parts_from_a_worker_cost_the_coordinator_no_more_than_t
     parsed: list[int] = []
     real = message_sizes.read
     monkeypatch.setattr(
-        "coordinator.services.work.read", lambda kind, data: (real(kind, data), parsed.append(len(data)))[0]
+        "coordinator.services.workers.work.read",
+        lambda kind, data: (real(kind, data), parsed.append(len(data)))[0],
     )
     number = pb.FromWorker.DESCRIPTOR.fields_by_name[body].number
     inner = b"\x0a\x00" * (24 << 19)

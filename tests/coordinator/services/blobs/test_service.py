@@ -10,9 +10,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from coordinator.services.access import EntryAccess, EntryThrottle
-from coordinator.services.blobs import BlobService
-from coordinator.services.register import Register
+from coordinator.services.access.interceptor import EntryAccess, EntryThrottle
+from coordinator.services.access.register import Register
+from coordinator.services.blobs.service import BlobService
 from coordinator.storage.blob_store import BlobStore
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc

@@ -23,10 +23,10 @@ from coordinator.messages.jobs import ENDED
 from coordinator.planning.planner import known_partitioner
 from coordinator.planning.ratios import check_compression
 from coordinator.planning.search.pins import check_pinned
-from coordinator.services.checkpoints import chosen, described, exported
-from coordinator.services.in_names import in_names, names_of
-from coordinator.services.owners import Owner, Owners, Role
-from coordinator.services.views import (
+from coordinator.services.access.owners import Owner, Owners, Role
+from coordinator.services.owners.checkpoints import chosen, described, exported
+from coordinator.services.owners.in_names import in_names, names_of
+from coordinator.services.owners.views import (
     credits_of,
     health_status,
     job_update,
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     import grpc
 
     from coordinator.membership.roster import Roster
-    from coordinator.services.authorities import Authorities
-    from coordinator.services.register import Register, Token
-    from coordinator.services.tokens import Tokens
+    from coordinator.services.access.authorities import Authorities
+    from coordinator.services.access.register import Register, Token
+    from coordinator.services.access.tokens import Tokens
     from coordinator.storage.graph_store import Graphs
 
     Context = grpc.aio.ServicerContext[Any, Any]

@@ -30,13 +30,13 @@ from coordinator.membership.addresses import passed_on
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.pipeline.history import current
-from coordinator.services.blob_rights import StageRole, leaves_of, put_by, role_of
-from coordinator.services.callers import host_of, network_of, worker_of
-from coordinator.services.gathering import JOB as GATHERING
-from coordinator.services.gathering import Gathering
-from coordinator.services.resolving import resolved
-from coordinator.services.views import credits_of
-from coordinator.services.wire import (
+from coordinator.services.access.callers import host_of, network_of, worker_of
+from coordinator.services.blobs.gathering import JOB as GATHERING
+from coordinator.services.blobs.gathering import Gathering
+from coordinator.services.blobs.rights import StageRole, leaves_of, put_by, role_of
+from coordinator.services.owners.views import credits_of
+from coordinator.services.workers.resolving import resolved
+from coordinator.services.workers.wire import (
     introduction_from,
     message_from,
     no_way,
@@ -58,9 +58,9 @@ from protos.telemetry import Event
 from protos.text_limits import LINE_CHARS, LINES_CHARS, LINES_CHARS_PER_S, clean
 
 if TYPE_CHECKING:
-    from coordinator.services.access import Calls
-    from coordinator.services.authorities import Authorities
-    from coordinator.services.register import Register
+    from coordinator.services.access.authorities import Authorities
+    from coordinator.services.access.interceptor import Calls
+    from coordinator.services.access.register import Register
 
     Context = grpc.aio.ServicerContext[Any, Any]
 

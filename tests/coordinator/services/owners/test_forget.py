@@ -16,7 +16,7 @@ from coordinator.server import Running
 from protos import atoll_control_pb2 as pb
 from tests.coordinator.federated.test_driver import Fleet, spec
 from tests.coordinator.messages.test_encoding import FACTS
-from tests.coordinator.services.test_owners import another
+from tests.coordinator.services.access.test_owners import another
 from tests.coordinator.serving import Hold, Owner, fleet, refused, start
 from tests.patience import eventually
 

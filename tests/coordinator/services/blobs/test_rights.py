@@ -25,8 +25,8 @@ from benchmarks.fake_worker import FakeWorker
 from compressors.deltas import encode
 from coordinator.messages import events as ev
 from coordinator.server import Running
-from coordinator.services.blob_rights import CHECKPOINTS, Accounts, Allowance, ClientRole, StageRole, role_of
-from coordinator.services.sweep import sweep
+from coordinator.services.blobs.rights import CHECKPOINTS, Accounts, Allowance, ClientRole, StageRole, role_of
+from coordinator.services.blobs.sweep import sweep
 from coordinator.shell import Shell
 from hostos.retries import retrying
 from protos import atoll_control_pb2 as pb

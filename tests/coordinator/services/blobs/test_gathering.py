@@ -17,7 +17,7 @@ from atoll.errors import AccessDenied, ConnectionFailed
 from benchmarks.fake_worker import FakeWorker
 from coordinator.membership.member import Phase
 from coordinator.server import Running, Server
-from coordinator.services import gathering
+from coordinator.services.blobs import gathering
 from protos import atoll_control_pb2 as pb
 from tests.coordinator.serving import Owner, fleet, has_joined, refused, start
 from tests.patience import HUNG_S, eventually

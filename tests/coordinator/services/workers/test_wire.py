@@ -8,7 +8,7 @@ import pytest
 
 from atoll.errors import BadFrame
 from coordinator.messages import events as ev
-from coordinator.services.wire import introduction_from, message_from
+from coordinator.services.workers.wire import introduction_from, message_from
 from protos import atoll_control_pb2 as pb
 
 HASH = "ab" * 32

@@ -6,7 +6,7 @@ import pytest
 
 from atoll.errors import AccessDenied, UsageError
 from coordinator.messages.facts import Record
-from coordinator.services.register import Register
+from coordinator.services.access.register import Register
 from coordinator.storage.journal import Journal
 from protos.credentials import Authority, new_token
 from protos.telemetry import Event

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.messages import events as ev
-from coordinator.services.views import job_update
+from coordinator.services.owners.views import job_update
 from tests.coordinator.pipeline.changes.test_reconfigure import JOB, spec
 from tests.sim.scripted import Scripted
 

@@ -15,8 +15,8 @@ from protos.telemetry import Event
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from coordinator.services.authorities import Authorities
-    from coordinator.services.register import Register, Token
+    from coordinator.services.access.authorities import Authorities
+    from coordinator.services.access.register import Register, Token
     from coordinator.shell import Shell
 
 FIRST_TOKEN = "first"  # noqa: S105 - its name in the list

@@ -13,7 +13,7 @@ import structlog
 from atoll.errors import ProtocolMismatch, StorageError
 from atoll.version import __version__
 from coordinator.messages.facts import Record
-from coordinator.services.relay_ways import relay_addresses
+from coordinator.services.workers.relay_ways import relay_addresses
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     import grpc
 
     from coordinator.messages.instructions import Addresses
-    from coordinator.services.authorities import Authorities
-    from coordinator.services.register import Register
+    from coordinator.services.access.authorities import Authorities
+    from coordinator.services.access.register import Register
     from coordinator.storage.journal import Journal
 
     Context = grpc.aio.ServicerContext[Any, Any]

@@ -1,0 +1,1 @@
+"""Entry and Work: how a worker comes in, and its stream of messages."""
