@@ -42,10 +42,10 @@ from benchmarks.harness import ROOT, execute, fitting, machine, parser
 from coordinator.capture.capture import Captured, capture
 from coordinator.client.fleet_file import parse_fleet
 from coordinator.client.job_file import load_job
+from coordinator.planning.codecs.ratios import uniform
 from coordinator.planning.costs.codec_costs import load_bytes
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Candidate, Problem
-from coordinator.planning.ratios import uniform
 from lab.fleet import fleet_of
 from lab.reader import read_scenario
 from tests.inprocess.pipeline import LocalPipeline

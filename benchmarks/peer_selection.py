@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmarks.harness import conclude, execute, parser
 from coordinator.planning import TUNED
-from coordinator.planning.peers import best_threshold, simulate
+from coordinator.planning.peers.selection import best_threshold, simulate
 from strategies.exchanges.matching import Network, Pairs
 from tests.inprocess.pairs import drawn_pairs
 

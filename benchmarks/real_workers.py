@@ -27,7 +27,7 @@ from benchmarks.waits import came_about
 from coordinator.client.client import Client, connect
 from coordinator.client.prepare import Prepared, prepare
 from coordinator.planning.baselines import GIVEN_CUT
-from coordinator.planning.replicas import BETWEEN, SHARE
+from coordinator.planning.peers.replicas import BETWEEN, SHARE
 from protos.convert import from_proto
 
 if TYPE_CHECKING:

@@ -35,10 +35,10 @@ from coordinator.client.fleet_file import read_fleet
 from coordinator.client.job_file import load_job
 from coordinator.planning.baselines import GIVEN_CUT
 from coordinator.planning.costs.fleet import Fleet
-from coordinator.planning.gossip_plans import Range, held_by, hidden_steps
+from coordinator.planning.peers.gossip_plans import Range, held_by, hidden_steps
+from coordinator.planning.peers.transfers import rank_rates
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
-from coordinator.planning.transfers import rank_rates
 from coordinator.planning.ways import Way, WayKind, compare_ways
 from strategies.exchanges import exchange_facts, make_rule
 from strategies.exchanges.base import Contribution

@@ -22,7 +22,7 @@ from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import JobRecord
 from coordinator.planning.chosen import chosen_plan, exact_step_s, grown_fleet, shape
-from coordinator.planning.new_codecs import respec, step_with
+from coordinator.planning.codecs.new_codecs import respec, step_with
 from coordinator.planning.planner import PlanRequest
 from coordinator.storage.blob_store import Gone
 from coordinator.storage.graph_store import Graphs, GraphStore

@@ -16,7 +16,7 @@ from atoll.compression import MAX_RATIO
 from atoll.errors import UsageError
 from compressors.catalogue import CODECS, FLOATS, Codec, Use, codec
 from coordinator.cli.views.format import in_bits
-from coordinator.planning.ratios import DEFAULT_RATIO
+from coordinator.planning.codecs.ratios import DEFAULT_RATIO
 from hostos.command_line import AsJson, err, out, print_json
 
 ELEMENTS = 1 << 20

@@ -197,7 +197,7 @@ class JobOptions:
         without a rule that has them, and for a compression that links cannot do. ``shapes_only``: as of
         ``load_job``."""
         from coordinator.client.job_file import load_job
-        from coordinator.planning.ratios import check_compression
+        from coordinator.planning.codecs.ratios import check_compression
 
         given = (
             ("steps", self.steps),
@@ -223,7 +223,7 @@ class JobOptions:
 
     def load(self, path: Path, *more: str, shapes_only: bool = False) -> Job:
         """The job that ``read`` finds, with a block of micro-batches for each replica that it may have."""
-        from coordinator.planning.replicas import with_blocks
+        from coordinator.planning.peers.replicas import with_blocks
 
         job = self.read(path, *more, shapes_only=shapes_only)
         return replace(job, training=with_blocks(job.training))

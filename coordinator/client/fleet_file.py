@@ -17,8 +17,7 @@ from atoll.errors import UsageError
 from atoll.messages.from_worker import MAX_PROCESSES
 from compressors.catalogue import CODECS
 from coordinator.planning.costs.codec_costs import SPEED_RANGE
-from coordinator.planning.costs.fleet import LOSS_HOURS, TCP_SHARE, Device, Fleet, Mesh
-from coordinator.planning.costs.network import LinkEstimate, Uplink
+from coordinator.planning.costs.fleet import LOSS_HOURS, TCP_SHARE, Device, Fleet, LinkEstimate, Mesh, Uplink
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -33,7 +33,7 @@ from coordinator.capture.torch_export import meta_of, modes_in_words
 from coordinator.client.transfer import PIECE_BYTES
 from coordinator.client.weights import with_weights
 from coordinator.federated.checks import check_federated, check_inputs, check_spec, check_wrapped
-from coordinator.planning.ratios import check_compression
+from coordinator.planning.codecs.ratios import check_compression
 from coordinator.planning.search.pins import check_pinned
 from protos.blob_transfer import LocalBlob
 from protos.convert import dag_bytes

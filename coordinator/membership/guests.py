@@ -9,8 +9,7 @@ from math import inf, isfinite
 import numpy as np
 
 from coordinator.messages.events import UNLIMITED, Guest
-from coordinator.planning.costs.fleet import UNKNOWN, Fleet
-from coordinator.planning.costs.network import Uplink
+from coordinator.planning.costs.fleet import UNKNOWN, Fleet, Uplink
 
 
 def slower(before: Guest, now: Guest, best_bps: float | None) -> float:

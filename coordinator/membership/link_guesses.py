@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from coordinator.membership.link_table import MIN_BANDWIDTH_BPS
-from coordinator.planning.costs.network import LinkEstimate
+from coordinator.planning.costs.fleet import LinkEstimate
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

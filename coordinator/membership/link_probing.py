@@ -39,7 +39,7 @@ from coordinator.membership.link_table import (
 from coordinator.membership.pairs import PairMap
 from coordinator.membership.survey import Survey
 from coordinator.messages.events import LinkProbed
-from coordinator.planning.costs.network import LinkEstimate, Pair, Uplink
+from coordinator.planning.costs.fleet import LinkEstimate, Pair, Uplink
 from coordinator.planning.search.clusters import groups
 
 MAX_TOGETHER = 12  # concurrent probes of one fleet

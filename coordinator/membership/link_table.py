@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from coordinator.membership.pairs import PairMap
-from coordinator.planning.costs.fleet import UNKNOWN, Fleet
-from coordinator.planning.costs.network import LinkEstimate, Pair, RelayLine, Uplink
+from coordinator.planning.costs.fleet import UNKNOWN, Fleet, LinkEstimate, Pair, RelayLine, Uplink
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

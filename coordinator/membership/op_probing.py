@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from coordinator.config import Probing
-from coordinator.planning.costs.network import LinkEstimate
+from coordinator.planning.costs.fleet import LinkEstimate
 
 RTT_SAMPLES = 3
 NOMINAL = LinkEstimate(20e6, 0.03)

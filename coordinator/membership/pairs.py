@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import ItemsView, Iterator, MutableMapping
 from typing import TypeVar, overload
 
-from coordinator.planning.costs.network import Pair
+from coordinator.planning.costs.fleet import Pair
 
 V = TypeVar("V")
 D = TypeVar("D")

@@ -9,7 +9,7 @@ from coordinator.config import Relaying
 from coordinator.membership.pairs import PairMap
 from coordinator.messages.events import PeerJoined
 from coordinator.messages.instructions import RelayUse
-from coordinator.planning.costs.network import Pair, RelayLine
+from coordinator.planning.costs.fleet import Pair, RelayLine
 
 RELAYED = "relayed"
 RELAY_AFTER_S = 2.5

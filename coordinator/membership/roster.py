@@ -36,8 +36,7 @@ from coordinator.messages.events import (
 from coordinator.messages.instructions import Addresses, RelayUse
 from coordinator.planning.costs import message_costs
 from coordinator.planning.costs.codec_costs import judge_speeds
-from coordinator.planning.costs.fleet import HOPED, UNKNOWN, Device, Fleet, Mesh
-from coordinator.planning.costs.network import LinkEstimate, Pair
+from coordinator.planning.costs.fleet import HOPED, UNKNOWN, Device, Fleet, LinkEstimate, Mesh, Pair
 from coordinator.planning.costs.op_seconds import SCALE_RANGE, refresh_scale
 from coordinator.planning.search.preselect import candidates
 

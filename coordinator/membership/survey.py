@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from coordinator.planning.costs.network import Pair
+from coordinator.planning.costs.fleet import Pair
 
 SCANNED = 64  # pairs that are looked at for one that can be measured now
 

@@ -14,10 +14,10 @@ from atoll.errors import NotEnoughMemory, PlanError, UsageError
 from atoll.exchange import AUTO, EXACT
 from atoll.plan import written_buffers
 from coordinator.planning import TUNED
-from coordinator.planning.explain import thin_links
-from coordinator.planning.local_plans import fastest, peers_plan
+from coordinator.planning.peers.local_plans import fastest, peers_plan
+from coordinator.planning.peers.replicas import best_plan
 from coordinator.planning.planner import remembering
-from coordinator.planning.replicas import best_plan
+from coordinator.planning.reasons.bottleneck import thin_links
 from coordinator.planning.ways import CODED, LOCAL_STEPS, efficiency
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from atoll.exchange import Exchange
     from atoll.plan import Plan
-    from coordinator.planning.local_plans import Known
+    from coordinator.planning.peers.local_plans import Known
+    from coordinator.planning.peers.sketches import Sharing
     from coordinator.planning.planner import PlanRequest
     from coordinator.planning.search.op_fence import Effort
-    from coordinator.planning.search.sketches import Sharing
 
 
 def chosen_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:

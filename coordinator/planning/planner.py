@@ -35,9 +35,10 @@ from atoll.plan import (
 )
 from atoll.program import stage_programs
 from coordinator.planning import TUNED
-from coordinator.planning.auto_codecs import relabelled, settled, without_codecs
 from coordinator.planning.baselines import GIVEN_CUT, even, given_cut, proportional
 from coordinator.planning.check_cost import check_cost
+from coordinator.planning.codecs.auto_codecs import relabelled, settled, without_codecs
+from coordinator.planning.codecs.ratios import check_compression
 from coordinator.planning.costs.lower_bound import lower_bound
 from coordinator.planning.costs.memory import Together
 from coordinator.planning.costs.snapshots import sent_bytes
@@ -45,15 +46,14 @@ from coordinator.planning.costs.timeline import expected_step_s, step_bytes, ste
 from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.costs.workload import Wire
 from coordinator.planning.evaluation_cut import evaluation_intervals
-from coordinator.planning.explain import bottleneck
 from coordinator.planning.inside.words import inside_words
-from coordinator.planning.left_out import left_out, passed_over, summarised
 from coordinator.planning.problem import Candidate, Problem, Scored, kept_as, memory_on, short_of_memory
-from coordinator.planning.ratios import check_compression
+from coordinator.planning.reasons.bottleneck import bottleneck
+from coordinator.planning.reasons.left_out import left_out, passed_over, summarised
+from coordinator.planning.reasons.shortage import NoCutFits
 from coordinator.planning.search.keepings import FURTHER, eased, forms, may_fit, mildest_first, why_kept
 from coordinator.planning.search.op_fence import Effort, search
 from coordinator.planning.search.preselect import Preselection
-from coordinator.planning.shortage import NoCutFits
 from coordinator.planning.standby_worth import Ranked, best_expected, costs_of
 
 if TYPE_CHECKING:

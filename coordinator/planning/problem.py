@@ -21,6 +21,15 @@ from atoll.job import EXACTLY, Keeping, Precision
 from atoll.microbatch import Depth, ScheduleName, delay_aware_warmup, one_f_one_b
 from atoll.ops import is_layer
 from coordinator.planning import TUNED
+from coordinator.planning.codecs.ratios import (
+    Link,
+    asked_ratio,
+    assumed_ratio,
+    choose,
+    links_of,
+    mask_of,
+    within,
+)
 from coordinator.planning.costs.codec_costs import coded
 from coordinator.planning.costs.lower_bound import lower_bound
 from coordinator.planning.costs.memory import MemoryModel, Together, prefix
@@ -32,7 +41,6 @@ from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.costs.workload import StageLoad, Wire, Workload, route, routes_of
 from coordinator.planning.inside.choice import Insides
 from coordinator.planning.inside.costs import undivided
-from coordinator.planning.ratios import Link, asked_ratio, assumed_ratio, choose, links_of, mask_of, within
 from coordinator.planning.search.chain import Chain
 from coordinator.planning.search.pins import pinned_ops
 
@@ -303,7 +311,7 @@ class Problem:
         return replace(work, routes=routes)
 
     def links_between(self, candidate: Candidate) -> tuple[Link, ...]:
-        """The candidate's links, dense, as ``coordinator.planning.ratios`` sees them."""
+        """The candidate's links, dense, as ``coordinator.planning.codecs.ratios`` sees them."""
         work = self.workload(candidate, [Depth(1)] * len(candidate.devices))
         devices = [self.fleet.devices[d] for d in candidate.devices]
         return links_of(work, self.traffic.loads(candidate.starts), devices)
@@ -326,7 +334,7 @@ class Problem:
     def specs(self, candidate: Candidate) -> tuple[LinkSpec, ...]:
         """Return the codecs that compression gives the candidate's links; empty when all stay dense.
 
-        For ``auto`` a first guess without the timeline (``coordinator.planning.auto_codecs`` has the rest):
+        For ``auto`` a first guess without the timeline (``codecs.auto_codecs`` has the rest):
         every link fast enough to go unnoticed, or as fast as the limit allows.
         """
         if self.compression.mode == OFF:

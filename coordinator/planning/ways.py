@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from atoll.errors import AtollError, NotEnoughMemory, PlanError, UsageError
 from atoll.exchange import AUTO, EXACT, GRADIENT_RULES, RATIOS, wanted_exchange
 from coordinator.planning import TUNED
-from coordinator.planning.local_plans import fastest, peers_plan
+from coordinator.planning.peers.local_plans import fastest, peers_plan
+from coordinator.planning.peers.replicas import best_plan, with_blocks
 from coordinator.planning.planner import remembering
 from coordinator.planning.problem import Problem
-from coordinator.planning.replicas import best_plan, with_blocks
 from hostos.units import DAY_S
 from strategies.exchanges.catalogue import EXCHANGES, exchange_facts
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from atoll.exchange import Exchange
     from atoll.job import TrainingSpec
     from atoll.plan import Plan
-    from coordinator.planning.local_plans import Known
+    from coordinator.planning.peers.local_plans import Known
     from coordinator.planning.planner import PlanRequest
 
 

@@ -1,5 +1,5 @@
 """Entry and data as the ports serve them: the two calls with which `atoll-worker doctor` looks at the way to
-us, and micro-batches for those alone who hold a stage. ``coordinator.services.access.interceptor`` asks who calls."""
+us, and micro-batches for those alone who hold a stage. ``access.interceptor`` asks who calls."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ import pytest
 from atoll.job import TrainingSpec
 from benchmarks.ways import HERE, by_owners, carried_s, network_of, simulated_step_s
 from coordinator.client.fleet_file import parse_fleet, read_fleet
+from coordinator.planning.peers.transfers import exchange_s, owner_transfers
 from coordinator.planning.planner import PlanRequest
-from coordinator.planning.transfers import exchange_s, owner_transfers
 from coordinator.planning.ways import WayKind, compare_ways
 from tests.coordinator.planning.dags import gpt_like
 

@@ -13,7 +13,7 @@ from atoll.federated import Federated
 from compressors import CODECS
 from compressors.model_file import Coding
 from coordinator.federated.checks import check_uplink
-from coordinator.planning.ratios import check_compression
+from coordinator.planning.codecs.ratios import check_compression
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "compression.md").read_text()
 

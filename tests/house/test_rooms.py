@@ -12,7 +12,7 @@ from tests.house.test_arrows import HALLS, LEVELS, ROOT, _sources
 
 MOST_FILES = 12
 OVERFULL = {
-    "coordinator/membership", "coordinator/planning", "coordinator/planning/costs",
+    "coordinator/membership",
     "worker/federated", "worker/hosting", "worker/stage",
     "worker/transport",
 }  # fmt: skip

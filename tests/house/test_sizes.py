@@ -17,8 +17,6 @@ MAX_FILE, MAX_CLASS, MAX_FUNCTION, MAX_WING = 700, 400, 70, 12
 WIDER = {
     "compressors/contrib": 19,
     "coordinator/membership": 17,
-    "coordinator/planning": 21,
-    "coordinator/planning/costs": 13,
     "worker/federated": 14,
     "worker/hosting": 21,
     "worker/stage": 18,

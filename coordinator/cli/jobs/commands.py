@@ -134,8 +134,8 @@ def _local_plan(
     from coordinator.client.prepare import capture_graphs, pinned_data
     from coordinator.planning.baselines import GIVEN_CUT
     from coordinator.planning.chosen import chosen_plan
+    from coordinator.planning.peers.replicas import with_blocks
     from coordinator.planning.planner import PlanRequest
-    from coordinator.planning.replicas import with_blocks
     from coordinator.planning.ways import WayKind, compare_ways
 
     described = read_fleet(fleet)

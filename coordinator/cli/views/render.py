@@ -88,7 +88,7 @@ def _stages_table(plan: Plan, prediction: Prediction | None, names: Names) -> Ta
 
 def _links_table(plan: Plan, prediction: Prediction, names: Names) -> Table:
     """Links with what they carry; with codec and ratio where compression was asked for."""
-    from coordinator.planning.ratios import label  # numpy, which most commands do without
+    from coordinator.planning.codecs.ratios import label  # numpy, which most commands do without
 
     specs = {ends: spec for replica in plan.replicas for ends, spec in replica.codecs.items()}
     chosen = any(spec.reason for spec in specs.values())

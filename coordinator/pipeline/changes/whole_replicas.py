@@ -17,7 +17,7 @@ from atoll.microbatch import ScheduleName, block_ranges
 from atoll.plan import Piece, Plan, Prediction, Replica, StagePrediction
 from coordinator.pipeline.joined import ranks_of
 from coordinator.planning.costs.memory import gradient_copies
-from coordinator.planning.transfers import shares_of
+from coordinator.planning.peers.transfers import shares_of
 
 if TYPE_CHECKING:
     from atoll.exchange import Exchange

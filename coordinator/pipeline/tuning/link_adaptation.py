@@ -20,9 +20,8 @@ from coordinator.messages.events import LinksChosen, LinksFailed
 from coordinator.messages.jobs import JobState, LinksDue, Relinked
 from coordinator.pipeline.tuning import link_policy, relink
 from coordinator.pipeline.tuning.link_rates import Sample
-from coordinator.planning.costs.fleet import Fleet
-from coordinator.planning.costs.network import Pair
-from coordinator.planning.ratios import label
+from coordinator.planning.codecs.ratios import label
+from coordinator.planning.costs.fleet import Fleet, Pair
 from protos.telemetry import Event as Name
 
 

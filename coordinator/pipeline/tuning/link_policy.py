@@ -20,7 +20,7 @@ from atoll.job import TrainingSpec
 from atoll.plan import Plan
 from coordinator.config import Adaptation
 from coordinator.pipeline.tuning.link_rates import Link, Sample, measure, why_off
-from coordinator.planning.costs.network import Pair
+from coordinator.planning.costs.fleet import Pair
 
 USUAL_RISE = 0.02  # of the difference, a step
 LOOKS = 20  # of the guard in a run, where the job names no interval: at most, ...

@@ -17,7 +17,7 @@ from compressors.catalogue import CODECS
 from coordinator.messages.facts import LINEAGE, LinksChanged
 from coordinator.messages.instructions import Relink
 from coordinator.messages.jobs import JobState, LinksDue, Record, Relinked, Todo
-from coordinator.planning.ratios import assumed_ratio
+from coordinator.planning.codecs.ratios import assumed_ratio
 
 AHEAD = 2  # steps from the commit that says it to the first step under it
 MATERIAL = 0.1  # of a ratio: less is not worth a new version

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from coordinator.messages.jobs import Cause, JobState, PlanChange, moved
-from coordinator.planning.exchange_codecs import fitting
-from coordinator.planning.gossip_plans import moved_share, renewed
+from coordinator.planning.peers.exchange_codecs import fitting
+from coordinator.planning.peers.gossip_plans import moved_share, renewed
 
 if TYPE_CHECKING:
     from atoll.exchange import Exchange, PairTable

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.device_class import DeviceClass
-from coordinator.planning.costs.network import LinkEstimate, RelayLine, Uplink
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +23,39 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
+
+Pair = tuple[str, str]  # (source, target)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEstimate:
+    """Rate and delay of one direction between two workers."""
+
+    bandwidth_bps: float  # payload bits per second, > 0
+    latency_s: float  # one way
+
+
+@dataclass(frozen=True, slots=True)
+class RelayLine:
+    """A rate that all pairs which pass one relay share, both directions together."""
+
+    name: str
+    pairs: frozenset[Pair]
+    bps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Uplink:
+    """A rate that a set of workers share towards everyone outside the set, each direction its own.
+
+    One member: a host's own uplink. Several: a home router, a campus, a cluster's gateway.
+    """
+
+    name: str
+    members: tuple[str, ...]
+    up_bps: float
+    down_bps: float
+
 
 UNKNOWN = LinkEstimate(bandwidth_bps=20e6, latency_s=0.03)  # a home uplink, until probed
 HOPED = LinkEstimate(bandwidth_bps=1e9, latency_s=0.001)  # where one worker has nobody to compare with

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from coordinator.planning import TUNED
+from coordinator.planning.codecs.ratios import assumed_ratio
 from coordinator.planning.costs.op_seconds import DEFAULT_GFLOPS
-from coordinator.planning.ratios import assumed_ratio
 from coordinator.planning.search.clusters import shortest_path
 
 if TYPE_CHECKING:

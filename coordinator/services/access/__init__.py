@@ -1,1 +1,1 @@
-"""Who may call what: certificates, tokens and owners, checked before anything that a caller sends is taken in."""
+"""Access: certificates, tokens and owners, checked before anything that a caller sends is taken in."""

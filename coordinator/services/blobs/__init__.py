@@ -1,1 +1,1 @@
-"""The Blobs and Data services: who may fetch and put what, blobs asked of workers, and what nothing needs any more."""
+"""Blobs and Data: who may fetch and put what, blobs asked of workers, and which nothing needs any more."""

@@ -20,8 +20,8 @@ from coordinator.messages import events as ev
 from coordinator.messages import peer_tensors
 from coordinator.messages.facts import STATE, Checkpoint, Record
 from coordinator.messages.jobs import ENDED
+from coordinator.planning.codecs.ratios import check_compression
 from coordinator.planning.planner import known_partitioner
-from coordinator.planning.ratios import check_compression
 from coordinator.planning.search.pins import check_pinned
 from coordinator.services.access.owners import Owner, Owners, Role
 from coordinator.services.owners.checkpoints import chosen, described, exported

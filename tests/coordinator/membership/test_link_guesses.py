@@ -6,8 +6,7 @@ import numpy as np
 
 from coordinator.membership.link_guesses import guesses
 from coordinator.membership.link_table import LinkTable, measured_fleet
-from coordinator.planning.costs.fleet import UNKNOWN, Device
-from coordinator.planning.costs.network import LinkEstimate
+from coordinator.planning.costs.fleet import UNKNOWN, Device, LinkEstimate
 
 
 def table(**rates: tuple[float, float]) -> LinkTable:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from coordinator.config import Probing
 from coordinator.membership.link_probing import Kind, LinkProbing, Measurement
 from coordinator.messages.events import LinkProbed
-from coordinator.planning.costs.network import Pair
+from coordinator.planning.costs.fleet import Pair
 
 
 def anybody(one: str, other: str) -> bool:

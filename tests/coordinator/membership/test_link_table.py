@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.membership.link_table import LinkTable, infer_shared, judge_link, judge_step, judge_timing
-from coordinator.planning.costs.network import Uplink
+from coordinator.planning.costs.fleet import Uplink
 
 
 def test_the_first_probe_is_taken_whole_and_later_ones_by_half():

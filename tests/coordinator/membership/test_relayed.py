@@ -13,7 +13,7 @@ from coordinator.membership.link_probing import HOPELESS
 from coordinator.membership.relayed import RELAY_AFTER_S, Joined
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
-from coordinator.planning.transfers import seconds
+from coordinator.planning.peers.transfers import seconds
 from coordinator.services.owners.views import link_statuses
 from coordinator.services.workers.relay_ways import RelayWays
 from protos import relay_tickets as tickets

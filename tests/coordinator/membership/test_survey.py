@@ -9,7 +9,7 @@ from coordinator.config import Probing
 from coordinator.membership.link_probing import Kind, LinkProbing
 from coordinator.membership.survey import Survey
 from coordinator.messages.events import LinkProbed
-from coordinator.planning.costs.network import Pair
+from coordinator.planning.costs.fleet import Pair
 
 
 def everything(survey: Survey, room: int = 32) -> list[Pair]:

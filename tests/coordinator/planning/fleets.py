@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from coordinator.planning.costs.fleet import TCP_SHARE, Device, Fleet
-from coordinator.planning.costs.network import LinkEstimate, Uplink
+from coordinator.planning.costs.fleet import TCP_SHARE, Device, Fleet, LinkEstimate, Uplink
 
 MIB = 2**20
 

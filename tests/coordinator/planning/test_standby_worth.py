@@ -9,10 +9,9 @@ import pytest
 from atoll.job import TrainingSpec
 from atoll.plan import Outlook, Plan
 from coordinator.planning.chosen import grown_fleet
-from coordinator.planning.costs.fleet import Device, Fleet
-from coordinator.planning.costs.network import LinkEstimate
+from coordinator.planning.costs.fleet import Device, Fleet, LinkEstimate
+from coordinator.planning.peers.replicas import best_plan
 from coordinator.planning.planner import PlanRequest, make_plan
-from coordinator.planning.replicas import best_plan
 from protos.convert import from_proto, to_proto
 from tests.coordinator.planning.dags import gpt_like
 from tests.coordinator.planning.fleets import same_links

@@ -15,9 +15,9 @@ from atoll.opdag import LeafRef, Source, StateMeta, TensorMeta
 from coordinator.client.fleet_file import parse_fleet, read_fleet
 from coordinator.planning.chosen import chosen_plan
 from coordinator.planning.costs.fleet import Fleet
+from coordinator.planning.peers.replicas import best_plan, with_blocks
+from coordinator.planning.peers.transfers import exchange_s, owner_transfers, rank_rates, seconds, shares_of
 from coordinator.planning.planner import PlanRequest
-from coordinator.planning.replicas import best_plan, with_blocks
-from coordinator.planning.transfers import exchange_s, owner_transfers, rank_rates, seconds, shares_of
 from coordinator.planning.ways import Way, WayKind, compare_ways
 from strategies.exchanges.catalogue import elements_of
 from tests.coordinator.planning.dags import gpt_like

@@ -12,7 +12,7 @@ import pytest
 from atoll.job import Place
 from compressors import speed
 from compressors.speed import CodecRate
-from coordinator.planning import ratios
+from coordinator.planning.codecs import ratios
 from worker.machine.codec_speed import FIRST, KEPT, MAX_AGE_S, CodecGauge, link_codecs, packing
 from worker.machine.speed_file import FILE, SpeedFile
 

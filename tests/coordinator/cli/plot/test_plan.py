@@ -30,8 +30,7 @@ from coordinator.cli.plot.style import (
     size_text,
     text_width,
 )
-from coordinator.planning.costs.fleet import Device, Fleet
-from coordinator.planning.costs.network import LinkEstimate, Uplink
+from coordinator.planning.costs.fleet import Device, Fleet, LinkEstimate, Uplink
 from coordinator.planning.planner import PlanRequest, make_plan
 from tests.coordinator.planning.dags import gpt_like
 from tests.coordinator.planning.fleets import random_fleet

@@ -11,7 +11,7 @@ from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.pipeline.changes.copies import FLEET_EVERY_S
 from coordinator.pipeline.driver import PipelineDriver
-from coordinator.planning.costs.network import LinkEstimate
+from coordinator.planning.costs.fleet import LinkEstimate
 from coordinator.services.blobs.rights import KeeperRole, role_of
 from tests.coordinator.pipeline.changes.test_price import costs
 from tests.coordinator.pipeline.changes.test_reconfigure import JOB, leave, predicted, spec, step, store

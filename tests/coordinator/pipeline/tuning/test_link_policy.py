@@ -18,9 +18,9 @@ from coordinator.pipeline.tuning import link_policy
 from coordinator.pipeline.tuning.link_policy import CAPS, Decision, State, Watch
 from coordinator.pipeline.tuning.link_rates import Link, Sample, measure, why_off
 from coordinator.planning import TUNED
-from coordinator.planning.auto_codecs import specs_for
-from coordinator.planning.ratios import assumed_ratio
-from tests.coordinator.planning.test_ratios import chain, values
+from coordinator.planning.codecs.auto_codecs import specs_for
+from coordinator.planning.codecs.ratios import assumed_ratio
+from tests.coordinator.planning.codecs.test_ratios import chain, values
 
 PAIR = ("a", "b")
 SETTINGS = Adaptation()

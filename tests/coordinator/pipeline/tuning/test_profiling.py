@@ -9,8 +9,7 @@ from atoll.plan import Plan, one_replica
 from coordinator.config import CoordinatorConfig, Probing
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import Phase
-from coordinator.planning.costs.fleet import LOSS_HOURS
-from coordinator.planning.costs.network import LinkEstimate
+from coordinator.planning.costs.fleet import LOSS_HOURS, LinkEstimate
 from tests.sim.scripted import Scripted
 
 

@@ -10,6 +10,7 @@ from compressors.catalogue import CODECS
 from coordinator.config import Liveness, Probing
 from coordinator.membership.roster import Roster, refusal
 from coordinator.messages.events import CodecSpeeds
+from coordinator.planning.codecs.ratios import BACKWARD_RUNGS, FINE, FORWARD_RUNGS, SPARSE, link_codecs
 from coordinator.planning.costs.codec_costs import (
     CALL_CPU_S,
     DEFAULT_SPEEDS,
@@ -20,7 +21,6 @@ from coordinator.planning.costs.codec_costs import (
 )
 from coordinator.planning.costs.fleet import Device
 from coordinator.planning.costs.traffic import Crossing, LinkLoad
-from coordinator.planning.ratios import BACKWARD_RUNGS, FINE, FORWARD_RUNGS, SPARSE, link_codecs
 from coordinator.services.workers.wire import introduction_from, message_from
 from protos import atoll_control_pb2 as pb
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from atoll.job import CHECKPOINT_EVERY_S, TrainingSpec
-from coordinator.planning.costs.fleet import Device, Fleet
+from coordinator.planning.costs.fleet import Device, Fleet, LinkEstimate
 from coordinator.planning.costs.losses import (
     NOTICE_S,
     PLANNED_WITHIN_S,
@@ -16,7 +16,6 @@ from coordinator.planning.costs.losses import (
     Rank,
     loss_costs,
 )
-from coordinator.planning.costs.network import LinkEstimate
 from coordinator.planning.costs.timeline import LinkUse
 from tests.coordinator.planning.fleets import same_links
 

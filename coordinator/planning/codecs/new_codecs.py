@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from atoll.plan import LinkSpec
-from coordinator.planning.auto_codecs import specs_for
+from coordinator.planning.codecs.auto_codecs import specs_for
+from coordinator.planning.codecs.ratios import check_compression
 from coordinator.planning.costs.timeline import step_seconds
 from coordinator.planning.problem import Candidate, Problem, candidate_of
-from coordinator.planning.ratios import check_compression
 
 if TYPE_CHECKING:
     from atoll.compression import Compression

@@ -16,7 +16,7 @@ from coordinator.client.fleet_file import parse_fleet
 from coordinator.planning.chosen import chosen_plan, exact_step_s, grown_fleet, shape
 from coordinator.planning.costs.memory import MemoryModel
 from coordinator.planning.costs.traffic import Traffic
-from coordinator.planning.gossip_plans import moved_share, renewed
+from coordinator.planning.peers.gossip_plans import moved_share, renewed
 from coordinator.planning.planner import PlanRequest
 from coordinator.planning.problem import Problem
 from tests.coordinator.planning.dags import gpt_like

@@ -21,8 +21,8 @@ from atoll.exchange import AUTO, MOST_PEERS
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkPrediction, Plan, Prediction, Replica, StageSpec, validate, written_buffers
 from coordinator.planning import TUNED
-from coordinator.planning.exchange_codecs import with_codec
-from coordinator.planning.gossip_plans import (
+from coordinator.planning.peers.exchange_codecs import with_codec
+from coordinator.planning.peers.gossip_plans import (
     Held,
     held_by,
     hidden_steps,
@@ -31,12 +31,12 @@ from coordinator.planning.gossip_plans import (
     whole_models,
     with_table,
 )
+from coordinator.planning.peers.partitions import Rooms
+from coordinator.planning.peers.sketches import Sharing, Sketches
+from coordinator.planning.peers.transfers import shares_of
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
 from coordinator.planning.search.clusters import groups
-from coordinator.planning.search.partitions import Rooms
-from coordinator.planning.search.sketches import Sharing, Sketches
-from coordinator.planning.transfers import shares_of
 from strategies.exchanges.catalogue import exchange_facts
 
 if TYPE_CHECKING:

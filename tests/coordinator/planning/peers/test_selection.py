@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from atoll.errors import UsageError
-from coordinator.planning.peers import best_threshold, simulate
+from coordinator.planning.peers.selection import best_threshold, simulate
 from strategies.exchanges.matching import Network, Pairs, grid_groups
 from tests.inprocess.pairs import drawn_pairs
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from atoll.microbatch import one_f_one_b
 from coordinator.planning import TUNED
 from coordinator.planning.costs.timeline import step_seconds
-from coordinator.planning.shortage import recompute_hint
+from coordinator.planning.reasons.shortage import recompute_hint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

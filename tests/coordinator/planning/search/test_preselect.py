@@ -12,9 +12,9 @@ from atoll.plan import Plan, validate
 from coordinator.membership.link_table import LinkTable, measured_fleet
 from coordinator.planning import TUNED
 from coordinator.planning.costs.fleet import Device, Fleet
-from coordinator.planning.left_out import summarised
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
+from coordinator.planning.reasons.left_out import summarised
 from coordinator.planning.search.op_fence import Effort
 from coordinator.planning.search.preselect import Preselection, candidates
 from tests.coordinator.planning.dags import gpt_like

@@ -11,8 +11,8 @@ from atoll.errors import UsageError
 from atoll.exchange import wanted_exchange
 from atoll.job import TrainingSpec
 from coordinator.planning import TUNED
-from coordinator.planning.exchange_codecs import CODECS, MARGIN, fitting
-from tests.coordinator.planning.test_local_plans import ROOMY, TRAINING, planned
+from coordinator.planning.peers.exchange_codecs import CODECS, MARGIN, fitting
+from tests.coordinator.planning.peers.test_local_plans import ROOMY, TRAINING, planned
 
 OPEN = replace(TRAINING, exchange="diloco:auto")
 

@@ -15,7 +15,7 @@ from coordinator.planning.search.op_fence import Effort
 from coordinator.planning.search.pins import check_pinned, pinned_ops
 from tests.coordinator.planning.dags import gpt_like
 from tests.coordinator.planning.fleets import same_links
-from tests.coordinator.planning.test_ring import TIED, TRAINING, homes, step_s
+from tests.coordinator.planning.search.test_ring import TIED, TRAINING, homes, step_s
 
 PLAIN = gpt_like(4, tokens=64, vocab=16_000, tied=False)
 

@@ -13,10 +13,7 @@ from atoll.microbatch import Depth
 from atoll.opdag import TensorMeta
 from atoll.plan import LinkSpec, Mask
 from compressors.catalogue import CODECS, takes
-from coordinator.planning.costs.codec_costs import ends_s, load_bytes, tensor_bytes
-from coordinator.planning.costs.traffic import Crossing, LinkLoad
-from coordinator.planning.problem import Candidate, Problem
-from coordinator.planning.ratios import (
+from coordinator.planning.codecs.ratios import (
     TOLERANCE,
     Link,
     adatopk,
@@ -28,6 +25,9 @@ from coordinator.planning.ratios import (
     uniform,
     within,
 )
+from coordinator.planning.costs.codec_costs import ends_s, load_bytes, tensor_bytes
+from coordinator.planning.costs.traffic import Crossing, LinkLoad
+from coordinator.planning.problem import Candidate, Problem
 from tests.coordinator.planning.dags import chain_dag, gpt_like
 from tests.coordinator.planning.fleets import random_fleet, two_islands
 

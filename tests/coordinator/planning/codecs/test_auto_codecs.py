@@ -8,11 +8,11 @@ from atoll.job import TrainingSpec
 from atoll.microbatch import Depth
 from atoll.plan import Mask
 from coordinator.planning import TUNED
-from coordinator.planning.auto_codecs import settled
+from coordinator.planning.codecs.auto_codecs import settled
+from coordinator.planning.codecs.new_codecs import respec, step_with
 from coordinator.planning.costs.codec_costs import load_bytes
 from coordinator.planning.costs.lower_bound import lower_bound
 from coordinator.planning.costs.timeline import simulate
-from coordinator.planning.new_codecs import respec, step_with
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Candidate, Problem
 from tests.coordinator.planning.dags import chain_dag, gpt_like

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from coordinator.planning import TUNED
-from coordinator.planning.exchange_codecs import with_codec
-from coordinator.planning.gossip_plans import hidden_steps, round_of, whole_models
-from coordinator.planning.search.partitions import Rooms, moved, peer_groups
-from coordinator.planning.transfers import shares_of
+from coordinator.planning.peers.exchange_codecs import with_codec
+from coordinator.planning.peers.gossip_plans import hidden_steps, round_of, whole_models
+from coordinator.planning.peers.partitions import Rooms, moved, peer_groups
+from coordinator.planning.peers.transfers import shares_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from atoll.exchange import Exchange
+    from coordinator.planning.peers.partitions import Parts
     from coordinator.planning.problem import Problem
-    from coordinator.planning.search.partitions import Parts
 
     Floats = NDArray[np.float64]
 

@@ -10,8 +10,8 @@ from atoll.job import TrainingSpec
 from atoll.opdag import Kind, LeafRef, OpDag, Source, StateMeta, TensorMeta, leaf_refs
 from atoll.plan import Plan, validate
 from coordinator.planning.costs.fleet import Device, Fleet
+from coordinator.planning.peers.replicas import best_plan
 from coordinator.planning.planner import PlanRequest, make_plan
-from coordinator.planning.replicas import best_plan
 from tests.coordinator.planning.dags import gpt_like, op
 from tests.coordinator.planning.fleets import same_links
 

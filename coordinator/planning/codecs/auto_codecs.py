@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from atoll.compression import AUTO, OFF, Compression
 from atoll.plan import LinkSpec
 from coordinator.planning import TUNED
+from coordinator.planning.codecs.ratios import Link, asked_ratio, choose, mask_of, reasoned, within
 from coordinator.planning.costs.codec_costs import DENSE
-from coordinator.planning.ratios import Link, asked_ratio, choose, mask_of, reasoned, within
 
 if TYPE_CHECKING:
     from coordinator.planning.problem import Problem, Scored

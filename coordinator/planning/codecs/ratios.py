@@ -151,7 +151,7 @@ def links_of(work: Workload, loads: Sequence[LinkLoad], devices: Sequence[Device
 
 
 def choose(links: Sequence[Link], wanted: Compression, unnoticed_s: float = 0.0) -> tuple[LinkSpec, ...]:
-    """A spec for every link. ``auto`` needs a target: ``within``, or ``coordinator.planning.auto_codecs``."""
+    """A spec for every link. ``auto`` needs a target: ``within``, or ``codecs.auto_codecs``."""
     if wanted.mode == OFF:
         return ()
     if wanted.mode == ADATOPK:

@@ -13,12 +13,12 @@ from atoll.exchange import AUTO
 from atoll.opdag import TensorMeta
 from compressors.catalogue import codec
 from coordinator.planning import TUNED
-from coordinator.planning.gossip_plans import round_of
+from coordinator.planning.peers.gossip_plans import round_of
 
 if TYPE_CHECKING:
     from atoll.exchange import Exchange
     from coordinator.planning.costs.fleet import Fleet
-    from coordinator.planning.gossip_plans import Held
+    from coordinator.planning.peers.gossip_plans import Held
 
 CODECS = ("none", "int8_block", "int4_block")
 """From the mildest on."""

@@ -18,12 +18,12 @@ from atoll.plan import Piece, Plan, Replica, StageSpec, stage_of
 from coordinator.client.fleet_file import parse_fleet
 from coordinator.planning.chosen import chosen_plan, shape
 from coordinator.planning.costs.fleet import Fleet
-from coordinator.planning.gossip_plans import Range, held_by, rates_by_rank, round_of
-from coordinator.planning.local_plans import Known, _balanced, fastest
+from coordinator.planning.peers.gossip_plans import Range, held_by, rates_by_rank, round_of
+from coordinator.planning.peers.local_plans import Known, _balanced, fastest
+from coordinator.planning.peers.sketches import Sharing
+from coordinator.planning.peers.transfers import exchange_s, shares_of
 from coordinator.planning.planner import PlanRequest
 from coordinator.planning.problem import Problem
-from coordinator.planning.search.sketches import Sharing
-from coordinator.planning.transfers import exchange_s, shares_of
 from coordinator.planning.ways import WayKind, compare_ways
 from tests.coordinator.planning.dags import chain_dag, gpt_like
 

@@ -29,14 +29,14 @@ from coordinator.planning.costs.codec_costs import speed_of
 from coordinator.planning.costs.message_costs import bytes_cpu_s
 from coordinator.planning.costs.op_seconds import is_trained
 from coordinator.planning.costs.quota import core_share
-from coordinator.planning.gossip_plans import held_by
-from coordinator.planning.local_plans import as_replicas, peers_plan, pipeline_s
+from coordinator.planning.peers.gossip_plans import held_by
+from coordinator.planning.peers.local_plans import as_replicas, peers_plan, pipeline_s
+from coordinator.planning.peers.partitions import Parts, partitions
+from coordinator.planning.peers.sketches import Sharing
+from coordinator.planning.peers.transfers import PHASES, exchange_s, rank_rates, shares_of
 from coordinator.planning.planner import PlanRequest, make_plan, remembering
 from coordinator.planning.problem import Problem
 from coordinator.planning.search.clusters import groups
-from coordinator.planning.search.partitions import Parts, partitions
-from coordinator.planning.search.sketches import Sharing
-from coordinator.planning.transfers import PHASES, exchange_s, rank_rates, shares_of
 from strategies.exchanges.catalogue import dense_volume, elements_of, exchange_facts, tree_hops
 
 if TYPE_CHECKING:

@@ -17,8 +17,15 @@ from atoll.exchange import PairTable, Pattern
 from atoll.opdag import Source, leaf_refs
 from coordinator.planning import TUNED
 from coordinator.planning.costs.op_seconds import is_trained
-from coordinator.planning.peers import best_threshold
-from coordinator.planning.transfers import PHASES, coded, exchange_s, owner_transfers, pair_rates, rank_rates
+from coordinator.planning.peers.selection import best_threshold
+from coordinator.planning.peers.transfers import (
+    PHASES,
+    coded,
+    exchange_s,
+    owner_transfers,
+    pair_rates,
+    rank_rates,
+)
 from strategies.exchanges.catalogue import exchange_facts
 from strategies.exchanges.matching import Network
 from strategies.exchanges.partners import groups_at

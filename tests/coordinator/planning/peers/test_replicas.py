@@ -13,13 +13,12 @@ from atoll.job import TrainingSpec
 from atoll.plan import Plan
 from atoll.program import stage_programs
 from coordinator.planning import planner
-from coordinator.planning.costs.fleet import Fleet
-from coordinator.planning.costs.network import Uplink
+from coordinator.planning.costs.fleet import Fleet, Uplink
+from coordinator.planning.peers.replicas import best_plan, exchanged_bytes
+from coordinator.planning.peers.transfers import exchange_s, shares_of
 from coordinator.planning.planner import PlanRequest
 from coordinator.planning.problem import Problem
-from coordinator.planning.replicas import best_plan, exchanged_bytes
 from coordinator.planning.search.op_fence import Effort
-from coordinator.planning.transfers import exchange_s, shares_of
 from tests.coordinator.planning.test_ways import DAG, fleet_of
 
 FOUR = TrainingSpec(1, 8, blocks=4, replicas="2")

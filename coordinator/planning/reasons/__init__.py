@@ -1,0 +1,1 @@
+"""Reasons that a plan gives: its bottleneck, who is left out and why, what memory it lacks. Pure."""
