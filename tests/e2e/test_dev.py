@@ -8,10 +8,13 @@ import signal
 import sys
 import urllib.error
 import urllib.request
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from atoll.errors import JobFailed
+from coordinator.cli.first import dev
 from coordinator.cli.first.new import Template, write
 from coordinator.cli.main import app
 from hostos.command_line import run
@@ -80,3 +83,22 @@ def test_a_federated_job_that_cannot_be_tried_here_is_refused_before_anything_st
     job.write_text(job.read_text().replace(text, "") if text else job.read_text())
     assert run(app, ["dev", str(job), *options]) == 2
     assert re.search(words, capsys.readouterr().err)
+
+
+def test_a_job_that_fails_names_how_to_keep_its_logs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logs end with the command; the message of a failed job names them."""
+
+    def failed(*_: object) -> None:
+        raise JobFailed("job-1 failed at step 0: no reason given; see `atoll logs job-1`")
+
+    monkeypatch.setattr(dev, "_fleet", lambda *_: nullcontext())
+    monkeypatch.setattr(dev, "_tell_where", lambda *_: None)
+    monkeypatch.setattr(dev, "_train", failed)
+    job = str(write(tmp_path / "job", Template.VISION))
+    for options, hint in (([], True), (["--keep", str(tmp_path / "kept")], False)):
+        assert run(app, ["dev", job, "--no-page", *options]) == JobFailed.exit_code
+        error = capsys.readouterr().err
+        assert ("`--keep DIR` keeps them" in error) == hint
+        assert "job-1 failed" in error

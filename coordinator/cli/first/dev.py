@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.errors import StorageError, UsageError
+from atoll.errors import JobFailed, StorageError, UsageError
 from atoll.federated import Registered
 from coordinator.cli.jobs.commands import JobFile, follow
 from coordinator.cli.local_fleet import COORDINATOR
@@ -103,6 +103,10 @@ def dev(
             if stay if stay is not None else shown and out.is_terminal:
                 err.print("the job has ended; Ctrl+C ends coordinator and workers", soft_wrap=True)
                 threading.Event().wait()
+        except JobFailed:
+            if keep is None:
+                err.print("logs and state end with this command; `--keep DIR` keeps them", soft_wrap=True)
+            raise
         except KeyboardInterrupt:
             err.print("ending coordinator and workers; nothing is left running", soft_wrap=True)
             raise

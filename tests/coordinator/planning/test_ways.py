@@ -206,6 +206,9 @@ def test_a_way_is_the_plan_that_its_options_make(name: str) -> None:
         assert made.prediction is not None
         assert (way.options, way.step_s) == (way.options, made.prediction.step_s)
         assert way.plan == made
+        if way.kind is WayKind.LOCAL_STEPS and way.exchange is not None:
+            every = way.exchange.every * way.exchange.fragments
+            assert f"--local-steps {every}" in way.options  # a step more has the same plan
 
 
 def test_replicas_that_the_planner_refuses_are_not_offered() -> None:
