@@ -1,8 +1,8 @@
 """Spare time of a link: copies may delay the messages of training by so much at most, and no more.
 
 A piece of a copy that leaves while training has nothing on its way costs nothing, until a message comes that
-has to wait for the rest of it. Who sends counts these seconds (``worker.transport.courtesy``), and who plans
-predicts them, by the figures here.
+has to wait for the rest of it. Who sends counts these seconds (``worker.transport.peers.courtesy``), and who
+plans predicts them, by the figures here.
 """
 
 DELAY_SHARE = 0.05

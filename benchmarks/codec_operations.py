@@ -11,9 +11,9 @@ import torch
 
 from compressors import make_compressor
 from compressors.base import meta_of
-from compressors.contrib import acp_sgd
-from compressors.contrib.factors import orthonormal, sketch
-from compressors.contrib.gaussian_k import GaussianK
+from compressors.contrib.low_rank import acp_sgd
+from compressors.contrib.low_rank.factors import orthonormal, sketch
+from compressors.contrib.sparse.gaussian_k import GaussianK
 from compressors.indices import encoded
 from compressors.packing import empty, flat
 from compressors.random_k import draw_positions

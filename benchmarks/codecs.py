@@ -30,7 +30,7 @@ from benchmarks.codec_operations import COLUMNS, OPERATIONS, Operation
 from benchmarks.harness import execute
 from compressors import CODECS, make_compressor
 from compressors.base import meta_of, parse_packet
-from compressors.contrib.chunk_topk import ChunkTopK
+from compressors.contrib.sparse.chunk_topk import ChunkTopK
 from compressors.speed import SPREAD, break_even_bps
 from compressors.topk import TopK
 

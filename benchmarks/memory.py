@@ -27,7 +27,7 @@ from benchmarks.real_workers import LoopbackFleet
 from coordinator.client.job_file import load_job
 from coordinator.client.prepare import prepare
 from protos.convert import from_proto
-from worker.hosting.control_group import GROUPS, memory_groups
+from worker.hosting.contained.control_group import GROUPS, memory_groups
 
 if TYPE_CHECKING:
     from coordinator.client.prepare import Prepared

@@ -22,8 +22,8 @@ from itertools import pairwise
 from atoll.job import TrainingSpec
 from benchmarks.harness import execute
 from coordinator.config import Probing
-from coordinator.membership.link_guesses import guesses
-from coordinator.membership.link_table import LinkTable, measured_fleet
+from coordinator.membership.links.guesses import guesses
+from coordinator.membership.links.table import LinkTable, measured_fleet
 from coordinator.planning.costs.fleet import UNKNOWN, Device
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.search.clusters import groups

@@ -47,7 +47,7 @@ from benchmarks.harness import (
 from coordinator.client.job_file import load_job
 from coordinator.client.prepare import prepare
 from coordinator.planning.baselines import GIVEN_CUT
-from worker.hosting.send_log import SendLog
+from worker.hosting.neighbours.send_log import SendLog
 from worker.transport.frames import Direction, MessageKey
 
 STAGES = 3

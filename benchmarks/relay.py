@@ -29,7 +29,7 @@ from benchmarks.harness import conclude, execute, machine, parser
 from protos import relay_tickets as tickets
 from protos.relay_tickets import Ticket
 from worker.transport.contract import RelayOffer
-from worker.transport.relaying import RelayTunnel
+from worker.transport.ways.relaying import RelayTunnel
 
 BLOCK_BYTES = 1 << 20
 

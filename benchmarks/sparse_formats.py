@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness import execute
-from compressors.contrib.chunk_topk import ChunkTopK, code_positions
+from compressors.contrib.sparse.chunk_topk import ChunkTopK, code_positions
 from compressors.indices import decode_positions, encode_positions
 from compressors.selection import bits_of, largest_in_rows
 

@@ -32,7 +32,7 @@ from examples import gpt
 from hostos.units import MIB
 from protos.convert import from_proto
 from tests.inprocess.pipeline import LocalPipeline
-from worker.hosting.control_group import memory_groups
+from worker.hosting.contained.control_group import memory_groups
 
 if TYPE_CHECKING:
     from atoll.plan import Plan

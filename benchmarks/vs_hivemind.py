@@ -52,8 +52,8 @@ from protos.credentials import Identity
 from worker.links.links import Links
 from worker.machine.malloc import keep_chunk_memory
 from worker.stage.assignment import Assignment
-from worker.stage.expected import step_arrivals
-from worker.stage.joining import GradientExchange
+from worker.stage.steps.expected import step_arrivals
+from worker.stage.steps.joining import GradientExchange
 from worker.transport.contract import Paths
 from worker.transport.frames import MessageKey
 from worker.transport.network import PeerNetwork

@@ -14,8 +14,8 @@ from enum import StrEnum
 from atoll.errors import UsageError
 from atoll.opdag import TensorMeta
 from compressors import rates, sparse_sizes
-from compressors.contrib import sizes
-from compressors.contrib.ranks import acp_bytes, cut_bytes, powersgd_bytes
+from compressors.contrib.low_rank.ranks import acp_bytes, cut_bytes, powersgd_bytes
+from compressors.contrib.sparse import sizes
 
 MIN_BYTES = 4096
 """Tensors below this cross a link as they are: latency, not rate, is what they cost."""
@@ -129,7 +129,7 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="int4_block",
             summary="4 bits a value, linear within blocks of 64",
-            module="contrib.int4_block",
+            module="contrib.quantised.int4_block",
             builder="Int4Block",
             source="compression.md 4 (int8 blockwise linear), at 4 bits",
             size=rates.size_of(rates.int4_bytes),
@@ -148,7 +148,7 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="sign",
             summary="1 bit a value and the mean magnitude; behind an error feedback",
-            module="contrib.sign",
+            module="contrib.quantised.sign",
             builder="Sign",
             source="EF-SignSGD; compression.md 4",
             size=rates.size_of(rates.sign_bytes),
@@ -157,7 +157,7 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="qsgd",
             summary="8 bits a value (4 above ratio 4), rounded at random so that the mean stays",
-            module="contrib.qsgd",
+            module="contrib.quantised.qsgd",
             builder="Qsgd",
             source="QSGD; compression.md 4 (buckets of 512, max norm)",
             size=rates.qsgd_size,
@@ -168,7 +168,7 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="terngrad",
             summary="-s, 0 or s at random, five values a byte; s clipped at 2.5 sigma",
-            module="contrib.terngrad",
+            module="contrib.quantised.terngrad",
             builder="TernGrad",
             source="TernGrad; compression.md 4",
             size=rates.size_of(rates.terngrad_bytes),
@@ -177,7 +177,7 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="natural",
             summary="sign and power of two in 8 bits, rounded at random so that the mean stays",
-            module="contrib.natural",
+            module="contrib.quantised.natural",
             builder="Natural",
             source="natural compression; compression.md 4 (7-bit exponent)",
             size=rates.size_of(rates.natural_bytes),
@@ -187,7 +187,7 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="powersgd",
             summary="two thin factors of a gradient's matrix, one power iteration a step",
-            module="contrib.powersgd",
+            module="contrib.low_rank.powersgd",
             builder="PowerSGD",
             source="PowerSGD, arXiv 1905.13727; compression.md 4",
             size=powersgd_bytes,
@@ -198,7 +198,7 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="acp_sgd",
             summary="PowerSGD with one factor a step, the sides alternating",
-            module="contrib.acp_sgd",
+            module="contrib.low_rank.acp_sgd",
             builder="AcpSGD",
             source="ACP-SGD, arXiv 2306.08881; compression.md 4",
             size=acp_bytes,
@@ -211,7 +211,7 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="low_rank",
             summary="two thin factors of each tensor by itself, in fp16",
-            module="contrib.low_rank",
+            module="contrib.low_rank.low_rank",
             builder="LowRank",
             source="SFT, arXiv 2211.16703; decentralized.md 5",
             size=cut_bytes,
@@ -232,7 +232,7 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="topk2",
             summary="the largest elements of each row, two bits a value: three times as many as topk",
-            module="contrib.topk2",
+            module="contrib.sparse.topk2",
             builder="TopK2",
             source="AdaTopK (decentralized.md 1.7); two bits: peers.md 7.5, compression.md 4",
             size=sizes.topk2_size,
@@ -256,7 +256,7 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="gaussian_k",
             summary="the largest elements by a Gaussian's threshold, lowered until the budget is met",
-            module="contrib.gaussian_k",
+            module="contrib.sparse.gaussian_k",
             builder="GaussianK",
             source="Gaussian-k, arXiv 1911.08772; compression.md 1.2, 3",
             size=sparse_sizes.whole_size,
@@ -267,7 +267,7 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="chunk_topk",
             summary="a fixed k of every 4,096 elements in 2 bits, positions near their entropy",
-            module="contrib.chunk_topk",
+            module="contrib.sparse.chunk_topk",
             builder="ChunkTopK",
             source="peers.md 7.5 (SparseLoCo's and Psyche's mathematics); ranking: Cover 1973",
             size=sizes.chunk_size,
@@ -277,7 +277,7 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="dct_topk",
             summary="the largest cosine coefficients of blocks of up to 64 by 64",
-            module="contrib.dct_topk",
+            module="contrib.sparse.dct_topk",
             builder="DctTopK",
             source="DeMo; decentralized.md 8.6",
             size=sizes.dct_size,

@@ -9,8 +9,8 @@ from protos.session import to_coordinator
 from worker.blobs import BlobFiles
 from worker.control.bulk import Bulk
 from worker.control.remote_store import metered
-from worker.hosting.copies import Copies
-from worker.hosting.peer_blobs import PeerBlobs
+from worker.hosting.neighbours.copies import Copies
+from worker.hosting.neighbours.peer_blobs import PeerBlobs
 from worker.hosting.requests import HostPorts
 from worker.machine.cpu import beside_computing
 from worker.transport.contract import TransportConfig, Way

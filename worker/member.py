@@ -34,11 +34,11 @@ from worker.connections import Connections
 from worker.control.reopening import SessionStream
 from worker.data.registry import known_facts
 from worker.data.weights import Claimed
-from worker.federated.consent import Consent
+from worker.federated.owner.consent import Consent
 from worker.hosting.apps_only import AppsOnly
+from worker.hosting.contained.protections import protections
+from worker.hosting.contained.sandbox import chosen
 from worker.hosting.host import ComputeHost
-from worker.hosting.protections import protections
-from worker.hosting.sandbox import chosen
 from worker.machine.device import own_address
 from worker.machine.own_share import MemoryShare
 from worker.manners.activity import DeviceActivity

@@ -33,7 +33,7 @@ from atoll.opdag import TensorMeta
 from compressors import make_compressor
 from compressors.base import MAX_HEADER_BYTES, Buffer, Compressor, Packet, State, meta_of
 from compressors.catalogue import CODECS
-from compressors.contrib.sizes import chain_kept
+from compressors.contrib.sparse.sizes import chain_kept
 from compressors.indices import decode_positions, encode_positions, max_read_bytes
 from compressors.packing import flat, require_floats, zeros
 from compressors.selection import bits_of, largest_in_rows

@@ -12,8 +12,8 @@ from math import inf, isfinite
 
 from coordinator.config import Probing
 from coordinator.membership.effects import Effects
-from coordinator.membership.link_probing import LinkRequest, Measurement
-from coordinator.membership.link_table import judge_timing
+from coordinator.membership.links.probing import LinkRequest, Measurement
+from coordinator.membership.links.table import judge_timing
 from coordinator.membership.op_probing import RTT_SAMPLES, OpsRequest
 from coordinator.messages import instructions as do
 from coordinator.messages.events import LinkProbed, OpsProbed

@@ -16,14 +16,14 @@ from coordinator.membership import member as members
 from coordinator.membership.deadlines import Deadlines
 from coordinator.membership.guests import slower, within_limits
 from coordinator.membership.known_weights import KnownWeights
-from coordinator.membership.link_guesses import guesses
-from coordinator.membership.link_probing import LinkProbing
-from coordinator.membership.link_table import MIN_GOODPUT_BYTES, judge_step, measured_fleet
+from coordinator.membership.links.guesses import guesses
+from coordinator.membership.links.probing import LinkProbing
+from coordinator.membership.links.relayed import Joined
+from coordinator.membership.links.table import MIN_GOODPUT_BYTES, judge_step, measured_fleet
 from coordinator.membership.loss_rate import Losses
 from coordinator.membership.member import Member, Phase
 from coordinator.membership.memory_learnt import LearntMemory
 from coordinator.membership.op_probing import OpProbing
-from coordinator.membership.relayed import Joined
 from coordinator.messages.events import (
     UNLIMITED,
     CopyHeld,

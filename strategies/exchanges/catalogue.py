@@ -14,8 +14,8 @@ from atoll.errors import PlanError, UsageError
 from atoll.exchange import Content, Exchange, Partners, Pattern
 from atoll.opdag import TensorMeta
 from compressors.catalogue import codec
-from compressors.contrib.ranks import acp_bytes, powersgd_bytes
-from compressors.contrib.sizes import chunk_size, dct_blocks, dct_kept
+from compressors.contrib.low_rank.ranks import acp_bytes, powersgd_bytes
+from compressors.contrib.sparse.sizes import chunk_size, dct_blocks, dct_kept
 from compressors.sparse_sizes import random_k_of, vector_bytes, vector_kept
 
 Shapes = Sequence[tuple[int, ...]]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from compressors.contrib.chunk_topk import ChunkTopK
+from compressors.contrib.sparse.chunk_topk import ChunkTopK
 from strategies.exchanges.base import Contribution, State
 from strategies.exchanges.diloco import DiLoCo
 

@@ -29,7 +29,7 @@ def test_comments_blanks_and_docstrings_are_no_code() -> None:
 
 
 def test_generated_files_and_the_demo_are_left_out_and_wings_are_named() -> None:
-    names = ("worker/daemon.py", "worker/stage/run.py", "protos/a_pb2.py", "experiments/demo/run.py")
+    names = ("worker/daemon.py", "worker/stage/steps/run.py", "protos/a_pb2.py", "experiments/demo/run.py")
     lines = counted((name, "x = 1\n") for name in names)
     assert lines == {"worker/*": 1, "worker/stage": 1}
     assert totals(lines)["product"] == totals(lines)["worker"] == 2

@@ -14,10 +14,16 @@ from hypothesis import strategies as st
 from atoll.opdag import TensorMeta
 from compressors import CODECS, eden, make_compressor
 from compressors.base import Compressor, Packet, check_packet, meta_of, parse_packet
-from compressors.contrib import acp_sgd, powersgd
-from compressors.contrib.factors import sketch
-from compressors.contrib.ranks import acp_rank, activation_matrix, cut_rank, gradient_matrix, powersgd_rank
-from compressors.contrib.sizes import chain_kept, chunk_kept, chunks_of, dct_blocks, dct_ratio
+from compressors.contrib.low_rank import acp_sgd, powersgd
+from compressors.contrib.low_rank.factors import sketch
+from compressors.contrib.low_rank.ranks import (
+    acp_rank,
+    activation_matrix,
+    cut_rank,
+    gradient_matrix,
+    powersgd_rank,
+)
+from compressors.contrib.sparse.sizes import chain_kept, chunk_kept, chunks_of, dct_blocks, dct_ratio
 from compressors.packing import TORCH_DTYPES
 from compressors.rates import EDEN_BLOCK, eden_widths
 from compressors.sparse_sizes import kept_of_row, rows_of, topk_kept

@@ -14,7 +14,7 @@ from atoll.errors import UsageError
 from atoll.opdag import TensorMeta
 from compressors import CODECS
 from compressors.base import DTYPES, Packet, SparseCompressor, meta_of, zero_packet
-from compressors.contrib.acp_sgd import AcpSGD
+from compressors.contrib.low_rank.acp_sgd import AcpSGD
 from compressors.packing import TORCH_DTYPES
 from tests.compressors.codec_cases import (
     CASES,

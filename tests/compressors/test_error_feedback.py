@@ -11,8 +11,8 @@ from torch import Tensor
 
 from compressors import make_compressor
 from compressors.base import Compressor, meta_of
-from compressors.contrib.chunk_topk import ChunkTopK
-from compressors.contrib.gaussian_k import GaussianK
+from compressors.contrib.sparse.chunk_topk import ChunkTopK
+from compressors.contrib.sparse.gaussian_k import GaussianK
 from compressors.error_feedback import ErrorFeedback, Residual
 from compressors.random_k import RandomK
 from compressors.topk import TopK

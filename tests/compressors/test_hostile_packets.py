@@ -32,7 +32,7 @@ from compressors.base import (
     parse_packet,
 )
 from compressors.contrib.chain import Chain, KeepLargest, Zstd
-from compressors.contrib.chunk_topk import ChunkTopK
+from compressors.contrib.sparse.chunk_topk import ChunkTopK
 from compressors.error_feedback import ErrorFeedback
 from compressors.random_k import RandomK
 from compressors.topk import TopK

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from atoll.errors import BadFrame
 from compressors.bits import Ints, pack, packed_bytes, unpack, unpack_ones
-from compressors.contrib.ranking import decode_ranks, encode_ranks, plan_ranks
+from compressors.contrib.sparse.ranking import decode_ranks, encode_ranks, plan_ranks
 from compressors.indices import (
     ENCODERS,
     MAX_POSITIONS,

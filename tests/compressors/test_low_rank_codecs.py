@@ -14,12 +14,12 @@ from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
 from compressors import CODECS, make_compressor
 from compressors.base import Packet, meta_of, parse_packet
-from compressors.contrib import acp_sgd, powersgd
-from compressors.contrib.acp_sgd import AcpSGD
-from compressors.contrib.factors import orthonormal, sketch
-from compressors.contrib.low_rank import LowRank
-from compressors.contrib.powersgd import PowerSGD
-from compressors.contrib.ranks import MAX_RANK, acp_rank, cut_rank, powersgd_rank
+from compressors.contrib.low_rank import acp_sgd, powersgd
+from compressors.contrib.low_rank.acp_sgd import AcpSGD
+from compressors.contrib.low_rank.factors import orthonormal, sketch
+from compressors.contrib.low_rank.low_rank import LowRank
+from compressors.contrib.low_rank.powersgd import PowerSGD
+from compressors.contrib.low_rank.ranks import MAX_RANK, acp_rank, cut_rank, powersgd_rank
 
 NAMES = ("powersgd", "acp_sgd", "low_rank")
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 0, 4), (64, 96), (8, 16, 3, 3), (2, 40, 64)]

@@ -14,8 +14,8 @@ from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
 from compressors import make_compressor, rates
 from compressors.base import Packet
-from compressors.contrib.planes import Planes
-from compressors.contrib.stochastic import Dice, Rounder
+from compressors.contrib.quantised.planes import Planes
+from compressors.contrib.quantised.stochastic import Dice, Rounder
 from compressors.packing import (
     CHUNK,
     empty,

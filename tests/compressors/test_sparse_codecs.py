@@ -13,9 +13,9 @@ from atoll.opdag import TensorMeta
 from compressors import CODECS, make_compressor
 from compressors.base import Compressor, Packet, meta_of
 from compressors.contrib.chain import Chain, DefaultChain, KeepLargest, Zstd
-from compressors.contrib.chunk_topk import ChunkTopK
-from compressors.contrib.dct_topk import DctTopK
-from compressors.contrib.gaussian_k import GaussianK
+from compressors.contrib.sparse.chunk_topk import ChunkTopK
+from compressors.contrib.sparse.dct_topk import DctTopK
+from compressors.contrib.sparse.gaussian_k import GaussianK
 from compressors.random_k import RandomK, draw_positions
 from compressors.selection import all_finite
 from compressors.topk import TopK

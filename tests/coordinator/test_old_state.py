@@ -23,7 +23,7 @@ from tests.fixtures.make import DATA, FEDERATED, KINDS, PIPELINE, SAMPLES, WORKE
 from worker.config import make_config
 from worker.data.policy import OPEN, UNSTATED
 from worker.data.registry import set_policy, verify_dataset
-from worker.federated.client_state import ClientStore
+from worker.federated.kept.client_state import ClientStore
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 COMMITS = (

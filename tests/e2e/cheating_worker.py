@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from worker.cli.main import main
-from worker.hosting import child
+from worker.hosting.contained import child
 
 if __name__ == "__main__":
     program = Path(__file__).with_name("cheating.py").read_text()

@@ -21,8 +21,8 @@ from benchmarks.real_workers import LoopbackFleet, as_job, cut_at
 from benchmarks.waits import came_about
 from coordinator.client.prepare import prepare
 from worker.data.registry import add_dataset, dataset_folder
-from worker.federated.folders import job_folder, make_job_folder, noise_key
-from worker.hosting.sandbox import probe
+from worker.federated.kept.folders import job_folder, make_job_folder, noise_key
+from worker.hosting.contained.sandbox import probe
 
 if TYPE_CHECKING:
     from coordinator.client.client import Client

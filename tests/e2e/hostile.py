@@ -24,11 +24,11 @@ from worker.blobs import BlobFile
 from worker.cancel import Cancel
 from worker.compute.ports import Arenas
 from worker.compute.process import ComputeProcess, serve
-from worker.federated.folders import job_folder
+from worker.federated.kept.folders import job_folder
 from worker.federated.participation import Participation
 from worker.pipe.arena import Arena
 from worker.stage.op_marks import OpMarks
-from worker.stage.run import StageRun
+from worker.stage.steps.run import StageRun
 
 BEGUN_S = time.monotonic()
 TOLD: dict[str, Any] = json.loads(sys.argv.pop(1))

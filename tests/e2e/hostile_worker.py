@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from worker.cli.main import main
-from worker.hosting import child
+from worker.hosting.contained import child
 
 if __name__ == "__main__":
     told = json.loads(os.environ["HOSTILE"]) | {"daemon": os.getpid()}

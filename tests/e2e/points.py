@@ -120,9 +120,9 @@ def coordinator(points: Points, *, steady: bool) -> None:
 def worker(points: Points, folder: Path) -> None:
     from worker.blobs import BlobFiles
     from worker.control.stream import Stream
-    from worker.hosting import child
+    from worker.hosting.contained import child
     from worker.hosting.host import ComputeHost
-    from worker.hosting.send_log import SendLog
+    from worker.hosting.neighbours.send_log import SendLog
     from worker.session import machine
 
     points.around(machine, "handle", of_kind("hear"))
@@ -139,7 +139,7 @@ def compute(points: Points) -> None:
     from worker.compute.ports import DaemonNetwork
     from worker.session import pipe
     from worker.stage import tensor_blobs
-    from worker.stage.run import StageRun
+    from worker.stage.steps.run import StageRun
 
     points.around(pipe, "reported", lambda event: (f"post.{type(event).__name__}",))
     points.around(DaemonNetwork, "send", lambda _, peer, key, *rest, **more: (f"pass.{key.direction.name}",))

@@ -11,7 +11,7 @@ from benchmarks.oracle import every_link
 from compressors import catalogue
 from tests.inprocess.pipeline import LocalPipeline
 from tests.patience import HUNG_S, eventually
-from tests.worker.stage.crew import TRAINING, Crew, assign, case, cut_evenly
+from tests.worker.stage.steps.crew import TRAINING, Crew, assign, case, cut_evenly
 from worker.cancel import Cancel
 from worker.stage.reports import StepReport
 from worker.transport.contract import Paths, TransportConfig

@@ -11,7 +11,7 @@ from benchmarks.real_workers import LoopbackFleet
 from coordinator.client.prepare import Prepared, prepare
 from experiments.chaos.fleet import Facts
 from experiments.chaos.promises import commits
-from worker.hosting.control_group import memory_groups
+from worker.hosting.contained.control_group import memory_groups
 
 MIB = 1 << 20
 STEPS, LENGTH, VOCABULARY = 8, 32, 16_000

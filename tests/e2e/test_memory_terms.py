@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks import memory
-from worker.hosting.control_group import memory_groups
+from worker.hosting.contained.control_group import memory_groups
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.thin_memory import on_workers
-from worker.hosting.control_group import memory_groups
+from worker.hosting.contained.control_group import memory_groups
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ def test_two_replicas_of_the_whole_model_end_in_the_bits_of_one_machine(fleet: L
     assert difference(found, run_local(given, (0,)), 1) == 0.0
 
 
-@pytest.mark.slow  # in one process: tests/worker/stage/test_gradient_joining.py
+@pytest.mark.slow  # in one process: tests/worker/stage/steps/test_gradient_joining.py
 def test_a_pipeline_beside_a_whole_model_ends_in_the_bits_of_one_machine(fleet: LoopbackFleet) -> None:
     middle = replicated("gpt2").dag.cuttable()[len(replicated("gpt2").dag.cuttable()) // 2]
     given, plan = plan_of(replicated("gpt2"), 2, (2, (0, middle)), (2, (0,)))

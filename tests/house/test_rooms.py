@@ -1,4 +1,4 @@
-"""Files form no circle by what they import, and a wing has few enough files to be known."""
+"""Files form no circle by what they import."""
 
 from __future__ import annotations
 
@@ -8,18 +8,11 @@ from pathlib import Path
 
 import networkx as nx
 
-from tests.house.test_arrows import HALLS, LEVELS, ROOT, _sources
+from tests.house.test_arrows import LEVELS, ROOT, _sources
 
-MOST_FILES = 12
-OVERFULL = {
-    "coordinator/membership",
-    "worker/federated", "worker/hosting", "worker/stage",
-    "worker/transport",
-}  # fmt: skip
-"""Wings that are still to be parted; a name leaves this list with its wing and none comes in."""
 BY_TYPES = (
-    {"worker.transport.connection", "worker.transport.peer"},
-    {"worker.transport.dialling", "worker.transport.meeting", "worker.transport.network"},
+    {"worker.transport.peers.connection", "worker.transport.peers.peer"},
+    {"worker.transport.ways.dialling", "worker.transport.ways.meeting", "worker.transport.network"},
 )
 """Circles that type checkers alone see; none comes in."""
 
@@ -59,12 +52,3 @@ def test_a_circle_through_a_function_is_seen(tmp_path: Path) -> None:
     (tmp_path / "three.py").write_text("if TYPE_CHECKING:\n    from one import late\n")
     (tmp_path / "four.py").write_text("import one\n")
     assert circles(tmp_path, tmp_path.glob("*.py")) == [{"one", "two", "three"}]
-
-
-def test_a_wing_has_at_most_twelve_files() -> None:
-    sizes = {
-        init.parent.relative_to(ROOT).as_posix(): len(list(init.parent.glob("*.py"))) - 1
-        for package in HALLS
-        for init in (ROOT / package).rglob("*/__init__.py")
-    }
-    assert {wing for wing, files in sizes.items() if files > MOST_FILES} <= OVERFULL

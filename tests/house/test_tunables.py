@@ -16,10 +16,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("atoll", "hostos", "protos", "strategies", "compressors", "coordinator", "worker")
 MANY = 16
 TUNED = ("coordinator.planning", "worker.hosting", "worker.transport")
+"""Wings whose rooms read one dataclass. Costs were measured, and stand beside their formulas."""
 TWICE = {
     ("compressors", "ALIGNMENT"): "of a file's content, and of torch's memory",
     ("compressors", "_BLOCK"): "two loops, each as long as fits the cache",
-    ("compressors/contrib", "_MIDDLE"): "two formats",
+    ("compressors/contrib/quantised", "_MIDDLE"): "two formats",
     ("protos", "KEY_BYTES"): "two formats",
     ("worker/machine", "MAX_BYTES"): "of a process's output, and of a file",
 }
@@ -60,8 +61,9 @@ def _tunes(name: str) -> bool:
 
 def test_a_wing_with_many_tuned_numbers_has_them_in_one_dataclass() -> None:
     found = Counter(wing for wing, path in _modules() for name, _ in _constants(path) if _tunes(name))
-    tuned = {wing.replace(".", "/") for wing in TUNED}
-    assert {w: n for w, n in found.items() if w in tuned} == {}
+    tuned = tuple(f"{wing.replace('.', '/')}/" for wing in TUNED)
+    costs = "coordinator/planning/costs"
+    assert {w: n for w, n in found.items() if f"{w}/".startswith(tuned) and w != costs} == {}
     assert {w: n for w, n in found.items() if n > MANY} == {}
 
 

@@ -21,8 +21,8 @@ from strategies.linear import Linear
 from strategies.selection import Outcome
 from tests.inprocess.federation import nbytes
 from worker.federated.host_round import HostRound, train_clients
+from worker.federated.kept.population_states import Kept, PopulationStates
 from worker.federated.orders import HostAnswer
-from worker.federated.population_states import Kept, PopulationStates
 
 if TYPE_CHECKING:
     from pathlib import Path

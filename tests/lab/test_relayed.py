@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.harness import LabFleet, settings_options
 from lab.tun import unavailable
-from tests.worker.transport.test_tunnels import memory_of
+from tests.worker.transport.ways.test_tunnels import memory_of
 
 pytestmark = [
     pytest.mark.wan,

@@ -29,7 +29,7 @@ from tests.coordinator.capture.architectures import gemma, vit
 from tests.coordinator.planning.fleets import MIB, same_links
 from tests.models import bert, gpt2, llama
 from tests.parameters import sampled
-from tests.worker.stage.crew import Case, Crew, assign
+from tests.worker.stage.steps.crew import Case, Crew, assign
 from worker.cancel import Cancel
 from worker.transport.frames import Data, Direction, encode
 

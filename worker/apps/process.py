@@ -9,8 +9,8 @@ from pathlib import Path
 
 from protos import atoll_apps_pb2 as pb
 from protos.child_process import ChildProcess
-from worker.hosting.environment import shown_environment
-from worker.hosting.output import Output
+from worker.hosting.contained.environment import shown_environment
+from worker.hosting.contained.output import Output
 
 
 class AppProcess:

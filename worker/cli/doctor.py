@@ -34,8 +34,8 @@ from protos.text_limits import clean
 from worker.control.calls import open_channel
 from worker.control.greeting import greet
 from worker.control.pinned import opened_token
-from worker.hosting.protections import protections
-from worker.hosting.sandbox import chosen, probe
+from worker.hosting.contained.protections import protections
+from worker.hosting.contained.sandbox import chosen, probe
 from worker.machine.device import Device
 from worker.machine.facts import ask_facts
 from worker.machine.lent import lent_devices

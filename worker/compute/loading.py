@@ -15,14 +15,15 @@ from worker.cancel import Cancel
 from worker.exchange.kept import kept_keys
 from worker.links.links import NEVER, Links
 from worker.machine.torch_device import torch_device
-from worker.stage import feed, joining, tensor_blobs
+from worker.stage import feed, tensor_blobs
 from worker.stage.assignment import Assignment, assigned, check
-from worker.stage.local_steps import LocalSteps
 from worker.stage.op_marks import OpMarks
 from worker.stage.piece import Keeps
 from worker.stage.reports import LongWait
-from worker.stage.run import Meters, StageRun, codecs_of
 from worker.stage.stage import MAX_OUTPUT_BYTES, Stage
+from worker.stage.steps import joining
+from worker.stage.steps.local_steps import LocalSteps
+from worker.stage.steps.run import Meters, StageRun, codecs_of
 from worker.transport.contract import PeerLost
 
 if TYPE_CHECKING:

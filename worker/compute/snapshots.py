@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from worker.blobs import BlobFile
     from worker.context import ComputeContext
     from worker.stage.assignment import Assignment
-    from worker.stage.run import StageRun
+    from worker.stage.steps.run import StageRun
 
 log = structlog.get_logger()
 

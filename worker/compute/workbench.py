@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from worker.links.links import Links
     from worker.machine.codec_speed import CodecGauge
     from worker.stage.reports import LongWait, StepReport
-    from worker.stage.run import StageRun
+    from worker.stage.steps.run import StageRun
 
 log = structlog.get_logger()
 

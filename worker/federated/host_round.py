@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from strategies.layout import Arrays
     from strategies.values import Broadcast, ClientUpdate
     from worker.cancel import Cancel
+    from worker.federated.kept.population_states import Held, PopulationStates
     from worker.federated.local_model import Client
-    from worker.federated.population_states import Held, PopulationStates
     from worker.federated.trainer import LocalTrainer
 
 

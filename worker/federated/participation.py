@@ -4,7 +4,7 @@ The data stays here; what leaves is the update's file, a few numbers, and the me
 the held-out share. Where the data are a population's, the clients that an order names train in turn, and
 the update is one sum over them (``worker.federated.host_round``). What the rule and the codec keep for the
 next round is on disk before the update is announced, and counts only once the coordinator says that it was
-taken (``worker.federated.client_state``, ``population_states``).
+taken (``worker.federated.kept.client_state``, ``population_states``).
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from strategies.returned import check_returned
 from strategies.secure.vector import Encoding, encoding_of, secured
 from worker.blobs import BlobFile, most_bytes
 from worker.federated.broadcasts import Models
-from worker.federated.client_state import ClientStore
-from worker.federated.floors import check_job
 from worker.federated.host_round import HostRound, train_clients
+from worker.federated.kept.client_state import ClientStore
+from worker.federated.kept.population_states import PopulationStates
 from worker.federated.local_model import LocalModel
 from worker.federated.members import Members
 from worker.federated.orders import Assessment, Update
-from worker.federated.population_states import PopulationStates
+from worker.federated.owner.floors import check_job
 from worker.federated.secure.membership import SecureRounds
 from worker.federated.sites.gateway import Gateway
 from worker.federated.trainer import LocalTrainer

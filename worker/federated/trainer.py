@@ -36,7 +36,7 @@ from strategies.layout import SHARED, Role, own_parts
 from strategies.returned import check_returned, check_rows
 from strategies.values import ClientUpdate, Done
 from worker.cancel import Cancel
-from worker.federated.floors import check_held_out, check_job, check_update_floors
+from worker.federated.owner.floors import check_held_out, check_job, check_update_floors
 from worker.federated.samples.noised import NoisedGradients, check_apart
 from worker.federated.working_tensors import WorkingTensors
 from worker.stage.digests import norm

@@ -15,8 +15,8 @@ from atoll.messages.from_worker import MAX_REASON_CHARS
 from hostos.budget import Budget
 from protos import atoll_compute_pb2 as pb
 from protos.text_limits import clean
-from worker.hosting.connecting import connect
-from worker.hosting.limits import descendants, resident_bytes
+from worker.hosting.contained.limits import descendants, resident_bytes
+from worker.hosting.neighbours.connecting import connect
 from worker.hosting.requests import of_assignment
 from worker.machine.own_share import RESERVE_BYTES, held_bytes, main_share
 from worker.machine.speed_file import MAX_BYTES as MAX_SPEEDS_BYTES
@@ -25,7 +25,7 @@ from worker.session import events, pipe, wire
 if TYPE_CHECKING:
     from protos import atoll_control_pb2 as control
     from worker.cancel import Cancel
-    from worker.hosting.child import Child
+    from worker.hosting.contained.child import Child
     from worker.hosting.held import HostState, Now
 
 log = structlog.get_logger()

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from protos import atoll_compute_pb2 as pb
     from worker.config import WorkerConfig
     from worker.data.pinned import PinnedRows
-    from worker.federated.consent import Consent
-    from worker.hosting.child import Child
-    from worker.hosting.gate import Gate
+    from worker.federated.owner.consent import Consent
+    from worker.hosting.contained.child import Child
+    from worker.hosting.neighbours.gate import Gate
     from worker.hosting.requests import HostPorts, Served
     from worker.ranks.gathering import Gathering
 

@@ -24,23 +24,23 @@ from protos import coding
 from worker.config import make_state_dir
 from worker.data.pinned import PinnedRows
 from worker.data.registry import dataset_folder
-from worker.federated.folders import make_job_folder
+from worker.federated.kept.folders import make_job_folder
 from worker.hosting import TUNED
-from worker.hosting.child import clear_scratch
-from worker.hosting.connecting import expect, time_link
-from worker.hosting.gate import Gate
+from worker.hosting.contained.child import clear_scratch
+from worker.hosting.contained.sandbox import View
 from worker.hosting.hearing import Hearing
 from worker.hosting.held import Held, HostState
+from worker.hosting.neighbours.connecting import expect, time_link
+from worker.hosting.neighbours.gate import Gate
+from worker.hosting.neighbours.send_log import SendLog
 from worker.hosting.processes import Processes
 from worker.hosting.requests import HostPorts
-from worker.hosting.sandbox import View
-from worker.hosting.send_log import SendLog
 from worker.hosting.watch import OpWatch
 from worker.session import events, instructions, pipe, wire
 
 if TYPE_CHECKING:
     from worker.config import WorkerConfig
-    from worker.federated.consent import Consent
+    from worker.federated.owner.consent import Consent
     from worker.machine.own_share import MemoryShare
     from worker.pipe.status import Waiting
     from worker.ranks.gathering import Gathering

@@ -17,11 +17,11 @@ from atoll.errors import AtollError, UsageError
 from atoll.messages.from_worker import OpsProbed
 from protos import atoll_compute_pb2 as pb
 from worker.hosting import TUNED
-from worker.hosting.child import Child, make_scratch
+from worker.hosting.contained.child import Child, make_scratch
+from worker.hosting.contained.limits import computed_s
+from worker.hosting.contained.sandbox import View, chosen
 from worker.hosting.held import Now
-from worker.hosting.limits import computed_s
 from worker.hosting.requests import Served, unlogged
-from worker.hosting.sandbox import View, chosen
 from worker.machine.lent import gpus_here
 from worker.session import events
 from worker.transport.contract import TransportConfig
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from worker.config import WorkerConfig
+    from worker.hosting.contained.launch import Ending
     from worker.hosting.held import HostState
-    from worker.hosting.launch import Ending
 
 log = structlog.get_logger()
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from atoll.messages.to_worker import PeerLink
     from worker.blobs import BlobStore
     from worker.data.pinned import PinnedRows
-    from worker.hosting.child import Child
+    from worker.hosting.contained.child import Child
     from worker.session import events
     from worker.transport.network import PeerNetwork
 

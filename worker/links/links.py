@@ -4,7 +4,7 @@
 coordinator names, the same stages may exchange under a new version with other codecs.
 
 Only declared messages are taken: key, sender, shape and dtype are known before a step begins. The daemon's
-gate decides (``worker.hosting.gate``): what is of another sender, plan version or size gets no memory there.
+gate (``worker.hosting.neighbours.gate``) gives no memory to what is of another sender, plan version or size.
 What is over or here already is dropped, never added twice. A step that is run again sends the same bits under
 the same keys, so a message that is still unread serves either run; one that is repeated alone is sent to
 nobody.

@@ -22,10 +22,10 @@ from atoll.backoff import Backoff
 from atoll.errors import AccessDenied, ConnectionFailed
 from protos import atoll_compute_pb2 as pb
 from protos.child_pipe import framed
-from worker.hosting.environment import compute_environment
-from worker.hosting.launch import Launched
-from worker.hosting.limits import descendants, resident_bytes
-from worker.hosting.sandbox import View, chosen
+from worker.hosting.contained.environment import compute_environment
+from worker.hosting.contained.launch import Launched
+from worker.hosting.contained.limits import descendants, resident_bytes
+from worker.hosting.contained.sandbox import View, chosen
 from worker.machine.own_share import RESERVE_BYTES, held_bytes
 from worker.ranks.gathering import HANDSHAKE_S, LEAVE, REFUSED, START, WELCOME, joined
 from worker.ranks.sealed import Closed, Sealed

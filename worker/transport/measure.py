@@ -13,7 +13,7 @@ from worker.transport.contract import PeerLost
 from worker.transport.frames import Direction, MessageKey
 
 if TYPE_CHECKING:
-    from worker.transport.peer import Peer
+    from worker.transport.peers.peer import Peer
 
 _BURST = MessageKey("", 0, 0, 0, 0, Direction.EVALUATION_CODED)
 

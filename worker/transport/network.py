@@ -24,7 +24,6 @@ from protos import PROTOCOL_VERSION
 from protos.credentials import CurrentIdentity
 from protos.devices import machine_of
 from worker.transport import TUNED
-from worker.transport.connection import Connection
 from worker.transport.contract import (
     Goodput,
     Paths,
@@ -33,16 +32,17 @@ from worker.transport.contract import (
     TransportConfig,
     Way,
 )
-from worker.transport.courtesy import Courtesy
-from worker.transport.dialling import Dialler, greeting
 from worker.transport.frames import MAX_META_BYTES, Hello, MessageKey, encode
 from worker.transport.loop import SHARED, run
 from worker.transport.measure import burst, round_trip
-from worker.transport.meeting import Meetings
-from worker.transport.peer import Peer, Peers
+from worker.transport.peers.connection import Connection
+from worker.transport.peers.courtesy import Courtesy
+from worker.transport.peers.peer import Peer, Peers
 from worker.transport.pipes import AcceptedPipe, Pipe, PipeServer
-from worker.transport.relaying import RelayTunnel
-from worker.transport.tunnels import LocalEnds, Tunnel
+from worker.transport.ways.dialling import Dialler, greeting
+from worker.transport.ways.meeting import Meetings
+from worker.transport.ways.relaying import RelayTunnel
+from worker.transport.ways.tunnels import LocalEnds, Tunnel
 
 if TYPE_CHECKING:
     from protos.credentials import Identity

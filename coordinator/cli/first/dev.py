@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +20,7 @@ from hostos.command_line import AsJson, err, out, with_groups
 from hostos.units import parse_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from atoll.job import Job
     from coordinator.cli.first.ending import EndedTogether
@@ -93,23 +93,30 @@ def dev(
         folder = _folder(keep, stack)
         together = stack.enter_context(EndedTogether())
         fleet = stack.enter_context(_fleet(together, job, workers, join, folder))
-        try:
-            _tell_where(fleet, json)
-            shown = page and has_page() and stack.enter_context(shown_page(together, fleet.folder, json))
-            _train(fleet, job, jobfile, options, json)
-            if output is not None:
-                found = fleet.client.export(fleet.client.status().jobs[-1].job, output)
-                err.print(f"{found.path}: {found.tensors} tensors, after step {found.step}", soft_wrap=True)
-            if stay if stay is not None else shown and out.is_terminal:
-                err.print("the job has ended; Ctrl+C ends coordinator and workers", soft_wrap=True)
-                threading.Event().wait()
-        except JobFailed:
-            if keep is None:
-                err.print("logs and state end with this command; `--keep DIR` keeps them", soft_wrap=True)
-            raise
-        except KeyboardInterrupt:
-            err.print("ending coordinator and workers; nothing is left running", soft_wrap=True)
-            raise
+        stack.enter_context(_last_words(keep))
+        _tell_where(fleet, json)
+        shown = page and has_page() and stack.enter_context(shown_page(together, fleet.folder, json))
+        _train(fleet, job, jobfile, options, json)
+        if output is not None:
+            found = fleet.client.export(fleet.client.status().jobs[-1].job, output)
+            err.print(f"{found.path}: {found.tensors} tensors, after step {found.step}", soft_wrap=True)
+        if stay if stay is not None else shown and out.is_terminal:
+            err.print("the job has ended; Ctrl+C ends coordinator and workers", soft_wrap=True)
+            threading.Event().wait()
+
+
+@contextmanager
+def _last_words(keep: Path | None) -> Iterator[None]:
+    """Print what becomes of logs and processes before they end with the command."""
+    try:
+        yield
+    except JobFailed:
+        if keep is None:
+            err.print("logs and state end with this command; `--keep DIR` keeps them", soft_wrap=True)
+        raise
+    except KeyboardInterrupt:
+        err.print("ending coordinator and workers; nothing is left running", soft_wrap=True)
+        raise
 
 
 def _check(job: Job, workers: int) -> None:

@@ -14,7 +14,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from atoll.exchange import Exchange
-from coordinator.membership.link_table import MIN_BANDWIDTH_BPS
+from coordinator.membership.links.table import MIN_BANDWIDTH_BPS
 from coordinator.membership.member import NO_RANK
 from coordinator.messages.jobs import Cause, JobState, PlanChange, Price, moved
 from coordinator.pipeline.changes.choice import pause_s, priced

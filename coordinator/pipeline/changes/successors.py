@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
-from coordinator.membership.link_table import MIN_BANDWIDTH_BPS
+from coordinator.membership.links.table import MIN_BANDWIDTH_BPS
 from coordinator.membership.op_probing import NOMINAL
 from coordinator.messages.jobs import JobState
 from coordinator.pipeline.assigning import neighbours

@@ -19,7 +19,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from atoll.step_loss import step_loss
-from coordinator.membership.link_table import MIN_GOODPUT_BYTES
+from coordinator.membership.links.table import MIN_GOODPUT_BYTES
 
 if TYPE_CHECKING:
     from coordinator.messages.events import StepReady

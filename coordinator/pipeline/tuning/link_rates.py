@@ -1,6 +1,6 @@
 """The rate of one link while training runs, from what its transfers show. Pure.
 
-It is bytes over the seconds in which the link carried them (``worker.transport.busy_time``),
+It is bytes over the seconds in which the link carried them (``worker.transport.peers.busy_time``),
 smoothed in the logarithm. Three samples in a row on one side of it replace it, so a link that
 falls to a tenth is followed in three steps and noise of +-15 % moves nothing. Where a rate is less
 than thought although the quickest bytes were carried as fast as thought, the others waited for an end
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from coordinator.config import Adaptation
-from coordinator.membership.link_table import MAX_BANDWIDTH_BPS, MIN_BANDWIDTH_BPS
+from coordinator.membership.links.table import MAX_BANDWIDTH_BPS, MIN_BANDWIDTH_BPS
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compressors.contrib.acp_sgd import START_SEED, next_basis, phase, restored
-from compressors.contrib.factors import Matrix, orthonormal, sketch
-from compressors.contrib.ranks import acp_rank
+from compressors.contrib.low_rank.acp_sgd import START_SEED, next_basis, phase, restored
+from compressors.contrib.low_rank.factors import Matrix, orthonormal, sketch
+from compressors.contrib.low_rank.ranks import acp_rank
 from compressors.selection import all_finite
 from compressors.vector import dense
 from strategies.exchanges.base import (

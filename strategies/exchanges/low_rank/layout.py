@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from atoll.opdag import TensorMeta
-from compressors.contrib.factors import Matrix
-from compressors.contrib.ranks import gradient_matrix
+from compressors.contrib.low_rank.factors import Matrix
+from compressors.contrib.low_rank.ranks import gradient_matrix
 from strategies.exchanges.base import OWN, Flat, Kept
 
 BASIS = "basis"

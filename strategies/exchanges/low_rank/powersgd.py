@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compressors.contrib.factors import Matrix, sketch
-from compressors.contrib.powersgd import START_SEED, phase_p, phase_q, restored
-from compressors.contrib.ranks import powersgd_rank
+from compressors.contrib.low_rank.factors import Matrix, sketch
+from compressors.contrib.low_rank.powersgd import START_SEED, phase_p, phase_q, restored
+from compressors.contrib.low_rank.ranks import powersgd_rank
 from compressors.selection import all_finite
 from compressors.vector import dense
 from strategies.exchanges.base import (

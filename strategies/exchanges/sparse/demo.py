@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from atoll.opdag import TensorMeta
-from compressors.contrib.dct_topk import dct_of, inverse_dct
-from compressors.contrib.sizes import DctBlocks, dct_blocks, dct_kept
+from compressors.contrib.sparse.dct_topk import dct_of, inverse_dct
+from compressors.contrib.sparse.sizes import DctBlocks, dct_blocks, dct_kept
 from compressors.selection import all_finite, bits_of, largest_in_rows
 from compressors.vector import Vector, chosen, dense, joined, total
 from strategies.exchanges.base import (

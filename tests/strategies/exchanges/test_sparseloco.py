@@ -11,7 +11,7 @@ from torch import Tensor
 from atoll.errors import PlanError
 from atoll.exchange import Exchange, ExchangeRound
 from atoll.opdag import TensorMeta
-from compressors.contrib.sizes import chunk_kept, chunk_size
+from compressors.contrib.sparse.sizes import chunk_kept, chunk_size
 from strategies.exchanges import exchange_facts, make_rule
 from tests.strategies.exchanges.rounds import Rounds, gradients, same_bits
 

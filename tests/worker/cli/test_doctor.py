@@ -26,8 +26,8 @@ from worker.cli import main as cli
 from worker.cli.doctor import Mark, Report, examine, show
 from worker.config import WorkerConfig
 from worker.control.enroll import join
-from worker.hosting.protections import Protections
-from worker.hosting.sandbox import Sandbox
+from worker.hosting.contained.protections import Protections
+from worker.hosting.contained.sandbox import Sandbox
 from worker.machine.device import Device, DeviceRates, machine_memory, memory_limit
 from worker.machine.facts import DeviceFacts
 
@@ -39,7 +39,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         doctor, "protections", lambda device, sandbox: Protections(sandbox.why_not, sandbox.remedy, "", True)
     )
-    monkeypatch.setattr("worker.hosting.sandbox.probe", lambda device: Sandbox("/usr/bin/bwrap"))
+    monkeypatch.setattr("worker.hosting.contained.sandbox.probe", lambda device: Sandbox("/usr/bin/bwrap"))
 
 
 def _facts(config: WorkerConfig) -> DeviceFacts:

@@ -34,7 +34,7 @@ from worker.config import WorkerConfig, make_config, remember
 from worker.control.calls import answer
 from worker.control.enroll import join
 from worker.daemon import Daemon
-from worker.hosting.sandbox import Sandbox
+from worker.hosting.contained.sandbox import Sandbox
 
 
 class Door(rpc.EntryServicer):
@@ -206,7 +206,7 @@ def test_without_the_sandbox_that_is_required_nobody_joins(
     tmp_path: Path, entry: Entry, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(
-        "worker.hosting.sandbox.probe", lambda device: Sandbox("", why_not="no bubblewrap here")
+        "worker.hosting.contained.sandbox.probe", lambda device: Sandbox("", why_not="no bubblewrap here")
     )
     config = replace(config_for(entry, tmp_path, entry.token), sandbox="require")
     with pytest.raises(UsageError, match="--sandbox require, but"):

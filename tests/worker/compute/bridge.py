@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from protos import atoll_compute_pb2 as pb
 from tests.patience import HUNG_S
 from worker.compute.ports import Arenas, DaemonNetwork, QueueBounds, Requests
-from worker.hosting.gate import Gate
-from worker.hosting.send_log import SendLog
+from worker.hosting.neighbours.gate import Gate
+from worker.hosting.neighbours.send_log import SendLog
 from worker.pipe.arena import Allocator, Arena
 from worker.spans import Spans
 

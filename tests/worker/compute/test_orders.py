@@ -20,7 +20,7 @@ from protos import atoll_control_pb2 as pb
 from protos.coding import read
 from protos.convert import to_proto
 from protos.session import said_to_worker
-from tests.worker.stage.crew import TRAINING, assign, case, cut_evenly
+from tests.worker.stage.steps.crew import TRAINING, assign, case, cut_evenly
 from worker.session import events, wire
 from worker.stage.assignment import Assignment, assigned
 from worker.transport.contract import Paths

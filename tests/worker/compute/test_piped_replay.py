@@ -19,8 +19,8 @@ from tests.worker.compute.bridge import Bridge
 from tests.worker.compute.in_thread import in_thread
 from tests.worker.compute.test_replay import assert_same
 from tests.worker.links.hub import Hub
-from tests.worker.stage.crew import Case, Crew, case
-from tests.worker.stage.test_piped_steps import RULES, SPEC, assigned, cuts
+from tests.worker.stage.steps.crew import Case, Crew, case
+from tests.worker.stage.steps.test_piped_steps import RULES, SPEC, assigned, cuts
 from worker.cancel import Cancel
 from worker.stage.reports import StepReport
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from atoll.exchange import Exchange
     from worker.stage.assignment import Assignment
-    from worker.stage.run import StageRun
+    from worker.stage.steps.run import StageRun
 
     State = dict[str, dict[str, Tensor]]
 

@@ -18,7 +18,7 @@ from protos import atoll_control_pb2 as control
 from tests.patience import HUNG_S
 from tests.worker.compute.bridge import Bridge
 from tests.worker.links.hub import Hub
-from tests.worker.stage.crew import TRAINING, Crew, assign, case, cut_evenly
+from tests.worker.stage.steps.crew import TRAINING, Crew, assign, case, cut_evenly
 from worker.blobs import BlobFile
 from worker.cancel import Cancel, Cancelled
 from worker.compute import ports

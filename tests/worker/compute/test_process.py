@@ -19,9 +19,9 @@ from protos import atoll_control_pb2 as control
 from tests.patience import HUNG_S
 from worker.compute import process
 from worker.compute.ports import Arenas
-from worker.hosting.child import Child, make_scratch
-from worker.hosting.launch import Ending
-from worker.hosting.sandbox import View, probe
+from worker.hosting.contained.child import Child, make_scratch
+from worker.hosting.contained.launch import Ending
+from worker.hosting.contained.sandbox import View, probe
 
 MEMORY = 1 << 30
 

@@ -23,11 +23,11 @@ from tests.patience import HUNG_S
 from tests.worker.compute.bridge import Bridge
 from tests.worker.links import plain_codec
 from tests.worker.links.hub import Hub
-from tests.worker.stage.crew import TRAINING, Case, Crew, assign, case, cut_evenly
+from tests.worker.stage.steps.crew import TRAINING, Case, Crew, assign, case, cut_evenly
 from worker.cancel import Cancel
 from worker.links.links import LinksAborted
 from worker.stage.assignment import Assignment
-from worker.stage.run import StageRun
+from worker.stage.steps.run import StageRun
 from worker.transport.contract import PeerLost
 from worker.transport.frames import Direction, MessageKey
 
@@ -255,7 +255,7 @@ def test_a_step_that_left_the_log_ends_the_replay_with_the_reason(world: Callabl
 def test_a_neighbour_that_hears_of_the_plan_later_is_asked_again(
     world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.stage.replay.AGAIN_S", 0.3)
+    monkeypatch.setattr("worker.stage.steps.replay.AGAIN_S", 0.3)
     undisturbed, disturbed = world("branches"), world("branches")
     undisturbed.train(0, STEPS)
     disturbed.train(0, 4)

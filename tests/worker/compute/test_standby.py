@@ -24,7 +24,7 @@ from tests.worker.compute.test_replay import (
     world,
 )
 from worker.cancel import Cancel
-from worker.stage.run import StageRun
+from worker.stage.steps.run import StageRun
 from worker.transport.frames import Direction
 
 __all__ = ["codecs", "world"]  # fixtures

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from worker.hosting.environment import compute_environment
+from worker.hosting.contained.environment import compute_environment
 
 if TYPE_CHECKING:
     import pytest

@@ -22,7 +22,7 @@ from tests.coordinator.serving import start
 from tests.interrupts import ROOT
 from tests.patience import HUNG_S
 from tests.worker.transport.test_network import PATIENT, Make, authority, host, key
-from tests.worker.transport.test_tunnels import Relays, exchange, leave, relayed, relays
+from tests.worker.transport.ways.test_tunnels import Relays, exchange, leave, relayed, relays
 from worker.config import WorkerConfig, make_config, remember
 from worker.control.enroll import join
 from worker.transport.contract import Paths, TransportConfig

@@ -29,8 +29,8 @@ from tests.worker.test_blobs import Store
 from worker.blobs import BlobCache, BlobFiles
 from worker.cancel import Cancel, Cancelled
 from worker.context import ComputeContext, ComputeSettings
-from worker.federated.client_state import ClientStore
-from worker.federated.folders import MAX_BYTES, MAX_JOBS, make_job_folder
+from worker.federated.kept.client_state import ClientStore
+from worker.federated.kept.folders import MAX_BYTES, MAX_JOBS, make_job_folder
 from worker.federated.orders import Update
 from worker.federated.participation import Participation
 from worker.machine.cpu import CpuMeter

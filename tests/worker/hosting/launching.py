@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import pytest
 
 from tests.patience import HUNG_S
-from worker.hosting.environment import compute_environment
-from worker.hosting.launch import Ending, Launched
-from worker.hosting.sandbox import Sandbox, View, probe
+from worker.hosting.contained.environment import compute_environment
+from worker.hosting.contained.launch import Ending, Launched
+from worker.hosting.contained.sandbox import Sandbox, View, probe
 
 BARE = Sandbox("", why_not="this test goes without")
 WAYS = ("contained", "bare")

@@ -12,9 +12,9 @@ from atoll.errors import UsageError
 from protos import atoll_control_pb2 as control
 from tests.worker.hosting.scripted import Blobs, Network, batches, taken
 from worker.config import WorkerConfig
-from worker.federated.consent import Consent
-from worker.hosting import child
+from worker.federated.owner.consent import Consent
 from worker.hosting.apps_only import REASON, AppsOnly
+from worker.hosting.contained import child
 from worker.hosting.requests import HostPorts
 from worker.machine.torch_device import find_device
 from worker.session import events, instructions

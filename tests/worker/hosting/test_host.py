@@ -20,10 +20,11 @@ from tests.patience import HUNG_S, eventually
 from tests.worker.hosting.scripted import Blobs, Network, batches, command, taken
 from worker.config import WorkerConfig
 from worker.data.registry import add_dataset, dataset_folder, known_facts
-from worker.federated.consent import Consent
-from worker.hosting import child, processes
+from worker.federated.owner.consent import Consent
+from worker.hosting import processes
+from worker.hosting.contained import child
+from worker.hosting.contained.launch import Launched
 from worker.hosting.host import ComputeHost
-from worker.hosting.launch import Launched
 from worker.hosting.processes import MAX_DEATHS
 from worker.hosting.requests import HostPorts
 from worker.machine.own_share import RESERVE_BYTES

@@ -18,8 +18,8 @@ from tests.patience import HUNG_S
 from tests.worker.hosting.scripted import Blobs, batches
 from worker.cancel import Cancel
 from worker.hosting import requests
+from worker.hosting.contained.sandbox import View
 from worker.hosting.requests import MAX_REQUESTS, Served
-from worker.hosting.sandbox import View
 from worker.transport.contract import PeerLost
 
 HASH = "a" * 64

@@ -22,13 +22,13 @@ from compressors.catalogue import Use
 from tests.inprocess.pipeline import LocalPipeline
 from tests.parameters import sampled
 from tests.worker.links import plain_codec
-from tests.worker.stage.crew import TRAINING, Case, Crew, assign, case, cut_evenly, scale_of
+from tests.worker.stage.steps.crew import TRAINING, Case, Crew, assign, case, cut_evenly, scale_of
 from worker.cancel import Cancel
 from worker.links.codecs import StageCodecs, packet_seed
 from worker.links.links import Links
-from worker.stage.expected import Arrival, evaluation_arrivals, step_arrivals
 from worker.stage.reports import StepReport
-from worker.stage.run import codecs_of
+from worker.stage.steps.expected import Arrival, evaluation_arrivals, step_arrivals
+from worker.stage.steps.run import codecs_of
 from worker.transport.contract import PeerLost
 from worker.transport.frames import Direction, MessageKey
 

@@ -23,7 +23,7 @@ from protos import atoll_control_pb2 as pb
 from protos import coding
 from tests.coordinator.capture.architectures import ARCHITECTURES
 from tests.models import MODELS, Example
-from tests.worker.stage.crew import TRAINING, Batches, Case, Crew, assign, case, cut_evenly
+from tests.worker.stage.steps.crew import TRAINING, Batches, Case, Crew, assign, case, cut_evenly
 from worker.cancel import Cancel
 from worker.context import ComputeSettings
 from worker.machine.torch_device import find_device

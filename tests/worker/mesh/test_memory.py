@@ -14,7 +14,7 @@ from atoll.stage_memory import BESIDE_BYTES, HEAP_SHARE
 from coordinator.planning.inside.costs import inside_costs
 from tests.models import Example, of_module
 from tests.worker.mesh.site import assigned_to, case_of, site
-from tests.worker.stage.crew import Crew
+from tests.worker.stage.steps.crew import Crew
 from worker.cancel import Cancel
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]

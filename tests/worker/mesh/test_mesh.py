@@ -14,7 +14,7 @@ from atoll.mesh.layout import Inside
 from atoll.mesh.volumes import gathered_bytes, micro_volume, reduced_bytes, step_volume
 from tests.patience import eventually
 from tests.worker.mesh.site import Site, assigned_to, plain, site, train
-from tests.worker.stage.crew import TRAINING, Crew, case
+from tests.worker.stage.steps.crew import TRAINING, Crew, case
 from worker.cancel import Cancel
 from worker.mesh.stage import MeshBroken, MeshStage
 from worker.stage.op_marks import FLOOR_S

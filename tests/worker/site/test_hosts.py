@@ -15,7 +15,7 @@ from atoll.errors import ConnectionFailed
 from atoll.mesh.layout import Inside
 from tests.patience import eventually
 from tests.worker.mesh.site import Site, assigned_to, plain, settings_of, site, train
-from tests.worker.stage.crew import case
+from tests.worker.stage.steps.crew import case
 from worker.machine.torch_device import find_device
 from worker.mesh.followers import followers_elsewhere
 from worker.mesh.leader import Leader, Reach

@@ -16,7 +16,7 @@ from atoll.program import stage_programs
 from coordinator.capture.capture import capture
 from tests.models import MODELS
 from tests.patience import HUNG_S
-from tests.worker.stage.test_run import TRAINING
+from tests.worker.stage.steps.test_run import TRAINING
 from worker.cancel import Cancel, Cancelled
 from worker.stage.batches import Arrived
 from worker.stage.feed import Feed, InputRule, held_out, input_rules

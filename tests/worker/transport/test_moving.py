@@ -11,7 +11,16 @@ import pytest
 from protos.credentials import Authority
 from tests.patience import HUNG_S
 from tests.worker.transport.hosts import Host, joined_by
-from tests.worker.transport.test_tunnels import Door, Make, Relays, exchange, host, leave, relayed, relays
+from tests.worker.transport.ways.test_tunnels import (
+    Door,
+    Make,
+    Relays,
+    exchange,
+    host,
+    leave,
+    relayed,
+    relays,
+)
 from worker.transport.contract import Paths, TransportConfig, Way
 
 __all__ = ["host", "relays"]

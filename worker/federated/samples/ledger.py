@@ -18,7 +18,7 @@ from atoll.errors import StorageError, UsageError
 from hostos.file_locks import lock
 from hostos.private_files import private_folder, write_private
 from strategies.privacy.samples import BUDGET_DELTA, Charge, epsilon
-from worker.federated.folders import FOLDER
+from worker.federated.kept.folders import FOLDER
 
 if TYPE_CHECKING:
     from pathlib import Path

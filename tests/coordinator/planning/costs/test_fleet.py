@@ -3,7 +3,7 @@ import pytest
 
 from atoll.errors import UsageError
 from coordinator.client.fleet_file import parse_fleet, read_fleet
-from coordinator.membership.link_table import LinkTable, measured_fleet
+from coordinator.membership.links.table import LinkTable, measured_fleet
 from coordinator.planning.costs.codec_costs import DEFAULT_SPEEDS, speed_of
 from coordinator.planning.costs.fleet import LOSS_HOURS, TCP_SHARE, Device, LinkEstimate
 from tests.coordinator.planning.fleets import random_fleet, two_islands

@@ -21,7 +21,7 @@ from coordinator.planning.inside.costs import InsideCosts, inside_costs, joint_s
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
 from tests.worker.mesh.site import plain
-from tests.worker.stage.crew import case
+from tests.worker.stage.steps.crew import case
 
 TRAINING = TrainingSpec(steps=4, n_micro=4, seed=1, optimizer=Optimizer(lr=1e-3))
 FAST = Mesh(2, 1e-6, 1e12)

@@ -9,7 +9,7 @@ from atoll.errors import NotEnoughMemory
 from atoll.job import TrainingSpec
 from atoll.opdag import OpDag
 from atoll.plan import Plan, validate
-from coordinator.membership.link_table import LinkTable, measured_fleet
+from coordinator.membership.links.table import LinkTable, measured_fleet
 from coordinator.planning import TUNED
 from coordinator.planning.costs.fleet import Device, Fleet
 from coordinator.planning.planner import PlanRequest, make_plan

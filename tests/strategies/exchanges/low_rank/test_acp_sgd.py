@@ -7,7 +7,7 @@ import torch
 
 from atoll.exchange import Exchange
 from atoll.opdag import TensorMeta
-from compressors.contrib.ranks import acp_rank, powersgd_rank
+from compressors.contrib.low_rank.ranks import acp_rank, powersgd_rank
 from strategies.exchanges import make_rule
 from strategies.exchanges.base import ExchangeRule, Flat
 from tests.strategies.exchanges.low_rank.factored import RANKS, begin, gradients, play

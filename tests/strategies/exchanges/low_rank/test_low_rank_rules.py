@@ -12,9 +12,9 @@ import torch
 from atoll.errors import PlanError
 from atoll.exchange import Exchange, ExchangeRound
 from atoll.opdag import TensorMeta
-from compressors.contrib import acp_sgd, powersgd
-from compressors.contrib.factors import sketch
-from compressors.contrib.ranks import acp_rank, powersgd_rank
+from compressors.contrib.low_rank import acp_sgd, powersgd
+from compressors.contrib.low_rank.factors import sketch
+from compressors.contrib.low_rank.ranks import acp_rank, powersgd_rank
 from strategies.exchanges import make_rule
 from strategies.exchanges.base import ExchangeRule
 from tests.inprocess.exchange import Faults, run_round

@@ -11,8 +11,8 @@ from torch import Tensor
 from atoll.collective import cut, even_shares
 from atoll.exchange import Exchange, ExchangeRound
 from atoll.opdag import TensorMeta
-from compressors.contrib.dct_topk import dct_of, inverse_dct
-from compressors.contrib.sizes import dct_blocks, dct_kept
+from compressors.contrib.sparse.dct_topk import dct_of, inverse_dct
+from compressors.contrib.sparse.sizes import dct_blocks, dct_kept
 from compressors.sparse_sizes import vector_bytes
 from compressors.vector import Vector
 from strategies.exchanges import make_rule

@@ -9,14 +9,14 @@ import pytest
 from atoll.errors import StorageError, UsageError
 from atoll.privacy import SamplePrivacy
 from strategies.privacy.samples import BUDGET_DELTA, Charge, epsilon
-from tests.worker.federated.test_consent import FILE, invitation, state_dir
+from tests.worker.federated.owner.test_consent import FILE, invitation, state_dir
 from worker.blobs import BlobFile
 from worker.data.consent import ConsentStore
 from worker.data.policy import OPEN, Policy
 from worker.data.registry import set_policy
-from worker.federated.consent import Consent
+from worker.federated.owner.consent import Consent
+from worker.federated.owner.terms import Asked
 from worker.federated.samples.ledger import Charged, SampleLedger
-from worker.federated.terms import Asked
 
 __all__ = ["state_dir"]
 ONE = Charge(1.0, 0.1, 10)

@@ -1,0 +1,1 @@
+"""Codecs that send a matrix as factors of low rank."""

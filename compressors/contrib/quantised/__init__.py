@@ -1,0 +1,1 @@
+"""Codecs that send few bits a value."""

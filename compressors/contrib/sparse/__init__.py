@@ -1,0 +1,1 @@
+"""Codecs that send few values with their positions."""

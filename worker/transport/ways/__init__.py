@@ -1,0 +1,1 @@
+"""Ways to a peer: dialled, met, relayed or tunnelled."""
