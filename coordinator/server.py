@@ -473,7 +473,7 @@ class Server:
         if not bound:
             raise UsageError(
                 f"cannot listen on {address}: the port is taken or the address is not this machine's; "
-                "give another --listen"
+                f"give another {'--work-port or --listen' if mutual else '--listen'}"
             )
         await server.start()
         return bound

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import copy
 import functools
 import inspect
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,18 +56,27 @@ def given_token(token: str | None, file: Path | None) -> str | None:
     UsageError for a file that cannot be read or is too large to hold one.
     """
     if file is None:
-        return token
+        return None if token is None else _as_issued(token)
     try:
         if str(file) == "-":
-            text = sys.stdin.read(MAX_TOKEN_FILE_BYTES + 1)
+            data = sys.stdin.buffer.read(MAX_TOKEN_FILE_BYTES + 1)
         else:
-            with file.expanduser().open() as opened:
-                text = opened.read(MAX_TOKEN_FILE_BYTES + 1)
-    except (OSError, UnicodeDecodeError) as error:
+            with file.expanduser().open("rb") as opened:
+                data = opened.read(MAX_TOKEN_FILE_BYTES + 1)
+    except OSError as error:
         raise UsageError(f"cannot read the token in {file}: {error}") from None
-    if not text.strip() or len(text) > MAX_TOKEN_FILE_BYTES:
+    # Windows' shells write UTF-16, its editors a mark before UTF-8. What is no text is refused as no token.
+    code = "utf-16" if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
+    text = data.decode(code, "replace")
+    if not text.strip() or len(data) > MAX_TOKEN_FILE_BYTES:
         raise UsageError(f"{file} holds {len(text)} characters; give a file with one token")
-    return text.strip()
+    return _as_issued(text)
+
+
+def _as_issued(text: str) -> str:
+    """Return a token that was copied in quotes or with the command that `atoll serve` prints."""
+    command = re.search(r"--token[=\s]+(\S+)", text)
+    return (command[1] if command is not None else text).strip().strip("\"'`")
 
 
 def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:

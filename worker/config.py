@@ -222,12 +222,22 @@ def make_config(given: Mapping[str, Any], environment: Mapping[str, str] = os.en
         raise UsageError("--device and --devices contradict each other; give one of them")
     merged = {**remembered, **options, "state_dir": state_dir}
     if "host" not in merged:
-        raise UsageError(
-            "no coordinator given and none remembered; run `atoll-worker join HOST:PORT --token TOKEN` "
-            "as `atoll serve` prints it"
-        )
+        raise _unnamed(options.get("token") or environment.get(TOKEN_VARIABLE, ""))
     merged.setdefault("token", environment.get(TOKEN_VARIABLE, ""))
     return WorkerConfig(**merged)
+
+
+def _unnamed(token: str) -> UsageError:
+    """Return the error of a join that names no coordinator."""
+    if token:
+        return UsageError(
+            "the token names no coordinator, as those do that `atoll serve` prints; copy it whole, or give "
+            "the address too: `atoll-worker join HOST:PORT`"
+        )
+    return UsageError(
+        "no coordinator given and none remembered; run `atoll-worker join HOST:PORT --token TOKEN` "
+        "as `atoll serve` prints it"
+    )
 
 
 def _address_in(token: str) -> dict[str, Any]:

@@ -41,6 +41,7 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
 }
+PAGE_PORT = 7780  # unless --listen names another
 OPEN = ("/static/", "/session")  # without a cookie: neither tells anything of the fleet
 
 
@@ -54,7 +55,7 @@ class Listening:
     """
 
     host: str = "127.0.0.1"
-    port: int = 7780
+    port: int = PAGE_PORT
     tls: tuple[str, str] | None = None
     behind_proxy: bool = False
     names: frozenset[str] = frozenset()  # that Host headers may have, beside the loopback's and ``host``
@@ -98,9 +99,11 @@ def listening(
     """Return where to listen by a command's options. UsageError."""
     if published and (tls is not None or behind_proxy):
         raise UsageError("--published is for a page without TLS: leave out --tls and --behind-proxy, or it")
-    host, port = parse_address(listen)
+    host, port = parse_address(listen, PAGE_PORT)
     known = frozenset(name.lower() for name in names)
-    return Listening(host, port, tls, behind_proxy, known, parse_address(published) if published else None)
+    return Listening(
+        host, port, tls, behind_proxy, known, parse_address(published, PAGE_PORT) if published else None
+    )
 
 
 @dataclass

@@ -583,6 +583,8 @@ def test_a_taken_port_and_secrets_on_disk(stack: ExitStack, tmp_path: Path) -> N
     running = start(stack, tmp_path / "a")
     with pytest.raises(UsageError, match="cannot listen on"):
         serve(CoordinatorConfig(state_dir=tmp_path / "b", entry_port=running.started.entry_port))
+    with pytest.raises(UsageError, match="give another --work-port or --listen"):
+        serve(CoordinatorConfig(state_dir=tmp_path / "b", entry_port=0, work_port=running.started.work_port))
     for name, mode in (("owner-token", 0o600), ("journal.sqlite", 0o600), ("blobs", 0o700), (".", 0o700)):
         assert stat.S_IMODE((tmp_path / "a" / name).stat().st_mode) == mode, name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 from pathlib import Path
 
@@ -16,11 +17,33 @@ def test_a_token_is_read_from_a_file_or_standard_input(
 ) -> None:
     path = tmp_path / "token"
     path.write_text("atoll1_abc\n")
-    monkeypatch.setattr("sys.stdin", io.StringIO("atoll1_def\n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"atoll1_def\r\n")))
     assert given_token(None, path) == "atoll1_abc"
     assert given_token("atoll1_xyz", path) == "atoll1_abc", "what is in ATOLL_TOKEN gives way"
     assert given_token(None, Path("-")) == "atoll1_def"
     assert given_token("atoll1_xyz", None) == "atoll1_xyz"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"atoll2_a-b_c\r\n",
+        codecs.BOM_UTF8 + b"atoll2_a-b_c\r\n",
+        codecs.BOM_UTF16_LE + "atoll2_a-b_c\r\n".encode("utf-16-le"),
+        codecs.BOM_UTF16_BE + "atoll2_a-b_c\r\n".encode("utf-16-be"),
+        b'"atoll2_a-b_c"\n',
+        b"  atoll-worker join --token atoll2_a-b_c --name lab\n",
+        b"`atoll-worker join lab:7700 --token=atoll2_a-b_c`",
+    ],
+)
+def test_a_token_is_found_as_windows_and_people_write_it(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "token"
+    path.write_bytes(data)
+    assert given_token(None, path) == "atoll2_a-b_c"
+
+
+def test_a_token_in_a_variable_may_be_in_quotes() -> None:
+    assert given_token("'atoll2_a-b_c'\r", None) == "atoll2_a-b_c"
 
 
 @pytest.mark.parametrize("text", ["", " \n", "x" * (MAX_TOKEN_FILE_BYTES + 1)])

@@ -214,6 +214,7 @@ def test_another_address_needs_tls_or_a_proxy_and_the_refusal_has_the_tunnel() -
         listening("0.0.0.0:7780", None, True, ("atoll.example",)).address(443) == "https://atoll.example:443/"
     )
     assert listening("127.0.0.1:7781", None, False, ()).address(7781) == "http://127.0.0.1:7781/"
+    assert listening("::1", None, False, ()).port == 7780, "the page's own port, not the coordinator's"
 
 
 def test_a_trace_of_a_coordinator_that_is_away_is_an_error_and_no_traceback(client: TestClient) -> None:

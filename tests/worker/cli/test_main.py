@@ -181,6 +181,15 @@ def test_insecure_needs_no_token(tmp_path: Path):
 # ---------------------------------------------------------------- configuration
 
 
+def test_a_join_by_a_token_that_names_no_coordinator_reports_that(tmp_path: Path):
+    here = {"state_dir": tmp_path}
+    with pytest.raises(UsageError, match="no coordinator given and none remembered"):
+        make_config(here, {})
+    for given, environment in (({"token": "atoll1_abc"}, {}), ({}, {"ATOLL_TOKEN": "atoll1_abc"})):
+        with pytest.raises(UsageError, match=r"the token names no coordinator.*give the address too"):
+            make_config(here | given, environment)
+
+
 def test_a_later_join_remembers_everything_but_the_token(tmp_path: Path):
     given = {
         "host": "192.0.2.7", "port": 7700, "token": "secret", "memory_bytes": 4 << 30, "threads": 3,
