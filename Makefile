@@ -33,7 +33,7 @@ SUPPLY := .venv-supply
 SUPPLY_STAMP := $(SUPPLY)/.installed
 LOCK := $(BIN)/uv pip compile -q --universal --generate-hashes --no-emit-package torch --no-emit-index-url \
 	--no-annotate --custom-compile-command "make lock" --overrides locks/without-torch.in
-EXTRAS := coordinator dashboard test dev hf quantised tensorboard flower simulation s3 postgresql
+EXTRAS := coordinator dashboard test dev hf quantised tensorboard flower simulation ray s3 postgresql
 PIP := pip install -qq --disable-pip-version-check
 
 # An environment of its own for the newest Flower that is supported; what it wants otherwise stands in the file.

@@ -3,14 +3,15 @@
 The machine is the real one: a coordinator and hosts as processes over loopback, the job file as it is. The
 data are parted among the population by a seed; every host holds them all, on the disk once, and trains the
 clients that the coordinator deals to it. A host that ends is started again with the states that it had.
+With ``--ray`` the hosts are actors of a Ray cluster, and a node's disk holds the data once.
 """
 
 from __future__ import annotations
 
 import json as jsonlib
 import os
-import shutil
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,21 +22,32 @@ from rich.table import Table
 from atoll.errors import StorageError, UsageError
 from atoll.federated import Registered
 from coordinator.cli.jobs.commands import JobFile, follow
+from coordinator.cli.on_ray.shipped import linked
 from coordinator.cli.options import JobOptions, telling
 from coordinator.cli.views.format import DIM, in_bytes, in_seconds
 from experiments.data import OWNED, owned_data
 from hostos.command_line import AsJson, out, print_json, with_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from atoll.job import Job
+    from coordinator.cli.local_fleet import LocalFleet
     from coordinator.cli.processes import Processes
     from protos import atoll_control_pb2 as pb
 
 HERE = "here"
 EVERYTHING = ("--allow-statistics", "1000000000")  # nothing leaves the machine that is not its user's
 FLOORS = ("--min-batch", "1", "--min-samples", "1", "--min-steps", "1", "--min-clients", "1")
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """How many workers there are, the threads of each, and the Ray cluster that they are on; None: here."""
+
+    count: int
+    cpus: int | None
+    ray: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +93,23 @@ def simulate(
     ] = "",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the split.")] = 0,
     hosts: Annotated[int, typer.Option(min=1, max=64, metavar="K", help="Worker processes.")] = 1,
+    cpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Threads of each; default: the machine's, or the Ray cluster's, shared out.",
+        ),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS",
+            help="Run the workers on a Ray cluster, named as for `atoll ray up`; auto: the one of which this "
+            "machine is a node.",
+        ),
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -116,7 +145,7 @@ def simulate(
         except OSError as error:
             raise StorageError(f"cannot write {keep}: {error.strerror}; give another --keep") from None
         keep = keep.resolve()
-    shown = _run(job, parted, hosts, output, keep, json)
+    shown = _run(job, parted, Hosts(hosts, cpus, ray), output, keep, json)
     if json:
         print_json(shown)
     else:
@@ -124,22 +153,20 @@ def simulate(
 
 
 def _run(
-    job: Job, parted: Parted, hosts: int, output: Path | None, keep: Path | None, json: bool
+    job: Job, parted: Parted, hosts: Hosts, output: Path | None, keep: Path | None, json: bool
 ) -> dict[str, Any]:
-    from coordinator.cli.local_fleet import LocalFleet
     from coordinator.cli.processes import ended_by_signals
     from coordinator.client.prepare import prepare
 
     clients: list[int] = []
-    threads = ["--threads", str(max(1, (os.cpu_count() or 1) // hosts))]
     with ended_by_signals(), telling(json) as tell:
 
         def registered(processes: Processes, states: Sequence[Path]) -> None:
             clients.append(_register(processes, states, parted, tell))
-            tell(f"{clients[0]:,} clients ({parted.how}, seed {parted.seed}); starting {hosts} hosts")
+            tell(f"{clients[0]:,} clients ({parted.how}, seed {parted.seed}); starting {hosts.count} hosts")
 
         prepared = prepare(job, tell=tell)
-        with LocalFleet(hosts, [*FLOORS, *threads], keep=keep, before=registered, again=True) as fleet:
+        with _fleet(hosts, keep, registered, tell) as fleet:
             begun_s, client = time.perf_counter(), fleet.client
             made = client.submit(prepared).job
             follow(client, made, json)
@@ -147,7 +174,41 @@ def _run(
             update = next(each for each in client.status().jobs if each.job == made)
             if output is not None:
                 client.export(made, output)
-    return _figures(update, clients[0], hosts, took_s)
+    return _figures(update, clients[0], hosts.count, took_s)
+
+
+@contextmanager
+def _fleet(
+    hosts: Hosts,
+    keep: Path | None,
+    before: Callable[[Processes, Sequence[Path]], None],
+    tell: Callable[[str], None],
+) -> Iterator[LocalFleet]:
+    """A coordinator here, and hosts on this machine or on Ray; they are started again when they end."""
+    from coordinator.cli.local_fleet import LocalFleet
+
+    if hosts.ray is None:
+        threads = hosts.cpus or max(1, (os.cpu_count() or 1) // hosts.count)
+        options = [*FLOORS, "--threads", str(threads)]
+        with LocalFleet(hosts.count, options, keep=keep, before=before, again=True) as fleet:
+            yield fleet
+        return
+    from coordinator.cli.on_ray.bundles import widest
+    from coordinator.cli.on_ray.cluster import connected
+    from coordinator.cli.on_ray.hosts import RayHosts
+
+    names = [f"host{number}" for number in range(hosts.count)]
+    with connected(hosts.ray, "atoll-simulate") as cluster:
+        cpus = hosts.cpus or widest(cluster.nodes(), hosts.count)
+        options = [*FLOORS, "--threads", str(cpus)]
+        with (
+            RayHosts(cluster, names, cpus, tell) as there,
+            LocalFleet(
+                0, options, keep=keep, before=before, again=True, hosts=names, start=there.start,
+                address=cluster.address(),
+            ) as fleet,
+        ):  # fmt: skip
+            yield fleet
 
 
 def _register(
@@ -160,7 +221,7 @@ def _register(
     registered = Path.home() / ".local" / "state" / "atoll-worker" / "data" / parted.name
     if source is None and registered.is_dir():
         first.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _linked(registered, first / "data" / parted.name)
+        linked(registered, first / "data" / parted.name)
     else:
         if source is None:
             source, schema = _corpus(parted.name, processes.folder / "corpus")
@@ -178,7 +239,7 @@ def _register(
     found = jsonlib.loads(processes.run("data-part", HERE, part))
     for other in others:
         other.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _linked(first / "data", other / "data")
+        linked(first / "data", other / "data")
     return int(found["clients"])
 
 
@@ -196,21 +257,6 @@ def _corpus(name: str, folder: Path) -> tuple[Path, tuple[str, ...]]:
         )
     made = split_images(corpora.mnist(download.read(name)), "iid", 1, 0, 0, folder)
     return folder / made.clients[0].file, tuple((folder / SCHEMA).read_text().splitlines())
-
-
-def _linked(source: Path, target: Path) -> None:
-    """A copy that shares its files with the source where the disk allows it: nobody writes them."""
-
-    def link(one: str, other: str) -> None:
-        try:
-            os.link(one, other)
-        except OSError:
-            shutil.copy2(one, other)
-
-    try:
-        shutil.copytree(source, target, copy_function=link)
-    except (OSError, shutil.Error) as error:
-        raise StorageError(f"cannot copy {source} to {target}: {error}; free some space") from None
 
 
 def _figures(update: pb.JobUpdate, clients: int, hosts: int, took_s: float) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from coordinator.cli.fleet import admin, authority, backup, journals, owners, re
 from coordinator.cli.flower import command as flower
 from coordinator.cli.jobs import checkpoints, submit
 from coordinator.cli.jobs import commands as cli_jobs
+from coordinator.cli.on_ray import commands as on_ray
 from coordinator.cli.options import EXIT_CODES, Trace, UseProxy
 from hostos.command_line import (
     HELP_NAMES,
@@ -47,7 +48,7 @@ PANELS = {
     "First steps": ("new", "dev", "demo"),
     "Jobs": ("plan", "submit", "watch", "status", "dashboard", "logs", "cancel", "credit", "ops", "codecs"),
     "What a job leaves": ("export", "checkpoints", "metrics", "trace", "forget"),
-    "The fleet": ("serve", "token", "worker", "kick", "owner", "relay"),
+    "The fleet": ("serve", "token", "worker", "kick", "owner", "relay", "ray"),
     "The coordinator's state": ("backup", "journal", "ca"),
     "Flower apps": ("flower",),
     "Experiments": ("simulate", "chaos", "data"),
@@ -107,6 +108,7 @@ flower.register(app)
 journals.register(app)
 backup.register(app)
 relay.register(app)
+on_ray.register(app)
 with suppress(metadata.PackageNotFoundError):
     for _commands in metadata.distribution(EXPERIMENTS).entry_points:
         _commands.load()(app)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, Self
+from typing import IO, Any, NoReturn, Protocol, Self
 
 from atoll.errors import AtollError
 
@@ -29,10 +29,21 @@ class DemoFailed(AtollError):
     """A demo's process or check did not do what it should."""
 
 
+class Started(Protocol):
+    """The process that a ``Start`` started: this machine's, or what stands for one elsewhere."""
+
+    stdout: IO[str] | None
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
 class Start(Protocol):
     """Starts this Python with ``arguments`` on a host of the demo, in a session of its own."""
 
-    def __call__(self, host: str, arguments: Sequence[str], **streams: Any) -> subprocess.Popen[str]: ...
+    def __call__(self, host: str, arguments: Sequence[str], **streams: Any) -> Started: ...
 
 
 def start_here(host: str, arguments: Sequence[str], **streams: Any) -> subprocess.Popen[str]:
@@ -48,8 +59,8 @@ class Processes:
     def __init__(self, folder: Path, start: Start = start_here) -> None:
         self.folder = folder
         self._start = start
-        self._daemons: dict[str, subprocess.Popen[str]] = {}
-        self._started: list[subprocess.Popen[str]] = []
+        self._daemons: dict[str, Started] = {}
+        self._started: list[Started] = []
 
     def __enter__(self) -> Self:
         return self
@@ -131,7 +142,7 @@ class Processes:
                     process.stdout.close()
             self._started.clear()
 
-    def _spawn(self, name: str, host: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
+    def _spawn(self, name: str, host: str, arguments: Sequence[str]) -> Started:
         mode = "a" if name in self._daemons else "w"  # one that is started again goes on in its log
         with self.log_path(name).open(mode) as log, _uninterrupted():
             process = self._start(host, arguments, stdout=subprocess.PIPE, stderr=log)
@@ -139,7 +150,7 @@ class Processes:
         return process
 
 
-def _read(process: subprocess.Popen[str], found: queue.SimpleQueue[str | None]) -> None:
+def _read(process: Started, found: queue.SimpleQueue[str | None]) -> None:
     """Thread: hand on what the process prints, then None."""
     assert process.stdout is not None  # noqa: S101 - it was started with a pipe
     with suppress(ValueError):  # closed by ``close``
