@@ -7,7 +7,7 @@ pure function of (seed, epoch); a micro-batch is a pure function of (spec, step,
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +20,7 @@ from atoll.dataset_spec import DataField, DataSpec, Layout
 from atoll.errors import UsageError
 from atoll.fields import check_fields, described
 from atoll.job_checks import data_words
-from atoll.samples import Collate, collated, columns
+from atoll.samples import Collate, Repeated, collated, columns, drawn_anew
 
 if TYPE_CHECKING:
     import torch
@@ -82,14 +82,23 @@ class Rows:
         held_out: Any | None = None,
         seed: int | None = 0,
         collate: Collate | None = None,
+        reads: int | None = None,
     ) -> Rows:
         """Return the samples of a map-style data set of torch or ``datasets``, read once and stacked.
 
         ``inputs`` name the model's input for each part of a sample, or the keys of samples that are
         mappings: all of them where none is named. ``held_out`` is such a data set too. ``collate``, such as a
         collator of transformers, makes a dict of tensors from samples of both, all padded to one length.
-        UsageError for samples that have not so many parts.
+        ``reads``: of samples that are drawn anew at each read, as augmented images are, so many draws of each
+        training sample become rows. UsageError for such samples without it, and for samples that have not so
+        many parts.
         """
+        if reads is None:
+            _check_steady(dataset, held_out, inputs, collate)
+        elif type(reads) is not int or reads < 1:
+            raise UsageError(f"Rows.of: reads = {described(reads)}; give a number of draws from 1")
+        elif reads > 1:
+            dataset = Repeated(dataset, reads)
         sets = [dataset] if held_out is None else [dataset, held_out]
         if collate is not None:
             train, *held = collated("Rows.of", sets, inputs, collate)
@@ -203,6 +212,17 @@ def take(array: Array, source: DataField, samples: NDArray[np.int64]) -> Array:
 @lru_cache(maxsize=8)
 def _permutation(seed: int, epoch: int, n: int) -> NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(n)
+
+
+def _check_steady(dataset: Any, held_out: Any, inputs: Sequence[str], collate: Collate | None) -> None:
+    """UsageError for samples that are other ones at the next read: a loop would see new draws each epoch."""
+    for what, one in (("Rows.of", dataset), ("Rows.of(held_out)", held_out)):
+        if one is not None and (name := drawn_anew(what, one, inputs, collate)):
+            raise UsageError(
+                f"{what}: {name!r} of the same samples differs from read to read, and Atoll reads them once, "
+                "at submit; give reads=N for N draws of each, as many as epochs, or draw in forward() by "
+                "torch (torch.rand)"
+            )
 
 
 def _rows(arrays: Mapping[str, Any], batch: int, seed: int | None, least: int = 0) -> Materialised:

@@ -29,6 +29,49 @@ OWN_FORMAT = "custom"
 ROWS_A_READ = 1024
 """Of a columnar data set: a read costs about as much as one row, and its arrays are small, ..."""
 READ_BYTES = 16 << 20  # ... as far as the rows themselves are
+READ_TWICE = 16
+"""Samples that are read twice to find out whether they are drawn anew: of sets of so many images, each
+mirrored at random, one in 65,536 comes out alike."""
+
+
+class Repeated:
+    """A data set's samples, read several times: all of them once, then all of them once more, ..."""
+
+    def __init__(self, dataset: Any, reads: int) -> None:
+        self._dataset, self._reads = dataset, reads
+
+    def __len__(self) -> int:
+        return self._reads * len(self._dataset)
+
+    def __getitem__(self, at: int) -> Any:
+        return self._dataset[at % len(self._dataset)]
+
+
+def drawn_anew(what: str, dataset: Any, inputs: Sequence[str], collate: Collate | None = None) -> str:
+    """Return an input whose values differ between two reads of the same samples, "" where none does.
+
+    So are samples of random augmentation, and tokens that a collator masks at random.
+    """
+    check_map_style(what, dataset, inputs)
+    if collate is None and _is_columnar(dataset):
+        return ""
+    count = min(READ_TWICE, ROWS_A_READ, len(dataset))
+    if collate is None:
+        inputs = inputs or _names(what, dataset)
+        for at in np.linspace(0, len(dataset) - 1, count).astype(int).tolist():
+            one, other = (_parts(what, dataset[at], inputs) for _ in range(2))
+            for name in inputs:
+                if _differ(*(_one_row(f"{what}: {name!r}", read[name]) for read in (one, other))):
+                    return name
+        return ""
+    calls = _Collating(what, [dataset], inputs, collate)
+    first, second = (calls.made((0, 0, count), ()) for _ in range(2))
+    return next((name for name, rows in first.items() if name in second and _differ(rows, second[name])), "")
+
+
+def _differ(one: Array, other: Array) -> bool:
+    """Return whether values differ where the shapes do not: a NaN is equal to itself."""
+    return one.shape == other.shape and one.tobytes() != other.tobytes()
 
 
 def columns(what: str, dataset: Any, inputs: Sequence[str]) -> dict[str, Array]:
@@ -93,7 +136,7 @@ class _Collating:
             first = 0
             while first < len(dataset):
                 span = which, first, min(count, len(dataset) - first)
-                made = self._made(span, longer)
+                made = self.made(span, longer)
                 self._spans.append(span)
                 self._shapes.append({name: rows.shape[1:] for name, rows in made.items()})
                 alike = alike and self._shapes[-1] == self._shapes[0]
@@ -116,12 +159,12 @@ class _Collating:
                 which, first, count = self._spans[-call]
                 while count > 1:
                     half = count // 2
-                    has = self._made((which, first, half), ())[name].shape[1 + dim] == size
+                    has = self.made((which, first, half), ())[name].shape[1 + dim] == size
                     first, count = (first, half) if has else (first + half, count - half)
                 found[which, first] = None
         return list(found)
 
-    def _made(self, span: tuple[int, int, int], along: Sequence[Any]) -> dict[str, Array]:
+    def made(self, span: tuple[int, int, int], along: Sequence[Any]) -> dict[str, Array]:
         """Return what the collator makes of some samples, [samples, ...] by input."""
         which, first, count = span
         samples = [self._datasets[which][at] for at in range(first, first + count)]

@@ -21,6 +21,7 @@ from atoll.data import Rows
 from atoll.errors import UsageError
 from atoll.job import Job
 from atoll.job_checks import MAX_NAME
+from atoll.samples import drawn_anew
 from coordinator.client.client import BEST, Client, check_ended, connect
 from coordinator.client.export import fill
 from coordinator.client.prepare import prepare
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 log = transformers.utils.logging.get_logger(__name__)
 
+MOST_DRAWS = 10
+"""Of each sample, where the collator draws: as many masks as BERT was trained with in 40 epochs."""
 NOT_HONOURED = ("compute_loss_func", "optimizer_cls_and_kwargs")
 """Arguments of a Trainer that only its own steps would read."""
 OF_STEPS = (
@@ -98,7 +101,16 @@ class Trainer(transformers.Trainer):
                 )
         counted = self.set_initial_training_values(self.args, train)
         self._an_epoch, batch = counted[1], self.args.train_batch_size
-        rows = Rows.of(train.dataset, held_out=held, seed=order_of(self.args), collate=train.collate_fn)
+        # Masks that the collator draws are others in each epoch, as far as there is room for them.
+        anew = drawn_anew("train_dataset", train.dataset, (), train.collate_fn)
+        epochs = -(-counted[-1] // max(1, self._an_epoch))
+        rows = Rows.of(
+            train.dataset,
+            held_out=held,
+            seed=order_of(self.args),
+            collate=train.collate_fn,
+            reads=max(1, min(epochs, MOST_DRAWS)) if anew else 1,
+        )
         examples = {name: tensor_of(array_of(name, array[:batch])) for name, array in rows.arrays.items()}
         # All of it, as transformers' own steps: a base of peft is in evaluation mode, its adapters are not.
         model = self._model().to("cpu").train()

@@ -114,6 +114,64 @@ def test_a_collator_whose_rows_change_from_call_to_call_is_refused() -> None:
         Rows.of([(1,)] * 3, collate=lambda some: {"x": torch.zeros(len(some), next(lengths))})
 
 
+class Mirrored(Dataset[tuple[torch.Tensor, int]]):
+    """Images that are mirrored at random, as torchvision's transforms do it, and their labels."""
+
+    def __init__(self, count: int) -> None:
+        self.images = torch.arange(count * 4.0).reshape(count, 4)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, at: int) -> tuple[torch.Tensor, int]:
+        image = self.images[at]
+        return image.flip(0) if torch.rand(()) < 0.5 else image, at
+
+
+def masked(samples: list[tuple[torch.Tensor, int]]) -> dict[str, torch.Tensor]:
+    """As transformers' collator for masked language models draws them."""
+    ids = torch.arange(len(samples) * 32).reshape(-1, 32)
+    return {"ids": torch.where(torch.rand(ids.shape) < 0.15, -1, ids)}
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+@pytest.mark.parametrize(("collate", "name"), [(None, "x"), (masked, "ids")])
+def test_samples_that_are_drawn_anew_at_each_read_are_not_read_once_in_silence(
+    held_out: bool, collate: Any, name: str
+) -> None:
+    torch.manual_seed(3)
+    drawn, still = Mirrored(40), [(torch.ones(4), 1)]
+    sets = {"held_out": drawn} if held_out else {}
+    inputs = () if collate is not None else ("x", "y")
+    with pytest.raises(UsageError, match=f"'{name}' of the same samples differs from read to read.*reads=N"):
+        Rows.of(still if held_out and collate is None else drawn, *inputs, **sets, collate=collate)
+
+
+def test_draws_of_a_sample_become_rows_as_many_as_are_asked_for() -> None:
+    torch.manual_seed(3)
+    drawn = Mirrored(40)
+    found = Rows.of(drawn, "x", "y", held_out=drawn, reads=3)
+    x, y = (torch.tensor(found.arrays[name]) for name in ("x", "y"))
+    assert y.tolist() == list(range(40)) * 3
+    assert not torch.equal(x[:40], x[40:80])
+    assert not torch.equal(x[40:80], x[80:])
+    assert torch.equal(x.sort(1).values, drawn.images.repeat(3, 1))
+    assert found.held_out is not None
+    assert len(found.held_out["x"]) == 40
+    assert len(Rows.of(drawn, "x", "y", reads=1).arrays["x"]) == 40
+    assert Rows.of(drawn, collate=masked, reads=2).arrays["ids"].shape == (80, 32)
+
+
+@pytest.mark.parametrize("reads", [0, 2.0, True, "2"])
+def test_a_number_of_draws_is_a_whole_one(reads: Any) -> None:
+    with pytest.raises(UsageError, match="give a number of draws from 1"):
+        Rows.of(Mirrored(4), "x", "y", reads=reads)
+
+
+def test_samples_that_hold_nan_are_the_same_at_each_read() -> None:
+    assert len(Rows.of([(float("nan"), 0)] * 4, "x", "y").arrays["x"]) == 4
+
+
 def test_a_collator_that_packs_samples_is_refused() -> None:
     def packed(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         return {"ids": torch.tensor([[id for sample in samples for id in sample["ids"]]])}

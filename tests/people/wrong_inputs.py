@@ -188,6 +188,13 @@ DATA = (
         "EXAMPLE['y'] = EXAMPLE['y'].to(torch.uint8)",
     ),
     Case("a seed that is no number", "data=Rows({'x': X, 'y': Y}, seed='a')"),
+    Case(
+        "images that are mirrored at random",
+        "data=Rows.of(Mirrored(), 'x', 'y')",
+        "class Mirrored(TensorDataset):\n    def __init__(self):\n        super().__init__(X, Y)\n"
+        "    def __getitem__(self, at):\n        x, y = super().__getitem__(at)\n"
+        "        return x.flip(0) if torch.rand(()) < 0.5 else x, y",
+    ),
     Case("samples with other parts than named", "data=Rows.of(SET, 'x')"),
     Case("a `DataLoader` in `Rows.of`", "data=Rows.of(DataLoader(SET), 'x', 'y')"),
     Case(

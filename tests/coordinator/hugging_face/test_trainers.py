@@ -27,6 +27,7 @@ from atoll.errors import UsageError
 from atoll.hf import Trainer, job
 from coordinator.client.prepare import prepare
 from coordinator.hugging_face.resuming import note, resumed
+from coordinator.hugging_face.trainer import MOST_DRAWS
 from protos import atoll_control_pb2 as pb
 
 ROWS = datasets.Dataset.from_dict(
@@ -84,6 +85,26 @@ def test_a_tokenizers_padding_is_to_the_longest_of_all(arguments: TrainingArgume
     assert isinstance(
         Trainer(bert(), arguments, processing_class=tokenizer).data_collator, DataCollatorWithPadding
     )
+
+
+def masked_anew(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """As DataCollatorForLanguageModeling masks tokens: others at each call."""
+    ids = torch.tensor([sample["input_ids"] for sample in samples])
+    return {"input_ids": torch.where(torch.rand(ids.shape) < 0.5, 31, ids), "labels": ids}
+
+
+@pytest.mark.parametrize(("epochs", "draws"), [(2, 2), (500, MOST_DRAWS)])
+def test_masks_that_are_drawn_are_others_in_each_epoch(tmp_path: Path, epochs: int, draws: int) -> None:
+    torch.manual_seed(5)
+    given = TrainingArguments(output_dir=str(tmp_path / "m"), use_cpu=True, num_train_epochs=epochs)
+    rows = datasets.Dataset.from_dict({"input_ids": [[n, n + 1, n + 2] for n in range(20)]})
+    made = job(bert(BertForMaskedLM), rows, given, eval_dataset=rows, data_collator=masked_anew)
+    arrays = made.data.arrays
+    ids = torch.tensor(arrays["input_ids"]).reshape(draws, 20, 3)
+    labels = torch.tensor(arrays["labels"]).reshape(draws, 20, 3)
+    assert all(torch.equal(labels[0], one) for one in labels)
+    assert len({tuple(one.flatten().tolist()) for one in ids}) == draws
+    assert len(made.data.held_out["labels"]) == 20
 
 
 def test_a_folder_is_loaded_as_the_model_that_it_names(arguments: TrainingArguments, tmp_path: Path) -> None:
