@@ -58,13 +58,13 @@ from coordinator.storage.graph_store import GraphStore
 from coordinator.storage.journal import Fenced, Journal
 from coordinator.storage.mirrored_blobs import blob_store
 from coordinator.storage.run_log import Logs, RunLogs
-from hostos.addresses import join_address, parse_address
 from hostos.descriptors import limit_now, numbers_in_use, raise_limit, shares
-from hostos.folder_lock import FolderLock, Holder
-from hostos.folder_version import claim_version, raise_version
+from hostos.files.folder_lock import FolderLock, Holder
+from hostos.files.folder_version import claim_version, raise_version
+from hostos.files.private_files import state_folder
 from hostos.log_stream import LogBudget, log_stream
-from hostos.networks import ANYWHERE
-from hostos.private_files import state_folder
+from hostos.net.addresses import join_address, parse_address
+from hostos.net.networks import ANYWHERE
 from protos import atoll_apps_pb2_grpc as apps_rpc
 from protos import atoll_control_pb2_grpc as rpc
 from protos.connections import ConnectionBound, Known, PortBound

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from atoll.errors import UsageError
-from hostos.private_files import write_private
+from hostos.files.private_files import write_private
 
 if TYPE_CHECKING:
     from pathlib import Path

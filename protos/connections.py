@@ -23,7 +23,7 @@ import structlog
 
 from hostos.budget import Budget
 from hostos.descriptors import numbers_in_use
-from hostos.networks import customer, unmapped
+from hostos.net.networks import customer, unmapped
 from protos.telemetry import Event
 
 LOOK_EVERY_S, LOOK_SOON_S = 1.0, 0.05  # soon: while connections have to be ended

@@ -28,8 +28,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from atoll.errors import AccessDenied, StorageError
-from hostos.addresses import join_address
-from hostos.private_files import private_folder, write_private
+from hostos.files.private_files import private_folder, write_private
+from hostos.net.addresses import join_address
 from protos.certificate_words import issued_by, own_refusal
 from protos.short_tokens import (
     HOST,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.errors import AccessDenied, BadFrame, StorageError, UsageError
-from hostos.private_files import write_private
+from hostos.files.private_files import write_private
 
 MAGIC = b"ATOLRLY1"
 NONCE_BYTES = 16

@@ -18,9 +18,9 @@ from typing import Any
 
 from atoll.errors import UsageError
 from atoll.federated import Floors
-from hostos.addresses import DEFAULT_PORT, join_address
-from hostos.folder_version import claim_version
-from hostos.private_files import state_folder
+from hostos.files.folder_version import claim_version
+from hostos.files.private_files import state_folder
+from hostos.net.addresses import DEFAULT_PORT, join_address
 from hostos.units import parse_size
 from protos.app_bundle import ConfigValue
 from protos.app_signing import SCHEME, checked_publisher

@@ -24,7 +24,7 @@ from atoll.federated import ConsentWord as Word
 from atoll.messages import from_worker as told
 from atoll.messages.to_worker import KeepCopies, PeerLink, Revoked, Standbys, StoreCopy, TrustAuthorities
 from compressors import CODECS
-from hostos.networks import ANYWHERE
+from hostos.net.networks import ANYWHERE
 from protos import PROTOCOL_VERSION, coding
 from protos import atoll_control_pb2 as pb
 from protos.devices import device_name

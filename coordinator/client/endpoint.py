@@ -19,8 +19,8 @@ import grpc
 import grpc.aio
 
 from atoll.errors import StorageError, UsageError
-from hostos.addresses import join_address, parse_address
-from hostos.proxies import proxy_option
+from hostos.net.addresses import join_address, parse_address
+from hostos.net.proxies import proxy_option
 from protos.credentials import COORDINATOR, JoinToken, channel_credentials, name_options
 
 ADDRESS_FILE = "address.json"

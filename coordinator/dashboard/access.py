@@ -21,7 +21,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from atoll.errors import UsageError
-from hostos.addresses import join_address, parse_address
+from hostos.net.addresses import join_address, parse_address
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -37,7 +37,7 @@ from coordinator.dashboard.reader import (
     Reader,
 )
 from coordinator.dashboard.stream import MAX_TOPICS_A_PAGE, EventStream, Patience, Viewers
-from hostos.networks import open_listener
+from hostos.net.networks import open_listener
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send

@@ -27,9 +27,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from atoll.errors import StorageError, UsageError
-from hostos.folder_lock import FolderLock, Holder, holder_of
-from hostos.locked_json import read_object
-from hostos.private_files import private_folder, write_private
+from hostos.files.folder_lock import FolderLock, Holder, holder_of
+from hostos.files.locked_json import read_object
+from hostos.files.private_files import private_folder, write_private
 from protos.text_limits import REASON_CHARS
 
 FOLDER, RECORD, OUTPUT, LOCK = "flower-runs", "run.json", "output.log", "lock"

@@ -23,8 +23,8 @@ import structlog
 from atoll.errors import AccessDenied, AtollError, BadFrame, UsageError
 from coordinator.relay.book import Book, RelayLimits
 from hostos.budget import REFUSALS, REFUSALS_PER_S, Budget
-from hostos.networks import customer, open_listener
-from hostos.splice import Idle, accept, received, splice, tuned
+from hostos.net.networks import customer, open_listener
+from hostos.net.splice import Idle, accept, received, splice, tuned
 from protos.relay_tickets import (
     ANSWER_BYTES,
     CONFIRMED,

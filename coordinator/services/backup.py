@@ -22,8 +22,8 @@ from atoll.errors import StorageError, UsageError
 from coordinator.services.recovery import Folded, recover
 from coordinator.storage.blob_store import BlobStore
 from coordinator.storage.journal import StoredJournal
-from hostos.folder_version import VERSION_FILE
-from hostos.private_files import private_folder, sync_folder
+from hostos.files.folder_version import VERSION_FILE
+from hostos.files.private_files import private_folder, sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

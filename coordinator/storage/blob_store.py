@@ -23,7 +23,7 @@ import numpy as np
 
 from atoll.errors import BadFrame, StorageError, UsageError
 from compressors.deltas import HEAD_BYTES, decode, head_of
-from hostos.private_files import private_folder, sync_folder
+from hostos.files.private_files import private_folder, sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping

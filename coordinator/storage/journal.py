@@ -26,8 +26,8 @@ import sqlalchemy as sa
 
 from atoll.errors import AtollError, StorageError, UsageError
 from coordinator.messages.facts import CoordinatorStarted, Record, to_record
-from hostos.folder_lock import FolderLock, Holder
-from hostos.private_files import private_file
+from hostos.files.folder_lock import FolderLock, Holder
+from hostos.files.private_files import private_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

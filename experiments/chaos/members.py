@@ -13,7 +13,7 @@ import psutil
 
 from atoll.errors import UsageError
 from coordinator.server import LOCK_FILE as COORDINATOR_LOCK
-from hostos.folder_lock import holder_of
+from hostos.files.folder_lock import holder_of
 
 WORKER_LOCK = "running"  # as worker.cli.running has it
 COMPUTE = "worker.compute"

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import IO, Self
 
 from atoll.errors import AccessDenied, BadFrame, StorageError
-from hostos.file_locks import lock
-from hostos.frozen_folder import difference, protect, remove
+from hostos.files.file_locks import lock
+from hostos.files.frozen_folder import difference, protect, remove
+from hostos.files.private_files import private_folder
 from hostos.packages.fetching import NotFetched, fetch, size_of
 from hostos.packages.pinned import Pinned, key
 from hostos.packages.wheels import chosen, shadowing, unpack
-from hostos.private_files import private_folder
 
 MAX_ENVIRONMENTS = 16
 _TURN_S = 0.1

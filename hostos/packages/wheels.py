@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from atoll.errors import BadFrame, UsageError
-from hostos.frozen_folder import CACHE, digest
+from hostos.files.frozen_folder import CACHE, digest
 from hostos.packages.pinned import Pinned, lacking, normal, parse
 
 MAX_FILES = 50_000  # of all wheels of an app together

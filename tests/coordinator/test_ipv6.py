@@ -12,8 +12,8 @@ import pytest
 from coordinator.client.client import connect
 from coordinator.config import Relaying
 from coordinator.server import Running
-from hostos.addresses import join_address, parse_address
-from hostos.networks import customer, open_listener, unmapped
+from hostos.net.addresses import join_address, parse_address
+from hostos.net.networks import customer, open_listener, unmapped
 from protos.credentials import Authority
 from protos.relay_tickets import GREETING_BYTES, nonce_of
 from protos.short_tokens import ShortToken

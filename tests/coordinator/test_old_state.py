@@ -17,7 +17,7 @@ from coordinator.messages.facts import Ledger, from_record
 from coordinator.server import FOLDER_VERSION, serve
 from coordinator.services.access.register import Register
 from coordinator.storage.journal import Journal
-from hostos.folder_version import VERSION_FILE
+from hostos.files.folder_version import VERSION_FILE
 from protos.credentials import Authority, identity_from, new_key, signing_request
 from tests.fixtures.make import DATA, FEDERATED, KINDS, PIPELINE, SAMPLES, WORKERS
 from worker.config import make_config

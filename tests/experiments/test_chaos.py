@@ -26,7 +26,7 @@ from experiments.chaos.promises import Line, Promise, Seen, Trained, committed, 
 from experiments.chaos.report import held
 from experiments.chaos.run import Network, Watching, possible
 from hostos.command_line import run
-from hostos.folder_lock import FolderLock
+from hostos.files.folder_lock import FolderLock
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from tests.patience import HUNG_S, eventually

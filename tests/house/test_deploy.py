@@ -125,7 +125,7 @@ def test_without_the_locks_of_posix_modules_load_and_a_folder_is_refused_with_ws
         "import sys; sys.modules['fcntl'] = None\n"
         "import atoll, coordinator.cli.main, worker.cli.main, worker.daemon\n"
         "from pathlib import Path\n"
-        "from hostos.folder_lock import FolderLock\n"
+        "from hostos.files.folder_lock import FolderLock\n"
         f"FolderLock(Path({str(tmp_path)!r}) / 'lock', str)\n"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

@@ -48,7 +48,11 @@ def test_files_classes_and_functions_keep_to_their_limits() -> None:
 
 def test_a_wing_has_at_most_twelve_files() -> None:
     files = Counter(path.parent.relative_to(ROOT) for path in _sources() if path.stem[0] != "_")
-    wings = {str(wing): (count, MAX_WING) for wing, count in files.items() if len(wing.parts) > 1}
+    wings = {
+        str(wing): (count, MAX_WING)
+        for wing, count in files.items()
+        if len(wing.parts) > 1 or wing.name == "hostos"
+    }
     assert _over(wings) == []
 
 

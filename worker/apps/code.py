@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from atoll.errors import AccessDenied, StorageError
-from hostos import frozen_folder
-from hostos.frozen_folder import difference, protect
+from hostos.files import frozen_folder
+from hostos.files.frozen_folder import difference, protect
 from protos.app_bundle import AppSpec, opened
 
 _unpacking = threading.Lock()

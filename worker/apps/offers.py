@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from atoll.errors import StorageError, UsageError
-from hostos.private_files import private_folder, write_private
+from hostos.files.private_files import private_folder, write_private
 from protos.app_bundle import opened
 
 FOLDER, SUFFIX = "offered", ".bundle"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atoll.errors import UsageError
-from hostos.locked_json import changing, read_object
+from hostos.files.locked_json import changing, read_object
 from protos.app_signing import checked_publisher, signer
 from worker.apps.code import remove
 from worker.apps.offers import Offers

@@ -19,8 +19,8 @@ import grpc
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed
 from atoll.version import __version__
-from hostos.addresses import join_address
-from hostos.networks import open_listener
+from hostos.net.addresses import join_address
+from hostos.net.networks import open_listener
 from hostos.units import shown_size
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc

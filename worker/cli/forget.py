@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from atoll.errors import StorageError, UsageError
-from hostos.folder_lock import FolderLock
+from hostos.files.folder_lock import FolderLock
 from worker.cli.manners import LOOK_S
 from worker.cli.running import LOCK_FILE, running_process
 

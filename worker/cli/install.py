@@ -15,7 +15,7 @@ import typer
 
 from atoll.errors import StorageError, UsageError
 from hostos.command_line import AsJson, err, out, print_json
-from hostos.private_files import write_private
+from hostos.files.private_files import write_private
 from worker.cli.options import StateDir
 from worker.config import default_state_dir, make_config
 

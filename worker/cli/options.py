@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from hostos.addresses import parse_address
 from hostos.command_line import TokenFile, given_token
+from hostos.net.addresses import parse_address
 from hostos.packages.fetching import checked_source
 from hostos.units import parse_size
 from protos.app_bundle import parse_pairs

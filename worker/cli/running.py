@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from atoll.errors import UsageError
-from hostos.folder_lock import FolderLock, Holder, holder_of
+from hostos.files.folder_lock import FolderLock, Holder, holder_of
 from worker.config import make_state_dir
 
 LOCK_FILE = "running"

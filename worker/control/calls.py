@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 
 from atoll.errors import ConnectionFailed
-from hostos.proxies import proxy_option
+from hostos.net.proxies import proxy_option
 from protos.credentials import COORDINATOR, channel_credentials, name_options
 from protos.message_sizes import Careful
 

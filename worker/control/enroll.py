@@ -12,7 +12,7 @@ import grpc
 import structlog
 
 from atoll.errors import AccessDenied, ConnectionFailed
-from hostos.addresses import join_address
+from hostos.net.addresses import join_address
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import StorageError
-from hostos.file_locks import lock
-from hostos.folder_version import raise_version
-from hostos.private_files import private_file, private_folder, sync_folder
+from hostos.files.file_locks import lock
+from hostos.files.folder_version import raise_version
+from hostos.files.private_files import private_file, private_folder, sync_folder
 from worker.config import FOLDER_VERSION, make_state_dir
 
 FOLDER, FILE, OLDER_FILE = "consent", "requests.sqlite", "requests.json"

@@ -1,6 +1,6 @@
 """The log of what left this machine for federated jobs: appended to, bounded, never sent.
 
-    STATE/departures/PART/    JSON lines (``hostos.bounded_log``): at_s, job, kind, bytes, what belongs to it
+    STATE/departures/PART/    JSON lines (``files.bounded_log``): at_s, job, kind, bytes, what belongs to it
     STATE/departures/         the same, from before there were parts; still read
 
 Each part has a budget of its own on the disk, so however many messages there are, no line of an update or of
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hostos.bounded_log import MAX_BYTES, BoundedLog, read_log
+from hostos.files.bounded_log import MAX_BYTES, BoundedLog, read_log
 
 FOLDER = "departures"
 UPDATE, UPDATE_BEGINS, MESSAGE, FACTS = "update", "update begins", "message", "facts"

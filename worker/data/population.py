@@ -20,7 +20,7 @@ import numpy as np
 from atoll.errors import StorageError, UsageError
 from atoll.federated import checked_name
 from atoll.messages.from_worker import MAX_CLIENTS
-from hostos.private_files import write_private
+from hostos.files.private_files import write_private
 from strategies.partition_data import parts_of
 from worker.data.registry import dataset_folder, load_dataset, open_dataset
 

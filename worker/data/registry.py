@@ -26,7 +26,7 @@ import numpy as np
 from atoll.errors import AtollError, StorageError, UsageError
 from atoll.federated import DatasetFacts, FieldFacts, checked_name
 from atoll.messages.from_worker import MAX_DATASETS
-from hostos.private_files import private_folder, write_private
+from hostos.files.private_files import private_folder, write_private
 from worker.config import make_state_dir
 from worker.data.policy import UNSTATED, Policy, policy_from_json
 from worker.data.schema import FieldSchema, parse_schema, sources_of

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Protocol
 from atoll.errors import StorageError, UsageError
 from atoll.federated import checked_name
 from atoll.messages.from_worker import MAX_HELD_WEIGHTS
-from hostos.folder_lock import FolderLock, Holder
-from hostos.locked_json import read_object
-from hostos.private_files import private_folder, sync_folder, write_private
+from hostos.files.folder_lock import FolderLock, Holder
+from hostos.files.locked_json import read_object
+from hostos.files.private_files import private_folder, sync_folder, write_private
 from hostos.units import shown_size
 from protos.tensor_files import checkpoint_files, tensors_of
 from worker.config import make_state_dir

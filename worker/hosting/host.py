@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from atoll.dataset_spec import DataSpec
 from atoll.errors import AtollError, StorageError
 from atoll.messages.from_worker import LinkProbed, OpsProbed
-from hostos.private_files import private_folder
+from hostos.files.private_files import private_folder
 from protos import atoll_compute_pb2 as pb
 from protos import atoll_control_pb2 as control
 from protos import coding

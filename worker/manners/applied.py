@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hostos.private_files import write_private
+from hostos.files.private_files import write_private
 
 APPLIED_FILE = "applied.json"
 MAX_FILE_BYTES = 16 << 10

@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll.errors import StorageError
-from hostos.bounded_log import BoundedLog
 from hostos.command_line import err
+from hostos.files.bounded_log import BoundedLog
 from hostos.units import shown_size
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any
 import tomlkit
 
 from atoll.errors import StorageError, UsageError
-from hostos.private_files import write_private
+from hostos.files.private_files import write_private
 
 SETTINGS_FILE = "settings.toml"
 OLDER_FILE = "worker.json"  # of 0.4.0 and before

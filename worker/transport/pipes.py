@@ -15,7 +15,7 @@ import grpc.aio
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch
 from hostos.descriptors import limit_now
-from hostos.proxies import proxy_option
+from hostos.net.proxies import proxy_option
 from protos.connections import ConnectionBound, Known, PortBound
 from protos.credentials import channel_credentials, name_options, peer_name, server_credentials
 from protos.text_limits import clean

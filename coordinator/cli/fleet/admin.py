@@ -21,9 +21,9 @@ from coordinator.cli.views.facts import FactTable
 from coordinator.cli.views.format import in_seconds, plain
 from coordinator.cli.views.render import status_view
 from coordinator.client.endpoint import Endpoint, default_state_dir, remember
-from hostos.addresses import join_address, parse_address
 from hostos.command_line import AsJson, out, print_json, show, with_groups
-from hostos.networks import ANYWHERE
+from hostos.net.addresses import join_address, parse_address
+from hostos.net.networks import ANYWHERE
 from hostos.units import parse_size
 from protos.credentials import JoinToken, join_command
 

@@ -11,8 +11,8 @@ from coordinator.cli.options import Common, StateDir
 from coordinator.cli.views.facts import FactTable
 from coordinator.cli.views.format import in_bytes, plain
 from coordinator.client.endpoint import default_state_dir
-from hostos.bounded_log import read_log
 from hostos.command_line import AsJson, out, print_json, show, shown_time, with_groups
+from hostos.files.bounded_log import read_log
 
 if TYPE_CHECKING:
     from protos import atoll_control_pb2 as pb

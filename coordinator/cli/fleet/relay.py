@@ -16,10 +16,10 @@ from atoll.errors import UsageError
 from coordinator.config import Relaying
 from coordinator.relay.book import RelayLimits
 from coordinator.relay.server import Relay
-from hostos.addresses import join_address, parse_address
 from hostos.command_line import AsJson, out, print_json
 from hostos.descriptors import raise_limit
-from hostos.networks import ANYWHERE
+from hostos.net.addresses import join_address, parse_address
+from hostos.net.networks import ANYWHERE
 from hostos.units import GIB
 from protos.relay_tickets import KEY_BYTES, key_file
 

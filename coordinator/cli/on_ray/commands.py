@@ -15,8 +15,8 @@ from atoll.errors import UsageError
 from coordinator.cli.on_ray.bundles import Bundle, Node, like_bundles, whole_nodes
 from coordinator.cli.views.facts import FactTable
 from coordinator.cli.views.format import in_seconds
-from hostos.addresses import parse_address
 from hostos.command_line import AsJson, TokenFile, err, given_token, out, print_json, show, with_groups
+from hostos.net.addresses import parse_address
 from hostos.units import parse_size
 
 if TYPE_CHECKING:

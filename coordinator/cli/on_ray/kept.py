@@ -28,8 +28,8 @@ from atoll.backoff import Backoff
 from atoll.errors import AtollError, StorageError
 from coordinator.cli.on_ray.shipped import ShippedFile, linked, unpacked
 from hostos.app_guard import Guarded
-from hostos.file_locks import lock
-from hostos.private_files import private_folder
+from hostos.files.file_locks import lock
+from hostos.files.private_files import private_folder
 
 ENDS = (0, 2, 6, 7)  # codes of a daemon that another start does not cure: left, usage, access, protocol
 PAUSE_FIRST_S, PAUSE_MOST_S = 1.0, 60.0

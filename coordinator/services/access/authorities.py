@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atoll.errors import StorageError, UsageError
-from hostos.private_files import private_folder, write_private
+from hostos.files.private_files import private_folder, write_private
 from protos.credentials import Authority, Identity
 
 if TYPE_CHECKING:

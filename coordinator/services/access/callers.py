@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from atoll.errors import AccessDenied
-from hostos.networks import customer
+from hostos.net.networks import customer
 from protos.connections import ends_in
 from protos.credentials import peer_name
 from protos.devices import named_in

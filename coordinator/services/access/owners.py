@@ -2,7 +2,7 @@
 
 STATE/owner-token      the first owner's token: it may administer, and is named ``owner``
 STATE/owners.json      name -> hash of the secret, role, time; of the others
-STATE/audit/           calls that changed or took something (``hostos.bounded_log``)
+STATE/audit/           calls that changed or took something (``hostos.files.bounded_log``)
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from atoll.errors import AccessDenied, UsageError
 from coordinator.messages.facts import OWNER
 from coordinator.sharing.claims import NO_QUOTA, Quota
-from hostos.bounded_log import BoundedLog
-from hostos.locked_json import changing, read_object
+from hostos.files.bounded_log import BoundedLog
+from hostos.files.locked_json import changing, read_object
 from protos.credentials import presented_in, secret_hash
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from atoll.errors import UsageError
 from coordinator.messages.facts import Record
-from hostos.private_files import write_private
+from hostos.files.private_files import write_private
 from protos.credentials import JoinToken, new_token, of_one_coordinator, secret_hash
 from protos.telemetry import Event
 

@@ -18,8 +18,8 @@ from coordinator.cli.fleet.admin import parse_duration
 from coordinator.cli.main import app
 from coordinator.cli.views.format import in_bytes, in_seconds, plain, share_bar, sparkline
 from coordinator.config import CoordinatorConfig
-from hostos.addresses import parse_address
 from hostos.command_line import run
+from hostos.net.addresses import parse_address
 from protos import atoll_control_pb2 as pb
 from protos.convert import to_proto
 from protos.credentials import JoinToken, shortened

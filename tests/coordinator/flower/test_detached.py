@@ -14,7 +14,7 @@ from atoll.errors import UsageError
 from coordinator.cli.flower.runs import outcome
 from coordinator.flower import detached
 from coordinator.flower.detached import Detached, Keeper, Output, RunFolder, Stage
-from hostos.folder_lock import FolderLock
+from hostos.files.folder_lock import FolderLock
 from tests.patience import HUNG_S, eventually
 
 RECORD = Detached("1f3a", "app", "1.0", "0" * 64, "/app", "", time.time(), nodes=4)

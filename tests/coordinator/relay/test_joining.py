@@ -14,7 +14,7 @@ import pytest
 
 from coordinator.relay.book import RelayLimits
 from coordinator.relay.server import Relay
-from hostos.splice import received
+from hostos.net.splice import received
 from protos import relay_tickets as tickets
 from protos.relay_tickets import CONFIRMED, JOINED, REFUSED, Ticket
 from tests.patience import HUNG_S

@@ -16,8 +16,8 @@ import pytest
 
 from atoll.errors import ConnectionFailed, UsageError
 from coordinator.client.client import connect
-from hostos.proxies import Proxy as Address
-from hostos.proxies import proxy_for
+from hostos.net.proxies import Proxy as Address
+from hostos.net.proxies import proxy_for
 from tests.coordinator.serving import start
 from tests.interrupts import ROOT
 from tests.patience import HUNG_S

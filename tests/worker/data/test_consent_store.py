@@ -14,7 +14,7 @@ import pytest
 from atoll.errors import BadFrame, StorageError, UsageError
 from atoll.federated import ConsentWord as Word
 from hostos.command_line import run
-from hostos.folder_version import VERSION_FILE
+from hostos.files.folder_version import VERSION_FILE
 from worker.cli import main as cli
 from worker.config import FOLDER_VERSION
 from worker.data import consent

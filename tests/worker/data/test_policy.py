@@ -12,7 +12,7 @@ import pytest
 
 from atoll.errors import StorageError, UsageError
 from atoll.federated import ConsentWord as Word
-from hostos.bounded_log import FILES
+from hostos.files.bounded_log import FILES
 from worker.data.consent import ConsentStore
 from worker.data.departures import DepartureLog, read_departures
 from worker.data.policy import OPEN, UNSTATED, Policy, Terms, judge, rules_of

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from atoll.errors import StorageError, UsageError
 from coordinator.client.prepare import tensor_blob
-from hostos.folder_lock import FolderLock
+from hostos.files.folder_lock import FolderLock
 from protos.blob_transfer import Chunk
 from worker.blobs import BlobCache
 from worker.data import weights as module

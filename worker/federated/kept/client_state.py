@@ -29,7 +29,7 @@ from atoll.errors import BadFrame, StorageError
 from atoll.federated import residual_counts
 from atoll.opdag import TensorMeta
 from compressors.container import DenseWriter, dense_metas, read_dense, write_dense
-from hostos.private_files import write_private
+from hostos.files.private_files import write_private
 from strategies.files import client_state_of, slot_arrays
 from strategies.values import ClientState
 from worker.federated.kept.folders import MAX_BYTES, forget_old, job_folder, size_of

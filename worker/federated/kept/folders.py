@@ -9,7 +9,7 @@ from hashlib import blake2b, sha256
 from pathlib import Path
 
 from atoll.errors import StorageError
-from hostos.private_files import private_folder, write_private
+from hostos.files.private_files import private_folder, write_private
 
 FOLDER = "federated"
 SECRET_FILE = "secret"  # noqa: S105 - a file's name

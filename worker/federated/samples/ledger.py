@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from atoll.errors import StorageError, UsageError
-from hostos.file_locks import lock
-from hostos.private_files import private_folder, write_private
+from hostos.files.file_locks import lock
+from hostos.files.private_files import private_folder, write_private
 from strategies.privacy.samples import BUDGET_DELTA, Charge, epsilon
 from worker.federated.kept.folders import FOLDER
 

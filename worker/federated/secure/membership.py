@@ -18,7 +18,7 @@ from atoll.errors import BadFrame, StorageError
 from atoll.messages.from_worker import SecureAnswer
 from atoll.secure import Stage
 from compressors.model_file import write_masked
-from hostos.private_files import write_private
+from hostos.files.private_files import write_private
 from strategies.secure.member import Member
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import structlog
 
 from atoll.errors import StorageError
-from hostos.private_files import private_folder
+from hostos.files.private_files import private_folder
 from worker.hosting import TUNED
 from worker.transport.frames import Buffer, Direction, MessageKey
 

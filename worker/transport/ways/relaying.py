@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 
 from atoll.errors import BadFrame, ConnectionFailed, UsageError
-from hostos.proxies import MAX_HEAD_BYTES, Proxy, connected, proxy_for
-from hostos.splice import received, tuned
+from hostos.net.proxies import MAX_HEAD_BYTES, Proxy, connected, proxy_for
+from hostos.net.splice import received, tuned
 from protos.relay_tickets import (
     CONFIRMED,
     GREETING_BYTES,

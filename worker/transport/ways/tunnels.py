@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from atoll.errors import ConnectionFailed
-from hostos.splice import accept, splice
+from hostos.net.splice import accept, splice
 from worker.transport import TUNED
 
 

@@ -13,7 +13,7 @@ from atoll.errors import AccessDenied, StorageError, UsageError
 from coordinator.client.client import Client, connect
 from coordinator.server import Running
 from coordinator.services.access.owners import Owner, Owners, Role, needed_role
-from hostos.bounded_log import read_log
+from hostos.files.bounded_log import read_log
 from protos import atoll_control_pb2 as pb
 from protos.convert import from_proto, to_proto
 from protos.credentials import secret_hash

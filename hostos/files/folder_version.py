@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from atoll.errors import StorageError
-from hostos.private_files import write_private
+from hostos.files.private_files import write_private
 
 if TYPE_CHECKING:
     from collections.abc import Collection

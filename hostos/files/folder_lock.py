@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.errors import StorageError, UsageError
-from hostos.file_locks import lock
+from hostos.files.file_locks import lock
 
 MAX_FILE_BYTES = 512
 

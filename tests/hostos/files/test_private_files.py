@@ -13,7 +13,7 @@ from atoll.errors import StorageError
 from coordinator.messages.facts import Record
 from coordinator.storage.blob_store import BlobStore
 from coordinator.storage.journal import Journal
-from hostos.private_files import private_file, private_folder, state_folder, write_private
+from hostos.files.private_files import private_file, private_folder, state_folder, write_private
 from worker.apps.store import AppStore
 from worker.cli.running import only_one
 from worker.config import make_config, remember

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import StorageError, UsageError
-from hostos.folder_lock import FolderLock, Holder, holder_of
+from hostos.files.folder_lock import FolderLock, Holder, holder_of
 
 HELD = """
 import subprocess, sys
 from pathlib import Path
-from hostos.folder_lock import FolderLock
+from hostos.files.folder_lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]), str)
 lock.note("127.0.0.1:7700")
 child = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"],

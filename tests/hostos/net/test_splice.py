@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from hostos.splice import accept, splice
+from hostos.net.splice import accept, splice
 
 
 @pytest.mark.parametrize("turns", range(5))

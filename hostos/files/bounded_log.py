@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import StorageError
-from hostos.private_files import private_folder
+from hostos.files.private_files import private_folder
 
 MAX_BYTES = 4 << 20  # of one file
 FILES = 8

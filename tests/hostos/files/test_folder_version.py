@@ -10,7 +10,7 @@ from atoll.errors import StorageError
 from coordinator import server
 from coordinator.cli.main import app
 from hostos.command_line import run
-from hostos.folder_version import VERSION_FILE, claim_version, raise_version
+from hostos.files.folder_version import VERSION_FILE, claim_version, raise_version
 from worker import config
 from worker.cli.main import app as worker_app
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from atoll.errors import StorageError
-from hostos.file_locks import lock
-from hostos.private_files import private_folder, write_private
+from hostos.files.file_locks import lock
+from hostos.files.private_files import private_folder, write_private
 
 if TYPE_CHECKING:
     from pathlib import Path

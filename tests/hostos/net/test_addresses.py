@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from atoll.errors import UsageError
-from hostos.addresses import join_address, parse_address
+from hostos.net.addresses import join_address, parse_address
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Files and folders of one user: private, locked, versioned, bounded, frozen."""

@@ -1,0 +1,1 @@
+"""Addresses, networks, proxies, and sockets that are joined."""
