@@ -93,11 +93,6 @@ class Reader:
                 held.callback(self._release, self._hold(name))
             yield [self._topics[name] for name in wanted]
 
-    def known_jobs(self) -> list[str]:
-        """Return the jobs of the newest status, the newest first."""
-        fleet = self._topics.get(FLEET)
-        return [] if fleet is None else list(fleet.view.tables.get("jobs", {}))[::-1]
-
     async def stub(self) -> rpc.OwnerStub:
         """Return the owner's calls; the connection is made by the first."""
         if self._channel is None:

@@ -337,30 +337,8 @@ class FederatedDriver:
                 self._release(state, worker, reason)
             case fed.ConsentNews():
                 self._consent_news(state, todo)
-            case fed.Open(at_round, blob):
-                effects.emit(do.OpenAggregator(job, state.spec, at_round, blob, max(1, len(state.clients))))
-            case fed.Aggregate():
-                effects.emit(
-                    do.AggregateRound(
-                        job,
-                        todo.round,
-                        todo.attempt,
-                        todo.updates,
-                        {name: state.ratios[name] for name in todo.updates},
-                        todo.n_samples,
-                        todo.n_clients,
-                        todo.least,
-                        todo.sums,
-                        todo.drawn,
-                        todo.weights,
-                        todo.bases,
-                        todo.opening,
-                    )
-                )
-            case fed.EvaluateCentrally(at_round):
-                effects.emit(do.EvaluateModel(job, at_round))
-            case fed.Close():
-                effects.emit(do.CloseAggregator(job))
+            case do.OpenAggregator() | do.AggregateRound() | do.EvaluateModel() | do.CloseAggregator():
+                effects.emit(todo)
             case fed.Forget(blobs):
                 # A client may name any blob as its update; what a job still needs is not its to delete.
                 if unneeded := tuple(blob for blob in blobs if blob not in self.blobs_in_flight()):

@@ -57,7 +57,6 @@ from coordinator.federated.state import (
     ClientBack,
     ClientLost,
     ConsentNews,
-    EvaluateCentrally,
     Evaluation,
     Event,
     FederationState,
@@ -67,7 +66,6 @@ from coordinator.federated.state import (
     Invite,
     Invited,
     Let,
-    Open,
     Say,
     Tick,
     Todo,
@@ -87,7 +85,7 @@ from coordinator.messages.events import (
     SecureAnswer,
     UpdateReady,
 )
-from coordinator.messages.instructions import Model, RoundTaken
+from coordinator.messages.instructions import EvaluateModel, Model, RoundTaken
 from coordinator.messages.jobs import (
     ENDED,
     FEDERATING,
@@ -135,7 +133,7 @@ def step(state: FederationState, event: Event, now_s: float) -> Outcome:
 @TRANSITIONS.on(*_WAITING)
 def _begin(state: FederationState, event: Begin, now_s: float) -> Outcome:
     gathering = replace(state, phase=Phase.GATHERING, reason="starting the aggregator")
-    return gathering, [Open(state.round, state.state)]
+    return gathering, [state.opening]
 
 
 @TRANSITIONS.on(*FEDERATING)
@@ -145,7 +143,7 @@ def _opened(state: FederationState, event: AggregatorOpened, now_s: float) -> Ou
         return state, [Dropped(f"the aggregator opened at round {event.round}, this is {state.round}")]
     model = state.model if state.model and state.model.full == event.model else Model(event.model)
     here = replace(state, opened=True, model=model, inputs=event.inputs, up=event.up, secret=event.secret)
-    before: list[Todo] = [EvaluateCentrally(here.round)] if here.central else []
+    before: list[Todo] = [EvaluateModel(here.job, here.round)] if here.central else []
     after: Outcome = here, []
     if state.phase is Phase.AGGREGATING:
         after = aggregate(here)
@@ -170,7 +168,7 @@ def _broke(state: FederationState, event: AggregatorBroke, now_s: float) -> Outc
     left = state.central and failures > 1 and state.phase is not Phase.EVALUATING
     why = [Without(state.round, "the owner's data", f"evaluation: {event.reason}")] if left else []
     after = replace(state, opened=False, failures=failures, central=state.central and not left)
-    return after, [*why, Open(state.round, state.state)]
+    return after, [*why, state.opening]
 
 
 def _blame(state: FederationState, name: str, reason: str) -> Outcome:
@@ -189,7 +187,7 @@ def _blame(state: FederationState, name: str, reason: str) -> Outcome:
     if (left := found.arrived(after)) < enough(after):
         after, more = repeat(after, f"{left} updates can be counted")
         todo += more
-    return after, todo if after.ended else [*todo, Open(after.round, after.state)]
+    return after, todo if after.ended else [*todo, after.opening]
 
 
 @TRANSITIONS.on(*FEDERATING)

@@ -40,9 +40,7 @@ from coordinator.federated.selection import (
 from coordinator.federated.sites import gathering as sites
 from coordinator.federated.state import (
     Client,
-    Close,
     Closed,
-    EvaluateCentrally,
     FederationState,
     Forget,
     Let,
@@ -54,7 +52,15 @@ from coordinator.messages.events import (
     Aggregated,
 )
 from coordinator.messages.facts import JobEnded, NoisedAsked, RoundClosed
-from coordinator.messages.instructions import EvaluateRound, Model, RoundTaken, SecureOrder, TrainRound
+from coordinator.messages.instructions import (
+    CloseAggregator,
+    EvaluateModel,
+    EvaluateRound,
+    Model,
+    RoundTaken,
+    SecureOrder,
+    TrainRound,
+)
 from coordinator.messages.jobs import RECENT, Phase, Record
 from strategies.privacy.accountant import Spent
 from strategies.privacy.private import strategy_of
@@ -498,7 +504,7 @@ def evaluate(state: FederationState, now_s: float) -> Outcome:
         central=central,
         due_s=now_s + rule.deadline_s,
     )
-    todo += [EvaluateCentrally(state.round)] if central else []
+    todo += [EvaluateModel(state.job, state.round)] if central else []
     todo += [Say(worker, evaluate_message(evaluating, worker, now_s)) for worker in sorted(asked)]
     if flows and not last:
         settled, more = go_on(evaluating, now_s)
@@ -570,4 +576,5 @@ def end(state: FederationState, phase: Phase, reason: str) -> Outcome:
     if state.model is not None:  # stays where a fact names it
         left |= {state.model.full.hash, *([state.model.delta.hash] if state.model.delta else [])}
     todo: list[Todo] = [Forget(tuple(sorted(left)))] if left else []
-    return ended, [Record(JobEnded(state.job, phase.value, reason)), *todo, Let("", reason), Close()]
+    closing = CloseAggregator(state.job)
+    return ended, [Record(JobEnded(state.job, phase.value, reason)), *todo, Let("", reason), closing]

@@ -28,10 +28,12 @@ from coordinator.messages.events import (
 )
 from coordinator.messages.facts import Checkpoint, RoundClosed
 from coordinator.messages.instructions import (
+    AggregateRound,
+    CloseAggregator,
+    EvaluateModel,
     EvaluateRound,
-    HostSums,
     Model,
-    Opening,
+    OpenAggregator,
     RoundTaken,
     SecureOrder,
     TrainRound,
@@ -210,45 +212,6 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
-    """Start the aggregator, or start it anew, at this state ("": the job's initial tensors)."""
-
-    round: int
-    state: str
-
-
-@dataclass(frozen=True, slots=True)
-class Aggregate:
-    """Sum these updates; answers Aggregated."""
-
-    round: int
-    attempt: int
-    updates: Mapping[str, UpdateReady]
-    n_samples: Mapping[str, int]  # that each registered: no update may claim more
-    n_clients: int
-    least: int  # with fewer good ones nothing changes
-    sums: Mapping[str, HostSums] = field(default_factory=dict)  # of hosts of a population
-    drawn: Mapping[str, int] | None = None  # ... whose clients have registered so much
-    weights: Mapping[str, float] = field(default_factory=dict)  # of updates that count less than whole
-    bases: Mapping[str, str] = field(
-        default_factory=dict
-    )  # broadcasts that updates began with, where older ones
-    opening: Opening | None = None  # the updates are masked, and this takes the masks off their sum
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluateCentrally:
-    """The model after ``round`` rounds on the owner's held-out data; answers CentrallyEvaluated."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """The aggregator is not needed any more."""
-
-
-@dataclass(frozen=True, slots=True)
 class Invite:
     """Say Participate."""
 
@@ -306,10 +269,10 @@ class Closed:
 
 Todo = (
     Record
-    | Open
-    | Aggregate
-    | EvaluateCentrally
-    | Close
+    | OpenAggregator
+    | AggregateRound
+    | EvaluateModel
+    | CloseAggregator
     | Invite
     | Say
     | Let
@@ -404,6 +367,11 @@ class FederationState:
     def federated(self) -> FederatedSpec:
         assert self.spec.federated is not None  # noqa: S101 - the scheduler says so
         return self.spec.federated
+
+    @property
+    def opening(self) -> OpenAggregator:
+        """The start of its aggregator before the round in flight."""
+        return OpenAggregator(self.job, self.spec, self.round, self.state, max(1, len(self.clients)))
 
     @property
     def private(self) -> bool:

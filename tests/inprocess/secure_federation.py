@@ -6,7 +6,7 @@ Messages go through their encoding both ways. ``lost``: by (round, stage), worke
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,16 +136,11 @@ class SecureFederation:
 
     def obey(self, item: fed.Todo) -> None:
         match item:
-            case fed.Open(at_round, blob):
-                self.answered(do.OpenAggregator("job-1", self.spec, at_round, blob, len(self.names)))
-            case fed.Aggregate():
-                codecs = {name: self.state.ratios[name] for name in item.updates}
-                request = do.AggregateRound(
-                    "job-1", item.round, item.attempt, item.updates, codecs, item.n_samples, item.n_clients,
-                    item.least, item.sums, item.drawn, opening=item.opening,
-                )  # fmt: skip
-                self.asks.append(request)
-                self.answered(from_json(do.AggregateRound, to_json(request)))
+            case do.OpenAggregator():
+                self.answered(replace(item, n_clients=len(self.names)))
+            case do.AggregateRound():
+                self.asks.append(item)
+                self.answered(from_json(do.AggregateRound, to_json(item)))
             case fed.Say(worker, message):
                 self.says(worker, message)
 

@@ -20,6 +20,7 @@ from coordinator.federated import machine
 from coordinator.federated import state as fed
 from coordinator.federated.checks import check_federated
 from coordinator.messages import events as ev
+from coordinator.messages import instructions as do
 from coordinator.messages.facts import RoundClosed
 from coordinator.messages.instructions import TrainRound
 from coordinator.messages.jobs import Phase, Record
@@ -111,11 +112,11 @@ class VirtualFederation:
 
     def _obey(self, item: fed.Todo) -> None:
         match item:
-            case fed.Open():
+            case do.OpenAggregator():
                 self._step(ev.AggregatorOpened(JOB, self.state.round, self._broadcast(), {}, ()))
             case fed.Say(worker, TrainRound() as order):
                 self._train(worker, order)
-            case fed.Aggregate():
+            case do.AggregateRound():
                 self._sum(item)
             case Record(RoundClosed() as fact):
                 self._made.append(Closed(self.now_s, fact, dict(self._server.weights)))
@@ -147,7 +148,7 @@ class VirtualFederation:
         )
         self._after(took_s, fed.FromClient(name, answer))
 
-    def _sum(self, asked: fed.Aggregate) -> None:
+    def _sum(self, asked: do.AggregateRound) -> None:
         updates = []
         for name, told in asked.updates.items():
             update = replace(self._updates.pop(told.update), round=self._server.round)

@@ -17,9 +17,9 @@ from coordinator.federated.kinds.round import (
     with_client,
 )
 from coordinator.federated.metrics import measured
-from coordinator.federated.state import Aggregate, FederationState, Flight, Say, Todo
+from coordinator.federated.state import FederationState, Flight, Say, Todo
 from coordinator.messages.events import UpdateReady
-from coordinator.messages.instructions import RoundTaken
+from coordinator.messages.instructions import AggregateRound, RoundTaken
 from coordinator.messages.jobs import Record
 from strategies.selection import Outcome as Seen
 
@@ -97,10 +97,9 @@ class Flow(Round):
     def good(self, state: FederationState) -> Mapping[str, UpdateReady]:
         return {name: state.updates[name] for name in state.chosen}
 
-    def summed(self, state: FederationState, attempt: int, n_clients: int, least: int) -> Aggregate:
-        good = self.good(state)
-        plain = super().summed(replace(state, updates=good), attempt, n_clients, least)
-        return replace(plain, **flow.ages(state, good))
+    def summed(self, state: FederationState, attempt: int, n_clients: int, least: int) -> AggregateRound:
+        plain = super().summed(state, attempt, n_clients, least)
+        return replace(plain, **flow.ages(state, plain.updates))
 
     def learnt(
         self, state: FederationState, good: Mapping[str, UpdateReady], told: Told

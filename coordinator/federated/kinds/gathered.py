@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from coordinator.federated.kinds.round import Outcome, Round, drop, forgotten, strike, with_client
 from coordinator.federated.sites import gathering as sites
-from coordinator.federated.state import Aggregate, FederationState, Order, Todo
+from coordinator.federated.state import FederationState, Order, Todo
 from coordinator.messages.events import UpdateReady
-from coordinator.messages.instructions import TrainRound
+from coordinator.messages.instructions import AggregateRound, TrainRound
 from coordinator.messages.jobs import Dropped
 
 
@@ -141,10 +141,11 @@ class SiteRound(Round):
     def staged(self, state: FederationState, now_s: float) -> tuple[FederationState, str] | None:
         return None if not self.left(state) else (state, "")
 
-    def summed(self, state: FederationState, attempt: int, n_clients: int, least: int) -> Aggregate:
+    def summed(self, state: FederationState, attempt: int, n_clients: int, least: int) -> AggregateRound:
         held, most = sites.books(state), sites.drawn(state)
         single = {name: update for name, update in state.updates.items() if name not in held.summed}
         registered = {name: most[name] for name in single}
-        return Aggregate(
-            state.round, attempt, single, registered, n_clients, least, sites.sums(state), drawn=most
+        codecs, sums = {name: state.ratios[name] for name in single}, sites.sums(state)
+        return AggregateRound(
+            state.job, state.round, attempt, single, codecs, registered, n_clients, least, sums, drawn=most
         )

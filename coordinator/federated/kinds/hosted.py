@@ -19,9 +19,9 @@ from coordinator.federated.kinds.round import (
 )
 from coordinator.federated.metrics import measured
 from coordinator.federated.population import books
-from coordinator.federated.state import Aggregate, FederationState, Todo, Without
+from coordinator.federated.state import FederationState, Todo, Without
 from coordinator.messages.events import UpdateReady
-from coordinator.messages.instructions import TrainRound
+from coordinator.messages.instructions import AggregateRound, TrainRound
 from coordinator.messages.jobs import Dropped
 from strategies.selection import Outcome as Seen
 
@@ -94,9 +94,11 @@ class PopulationRound(Round):
         why = f"late: not trained within {state.federated.rule.deadline_s:g} s"
         return replace(state, cohort=cohorts.expired(books(state), why), orders={}), []
 
-    def summed(self, state: FederationState, attempt: int, n_clients: int, least: int) -> Aggregate:
+    def summed(self, state: FederationState, attempt: int, n_clients: int, least: int) -> AggregateRound:
         found = books(state)
-        return Aggregate(state.round, attempt, {}, {}, n_clients, least, found.sums, found.drawn)
+        return AggregateRound(
+            state.job, state.round, attempt, {}, {}, {}, n_clients, least, found.sums, found.drawn
+        )
 
     def learnt(
         self, state: FederationState, good: Mapping[str, UpdateReady], told: Told

@@ -9,9 +9,9 @@ from atoll.secure import Stage
 from coordinator.federated.kinds.round import Outcome, Round, drop, forgotten
 from coordinator.federated.secure import books as secure
 from coordinator.federated.selection import seed_of
-from coordinator.federated.state import Aggregate, FederationState, Todo
+from coordinator.federated.state import FederationState, Todo
 from coordinator.messages.events import SecureAnswer, UpdateReady
-from coordinator.messages.instructions import Opening, SecureOrder, TrainRound
+from coordinator.messages.instructions import AggregateRound, Opening, SecureOrder, TrainRound
 from coordinator.messages.jobs import Dropped
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class SecureRound(Round):
             todo += said
         return state, todo
 
-    def summed(self, state: FederationState, attempt: int, n_clients: int, least: int) -> Aggregate:
+    def summed(self, state: FederationState, attempt: int, n_clients: int, least: int) -> AggregateRound:
         held, plain = _books(state), super().summed(state, attempt, n_clients, least)
         shares, (count, samples) = dict(held.shares), _weighed(state)
         opening = Opening(

@@ -15,7 +15,6 @@ from coordinator.federated.metrics import measured, outcomes
 from coordinator.federated.secure import books as secure
 from coordinator.federated.sites import gathering as sites
 from coordinator.federated.state import (
-    Aggregate,
     Client,
     FederationState,
     Flight,
@@ -26,7 +25,7 @@ from coordinator.federated.state import (
     Without,
 )
 from coordinator.messages.events import SecureAnswer, UpdateReady
-from coordinator.messages.instructions import RoundTaken, SecureOrder, TrainRound
+from coordinator.messages.instructions import AggregateRound, RoundTaken, SecureOrder, TrainRound
 from coordinator.messages.jobs import Dropped
 from strategies.selection import Outcome as Seen
 
@@ -166,10 +165,12 @@ class Round:
         """The updates that are summed."""
         return state.updates
 
-    def summed(self, state: FederationState, attempt: int, n_clients: int, least: int) -> Aggregate:
+    def summed(self, state: FederationState, attempt: int, n_clients: int, least: int) -> AggregateRound:
         """What the aggregator is to sum."""
-        registered = {name: state.clients[name].n_samples for name in state.updates}
-        return Aggregate(state.round, attempt, state.updates, registered, n_clients, least)
+        good = self.good(state)
+        codecs = {name: state.ratios[name] for name in good}
+        registered = {name: state.clients[name].n_samples for name in good}
+        return AggregateRound(state.job, state.round, attempt, good, codecs, registered, n_clients, least)
 
     def learnt(
         self, state: FederationState, good: Mapping[str, UpdateReady], told: Told

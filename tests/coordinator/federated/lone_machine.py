@@ -14,6 +14,7 @@ from atoll.opdag import TensorMeta
 from coordinator.federated import machine
 from coordinator.federated import state as fed
 from coordinator.messages import events as ev
+from coordinator.messages import instructions as do
 from coordinator.messages.facts import JobSubmitted, Ledger
 from coordinator.messages.jobs import Point, Record
 
@@ -63,11 +64,11 @@ class LoneMachine:
                 self.said.append((worker, message))
             case Record(fact):
                 self.ledger.apply(fact)
-            case fed.Open() if self.aggregator:
+            case do.OpenAggregator() if self.aggregator:
                 self.open()
-            case fed.Aggregate() if self.aggregator:
+            case do.AggregateRound() if self.aggregator:
                 self.sum(item)
-            case fed.EvaluateCentrally(at_round) if self.aggregator:
+            case do.EvaluateModel(_, at_round) if self.aggregator:
                 self.step(ev.CentrallyEvaluated("job-1", at_round, 0.25, {"accuracy": 0.75}, 8))
 
     def open(self) -> None:
@@ -79,7 +80,7 @@ class LoneMachine:
     def model(self, at_round: int) -> ev.Blob:
         return ev.Blob(name_of("model", at_round), 1000)
 
-    def sum(self, asked: fed.Aggregate) -> None:
+    def sum(self, asked: do.AggregateRound) -> None:
         named = dict.fromkeys(asked.updates, 1) | {n: len(s.samples) for n, s in asked.sums.items()}
         dropped = {name: "1 non-finite elements" for name in named if name in self.bad}
         enough = sum(count for name, count in named.items() if name not in dropped) >= asked.least

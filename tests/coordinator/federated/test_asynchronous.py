@@ -74,7 +74,7 @@ def test_an_old_update_counts_less_and_a_too_old_one_not_at_all() -> None:
     for _ in range(2):
         answers(world, "a", "b")
     answers(world, "c", "a")
-    asked = [item for item in world.todo if isinstance(item, fed.Aggregate)]
+    asked = [item for item in world.todo if isinstance(item, do.AggregateRound)]
     assert dict(asked[-1].weights) == {"c": 1 / 3}
     assert asked[-1].bases == {}  # fedavg adds changes
     closed = world.facts(RoundClosed)[-1]
@@ -92,7 +92,7 @@ def test_fedasync_gets_the_broadcast_that_an_update_began_with() -> None:
     world = made(rounds=9, buffer=1, strategy="fedasync")
     world.begin("a", "b")
     answers(world, "a", "b")
-    asked = [item for item in world.todo if isinstance(item, fed.Aggregate)]
+    asked = [item for item in world.todo if isinstance(item, do.AggregateRound)]
     assert asked[0].bases == {}
     assert asked[1].bases == {"b": world.model(0).hash}
     assert asked[1].weights == {"b": 2**-0.5}

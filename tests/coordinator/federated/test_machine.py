@@ -341,10 +341,10 @@ def test_an_aggregator_that_dies_is_started_anew_and_asked_again() -> None:
     world.updates("a")
     assert world.state.phase is Phase.AGGREGATING
     (again,) = world.step(ev.AggregatorBroke("job-1", "its process ended (-9)"))
-    assert again == fed.Open(0, "")
+    assert again == do.OpenAggregator("job-1", world.spec, 0, "", 1)
     inputs = {"x": TensorMeta((4, 8, 8), "float32")}
     (asked,) = world.step(ev.AggregatorOpened("job-1", 0, world.model(0), inputs, UP))
-    assert isinstance(asked, fed.Aggregate)
+    assert isinstance(asked, do.AggregateRound)
     stale = replace(asked, attempt=asked.attempt - 1)
     world.aggregator = True
     world.sum(stale)
@@ -360,14 +360,16 @@ def test_an_update_that_kills_the_aggregator_is_dropped_and_the_others_are_summe
     world.updates("a", "b", "c")
     assert world.state.phase is Phase.AGGREGATING
     todo = world.step(ev.AggregatorBroke("job-1", "its process ended (-9)", client="b"))
-    assert todo[-1] == fed.Open(0, "")
+    assert todo[-1] == do.OpenAggregator("job-1", world.spec, 0, "", 3)
     assert fed.Forget((name_of("b", 0),)) in todo
     (told,) = world.heard("b", do.RoundTaken)
     assert (told.taken, told.reason) == (False, world.state.dropped["b"])
     assert "its update broke the aggregator: its process ended (-9)" in told.reason
     assert fed.Without(0, "b", told.reason) in todo
     world.open()
-    (asked,) = [item for item in world.todo if isinstance(item, fed.Aggregate) and "b" not in item.updates]
+    (asked,) = [
+        item for item in world.todo if isinstance(item, do.AggregateRound) and "b" not in item.updates
+    ]
     assert set(asked.updates) == {"a", "c"}
     world.aggregator = True
     world.sum(asked)
@@ -426,7 +428,7 @@ def test_a_job_that_was_interrupted_after_its_last_round_evaluates_and_ends(clie
     world.begin("a", "b")
     world.open()
     world.updates("a", "b")
-    world.sum(next(item for item in world.todo if isinstance(item, fed.Aggregate)))
+    world.sum(next(item for item in world.todo if isinstance(item, do.AggregateRound)))
     assert world.state.phase is Phase.EVALUATING
     world.step(fed.Interrupted("the disk is full"))
     for name in {"a", "b"} - set(clients):
@@ -480,7 +482,7 @@ def test_cancelling_ends_it_and_lets_everybody_go() -> None:
     world.begin("a", "b")
     world.step(Cancelled("cancelled by the owner"))
     assert world.state.phase is Phase.CANCELLED
-    assert fed.Close() in world.todo
+    assert do.CloseAggregator("job-1") in world.todo
     assert fed.Let("", "cancelled by the owner") in world.todo
     world.step(Cancelled("again"))
 
@@ -639,7 +641,7 @@ def summed(world: LoneMachine) -> ev.Aggregated:
 
 def central(world: LoneMachine) -> list[int]:
     """Rounds whose evaluation on the owner's data was asked for."""
-    return [item.round for item in world.todo if isinstance(item, fed.EvaluateCentrally)]
+    return [item.round for item in world.todo if isinstance(item, do.EvaluateModel)]
 
 
 def told_centrally(world: LoneMachine) -> list[int]:
@@ -675,7 +677,7 @@ def test_an_aggregator_that_dies_while_clients_train_evaluates_again() -> None:
     world.updates("a", "b")
     world.todo.clear()
     world.open()
-    assert [type(item) for item in world.todo] == [fed.EvaluateCentrally, fed.Aggregate]
+    assert [type(item) for item in world.todo] == [do.EvaluateModel, do.AggregateRound]
     assert central(world) == [1]
 
 
@@ -688,7 +690,7 @@ def test_an_evaluation_that_kills_the_aggregator_twice_is_left() -> None:
     assert [item.worker for item in world.todo if isinstance(item, fed.Without)] == ["the owner's data"]
     world.todo.clear()
     world.updates("a", "b")
-    assert [type(item) for item in world.todo if not isinstance(item, Record)] == [fed.Aggregate]
+    assert [type(item) for item in world.todo if not isinstance(item, Record)] == [do.AggregateRound]
 
 
 def test_clients_that_evaluate_too_late_do_not_end_the_owners_evaluation() -> None:

@@ -123,7 +123,7 @@ def test_a_host_that_comes_back_trains_the_clients_whose_states_it_has() -> None
 def test_a_host_that_still_loads_is_no_client_of_the_population() -> None:
     made = world("a")
     made.step(fed.Invited("b", 1000))
-    asked = [item for item in made.says("a", answer(made, "a")) if isinstance(item, fed.Aggregate)]
+    asked = [item for item in made.says("a", answer(made, "a")) if isinstance(item, do.AggregateRound)]
     assert [item.n_clients for item in asked] == [len(ROSTER)]
 
 

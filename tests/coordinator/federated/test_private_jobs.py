@@ -145,7 +145,7 @@ def test_a_sum_that_is_asked_again_is_one_release() -> None:
     assert world.state.phase is Phase.AGGREGATING
     world.step(ev.AggregatorBroke("job-1", "killed"))
     world.open()
-    asked = [item for item in world.todo if isinstance(item, fed.Aggregate)]
+    asked = [item for item in world.todo if isinstance(item, do.AggregateRound)]
     assert len(asked) == 2
     world.sum(asked[-1])
     world.sum(asked[0])  # the answer of the one that was killed

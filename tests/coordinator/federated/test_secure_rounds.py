@@ -79,7 +79,7 @@ def test_every_stage_is_asked_of_all_and_the_round_closes() -> None:
     made = world(rounds=1)
     made.go_on()
     assert made.state.phase is Phase.FINISHED
-    (asked,) = [item for item in made.todo if isinstance(item, fed.Aggregate)]
+    (asked,) = [item for item in made.todo if isinstance(item, do.AggregateRound)]
     assert asked.opening is not None
     assert sorted(asked.updates) == list(asked.opening.shared) == list(NAMES)
     assert len(asked.opening.shares) == 4  # as soon as the sum can be opened

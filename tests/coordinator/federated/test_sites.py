@@ -119,7 +119,7 @@ def test_no_order_of_faults_counts_an_update_twice_or_keeps_a_round_open(seed: i
     summed: list[list[str]] = []
     kept = world.sum
 
-    def counted(asked: fed.Aggregate) -> None:
+    def counted(asked: do.AggregateRound) -> None:
         names = [*asked.updates, *(name for held in asked.sums.values() for name in held.samples)]
         assert len(names) == len({*names})
         assert {*names} <= (asked.drawn or {}).keys()
