@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import log2
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from atoll.errors import UsageError
 
@@ -65,6 +65,13 @@ class Copy:
 Action = Send | Add | Copy
 
 
+class _Known(NamedTuple):
+    """Labels in a value, and the messages that followed each other to make it."""
+
+    labels: frozenset[int]
+    hops: int
+
+
 @dataclass(frozen=True)
 class Collective:
     """Actions of every rank, in order; those of one segment are performed in this order."""
@@ -72,17 +79,31 @@ class Collective:
     segments: tuple[Segment, ...]
     actions: Mapping[int, tuple[Action, ...]]
     labels: Mapping[int, tuple[int, ...]]  # contributions that each rank holds
+    # Of each rank, where those of one send each other parts as they are and a sum is coded as it leaves.
+    site_of: Mapping[int, int] = field(default_factory=dict)
+
+    def plain(self, source: int, target: int, label: int) -> bool:
+        """Whether a message travels as it is, whatever codec the round has."""
+        return label != TOTAL and bool(self.site_of) and self.site_of[source] == self.site_of[target]
 
     def results(self, rank: int) -> tuple[int, ...]:
         """Segments whose total ``rank`` ends with, ascending."""
-        return tuple(sorted(self.makers(rank)))
+        return tuple(sorted({a.segment for a in self.actions[rank] if not isinstance(a, Send)}))
 
-    def makers(self, rank: int) -> dict[int, int]:
-        """Rank from which ``rank`` has the total of each segment that it ends with."""
+    def maker(self, rank: int, segment: int) -> int:
+        """Rank that has added the total of a segment which ``rank`` ends with, whoever passed it on."""
+        while (rank, segment) in self._copied:
+            rank = self._copied[rank, segment]
+        return rank
+
+    @cached_property
+    def _copied(self) -> dict[tuple[int, int], int]:
+        """Rank from which each has a segment's total that it does not add itself."""
         return {
-            action.segment: action.source if isinstance(action, Copy) else rank
-            for action in self.actions[rank]
-            if not isinstance(action, Send)
+            (rank, action.segment): action.source
+            for rank, actions in self.actions.items()
+            for action in actions
+            if isinstance(action, Copy)
         }
 
     def sources(self, rank: int) -> dict[tuple[int, int], int]:
@@ -96,14 +117,19 @@ class Collective:
 
     def expected(self, rank: int, segment: int, slot: int = TOTAL) -> frozenset[int]:
         """Labels in a value that ``rank`` receives or ends with when nothing fails."""
-        return self._held.get((rank, segment, slot), frozenset())
+        found = self._held.get((rank, segment, slot))
+        return frozenset() if found is None else found.labels
+
+    def hops(self, rank: int, segment: int, label: int) -> int:
+        """Messages, the last included, that follow each other until ``rank`` has received this one."""
+        return self._held[rank, segment, slot_of(label)].hops
 
     @cached_property
-    def _held(self) -> dict[tuple[int, int, int], frozenset[int]]:
-        """Labels in every slot, by (rank, segment, slot): the actions run on sets of labels."""
+    def _held(self) -> dict[tuple[int, int, int], _Known]:
+        """What every slot comes to hold, by (rank, segment, slot): the actions run on sets of labels."""
         runs = {rank: ActionRun(self, rank, _union) for rank in self.actions}
         held = {
-            (rank, at, label): frozenset((label,))
+            (rank, at, label): _Known(frozenset((label,)), 0)
             for rank, labels in self.labels.items()
             for label in labels
             for at in range(len(self.segments))
@@ -115,7 +141,10 @@ class Collective:
             if rank in runs:
                 runs[rank].hold(segment, slot, value)
                 sent = runs[rank].advance(segment)
-                waiting += [((send.to, segment, slot_of(send.label)), labels) for send, labels in sent]
+                waiting += [
+                    ((send.to, segment, slot_of(send.label)), _Known(value.labels, value.hops + 1))
+                    for send, value in sent
+                ]
         if stuck := sorted(rank for rank, run in runs.items() if not run.finished):
             raise ValueError(f"ranks {stuck} wait for each other")
         totals = {
@@ -195,8 +224,8 @@ def _uses(action: Action) -> tuple[int, ...]:
             return (ARRIVED,)
 
 
-def _union(_: int, values: list[frozenset[int]]) -> frozenset[int]:
-    return frozenset[int]().union(*values)
+def _union(_: int, values: list[_Known]) -> _Known:
+    return _Known(frozenset[int]().union(*(v.labels for v in values)), max(v.hops for v in values))
 
 
 def slot_of(label: int) -> int:

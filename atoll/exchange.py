@@ -31,6 +31,8 @@ QUORUM_RULES = frozenset({"diloco", "sparseloco"})
 """Those whose rounds may begin before all peers have taken all of a period's steps."""
 CODED_RULES = frozenset({"diloco", "streaming_diloco"})
 """Those whose rounds travel in a codec of the job's choice."""
+SITE_RULES = frozenset({"diloco", "streaming_diloco", "sparseloco"})
+"""Those whose rounds may take what peers of one site have to another once."""
 WHOLE_RULES = frozenset({"saps"})
 """Those whose peers hold the whole model (not ``sliced`` in the catalogue)."""
 GRADIENT_RULES = frozenset({"mean", "powersgd", "acp_sgd", "random_k", "gtopk", "ok_topk", "demo"})
@@ -114,7 +116,8 @@ class Exchange:
     delay: Annotated[int, Within(0, MAX_PERIOD)] = 0
     quorum: Annotated[float, Within(0.0, 1.0)] = 1.0  # share of the ranks that are waited for, in (0, 1]
     deadline_s: Annotated[float, Within()] = 0.0  # of what a round brings to a rank; 0: none
-    inner: Exchange | None = None  # of the ranks of one site among themselves
+    # Of the ranks of one site among themselves: exact sums, first.
+    inner: Exchange | None = None
     # Gradients are merged into messages up to this size.
     bucket_bytes: Annotated[int, Within(1, MAX_BUCKET_BYTES), Unset(BUCKET_BYTES)] = BUCKET_BYTES
     # Bytes/s of each rank over its slowest link to another; none: all alike.

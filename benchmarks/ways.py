@@ -25,8 +25,9 @@ import torch
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from atoll.collective import Collective, cut, owner_shares, owners, pairwise_sums
+from atoll.collective import Collective, Segment, cut, owner_shares, owners, pairwise_sums
 from atoll.exchange import EXACT, Exchange, ExchangeRound, Pattern
+from atoll.gateways import Sites, column_shares, site_relays, site_sums, sites_of
 from atoll.plan import Plan, Replica
 from benchmarks.harness import execute, machine, parser
 from compressors.vector import dense
@@ -42,6 +43,7 @@ from coordinator.planning.problem import Problem
 from coordinator.planning.ways import Way, WayKind, compare_ways
 from strategies.exchanges import exchange_facts, make_rule
 from strategies.exchanges.base import Contribution
+from strategies.exchanges.mean import part_and_total
 from strategies.exchanges.partners import Group, groups_at
 from tests.inprocess.network import SharedLine, SimulatedNetwork
 from worker.exchange.round import CollectiveRun
@@ -72,23 +74,37 @@ def network_of(fleet: Fleet) -> SimulatedNetwork:
     return SimulatedNetwork(rates.tolist(), delay_s, up, down, lines=lines)
 
 
-def carried_s(network: SimulatedNetwork, exchanges: Sequence[tuple[Collective, int]]) -> float:
-    """Move the clocks by exchanges of zeros of so many elements, all at once; when the last is done."""
+def carried_s(network: SimulatedNetwork, exchanges: Sequence[tuple[Collective, Contribution]]) -> float:
+    """Move the clocks by exchanges of such contributions, all at once; when the last is done."""
     rule = make_rule(Exchange("sum"))
     every = []
-    for collective, size in exchanges:
+    for collective, part in exchanges:
         at = ExchangeRound(0, tuple(sorted(collective.actions)))
-        part = Contribution(dense(torch.zeros(size)))
         held = {rank: dict.fromkeys(labels, part) for rank, labels in collective.labels.items()}
         every.append({r: CollectiveRun(rule, collective, r, at, parts) for r, parts in held.items()})
     network.carry_all(every)
     return max(network.clock[rank] for runs in every for rank in runs)
 
 
-def by_owners(fleet: Fleet, members: Sequence[int], size: int) -> Collective:
-    """Exchange of ``members``, shares by their rates."""
+def by_owners(fleet: Fleet, members: Sequence[int], size: int) -> tuple[Collective, Contribution]:
+    """Exchange of so many zeros of ``members``, shares by their rates."""
     shares = owner_shares(rank_rates(fleet, list(members)))
-    return owners({m: (m,) for m in members}, cut(size, shares), list(members))
+    collective = owners({m: (m,) for m in members}, cut(size, shares), list(members))
+    return collective, Contribution(dense(torch.zeros(size)))
+
+
+def by_gateways(
+    fleet: Fleet, range_: Range, exchange: Exchange, sites: Sites
+) -> tuple[Collective, Contribution]:
+    """Exchange of a range's zeros by gateways between the sites of its holders."""
+    facts, rates = exchange_facts(exchange.rule), rank_rates(fleet, list(range_.holders))
+    if facts.pattern is not Pattern.OWNERS:
+        size = round(facts.volume(range_.shapes, exchange, 2) / 4)
+        return site_relays(sites, (Segment(0, size),)), Contribution(dense(torch.zeros(size)))
+    size = round(range_.n_bytes / 4) // exchange.fragments
+    shares = column_shares(sites, dict(zip(range_.holders, rates, strict=True)))
+    part = Contribution(dense(torch.zeros(size)), *part_and_total(exchange.codec, exchange.ratio))
+    return site_sums(sites, cut(size, shares)), part
 
 
 def simulated_step_s(way: Way, request: PlanRequest) -> float:
@@ -111,13 +127,25 @@ def simulated_step_s(way: Way, request: PlanRequest) -> float:
     hidden_s = max(network.clock) + exchange.delay * max(compute_s.values())
     exchanges = []
     for range_ in held.ranges:
+        if sites := _sites(plan, range_, fleet):
+            exchanges.append(by_gateways(fleet, range_, exchange, sites))
+            continue
         # A coded exchange as one of as many bytes, uncoded.
         size, count = round(range_.n_bytes / 4), len(range_.holders)
         volume = exchange_facts(exchange.rule).volume(((size,),), exchange, count)
         carried = round(volume / (8.0 * (count - 1) / count))
-        exchanges.append((by_owners(fleet, range_.holders, carried), carried))
+        exchanges.append(by_owners(fleet, range_.holders, carried))
     end_s = carried_s(network, exchanges)
     return max(hidden_s, end_s) / exchange.every
+
+
+def _sites(plan: Plan, range_: Range, fleet: Fleet) -> Sites:
+    """Devices that hold a range, by the sites between which it has gateways."""
+    rank_of = {fleet.index[place.worker]: rank for rank, place in enumerate(plan.places)}
+    found = sites_of(
+        plan.exchange or Exchange(), {peer: rank_of[at] for peer, at in enumerate(range_.holders)}
+    )
+    return tuple(tuple(range_.holders[peer] for peer in site) for site in found)
 
 
 def _peers_s(plan: Plan, request: PlanRequest, problem: Problem) -> dict[int, float]:
@@ -159,7 +187,7 @@ def _replicas_s(plan: Plan, request: PlanRequest, network: SimulatedNetwork) -> 
             network.clock[fleet.index[stage.worker]] = step_s
     held = held_by(fleet, plan.replicas, request.dag, request.training.optimizer)
     common = [(sorted(range_.holders), round(range_.n_bytes / 4)) for range_ in held.ranges]
-    return carried_s(network, [(by_owners(fleet, holders, size), size) for holders, size in common])
+    return carried_s(network, [by_owners(fleet, holders, size) for holders, size in common])
 
 
 def _gossip_s(
@@ -189,11 +217,14 @@ def _gossip_s(
     return max(network.clock) / (GOSSIP_ROUNDS * exchange.every)
 
 
-def _group(exchange: Exchange, members: Sequence[int], size: int, fleet: Fleet) -> tuple[Collective, int]:
+def _group(
+    exchange: Exchange, members: Sequence[int], size: int, fleet: Fleet
+) -> tuple[Collective, Contribution]:
     if exchange_facts(exchange.rule).pattern is Pattern.OWNERS:
-        return by_owners(fleet, members, size), size
+        return by_owners(fleet, members, size)
     carried = round(exchange_facts(exchange.rule).volume(((size,),), exchange, 2) / 4)
-    return pairwise_sums([(members[0], members[1])], carried), carried
+    collective = pairwise_sums([(members[0], members[1])], carried)
+    return collective, Contribution(dense(torch.zeros(carried)))
 
 
 def measured(path: Path, given: str, args: argparse.Namespace) -> dict[str, object]:

@@ -14,6 +14,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 from atoll.exchange import Partners
+from atoll.gateways import sites_of
 from atoll.step_loss import StepLoss
 from coordinator.messages.facts import RoundMet
 from strategies.exchanges.catalogue import exchange_facts
@@ -110,24 +111,42 @@ def _differing(plan: Plan, number: int, held: Held, group: Group) -> Disagreemen
         alone = tuple(rank for rank, _ in held.values()) if 2 * len(held) < len(group) else ()
         return Disagreement(f"{names} report nothing of the part of the model at op {number}", alone)
     said = {peer: held[peer][1] for peer in group}
+    if (misled := _misled(plan, said, held)) is not None:
+        return misled
     first = said[group[0]].digest
     others = ", ".join(places[held[peer][0]].worker for peer in group if said[peer].digest != first)
     false, unclear = _false_totals(said)
     if others and not false and len(unclear) == 2 < len(held):
         false = unclear
-
-    def ranks(peers: Sequence[int]) -> tuple[int, ...]:
-        return tuple(held[peer][0] for peer in peers)
-
     if false:
-        names = ", ".join(places[rank].worker for rank in ranks(false))
+        ranks = _ranks(held, false)
+        names = ", ".join(places[rank].worker for rank in ranks)
         words = f"peers have different results of a round: {names} with totals that do not make theirs"
-        return Disagreement(words, ranks(false))
+        return Disagreement(words, ranks)
     if others:
         words = f"peers have different results of a round: {others} and {places[held[group[0]][0]].worker}"
         blamed, suspects = _unequal(said, len(held))
-        return Disagreement(words, ranks(blamed), ranks((*suspects, *unclear)))
+        return Disagreement(words, _ranks(held, blamed), _ranks(held, (*suspects, *unclear)))
     return None
+
+
+def _misled(plan: Plan, said: Mapping[int, RoundReceipt], held: Held) -> Disagreement | None:
+    """Return who has another result than the others of its site, where results are passed on within one:
+    itself or one of those brought it, and no owner elsewhere."""
+    if plan.exchange is None:
+        return None
+    for site in sites_of(plan.exchange, {peer: held[peer][0] for peer in said}):
+        digests = {peer: said[peer].digest for peer in site}
+        if len(set(digests.values())) > 1:
+            odd = odd_ones(digests) or list(site)
+            names = ", ".join(plan.places[held[peer][0]].worker for peer in odd)
+            words = f"peers of one site have different results of a round: {names} beside others"
+            return Disagreement(words, _ranks(held, odd), _ranks(held, site))
+    return None
+
+
+def _ranks(held: Held, peers: Sequence[int]) -> tuple[int, ...]:
+    return tuple(held[peer][0] for peer in peers)
 
 
 def _false_totals(said: Mapping[int, RoundReceipt]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -23,13 +23,13 @@ def test_an_exchange_takes_as_long_as_predicted(uplinks: dict[str, float]) -> No
     }
     fleet = parse_fleet(document)
     predicted = exchange_s(fleet, owner_transfers(fleet, [0, 2, 3, 4], 4.0 * SIZE))
-    simulated = carried_s(network_of(fleet), [(by_owners(fleet, [0, 2, 3, 4], SIZE), SIZE)])
+    simulated = carried_s(network_of(fleet), [by_owners(fleet, [0, 2, 3, 4], SIZE)])
     assert simulated == pytest.approx(predicted, rel=0.15)
 
 
 def test_several_at_once_share_the_links() -> None:
     fleet = parse_fleet({"default": {"mbit": 50, "ms": 0}, "device": [{"name": f"d{i}"} for i in range(3)]})
-    one = [(by_owners(fleet, [0, 1, 2], SIZE), SIZE)]
+    one = [by_owners(fleet, [0, 1, 2], SIZE)]
     assert carried_s(network_of(fleet), one * 2) == pytest.approx(
         2 * carried_s(network_of(fleet), one), rel=0.05
     )
@@ -40,7 +40,7 @@ def test_two_that_leave_by_one_line_share_it() -> None:
     devices = [{"name": f"d{i}", **({"group": "g"} if i < 2 else {})} for i in range(4)]
     fleet = parse_fleet({"default": {"mbit": 50, "ms": 5}, "group": group, "device": devices})
     sent = owner_transfers(fleet, [0, 2], 4.0 * SIZE) + owner_transfers(fleet, [1, 3], 4.0 * SIZE)
-    pairs = [(by_owners(fleet, pair, SIZE), SIZE) for pair in ([0, 2], [1, 3])]
+    pairs = [by_owners(fleet, pair, SIZE) for pair in ([0, 2], [1, 3])]
     assert carried_s(network_of(fleet), pairs) == pytest.approx(exchange_s(fleet, sent), rel=0.15)
     one = carried_s(network_of(fleet), pairs[:1])
     assert carried_s(network_of(fleet), pairs) == pytest.approx(2 * one, rel=0.15)

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from atoll.errors import BadFrame
+from atoll.gateways import column_shares, sites_of
 from strategies.exchanges.base import Exchanged, Settled
 from strategies.exchanges.catalogue import EXCHANGES
 from worker.exchange.round import CollectiveRun, Message
-from worker.exchange.schedule import Groups, collective_of
+from worker.exchange.schedule import Groups, collective_of, of_sites
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +79,11 @@ def run_round(
     receipts: dict[int, tuple[Receipt, ...]] = dict.fromkeys(alive, ())
     pattern = EXCHANGES[rule.exchange.rule].pattern
     while contributions:
-        collective = collective_of(pattern, groups, contributions[alive[0]], shares=shares)
+        first = contributions[alive[0]]
+        if sites := sites_of(rule.exchange, {rank: rank for rank in contributions}):
+            collective = of_sites(pattern, sites, first, column_shares(sites, {}))
+        else:
+            collective = collective_of(pattern, groups, first, shares=shares)
         runs = {
             rank: CollectiveRun(rule, collective, rank, at, {rank: contributions[rank]}) for rank in alive
         }

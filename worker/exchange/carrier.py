@@ -22,6 +22,7 @@ from atoll.exchange import DIGEST_BYTES
 from atoll.opdag import TensorMeta
 from compressors.base import MAX_HEADER_BYTES, parse_packet
 from compressors.sparse_sizes import most_vector_bytes
+from compressors.vector import UNCOMPRESSED
 from worker.exchange.round import Message
 from worker.transport.frames import Direction
 
@@ -50,12 +51,18 @@ class Slot(NamedTuple):
 
 
 def most_bytes(
-    collective: Collective, slot: Slot, settings: Contribution, positions: tuple[int, int] | None = None
+    collective: Collective,
+    slot: Slot,
+    settings: Contribution,
+    positions: tuple[int, int] | None = None,
+    *,
+    plain: bool = False,
 ) -> int:
-    """Return the bound of a message's bytes; ``positions``: of a part and of a total, as ``Row`` has them."""
+    """Return the bound of a message's bytes; ``positions``: of a part and of a total, as ``Row`` has them.
+    ``plain``: it is not coded."""
     size, total = collective.segments[slot.segment].size, slot.label == TOTAL
     if positions is None:
-        codec = settings.total_codec if total else settings.codec
+        codec = UNCOMPRESSED if plain else settings.total_codec if total else settings.codec
         payload = codec.max_payload_bytes(TensorMeta((size,), "float32"))
     else:
         payload = most_vector_bytes(positions[total], size)
@@ -93,6 +100,7 @@ class Arriving:
     source: int  # rank
     sizes: list[int]
     pieces: list[Tensor] = field(default_factory=list)
+    hops: int = 1  # messages that follow each other until this one is here
 
     @property
     def whole(self) -> bool:
@@ -105,12 +113,13 @@ class Arriving:
 
 
 def arriving(collective: Collective, rank: int, settings: Contribution) -> list[Arriving]:
-    """Return what a rank receives in a round, parts first: nobody waits for anything to send one."""
-    found = [
-        Arriving(slot, source, pieces_of(most_bytes(collective, slot, settings)))
-        for slot, source in ((Slot(*at), source) for at, source in collective.sources(rank).items())
-    ]
-    return sorted(found, key=lambda one: (one.slot.label == TOTAL, one.slot))
+    """Return what a rank receives in a round, first what others need nothing of anybody for to send."""
+    found = []
+    for slot, source in ((Slot(*at), source) for at, source in collective.sources(rank).items()):
+        plain = collective.plain(source, rank, slot.label)
+        sizes = pieces_of(most_bytes(collective, slot, settings, plain=plain))
+        found.append(Arriving(slot, source, sizes, hops=collective.hops(rank, *slot)))
+    return sorted(found, key=lambda one: (one.hops, one.slot))
 
 
 def unpacked(arrived: Arriving, at: ExchangeRound, phase: int, target: int) -> Message:

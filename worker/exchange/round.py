@@ -22,7 +22,8 @@ import torch
 from atoll.collective import TOTAL, ActionRun, Collective, Segment, slot_of
 from atoll.errors import BadFrame
 from atoll.exchange import DIGEST_BYTES, ExchangeRound, Receipt
-from compressors.vector import Vector, joined, pack, unpack
+from compressors.none import Uncompressed
+from compressors.vector import UNCOMPRESSED, Vector, joined, pack, unpack
 from strategies.exchanges.base import Contribution, Exchanged, Piece
 
 if TYPE_CHECKING:
@@ -124,8 +125,9 @@ class CollectiveRun:
             raise BadFrame(f"a value that claims contributions {sorted(included)} of {sorted(allowed)}")
         if message.included != tuple(sorted(included)):
             raise BadFrame(f"a value with {len(message.included)} labels that do not ascend")
-        total = message.label == TOTAL
-        codec = self._settings.total_codec if total else self._settings.codec
+        codec = self._settings.total_codec if message.label == TOTAL else self._settings.codec
+        if self._collective.plain(message.source, self.rank, message.label):
+            codec = UNCOMPRESSED
         segment = self._collective.segments[message.segment]
         vector = unpack(message.packet, segment.size, codec)
         if self._rule.exchange.local:
@@ -183,12 +185,13 @@ class CollectiveRun:
         """What this rank's result holds."""
         pieces = self._pieces()
         numbers = self._collective.results(self.rank)
+        makers = {number: self._collective.maker(self.rank, number) for number in numbers}
         wanted = [self._collective.expected(self.rank, number) for number in numbers]
         expected = frozenset[int]().union(*wanted)
         held = expected.intersection(*(piece.included for piece in pieces))
         elements = sum(piece.segment.size for piece in pieces)
         whole = sum(p.segment.size for p, labels in zip(pieces, wanted, strict=True) if p.included == labels)
-        digests, makers = [_piece_digest(piece) for piece in pieces], self._collective.makers(self.rank)
+        digests = [_piece_digest(piece) for piece in pieces]
         of_maker: dict[int, list[bytes]] = {}
         for number, digest in zip(numbers, digests, strict=True):
             of_maker.setdefault(makers[number], []).append(digest)
@@ -242,13 +245,25 @@ class CollectiveRun:
             self._kept_back.setdefault(number, []).append(merged.kept_back)
         included = frozenset[int]().union(*(value.included for value in values))
         vector, packet = merged.total, None
-        if not vector.sparse:  # its owner uses what the others will decode
+        site_of = self._collective.site_of
+        if site_of and all(site_of[label] == site_of[self.rank] for label in included):
+            if self._collective.maker(self.rank, number) == self.rank:
+                return _Value(vector, included)  # to which it adds those of other sites
+            # What the codec leaves out of a site's sum stays with its gateway.
+            packet = pack(vector, self._settings.codec, seed=self._seed(min(included)))
+            sent = unpack(packet, vector.size, self._settings.codec)
+            if not isinstance(self._settings.codec, Uncompressed):
+                left = Vector(vector.size, vector.values - sent.values)
+                self._kept_back.setdefault(number, []).append(left)
+            vector = sent
+        elif not vector.sparse:  # its owner uses what the others will decode
             packet = pack(vector, self._settings.total_codec, seed=self._seed(TOTAL))
             vector = unpack(packet, vector.size, self._settings.total_codec)
         return _Value(vector, included, packet)
 
     def _message(self, number: int, to: int, label: int, value: _Value) -> Message:
-        packet = value.packet or pack(value.vector, self._settings.codec)
+        plain = self._collective.plain(self.rank, to, label)
+        packet = value.packet or pack(value.vector, UNCOMPRESSED if plain else self._settings.codec)
         included = tuple(sorted(value.included))
         message = Message(
             self._at.number,
@@ -265,8 +280,12 @@ class CollectiveRun:
         return message
 
     def _coded(self, label: int, number: int, segment: Segment, contribution: Contribution) -> _Value:
-        """This rank's own part as its codec leaves it: what others will decode is what is added here too."""
+        """This rank's own part as its codec leaves it: what others will decode is what is added here too.
+        Where a site's sum is coded as it leaves, its parts are not."""
         vector = contribution.vector.part(segment.start, segment.stop)
+        if self._collective.site_of:
+            self._sent[label][number] = vector
+            return _Value(vector, frozenset((label,)))
         packet = pack(vector, contribution.codec, seed=self._seed(label))
         if not vector.sparse:
             vector = unpack(packet, segment.size, contribution.codec)

@@ -17,6 +17,7 @@ from atoll.collective import (
 )
 from atoll.errors import UsageError
 from atoll.exchange import Pattern
+from atoll.gateways import Sites, site_relays, site_sums
 
 if TYPE_CHECKING:
     from strategies.exchanges.base import Contribution
@@ -56,6 +57,15 @@ def collective_of(
             return (
                 side_by_side([joined(pairs, size), gathered(alone, size)]) if alone else joined(pairs, size)
             )
+
+
+def of_sites(
+    pattern: Pattern, sites: Sites, contribution: Contribution, shares: Sequence[float]
+) -> Collective:
+    """Actions of a phase in which all join contributions like this one, by gateways between ``sites``;
+    ``shares`` of the elements as ``atoll.gateways.column_shares`` gives them."""
+    joined = site_sums if pattern is Pattern.OWNERS else site_relays
+    return joined(sites, contribution.segments(shares))
 
 
 def _read(pairs: Sequence[tuple[int, int]], size: int) -> Collective:

@@ -17,6 +17,7 @@ from atoll.bounded import MAX_OPS
 from atoll.collective import even_shares, owner_shares
 from atoll.errors import BadFrame, PlanError
 from atoll.exchange import ExchangeRound, Pattern
+from atoll.gateways import column_shares, sites_of
 from compressors.vector import Vector
 from strategies.exchanges import exchange_facts, make_rule
 from strategies.exchanges.base import Flat, Settled
@@ -24,7 +25,7 @@ from strategies.exchanges.partners import JOINING_RULE, group_of, groups_of
 from strategies.exchanges.streaming_diloco import StreamingDiLoCo
 from worker.exchange.carrier import Slot, arriving, most_bytes, packed, split, unpacked
 from worker.exchange.round import CollectiveRun
-from worker.exchange.schedule import collective_of
+from worker.exchange.schedule import collective_of, of_sites
 from worker.transport.contract import PeerLost
 
 if TYPE_CHECKING:
@@ -170,16 +171,21 @@ class SliceRounds:
         group = group_of(self._peer, groups_of(plan, self._training, last))
         if len(settings.borders) >= MAX_SEGMENTS:
             raise PlanError(f"a slice of {len(settings.borders) + 1} tensors; {MAX_SEGMENTS} go into a round")
-        given = self._exchange.rates
-        rates = [given[self.piece.holders[peer]] for peer in group] if given else []
-        shares = owner_shares(rates) if rates else even_shares(len(group))
-        pattern = exchange_facts(rule.exchange.rule).pattern
-        both_read = pattern is Pattern.PUBLISHED and len(group) > 1
-        groups = [group, group[::-1]] if both_read else [group]
-        collective = collective_of(pattern, groups, settings, shares=dict(zip(group, shares, strict=True)))
+        collective = self._collective(rule, group, settings)
         # Nothing but codecs and sizes is needed of it any more: a model is large.
         bare = Vector(settings.vector.size, torch.empty(0))
         return _Round(at, rule, collective, replace(settings, vector=bare, carry=None))
+
+    def _collective(self, rule: ExchangeRule, group: tuple[int, ...], settings: Contribution) -> Collective:
+        """Actions of the round in a group of peers."""
+        pattern, given = exchange_facts(rule.exchange.rule).pattern, self._exchange.rates
+        rates = {peer: given[self.piece.holders[peer]] for peer in group} if given else {}
+        if sites := sites_of(rule.exchange, {peer: self.piece.holders[peer] for peer in group}):
+            return of_sites(pattern, sites, settings, column_shares(sites, rates))
+        shares = owner_shares(list(rates.values())) if rates else even_shares(len(group))
+        both_read = pattern is Pattern.PUBLISHED and len(group) > 1
+        groups = [group, group[::-1]] if both_read else [group]
+        return collective_of(pattern, groups, settings, shares=dict(zip(group, shares, strict=True)))
 
     def _send_all(self, plan: Plan, messages: list[Message], send: Send) -> None:
         """Send messages; a total that goes to several is made into bytes once."""
@@ -189,6 +195,7 @@ class SliceRounds:
             slot = Slot(message.segment, message.label)
             if slot not in frames:
                 frames[slot] = packed(message)
-            most = most_bytes(self._found.collective, slot, self._found.settings)
+            plain = self._found.collective.plain(message.source, message.target, message.label)
+            most = most_bytes(self._found.collective, slot, self._found.settings, plain=plain)
             for number, part in enumerate(split(frames[slot], most)):
                 send(self._holder(plan, message.target), self._named(slot.key(number)), part)

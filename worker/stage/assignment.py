@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from atoll.errors import BadFrame, PlanError
-from atoll.exchange import Exchange, check_exchange
+from atoll.exchange import SITE_RULES, Exchange, check_exchange
 from atoll.gradient_exchange import Bucket, Slice, buckets, slices, trained_elements
 from atoll.job import Keeping, TrainingSpec
 from atoll.messages.to_worker import Assign, PeerLink, Replay
@@ -332,7 +332,8 @@ def _check_exchange(plan: Plan, rank: int) -> None:
     exact = (exchange.rule, exchange.every, exchange.codec) == ("sum", 1, "none")
     kept = exchange.keeps and (exchange.every, exchange.fragments, exchange.delay) == (1, 1, 0)
     check_sliced(plan)
-    inner = exchange.inner is None or (exact and exchange.inner == Exchange())
+    sited = exact or exchange.rule in SITE_RULES
+    inner = exchange.inner is None or (sited and exchange.inner == Exchange())
     if not (exact or kept or exchange.local) or not inner:
         raise PlanError(
             f"replicas exchange gradients at every step here, or take local steps, not {exchange.rule} "

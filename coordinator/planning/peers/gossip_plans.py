@@ -9,11 +9,14 @@ their mean over the first ones.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from atoll.exchange import PairTable, Pattern
+from atoll.collective import Send
+from atoll.exchange import AUTO, SITE_RULES, PairTable, Pattern
+from atoll.gateways import grouped, of_units
 from atoll.opdag import Source, leaf_refs
 from coordinator.planning import TUNED
 from coordinator.planning.costs.op_seconds import is_trained
@@ -26,6 +29,7 @@ from coordinator.planning.peers.transfers import (
     pair_rates,
     rank_rates,
 )
+from coordinator.planning.search.clusters import groups
 from strategies.exchanges.catalogue import exchange_facts
 from strategies.exchanges.matching import Network
 from strategies.exchanges.partners import groups_at
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from atoll.exchange import Exchange
+    from atoll.gateways import Sites
     from atoll.job import Optimizer
     from atoll.opdag import OpDag, TensorMeta
     from atoll.plan import Replica
@@ -44,6 +49,8 @@ if TYPE_CHECKING:
     from strategies.exchanges.partners import Group
 
     Floats = NDArray[np.float64]
+
+UNITS = 1 << 20  # into which a vector is cut to count what is sent of it
 
 
 def with_table(
@@ -107,6 +114,7 @@ class Held(NamedTuple):
 
     ranges: tuple[Range, ...]
     settled: Floats
+    sites: tuple[int, ...] = ()  # of each device, where rounds go by gateways between them; none: they do not
 
 
 def whole_models(fleet: Fleet, members: Sequence[int], n_bytes: float) -> Held:
@@ -177,8 +185,11 @@ def round_of(fleet: Fleet, held: Held, exchange: Exchange, seed: int) -> tuple[F
     sent = np.zeros((len(fleet.devices),) * 2)
     if not exchange.gossips:
         for range_ in held.ranges:
-            sent += _by_owners(fleet, list(range_.holders), range_, exchange, range_.rates)
-        return sent + settled, exchange_s(fleet, sent) + settled_s
+            sent += _of_all(fleet, range_, exchange, held.sites)
+        # Gateways begin with what their sites have sent, and end with what these wait for.
+        numbers = np.array(held.sites or range(len(sent)))
+        inside = sent * (numbers[:, None] == numbers[None, :])
+        return sent + settled, exchange_s(fleet, sent - inside) + exchange_s(fleet, inside) + settled_s
     peers, seconds = tuple(range(len(held.ranges[0].holders))), 0.0
     owners = exchange_facts(exchange.rule).pattern is Pattern.OWNERS
     for number in range(TUNED.seen_rounds):
@@ -189,6 +200,55 @@ def round_of(fleet: Fleet, held: Held, exchange: Exchange, seed: int) -> tuple[F
         seconds += exchange_s(fleet, moved, PHASES if owners else 1) / TUNED.seen_rounds
         sent += moved / TUNED.seen_rounds
     return sent + settled, seconds + settled_s
+
+
+def through_gateways(fleet: Fleet, held: Held, exchange: Exchange, numbers: tuple[int, ...]) -> Held:
+    """Return what peers hold with the sites of their devices (``site_numbers``), where a round is shorter by
+    gateways between them."""
+    if exchange.rule not in SITE_RULES or not any(map(partial(_sites_of, numbers), held.ranges)):
+        return held
+    within = held._replace(sites=numbers)
+    dense = replace(exchange, codec="none") if exchange.codec == AUTO else exchange
+    flat_s, within_s = (round_of(fleet, each, dense, 0)[1] for each in (held, within))
+    return within if TUNED.nearly * within_s < flat_s else held
+
+
+def site_numbers(fleet: Fleet) -> tuple[int, ...]:
+    """Return the site of each device, as its links show them."""
+    return _numbers(len(fleet.devices), fleet.bandwidth_bps.tobytes())
+
+
+@lru_cache(maxsize=16)
+def _numbers(count: int, rates: bytes) -> tuple[int, ...]:
+    """A search asks for the same fleet's many times, and finding them takes 50 ms of 64 devices."""
+    sites = groups(np.frombuffer(rates).reshape(count, count))
+    found = {device: number for number, site in enumerate(sites) for device in site}
+    return tuple(found[at] for at in range(count))
+
+
+def _sites_of(numbers: Sequence[int], range_: Range) -> Sites:
+    return grouped({peer: numbers[at] for peer, at in enumerate(range_.holders)}) if numbers else ()
+
+
+def _of_all(fleet: Fleet, range_: Range, exchange: Exchange, numbers: Sequence[int]) -> Floats:
+    """Bytes [devices, devices] of a range that all peers join, by gateways where some share a site."""
+    holders, sites = range_.holders, _sites_of(numbers, range_)
+    if not sites:
+        return _by_owners(fleet, list(holders), range_, exchange, range_.rates)
+    facts, sent = exchange_facts(exchange.rule), np.zeros((len(fleet.devices),) * 2)
+    sums = facts.pattern is Pattern.OWNERS
+    rates = dict(enumerate(range_.rates or rank_rates(fleet, list(holders))))
+    collective = of_units(sites, rates, UNITS, sums=sums)
+    # A volume is 2 (R - 1) / R of a vector by owners, R - 1 times a peer's parts where those go to all.
+    plain = range_.n_bytes / exchange.fragments
+    packet = facts.volume(range_.shapes, exchange, 2)
+    for peer, actions in collective.actions.items():
+        for action in actions:
+            if isinstance(action, Send):
+                share = collective.segments[action.segment].size / UNITS
+                whole = plain if collective.plain(peer, action.to, action.label) else packet
+                sent[holders[peer], holders[action.to]] += share * whole
+    return sent
 
 
 def hidden_steps(exchange: Exchange) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.errors import NotEnoughMemory, PlanError, UsageError
-from atoll.exchange import AUTO, MOST_PEERS
+from atoll.exchange import AUTO, MOST_PEERS, Exchange
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkPrediction, Plan, Prediction, Replica, StageSpec, validate, written_buffers
 from coordinator.planning import TUNED
@@ -28,6 +28,8 @@ from coordinator.planning.peers.gossip_plans import (
     hidden_steps,
     rates_by_rank,
     round_of,
+    site_numbers,
+    through_gateways,
     whole_models,
     with_table,
 )
@@ -42,7 +44,6 @@ from strategies.exchanges.catalogue import exchange_facts
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from atoll.exchange import Exchange
     from coordinator.planning.search.op_fence import Effort
 
     Floats = NDArray[np.float64]
@@ -160,13 +161,13 @@ def _counted(request: PlanRequest, exchange: Exchange) -> Iterator[Sharing]:
     n_micro, fleet, seed = request.training.n_micro, request.fleet, request.training.seed
     micro_s = problem.compute[:, -1]
     able = sorted(_able(problem), key=lambda i: (micro_s[i], i))
-    n_bytes = problem.memory.trained(0, problem.n_ops)[0]
+    n_bytes, numbers = problem.memory.trained(0, problem.n_ops)[0], site_numbers(fleet)
     for count in _counts(request, min(MOST_PEERS, len(able), n_micro)):
         members = able[:count]
         shares = shares_of(n_micro, [1.0 / float(micro_s[i]) for i in members])
         compute_s = max(share * float(micro_s[i]) for share, i in zip(shares, members, strict=True))
         drawn = with_table(fleet, members, n_bytes, exchange, seed, search=False)
-        step_s = _step_s(request, whole_models(fleet, members, n_bytes), drawn, compute_s)
+        step_s = _step_s(request, whole_models(fleet, members, n_bytes), drawn, compute_s, numbers)
         yield Sharing(step_s, [(fleet.devices[i].worker,) for i in members], list(accumulate(shares)))
 
 
@@ -176,8 +177,11 @@ def _able(problem: Problem) -> list[int]:
     return [i for i, limit in enumerate(problem.limits) if limit >= need]
 
 
-def _step_s(request: PlanRequest, held: Held, exchange: Exchange, compute_s: float) -> float:
-    """Seconds of a step whose slowest peer computes for ``compute_s``."""
+def _step_s(
+    request: PlanRequest, held: Held, exchange: Exchange, compute_s: float, numbers: tuple[int, ...]
+) -> float:
+    """Seconds of a step whose slowest peer computes for ``compute_s``; ``numbers`` of devices' sites."""
+    held = through_gateways(request.fleet, held, exchange, numbers)
     coded = with_codec(request.fleet, held, exchange, compute_s)
     _, joint_s = round_of(request.fleet, held, coded, request.training.seed)
     return compute_s + max(0.0, joint_s - hidden_steps(exchange) * compute_s) / exchange.every
@@ -327,6 +331,7 @@ def _together(
     n_bytes = problem.memory.trained(0, problem.n_ops)[0]
     held = held_by(fleet, replicas, request.dag, request.training.optimizer)
     exchange = with_table(fleet, members, n_bytes, exchange, seed)
+    held = through_gateways(fleet, held, exchange, site_numbers(fleet))
     alone_s = max(plan.prediction.step_s for plan in plans if plan.prediction is not None)
     exchange = with_codec(fleet, held, exchange, alone_s)
     predicted = _predicted(request, plans, held, exchange)
@@ -335,6 +340,8 @@ def _together(
     exchange = replace(
         exchange,
         rates=tuple(rates_by_rank(fleet, members, held)),
+        inner=Exchange() if held.sites else None,
+        sites=tuple(held.sites[at] for at in members) if held.sites else (),
         deadline_s=max(TUNED.least_deadline_s, exchange.every * predicted.step_s) + evaluation_s,
     )
     workers = {stage.worker for replica in replicas for stage in replica.stages}
@@ -388,7 +395,9 @@ def _predicted(request: PlanRequest, plans: Sequence[Plan], held: Held, exchange
     peers = f"{len(plans)} peers" + _of_stages(plans)
     words = (
         f"{peers} with {exchange.rule} exchange every {exchange.every} steps, in {joint_s:.3g} s, "
-        f"{float(sent.sum(axis=1).max()) / 1e6:.3g} MB from the busiest; another model than one machine's"
+        f"{float(sent.sum(axis=1).max()) / 1e6:.3g} MB from the busiest"
+        + (f", by gateways of {len(set(held.sites))} sites" if held.sites else "")
+        + "; another model than one machine's"
     )
     dominated = late_s > exchange.every * slowest.step_s
     return replace(

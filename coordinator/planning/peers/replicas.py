@@ -29,7 +29,7 @@ from coordinator.planning.costs.codec_costs import speed_of
 from coordinator.planning.costs.message_costs import bytes_cpu_s
 from coordinator.planning.costs.op_seconds import is_trained
 from coordinator.planning.costs.quota import core_share
-from coordinator.planning.peers.gossip_plans import held_by
+from coordinator.planning.peers.gossip_plans import UNITS, held_by
 from coordinator.planning.peers.local_plans import as_replicas, peers_plan, pipeline_s
 from coordinator.planning.peers.partitions import Parts, partitions
 from coordinator.planning.peers.sketches import Sharing
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 PASSES, PASS_BPS = 6, 4e9
 """Passes over the gradients that a rule makes beside its codec (rows, what is kept), and bytes a second of a
 modest core."""
-UNITS = 1 << 20  # into which a vector is cut to count what is sent of it
 BETWEEN = "/"  # two replicas of a given cut
 SHARE = "@"  # before the micro-batches of a replica of a given cut
 

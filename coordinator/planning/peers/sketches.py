@@ -17,7 +17,13 @@ import numpy as np
 
 from coordinator.planning import TUNED
 from coordinator.planning.peers.exchange_codecs import with_codec
-from coordinator.planning.peers.gossip_plans import hidden_steps, round_of, whole_models
+from coordinator.planning.peers.gossip_plans import (
+    hidden_steps,
+    round_of,
+    site_numbers,
+    through_gateways,
+    whole_models,
+)
 from coordinator.planning.peers.partitions import Rooms, moved, peer_groups
 from coordinator.planning.peers.transfers import shares_of
 
@@ -86,6 +92,11 @@ class Sketches:
         return np.minimum(rate, rate.T)
 
     @cached_property
+    def _sites(self) -> tuple[int, ...]:
+        """Site of each device."""
+        return site_numbers(self.problem.fleet)
+
+    @cached_property
     def _shared_lines(self) -> bool:
         """Whether several machines leave by one line."""
         return any(len(uplink.members) > 1 for uplink in self.problem.fleet.uplinks)
@@ -126,7 +137,8 @@ class Sketches:
         key = (abreast, *ends)
         if key not in self._rounds:
             n_bytes = self.problem.memory.trained(0, self.problem.n_ops)[0] / abreast
-            held = whole_models(fleet, ends, n_bytes)
+            whole = whole_models(fleet, ends, n_bytes)
+            held = through_gateways(fleet, whole, self.exchange, self._sites)
             coded = with_codec(fleet, held, self.exchange, compute_s)
             self._rounds[key] = round_of(fleet, held, coded, self.seed)[1]
         return self._rounds[key]

@@ -34,7 +34,7 @@ from coordinator.pipeline import machine
 from coordinator.pipeline.assigning import tensors_of
 from coordinator.pipeline.health.deadlines import deadlines
 from coordinator.pipeline.health.doubt import left_out
-from coordinator.pipeline.periods import exchange_words, odd_ones, round_groups
+from coordinator.pipeline.periods import disagreement, exchange_words, odd_ones, round_groups
 from strategies.exchanges.partners import group_of
 
 HASH = "ab" * 32
@@ -382,3 +382,48 @@ def evaluating(exchange: Exchange) -> JobState:
     state, _ = period(state)
     assert state.phase is Phase.EVALUATING
     return state
+
+
+# ---------------------------------------------------------------- sites
+
+
+def sited(*digests: str) -> tuple[Plan, dict[int, StepReady]]:
+    """Five peers, of which the first three are at one site, and what each says of a round."""
+    replicas = tuple(Replica((i, i + 1), (StageSpec(0, 4, 0, 4, f"w{i}", 0),)) for i in range(5))
+    exchange = replace(DILOCO, inner=Exchange(), sites=(0, 0, 0, 1, 1))
+    made = replace(plan(DILOCO), n_micro=5, replicas=replicas, exchange=exchange)
+    said = {
+        rank: StepReady(
+            "j",
+            1,
+            3,
+            (0.0,) * 4,
+            receipts=(RoundReceipt(0, (0, 1, 2, 3, 4), 1.0, 1, 1, digest, {3: digest}),),
+        )
+        for rank, digest in enumerate(digests)
+    }
+    return made, said
+
+
+def test_a_gateway_that_tells_its_site_otherwise_is_no_fault_of_an_owner_elsewhere() -> None:
+    """The odd one of its site goes; the others of it are suspects, as one of them may have misled it."""
+    steps = (4,) * 5
+    made, said = sited("a", "a", "a", "a", "a")
+    groups = ((0, 1, 2, 3, 4),)
+    assert disagreement(made, said, groups, steps) is None
+    made, said = sited("a", "b", "b", "a", "a")
+    found = disagreement(made, said, groups, steps)
+    assert found is not None
+    assert (found.ranks, found.suspects) == ((0,), (0, 1, 2))
+    made, said = sited("a", "a", "a", "b", "a")
+    found = disagreement(made, said, groups, steps)
+    assert found is not None
+    assert (found.ranks, found.suspects) == ((3, 4), (3, 4)), "of two either may be"
+
+
+def test_a_site_that_differs_from_the_others_blames_the_owner_of_the_total() -> None:
+    made, said = sited("a", "a", "a", "b", "b")
+    found = disagreement(made, said, ((0, 1, 2, 3, 4),), (4,) * 5)
+    assert found is not None
+    assert found.ranks == (3,)
+    assert set(found.suspects) == {3, 4}

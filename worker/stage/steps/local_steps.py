@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from atoll.exchange import Receipt
     from atoll.plan import Plan
     from strategies.exchanges.base import State
-    from worker.exchange.carrier import Arriving
     from worker.exchange.slices import Send, Take, Which
     from worker.stage.assignment import Assignment
     from worker.stage.stage import Stage
@@ -48,7 +47,6 @@ PUBLISHED, DISTANCE = "published", "distance"
 Tensors = Mapping[str, Mapping[str, "Tensor"]]
 Wait = Callable[["Which", str, float], "Tensor"]
 """Wait for a message of a peer until the exchange's deadline is over, or so many times its length."""
-TOTALS_PATIENCE = 2.0  # deadlines: who is to send a total may wait for one itself before it names who is late
 
 
 class LocalSteps:
@@ -158,9 +156,10 @@ class LocalSteps:
             left = [(one, arriving) for one in self._slices for arriving in one.left]
             if not left:
                 return {one.piece.op: one.receipt() for one in self._slices}
-            # Parts first, of all slices: nobody waits for anything to send one.
-            one, arriving = min(left, key=lambda each: _is_total(each[1]))
-            patience = TOTALS_PATIENCE if _is_total(arriving) else 1.0
+            # First, of all slices, what nobody waits for anything to send. Who passes on may wait for another
+            # itself, so it has a deadline more than that one before it is named.
+            one, arriving = min(left, key=lambda each: each[1].hops)
+            patience = float(arriving.hops)
             one.take(plan, arriving, wait(one.key(arriving), one.source(plan, arriving), patience), send)
 
     def settle(self) -> None:
@@ -244,7 +243,3 @@ class LocalSteps:
 
     def _values(self) -> list[Tensor]:
         return [flat_values(self._held(one.piece.names)) for one in self._slices]
-
-
-def _is_total(arriving: Arriving) -> bool:
-    return arriving.slot.label < 0

@@ -18,7 +18,14 @@ from atoll.plan import Piece, Plan, Replica, StageSpec, stage_of
 from coordinator.client.fleet_file import parse_fleet
 from coordinator.planning.chosen import chosen_plan, shape
 from coordinator.planning.costs.fleet import Fleet
-from coordinator.planning.peers.gossip_plans import Range, held_by, rates_by_rank, round_of
+from coordinator.planning.peers.gossip_plans import (
+    Range,
+    held_by,
+    rates_by_rank,
+    round_of,
+    site_numbers,
+    whole_models,
+)
 from coordinator.planning.peers.local_plans import Known, _balanced, fastest
 from coordinator.planning.peers.sketches import Sharing
 from coordinator.planning.peers.transfers import exchange_s, shares_of
@@ -261,3 +268,60 @@ def test_no_other_grouping_of_a_fleet_is_a_tenth_faster(machines: int, seed: int
                         continue
     assert (found is None) == (best == np.inf)
     assert found is None or found.step_s < 1.1 * best
+
+
+# ---------------------------------------------------------------- gateways
+
+
+def between(plan: Plan) -> float:
+    """Bytes that a round of a plan sends from one site to the other, east and west told by names."""
+    assert plan.prediction is not None
+    assert plan.exchange is not None
+    links = (one for one in plan.prediction.links if one.source[0] != one.target[0])
+    return plan.exchange.every * float(sum(link.bytes_per_step for link in links))
+
+
+@pytest.mark.parametrize("rule", ["diloco:int8_block", "streaming_diloco:int4_block", "sparseloco"])
+def test_peers_of_one_site_send_each_range_across_once(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four peers of two machines: half of what each of them would send, and no slower a step."""
+    fleet, training = sites(*[230] * 8), replace(TRAINING, exchange=rule, local_steps=0, replicas="4")
+    plan = planned(fleet, training)
+    assert [len(replica.stages) for replica in plan.replicas] == [2] * 4
+    assert plan.exchange is not None
+    assert plan.exchange.inner == Exchange()
+    assert plan.exchange.sites == tuple(
+        plan.exchange.sites[0] if place.worker[0] == plan.places[0].worker[0] else 1 - plan.exchange.sites[0]
+        for place in plan.places
+    )
+    assert plan.prediction is not None
+    assert "by gateways of 2 sites" in " ".join(plan.prediction.notes)
+    for room in ("local_plans", "sketches"):
+        where = f"coordinator.planning.peers.{room}.through_gateways"
+        monkeypatch.setattr(where, lambda fleet, held, *_: held)
+    flat = planned(fleet, training)
+    assert flat.exchange is not None
+    assert flat.exchange.inner is None
+    assert between(plan) == pytest.approx(between(flat) / 2, rel=0.05)
+    assert flat.prediction is not None
+    assert plan.prediction.step_s <= flat.prediction.step_s
+
+
+def test_one_peer_a_site_has_no_gateway() -> None:
+    plan = planned(sites(200, 200, 200, 200))
+    assert plan.exchange is not None
+    assert (plan.exchange.inner, plan.exchange.sites) == (None, ())
+
+
+def test_a_round_by_gateways_takes_the_sites_links_and_then_the_line() -> None:
+    """What is inside a site is under way before and after: the two times add up."""
+    fleet = sites(200, 200, 200, 200)
+    models = whole_models(fleet, (0, 1, 2, 3), 4e6)
+    held = models._replace(sites=site_numbers(fleet))
+    exchange = Exchange("diloco", every=10)
+    sent, seconds = round_of(fleet, held, exchange, 0)
+    numbers = site_numbers(fleet)
+    across = sum(sent[a, b] for a in range(4) for b in range(4) if numbers[a] != numbers[b])
+    assert across == pytest.approx(2 * 4e6)  # each site's sum or total of every element, whoever owns it
+    assert seconds == pytest.approx(4e6 * 8 / 8e6 / fleet.payload_share + 2 * 0.01, rel=0.1)
+    flat_s = round_of(fleet, models, exchange, 0)[1]
+    assert flat_s == pytest.approx(2 * seconds, rel=0.1)
