@@ -12,8 +12,8 @@ import torch
 from atoll.exchange import Exchange
 from tests.inprocess.peers import LocalPeers, WholeModel
 from tests.parameters import sampled
-from tests.worker.stage import test_piped_steps as piped
-from tests.worker.stage.crew import Case, case
+from tests.worker.stage.steps import test_piped_steps as piped
+from tests.worker.stage.steps.crew import Case, case
 from worker.stage.reports import StepReport
 
 pytestmark = pytest.mark.usefixtures("one_thread")
