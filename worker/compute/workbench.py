@@ -20,16 +20,13 @@ from atoll.messages import from_worker as told
 from atoll.messages import to_worker as asked
 from protos import coding
 from protos.session import to_coordinator
-from strategies.clipping import Clipping
 from worker.cancel import Cancel, Cancelled
 from worker.compute import reports
 from worker.compute.bases import Bases
 from worker.compute.loading import feed_of, load
+from worker.compute.rounds import Rounds
 from worker.compute.snapshots import Snapshots
 from worker.compute.tasks import Task, Tasks, Thread
-from worker.federated.orders import HostAnswer
-from worker.federated.participation import Participation
-from worker.federated.trainer import LOSS
 from worker.links.links import LinksAborted
 from worker.machine import op_timing
 from worker.machine.malloc import give_back
@@ -81,7 +78,7 @@ class Workbench:
         self._standby = False  # beside the plan: what is asked for is done one after the other
         self._newest = -1  # step that was to be repeated last
         self._run: StageRun | None = None
-        self._part: Participation | None = None
+        self._rounds = Rounds(context, self._tasks, post, self._explained, self._drop)
         self._links: Links | None = None
 
     def start(self) -> None:
@@ -124,14 +121,8 @@ class Workbench:
                 self._tasks.submit(lambda c: self._snapshots.bases.forget(), Thread.STORE)
             case instructions.Interrupt(reason):
                 self.interrupt(reason, stores=False)
-            case events.TrainRound(job, at_round):
-                self._for_round(job, at_round, "train", partial(self._train, instruction))
-            case events.EvaluateRound(job, at_round):
-                self._for_round(job, at_round, "evaluate", partial(self._evaluate_round, instruction))
-            case events.SecureOrder() as m:
-                self._for_round(m.job, m.round, "train", lambda c: self._post(self._participation.secure(m)))
-            case events.RoundTaken() as verdict:
-                self._tasks.submit(lambda c: self._settle(verdict))
+            case events.TrainRound() | events.EvaluateRound() | events.SecureOrder() | events.RoundTaken():
+                self._rounds.do(instruction)
             case _:
                 raise TypeError(f"not for the workbench: {instruction!r}")
 
@@ -151,7 +142,7 @@ class Workbench:
 
     def join(self, message: compute_pb.ComputeJoin) -> None:
         """Load a federated job."""
-        self._for_round(message.invitation.job, 0, "load", lambda c: self._join(message, c))
+        self._rounds.join(message)
 
     def time_ops(self, message: pb.ProbeOps) -> None:
         """Time ops."""
@@ -190,26 +181,6 @@ class Workbench:
                 log.error("stage.broke", job=of.job, step=of.step, exc_info=True)
                 bytes_held = self.memory_limit_bytes if short_of_memory(error) else 0
                 self._post(failed(self._explained(error), memory_bytes=bytes_held))
-
-        self._tasks.submit(run)
-
-    def _for_round(self, job: str, at_round: int, during: str, task: Task) -> None:
-        """Queue a federated job's ``task``; its failures are reported to the session."""
-
-        def failed(reason: str) -> None:
-            self._post(events.ClientFailed(job, at_round, reason, during))
-
-        def run(cancel: Cancel) -> None:
-            try:
-                cancel.check()
-                task(cancel)
-            except Cancelled:
-                raise
-            except AtollError as error:
-                failed(str(error))
-            except Exception as error:  # any op may fail in its own way
-                log.error("turn.broke", job=job, round=at_round, during=during, exc_info=True)
-                failed(self._explained(error, private=True))
 
         self._tasks.submit(run)
 
@@ -348,57 +319,8 @@ class Workbench:
         if self._run is not None:
             self._run.discard()
 
-    # ---------------------------------------------------------------- a federated job
-
-    def _join(self, invitation: compute_pb.ComputeJoin, cancel: Cancel) -> None:
-        started_s = time.perf_counter()
-        self._drop()
-        work = coding.read(asked.Participate, invitation.invitation)
-        clipping = Clipping(invitation.clip, invitation.noise)
-        self._part = Participation(
-            work, self._context, cancel, invitation.noise_key, clipping, invitation.statistics
-        )
-        took_s, members = time.perf_counter() - started_s, self._part.members
-        log.info("job.joined", job=work.job, data=work.federated.data, took_s=round(took_s, 3))
-        loaded = (work.job, work.version, took_s, members.hash, members.usable)
-        self._post(told.Loaded(*loaded, gateways=tuple(invitation.gateways)))
-
-    def _train(self, order: events.TrainRound, cancel: Cancel) -> None:
-        update = self._participation.train(order, cancel)
-        log.info(
-            "round.trained",
-            job=order.job,
-            round=order.round,
-            loss=None if isinstance(update.answer, HostAnswer) else update.answer.metrics[LOSS],
-            clients=len(order.clients) or None,
-            train_s=round(update.train_s, 3),
-            upload_bytes=update.upload_bytes,
-        )
-        self._post(reports.update_ready(order, update))
-
-    def _evaluate_round(self, order: events.EvaluateRound, cancel: Cancel) -> None:
-        found = self._participation.evaluate(order, cancel)
-        self._post(reports.client_evaluated(order.job, order.round, found))
-
-    def _settle(self, verdict: events.RoundTaken) -> None:
-        """Keep or drop an update's state; never cancelled, since the verdict holds whatever comes next."""
-        if self._part is None or self._part.joining.job != verdict.job:
-            return
-        try:
-            self._part.settle(verdict.round, verdict.taken, verdict.clients)
-        except AtollError as error:
-            log.error("round.not_kept", job=verdict.job, round=verdict.round, reason=str(error))
-
-    @property
-    def _participation(self) -> Participation:
-        if self._part is None:
-            raise RuntimeError("no federated job is loaded")
-        return self._part
-
     def _drop(self) -> None:
-        part, self._part = self._part, None
-        if part is not None:
-            part.close()
+        self._rounds.drop()
         with self._lock:
             run, self._run, self._links = self._run, None, None
         if run is not None:
@@ -410,7 +332,7 @@ class Workbench:
 
     @property
     def _busy(self) -> bool:
-        return self._run is not None or self._part is not None
+        return self._run is not None or self._rounds.joined
 
     @property
     def _loaded(self) -> StageRun:
