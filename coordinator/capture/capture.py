@@ -29,6 +29,7 @@ from coordinator.capture.export_errors import remedies
 from coordinator.capture.op_costs import measured
 from coordinator.capture.outcome import Loss, resized, sums_items
 from coordinator.capture.python_state import PythonState
+from coordinator.capture.rewrites import without_causal_masks
 from coordinator.capture.torch_export import Constants, Exported, device_of, export, meta_of
 
 MAX_LISTED = 20  # unsupported ops named in one message
@@ -87,7 +88,7 @@ class _Source:
 
     def export(self, training: bool) -> Exported:
         metrics = () if training else self.metrics
-        return export(
+        found = export(
             Loss(self.module, tuple(self.inputs), metrics, items=self.items, differentiated=training),
             self.inputs,
             training=training,
@@ -96,6 +97,8 @@ class _Source:
             canonical=self.canonical,
             constants=self.constants,
         )
+        device = device_of(self.module, self.inputs)
+        return replace(found, nodes=without_causal_masks(found.nodes, self.constants.tensors, device))
 
 
 @uncompiled()

@@ -1,13 +1,22 @@
-"""Rewrites that let a captured graph be cut without changing a bit of what it computes."""
+"""Rewrites that let a captured graph be cut without changing a bit of what it computes; and masks that say no
+more than "causal", without which attention needs no mask in memory.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from atoll.opdag import LeafRef, OpNode, OpRef, Source, TensorMeta
-from atoll.ops import GETITEM
-from atoll.schemas import Ref, aliased_refs, references, written_refs
+import torch
+from torch import Tensor
+
+from atoll.execute import torch_literal
+from atoll.kernels import resolve
+from atoll.opdag import Arg, LeafRef, OpNode, OpRef, Source, TensorMeta, TorchLiteral, leaf_refs, op_refs
+from atoll.ops import ALLOWED, GETITEM
+from atoll.schemas import Ref, aliased_refs, is_random, named_arguments, references, written_refs
 from coordinator.capture.aliasing import Aliases, map_ops, map_refs, renumber
 
 _ACTIVATIONS = (
@@ -143,3 +152,116 @@ def _has_twin(node: OpNode, nodes: list[OpNode], meta_of: Callable[[LeafRef], Te
         if dtype not in fitting:
             return False
     return True
+
+
+# ---------------------------------------------------------------- causal attention
+
+_ATTENTION = "aten.scaled_dot_product_attention.default"
+
+
+def without_causal_masks(
+    nodes: list[OpNode], constants: Mapping[str, Tensor], device: torch.device
+) -> list[OpNode]:
+    """Return the nodes with ``is_causal`` in place of each mask that is that of every row and head.
+
+    Libraries compute the mask of T tokens from positions, T^2 of it for each stage and micro-batch. Such a
+    mask follows from no input, parameter or buffer: its value is found once. Attention is then that of
+    torch's causal kernels, whose sums have another order; the ops behind the mask end as dead ones.
+    """
+    masks: dict[int, bool] = {}
+    written = {
+        member.op
+        for members in Aliases(nodes).written_groups()
+        for member in members
+        if isinstance(member, OpRef)
+    }
+    found = list(nodes)
+    for position, node in enumerate(nodes):
+        if node.target != _ATTENTION:
+            continue
+        given = named_arguments(node)
+        mask, query = given.get("attn_mask"), given.get("query")
+        if not isinstance(mask, OpRef) or not isinstance(query, OpRef):
+            continue
+        tokens = nodes[query.op].outputs[0].shape[-2]
+        if mask.op not in masks:
+            behind = _constant_behind(mask.op, nodes, written)
+            shape = nodes[mask.op].outputs[0].shape
+            square = len(shape) > 1 and shape[-2:] == (tokens, tokens)
+            masks[mask.op] = bool(
+                square and behind and _is_causal(_evaluated(mask.op, behind, nodes, constants, device))
+            )
+        if masks[mask.op]:
+            found[position] = _causal(node, given)
+    return found
+
+
+def _causal(node: OpNode, given: Mapping[str, Arg]) -> OpNode:
+    args = (given["query"], given["key"], given["value"], None, given.get("dropout_p", 0.0), True)
+    beside = tuple((name, value) for name, value in node.kwargs if name in ("scale", "enable_gqa"))
+    return replace(node, args=args, kwargs=beside)
+
+
+def _constant_behind(op: int, nodes: Sequence[OpNode], written: set[int]) -> list[int]:
+    """Return all ops that an op follows from, itself included, in order; none where these read what may
+    change, draw, or write."""
+    found, stack = set[int](), [op]
+    while stack:
+        at = stack.pop()
+        if at in found:
+            continue
+        node = nodes[at]
+        varies = any(leaf.source is not Source.CONSTANT for leaf in leaf_refs(node))
+        if varies or at in written or is_random(node) or node.target not in {*ALLOWED, GETITEM}:
+            return []
+        found.add(at)
+        stack += op_refs(node)
+    return sorted(found)
+
+
+def _evaluated(
+    op: int,
+    behind: Sequence[int],
+    nodes: Sequence[OpNode],
+    constants: Mapping[str, Tensor],
+    device: torch.device,
+) -> Tensor:
+    """The value of an op; each other one's goes with its last reader."""
+    left = Counter(ref for at in behind for ref in op_refs(nodes[at]))
+    values: dict[int, Any] = {}
+
+    def value(arg: Arg) -> Any:
+        match arg:
+            case OpRef():
+                return values[arg.op]
+            case LeafRef():
+                return constants[arg.name]
+            case TorchLiteral():
+                return torch_literal(arg, device)
+            case tuple():
+                return [value(each) for each in arg]
+        return arg
+
+    with torch.no_grad():
+        for at in behind:
+            node = nodes[at]
+            named = {name: value(each) for name, each in node.kwargs}
+            values[at] = resolve(node.target)(*map(value, node.args), **named)
+            for ref in op_refs(node):
+                left[ref] -= 1
+                if not left[ref]:
+                    values.pop(ref, None)
+    found: Tensor = values[op]
+    return found
+
+
+def _is_causal(mask: Tensor) -> bool:
+    """Whether it lets each query see the keys up to its own place, and those alone."""
+    tokens = mask.shape[-1]
+    seen = torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).tril()
+    if mask.dtype is torch.bool:
+        return bool((mask == seen).all())
+    if not mask.is_floating_point():
+        return False
+    least = torch.finfo(mask.dtype).min  # -inf is less
+    return bool(torch.where(seen, mask == 0, mask <= least).all())
