@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from atoll.mesh.layout import Kernel, Move, Split, Way, shard_rows
-from atoll.mesh.rules import MEAN, Path, Seen, references
+from atoll.mesh.ring import ring_attention
+from atoll.mesh.rules import MEAN, RINGS, Path, Seen, references
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -253,6 +253,8 @@ class MeshCalls:
 
     def _move(self, value: Tensor, move: Move, notes: Notes) -> Tensor:
         group = self.group
+        if move.way is Way.ROUND:
+            return value
         if move.way in (Way.ENTER, Way.GATHER):
             return self._moved_once(value, move)
         if move.way is Way.SUM:
@@ -298,6 +300,8 @@ class MeshCalls:
             return self._experts(call)
         if kernel is Kernel.CAUSAL:
             return self._causal(node)
+        if kernel in RINGS:
+            return self._ring(node, kernel is Kernel.RING_CAUSAL)
         if kernel is Kernel.DROPOUT:
             return self._dropout(node, turn, call)
         return (lambda *args: _summed(call(*args), group)) if turn.sums else call
@@ -360,8 +364,6 @@ class MeshCalls:
         def experts(x: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
             first = group.rank * matrices.shape[0]
             own = offs[first : first + matrices.shape[0]]
-            if isinstance(offs, FakeTensor):
-                return call(x, matrices, own)  # type: ignore[no-any-return]
             low, high = int(offs[first - 1]) if first else 0, int(own[-1])
             found = call(x[low:high], matrices, own - low)
             return functional.pad(found, (0, 0, low, len(x) - high))
@@ -383,6 +385,13 @@ class MeshCalls:
             )
 
         return attention
+
+    def _ring(self, node: OpNode, causal: bool) -> Call:
+        scale = dict(node.kwargs).get("scale")
+        given = partial(
+            ring_attention, group=self.group, causal=causal, scale=scale if isinstance(scale, float) else None
+        )
+        return lambda query, key, value, *_: given(query, key, value)
 
     def _mask(self, query: Tensor, end: int) -> Tensor:
         """What is added to the scores of the last queries of ``end`` tokens; all layers share it."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from atoll.mesh.volumes import gathered_bytes, reduced_bytes, scattered_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 class Group(Protocol):
@@ -41,6 +41,11 @@ class Group(Protocol):
 
     def sum_parts(self, parts: Tensor) -> Tensor:
         """Return the sum over all processes of their ``parts[rank]``; ``parts`` is [size, ...]."""
+        ...
+
+    def pass_on(self, value: Tensor) -> Callable[[], Tensor]:
+        """Begin to send a contiguous tensor to the next process of the ring; return the call that waits for
+        that of the process before, of the same shape. Nobody may write into ``value`` until then."""
         ...
 
 
@@ -78,6 +83,24 @@ class Processes:
         self.sent_bytes += scattered_bytes(parts.nbytes, self.size)
         return found
 
+    def pass_on(self, value: Tensor) -> Callable[[], Tensor]:
+        sent, found = value.detach(), torch.empty_like(value)
+        ahead, behind = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        moving = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, sent, group=self._group, group_peer=ahead),
+                dist.P2POp(dist.irecv, found, group=self._group, group_peer=behind),
+            ]
+        )
+        self.sent_bytes += sent.nbytes
+
+        def arrived() -> Tensor:
+            for each in moving:
+                each.wait()
+            return found
+
+        return arrived
+
     def broadcast(self, value: Tensor) -> Tensor:
         """Have everybody have the leader's value; in place."""
         dist.broadcast(value, 0, group=self._group)
@@ -107,21 +130,3 @@ class Processes:
     def close(self) -> None:
         """Leave the group."""
         dist.destroy_process_group(self._group)
-
-
-class Shapes:
-    """``Group`` of fake tensors, for a rehearsal: results have their shapes, and nothing is sent."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-    def sum(self, value: Tensor) -> Tensor:
-        return torch.empty_like(value, memory_format=torch.contiguous_format)
-
-    maximum = sum
-
-    def gather(self, part: Tensor) -> Tensor:
-        return part.new_empty((self.size, *part.shape))
-
-    def sum_parts(self, parts: Tensor) -> Tensor:
-        return parts.new_empty(parts.shape[1:])

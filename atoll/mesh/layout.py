@@ -21,6 +21,7 @@ class Inside(StrEnum):
     SHARDS = "shards"  # each has its rows of a micro-batch and its part of every matrix, gathered at use
     TENSOR = "tensor"  # each has its heads, hidden units and rows of the vocabulary, for all rows
     SEQUENCE = "sequence"  # each has its tokens of every row; matrices as in shards
+    RING = "ring"  # as sequence, but in attention keys and values go round, a block at a time
     EXPERTS = "experts"  # as shards, and each has its experts whole, for the tokens of all
     DATA = "data"  # each has its rows of a micro-batch and the whole model; gradients are summed once a step
 
@@ -83,6 +84,7 @@ class Way(StrEnum):
     SCATTER = "scatter"  # of parts the own part of the sum; gradients are gathered
     FETCH = "fetch"  # of a stored shard the whole; gradients are summed, each keeps its shard of the sum
     COPY = "copy"  # the same into work that every process does: of the gradient the own shard
+    ROUND = "round"  # the own part stays, a copy goes round all processes; so do sums of gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,8 @@ class Kernel(StrEnum):
     VOCABULARY_LOSS = "vocabulary_loss"  # a cross-entropy over split classes
     EXPERTS = "experts"  # products of groups of rows, those of the own experts
     CAUSAL = "causal"  # attention of own queries to keys up to their own
+    RING = "ring"  # attention of own queries to each process's keys in turn
+    RING_CAUSAL = "ring_causal"  # the same, to keys up to their own
     DROPOUT = "dropout"  # as drawn for the whole value
 
 

@@ -16,6 +16,7 @@ from atoll.ops import GETITEM, GROUPED, POINTWISE
 
 Path = tuple[int | str, ...]
 MEAN, SUM = 1, 2  # torch's numbers of a loss's reduction
+RINGS = (Kernel.RING, Kernel.RING_CAUSAL)
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Choice:
 @dataclass(frozen=True)
 class Seen:
     """A node with its arguments as they lie. ``column``: how the weights of a product are to be split;
-    ``lends``: the op's result goes to experts alone."""
+    ``lends``: the op's result goes to experts alone; ``rounds``: keys and values go round where they can."""
 
     node: OpNode
     size: int
@@ -42,6 +43,7 @@ class Seen:
     layouts: Callable[[OpRef | LeafRef], Layout]
     column: Split | None = None
     lends: bool = False
+    rounds: bool = False
 
     @property
     def out(self) -> tuple[int, ...]:
@@ -358,12 +360,30 @@ def _of_queries(s: Seen) -> Choice | None:
     causal = bool(s.arg(5, "is_causal", False))
     if s.split(0) != split or len(s.shape(0)) != 4 or (causal and s.shape(0)[2] != s.shape(1)[2]):
         return None
+    if s.rounds and goes_round(s.node) and _blocks_fit(s):
+        kernel = Kernel.RING_CAUSAL if causal else Kernel.RING
+        return Choice(split, {(at,): split for at in range(3)}, kernel=kernel)
     wants: dict[Path, Split | Parts | Lent] = {(0,): split}
     for path, ref in s.tensors():
         shape = s.metas(ref).shape
         if ref == mask and len(shape) > 1 and shape[-2] > 1:
             wants[path] = Split(len(shape) - 2)
     return Choice(split, wants, kernel=Kernel.CAUSAL if causal else None)
+
+
+def goes_round(node: OpNode) -> bool:
+    """Return whether an op is attention that can meet its keys a block at a time: it has no mask of its own
+    and draws nothing."""
+    named = dict(node.kwargs)
+    mask = node.args[3] if len(node.args) > 3 else named.get("attn_mask")
+    return node.target == "aten.scaled_dot_product_attention.default" and not node.random and mask is None
+
+
+def _blocks_fit(s: Seen) -> bool:
+    """Whether each process has its block of keys and values, of the features and heads of its queries."""
+    query, key, value = (s.shape(at) for at in range(3))
+    same = len(key) == 4 and key[:3] == value[:3] and query[3] == key[3] == value[3]
+    return same and query[1] % key[1] == 0 and s.split(1) == s.split(2) == Split(2)
 
 
 def _normalised(s: Seen) -> Choice | None:

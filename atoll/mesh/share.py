@@ -10,6 +10,7 @@ kinds of inside plan is where splitting begins:
               another product, or a loss, sums over it. Where it does not, they are whole.
 ``sequence``  Inputs and received values are split by tokens. Keys and values are gathered for attention, and
               again for its backward. Matrices are stored in shards.
+``ring``      As ``sequence``, but keys and values go round where attention has no mask and draws nothing.
 ``experts``   As ``shards``, but matrices of experts are split by expert, and never move.
 ``data``      As ``shards``, but every process has the whole of all parameters. Where all ops that use one are
               split, its gradient is a part of a sum until the step's end (``Shared.summed``).
@@ -39,8 +40,8 @@ from atoll.mesh.layout import (
     local_meta,
     shard_rows,
 )
-from atoll.mesh.rules import Choice, Path, Seen, choose, references, with_args
-from atoll.opdag import FLOATING, LeafRef, OpNode, OpRef, Source, TensorMeta
+from atoll.mesh.rules import RINGS, Choice, Path, Seen, choose, references, with_args
+from atoll.opdag import DTYPE_BYTES, FLOATING, LeafRef, OpNode, OpRef, Source, TensorMeta
 from atoll.ops import GROUPED, POINTWISE
 from atoll.optimizers import optimizers_of
 from atoll.program import StageProgram
@@ -142,6 +143,7 @@ _PRODUCTS = {"aten.linear.default": (1, 0), "aten.addmm.default": (2, 1)} | dict
 )
 """Argument that holds the weights, and their dimension that is the result's last one."""
 _WHOLE_STEPS = frozenset({OptimizerName.MUON, OptimizerName.ADAFACTOR})
+_KEYS_AND_VALUES: tuple[Path, Path] = ((1,), (2,))
 _VIEWS = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
 _FRESH = POINTWISE | {GROUPED} | {
     f"aten.{name}"
@@ -294,7 +296,8 @@ class _Walk:
             metas = {name: terms.metas[name] for name in program.inputs}
             given = [*metas.values(), *(r.meta for r in program.received)]
             length = next((tokens for meta in given if (tokens := tokens_of(meta, program.rows))), 0)
-            by = partial(self._by_tokens, length) if terms.kind is Inside.SEQUENCE else self._by_rows
+            tokens = terms.kind in (Inside.SEQUENCE, Inside.RING)
+            by = partial(self._by_tokens, length) if tokens else self._by_rows
             self._inputs = {name: split for name, meta in metas.items() if (split := by(meta)) is not None}
             self._layouts = {r.op: by(r.meta) for r in program.received}
         whole = terms.kind in (Inside.TENSOR, Inside.DATA)
@@ -367,7 +370,8 @@ class _Walk:
         column = self._columns.get(op)
         splits = any(self._layout(ref) is not None for _, ref in refs)
         lends = op in self._experts.lends
-        seen = Seen(node, self._size, self._meta, self._layout, column, lends)
+        rounds = self._terms.kind is Inside.RING
+        seen = Seen(node, self._size, self._meta, self._layout, column, lends, rounds)
         choice = choose(seen) if splits or lends or column is not None else None
         if choice is not None and not self._suits(refs, choice):
             choice = None
@@ -426,6 +430,10 @@ class _Walk:
                 self._wanted.setdefault(ref.name, {})[op] = want
                 if want is not None:
                     return None
+        if path in _KEYS_AND_VALUES and choice is not None and choice.kernel in RINGS:
+            nbytes = meta.elements * DTYPE_BYTES[node.outputs[0].dtype]  # as autocast casts them
+            split = want if isinstance(want, Split) else None
+            return Move(Way.ROUND, meta.shape, nbytes, split, of, True, grad)
         if want == have:
             inside = have is None and _divides(choice) and grad and meta.dtype in FLOATING
             after = choice is not None and choice.kernel is Kernel.ROW and path == _bias_path(node)

@@ -70,7 +70,7 @@ def micro_volume(
 
 
 def _of(node: OpNode, turn: Turn, size: int) -> tuple[Sent, Sent]:
-    ahead, back = Sent(), Sent()
+    ahead, back = _of_rounds(turn, size)
     out = sum(meta.nbytes for meta in node.outputs)
     for move in turn.moves.values():
         whole = gathered_bytes(move.nbytes, size)
@@ -100,3 +100,14 @@ def _of(node: OpNode, turn: Turn, size: int) -> tuple[Sent, Sent]:
     elif turn.sums:
         ahead = ahead.and_then(reduced_bytes(out, size))
     return ahead, back
+
+
+def _of_rounds(turn: Turn, size: int) -> tuple[Sent, Sent]:
+    """Keys and values are passed on together: to all others forward, and again backward with the sums of
+    their gradients behind them."""
+    rounds = [move for move in turn.moves.values() if move.way is Way.ROUND]
+    if not rounds:
+        return Sent(), Sent()
+    n_bytes = sum(gathered_bytes(move.nbytes, size) for move in rounds)
+    times = 1 + any(move.differentiable for move in rounds)
+    return Sent(n_bytes, size - 1), Sent(times * n_bytes, times * (size - 1))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from atoll.mesh.layout import Inside
+from atoll.mesh.rules import goes_round
 from atoll.ops import GROUPED
 from coordinator.planning.inside.costs import InsideCosts, inside_costs
 
@@ -40,8 +41,13 @@ class Insides:
     @property
     def _kinds(self) -> list[Inside]:
         """Kinds that differ for this graph."""
-        experts = any(node.target == GROUPED for node in self.dag.ops)
-        return [kind for kind in Inside if experts or kind is not Inside.EXPERTS]
+        ops = self.dag.ops
+        alike = set[Inside]()
+        if not any(node.target == GROUPED for node in ops):
+            alike.add(Inside.EXPERTS)
+        if not any(goes_round(node) for node in ops):
+            alike.add(Inside.RING)
+        return [kind for kind in Inside if kind not in alike]
 
     def priced(
         self, devices: Sequence[Device], alone: Sequence[Costs]

@@ -3,6 +3,10 @@
 seconds(op) = share(op) seconds of one device + collectives, each latency + bytes / rate of the mesh's probe
 bytes of a process = the memory model of its own graph + what is fetched whole for one op, and its gradient
 
+Where keys and values go round, a block travels while the one before it is computed on: with c seconds of
+compute and s of sends on D processes, max(c, c / D + s). Of a causal attention the last process computes
+most: D - 1 blocks and a half of the D^2 / 2 that there are.
+
 A stage is priced by the whole graph's inside plan, but for what its cuts keep whole (``regions``).
 """
 
@@ -13,10 +17,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from atoll.mesh.layout import Inside, Way
+from atoll.mesh.layout import Inside, Kernel, Way
+from atoll.mesh.rules import RINGS
 from atoll.mesh.share import Terms, held_whole, local_metas, share_all, trained_names
 from atoll.mesh.volumes import Sent, op_volumes, reduced_bytes
-from atoll.opdag import LeafRef, Source, leaf_refs
+from atoll.opdag import DTYPE_BYTES, LeafRef, Source, leaf_refs
 from atoll.program import stage_programs
 from coordinator.planning.costs.memory import MemoryModel, leaf_bytes
 from coordinator.planning.costs.traffic import Traffic
@@ -28,12 +33,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from atoll.job import Keeping, Optimizer, TrainingSpec
-    from atoll.mesh.share import Shared
-    from atoll.opdag import OpDag, StateMeta, TensorMeta
+    from atoll.mesh.share import Shared, Turn
+    from atoll.opdag import OpDag, OpNode, StateMeta, TensorMeta
     from coordinator.planning.costs.fleet import Mesh
     from coordinator.planning.costs.op_seconds import Costs
 
     Floats = NDArray[np.float64]
+
+COPIES, BLOCKS = 1.5, 3.0
+CAUSAL = (Kernel.CAUSAL, Kernel.RING_CAUSAL)
 
 
 class ProcessMemory(MemoryModel):
@@ -64,13 +72,20 @@ class InsideCosts:
     regions: Regions
     sent_once: dict[int, Sent]  # by op: sums of gradients, once for the micro-batches of a step
     n_micro: int
+    overlaps: frozenset[int] = frozenset()  # ops that compute while their keys and values travel
 
     def costs(self, whole: Costs, mesh: Mesh) -> Costs:
         """Every op's seconds on the mesh; ``whole``: on one of its devices alone."""
         forward, backward = whole.forward_s * self.share, whole.backward_s * self.share
         for op, (ahead, back) in self.sent.items():
-            forward[op] += joint_s(ahead, mesh)
-            backward[op] += joint_s(back, mesh)
+            if op in self.overlaps:
+                forward[op] = _overlapped_s(forward[op], ahead, mesh)
+                # The last sums of gradients have no compute left to travel behind.
+                last = joint_s(ahead, mesh) / (mesh.size - 1) if back.n_bytes > ahead.n_bytes else 0.0
+                backward[op] = max(_overlapped_s(backward[op], back, mesh), backward[op] + last)
+            else:
+                forward[op] += joint_s(ahead, mesh)
+                backward[op] += joint_s(back, mesh)
         for op, sums in self.sent_once.items():
             backward[op] += joint_s(sums, mesh) / self.n_micro
         return replace(whole, forward_s=forward, backward_s=backward, weights_s=whole.weights_s * self.share)
@@ -103,6 +118,10 @@ def joint_s(sent: Sent, mesh: Mesh) -> float:
     return sent.calls * mesh.latency_s + sent.n_bytes / mesh.bytes_per_s
 
 
+def _overlapped_s(compute_s: float, sent: Sent, mesh: Mesh) -> float:
+    return max(compute_s, compute_s / mesh.size + joint_s(sent, mesh))
+
+
 def inside_costs(
     dag: OpDag, training: TrainingSpec, keeping: Keeping, kind: Inside, size: int
 ) -> InsideCosts:
@@ -116,8 +135,9 @@ def inside_costs(
     own = _process_dag(dag, shared, local_metas(shared, metas, size))
     fetched, share = np.zeros(len(dag.ops)), np.ones(len(dag.ops))
     for op, turn in shared.turns.items():
-        fetched[op] = sum(m.nbytes for m in turn.moves.values() if m.way in (Way.FETCH, Way.COPY))
+        fetched[op] = _passing_bytes(turn, dag.ops[op], size)
     share[sorted(shared.divided)] = 1.0 / size
+    share[[op for op, turn in shared.turns.items() if turn.kernel in CAUSAL]] = (2 * size - 1) / size**2
     more = {
         name: _held(dag, name, training.optimizer) - _held(own, name, training.optimizer)
         for name in shared.stored
@@ -136,7 +156,30 @@ def inside_costs(
         regions,
         _sent_once(dag, shared, size),
         training.n_micro,
+        frozenset(op for op, turn in shared.turns.items() if turn.kernel in RINGS),
     )
+
+
+def _passing_bytes(turn: Turn, node: OpNode, size: int) -> float:
+    """Return the bytes that an op's process has beside its own part; as much again is counted for gradients.
+
+    Of matrices the whole. Of keys and values the whole, too, with the copy that takes it apart; going round,
+    two blocks and the joint result, in the backward sums of gradients on their way beside them.
+    """
+    found = 0.0
+    for move in turn.moves.values():
+        if move.way in (Way.FETCH, Way.COPY):
+            found += move.nbytes
+        elif move.way is Way.LEND:
+            found += COPIES * move.nbytes
+        elif move.way is Way.ROUND:
+            found += BLOCKS * move.nbytes / size
+    own = node.outputs[0]
+    if turn.kernel in RINGS:
+        found += DTYPE_BYTES["float32"] * own.elements / size
+    elif turn.kernel is Kernel.CAUSAL:  # a mask of own tokens by all
+        found += DTYPE_BYTES[own.dtype] * own.shape[2] ** 2 / size / 2  # and has no gradient
+    return found
 
 
 def _sent_once(dag: OpDag, shared: Shared, size: int) -> dict[int, Sent]:

@@ -14,6 +14,8 @@ _WHAT = {
     Inside.SHARDS: "each has its rows of a micro-batch and 1/{size} of every matrix, fetched for each use",
     Inside.SEQUENCE: "each has its tokens of every row, with all keys and values in attention, "
     "and 1/{size} of every matrix, fetched for each use",
+    Inside.RING: "each has its tokens of every row, to which keys and values come a block at a time, "
+    "and 1/{size} of every matrix, fetched for each use",
     Inside.EXPERTS: "as shards, but each has 1/{size} of the experts whole, for the tokens of all",
     Inside.DATA: "each has its rows of a micro-batch and the whole model; gradients are summed once a step",
     Inside.TENSOR: "each has its heads, hidden units and rows of the vocabulary",

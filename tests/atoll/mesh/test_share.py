@@ -144,6 +144,8 @@ MADE = [
         *((*made, kind) for made in MADE for kind in BOTH),
         *((name, 0.0, Recompute.OFF, Inside.SEQUENCE) for name in ("block", "gpt2", "llama", "resnet")),
         ("gpt2", 0.1, Recompute.SELECTIVE, Inside.SEQUENCE),
+        *(("block", 0.0, recompute, Inside.RING) for recompute in Recompute if recompute != "auto"),
+        *((name, 0.0, Recompute.OFF, Inside.RING) for name in ("gpt2", "llama")),
         *((name, 0.0, Recompute.OFF, Inside.DATA) for name in ("block", "gpt2", "llama", "resnet")),
         *(("mixtral", 0.1, Recompute.OFF, kind) for kind in Inside),
     ],
@@ -224,6 +226,26 @@ def test_a_layer_of_divided_tokens_gathers_keys_and_values_twice_and_scatters_th
     assert moved == {attention} | weights | loss
     tokens = [node.outputs[0].shape for _, node in shared.program.ops if len(node.outputs[0].shape) == 3]
     assert {shape[:2] for shape in tokens} == {(4, 3)}
+
+
+def test_keys_and_values_go_round_and_send_as_much_as_gathered_ones() -> None:
+    made = case("block")
+    for size in (2, 3):
+        ring, gathered = (made.shared(kind, size) for kind in (Inside.RING, Inside.SEQUENCE))
+        (op,) = (op for op, turn in ring.turns.items() if turn.kernel is Kernel.RING_CAUSAL)
+        block = 4 * (6 // size) * 16 * 4  # rows, own tokens, width, bytes
+        ahead, back = op_volumes(ring, size)[op]
+        assert (ahead.n_bytes, back.n_bytes) == ((size - 1) * 2 * block, 2 * (size - 1) * 2 * block)
+        assert micro_volume(ring, size).n_bytes == micro_volume(gathered, size).n_bytes
+    loss, _ = alone(made)
+    for own_loss, *_ in together(3, lambda group: of_process(made, ring, group, Recompute.OFF)):
+        assert own_loss == pytest.approx(loss, rel=1e-6)
+
+
+def test_attention_that_draws_dropout_or_has_a_mask_of_its_own_gathers_in_a_ring_plan() -> None:
+    for name, dropout in (("gpt2", 0.1), ("bert", 0.0)):
+        ring, gathered = (case(name, dropout).shared(kind, 2) for kind in (Inside.RING, Inside.SEQUENCE))
+        assert ring == gathered
 
 
 def test_experts_are_divided_and_tokens_come_and_go_in_one_collective_each_way() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from atoll.mesh.layout import Inside
+from atoll.mesh.layout import Inside, Kernel
 from atoll.mesh.volumes import gathered_bytes, micro_volume, reduced_bytes, step_volume
 from tests.patience import eventually
 from tests.worker.mesh.site import Site, assigned_to, plain, site, train
@@ -36,7 +36,13 @@ def test_two_processes_train_as_one_does(two: Site, name: str, kind: Inside) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("gpt2", Inside.SEQUENCE), ("mixtral", Inside.EXPERTS), ("gpt2", Inside.DATA)]
+    ("name", "kind"),
+    [
+        ("gpt2", Inside.SEQUENCE),
+        ("llama", Inside.RING),
+        ("mixtral", Inside.EXPERTS),
+        ("gpt2", Inside.DATA),
+    ],
 )
 def test_they_divide_tokens_or_experts_or_rows_alone_too(two: Site, name: str, kind: Inside) -> None:
     train(two, plain(name), kind, steps=2)
@@ -47,9 +53,9 @@ def test_the_middle_stage_of_a_pipeline_is_a_sites(two: Site, kind: Inside) -> N
     train(two, "gpt2", kind, steps=2, stages=3, rank=1)
 
 
-@pytest.mark.parametrize("kind", [*BOTH, Inside.DATA])
+@pytest.mark.parametrize("kind", [*BOTH, Inside.DATA, Inside.RING])
 def test_a_step_sends_what_its_formulas_say(two: Site, kind: Inside) -> None:
-    made = case("llama")
+    made = plain("llama") if kind is Inside.RING else case("llama")  # its attention draws dropout
     (assignment,) = assigned_to(made, kind)
     stage = two.stage(made, assignment)
     crew = Crew(made, [assignment], stages={0: lambda _: stage})
@@ -59,6 +65,8 @@ def test_a_step_sends_what_its_formulas_say(two: Site, kind: Inside) -> None:
     processes.sent_bytes = 0
     crew.all("run_step", 1, Cancel())
     shared = stage.shares.shared(stage.program)
+    rings = [turn for turn in shared.turns.values() if turn.kernel is Kernel.RING_CAUSAL]
+    assert len(rings) == 2 * (kind is Inside.RING)
     inputs = sum(
         gathered_bytes(meta.nbytes, 2) if name in shared.inputs else meta.nbytes
         for name, meta in made.dag.inputs.items()

@@ -17,5 +17,6 @@ def test_a_site_trains_as_one_process_does(tmp_path_factory: pytest.TempPathFact
             for name in ("gpt2", "llama"):
                 train(found, name, kind, steps=20)
         for name in ("gpt2", "llama", "mixtral"):
-            train(found, plain(name), Inside.SEQUENCE, steps=20)
+            for kind in (Inside.SEQUENCE, Inside.RING):
+                train(found, plain(name), kind, steps=20)
         train(found, plain("mixtral"), Inside.EXPERTS, steps=20)
