@@ -8,7 +8,7 @@ PACKAGES := atoll coordinator worker hostos protos strategies compressors lab ex
 PROTOS := protos/atoll_job.proto protos/atoll_control.proto protos/atoll_apps.proto
 MESSAGES := protos/atoll_compute.proto  # no service in it
 BENCHMARKS := adaptive_compression asynchronous boundaries chaos checkpoint_deltas code_lines codecs commit consumer_fleet convergence curvature dashboard exchanges \
-	federated_bandwidth federated_mnist fleet_of_jobs gossip gpu joined journal large large_plan link_adaptation local_steps \
+	federated_bandwidth federated_mnist fleet_of_jobs gossip gpu grids joined journal large large_plan link_adaptation local_steps \
 	local_steps_lab lossless_real makespan memory messages noticed optimizers oracle packet_hashes peer_selection personal \
 	pipeline_vs_torch planner population population_fleet prediction privacy reach reconstruction recovery relay \
 	replicas restore ring round_codecs same_bits schedules secure_aggregation sessions side_by_side site_adapters sparse_formats split_finetuning split_lab \
