@@ -3274,10 +3274,13 @@ class RoundTaken(_message.Message):
     TAKEN_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     CLIENTS_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     round: _builtins.int
     taken: _builtins.bool
     reason: _builtins.str
+    order: _builtins.str
+    """that the update answered; "": all of the round"""
     @_builtins.property
     def clients(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -3288,10 +3291,11 @@ class RoundTaken(_message.Message):
         taken: _builtins.bool = ...,
         reason: _builtins.str = ...,
         clients: _abc.Iterable[_builtins.str] | None = ...,
+        order: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "job", b"job", "reason", b"reason", "round", b"round", "taken", b"taken"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "job", b"job", "order", b"order", "reason", b"reason", "round", b"round", "taken", b"taken"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

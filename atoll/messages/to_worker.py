@@ -486,13 +486,15 @@ class EvaluateRound:
 
 @dataclass(frozen=True, slots=True)
 class RoundTaken:
-    """Result of a client's update; ``clients``: of a population, those that are counted."""
+    """Result of a client's update; ``clients``: of a population, those that are counted; ``order``: the order
+    that it answered, "" all of the round."""
 
     job: str
     round: int
     taken: bool
     reason: Reason = ""
     clients: tuple[str, ...] = ()
+    order: Annotated[str, Clean(MAX_KEY_CHARS)] = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,7 +40,7 @@ from compressors.model_file import (
 from coordinator.messages.instructions import HostSums, Opening
 from coordinator.storage.data_provider import map_value
 from coordinator.storage.graph_store import Graphs
-from strategies.aged import aged
+from strategies.aged import VersionSums, aged
 from strategies.checking import Limits
 from strategies.files import (
     broadcast_arrays,
@@ -53,7 +54,7 @@ from strategies.files import (
     trained_supports,
     update_metas,
 )
-from strategies.fixed import Accumulator, FixedSums, Grid, check_sums, real
+from strategies.fixed import FixedSums, Grid, check_sums, real
 from strategies.layout import Layout, own_parts
 from strategies.linear import SAMPLES, Linear
 from strategies.privacy.private import strategy_of
@@ -226,24 +227,26 @@ class ServerHalf:
         core = core.during(state.slots)
         most = self.rule_spec.max_samples
         drawn = {client: min(samples, most) for client, samples in drawn.items()}
-        sums = Accumulator(core.round_grid(len(drawn), sum(drawn.values())))
+        grid = core.round_grid(len(drawn), sum(drawn.values()))
+        sums = VersionSums(grid, self.layout, self.rule_spec.weight)
         counted: set[str] = set()
 
         def count(name: str, told: Offered | HostSums) -> None:
             samples = told.samples if isinstance(told, HostSums) else {name: told.n_samples}
             _check_clients(samples, drawn, counted)
             if isinstance(told, HostSums):
-                sums.add(self._sums_of(told, core, sums.grid))
+                own = core.round_grid(*told.grid) if any(told.grid) else grid
+                behind = partial(self._behind, told.base) if told.base else None
+                sums.add(self._sums_of(told, core, own), told.age, own, behind)
             else:
                 sums.add(core.contribute(self.layout, self._judged(name, told, state.round)))
             counted.update(samples)
 
         for _ in self._good(came, count):
             pass
-        found = sums.sums()
-        if found.clients < max(core.min_updates, least):
+        if sums.clients < max(core.min_updates, least):
             return None
-        return core.finish(state, real(core.released(found, self.layout), self.layout))
+        return core.finish(state, sums.total(partial(core.released, layout=self.layout)))
 
     def _summed_masked(
         self, state: ServerState, came: _Round, opening: Opening, least: int
@@ -293,7 +296,7 @@ class ServerHalf:
 
     def _good(self, came: _Round, use: Callable[[str, Offered | HostSums], T]) -> Iterator[T]:
         """``use`` of each update that can be counted, one at a time."""
-        for client in sorted(came.offered):
+        for client in sorted(came.offered, key=lambda name: (*_version(came.offered[name]), name)):
             came.begins(client)
             try:
                 found = use(client, came.offered[client])
@@ -318,9 +321,20 @@ class ServerHalf:
         update = judged(self.rule, self.layout, at_round, arrays, numbers, client, limits)
         if not (told.base and self.rule.facts.needs_base):
             return aged(update, told.weight)
+        return aged(update, told.weight, self._broadcast(told.base), self._weights)
+
+    @property
+    def _weights(self) -> Mapping[str, Array]:
         assert self.state is not None  # noqa: S101 - a round is being summed
-        file = read_model(self._blobs.path(told.base), broadcast_metas(self.rule, self.layout))
-        return aged(update, told.weight, parted(file)[0], self.state.weights)
+        return self.state.weights
+
+    def _broadcast(self, blob: str) -> Mapping[str, Array]:
+        """Weights of an older broadcast."""
+        return parted(read_model(self._blobs.path(blob), broadcast_metas(self.rule, self.layout)))[0]
+
+    def _behind(self, blob: str) -> dict[str, Array]:
+        """An older broadcast less the newest model."""
+        return {name: old - self._weights[name] for name, old in self._broadcast(blob).items()}
 
     # ------------------------------------------------------------ files
 
@@ -366,6 +380,11 @@ class ServerHalf:
 
     def _path(self, what: str) -> Path:
         return self._scratch / f"aggregator-{self.job}-{what}"
+
+
+def _version(told: Offered | HostSums) -> tuple[int, tuple[int, int]]:
+    """Rank of an update among versions, the oldest first."""
+    return (-told.age, told.grid) if isinstance(told, HostSums) else (0, (0, 0))
 
 
 def _check_clients(samples: Mapping[str, int], drawn: Mapping[str, int], counted: Collection[str]) -> None:

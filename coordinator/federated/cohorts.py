@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING
 
-from coordinator.federated.makespan import Assignment, HostTimes, Task, Timed, assign, learnt, rates
+from coordinator.federated.makespan import Assignment, HostTimes, Task, assign, rates
 
 if TYPE_CHECKING:
     from coordinator.messages.instructions import HostSums
@@ -147,15 +147,9 @@ def expired(cohort: Cohort, why: str) -> Cohort:
     return replace(cohort, waiting=frozenset(), at={}, out={**cohort.out, **late})
 
 
-def after(roster: Roster, cohort: Cohort, measured: Mapping[str, Collection[Timed]]) -> Roster:
-    """The roster after a round was closed: states are where their clients were counted, and hosts took
-    ``measured``."""
-    homes = {client: a.host for a in cohort.taken.values() for client in a.sums.samples}
-    times = {
-        host: learnt(roster.times.get(host, HostTimes()), measured.get(host, ()))
-        for host in {**roster.times, **measured}
-    }
-    return replace(roster, homes={**roster.homes, **homes}, times=times)
+def homes(before: Mapping[str, str], cohort: Cohort) -> dict[str, str]:
+    """Host of each client's state after a round was closed: where it was counted."""
+    return {**before, **{client: a.host for a in cohort.taken.values() for client in a.sums.samples}}
 
 
 def _name(host: str, cohort: Cohort) -> str:

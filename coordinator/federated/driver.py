@@ -123,7 +123,8 @@ class FederatedDriver:
     def _with_waiting(self, state: FederationState, record: JobRecord) -> FederationState:
         """The state of an asynchronous job with the updates that wait to be summed."""
         absent = {
-            name: fed.Client(name, taken.registered, present=False) for name, taken in record.waiting.items()
+            taken.worker: fed.Client(taken.worker, taken.registered, present=False)
+            for taken in record.waiting.values()
         }
         state = flow.waiting(replace(state, clients={**absent, **state.clients}), record.waiting.values())
         return replace(

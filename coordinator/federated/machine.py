@@ -180,7 +180,7 @@ def _blame(state: FederationState, name: str, reason: str) -> Outcome:
     struck, todo = strike(state, worker, why)
     less, said = found.refused(struck, name, why)
     todo += said
-    if not found.covers_late:
+    if not found.covers_late and name in state.clients:
         todo.append(Say(worker, RoundTaken(state.job, state.round, False, why)))
     todo.append(Forget((blob,)))
     after = replace(less, opened=False)
@@ -361,7 +361,7 @@ def _updated(state: FederationState, event: FromClient[UpdateReady], now_s: floa
     worker, update = event.worker, unsaid(state, event.message)
     found = round_of(state)
     if found.flows:
-        if not found.awaits(state, worker) or update.round != found.flight(state, worker).round:
+        if not found.answers(state, worker, update):
             return _refuse(state, worker, update)
         return _went_on(state, found.taken(state, worker, update, now_s), now_s)
     if state.phase is not Phase.TRAINING:
@@ -369,7 +369,7 @@ def _updated(state: FederationState, event: FromClient[UpdateReady], now_s: floa
     if not found.covers_late or update.round != state.round:
         if worker in state.updates:
             return state, [Dropped(f"{worker} says round {update.round} twice")]
-        if update.round != state.round or not found.awaits(state, worker):
+        if not found.answers(state, worker, update):
             return _refuse(state, worker, update)
     return _went_on(state, found.taken(state, worker, update, now_s), now_s)
 
@@ -384,16 +384,17 @@ def _refuse(state: FederationState, worker: str, update: UpdateReady) -> Outcome
     """An update that is late, of another round, or of nobody who was asked."""
     if round_of(state).covers_late and update.round == state.round:
         return state, [Dropped(f"sum of {worker}: late"), *forgotten(state, update)]
-    word = round_of(state).verdict(state, worker)
-    if word is not None and word.round == update.round:
+    word, flows = round_of(state).verdict(state, worker), round_of(state).flows
+    order = update.order if flows and update.host is not None else ""
+    if word is not None and (word.round, word.order) == (update.round, order):
         # Said before; perhaps the verdict did not reach it.
         return state, [Dropped(f"{worker} repeats round {update.round}"), Say(worker, word)]
     why = state.dropped.get(worker, f"an update of round {update.round}; this is round {state.round}")
-    if update.round == state.round and worker not in state.chosen and not round_of(state).flows:
+    if update.round == state.round and worker not in state.chosen and not flows:
         why = f"not chosen in round {state.round}"
     todo: list[Todo] = [
         Dropped(f"update of {worker}: {why}"),
-        Say(worker, RoundTaken(state.job, update.round, False, why)),
+        Say(worker, RoundTaken(state.job, update.round, False, why, order=order)),
     ]
     return state, [*todo, *forgotten(state, update)]
 

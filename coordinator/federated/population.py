@@ -19,6 +19,7 @@ from atoll.sampling import held_out_of, local_steps
 from coordinator.federated import cohorts
 from coordinator.federated.cohorts import Cohort, Roster
 from coordinator.federated.makespan import HostTimes, Timed, explained, rates
+from coordinator.federated.makespan import learnt as times_learnt
 from coordinator.federated.selection import even_coding
 from coordinator.federated.state import Client, FederationState, Order
 from coordinator.messages.instructions import HostSums
@@ -39,11 +40,15 @@ def is_population(state: FederationState) -> bool:
     return any(state.clients[name].roster for name in state.ready)
 
 
+def size(state: FederationState) -> int:
+    """How many clients the job knows. Whom a host speaks for shows once it has loaded."""
+    known = (client for client in state.clients.values() if client.roster or client.loaded)
+    return len({name for client in known for name in client.members})
+
+
 def misfit(state: FederationState, host: Client) -> str | None:
     """Why the clients that a host speaks for cannot take part, None when they can."""
     rule = state.federated.rule
-    if rule.asynchronous:
-        return "an asynchronous job takes each client's own update; leave out buffer= for a population"
     if rule.gateways:
         return "a population's host sends one sum already; leave out gateways="
     if rule.secure is not None:
@@ -251,30 +256,46 @@ def outcomes(state: FederationState, good: Mapping[str, UpdateReady]) -> dict[st
 
 def learnt(state: FederationState, good: Mapping[str, UpdateReady]) -> FederationState:
     """The state with what the round showed of hosts and clients, and who is counted from whom."""
-    cohort = books(state)
-    measured: dict[str, list[Timed]] = {}
+    cohort, hosts = books(state), senders(state)
     counted: dict[str, tuple[str, ...]] = {}
-    seconds, stateful = dict(state.client_s), False
     for name, update in good.items():
-        host, answer = cohort.taken[name].host, update.host
-        if answer is None:
-            continue
-        stateful |= answer.stateful
-        counted[host] = (*counted.get(host, ()), *answer.rows)
-        for who, row in answer.rows.items():
-            measured.setdefault(host, []).append(Timed(row.steps, row.seconds))
+        if update.host is not None:
+            counted[hosts[name]] = (*counted.get(hosts[name], ()), *update.host.rows)
+    stateful = any(update.host is not None and update.host.stateful for update in good.values())
+    homes = cohorts.homes(state.homes, cohort) if stateful else state.homes
+    return replace(measured(state, good, hosts), homes=homes, counted=counted)
+
+
+def measured(
+    state: FederationState, good: Mapping[str, UpdateReady], hosts: Mapping[str, str]
+) -> FederationState:
+    """The state with the times that sums showed of clients and hosts; ``hosts``: who sent each."""
+    found: dict[str, list[Timed]] = {}
+    seconds = dict(state.client_s)
+    for name, update in good.items():
+        for who, row in ({} if update.host is None else update.host.rows).items():
+            found.setdefault(hosts[name], []).append(Timed(row.steps, row.seconds))
             seconds[who] = smoothed(seconds.get(who, 0.0), row.seconds)
-    roster = cohorts.after(Roster({}, state.homes, state.times), cohort, measured)
-    homes = roster.homes if stateful else state.homes
-    return replace(state, times=roster.times, homes=homes, client_s=seconds, counted=counted)
+    times = {
+        host: times_learnt(state.times.get(host, HostTimes()), found.get(host, ()))
+        for host in {**state.times, **found}
+    }
+    return replace(state, times=times, client_s=seconds)
 
 
-def participants(state: FederationState, shown: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def senders(state: FederationState) -> dict[str, str]:
+    """Host of each sum of a round."""
+    return {name: answer.host for name, answer in books(state).taken.items()}
+
+
+def participants(
+    updates: Mapping[str, UpdateReady], shown: Mapping[str, Mapping[str, Any]], hosts: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
     """Entries of RoundClosed by host, from those of its sums, with ``clients``: for each of them [samples,
-    steps, loss, seconds]."""
+    steps, loss, seconds]. ``hosts``: who sent each."""
     found: dict[str, dict[str, Any]] = {}
     for name, entry in shown.items():
-        host, answer = books(state).taken[name].host, state.updates[name].host
+        host, answer = hosts[name], updates[name].host
         rows = {} if answer is None else answer.rows
         clients = {
             who: [row.n_samples, row.steps, row.loss if isfinite(row.loss) else 0.0, round(row.seconds, 4)]
@@ -293,6 +314,8 @@ def participants(state: FederationState, shown: Mapping[str, Mapping[str, Any]])
             for key in both
         }
         before["took_s"] = entry["took_s"]
+        if "staleness" in entry:
+            before["staleness"] = max(before["staleness"], entry["staleness"])
         before["clients"] |= clients
     return found
 

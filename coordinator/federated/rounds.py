@@ -277,7 +277,8 @@ def go_on(state: FederationState, now_s: float) -> Outcome:
     """Deal what waits, and close the round where there is nothing left to do."""
     dealt, todo = deal(state, now_s)
     found, busy = round_of(dealt), bool(dealt.flights or dealt.asked) or dealt.phase is Phase.AGGREGATING
-    if found.flows and not busy and found.left(dealt):  # nobody is here who could send what is missing
+    few = found.flows and not busy and len(dealt.members) < least(dealt)
+    if few and found.left(dealt):  # nobody is here who could send what is missing
         after, more = gather(replace(dealt, hold_until_s=now_s), now_s)
     else:
         after, more = close_if_complete(dealt, now_s)
@@ -354,7 +355,7 @@ def close(state: FederationState, now_s: float) -> Outcome:
     if (came := found.arrived(state)) < enough(state):
         return repeat(state, f"{came} of {found.drawn(state)} updates came")
     if found.flows:
-        state = replace(state, chosen=tuple(state.updates)[: state.federated.rule.buffer])
+        state = replace(state, chosen=flow.due(state))
     reason = _at(state, f"summing {len(found.good(state))} updates")
     return aggregate(replace(state, phase=Phase.AGGREGATING, reason=reason, strayed=strayed(state)))
 
@@ -424,7 +425,8 @@ def close_summed(
     homes, left_out = population.homes_by_host(state), shown_dropped(state, dropped)
     loss, choices, spent = mean_loss(good.values()), selector_to_json(selector), spent_with_this(state)
     made_of = (state.job, state.round, made.hash, model.hash, model.size)
-    fact = RoundClosed(*made_of, loss, told, left_out, choices, took_s, now_s, homes, spent)
+    waits = tuple(n for n in state.updates if n not in state.chosen) if round_of(state).flows else None
+    fact = RoundClosed(*made_of, loss, told, left_out, choices, took_s, now_s, homes, spent, waits)
     clients = {
         name: replace(client, strikes=0, metrics=told[name]["metrics"]) if name in told else client
         for name, client in state.clients.items()
@@ -432,7 +434,7 @@ def close_summed(
     none = dict.fromkeys(state.chosen, NONE_COUNTED)
     verdicts = {**none, **dict.fromkeys(told, ""), **state.dropped}
     if round_of(state).flows:
-        state, verdicts = flow.summed(state), {}  # each was told when it was taken
+        state, verdicts = flow.without(state, state.chosen), {}  # each was told when it was taken
     else:
         state = replace(state, updates={}, told={})
     after = replace(
@@ -567,6 +569,7 @@ def end(state: FederationState, phase: Phase, reason: str) -> Outcome:
         sites=None,
         orders={},
         updates={},
+        taken={},
         flights={},
         asked=frozenset(),
         central=False,

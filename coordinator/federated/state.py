@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -26,7 +26,7 @@ from coordinator.messages.events import (
     Loaded,
     UpdateReady,
 )
-from coordinator.messages.facts import Checkpoint, RoundClosed
+from coordinator.messages.facts import Checkpoint, RoundClosed, UpdateTaken
 from coordinator.messages.instructions import (
     AggregateRound,
     CloseAggregator,
@@ -101,15 +101,28 @@ class Client:
         return self.present and self.loaded and not self.out
 
 
+def order_key(clients: Collection[str]) -> str:
+    """Name of a set of clients."""
+    return hashlib.sha256("\n".join(sorted(clients)).encode()).hexdigest()[:16]
+
+
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """What a client was given to train: the number of the model and its broadcast, when, and until when the
-    client may answer."""
+    """What a worker was given to train: the number of the model and its broadcast, when, and until when the
+    worker may answer. ``clients``: of a population, with what each of them may count; ``grid``: clients and
+    registered samples that fix the grid of their sum."""
 
     round: int
     model: Model
     begun_s: float
     due_s: float
+    clients: Mapping[str, int] = field(default_factory=dict)
+    grid: tuple[int, int] = (0, 0)
+
+    @property
+    def key(self) -> str:
+        """Name of its set of clients, "" where the worker trains for itself."""
+        return order_key(self.clients) if self.clients else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +149,7 @@ class Order:
     @property
     def key(self) -> str:
         """Name of this set of clients: a host that is given it again answers as before."""
-        return hashlib.sha256("\n".join(sorted(self.clients)).encode()).hexdigest()[:16]
+        return order_key(self.clients)
 
 
 MessageT = TypeVar("MessageT", bound=Loaded | ClientMessage, covariant=True)
@@ -326,11 +339,9 @@ class FederationState:
     assignment: str = ""  # why who trains whom
     # ... asynchronous: ``updates`` wait to be summed, in the order in which they came; those of ``chosen``
     # are being summed
-    flights: Mapping[str, Flight] = field(default_factory=dict)  # by client that trains
-    bases: Mapping[str, str] = field(default_factory=dict)  # by client: broadcast that its update began with
-    answered: Mapping[str, int] = field(
-        default_factory=dict
-    )  # by client: model of the last update taken of it
+    flights: Mapping[str, Flight] = field(default_factory=dict)  # by worker that trains
+    taken: Mapping[str, UpdateTaken] = field(default_factory=dict)  # what the journal has of ``updates``
+    answered: Mapping[str, RoundTaken] = field(default_factory=dict)  # by worker: word on its last one
     orders_given: int = 0
     # ... secure: what its members were asked and have answered
     secure: Books | None = None

@@ -207,7 +207,8 @@ class RoundClosed:
 
     ``state`` is the server's state after it, ``model`` the next broadcast. ``participants`` holds what
     each one counted showed (``coordinator.federated.metrics``), ``dropped`` why others were not. ``homes``:
-    of a population whose clients keep a state, by host the clients whose state lies there.
+    of a population whose clients keep a state, by host the clients whose state lies there. ``waits``: names
+    of an asynchronous job's updates that are for a later round.
     """
 
     job: str
@@ -223,6 +224,7 @@ class RoundClosed:
     at_s: float
     homes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     privacy: Spent | None = None  # of a private job, with this round
+    waits: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,11 +239,12 @@ class NoisedAsked:
 
 @dataclass(frozen=True, slots=True)
 class UpdateTaken:
-    """A client's update of an asynchronous job waits in the store to be summed: written before the client
-    hears that it was taken.
+    """A client's update of an asynchronous job, or a host's sum of several, waits in the store to be summed:
+    written before the worker hears that it was taken.
 
     ``update.round`` is the number of the model that it began with, ``model`` the blob of that. ``codec`` and
-    ``ratio`` are what the client was given, ``registered`` are its samples.
+    ``ratio`` are what the worker was given, ``registered`` are its samples. ``clients``: in a host's sum, and
+    what each of them may count; ``grid``: clients and registered samples that fix its grid.
     """
 
     job: str
@@ -251,6 +254,18 @@ class UpdateTaken:
     codec: str
     ratio: float
     model: str
+    clients: Mapping[str, int] = field(default_factory=dict)
+    grid: tuple[int, int] = (0, 0)
+
+    @property
+    def name(self) -> str:
+        """Name of the update among those that wait: a host may have several sums there."""
+        return f"{self.worker}/{self.update.round}/{self.update.order}" if self.clients else self.worker
+
+    @property
+    def members(self) -> Mapping[str, int]:
+        """The clients in it, and what each of them may count."""
+        return self.clients or {self.worker: self.registered}
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,7 +401,7 @@ class JobRecord:
     ] = ()  # by rank: steps that have last been repeated by another with the same result
     checkpoints: tuple[Checkpoint, ...] = ()  # oldest first: the newest ``keep``, ``sound`` and ``best``
     closed: tuple[RoundClosed, ...] = ()  # the same of a federated job's rounds
-    waiting: Mapping[str, UpdateTaken] = field(default_factory=dict)  # to be summed, by client, as they came
+    waiting: Mapping[str, UpdateTaken] = field(default_factory=dict)  # to be summed, by name, as they came
     spent: Spent = field(default_factory=Spent)  # of a private job
     evaluated: dict[str, RoundEvaluated] = field(default_factory=dict)  # newest by where
     bytes_up: int = 0
@@ -549,7 +564,7 @@ class Ledger:
             case NoisedAsked():
                 job.spent = fact.privacy
             case UpdateTaken():
-                job.waiting = {**job.waiting, fact.worker: fact}
+                job.waiting = {**job.waiting, fact.name: fact}
             case RoundClosed():
                 self._close(job, fact)
                 self.credits.closed(owner, fact.at_s, fact.took_s, fact.participants, fact.dropped)
@@ -652,14 +667,17 @@ class Ledger:
         job.closed = kept[-self.keep :]
         job.steps, job.loss = fact.round + 1, fact.loss
         job.spent = fact.privacy or job.spent
-        self._counted(job, (*fact.participants, *fact.dropped))
+        if fact.waits is None:  # a journal of before
+            self._counted(job, (*fact.participants, *fact.dropped))
+        else:
+            self._counted(job, job.waiting.keys() - {*fact.waits})
         for told in fact.participants.values():
             job.bytes_up += int(told.get("bytes_up", 0))
             job.bytes_down += int(told.get("bytes_down", 0))
 
-    def _counted(self, job: JobRecord, clients: Iterable[str]) -> None:
-        """Let go of what these clients' updates rested on."""
-        gone = [job.waiting[name] for name in clients if name in job.waiting]
+    def _counted(self, job: JobRecord, names: Iterable[str]) -> None:
+        """Let go of what these updates rested on."""
+        gone = [job.waiting[name] for name in names if name in job.waiting]
         self.superseded.update(blob for taken in gone for blob in (taken.update.update, taken.model))
         job.waiting = {name: taken for name, taken in job.waiting.items() if taken not in gone}
 

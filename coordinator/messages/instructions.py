@@ -271,12 +271,17 @@ class OpenAggregator:
 @dataclass(frozen=True, slots=True)
 class HostSums:
     """Sums in whole numbers from a host that trained the clients in ``samples``: the blob of the arrays, the
-    loads of the terms and the scalars in their units."""
+    loads of the terms and the scalars in their units. ``grid``: the clients and registered samples that fix
+    the grid, (0, 0) those of the round; ``age``: models since they began; ``base``: the blob of the broadcast
+    that they began with, where a strategy needs it."""
 
     blob: str
     samples: Mapping[str, int]
     loads: Mapping[str, int]
     scalars: Mapping[str, int]
+    grid: tuple[int, int] = (0, 0)
+    age: int = 0
+    base: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,3 +100,32 @@ def test_a_curve_tells_when_it_is_there_and_where_it_ends() -> None:
     assert reached_s(points, 0.5) == 2.0
     assert reached_s(points, 0.9) is None
     assert final(points) == pytest.approx(0.425)
+
+
+MANY = {f"c{at}": rows(at) for at in range(9)}
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "fedadam"])
+def test_with_everybody_in_the_buffer_hosts_end_with_the_bits_of_rounds(strategy: str) -> None:
+    found = []
+    for hosts, buffer in ((2, 0), (1, 9), (2, 9), (3, 9)):
+        options = {"strategy": strategy, "buffer": buffer}
+        virtual = VirtualFederation(made(3), rule(**options), MANY, lambda host, steps: 1.0, hosts)
+        *_, last = virtual.run()
+        assert virtual.trained == 27
+        found.append({name: array.tobytes() for name, array in last.weights.items()})
+    assert all(other == found[0] for other in found[1:])
+
+
+def test_a_slow_host_costs_rounds_its_time_and_a_buffer_none() -> None:
+    factor = {"host-0": 1.0, "host-1": 1.0, "host-2": 50.0}
+    options = {"clients": 6, "deadline_s": 1e4}
+    rounds = VirtualFederation(made(3), rule(**options), MANY, lambda host, steps: factor[host], 3)
+    first = next(iter(rounds.run()))
+    flow = VirtualFederation(made(30), rule(buffer=4, **options), MANY, lambda host, steps: factor[host], 3)
+    closed = list(flow.run())
+    assert first.at_s == 100.0  # two of six clients on the slow host
+    assert closed[-1].at_s < first.at_s
+    assert all("host-2" not in each.fact.participants for each in closed)
+    trained = [len(told["clients"]) for each in closed for told in each.fact.participants.values()]
+    assert max(trained) <= 4

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.federated_fleet import ROOT, FederatedFleet
+from benchmarks.federated_fleet import COORDINATOR, ROOT, FederatedFleet
 from coordinator.client.prepare import prepare
 from tests.e2e.test_federated import job, samples
 from tests.patience import HUNG_S
@@ -60,14 +60,14 @@ def trained(
     return load_file(path)
 
 
-def counted_once(fleet: FederatedFleet, started: str, drawn: int) -> None:
-    """Every client that a round drew is in exactly one sum of it."""
+def counted_once(fleet: FederatedFleet, started: str, drawn: int, hosts: Collection[str] = ()) -> None:
+    """Every client that a round drew is in exactly one sum of it; none but ``hosts`` is dropped."""
     closed = fleet.closed_rounds(started)
     assert [fact.round for fact in closed] == list(range(ROUNDS))
     for fact in closed:
         everybody = [client for entry in fact.participants.values() for client in entry["clients"]]
         assert len(everybody) == len(set(everybody)) == drawn
-        assert not fact.dropped
+        assert all(any(f"lost: {host} " in why for host in hosts) for why in fact.dropped.values())
 
 
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
@@ -107,6 +107,26 @@ def test_states_survive_a_host_that_is_killed_and_comes_back(codec: str) -> None
         assert same(trained(fleet, "killed", kills=(1, 2), **options), undisturbed)
     with hosts(1) as fleet:
         assert same(trained(fleet, "one", **options), undisturbed)
+
+
+@pytest.mark.slow
+def test_an_asynchronous_job_on_hosts_has_the_bits_of_rounds_though_coordinator_and_host_are_killed() -> None:
+    """With everybody in the buffer: what was taken counts once, and nobody is lost or counted twice."""
+    options = {"clients": CLIENTS, "local_epochs": EPOCHS, "evaluate_every": 0}
+    with hosts(3) as fleet:
+        rounds = trained(fleet, "rounds", strategy="fedavg", **options)
+        assert same(trained(fleet, "buffered", strategy="fedavg", buffer=CLIENTS, **options), rounds)
+        started = fleet.client.submit(prepare(job(ROUNDS, "killed", buffer=CLIENTS, **options))).job
+        left = {1: COORDINATOR, 2: "worker2"}
+        for update in fleet.watch(started):
+            if update.state == "training" and update.step in left:
+                victim = left.pop(update.step)
+                fleet.kill(victim)
+                fleet.serve() if victim == COORDINATOR else fleet.join(victim)
+        assert not left
+        counted_once(fleet, started, CLIENTS, hosts=("worker2",))
+        fleet.client.export(started, fleet.folder / "killed.safetensors")
+        assert same(load_file(fleet.folder / "killed.safetensors"), rounds)
 
 
 SIMULATED = """

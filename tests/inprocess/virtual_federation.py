@@ -25,8 +25,10 @@ from coordinator.messages.facts import RoundClosed
 from coordinator.messages.instructions import TrainRound
 from coordinator.messages.jobs import Phase, Record
 from strategies import make_strategy
-from strategies.aged import aged
+from strategies.aged import VersionSums, aged
+from strategies.fixed import Accumulator, FixedSums
 from strategies.layout import own_parts
+from strategies.linear import Linear
 from strategies.values import Broadcast, ClientState, ClientUpdate, ServerState
 from worker.federated.local_model import Client, LocalData, LocalModel
 from worker.federated.trainer import LocalTrainer
@@ -51,16 +53,19 @@ class Closed:
 
 @dataclass
 class VirtualFederation:
-    """Clients by name, each with its arrays by field; ``run`` yields every model that is made."""
+    """Clients by name, each with its arrays by field; ``run`` yields every model that is made. ``hosts``: so
+    many workers that all speak for all of them; 0: each client for itself."""
 
     model: LocalModel
     rule: Federated
     clients: Mapping[str, Mapping[str, Any]]
     seconds: Seconds
+    hosts: int = 0
     now_s: float = 0.0
     trained: int = 0  # updates that clients have sent
     _events: list[tuple[float, int, fed.Event]] = field(default_factory=list)
     _updates: dict[str, ClientUpdate] = field(default_factory=dict)
+    _sums: dict[str, FixedSums] = field(default_factory=dict)
     _broadcasts: dict[str, Broadcast] = field(default_factory=dict)
     _made: list[Closed] = field(default_factory=list)
 
@@ -86,10 +91,13 @@ class VirtualFederation:
     def run(self) -> Iterator[Closed]:
         """Train until the job has ended. RuntimeError where it ended otherwise than finished."""
         self._step(fed.Begin())
-        for name, client in self._clients.items():
-            self._step(fed.Invited(name, client.data.n_samples))
-        for name in self._clients:
-            self._step(fed.FromClient(name, ev.Loaded(JOB, 1)))
+        roster = {name: client.data.n_samples for name, client in self._clients.items()}
+        workers = {f"host-{at}": sum(roster.values()) for at in range(self.hosts)} or roster
+        loaded = ev.Loaded(JOB, 1, population=HASH, clients=roster) if self.hosts else ev.Loaded(JOB, 1)
+        for name, samples in workers.items():
+            self._step(fed.Invited(name, samples))
+        for name in workers:
+            self._step(fed.FromClient(name, loaded))
         while self._events and not self.state.ended:
             yield from self._taken()
             self.now_s, _, event = heapq.heappop(self._events)
@@ -114,6 +122,8 @@ class VirtualFederation:
         match item:
             case do.OpenAggregator():
                 self._step(ev.AggregatorOpened(JOB, self.state.round, self._broadcast(), {}, ()))
+            case fed.Say(worker, TrainRound() as order) if order.clients:
+                self._train_clients(worker, order)
             case fed.Say(worker, TrainRound() as order):
                 self._train(worker, order)
             case do.AggregateRound():
@@ -148,13 +158,52 @@ class VirtualFederation:
         )
         self._after(took_s, fed.FromClient(name, answer))
 
+    def _train_clients(self, host: str, order: TrainRound) -> None:
+        core, began = self._core, self._broadcasts[order.model.full.hash]
+        held, rows = Accumulator(core.round_grid(order.drawn, order.drawn_samples)), {}
+        for name in order.clients:
+            found = self._trainer.train(self._clients[name], began, ClientState())
+            held.add(core.contribute(self._trainer.layout, found.update))
+            n_samples, steps = found.update.n_samples, found.update.steps
+            took_s = self.seconds(host, steps)
+            rows[name] = ev.Row(n_samples, steps, found.update.metrics["loss"], found.square_loss, took_s)
+        self.trained += len(rows)
+        sums, blob = held.sums(), f"{client_key(f'{host}/{order.round}/{order.order}'):064x}"[-64:]
+        self._sums[blob] = sums
+        n_samples, steps = sum(r.n_samples for r in rows.values()), sum(r.steps for r in rows.values())
+        told = ev.HostRows(rows, {}, sums.loads, sums.scalars, order=order.order)
+        took_s = sum(row.seconds for row in rows.values())
+        answer = ev.UpdateReady(JOB, order.round, blob, 1, n_samples, steps, train_s=took_s, host=told)
+        self._after(took_s, fed.FromClient(host, answer))
+
+    @property
+    def _core(self) -> Linear:
+        core = self._strategy.core
+        assert isinstance(core, Linear)
+        return core
+
     def _sum(self, asked: do.AggregateRound) -> None:
+        if asked.drawn is not None:
+            return self._sum_whole(asked, asked.drawn)
         updates = []
         for name, told in asked.updates.items():
             update = replace(self._updates.pop(told.update), round=self._server.round)
             base = self._broadcasts[asked.bases[name]].weights if name in asked.bases else None
             now = None if base is None else self._server.weights
             updates.append(aged(update, asked.weights.get(name, 1.0), base, now))
-        self._server = self._strategy.aggregate(self._server, updates)
+        return self._made_of(asked, self._strategy.aggregate(self._server, updates))
+
+    def _sum_whole(self, asked: do.AggregateRound, drawn: Mapping[str, int]) -> None:
+        core, layout = self._core, self._trainer.layout
+        grid = core.round_grid(len(drawn), sum(drawn.values()))
+        held = VersionSums(grid, layout, self.rule.weight)
+        for told in sorted(asked.sums.values(), key=lambda told: (-told.age, told.grid)):
+            own = core.round_grid(*told.grid) if any(told.grid) else grid
+            held.add(self._sums.pop(told.blob), told.age, own)
+        after = core.finish(self._server, held.total(lambda sums: core.released(sums, layout)))
+        return self._made_of(asked, after)
+
+    def _made_of(self, asked: do.AggregateRound, after: ServerState) -> None:
+        self._server = after
         state = ev.Blob(f"{client_key(f'state/{self._server.round}'):064x}"[-64:], 1)
         self._step(ev.Aggregated(JOB, asked.round, asked.attempt, state, self._broadcast()))

@@ -20,6 +20,7 @@ from coordinator.messages.facts import (
     RoundClosed,
     RoundMet,
     StepCommitted,
+    UpdateTaken,
 )
 from coordinator.messages.jobs import ENDED, RUNNING, Phase
 from coordinator.pipeline.driver import PipelineDriver
@@ -67,6 +68,8 @@ class Checks:
     ready: dict[tuple[str, int, int], set[str]] = field(default_factory=lambda: defaultdict(set))
     applied: dict[tuple[str, str, int], int] = field(default_factory=dict)  # worker life, job -> next step
     counted: dict[tuple[str, str], int] = field(default_factory=dict)  # job, update -> round
+    models: dict[tuple[str, str, int], int] = field(default_factory=dict)  # job, client, model -> round
+    taken: dict[str, dict[str, str]] = field(default_factory=dict)  # by job: updates that wait, by name
     sums: set[str] = field(default_factory=set)  # of sites, that were counted
     closed: dict[str, int] = field(default_factory=dict)
     summed: set[tuple[str, str, int]] = field(default_factory=set)
@@ -140,6 +143,8 @@ class Checks:
                 self._met(coordinator, fact)
             case CheckpointStored(job, step, tensors):
                 self._stored(job, step, tensors)
+            case UpdateTaken(job):
+                self.taken.setdefault(job, {})[fact.name] = fact.update.update
             case RoundClosed():
                 self._closed(fact)
 
@@ -329,16 +334,29 @@ class Checks:
             raise Violation(f"{asked.job}: round {asked.round} opens to {wrong}")
         if len(names) != len({*names}):
             raise Violation(f"{asked.job}: round {asked.round} counts one of {sorted(names)} twice")
-        for worker, update in asked.updates.items():
-            before = self.counted.setdefault((asked.job, update.update), asked.round)
+        blobs = {name: update.update for name, update in asked.updates.items()}
+        for name, blob in (blobs | {name: held.blob for name, held in asked.sums.items()}).items():
+            before = self.counted.setdefault((asked.job, blob), asked.round)
             if before != asked.round:
-                raise Violation(f"an update of {worker} is counted in rounds {before} and {asked.round}")
+                raise Violation(f"update {name} is counted in rounds {before} and {asked.round}")
+        for held in asked.sums.values():
+            for client in held.samples:
+                key = (asked.job, client, asked.round - held.age)
+                if (before := self.models.setdefault(key, asked.round)) != asked.round:
+                    raise Violation(f"{client}'s update is counted in rounds {before} and {asked.round}")
 
     def _closed(self, fact: RoundClosed) -> None:
         if fact.round != self.closed.get(fact.job, 0):
             raise Violation(f"{fact.job} closes round {fact.round}, next is {self.closed.get(fact.job, 0)}")
         self.closed[fact.job] = fact.round + 1
+        if fact.waits is not None:
+            held = self.taken.setdefault(fact.job, {})
+            for name in held.keys() - {*fact.waits}:
+                if self.counted.get((fact.job, held.pop(name))) != fact.round:
+                    raise Violation(f"update {name} is neither counted in round {fact.round} nor waits")
         for worker, told in fact.participants.items():
+            if "clients" in told:
+                continue
             begun = fact.round - told.get("staleness", 0)
             if (fact.job, worker, begun) in self.summed:
                 raise Violation(f"the update of {worker} of round {begun} is counted again in {fact.round}")

@@ -16,9 +16,11 @@ from coordinator.messages import instructions as do
 from coordinator.messages.jobs import BESIDE
 from coordinator.pipeline.history import version_at
 from strategies.exchanges.partners import groups_of as groups_of
+from tests.sim import populations
 from tests.sim.clock import Process, digest
 from tests.sim.local_steps import LOCAL_STEP_S
 from tests.sim.own_steps import OwnSteps
+from tests.sim.populations import roster
 from tests.sim.secure import InMemory, Vectors, answered
 from tests.sim.send_log import Kept, SendLog, Wanted
 from tests.sim.stage import PART, Held, Key, Message, Part, Tensors
@@ -103,6 +105,7 @@ class Bench(OwnSteps):
     log: SendLog = field(default_factory=SendLog)
     joined: str = ""
     member: InMemory | None = None  # of the job's secure rounds
+    population: str = ""  # that it speaks for
     vectors: Vectors = field(default_factory=Vectors)
     copies: dict[str, ev.CopyHeld] = field(default_factory=dict)
     warm: list[bool] = field(default_factory=list)  # of each stage that was loaded, but for spot checks
@@ -701,11 +704,17 @@ class Bench(OwnSteps):
 
     def _join(self, job: str, version: int) -> None:
         self.joined, self.member = job, self.vectors.member(self.process.name, job)
-        self.post(ev.Loaded(job, version, LOAD_S, gateways=("site",)))
+        mine = roster(self.population) if self.population else {}
+        loaded = ev.Loaded(job, version, LOAD_S, gateways=("site",))
+        self.post(replace(loaded, population=self.population, clients=mine))
 
     def _train(self, job: str, at_round: int, order: Any) -> None:
         if order.gathers:
             return self._gather(job, at_round, order)
+        if order.clients:
+            summed = populations.answer(self.process.name, job, order)
+            self.store(summed.update)
+            return self.post(summed)
         blob = digest(
             self.process.name, self.process.life, job, at_round, order.model.full.hash, order.exchange
         )

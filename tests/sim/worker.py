@@ -85,6 +85,7 @@ class Worker(Machine):
     obeyed: Callable[[str, Any, int, int], None] = field(default=lambda *_: None, kw_only=True)
     data: bool = field(default=True, kw_only=True)
     site: str = field(default="", kw_only=True)
+    population: str = field(default="", kw_only=True)
     vectors: Vectors = field(default_factory=Vectors, kw_only=True)
     log_steps: int = field(default=1000, kw_only=True)  # that its send log has room for
     copy_bytes: int = field(default=2**30, kw_only=True)  # that it lends to copies
@@ -114,6 +115,7 @@ class Worker(Machine):
             self._holds,
         )
         self.bench.log.most, self.bench.vectors = self.log_steps, self.vectors
+        self.bench.population = self.population
         self._connect()
         self._beat()
 

@@ -92,6 +92,7 @@ class Scenario:
     buffer: int = 0  # of federated jobs that are asynchronous
     secure: bool = False  # whose updates are masked
     sites: int = 0  # that workers stand in by turns, whose gateways sum updates
+    populations: int = 0  # that workers speak for by turns; every fourth has data of its own
     rings: bool = False  # pipelines whose first stage has the last piece, too
 
     def names(self) -> list[str]:
@@ -159,7 +160,12 @@ class World:
                 log_steps=self.scenario.log_steps,
                 vectors=self.vectors,
                 site=f"site{int(name[1:]) % self.scenario.sites}" if self.scenario.sites else "",
+                population=self._population(int(name[1:])),
             )
+
+    def _population(self, at: int) -> str:
+        count = self.scenario.populations
+        return f"people{at % count}" if count and at % 4 < 3 else ""
 
     def _coordinator(self, name: str, folder: Folder) -> Coordinator:
         made = Coordinator(

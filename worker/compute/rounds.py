@@ -134,7 +134,7 @@ class Rounds:
         if self._part is None or self._part.joining.job != verdict.job:
             return
         try:
-            self._part.settle(verdict.round, verdict.taken, verdict.clients)
+            self._part.settle(verdict.round, verdict.taken, verdict.clients, verdict.order)
         except AtollError as error:
             log.error("round.not_kept", job=verdict.job, round=verdict.round, reason=str(error))
 

@@ -38,13 +38,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class HostRound:
     """A round on a host. ``path``: of the sum's file; ``noise_seed``: of what the strategy draws on a
-    client."""
+    client; ``order``: name of the set of clients."""
 
     broadcast: Broadcast
     grid: Grid
     coding: Coding
     path: Path
     noise_seed: Callable[[str], int] = lambda client: 0
+    order: str = ""
 
 
 def train_clients(
@@ -66,7 +67,7 @@ def train_clients(
     core = core.during(broadcast.extra)
     held, refused = Accumulator(asked.grid), {}
     rows: dict[str, Row] = {}
-    with states.begin(broadcast.round, coding.codec) as drafts:
+    with states.begin(broadcast.round, coding.codec, asked.order) as drafts:
         for client in clients:
             began_s = time.perf_counter()
             before = states.load(client.name, broadcast.round, coding.codec)

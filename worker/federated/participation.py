@@ -295,6 +295,7 @@ class Participation:
                 coding,
                 path,
                 lambda client: self._noise_seed(client_key(f"{client}/{order.round}")),
+                order.order,
             ),
             self._states(),
             cancel,
@@ -338,11 +339,12 @@ class Participation:
             log.warning("secure.refused", job=order.job, round=order.round, reason=str(error))
             return SecureAnswer(*head, refused=str(error))
 
-    def settle(self, at_round: int, taken: bool, clients: Collection[str] = ()) -> None:
-        """The coordinator's word on the update of ``at_round``; of a population: who of it was counted."""
+    def settle(self, at_round: int, taken: bool, clients: Collection[str] = (), order: str = "") -> None:
+        """The coordinator's word on the update of ``at_round``; of a population: who of it was counted, of
+        all that was trained or of one ``order``."""
         self._store.settle(at_round, taken)
         if self.members.hash or self._population is not None:
-            self._states().settle(at_round, clients)
+            self._states().settle(at_round, clients, order)
 
     def close(self) -> None:
         """The job is over here, or another takes its place; what the rule keeps stays on disk."""

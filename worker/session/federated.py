@@ -101,8 +101,9 @@ def _evaluate(state: Session, event: ev.EvaluateRound) -> Step:
 
 @TRANSITIONS.on(*MEMBERS)
 def _settled(state: Session, event: ev.RoundTaken) -> Step:
-    state = acknowledged(state, Kind.UPDATE, round=event.round)
-    if state.phase is Phase.TRAINING_ROUND and event.round == state.step:
+    state = acknowledged(state, Kind.UPDATE, round=event.round, key=event.order)
+    under_way = event.round == state.step and event.order in ("", state.key)
+    if state.phase is Phase.TRAINING_ROUND and under_way:
         reason = f"round {event.round} was closed: {event.reason}"
         return replace(state, phase=Phase.ENROLLED), (do.Interrupt(reason), event)
     return state, (event,)

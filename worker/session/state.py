@@ -149,9 +149,12 @@ def send(state: Session, kind: Kind, message: Report, round: int | None = None, 
     return replace(state, unacknowledged=(*others, Kept(kind, message, round, key))), (Send(message),)
 
 
-def acknowledged(state: Session, *kinds: Kind, round: int | None = None) -> Session:
-    """Drop the kept messages of these kinds: the coordinator's answer shows that they arrived."""
-    rest = tuple(k for k in state.unacknowledged if k.kind not in kinds or k.round != round)
+def acknowledged(state: Session, *kinds: Kind, round: int | None = None, key: str = "") -> Session:
+    """Drop the kept messages of these kinds: the coordinator's answer shows that they arrived. ``key``: of
+    the only set of clients that it is about."""
+    rest = tuple(
+        k for k in state.unacknowledged if k.kind not in kinds or k.round != round or (key and k.key != key)
+    )
     return replace(state, unacknowledged=rest)
 
 

@@ -32,9 +32,7 @@ class PopulationRound(Round):
     covers_late = True
 
     def size(self, state: FederationState) -> int:
-        """Whom a host speaks for shows once it has loaded."""
-        known = (client for client in state.clients.values() if client.roster or client.loaded)
-        return len({name for client in known for name in client.members})
+        return population.size(state)
 
     def drawn(self, state: FederationState) -> int:
         return len(books(state).drawn)
@@ -104,5 +102,5 @@ class PopulationRound(Round):
         self, state: FederationState, good: Mapping[str, UpdateReady], told: Told
     ) -> tuple[FederationState, Mapping[str, Seen], Told, Mapping[str, str]]:
         state = population.learnt(state, good)
-        told = population.participants(state, told)
+        told = population.participants(state.updates, told, population.senders(state))
         return state, population.outcomes(state, good), told, books(state).out

@@ -88,6 +88,10 @@ class Round:
         """Whether an answer of this worker is awaited."""
         return worker in state.chosen and worker not in state.updates and worker not in state.dropped
 
+    def answers(self, state: FederationState, worker: str, update: UpdateReady) -> bool:
+        """Whether an update is the awaited answer to what a worker was given."""
+        return self.awaits(state, worker) and update.round == state.round
+
     def words(self, state: FederationState) -> str:
         """What the round waits for, for people."""
         return f"{self.left(state)} of {self.drawn(state)} clients train"

@@ -193,9 +193,9 @@ def test_updates_outlive_a_restart(age: int) -> None:
     waits = next(iter(world.state.flights))
     answers(world, waits)
     record = world.ledger.jobs["job-1"]
-    again = flow.waiting(replace(world.state, updates={}, bases={}), record.waiting.values())
+    again = flow.waiting(replace(world.state, updates={}, taken={}), record.waiting.values())
     assert again.updates == world.state.updates
-    assert again.bases == world.state.bases
+    assert again.taken == world.state.taken
     assert record.blobs >= {taken.update.update for taken in record.waiting.values()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,15 +14,14 @@ from atoll.errors import UsageError
 from coordinator.federated.cohorts import (
     Cohort,
     Roster,
-    after,
     answered,
     deal,
     dropped,
     expired,
+    homes,
     lost,
     opened,
 )
-from coordinator.federated.makespan import HostTimes, Timed
 from coordinator.messages.instructions import HostSums
 
 CLIENTS = [f"c{at:02d}" for at in range(12)]
@@ -61,10 +61,8 @@ def test_a_round_without_faults() -> None:
     assert cohort.out == {mine[0]: "the loss is not finite"}
     assert set(cohort.sums) == {"a", "b"}
     assert cohort.counted("b") == set(mine[1:])
-    roster = after(ROSTER, cohort, {"a": [Timed(10, 1.0)], "b": []})
-    assert roster.homes == {**dict.fromkeys(cohort.counted("a"), "a"), **dict.fromkeys(mine[1:], "b")}
-    assert roster.times["a"].count == 1
-    assert roster.times["b"] == HostTimes()
+    found_at = {**dict.fromkeys(cohort.counted("a"), "a"), **dict.fromkeys(mine[1:], "b")}
+    assert homes({mine[1]: "c", "elsewhere": "c"}, cohort) == {**found_at, "elsewhere": "c"}
 
 
 def test_clients_of_a_lost_host_go_to_others_and_what_it_sends_late_is_refused_as_a_whole() -> None:
@@ -142,7 +140,7 @@ def test_states_keep_their_clients_where_they_are() -> None:
     cohort, _ = deal(ROSTER, opened(0, DRAWN), ["a", "b"])
     for host in "ab":
         cohort, _ = answered(cohort, host, sums_of(of(cohort, host)), {})
-    roster = after(ROSTER, cohort, {})
+    roster = replace(ROSTER, homes=homes({}, cohort))
     _, found = deal(roster, opened(1, DRAWN), ["a", "b"])
     assert found.moved == 0
     _, found = deal(roster, opened(1, DRAWN), ["b", "c"])

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from atoll.exchange import Exchange, PairTable
-from atoll.messages.from_worker import UpdateReady
+from atoll.messages.from_worker import HostRows, Row, UpdateReady
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkSpec, Mask, Plan, StageSpec, one_replica
 from coordinator.messages import facts
@@ -45,6 +45,25 @@ FACTS: list[facts.Fact] = [
     ),
     facts.UpdateTaken(
         "f", "w", UpdateReady("f", 3, HASH, 10, 90, 3, {"a": 1.0}, {"loss": 0.5}), 100, "topk", 32.0, HASH
+    ),
+    facts.UpdateTaken(
+        "f",
+        "w",
+        UpdateReady(
+            "f",
+            3,
+            HASH,
+            10,
+            90,
+            3,
+            host=HostRows({"c": Row(9, 2, 0.5, 0.25, 1.0)}, {"d": "nan"}, {"t": 1}, {"s": 2}),
+        ),
+        100,
+        "none",
+        1.0,
+        HASH,
+        {"c": 90},
+        (8, 512),
     ),
     facts.RoundEvaluated("f", 0, "central", 1.0, {"accuracy": 0.5}, 10, 1),
     facts.Reconfigured("j", 5, 9, 4, tuple(place.worker for place in PLAN.places), (0,), "w is lost"),

@@ -42,8 +42,8 @@ def assessed(at_round: int) -> e.ClientEvaluated:
     return e.ClientEvaluated("f", at_round, 10, 1.0)
 
 
-def settled(at_round: int, taken: bool = True) -> e.RoundTaken:
-    return e.RoundTaken("f", at_round, taken, "" if taken else "late")
+def settled(at_round: int, taken: bool = True, order: str = "") -> e.RoundTaken:
+    return e.RoundTaken("f", at_round, taken, "" if taken else "late", order=order)
 
 
 def test_a_client_joins_trains_hears_that_it_was_taken_evaluates_and_trains_again() -> None:
@@ -72,6 +72,19 @@ def test_asked_again_for_a_round_it_answers_without_training_twice() -> None:
     assert todo[1:] == [do.Send(trained(0)), do.Send(e.Loaded("f", 1)), do.Send(trained(0))]
     state, todo = told(state, settled(0), evaluate(1), assessed(1), evaluate(1))
     assert todo[-2:] == [do.Send(assessed(1)), do.Send(assessed(1))]
+
+
+def test_a_repeated_word_on_one_order_ends_no_other_of_the_same_model() -> None:
+    state, _ = told(Session(), *JOINED, train(0, "one"), trained(0, "one"), settled(0, order="one"))
+    state, todo = told(state, train(0, "two"), settled(0, order="one"))
+    assert todo == [train(0, "two"), settled(0, order="one")]
+    assert state.phase is Phase.TRAINING_ROUND
+    state, _ = told(state, trained(0, "two"), settled(0, order="one"))
+    _, todo = told(state, *AGAIN)
+    assert do.Send(trained(0, "two")) in todo
+    state, todo = told(state, train(0, "three"), settled(0, taken=False, order="three"))
+    assert state.phase is Phase.ENROLLED
+    assert do.Interrupt("round 0 was closed: late") in todo
 
 
 def test_a_round_that_is_repeated_after_its_update_was_not_taken_is_trained_again() -> None:

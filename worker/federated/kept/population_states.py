@@ -44,12 +44,14 @@ CACHED_BYTES = 256 << 20  # that stay mapped
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A client's file: what came of ``round``; its residual is that of ``codec``."""
+    """A client's file: what came of ``round``, as ``order`` had it trained; its residual is that of
+    ``codec``."""
 
     round: int
     file: str
     size: int
     codec: str
+    order: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,9 @@ class PopulationStates:
         counts = kept.codec == codec and residual_counts(kept.round, at_round)
         return Held(client_state_of(_below(STATE, arrays)), _below(LEFT, arrays) if counts else {})
 
-    def begin(self, at_round: int, codec: str) -> RoundStates:
-        """States of the clients that ``at_round`` trains here."""
-        return RoundStates(self, at_round, codec)
+    def begin(self, at_round: int, codec: str, order: str = "") -> RoundStates:
+        """States of the clients that ``order`` of ``at_round`` trains here."""
+        return RoundStates(self, at_round, codec, order)
 
     def propose(self, at_round: int, drafted: Mapping[str, Kept]) -> None:
         """Let ``drafted`` count if they are counted in the round, beside what it drafted before: clients of
@@ -112,18 +114,23 @@ class PopulationStates:
         self._pending_round, self._pending = at_round, pending
         self._remove(before.values())
 
-    def settle(self, at_round: int, counted: Collection[str]) -> bool:
-        """The verdict on the round: which clients were counted as this host trained them. False when no
-        draft is of that round."""
+    def settle(self, at_round: int, counted: Collection[str], order: str = "") -> bool:
+        """The verdict on the round, or on one order of it: which clients were counted as this host trained
+        them. False when no draft is of that round."""
         if self._pending_round != at_round:
             return False
-        before, pending = self._counts, self._pending
-        counting = {client: kept for client, kept in pending.items() if client in counted}
+        before, settled, others = self._counts, dict[str, Kept](), dict[str, Kept]()
+        for client, kept in self._pending.items():
+            (others if order and kept.order != order else settled)[client] = kept
+        counting = {client: kept for client, kept in settled.items() if client in counted}
         if counting:
             self._count({**before, **counting})
-        (self.folder / PENDING).unlink(missing_ok=True)
-        self._pending_round, self._pending = -1, {}
-        self._remove([*pending.values(), *(before[client] for client in counting if client in before)])
+        if others:
+            self._write(PENDING, others, at_round)
+        else:
+            (self.folder / PENDING).unlink(missing_ok=True)
+        self._pending_round, self._pending = at_round if others else -1, others
+        self._remove([*settled.values(), *(before[client] for client in counting if client in before)])
         return True
 
     # ------------------------------------------------------------ moving
@@ -202,8 +209,8 @@ class PopulationStates:
 class RoundStates:
     """What a round leaves behind, client by client; ``finish`` proposes it. Left without, it is deleted."""
 
-    def __init__(self, store: PopulationStates, at_round: int, codec: str) -> None:
-        self._store, self._round, self._codec = store, at_round, codec
+    def __init__(self, store: PopulationStates, at_round: int, codec: str, order: str = "") -> None:
+        self._store, self._round, self._codec, self._order = store, at_round, codec, order
         self._drafted: dict[str, Kept] = {}
         self._bytes = store.size
         self._done = False
@@ -217,7 +224,7 @@ class RoundStates:
         self._store.check_room(self._bytes, _nbytes(arrays))
         name = _named(client, self._round)
         stored = write_dense(self._store.folder / name, arrays, durable=True)
-        self._drafted[client] = Kept(self._round, name, stored.size, self._codec)
+        self._drafted[client] = Kept(self._round, name, stored.size, self._codec, self._order)
         self._bytes += stored.size
 
     @property

@@ -32,8 +32,8 @@ def left(value: float) -> dict[str, NDArray[Any]]:
     return {"weights/w": np.full(N, value, np.float32)}
 
 
-def trained(store: PopulationStates, at_round: int, values: Mapping[str, float]) -> None:
-    with store.begin(at_round, "topk") as states:
+def trained(store: PopulationStates, at_round: int, values: Mapping[str, float], order: str = "") -> None:
+    with store.begin(at_round, "topk", order) as states:
         for client, value in values.items():
             states.put(client, state(value), left(-value))
         states.finish()
@@ -103,6 +103,19 @@ def test_what_a_round_drafts_later_comes_beside_and_only_clients_that_were_count
     assert not store.settle(1, "a")
     store.settle(2, "abc")
     assert [value_of(store, client) for client in "abc"] == [None, 6.0, 4.0]
+
+
+def test_a_verdict_on_one_order_leaves_what_another_of_the_same_model_drafted(tmp_path: Path) -> None:
+    store = PopulationStates(tmp_path)
+    trained(store, 0, {"a": 1.0, "b": 2.0}, "one")
+    store.settle(0, "ab", "one")
+    trained(store, 0, {"c": 3.0}, "two")
+    assert store.settle(0, "ab", "one")  # said again
+    again = PopulationStates(tmp_path)
+    assert [value_of(again, client) for client in "abc"] == [1.0, 2.0, None]
+    again.settle(0, "c", "two")
+    assert [value_of(again, client) for client in "abc"] == [1.0, 2.0, 3.0]
+    assert not again.settle(0, "c", "two")
 
 
 class Crash(Exception):
