@@ -6,8 +6,8 @@ many as the buffer takes are there. Their sum is the next model, and nobody wait
 has it, so a restart counts each of them once.
 
 A host of a population is given several clients and one model in an order, and answers with their sum in whole
-numbers. Places and the buffer count clients, of whom each has at most one update in a sum. Which host trained
-whom changes no bit of a sum: what began with one model is added exactly (``strategies.aged.VersionSums``).
+numbers. Places and the buffer count clients, each of which has at most one update in a sum. Which host had
+which client changes no bit: what began with one model is added exactly (``strategies.aged.VersionSums``).
 """
 
 from __future__ import annotations
