@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
     Positions = NDArray[np.intp]
+    Held = tuple[int, tuple[tuple[int, int], ...]]  # a device, and the intervals of ops that it has
 
 
 APART = 0.03
@@ -152,6 +153,9 @@ class Problem:
 
     def _price(self) -> None:
         """Compute what depends on the fleet's devices."""
+        # By device and what it has, as they are needed: candidates of a search differ in a piece or two.
+        self.applies: dict[Held, float] = {}
+        self.in_flight_caps: dict[tuple[Held, bool, float], list[int]] = {}
         alone = [self.table.costs(d, self.kept_by(d)) for d in self.fleet.devices]
         self.inside, costs = self.insides.priced(self.fleet.devices, alone)
         self.undivided = [undivided(each, a, c) for each, a, c in zip(self.inside, alone, costs, strict=True)]
@@ -294,11 +298,7 @@ class Problem:
         """Return the seconds of the optimizer by piece: a device takes its step with its first one."""
         bounds, found = candidate.bounds(self.n_ops), [0.0] * len(candidate.devices)
         for those in candidate.together:
-            memory, _ = memory_on(self, candidate.devices[those[0]])
-            held = Together(memory, [bounds[at] for at in those])
-            device = self.fleet.devices[candidate.devices[those[0]]]
-            away_s = state_away_s(self, candidate.devices[those[0]], held)
-            found[those[0]] = apply_seconds(*held.step_work(), device, away_s)
+            found[those[0]] = apply_s_on(self, candidate.devices[those[0]], tuple(bounds[at] for at in those))
         return found
 
     def undisturbed(self, work: Workload) -> Workload:
@@ -357,16 +357,12 @@ class Problem:
             raise Infeasible(f"what reads the data is not all {self.pinned}'s")
         bounds, found = candidate.bounds(self.n_ops), [0] * len(candidate.devices)
         for those in candidate.together:
-            device, pieces = candidate.devices[those[0]], [bounds[at] for at in those]
-            memory, limit = memory_on(self, device)
-            if len(pieces) == 1:
-                caps = [memory.in_flight_cap(*pieces[0], limit)]
-            else:
-                caps = Together(memory, pieces).caps(limit, ends=those[-1] == len(found) - 1)
+            device, pieces = candidate.devices[those[0]], tuple(bounds[at] for at in those)
+            caps = caps_on(self, device, pieces, those[-1] == len(found) - 1)
             for at, cap in zip(those, caps, strict=True):
                 found[at] = cap
             if min(caps) < 1:
-                raise Infeasible(f"ops {pieces} on {self.fleet.devices[device].label}")
+                raise Infeasible(f"ops {list(pieces)} on {self.fleet.devices[device].label}")
         return found
 
     def in_flight(self, depth: Depth) -> tuple[int, int | None]:
@@ -527,6 +523,28 @@ def memory_on(problem: Problem, device: int) -> tuple[MemoryModel, float]:
     inside, kept = problem.inside[device], problem.kept_by(problem.fleet.devices[device])
     limit = float(problem.limits[device] / problem.times[device])
     return (problem.memory_in(kept) if inside is None else inside.memory), limit
+
+
+def apply_s_on(problem: Problem, device: int, pieces: tuple[tuple[int, int], ...]) -> float:
+    """Return the seconds of the optimizer on a device that has these intervals of the ops."""
+    if (device, pieces) not in problem.applies:
+        held = Together(memory_on(problem, device)[0], pieces)
+        away_s = state_away_s(problem, device, held)
+        took_s = apply_seconds(*held.step_work(), problem.fleet.devices[device], away_s)
+        problem.applies[device, pieces] = took_s
+    return problem.applies[device, pieces]
+
+
+def caps_on(problem: Problem, device: int, pieces: tuple[tuple[int, int], ...], ends: bool) -> list[int]:
+    """Return the most micro-batches in flight by piece of one device; ``ends``: see ``Together.caps``."""
+    memory, limit = memory_on(problem, device)
+    key = (device, pieces), ends, limit
+    if key not in problem.in_flight_caps:
+        if len(pieces) == 1:
+            problem.in_flight_caps[key] = [memory.in_flight_cap(*pieces[0], limit)]
+        else:
+            problem.in_flight_caps[key] = Together(memory, pieces).caps(limit, ends=ends)
+    return problem.in_flight_caps[key]
 
 
 def kept_as(problem: Problem, keeping: Keeping, keepings: Mapping[str, Keeping] | None = None) -> Problem:
