@@ -26,7 +26,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -87,26 +86,27 @@ Runner = Callable[[Case, Sequence[int]], Run]  # trains a case cut at the given 
 
 def built_in(name: str, training: TrainingSpec, dropout: float) -> Case:
     """A model of the tests, by name, on seeded random data."""
-    example = _models()[name](dropout=dropout)
+    from tests.captured_models import ALL, captured_model  # late, for a job file needs none of them
+
+    if any(group.frozen for group in training.optimizer.groups):
+        example = ALL[name](dropout=dropout)
+        captured = capture(example.module, example.example_inputs, training)
+    else:
+        found = captured_model(name, dropout, training.precision)
+        example, captured = found.example, found.captured
 
     def batches(step: int) -> list[dict[str, Tensor]]:
         first = training.seed * 1_000_003 + step * training.n_micro
         return [example.make_batch(first + micro) for micro in range(training.n_micro)]
 
-    return case_of(name, example.module, example.example_inputs, training, batches)
-
-
-def _models() -> Mapping[str, Callable[..., Any]]:
-    """The tests' models; imported late, for a job file needs none of them."""
-    from tests.coordinator.capture.architectures import ARCHITECTURES
-    from tests.models import MODELS
-
-    return {**MODELS, **ARCHITECTURES}
+    return case_from(name, example.module, captured, training, batches)
 
 
 def model_names(text: str) -> tuple[str, ...]:
     """``--models``: names joined by commas, or "all". UsageError for one that is unknown."""
-    known = tuple(_models())
+    from tests.captured_models import ALL
+
+    known = tuple(ALL)
     names = known if text == "all" else tuple(name.strip() for name in text.split(","))
     for name in names:
         if name not in known:

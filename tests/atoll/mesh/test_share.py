@@ -21,8 +21,8 @@ from atoll.opdag import OpDag
 from atoll.program import StageProgram, stage_programs
 from coordinator.capture.capture import capture
 from tests.atoll.mesh.threads import ThreadGroup, together
-from tests.coordinator.capture.architectures import ARCHITECTURES
-from tests.models import BATCH, LENGTH, MODELS, Example, of_module
+from tests.captured_models import CapturedModel, captured_model
+from tests.models import BATCH, LENGTH, of_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BOTH = [Inside.SHARDS, Inside.TENSOR]
@@ -58,9 +58,11 @@ def _tied(seed: int) -> dict[str, Tensor]:
     return {"x": ids, "labels": labels}
 
 
-def example(name: str, dropout: float) -> Example:
-    known = {**MODELS, **ARCHITECTURES}
-    return of_module("block", Block(), _tied) if name == "block" else known[name](dropout=dropout)
+def made(name: str, dropout: float) -> CapturedModel:
+    if name != "block":
+        return captured_model(name, dropout)
+    example = of_module("block", Block(), _tied)
+    return CapturedModel(example, capture(example.module, example.example_inputs))
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,9 @@ class Case:
 
 @cache
 def case(name: str, dropout: float = 0.0) -> Case:
-    made = example(name, dropout)
-    captured = capture(made.module, made.example_inputs)
-    (program,) = stage_programs(captured.train, (0,))
-    return Case(captured.train, program, dict(captured.state), made.make_batch(3))
+    found = made(name, dropout)
+    (program,) = stage_programs(found.captured.train, (0,))
+    return Case(found.captured.train, program, dict(found.captured.state), found.example.make_batch(3))
 
 
 def alone(made: Case) -> tuple[float, dict[str, Tensor | None]]:

@@ -23,11 +23,11 @@ from coordinator.client.job_file import load_job
 from experiments.datasets import download
 from strategies.moon_module import Moon
 from strategies.vhl_module import Vhl, VhlLoss
-from tests.coordinator.capture.architectures import ARCHITECTURES
+from tests.captured_models import ALL, captured_model
 from tests.coordinator.capture.test_capture import Model, Recurrent, X
 from tests.coordinator.capture.test_cut_rules import TRAPS
 from tests.examples.test_federated_examples import DIGITS
-from tests.models import MODELS, Example
+from tests.models import Example
 from tests.strategies.test_modules import SPEC, Net, batch, fedimpro
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -66,8 +66,9 @@ def _captured(example: Example, training: TrainingSpec, metrics: tuple[str, ...]
     return Honest(example, capture(example.module, example.example_inputs, training, metrics))
 
 
-def _model(build: Callable[..., Example], precision: Precision) -> Honest:
-    return _captured(build(dropout=DROPOUT), TrainingSpec(1, 1, precision=precision))
+def _model(name: str, precision: Precision) -> Honest:
+    found = captured_model(name, DROPOUT, precision)
+    return Honest(found.example, found.captured)
 
 
 def _same_batch(name: str, module: nn.Module, inputs: Mapping[str, Tensor]) -> Example:
@@ -88,8 +89,8 @@ def _job_file(name: str, knobs: tuple[str, ...]) -> Honest:
 
 GRAPHS: dict[str, Callable[[], Honest]] = {
     **{
-        f"{name}:{precision.value}": partial(_model, build, precision)
-        for name, build in {**MODELS, **ARCHITECTURES}.items()
+        f"{name}:{precision.value}": partial(_model, name, precision)
+        for name in ALL
         for precision in Precision
     },
     **{

@@ -21,8 +21,8 @@ from atoll.opdag import StateMeta
 from coordinator.capture.capture import capture
 from protos import atoll_control_pb2 as pb
 from protos import coding
-from tests.coordinator.capture.architectures import ARCHITECTURES
-from tests.models import MODELS, Example
+from tests.captured_models import CapturedModel, captured_model
+from tests.models import Example
 from tests.worker.stage.steps.crew import TRAINING, Batches, Case, Crew, assign, case, cut_evenly
 from worker.cancel import Cancel
 from worker.context import ComputeSettings
@@ -92,12 +92,17 @@ def site(size: int, folder: Path, kind: type[Site] = Site) -> Iterator[Site]:
 @cache
 def plain(name: str) -> Case:
     """A model without dropout, of those that the oracle knows: its attention can be divided."""
-    return case_of({**MODELS, **ARCHITECTURES}[name](dropout=0.0))
+    return of_captured(captured_model(name))
 
 
 def case_of(example: Example) -> Case:
     """What a pipeline of the model needs, captured."""
-    captured = capture(example.module, example.example_inputs, TRAINING)
+    return of_captured(CapturedModel(example, capture(example.module, example.example_inputs, TRAINING)))
+
+
+def of_captured(found: CapturedModel) -> Case:
+    """What a pipeline of a captured model needs."""
+    example, captured = found.example, found.captured
     dag, evaluation = captured.train, captured.evaluation
     inputs = {n: StateMeta(meta) for n, meta in dag.inputs.items()}
     constants = {n: StateMeta(meta) for n, meta in {**dag.constants, **evaluation.constants}.items()}

@@ -19,10 +19,9 @@ from atoll.microbatch import ScheduleName
 from atoll.opdag import OpDag, StateMeta
 from atoll.plan import LinkSpec, Piece, Plan, StageSpec, one_replica
 from atoll.program import PiecePrograms, StageProgram, stage_programs
-from coordinator.capture.capture import capture
 from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.evaluation_cut import evaluation_intervals
-from tests.models import MODELS
+from tests.captured_models import captured_model
 from tests.patience import HUNG_S
 from tests.worker.links.hub import Hub
 from worker.links.links import NEVER, Links, Network
@@ -44,12 +43,14 @@ TRAINING = TrainingSpec(
     steps=3, n_micro=4, seed=5, optimizer=Optimizer(lr=3e-3, weight_decay=0.01), eval_batches=6
 )
 
+DROPOUT = 0.1
+
 
 class Batches:
     """Seeded micro-batches without a coordinator."""
 
     def __init__(self, name: str) -> None:
-        self.example = MODELS[name](dropout=0.1)
+        self.example = captured_model(name, DROPOUT).example
 
     def of(self, step: int, micro: int) -> dict[str, Tensor]:
         return self.example.make_batch(1000 * step + micro)
@@ -106,8 +107,7 @@ class Case:
 def case(name: str) -> Case:
     """Capture a model once: stages copy what they are given."""
     batches = Batches(name)
-    example = batches.example
-    captured = capture(example.module, example.example_inputs, TRAINING)
+    captured = captured_model(name, DROPOUT).captured
     assert captured.evaluation is not None
     dag = captured.train
     inputs = {n: StateMeta(meta) for n, meta in dag.inputs.items()}
