@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,7 +32,8 @@ POPULATION = """
 from tests.e2e.test_federated import job as made
 
 def job():
-    return made(3, clients=6, strategy="scaffold", local_epochs=2, evaluate_every=0, min_clients=1)
+    options = {{"strategy": "{strategy}", "local_epochs": {epochs}, "clients": 6, "min_clients": 1}}
+    return made({rounds}, evaluate_every=0, **options)
 """
 
 
@@ -65,7 +67,9 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     if importlib.util.find_spec("ray") is None:
         pytest.skip("no Ray here: pip install 'atoll[ray]'")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # of the nodes, and of the workers' state on them
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(":")])
+    )
     with (tmp_path / "ray.log").open("w") as log:
         started = Nodes(log, 1, 1)
         monkeypatch.setenv("RAY_ADDRESS", started.address)
@@ -141,35 +145,77 @@ def test_a_worker_of_a_node_that_dies_joins_anew_on_another(
 ) -> None:
     client, address, token = coordinator
     cluster.do("add 2")
-    wanted = ["--workers", 1, "--cpus", 2, "--wait", 3600, "--worker-options", "--memory 2GiB"]
+    contained = "--sandbox require" if shutil.which("bwrap") else ""
+    wanted = ["--workers", 1, "--cpus", 2, "--memory", "2GiB", "--wait", 3600, "--worker-options", contained]
     (before,) = atoll("ray", "up", address, "--token-file", token, *wanted)
     assert before["state"] == "joined"
+    first = pool(client)
     cluster.do("remove")
     eventually(lambda: atoll("ray", "status")[0]["state"] == "waiting for room")
+    shutil.rmtree(before["folder"])  # another machine has none of it
     cluster.do("add 2")
     eventually(lambda: atoll("ray", "status")[0]["state"] == "joined")
-    assert len(pool(client)) == 1
+    assert len(pool(client) - first) == 1  # by the token
     atoll("ray", "down")
     assert running(tmp_path / "home") == []
 
 
-def simulated(folder: Path, name: str, *words: object) -> dict[str, torch.Tensor]:
-    out = folder / f"{name}.safetensors"
-    asked = ["--population", 12, "--how", "dirichlet:1.0", "--hosts", 2, "--cpus", 1, "--output", out]
-    asked += ["--data", folder / "digits.safetensors", "--by", "label"]
-    figures = atoll("simulate", folder / "job.py", *asked, *words)
-    assert figures["rounds"] == 3
-    return load_file(out)
+class Simulation:
+    """`atoll simulate` of one job with twelve clients on two hosts of one thread, under way."""
+
+    def __init__(self, folder: Path, name: str, *words: object) -> None:
+        self._out = folder / f"{name}.safetensors"
+        asked: list[object] = ["simulate", folder / "job.py", "--population", 12, "--how", "dirichlet:1.0"]
+        asked += ["--hosts", 2, "--cpus", 1, "--data", folder / "digits.safetensors", "--by", "label"]
+        asked += ["--output", self._out, "--json", *words]
+        with (folder / f"{name}.log").open("w") as log:
+            self._process = subprocess.Popen(
+                [*CLI, *map(str, asked)], stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT
+            )
+
+    def rounds(self) -> Iterator[int]:
+        """Rounds that are over, as they are reported."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            found = json.loads(line)
+            yield found.get("step", found.get("rounds", 0))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        self._process.communicate()
+        assert self._process.returncode == 0
+        return load_file(self._out)
 
 
-def test_a_population_on_ray_has_the_bits_of_one_on_this_machine_and_leaves_nothing(
+def prepared(folder: Path, **job: object) -> None:
+    (folder / "job.py").write_text(POPULATION.format(**job))
+    save_file(samples(400, 1), folder / "digits.safetensors")
+
+
+def different(here: dict[str, torch.Tensor], there: dict[str, torch.Tensor]) -> list[str]:
+    assert here.keys() == there.keys()
+    return [name for name in here if not torch.equal(here[name], there[name])]
+
+
+def test_two_simulations_on_ray_have_the_bits_of_one_on_this_machine_and_leave_nothing(
     cluster: Nodes, tmp_path: Path
 ) -> None:
-    (tmp_path / "job.py").write_text(POPULATION)
-    save_file(samples(400, 1), tmp_path / "digits.safetensors")
-    here = simulated(tmp_path, "here")
-    there = simulated(tmp_path, "there", "--ray", cluster.address)
-    assert here.keys() == there.keys()
-    assert [name for name in here if not torch.equal(here[name], there[name])] == []
+    """There is room for one of them at a time, so one waits."""
+    prepared(tmp_path, rounds=3, strategy="scaffold", epochs=2)
+    here = Simulation(tmp_path, "here").weights()
+    both = [Simulation(tmp_path, name, "--ray", cluster.address) for name in ("one", "other")]
+    assert [different(here, each.weights()) for each in both] == [[], []]
     assert running(tmp_path / "home") == []
     assert list((tmp_path / "home").rglob("simulation-*")) == []
+
+
+def test_a_population_that_loses_a_node_has_the_same_bits(cluster: Nodes, tmp_path: Path) -> None:
+    prepared(tmp_path, rounds=5, strategy="fedavg", epochs=100)
+    here = Simulation(tmp_path, "here").weights()
+    under_way = Simulation(tmp_path, "there", "--ray", cluster.address)
+    for rounds in under_way.rounds():
+        if rounds >= 1:
+            break
+    cluster.do("remove")
+    cluster.do("add 1")
+    assert different(here, under_way.weights()) == []
+    assert running(tmp_path / "home") == []

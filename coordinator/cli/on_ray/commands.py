@@ -199,8 +199,9 @@ def join_options(name: str, bundle: Bundle, words: Sequence[str]) -> list[str]:
     """Return the options of `atoll-worker join` for a worker of this bundle; ``words`` come last and win."""
     found = ["--name", name, "--threads", str(bundle.cpus)]
     if not any(word.partition("=")[0] in ("--device", "--devices") for word in words):
-        device = {0: ["--device", "cpu"], 1: ["--device", "cuda"]}
-        found += device.get(bundle.gpus, ["--devices", "all+"])
+        # CUDA numbers those alone that Ray lets the actor see; several are one worker.
+        device = "+".join(f"cuda:{number}" for number in range(bundle.gpus)) or "cpu"
+        found += ["--devices" if bundle.gpus > 1 else "--device", device]
     if bundle.memory_bytes:
         found += ["--memory", str(bundle.memory_bytes)]
     return [*found, *words]

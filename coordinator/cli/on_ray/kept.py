@@ -51,7 +51,7 @@ class Order:
     """
 
     arguments: tuple[str, ...]
-    environment: dict[str, str]
+    environment: dict[str, str] = field(repr=False)  # with the token
     folder: str
     base: str = ""
     data: tuple[ShippedFile, ...] = ()
@@ -226,4 +226,7 @@ class Kept:
 def _fetched(reference: Any) -> bytes:
     import ray
 
-    return bytes(ray.get(reference))
+    try:
+        return bytes(ray.get(reference))
+    except ray.exceptions.RayError as error:
+        raise StorageError(f"Ray has lost data of this population: {str(error).strip()[:300]}") from None

@@ -54,7 +54,7 @@ def test_workers_take_each_node_as_it_is_and_the_token_stands_on_no_command_line
     words = [" ".join(actor.order.arguments) for actor in ray.actors.values()]
     last = "--sandbox require"
     assert words[0] == f"192.0.2.7:7700 --name atoll-0 --threads 4 --device cpu {last}"
-    assert words[1] == f"192.0.2.7:7700 --name atoll-1 --threads 4 --device cuda {last}"
+    assert words[1] == f"192.0.2.7:7700 --name atoll-1 --threads 4 --device cuda:0 {last}"
     assert capsys.readouterr().out.count("state joined, node node1, started 1 x") == 3
 
 
@@ -69,7 +69,7 @@ def test_workers_as_asked_have_their_memory_reserved_and_several_gpus_are_one(
     assert up(token, "--gpus", "2") == 0
     (site,) = ray.actors.values()
     assert (site.options["num_cpus"], site.options["num_gpus"]) == (8, 2)
-    assert "--devices all+" in " ".join(site.order.arguments)
+    assert "--devices cuda:0+cuda:1" in " ".join(site.order.arguments)
     ray.actors.clear()
     assert up(token, "--gpus", "2", "--worker-options", "--device=cuda:1") == 0
     (own,) = ray.actors.values()
