@@ -33,8 +33,6 @@ CODED_RULES = frozenset({"diloco", "streaming_diloco"})
 """Those whose rounds travel in a codec of the job's choice."""
 SITE_RULES = frozenset({"diloco", "streaming_diloco", "sparseloco"})
 """Those whose rounds may take what peers of one site have to another once."""
-WHOLE_RULES = frozenset({"saps"})
-"""Those whose peers hold the whole model (not ``sliced`` in the catalogue)."""
 GRADIENT_RULES = frozenset({"mean", "powersgd", "acp_sgd", "random_k", "gtopk", "ok_topk", "demo"})
 """Rules of the gradients of replicas, one round a step, that workers run beside exact sums."""
 SIGN_RULES = frozenset({"demo"})

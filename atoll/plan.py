@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from atoll.bounded import MAX_ARGS, MAX_STAGES, At, Coded, Most, Name, OptionalBlob, Unsent, Unset, Within
 from atoll.compression import MAX_RATIO
 from atoll.errors import PlanError
-from atoll.exchange import LOCAL_RULES, SIGN_RULES, WHOLE_RULES, Exchange, check_exchange
+from atoll.exchange import SIGN_RULES, Exchange, check_exchange
 from atoll.job import EXACTLY, Keeping, TrainingSpec
 from atoll.microbatch import Action, Depth, ScheduleName, Work, block_ranges, in_turn
 from atoll.opdag import FLOATING, OpDag, Source, leaf_refs
@@ -525,20 +525,9 @@ def check_shares(plan: Plan) -> None:
 
 
 def _check_peers(plan: Plan) -> None:
-    """Raise PlanError for ranks that are absent where they cannot be, or peers that must be whole models."""
-    check_sliced(plan)
+    """Raise PlanError for ranks that are absent where they cannot be."""
     if plan.absent and (not plan.local or not plan.present or max(plan.absent) >= len(plan.places)):
         raise PlanError(f"ranks {sorted(plan.absent)[:8]} of {len(plan.places)} are absent")
-
-
-def check_sliced(plan: Plan) -> None:
-    """Raise PlanError for peers of several stages by a rule that joins the whole model only."""
-    rule = plan.exchange.rule if plan.exchange is not None else ""
-    if rule in WHOLE_RULES and any(len(replica.stages) != 1 for replica in plan.replicas):
-        raise PlanError(
-            f"a peer with {rule} holds the whole model on one machine, as it draws elements of all; peers "
-            f"of several stages take {', '.join(sorted(LOCAL_RULES - WHOLE_RULES))}"
-        )
 
 
 def _check_gradients(dag: OpDag) -> None:

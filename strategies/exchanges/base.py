@@ -54,9 +54,10 @@ def is_own(key: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """Shapes of the tensors that follow each other in the flat content."""
+    """Shapes of the tensors that follow each other in the flat content; ``names``: theirs, or none."""
 
     shapes: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...] = ()
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -40,8 +40,6 @@ class ExchangeFacts:
     exact: bool = False  # the same model as one machine, bit for bit
     alike: bool = True  # every rank holds the same bits after a complete round
     together: bool = False  # a round counts for all of a group or for none
-    # Joining range by range of the model gives the bits of joining it whole, so a peer may be several stages.
-    sliced: bool = True
     phases: int = 1  # collectives a round, at most
     own_results: bool = False  # each rank computes its result of the totals: bits agree in a device class
     works_as: str = ""  # codec that takes as long; none: the exchange's own
@@ -187,8 +185,8 @@ def demo_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
 
 
 def masked_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
-    """Values at the mask, to one peer."""
-    return 4.0 * max(1, int(elements_of(shapes) / exchange.ratio))
+    """Values at the mask, to one peer, in the mean."""
+    return 4.0 * elements_of(shapes) / exchange.ratio
 
 
 def byte_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
@@ -387,7 +385,6 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             volume=masked_volume,
             alike=False,
             together=True,
-            sliced=False,  # positions are drawn of the whole vector
             by_rates=True,
             check=no_codec,
             own_copies=7,

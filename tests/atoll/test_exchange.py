@@ -10,7 +10,6 @@ from atoll.exchange import (
     GRADIENT_RULES,
     LOCAL_RULES,
     MOST_PEERS,
-    WHOLE_RULES,
     Content,
     Exchange,
     ExchangeRound,
@@ -62,7 +61,6 @@ def test_local_rules_are_those_that_exchange_changes_or_models() -> None:
 
     assert of(Content.DELTA, Content.MODEL) == LOCAL_RULES
     assert of(Content.MODEL) == GOSSIP_RULES
-    assert {name for name in LOCAL_RULES if not EXCHANGES[name].sliced} == WHOLE_RULES
 
 
 @pytest.mark.parametrize(("rule", "steps"), [("diloco", 50), ("saps", 1), ("swarm", 5), ("wagma", 1)])

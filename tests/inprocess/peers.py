@@ -21,10 +21,9 @@ from atoll.exchange import Content, Exchange, ExchangeRound, Partners, Pattern, 
 from atoll.microbatch import one_f_one_b
 from atoll.program import PiecePrograms
 from strategies.exchanges import exchange_facts, make_rule
-from strategies.exchanges.base import Flat
 from tests.inprocess.exchange import Answer, later, run_round
 from tests.strategies.exchanges.butterfly import butterfly_groups
-from worker.exchange.flat import by_name, flat_of, flat_shapes, flat_values, set_values
+from worker.exchange.flat import by_name, flat_of, flat_values, row_of, set_values
 from worker.stage.stage import Stage
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ class LocalPeers:
             raise UsageError(
                 f"{exchange.rule} exchanges gradients, which are of sums here: return the loss as a mean"
             )
-        flat = Flat(flat_shapes(self.stages[0].trained))
+        flat = row_of(self.stages[0].trained)
         own = torch.zeros_like(first) if self.facts.content is Content.GRADIENT else first
         self.rule_states = {rank: self.rule.init(flat, own) for rank in self.ranks}
 

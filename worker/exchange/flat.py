@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from strategies.exchanges.base import Flat
+
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
 Parameters = Mapping[str, "Parameter"]
 
 
-def flat_shapes(parameters: Parameters) -> tuple[tuple[int, ...], ...]:
-    """Shapes in the row's order."""
-    return tuple(tuple(parameters[name].shape) for name in _order(parameters))
+def row_of(parameters: Parameters) -> Flat:
+    """Shapes and names in the row's order."""
+    names = _order(parameters)
+    return Flat(tuple(tuple(parameters[name].shape) for name in names), tuple(names))
 
 
 def flat_values(parameters: Parameters) -> Tensor:

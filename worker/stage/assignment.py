@@ -20,7 +20,6 @@ from atoll.plan import (
     Replica,
     check_figures,
     check_shares,
-    check_sliced,
 )
 from atoll.program import PiecePrograms, StageProgram, TiedParameter, programs_of
 from atoll.raw_values import reads_inputs
@@ -331,7 +330,6 @@ def _check_exchange(plan: Plan, rank: int) -> None:
             raise PlanError(f"stages of a replica that begin at ops {starts[:8]}")
     exact = (exchange.rule, exchange.every, exchange.codec) == ("sum", 1, "none")
     kept = exchange.keeps and (exchange.every, exchange.fragments, exchange.delay) == (1, 1, 0)
-    check_sliced(plan)
     sited = exact or exchange.rule in SITE_RULES
     inner = exchange.inner is None or (sited and exchange.inner == Exchange())
     if not (exact or kept or exchange.local) or not inner:

@@ -62,7 +62,7 @@ def newer_table(
     if not sent:
         return None
     fleet = roster.fleet([workers[rank] for rank in ranks], state.spec.training.precision.value)
-    return renewed(fleet, ranks, len(plan.places), sent, plan.exchange.pairs)
+    return renewed(plan, fleet, ranks, sent, plan.exchange.pairs)
 
 
 def _predicted_bytes(plan: Plan, every: int) -> int:

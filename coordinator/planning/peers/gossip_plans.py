@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import permutations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from atoll.gateways import Sites
     from atoll.job import Optimizer
     from atoll.opdag import OpDag, TensorMeta
-    from atoll.plan import Replica
+    from atoll.plan import Plan, Replica
     from coordinator.planning.costs.fleet import Fleet
     from strategies.exchanges.catalogue import Shapes
     from strategies.exchanges.partners import Group
@@ -53,15 +54,12 @@ if TYPE_CHECKING:
 UNITS = 1 << 20  # into which a vector is cut to count what is sent of it
 
 
-def with_table(
-    fleet: Fleet, members: list[int], n_bytes: float, exchange: Exchange, seed: int, *, search: bool = True
-) -> Exchange:
-    """Return the exchange with the rates of its members' pairs and the threshold under which they mix most a
+def with_table(fleet: Fleet, held: Held, exchange: Exchange, seed: int, *, search: bool = True) -> Exchange:
+    """Return the exchange with the rates of its peers' pairs and the threshold under which they mix most a
     second, where its rule draws pairs by them; without ``search`` with the median of them, at once."""
     if not exchange_facts(exchange.rule).by_rates:
         return exchange
-    sent = exchange_facts(exchange.rule).volume(((round(n_bytes / 4),),), exchange, 2)
-    rates = pair_rates(fleet, members, sent)
+    rates = _peer_rates(fleet, held, exchange)
     network = Network.of(rates)
     known = network.rate[network.rate > 0.0]
     if search:
@@ -71,16 +69,51 @@ def with_table(
     return replace(exchange, pairs=PairTable(tuple(rates.reshape(-1).tolist()), threshold))
 
 
-def renewed(fleet: Fleet, ranks: Sequence[int], n_ranks: int, n_bytes: float, before: PairTable) -> PairTable:
-    """Return a newer table: of the machines of ``fleet``, which have these ranks, for messages of so many
-    bytes. As many pairs are slower than the threshold as before: nobody can wait for a search."""
-    rates = np.zeros((n_ranks, n_ranks))
-    rates[np.ix_(ranks, ranks)] = pair_rates(fleet, list(range(len(ranks))), n_bytes)
+def _peer_rates(fleet: Fleet, held: Held, exchange: Exchange) -> Floats:
+    """[peers, peers] bytes/s of a round of each ordered pair: all ranges at once, until the last is there."""
+    peers = len(held.ranges[0].holders)
+    volume = exchange_facts(exchange.rule).volume
+    by_range = [volume(range_.shapes, exchange, 2) for range_ in held.ranges]
+    found = np.zeros((peers, peers))
+    for a, b in permutations(range(peers), 2):
+        sent: dict[tuple[int, int], float] = {}
+        for range_, n_bytes in zip(held.ranges, by_range, strict=True):
+            link = range_.holders[a], range_.holders[b]
+            sent[link] = sent.get(link, 0.0) + n_bytes
+        last_s = max(
+            8.0 * n_bytes / fleet.effective_bps[link] + fleet.latency_s[link]
+            for link, n_bytes in sent.items()
+        )
+        found[a, b] = sum(by_range) / last_s
+    return found
+
+
+def renewed(plan: Plan, fleet: Fleet, ranks: Sequence[int], n_bytes: float, before: PairTable) -> PairTable:
+    """Return a newer table of a plan's peers: of the machines of ``fleet``, which have these ranks, for
+    messages of so many bytes. As many pairs are slower than the threshold as before: nobody can wait for a
+    search."""
+    rates = _rates_of(plan, ranks, pair_rates(fleet, list(range(len(ranks))), n_bytes))
     old, now = np.array(before.rates), np.sort(rates[rates > 0.0])
     slower = float((old[old > 0.0] < before.threshold).mean()) if old.any() else 0.0
     at = min(round(slower * now.size), now.size - 1)
     threshold = float(now[at]) if slower and now.size else 0.0
     return PairTable(tuple(rates.reshape(-1).tolist()), threshold)
+
+
+def _rates_of(plan: Plan, ranks: Sequence[int], by_rank: Floats) -> Floats:
+    """[peers, peers] rates: of two peers those of the slowest two ranks that have ops in common; 0 of a peer
+    that is not there."""
+    found = np.zeros((len(plan.replicas),) * 2)
+    spans = []
+    for rank in ranks:
+        place = plan.places[rank]
+        pieces = plan.replicas[place.replica].stages[place.stage].pieces
+        spans.append((place.replica, [range(piece.start, piece.stop) for piece in pieces]))
+    for (at, (a, mine)), (to, (b, theirs)) in permutations(enumerate(spans), 2):
+        if a != b and any(max(x.start, y.start) < min(x.stop, y.stop) for x in mine for y in theirs):
+            known = found[a, b]
+            found[a, b] = min(known, by_rank[at, to]) if known else by_rank[at, to]
+    return found
 
 
 def moved_share(before: PairTable, now: PairTable) -> float:

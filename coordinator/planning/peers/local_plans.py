@@ -94,8 +94,6 @@ def _shortage(request: PlanRequest, exchange: Exchange) -> str:
         f"peers with local steps hold the whole model, {need / 2**20:.0f} MiB with what {exchange.rule} "
         f"keeps of it; {held} of {len(problem.limits)} machines have that, {fewest} are needed"
     )
-    if not exchange_facts(exchange.rule).sliced:
-        return f"{words}, as {exchange.rule} takes whole models alone"
     return (
         f"{words}, and no {fewest} groups of machines have it together, of "
         f"{problem.limits.sum() / 2**20:.0f} MiB in all; more memory would do, or "
@@ -166,8 +164,9 @@ def _counted(request: PlanRequest, exchange: Exchange) -> Iterator[Sharing]:
         members = able[:count]
         shares = shares_of(n_micro, [1.0 / float(micro_s[i]) for i in members])
         compute_s = max(share * float(micro_s[i]) for share, i in zip(shares, members, strict=True))
-        drawn = with_table(fleet, members, n_bytes, exchange, seed, search=False)
-        step_s = _step_s(request, whole_models(fleet, members, n_bytes), drawn, compute_s, numbers)
+        held = whole_models(fleet, members, n_bytes)
+        drawn = with_table(fleet, held, exchange, seed, search=False)
+        step_s = _step_s(request, held, drawn, compute_s, numbers)
         yield Sharing(step_s, [(fleet.devices[i].worker,) for i in members], list(accumulate(shares)))
 
 
@@ -192,7 +191,7 @@ def _grouped(request: PlanRequest, exchange: Exchange, effort: Effort | None, kn
 
     All ways are ranked by a sketch of their step, and the best are planned in full.
     """
-    if not exchange_facts(exchange.rule).sliced or written_buffers(request.dag):
+    if written_buffers(request.dag):
         return None
     problem, fleet = _problem(request, exchange), request.fleet
     able = _able(problem)
@@ -328,9 +327,8 @@ def _together(
     exchange = exchange.among(len(replicas), request.training.quorum, request.training.grace_s)
     members = [fleet.index[stage.worker] for replica in replicas for stage in replica.stages]
     problem = _problem(request, exchange)
-    n_bytes = problem.memory.trained(0, problem.n_ops)[0]
     held = held_by(fleet, replicas, request.dag, request.training.optimizer)
-    exchange = with_table(fleet, members, n_bytes, exchange, seed)
+    exchange = with_table(fleet, held, exchange, seed)
     held = through_gateways(fleet, held, exchange, site_numbers(fleet))
     alone_s = max(plan.prediction.step_s for plan in plans if plan.prediction is not None)
     exchange = with_codec(fleet, held, exchange, alone_s)

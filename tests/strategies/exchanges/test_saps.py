@@ -9,12 +9,14 @@ import torch
 
 from atoll.exchange import Exchange, ExchangeRound
 from strategies.exchanges import make_rule
+from strategies.exchanges.base import Flat
 from strategies.exchanges.saps import SapsPsgd
 from tests.inprocess.exchange import Faults, damaged, later, run_round
 from worker.exchange.round import Message
 
 SIZE, RATIO = 5000, 20.0
 RULE = make_rule(Exchange("saps", ratio=RATIO))
+FLAT = Flat(((40, 100), (1000,)), ("w", "b"))
 RANKS = (0, 1, 2, 3)
 PAIRS = [(0, 3), (1, 2)]
 
@@ -26,7 +28,7 @@ def models() -> dict[int, torch.Tensor]:
 
 def mask_of(at: ExchangeRound) -> torch.Tensor:
     assert isinstance(RULE, SapsPsgd)
-    return RULE.mask(SIZE, at)
+    return RULE.mask(FLAT, at)
 
 
 def test_a_pair_averages_at_the_mask_and_nowhere_else() -> None:
@@ -35,7 +37,7 @@ def test_a_pair_averages_at_the_mask_and_nowhere_else() -> None:
     assert SIZE / RATIO * 0.7 < len(mask) < SIZE / RATIO * 1.3
     outside = torch.ones(SIZE, dtype=torch.bool)
     outside[mask] = False
-    answers = run_round(RULE, own, dict.fromkeys(RANKS), at, PAIRS)
+    answers = run_round(RULE, own, dict.fromkeys(RANKS, FLAT), at, PAIRS)
     for one, other in PAIRS:
         for rank in (one, other):
             assert torch.equal(answers[rank].result[mask], (own[one] + own[other])[mask] / 2)
@@ -61,6 +63,24 @@ def test_masks_of_many_rounds_reach_every_element_alike() -> None:
     assert 0.9 < float(counts.var()) / (rounds / RATIO) < 1.1  # of independent draws: 1 - 1/c
 
 
+def test_a_tensor_has_the_same_mask_whatever_stands_beside_it() -> None:
+    """So slices of the model, which cuts decide, have the bits of the whole."""
+    assert isinstance(RULE, SapsPsgd)
+    at = ExchangeRound(3, RANKS, seed=1)
+    alone, beside = Flat(((1000,),), ("b",)), Flat(((1000,), (40, 100)), ("b", "w"))
+    here = mask_of(at)
+    bias = here[here >= 4000] - 4000
+    assert torch.equal(RULE.mask(alone, at), bias)
+    assert torch.equal(RULE.mask(beside, at)[: len(bias)], bias)
+
+
+def test_a_tensor_smaller_than_the_ratio_is_drawn_as_often_as_others() -> None:
+    assert isinstance(RULE, SapsPsgd)
+    small, rounds = Flat(((7,),), ("b",)), 3000
+    drawn = sum(len(RULE.mask(small, ExchangeRound(number, RANKS, seed=1))) for number in range(rounds))
+    assert drawn == pytest.approx(7 * rounds / RATIO, rel=0.1)
+
+
 @pytest.mark.parametrize("lost", [True, False], ids=["lost", "damaged"])
 def test_a_round_counts_for_both_of_a_pair_or_for_neither(lost: bool) -> None:
     def alter(message: Message) -> Message | None:
@@ -69,7 +89,7 @@ def test_a_round_counts_for_both_of_a_pair_or_for_neither(lost: bool) -> None:
         return None if lost else damaged(message)
 
     own, at = models(), ExchangeRound(0, RANKS, seed=1)
-    answers = run_round(RULE, own, dict.fromkeys(RANKS), at, PAIRS, faults=Faults(alter=alter))
+    answers = run_round(RULE, own, dict.fromkeys(RANKS, FLAT), at, PAIRS, faults=Faults(alter=alter))
     assert not answers[0].receipts[0].complete
     assert answers[0].receipts[0].faults
     for rank in (0, 3):
@@ -81,7 +101,7 @@ def test_a_round_counts_for_both_of_a_pair_or_for_neither(lost: bool) -> None:
 
 def test_a_late_result_keeps_what_the_model_learnt_in_the_meantime() -> None:
     own, at = models(), ExchangeRound(0, RANKS, seed=1)
-    answer = run_round(RULE, own, dict.fromkeys(RANKS), at, PAIRS)[0]
+    answer = run_round(RULE, own, dict.fromkeys(RANKS, FLAT), at, PAIRS)[0]
     step = torch.full((SIZE,), 0.25)
     moved = later(RULE, answer, own[0] + step)
     assert torch.allclose(moved.result, answer.result + step, atol=1e-6)
@@ -93,6 +113,8 @@ def test_repeated_rounds_bring_models_together_around_their_mean() -> None:
     mean = torch.stack(list(own.values())).mean(0)
     for number in range(60):
         pairs = PAIRS if number % 2 else [(0, 1), (2, 3)]
-        answers = run_round(rule, own, dict.fromkeys(RANKS), ExchangeRound(number, RANKS, seed=1), pairs)
+        answers = run_round(
+            rule, own, dict.fromkeys(RANKS, FLAT), ExchangeRound(number, RANKS, seed=1), pairs
+        )
         own = {rank: answer.result for rank, answer in answers.items()}
     assert max(float((model - mean).square().mean()) for model in own.values()) < 0.01

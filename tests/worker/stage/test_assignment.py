@@ -98,11 +98,6 @@ def test_a_stage_of_a_plan_is_taken_whatever_its_replica() -> None:
             PlanError,
             "replicas exchange gradients at every step here, or take local steps, not wave every 1 through",
         ),
-        (
-            replace(TWO, replicas=(TWO.replicas[0], CUT), exchange=Exchange("saps")),
-            PlanError,
-            "a peer with saps holds the whole model on one machine",
-        ),
         (replace(TWO, exchange=None), PlanError, "2 replicas do not go with exchange None"),
         (replace(PLAN, exchange=Exchange()), PlanError, "1 replicas do not go with exchange"),
         (replace(TWO, exchange=Exchange(rates=(1.0,))), PlanError, "rates of 1 ranks of 2"),

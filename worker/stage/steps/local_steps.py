@@ -23,10 +23,9 @@ from atoll.errors import BadFrame
 from atoll.exchange import Pattern
 from compressors.selection import all_finite
 from strategies.exchanges import exchange_facts, make_rule
-from strategies.exchanges.base import Flat
 from strategies.exchanges.diloco import OuterState
 from strategies.exchanges.swarm import Published
-from worker.exchange.flat import by_name, flat_of, flat_shapes, flat_values, set_values
+from worker.exchange.flat import by_name, flat_of, flat_values, row_of, set_values
 from worker.exchange.slices import SliceRounds, rule_of
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ class LocalSteps:
         for piece in assignment.slices:
             held = self._held(piece.names)
             state = self._restored(held, tensors)
-            flat = Flat(flat_shapes(held))
+            flat = row_of(held)
             self._slices.append(
                 SliceRounds(piece, flat, self._exchange, self._training, assignment.replica, state)
             )
@@ -208,7 +207,7 @@ class LocalSteps:
         """Return the rule's state of a slice as stored; of another peer's all but its residual: a published
         copy is the model that this one begins with, too, and as far from the others'."""
         own = flat_values(held)
-        state = make_rule(self._exchange).init(Flat(flat_shapes(held)), own)
+        state = make_rule(self._exchange).init(row_of(held), own)
         mine = all(
             PEER in tensors[name] and int(tensors[name][PEER].reshape(-1)[0]) == self._peer for name in held
         )

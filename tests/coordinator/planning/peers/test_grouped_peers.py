@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from atoll.errors import NotEnoughMemory
-from atoll.exchange import Exchange, wanted_exchange
+from atoll.exchange import Exchange, PairTable, wanted_exchange
 from atoll.job import Optimizer, TrainingSpec
 from atoll.plan import Piece, Plan, Replica, StageSpec, stage_of
 from coordinator.client.fleet_file import parse_fleet
@@ -22,9 +22,11 @@ from coordinator.planning.peers.gossip_plans import (
     Range,
     held_by,
     rates_by_rank,
+    renewed,
     round_of,
     site_numbers,
     whole_models,
+    with_table,
 )
 from coordinator.planning.peers.local_plans import Known, _balanced, fastest
 from coordinator.planning.peers.sketches import Sharing
@@ -104,6 +106,7 @@ def test_a_given_cut_is_that_of_the_peers() -> None:
         ("streaming_diloco:int4_block", 200),
         ("sparseloco", 200),
         ("wagma", 120),
+        ("saps", 120),
         ("swarm", 200),
     ],
 )
@@ -119,9 +122,34 @@ def test_where_no_two_groups_hold_the_model_it_is_said_what_would_do() -> None:
         NotEnoughMemory, match=r"no 2 groups of machines have it together, of 400 MiB .* exact"
     ):
         planned(sites(100, 100, 100, 100))
-    saps = replace(TRAINING, exchange="saps", local_steps=1)
-    with pytest.raises(NotEnoughMemory, match="2 are needed, as saps takes whole models alone"):
-        planned(sites(100, 100, 100, 100), saps)
+
+
+def test_a_pair_of_pipelines_is_as_fast_as_the_last_of_its_ranges() -> None:
+    """All of them are under way at once, each between the ranks that hold it."""
+    fleet = sites(120, 120, 120, 120)
+    whole = whole_models(fleet, (0, 1), 8e6)
+    exchange = Exchange("saps", ratio=4.0)
+    alone = with_table(fleet, whole, exchange, 0, search=False).pairs
+    ranges = (Range(6e6, (0, 1)), Range(2e6, (2, 3)))
+    both = with_table(fleet, whole._replace(ranges=ranges), exchange, 0, search=False).pairs
+    assert alone is not None
+    assert both is not None
+    assert len(both.rates) == 4
+    assert both.bps(0, 1, 2) == pytest.approx(alone.bps(0, 1, 2) * 8 / 6, rel=0.02)
+
+
+def test_newer_rates_of_pipelines_are_of_the_ranks_that_have_ops_in_common() -> None:
+    plan = planned(sites(400, 400, 400, 400), cut="cut:16@4/24@4")
+    before = PairTable((0.0, 1.0, 1.0, 0.0), 0.5)
+    ranks = [plan.places.index(place) for place in plan.places]
+    device = [{"name": place.worker} for place in plan.places]
+    slow = {"from": plan.places[0].worker, "to": plan.places[3].worker, "mbit": 1, "ms": 10}
+    given = parse_fleet({"default": {"mbit": 50, "ms": 10}, "device": device, "link": [slow]})
+    # The first stage of one, before op 16, has nothing in common with the other's second, from op 24 on.
+    assert min(rate for rate in renewed(plan, given, ranks, 1e6, before).rates if rate) > 1e6
+    slow |= {"to": plan.places[2].worker}
+    given = parse_fleet({"default": {"mbit": 50, "ms": 10}, "device": device, "link": [slow]})
+    assert min(rate for rate in renewed(plan, given, ranks, 1e6, before).rates if rate) < 0.2e6
 
 
 def test_no_more_groups_than_are_asked_for() -> None:

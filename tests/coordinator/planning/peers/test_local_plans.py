@@ -218,13 +218,14 @@ def test_a_codec_that_a_rule_does_not_have_is_refused(how: str) -> None:
 
 
 def test_a_newer_table_keeps_the_thresholds_place_and_shows_what_moved() -> None:
-    exchange = planned(training=GOSSIP, mbit=50, ms=10, **ROOMY).exchange
+    plan = planned(training=GOSSIP, mbit=50, ms=10, **ROOMY)
+    exchange = plan.exchange
     assert exchange is not None
     assert exchange.pairs is not None
     before = replace(exchange.pairs, threshold=float(max(exchange.pairs.rates)))
     device = [{"name": f"d{i}"} for i in range(3)]
     slower = parse_fleet({"default": {"mbit": 5, "ms": 10, **ROOMY}, "device": device})
-    now = renewed(slower, [0, 1, 3], 4, 1e5, before)
+    now = renewed(plan, slower, [0, 1, 3], 1e5, before)
     table = np.array(now.rates).reshape(4, 4)
     assert (table[2] == 0.0).all()
     assert (table[:, 2] == 0.0).all()

@@ -35,6 +35,7 @@ RULES = {
     "diloco": Exchange("diloco", every=3),
     "streaming": Exchange("streaming_diloco", every=2, fragments=2, delay=1),
     "sparseloco": Exchange("sparseloco", every=3, ratio=20.0),
+    "saps": Exchange("saps", every=2, ratio=10.0),
 }
 
 
