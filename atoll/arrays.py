@@ -81,6 +81,8 @@ def stacked(what: str, rows: Sequence[Array]) -> Array:
 
 
 def _of_tensor(what: str, value: Any) -> Array:
+    if value.is_nested:
+        raise UsageError(f"{what} has rows of different lengths; pad them to one, .to_padded_tensor(0)")
     if str(value.layout) != "torch.strided":
         raise UsageError(f"{what} is {str(value.layout).removeprefix('torch.')}; give it dense, .to_dense()")
     if value.is_meta:
@@ -100,6 +102,8 @@ def _of_tensor(what: str, value: Any) -> Array:
 
 
 def _of_other(what: str, value: Any) -> Array:
+    if np.ma.is_masked(value):
+        raise UsageError(f"{what} has masked values; give numbers for them, .filled(0)")
     convert: Callable[[], Any] | None = getattr(value, "to_numpy", None)  # pandas, and what is like it
     try:
         found: Array = np.asarray(convert() if convert is not None else value)

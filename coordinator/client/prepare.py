@@ -17,11 +17,14 @@ import safetensors.torch
 import torch
 
 from atoll.arrays import array_of, dtype_name, tensor_of
+from atoll.calls import Shapes
 from atoll.data import Materialised, sample_indices, take
 from atoll.dataset_spec import DataSpec, PinnedData
+from atoll.dataset_spec import Layout as Order
 from atoll.errors import UsageError
 from atoll.federated import Federated, FederatedSpec, Floors, Registered
 from atoll.fields import described
+from atoll.indices import Range, index_ranges
 from atoll.job import Job, JobSpec, TrainingSpec
 from atoll.opdag import FLOATING, OpDag, TensorMeta
 from atoll.optimizers import muon_words
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
     Array = NDArray[np.generic]
 
 Telling = Callable[[str], None]
+TRAINING, HELD_OUT = "training data", "held-out data"  # as messages name them
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,9 @@ def prepare(
     if words := muon_words(captured.train.parameters, training.optimizer):
         tell(words)
     notice = check_graphs(federated.rule, captured) if federated is not None else ""
+    for dag, rows, what in ((captured.train, data, TRAINING), (captured.evaluation, held_out, HELD_OUT)):
+        for words in check_values(dag, rows, what) if rows is not None else ():
+            tell(words)
     tell(f"checking {len(captured.train.ops)} ops against the module")
     inputs = captured.train.inputs
     away = isinstance(job.data, Registered)
@@ -295,14 +302,14 @@ def materialised(job: Job) -> tuple[Materialised, Materialised | None]:
     data = _as_arrays(found[0])
     held_out = None if found[1] is None else _as_arrays(found[1])
     if not isinstance(job.data, Registered):
-        check_data(data, inputs, "training data")
+        check_data(data, inputs, TRAINING)
     if job.training.eval_batches and held_out is None:
         raise UsageError(
             f"eval_batches = {job.training.eval_batches}, but the data source holds nothing out; give it "
             f"held-out data or set eval_batches=0"
         )
     if held_out is not None:
-        check_data(held_out, inputs, "held-out data")
+        check_data(held_out, inputs, HELD_OUT)
     return data, held_out
 
 
@@ -364,6 +371,48 @@ def _check_range(what: str, array: Array, wanted: str) -> None:
             f"{what} holds {least} to {most}, the model takes {wanted}, {low} to {high}; give the example "
             "input a wider type"
         )
+
+
+def check_values(dag: OpDag, data: Materialised, what: str) -> list[str]:
+    """Return words on values that are not finite. UsageError for an index beyond what the model has, in any
+    row: workers would refuse the step that it comes to."""
+    states = {name: state.meta for name, state in {**dag.parameters, **dag.buffers}.items()}
+    (program,) = stage_programs(dag, (0,))
+    ranges = index_ranges(program, Shapes(program, states | dict(dag.inputs), dag.inputs)).inputs
+    found = []
+    for field in data.spec.fields:
+        array = data.arrays[field.blob]
+        unit = "row" if field.layout is Order.ROWS else "place"
+        if (bounds := ranges.get(field.input)) is not None and array.dtype.kind in "iu":
+            odd = _first(array, partial(_outside, bounds=bounds))
+            if odd is not None:
+                besides = "" if bounds.besides is None else f", and {bounds.besides} for none"
+                raise UsageError(
+                    f"{what}: {field.input!r} holds the index {array[odd]}, first in {unit} {odd[0]}; the "
+                    f"model takes {bounds.low} to {bounds.high - 1}{besides}"
+                )
+        if array.dtype.kind == "f" and (odd := _first(array, lambda piece: ~np.isfinite(piece))) is not None:
+            ends = "; a step whose loss is not finite ends the job" if what == TRAINING else ""
+            place = f"first in {unit} {odd[0]} of {len(array)}"
+            found.append(f"{what}: {field.input!r} holds {array[odd]}, {place}{ends}")
+    return found
+
+
+def _outside(piece: Array, bounds: Range) -> NDArray[np.bool_]:
+    wrong = np.less(piece, bounds.low) | np.greater_equal(piece, bounds.high)
+    found: NDArray[np.bool_] = wrong if bounds.besides is None else wrong & (piece != bounds.besides)
+    return found
+
+
+def _first(array: Array, odd: Callable[[Array], NDArray[np.bool_]]) -> tuple[int, ...] | None:
+    """Return the place of the first odd value of an array, which may be larger than memory."""
+    rows = max(1, PIECE_BYTES * len(array) // max(1, array.nbytes))
+    for at in range(0, len(array), rows):
+        wrong = odd(array[at : at + rows])
+        if wrong.any():
+            first, *rest = np.unravel_index(int(wrong.argmax()), wrong.shape)
+            return at + int(first), *map(int, rest)
+    return None
 
 
 def micro_batch(data: Materialised, inputs: Mapping[str, TensorMeta], micro: int) -> dict[str, torch.Tensor]:

@@ -457,6 +457,19 @@ class Storing:
 
 
 @dataclass(frozen=True, slots=True)
+class Stumbled:
+    """Times that stages failed by themselves at ``step``, though steps before it were repeated in between."""
+
+    step: int = 0
+    times: int = 0
+
+    def again(self, step: int) -> Stumbled:
+        """Count a failure at a step, or at the one before or behind: what is committed by then differs."""
+        known = self.times and abs(step - self.step) <= 1
+        return Stumbled(self.step, self.times + 1) if known else Stumbled(step, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class JobState:
     """State of a job; ``step`` is the step in flight, so ``step`` steps are committed."""
 
@@ -480,6 +493,7 @@ class JobState:
     coded_loss: float | None = None  # the same, through the links' codecs
     failures: int = 0  # since the last committed step, ...
     broken: int = 0  # ... and of these, stages that failed by themselves
+    stumbled: Stumbled = Stumbled()
     failed: tuple[str, ...] = ()  # workers whose stages failed by themselves since then, once for each time
     doubt: Doubt | None = None  # of a step that was not finite, until it is committed
     disputes: tuple[frozenset[str], ...] = ()  # suspects of each time that results were not the same

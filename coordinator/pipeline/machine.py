@@ -556,8 +556,8 @@ def _change(state: JobState, event: PlanChange, now_s: float) -> Outcome:
 
 def _too_often(state: JobState, cause: Cause) -> bool:
     """Whether replacing stages has not helped: the checkpoint is what is left before giving up."""
-    blamed = cause is Cause.BROKEN
-    return state.failures >= MOST_LOSSES - 1 or (blamed and state.broken >= MAX_FAILURES - 1)
+    blamed = max(state.broken + 1, state.stumbled.again(state.step).times) if cause is Cause.BROKEN else 0
+    return state.failures >= MOST_LOSSES - 1 or blamed >= MAX_FAILURES
 
 
 @TRANSITIONS.on(*RUNNING)
@@ -600,6 +600,10 @@ def _interrupt(state: JobState, reason: str, cause: Cause) -> Outcome:
     failures, broken = state.failures + cause.counts, state.broken + (cause is Cause.BROKEN)
     if cause.counts and (failures > MOST_LOSSES or broken > MAX_FAILURES):
         return _end(state, Phase.FAILED, f"{reason}; gave up after {failures} interruptions without a step")
+    stumbled = state.stumbled.again(state.step) if cause is Cause.BROKEN else state.stumbled
+    if cause is Cause.BROKEN and stumbled.times > MAX_FAILURES:
+        words = f"gave up after {stumbled.times} such failures at step {stumbled.step}"
+        return _end(state, Phase.FAILED, f"{reason}; {words}, on whatever worker")
     paused = replace(
         state,
         phase=Phase.PAUSED,
@@ -607,6 +611,7 @@ def _interrupt(state: JobState, reason: str, cause: Cause) -> Outcome:
         + snapshots.again_words(state),
         failures=failures,
         broken=broken,
+        stumbled=stumbled,
         ring=snapshots.reconfigured(state.ring),
         run=replace(state.run, ready={}, awaiting_eval=None, begun_s=None, moving=False, source=None),
         storing=replace(state.storing, parts={}),

@@ -187,6 +187,15 @@ DATA = (
         "data=Rows({'x': X, 'y': Y + 300})",
         "EXAMPLE['y'] = EXAMPLE['y'].to(torch.uint8)",
     ),
+    Case(
+        "a label in the last row that the loss has no class for",
+        "data=Rows({'x': X, 'y': torch.where(torch.arange(40) == 39, 9, Y)})",
+    ),
+    Case("masked values", "data=Rows({'x': np.ma.masked_less(X.numpy(), 0), 'y': Y})"),
+    Case(
+        "nested tensors",
+        "data=Rows({'x': torch.nested.nested_tensor([X[0], X[1, :3]], layout=torch.jagged), 'y': Y[:2]})",
+    ),
     Case("a seed that is no number", "data=Rows({'x': X, 'y': Y}, seed='a')"),
     Case(
         "images that are mirrored at random",

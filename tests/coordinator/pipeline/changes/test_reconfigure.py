@@ -310,6 +310,38 @@ def test_a_stage_that_breaks_again_and_again_goes_back_to_the_checkpoint_and_the
     assert "gave up" in world.state().reason
 
 
+def test_a_step_that_fails_on_every_worker_ends_the_job_although_steps_before_it_are_repeated() -> None:
+    """Commits of steps that are done again are no sign that the one that fails has been overcome."""
+    world = running("a", "b", "c", stages=2)
+    back = 0
+    for _ in range(20):
+        if world.state().phase is Phase.FAILED:
+            break
+        back += world.state().step < 2
+        while world.state().step < 2:
+            step(world)
+        worker = world.holders()[1]
+        world.says(worker, ev.StageFailed(JOB, world.state().version, 2, "input 'y' holds the index 9"))
+        world.wait(0.5)
+        world.load()
+    assert back, "the job went back to its checkpoint in between"
+    assert world.state().phase is Phase.FAILED
+    assert "input 'y' holds the index 9" in world.state().reason
+    assert "gave up after 4 such failures at step 2, on whatever worker" in world.state().reason
+
+
+def test_failures_at_other_steps_do_not_add_up() -> None:
+    world = running("a", "b", "c", stages=2)
+    for at in range(2, 14, 2):
+        world.says(
+            world.holders()[1], ev.StageFailed(JOB, world.state().version, at, "its process was killed")
+        )
+        world.load()
+        step(world)
+        step(world)
+    assert world.state().step == 14
+
+
 def test_a_repeat_that_cannot_be_is_another_workers_turn_first() -> None:
     world = running("a", "b", "c", "d", stages=2)
     leave(world, "b")
