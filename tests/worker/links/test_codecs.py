@@ -353,7 +353,8 @@ def receiving(
     for arrival in found:
         value = torch.arange(arrival.meta.elements, dtype=torch.float32).reshape(arrival.meta.shape)
         links.send(arrival.peer, arrival.key._replace(direction=Direction.FORWARD), value)
-    return links, found[0], found[1]
+    first, *others = found
+    return links, first, next(other for other in others if other.key.edge == first.key.edge)
 
 
 @pytest.mark.parametrize("codec", ["none", "lossless", "zip"])
