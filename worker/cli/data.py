@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ import typer
 from rich.table import Table
 
 from atoll.errors import UsageError
-from hostos.command_line import AsJson, byte_progress, err, out, print_json
+from hostos.command_line import AsJson, byte_progress, err, out, print_json, with_groups
 from worker.cli.options import StateDir
 from worker.config import default_state_dir
 
@@ -26,51 +27,69 @@ data = typer.Typer(
     no_args_is_help=True,
 )
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name by which jobs refer to the data set.")]
-Accept = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="RULE",
-        help="Jobs that may train: ask (each waits for `jobs accept`; default), any, owner:NAME, graph:HASH; "
-        "may repeat.",
-    ),
-]
-MinClients = Annotated[int | None, typer.Option(metavar="N", help="Fewest updates in each round of a job.")]
-MaxRounds = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Maximum number of rounds of one job, and of updates sent to it."),
-]
-Clip = Annotated[float | None, typer.Option(metavar="C", help="Clip each update to this L2 norm.")]
-Noise = Annotated[
-    float | None,
-    typer.Option(
-        metavar="Z", help="Add Gaussian noise to each update, of standard deviation Z times --clip."
-    ),
-]
 
-Epsilon = Annotated[
-    float | None,
-    typer.Option(
-        metavar="E", help="Budget of single samples over all jobs, which must bound what they spend."
-    ),
-]
-Statistics = Annotated[
-    int | None,
-    typer.Option(
-        "--allow-statistics",
-        metavar="N",
-        help="Numbers about the data that a round may return beside the update, such as running statistics.",
-    ),
-]
 
-Gateways = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--gateway",
-        metavar="WHO",
-        help="Who may see updates before they are summed: site (any gateway of the worker's site), none, or "
-        "a worker's id; may repeat.",
-    ),
-]
+@dataclass(frozen=True)
+class PolicyOptions:
+    """Options of a data set's policy."""
+
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RULE",
+            help="Jobs that may train: ask (each waits for `jobs accept`; default), any, owner:NAME, "
+            "graph:HASH; may repeat.",
+        ),
+    ] = None
+    min_clients: Annotated[
+        int | None, typer.Option(metavar="N", help="Fewest updates in each round of a job.")
+    ] = None
+    max_rounds: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Maximum number of rounds of one job, and of updates sent to it."),
+    ] = None
+    clip: Annotated[float | None, typer.Option(metavar="C", help="Clip each update to this L2 norm.")] = None
+    noise: Annotated[
+        float | None,
+        typer.Option(
+            metavar="Z", help="Add Gaussian noise to each update, of standard deviation Z times --clip."
+        ),
+    ] = None
+    statistics: Annotated[
+        int | None,
+        typer.Option(
+            "--allow-statistics",
+            metavar="N",
+            help="Numbers about the data that a round may return beside the update, such as running "
+            "statistics.",
+        ),
+    ] = None
+    gateways: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--gateway",
+            metavar="WHO",
+            help="Who may see updates before they are summed: site (any gateway of the worker's site), none, "
+            "or a worker's id; may repeat.",
+        ),
+    ] = None
+    epsilon: Annotated[
+        float | None,
+        typer.Option(
+            metavar="E", help="Budget of single samples over all jobs, which must bound what they spend."
+        ),
+    ] = None
+
+    def over(self, before: Policy) -> Policy:
+        """Return ``before`` with what was given; UsageError for what is no policy."""
+        from worker.data.policy import NO_GATEWAY, rules_of
+
+        changes: dict[str, Any] = {name: value for name, value in asdict(self).items() if value is not None}
+        if self.accept:
+            changes["accept"] = rules_of(self.accept)
+        if self.gateways:
+            changes["gateways"] = () if self.gateways == [NO_GATEWAY] else tuple(self.gateways)
+        return replace_fields(before, **changes)
 
 
 @data.command(
@@ -78,6 +97,7 @@ Gateways = Annotated[
     "'image:float32[1,28,28]=image|scale:1/255' --schema 'label:int64=label'; "
     "atoll-worker data add heart visits.csv --schema 'x:float32[13]=age..thal' --schema 'y:int64=outcome'"
 )
+@with_groups
 def add(
     name: Name,
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A file, or a folder of IDX or text files.")],
@@ -101,14 +121,8 @@ def add(
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace an older data set of this name.")
     ] = False,
-    accept: Accept = None,
-    min_clients: MinClients = None,
-    max_rounds: MaxRounds = None,
-    clip: Clip = None,
-    noise: Noise = None,
-    allow_statistics: Statistics = None,
-    gateway: Gateways = None,
-    epsilon: Epsilon = None,
+    *,
+    options: PolicyOptions,
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
@@ -129,9 +143,7 @@ def add(
             path,
             [*(schema or []), *_lines(schema_file)],
             Form(format_name, delimiter, not no_header),
-            policy=_policy(
-                UNSTATED, accept, min_clients, max_rounds, clip, noise, allow_statistics, gateway, epsilon
-            ),
+            policy=options.over(UNSTATED),
             replace=replace,
             progress=done,
         )
@@ -235,16 +247,11 @@ def part(
 
 
 @data.command(epilog="Example: atoll-worker data policy mnist --accept owner:research --max-rounds 200")
+@with_groups
 def policy(
     name: Name,
-    accept: Accept = None,
-    min_clients: MinClients = None,
-    max_rounds: MaxRounds = None,
-    clip: Clip = None,
-    noise: Noise = None,
-    allow_statistics: Statistics = None,
-    gateway: Gateways = None,
-    epsilon: Epsilon = None,
+    *,
+    options: PolicyOptions,
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
@@ -258,9 +265,7 @@ def policy(
 
     folder = state_dir or default_state_dir()
     found = load_dataset(folder, name)
-    wanted = _policy(
-        found.policy, accept, min_clients, max_rounds, clip, noise, allow_statistics, gateway, epsilon
-    )
+    wanted = options.over(found.policy)
     if wanted != found.policy:
         found = set_policy(folder, name, wanted)
         signal_consent_changed(folder)
@@ -285,36 +290,6 @@ def remove(name: Name, state_dir: StateDir = None) -> int:
 def register(app: typer.Typer) -> None:
     """Add this module's commands to the `atoll-worker` command."""
     app.add_typer(data)
-
-
-def _policy(
-    before: Policy,
-    accept: list[str] | None,
-    min_clients: int | None,
-    max_rounds: int | None,
-    clip: float | None,
-    noise: float | None,
-    statistics: int | None,
-    gateways: list[str] | None,
-    epsilon: float | None,
-) -> Policy:
-    """``before`` with what was given; UsageError for what is no policy."""
-    from worker.data.policy import NO_GATEWAY, rules_of
-
-    given = {
-        "min_clients": min_clients,
-        "max_rounds": max_rounds,
-        "clip": clip,
-        "noise": noise,
-        "statistics": statistics,
-        "epsilon": epsilon,
-    }
-    changes: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
-    if accept:
-        changes["accept"] = rules_of(accept)
-    if gateways:
-        changes["gateways"] = () if gateways == [NO_GATEWAY] else tuple(gateways)
-    return replace_fields(before, **changes)
 
 
 def _lines(path: Path | None) -> list[str]:
