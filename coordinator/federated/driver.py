@@ -14,7 +14,7 @@ from atoll.federated import ConsentWord
 from coordinator.federated import flow, machine
 from coordinator.federated import state as fed
 from coordinator.federated.checks import misfit
-from coordinator.federated.metrics import CENTRAL, CLIENTS, evaluation_of
+from coordinator.federated.metrics import CENTRAL, CLIENTS
 from coordinator.federated.selection import selector_from_json
 from coordinator.federated.sites import gathering as sites
 from coordinator.federated.state import VERSION, FederationState
@@ -87,8 +87,8 @@ class FederatedDriver:
             bytes_down=record.bytes_down,
             spent=record.spent,
         )
-        evaluated = {where: evaluation_of(fact) for where, fact in record.evaluated.items()}
-        state = replace(state, evaluation=evaluated.get(CLIENTS), central_evaluation=evaluated.get(CENTRAL))
+        on_clients, on_own = record.evaluated.get(CLIENTS), record.evaluated.get(CENTRAL)
+        state = replace(state, evaluation=on_clients, central_evaluation=on_own)
         if closed is not None:
             counted = {
                 host: tuple(entry["clients"])

@@ -31,7 +31,6 @@ from coordinator.federated.kinds.round import (
 from coordinator.federated.metrics import (
     CENTRAL,
     evaluation_points,
-    fact_of,
     unsaid,
 )
 from coordinator.federated.rounds import (
@@ -57,7 +56,6 @@ from coordinator.federated.state import (
     ClientBack,
     ClientLost,
     ConsentNews,
-    Evaluation,
     Event,
     FederationState,
     Forget,
@@ -85,6 +83,7 @@ from coordinator.messages.events import (
     SecureAnswer,
     UpdateReady,
 )
+from coordinator.messages.facts import RoundEvaluated
 from coordinator.messages.instructions import EvaluateModel, Model, RoundTaken
 from coordinator.messages.jobs import (
     ENDED,
@@ -468,9 +467,11 @@ def _centrally_evaluated(state: FederationState, event: CentrallyEvaluated, now_
         why = event.error or f"the loss is {event.loss}"
         told = [Without(state.round, "the owner's data", f"evaluation: {why}")]
     else:
-        found = Evaluation(event.round, event.loss, event.metrics, event.n_samples)
+        found = RoundEvaluated(
+            state.job, event.round, CENTRAL, event.loss, event.metrics, event.n_samples, clients=0
+        )
         heard = replace(heard, central_evaluation=found)
-        told = [Record(fact_of(state.job, CENTRAL, found)), *evaluation_points("eval", found)]
+        told = [Record(found), *evaluation_points("eval", found)]
     if state.phase is not Phase.EVALUATING:
         return heard, told
     after, todo = evaluated_if_complete(heard, now_s)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import fsum, isfinite, nan
 from typing import Any
 
-from coordinator.federated.state import Client, Evaluation, FederationState
+from coordinator.federated.state import Client, FederationState
 from coordinator.messages.events import ClientEvaluated, UpdateReady
 from coordinator.messages.facts import RoundClosed, RoundEvaluated
 from coordinator.messages.jobs import Point
@@ -118,7 +118,7 @@ def weighted(values: Iterable[tuple[float, float]]) -> float:
     return fsum(weight * value for weight, value in pairs) / fsum(weight for weight, _ in pairs)
 
 
-def over_clients(at_round: int, told: Mapping[str, ClientEvaluated]) -> Evaluation:
+def over_clients(job: str, at_round: int, told: Mapping[str, ClientEvaluated]) -> RoundEvaluated:
     """Means by samples; a metric counts those clients that reported a finite one."""
     reports = [told[name] for name in sorted(told)]
     names = sorted({name for report in reports for name in report.metrics})[:MAX_METRICS]
@@ -130,7 +130,8 @@ def over_clients(at_round: int, told: Mapping[str, ClientEvaluated]) -> Evaluati
             metrics[name] = weighted(finite)
     loss = weighted((r.n_samples, r.loss) for r in reports)
     clients = sum(len(r.rows) or 1 for r in reports)
-    return Evaluation(at_round, loss, metrics, sum(r.n_samples for r in reports), clients)
+    n_samples = sum(r.n_samples for r in reports)
+    return RoundEvaluated(job, at_round, CLIENTS, loss, metrics, n_samples, clients)
 
 
 def spread_points(at_round: int, told: Mapping[str, ClientEvaluated]) -> list[Point]:
@@ -144,16 +145,6 @@ def spread_points(at_round: int, told: Mapping[str, ClientEvaluated]) -> list[Po
             figures = fairness(values)
             points += [Point(at_round, f"{CLIENTS}_{name}_{what}", figures[what]) for what in FIGURES]
     return points
-
-
-def fact_of(job: str, where: str, found: Evaluation) -> RoundEvaluated:
-    """The evaluation as it is kept."""
-    return RoundEvaluated(job, found.round, where, found.loss, found.metrics, found.n_samples, found.clients)
-
-
-def evaluation_of(fact: RoundEvaluated) -> Evaluation:
-    """The evaluation that was kept."""
-    return Evaluation(fact.round, fact.loss, dict(fact.metrics), fact.n_samples, fact.clients)
 
 
 def round_points(state: FederationState, fact: RoundClosed) -> list[Point]:
@@ -187,7 +178,7 @@ def _private_points(state: FederationState, fact: RoundClosed, spent: Spent) -> 
     return [Point(fact.round + 1, name, value) for name, value in points.items()]
 
 
-def evaluation_points(prefix: str, found: Evaluation) -> list[Point]:
+def evaluation_points(prefix: str, found: RoundEvaluated) -> list[Point]:
     """Metric points of an evaluation."""
     values = {LOSS: found.loss, **_others(found.metrics)}
     return [Point(found.round, f"{prefix}_{name}", value) for name, value in values.items()]

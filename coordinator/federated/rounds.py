@@ -21,7 +21,6 @@ from coordinator.federated.metrics import (
     CLIENTS,
     client_points,
     evaluation_points,
-    fact_of,
     mean_loss,
     over_clients,
     round_points,
@@ -519,9 +518,9 @@ def assessed(state: FederationState) -> Outcome:
     """Take in what clients answered about a broadcast; who has not answered yet is not waited for."""
     if not state.told:
         return state, []
-    found = over_clients(state.asked_round, state.told)
+    found = over_clients(state.job, state.asked_round, state.told)
     return replace(state, evaluation=found), [
-        Record(fact_of(state.job, CLIENTS, found)),
+        Record(found),
         *evaluation_points(CLIENTS, found),
         *client_points(found.round, state.told),
         *spread_points(found.round, state.told),

@@ -26,7 +26,7 @@ from coordinator.messages.events import (
     Loaded,
     UpdateReady,
 )
-from coordinator.messages.facts import Checkpoint, RoundClosed, UpdateTaken
+from coordinator.messages.facts import Checkpoint, RoundClosed, RoundEvaluated, UpdateTaken
 from coordinator.messages.instructions import (
     AggregateRound,
     CloseAggregator,
@@ -123,20 +123,6 @@ class Flight:
     def key(self) -> str:
         """Name of its set of clients, "" where the worker trains for itself."""
         return order_key(self.clients) if self.clients else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Means over the samples of those who evaluated."""
-
-    round: int  # rounds closed before it
-    loss: float
-    metrics: Mapping[str, float]
-    n_samples: int = 0
-    clients: int = 0
-
-
-# ---------------------------------------------------------------- events
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,8 +353,8 @@ class FederationState:
     not_before_s: float = 0.0  # a paused job goes on then at the earliest
     # for people
     loss: float | None = None
-    evaluation: Evaluation | None = None  # on the clients
-    central_evaluation: Evaluation | None = None
+    evaluation: RoundEvaluated | None = None  # on the clients
+    central_evaluation: RoundEvaluated | None = None
     bytes_up: int = 0  # of all rounds
     bytes_down: int = 0
     round_times_s: tuple[float, ...] = ()

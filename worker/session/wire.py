@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from worker.manners.limits import Limits
-    from worker.transport.contract import Goodput
 
 MEGA = 1e6
 TURNS = {"participate": "load", "train_round": "train", "evaluate_round": "evaluate"}
@@ -75,18 +74,14 @@ def ranks_of(peers: Iterable[asked.RankPeer]) -> dict[str, int]:
     return {peer.link.worker: peer.rank for peer in peers}
 
 
-def measured(ready: told.StepReady, goodputs: Iterable[Goodput], beside_s: float) -> told.StepReady:
+def measured(ready: told.StepReady, goodputs: Iterable[told.Goodput], beside_s: float) -> told.StepReady:
     """Add what the links to the step's peers measured, and the seconds that their messages took of the cores
     that compute; a peer that was not measured is left out."""
     codecs = {link.peer: link for link in ready.links}
     links = [
-        replace(
-            codecs.get(found.peer, told.Goodput(found.peer, 0, 0.0, 0.0)),
-            n_bytes=found.bytes,
-            busy_s=found.busy_s,
-            rtt_s=found.rtt_s,
-            quickest_bps=found.quickest_bps,
-        )
+        replace(found, dense_bytes=used.dense_bytes, encode_s=used.encode_s, decode_s=used.decode_s)
+        if (used := codecs.get(found.peer))
+        else found
         for found in goodputs
     ]
     return replace(ready, handling_s=ready.handling_s + beside_s, links=tuple(links))

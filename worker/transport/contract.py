@@ -71,14 +71,3 @@ class TransportConfig:
     @property
     def tick_s(self) -> float:
         return min(0.1, self.ping_s / 2, self.reconnect_s / 2)
-
-
-@dataclass(frozen=True, slots=True)
-class Goodput:
-    """What one peer acknowledged of training's boundary tensors since the last report."""
-
-    peer: str
-    bytes: int
-    busy_s: float  # the link's time for them
-    rtt_s: float  # 0 before the first measurement
-    quickest_bps: float = 0.0  # of the quickest quarter of what the link carried (``busy_time``)

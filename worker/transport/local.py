@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from atoll.messages.from_worker import Goodput
 from atoll.spare import MOST_PIECE_BYTES
 from worker.transport import TUNED
-from worker.transport.contract import Goodput, Paths, PeerLost, TransportConfig, Way
+from worker.transport.contract import Paths, PeerLost, TransportConfig, Way
 from worker.transport.frames import MEASURED, OF_STEPS, Direction, MessageKey
 from worker.transport.network import PeerNetwork
 

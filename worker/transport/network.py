@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import structlog
 
 from atoll.errors import AccessDenied, AtollError, BadFrame
+from atoll.messages.from_worker import Goodput
 from atoll.spare import LEAST_PIECE_BYTES, piece_bytes
 from hostos.budget import REFUSALS, REFUSALS_PER_S, Budget
 from protos import PROTOCOL_VERSION
@@ -25,7 +26,6 @@ from protos.credentials import CurrentIdentity
 from protos.devices import machine_of
 from worker.transport import TUNED
 from worker.transport.contract import (
-    Goodput,
     Paths,
     Receiver,
     RelayOffer,
@@ -375,7 +375,7 @@ class PeerNetwork:
 
     def goodput(self) -> list[Goodput]:
         """What was acknowledged of training's boundary tensors since the last call, for every peer."""
-        return [found for peer in self._peers.all() if (found := peer.goodput()).bytes]
+        return [found for peer in self._peers.all() if (found := peer.goodput()).n_bytes]
 
     def progress(self, peers: Collection[str]) -> int:
         """Chunks of steps sent to these, acknowledged and received so far; stands still when nothing moves.

@@ -14,7 +14,8 @@ from strategies.privacy.report import spent_words
 
 if TYPE_CHECKING:
     from coordinator.federated.driver import FederatedDriver
-    from coordinator.federated.state import Client, Evaluation, FederationState
+    from coordinator.federated.state import Client, FederationState
+    from coordinator.messages.facts import RoundEvaluated
 
 GONE, OUT, LOADING, READY = "gone", "left out", "loading", "ready"
 CONSENTING, REFUSED = "awaiting consent", "refused"
@@ -86,7 +87,7 @@ def _add_central(status: pb.FederatedStatus, state: FederationState) -> None:
         status.central_metrics.extend(_metrics(state.central_evaluation))
 
 
-def _metrics(found: Evaluation) -> Iterable[pb.Figure]:
+def _metrics(found: RoundEvaluated) -> Iterable[pb.Figure]:
     return _figures(found.metrics)
 
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from textwrap import indent
 from typing import Any
 
+from atoll.messages.from_worker import Goodput
 from protos import atoll_control_pb2 as control
 from tests.patience import HUNG_S
 from worker.blobs import BlobFile
 from worker.cancel import Cancel
-from worker.transport.contract import Goodput, Paths, Receiver
+from worker.transport.contract import Paths, Receiver
 from worker.transport.frames import MessageKey
 
 _BEGIN = """
@@ -109,7 +110,7 @@ class Network:
         self.expected.append(peer)
 
     def goodput(self) -> list[Goodput]:
-        return [Goodput("w-b", 10, 0.5, 0.01, 4e6)]
+        return [Goodput("w-b", 10, 0.5, 0.01, quickest_bps=4e6)]
 
 
 @dataclass

@@ -6,6 +6,7 @@ import pytest
 
 from atoll.errors import BadFrame
 from atoll.exchange import Exchange, Receipt
+from atoll.messages.from_worker import Goodput
 from atoll.messages.to_worker import KeepCopies, PeerLink, RankPeer, StageCopy
 from atoll.plan import LinkSpec, Mask
 from protos import atoll_control_pb2 as pb
@@ -17,7 +18,7 @@ from worker.links.codec_use import CodecUse
 from worker.session import events
 from worker.session import wire as messages
 from worker.stage.reports import StageReport, StepReport
-from worker.transport.contract import Goodput, Paths, RelayOffer
+from worker.transport.contract import Paths, RelayOffer
 
 LINK = LinkSpec(0, 1, "topk", 8.0, Mask.NONE, "the slowest link")
 
@@ -73,7 +74,7 @@ def test_new_links_beyond_a_bound_are_refused_and_the_job_hears_why(wrong: pb.To
 
 def test_a_steps_report_says_what_the_codecs_did_for_each_peer() -> None:
     report = StepReport(4, StageReport((1.5,), (), True), 0.1, 0.2, 0.0, 0.0)
-    goodputs = [Goodput(peer, 10, 0.5, 0.01, 4e6) for peer in ("w-a", "w-b")]
+    goodputs = [Goodput(peer, 10, 0.5, 0.01, quickest_bps=4e6) for peer in ("w-a", "w-b")]
     use = {"w-a": CodecUse(dense_bytes=80, wire_bytes=9, encode_s=0.25, decode_s=0.125)}
     ready = messages.measured(step_ready("j", 1, report, False, use), goodputs, 0.25)
     told = {link.peer: (link.n_bytes, link.dense_bytes, link.encode_s, link.decode_s) for link in ready.links}
@@ -117,7 +118,7 @@ def test_a_peer_with_a_name_that_turns_a_line_around_is_refused() -> None:
 def test_what_codecs_did_for_a_peer_that_was_not_measured_is_left_out() -> None:
     report = StepReport(4, StageReport((1.5,), (), True), 0.1, 0.2, 0.0, 0.0)
     ready = step_ready("j", 1, report, False, {"w-a": CodecUse(dense_bytes=80)})
-    ready = messages.measured(ready, [Goodput("w-b", 10, 0.5, 0.01, 4e6)], 0.0)
+    ready = messages.measured(ready, [Goodput("w-b", 10, 0.5, 0.01, quickest_bps=4e6)], 0.0)
     assert [(link.peer, link.dense_bytes) for link in ready.links] == [("w-b", 0)]
 
 

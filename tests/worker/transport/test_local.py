@@ -131,7 +131,7 @@ def test_their_link_is_measured_as_memory_is_copied(pair: tuple[Device, Device])
     assert first.network.goodput() == []
     first.network.send("w-a/1", key(), b"", bytes(1000))
     (found,) = first.network.goodput()
-    assert (found.peer, found.bytes) == ("w-a/1", 1000)
+    assert (found.peer, found.n_bytes) == ("w-a/1", 1000)
     assert first.network.goodput() == []
 
 

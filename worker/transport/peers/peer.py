@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from atoll.messages.from_worker import Goodput
 from worker.manners.traffic import Traffic
-from worker.transport.contract import Goodput, PeerLost, Receiver, TransportConfig, Way
+from worker.transport.contract import PeerLost, Receiver, TransportConfig, Way
 from worker.transport.frames import MEASURED, MIN_CHUNK_BYTES, OF_STEPS, Ack, Data, MessageKey
 from worker.transport.peers.busy_time import BusyTime
 from worker.transport.peers.courtesy import Courtesy
@@ -317,7 +318,7 @@ class Peer:
         with self.lock:
             nbytes, self._measured_bytes = self._measured_bytes, 0
             rtt_s, quickest_bps = self.window.rtt_s or 0.0, 8.0 * self._busy.take_quickest()
-            return Goodput(self.name, nbytes, self._busy.take(), rtt_s, quickest_bps)
+            return Goodput(self.name, nbytes, self._busy.take(), rtt_s, quickest_bps=quickest_bps)
 
 
 class Peers:
