@@ -1,4 +1,4 @@
-"""A stage's work: the micro-batches of a step, the fold of tied parameters, evaluation.
+"""A stage's work: the micro-batches of its steps, replayed ones as well.
 
 Runs in one thread; its waits are those of ``worker.stage.steps.messages``.
 Sums, order and exchange follow DESIGN section 3; what travels is queued as soon as it is computed, and
@@ -8,7 +8,7 @@ the transport lets gradients pass activations.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -27,11 +27,13 @@ from worker.spans import Spans
 from worker.stage.reports import LongWait, Progress, StepReport
 from worker.stage.stage import Lent, cpu_copies
 from worker.stage.steps.expected import gradient_sources
+from worker.stage.steps.held_out import evaluate
 from worker.stage.steps.joining import GradientExchange, stored
 from worker.stage.steps.messages import Messages
 from worker.stage.steps.periods import Periods
 from worker.stage.steps.ports import HeldOut, MicroBatches, TensorLinks
 from worker.stage.steps.replay import Asks, CommitAsks
+from worker.stage.steps.tied import fold_tied, share_tied
 from worker.transport.frames import Direction
 
 if TYPE_CHECKING:
@@ -273,13 +275,13 @@ class StageRun:
         computed_s = self._cpu.computed_s - computed_s  # codecs' work, too
         self.messages.step_s = self.messages.clock() - started_s
         handling_s = self.messages.step_s - computed_s - self.messages.waited_s
-        _fold_tied(self._stage, self.messages, step, cancel)
+        fold_tied(self._stage, self.messages, step, cancel)
         if self._joining is not None:
             self._joining.finish(
                 partial(self.messages.arrived, step), partial(self.messages.awaited, step, cancel)
             )
             self._joining = None
-        _share_tied(self._stage, self.messages, step, cancel)
+        share_tied(self._stage, self.messages, step, cancel)
         with self._cpu.computing() as taken:
             report = self._stage.finish_step()
         optimizer_s, self._optimizer_s = self._optimizer_s, 0.0
@@ -341,24 +343,11 @@ class StageRun:
         """Means over the held-out rows, None where another stage computes them. ``coded``: through the links'
         codecs; then None everywhere when none of them loses anything."""
         self._cpu.forget()  # what this takes is not the next step's
-        evaluates = any(evaluation is not None for _, evaluation in self.assignment.pieces)
-        if not evaluates or (coded and not lossy(self.at(step).pipeline.links)):
+        if coded and not lossy(self.at(step).pipeline.links):
             return None
-        direction = Direction.EVALUATION_CODED if coded else Direction.EVALUATION
-        batches, held = self._held_out(cancel), dict[int, Mapping[str, Tensor]]()
-        self.messages.begin()
-        last = len(self.assignment.pieces) - 1
-        plan, count = self.assignment.plan, self.assignment.training.eval_batches
-        for turn in plan.held_out_turns(self.assignment.rank, count):
-            if turn.piece == 0:
-                with self._progress.waiting("", "data", step):
-                    held[turn.micro] = next(batches)
-            cancel.check()
-            inputs = held.pop(turn.micro) if turn.piece == last else held[turn.micro]
-            with self.spans.timed("eval", step, turn.micro):
-                _evaluate(self._stage, self.messages, turn, direction, step, inputs, cancel)
-            self._progress.tick()
-        return self._stage.held_out_figures()
+        return evaluate(
+            self._stage, self.messages, self._held_out, self.spans, self._progress, step, cancel, coded=coded
+        )
 
     def snapshot(self) -> dict[str, dict[str, Tensor]]:
         """CPU copies of what this stage holds, with optimizer state."""
@@ -459,79 +448,6 @@ class StageRun:
         """A GPU's work is measured where it ends, not where it was queued."""
         if self._stage.device.type == "cuda":
             torch.cuda.synchronize(self._stage.device)
-
-
-def _evaluate(
-    stage: Stage,
-    messages: Messages,
-    turn: Action,
-    direction: Direction,
-    step: int,
-    inputs: Mapping[str, Tensor],
-    cancel: Cancel,
-) -> None:
-    """Put one micro-batch of an evaluation through a piece."""
-    assignment, micro = messages.assignment, turn.micro
-    program = assignment.evaluates(micro, turn.piece)
-    if program is None:
-        return
-    received: dict[int, Tensor] = {}
-    for r in program.received:
-        key = messages.key_to(program.stage, direction, step, micro, r.op)
-        received[r.op] = messages.receive_value_from(r.source, key, cancel)
-    tail = program is not assignment.pieces[turn.piece].evaluation
-    own = {name: inputs[name] for name in program.inputs}
-    with messages.blaming_sources(program):
-        produced = stage.evaluate_micro(micro, own, received, tail=tail, piece=turn.piece)
-    for r in program.received:
-        if r.grad_from is None and not assignment.here(r.source):  # the last to receive it acknowledges
-            messages.send(r.source, messages.key_to(r.source, direction, step, micro, r.op), None)
-    # A fast stage may be at most a step's micro-batches ahead of the slowest.
-    behind = micro - assignment.training.n_micro
-    for p in program.produced:
-        if behind >= 0 and not assignment.here(p.targets[-1]):
-            key = messages.key_to(program.stage, direction, step, behind, p.op)
-            messages.receive_from(p.targets[-1], key, cancel)
-        for target in p.targets:
-            messages.send(target, messages.key_to(target, direction, step, micro, p.op), produced[p.op])
-
-
-def _fold_tied(stage: Stage, messages: Messages, step: int, cancel: Cancel) -> None:
-    """Partial sums from the last holder down to the first."""
-    # The last pieces first: what they hand on within the stage is here when the others ask for it.
-    for piece, (program, _) in reversed(list(enumerate(messages.assignment.pieces))):
-        for tied in program.tied:
-            at = tied.holders.index(program.stage)
-            for block in stage.blocks:
-                later: Tensor | None = None
-                if at + 1 < len(tied.holders):
-                    key = messages.key_to(program.stage, Direction.TIED_PARTIAL, step, block, tied.index)
-                    later = messages.receive_from(tied.holders[at + 1], key, cancel)
-                sums = stage.tied_partial(tied.name, block, later, piece)
-                if at:
-                    target = tied.holders[at - 1]
-                    key = messages.key_to(target, Direction.TIED_PARTIAL, step, block, tied.index)
-                    messages.send(target, key, sums)
-
-
-def _share_tied(stage: Stage, messages: Messages, step: int, cancel: Cancel) -> None:
-    """Send the total from the first holder to every other; where there are replicas, theirs."""
-    pieces = messages.assignment.pieces
-    tied = {tied.name: tied for program, _ in pieces for tied in program.tied}.values()
-    for each in tied:
-        targets = messages.assignment.total_to(each)
-        if messages.assignment.here(each.holders[0]) and targets:
-            total = stage.total(each.name)
-            stage.set_total(each.name, total)
-            for target in targets:
-                key = messages.key_to(target, Direction.TIED_TOTAL, step, 0, each.index)
-                messages.send(target, key, total)
-    # Totals last: waiting for one must not hold back another parameter's partial sum.
-    for each in tied:
-        if not messages.assignment.here(each.holders[0]):
-            first = next(filter(messages.assignment.here, each.holders))
-            key = messages.key_to(first, Direction.TIED_TOTAL, step, 0, each.index)
-            stage.set_total(each.name, messages.receive_from(each.holders[0], key, cancel))
 
 
 def codecs_of(assignment: Assignment, cpu: CpuMeter | None = None) -> StageCodecs:
