@@ -193,6 +193,7 @@ def main() -> int:
             "share": statistics.median(shares) if len(shares) == len(own) else None,
             "most": statistics.median(row["most"] for row in own),
         }
+        found[way.name]["lost_points"] = 100.0 * (found["rounds"]["final"] - found[way.name]["final"])
         print(f"{way.name}: {found[way.name]}")
     print(f"machine {machine()}, seeds {args.seed} to {args.seed + args.seeds - 1}")
     if args.json:

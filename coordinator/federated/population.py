@@ -52,7 +52,7 @@ def misfit(state: FederationState, host: Client) -> str | None:
     if rule.gateways:
         return "a population's host sends one sum already; leave out gateways="
     if rule.secure is not None:
-        return "secure aggregation of a population's hosts is not built; register each data set apart"
+        return "secure aggregation takes no population's host; register its data set whole, as one client"
     core = strategy_of(rule).core
     if not isinstance(core, Linear):
         return f"{core.name} needs each update apart; its clients cannot be a population"
