@@ -26,7 +26,7 @@ def tied_gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=128, n_positions=32, n_embd=64, n_layer=3, n_head=2, use_cache=False,
+        vocab_size=128, n_positions=32, n_embd=64, n_layer=2, n_head=2, use_cache=False,
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     return GPT2LMHeadModel(config)

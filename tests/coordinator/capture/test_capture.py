@@ -15,6 +15,7 @@ from atoll.opdag import Kind, LeafRef, OpDag, OpRef, Source, TorchLiteral, leaf_
 from atoll.ops import GETITEM
 from coordinator.capture.capture import Captured, capture, op_uses
 from coordinator.capture.self_check import self_check
+from tests.captured_models import captured_model
 from tests.models import MODELS, Example
 
 X = {"x": torch.linspace(-2, 2, 24).reshape(4, 6)}
@@ -82,9 +83,9 @@ def check_invariants(dag: OpDag) -> None:
 @pytest.mark.parametrize(
     ("name", "dropout", "precision"),
     [
-        (name, 0.2, precision)
+        (name, 0.1, precision)
         if precision is Precision.FP32 or name in ("gpt2", "resnet")
-        else pytest.param(name, 0.2, precision, marks=pytest.mark.slow)
+        else pytest.param(name, 0.1, precision, marks=pytest.mark.slow)
         for name in MODELS
         for precision in Precision
     ]
@@ -97,9 +98,8 @@ def check_invariants(dag: OpDag) -> None:
 def test_unmodified_models_capture_and_prove_themselves(
     name: str, dropout: float, precision: Precision
 ) -> None:
-    example = MODELS[name](dropout=dropout)
-    spec = TrainingSpec(steps=1, n_micro=1, precision=precision)
-    found = capture(example.module, example.example_inputs, spec)
+    model = captured_model(name, dropout, precision)
+    example, found = model.example, model.captured
     check_invariants(found.train)
     check_invariants(found.evaluation)
     assert self_check(example.module, found, example.make_batch(3)).compared > 20
