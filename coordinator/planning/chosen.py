@@ -47,17 +47,17 @@ def chosen_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
             exact, "no two machines, or groups of them, hold the model and what local steps keep of it"
         )
     sharing, exchange = found
-    counts = efficiency(exchange)
-    exact_s = exact_step_s(exact)
-    worth, exact_worth = counts / sharing.step_s, 1.0 / exact_s
+    counts, exact_s, step_s, chosen = efficiency(exchange), exact_step_s(exact), sharing.step_s, exact
+    if step_s < counts * exact_s:  # a sketch, which knows nothing of what single machines do beside steps
+        chosen = peers_plan(request, exchange, effort, sharing, known)
+        step_s = counts * exact_step_s(chosen)
     words = (
         f"{exchange.rule} every {exchange.every} steps among {_peers(sharing.parts)}: "
-        f"{sharing.step_s:.3g} s a step that counts {counts:.2f} of an exact one; {shape(exact)}: "
+        f"{step_s:.3g} s a step that counts {counts:.2f} of an exact one; {shape(exact)}: "
         f"{exact_s:.3g} s"
     )
-    if worth <= exact_worth:
+    if step_s >= counts * exact_s:
         return _explained(exact, words)
-    chosen = peers_plan(request, exchange, effort, sharing, known)
     return _explained(chosen, words + thin_links(request.fleet, sharing.parts, exact))
 
 

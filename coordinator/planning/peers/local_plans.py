@@ -353,13 +353,36 @@ def _together(
         exchange=exchange,
         prediction=predicted,
         left_out=tuple(
-            (device.worker, "the peers are faster without it, or it does not hold the model")
-            for device in fleet.devices
+            (device.worker, _left_out(problem, exchange, float(limit)))
+            for device, limit in zip(fleet.devices, problem.limits, strict=True)
             if device.worker not in workers
         ),
     )
     validate(plan, request.dag, request.training)
     return plan
+
+
+def _left_out(problem: Problem, exchange: Exchange, limit: float) -> str:
+    """Say why a machine with so many bytes is in no peer."""
+    need = problem.memory.bytes(0, problem.n_ops, 1)
+    if limit >= need:
+        return "the peers are faster without it"
+    return (
+        f"alone it does not hold the model with what {exchange.rule} keeps, {need / 2**20:.0f} MiB of its "
+        f"{limit / 2**20:.0f}, and the peers are faster without it beside others"
+    )
+
+
+def single_machine(plans: Sequence[Plan]) -> tuple[float | None, str]:
+    """Return the seconds of a whole step on the fastest machine alone, memory aside, and which that is, from
+    plans of replicas that each are of their share."""
+    n_micro = sum(plan.n_micro for plan in plans)
+    found = [
+        (told.single_machine_s * n_micro / plan.n_micro, told.single_machine)
+        for plan in plans
+        if (told := plan.prediction) is not None and told.single_machine_s is not None
+    ]
+    return min(found, default=(None, ""))
 
 
 def _evaluation_s(request: PlanRequest, problem: Problem, replica: Replica) -> float:
@@ -398,8 +421,11 @@ def _predicted(request: PlanRequest, plans: Sequence[Plan], held: Held, exchange
         + "; another model than one machine's"
     )
     dominated = late_s > exchange.every * slowest.step_s
+    single_s, single = single_machine(plans)
     return replace(
         slowest,
+        single_machine_s=single_s,
+        single_machine=single,
         step_s=slowest.step_s + late_s / exchange.every,
         lower_bound_s=max(p.lower_bound_s for p in alone),
         bottleneck="exchange" if dominated else slowest.bottleneck,

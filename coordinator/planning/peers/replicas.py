@@ -30,7 +30,7 @@ from coordinator.planning.costs.message_costs import bytes_cpu_s
 from coordinator.planning.costs.op_seconds import is_trained
 from coordinator.planning.costs.quota import core_share
 from coordinator.planning.peers.gossip_plans import UNITS, held_by
-from coordinator.planning.peers.local_plans import as_replicas, peers_plan, pipeline_s
+from coordinator.planning.peers.local_plans import as_replicas, peers_plan, pipeline_s, single_machine
 from coordinator.planning.peers.partitions import Parts, partitions
 from coordinator.planning.peers.sketches import Sharing
 from coordinator.planning.peers.transfers import PHASES, exchange_s, rank_rates, shares_of
@@ -362,6 +362,7 @@ def _predicted(request: PlanRequest, plan: Plan, plans: Sequence[Plan]) -> Predi
         for a, b in zip(*np.nonzero(sent), strict=True)
     )
     dominated = joining_s > slowest.step_s
+    single_s, single = single_machine(plans)
     megabytes = float(sent.sum(axis=1).max()) / 1e6
     words = (
         f"{len(plans)} replicas exchange gradients{_in_codec(plan)} in {joining_s:.3g} s, {megabytes:.1f} MB "
@@ -369,6 +370,8 @@ def _predicted(request: PlanRequest, plan: Plan, plans: Sequence[Plan]) -> Predi
     )
     return replace(
         slowest,
+        single_machine_s=single_s,
+        single_machine=single,
         step_s=slowest.step_s + joining_s,
         lower_bound_s=max(p.lower_bound_s for p in alone),
         bottleneck="exchange" if dominated else slowest.bottleneck,

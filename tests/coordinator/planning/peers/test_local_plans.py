@@ -17,7 +17,7 @@ from coordinator.planning.chosen import chosen_plan, exact_step_s, grown_fleet, 
 from coordinator.planning.costs.memory import MemoryModel
 from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.peers.gossip_plans import moved_share, renewed
-from coordinator.planning.planner import PlanRequest
+from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
 from tests.coordinator.planning.dags import gpt_like
 
@@ -239,3 +239,20 @@ def test_pairs_that_are_alike_cross_the_threshold_by_chance_and_others_have_move
     assert moved_share(before, PairTable((0.0, 20.0, 5.0, 0.0), 10.0)) == 1.0
     assert moved_share(before, PairTable((0.0, 19.0, 21.0, 0.0), 20.0)) == 0.0  # twice as fast, all of them
     assert moved_share(before, PairTable((0.0, 0.0, 5.0, 0.0), 10.0)) == 1.0  # of those that both know
+
+
+def test_a_machine_alone_is_compared_by_the_whole_step_and_the_note_by_the_plans_seconds() -> None:
+    """Each peer is planned for its share of the micro-batches; a machine alone would compute all of them."""
+    auto = replace(GOSSIP, exchange="auto", local_steps=0)
+    device = [{"name": f"d{i}", "memory_mib": 40 if i == 4 else 4000} for i in range(5)]
+    fleet = parse_fleet({"default": {"mbit": 4, "ms": 20, "gflops": 20}, "device": device})
+    plan = chosen_plan(PlanRequest("j", 1, DAG, None, auto, fleet))
+    assert plan.local
+    assert plan.prediction is not None
+    alone = make_plan(
+        PlanRequest("j", 1, DAG, None, replace(auto, exchange="exact"), fleet.subset(["d0"]))
+    ).prediction
+    assert alone is not None
+    assert plan.prediction.single_machine_s == pytest.approx(alone.step_s, rel=0.05)
+    assert any(f": {plan.prediction.step_s:.3g} s a step that counts" in n for n in plan.prediction.notes)
+    assert "does not hold the model with what" in dict(plan.left_out)["d4"]
