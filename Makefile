@@ -25,7 +25,7 @@ WING ?=
 FOLDERS := $(if $(WING),$(wildcard tests/$(WING)/ tests/*/$(WING)/),tests)
 WINGS := $(sort $(notdir $(patsubst %/,%,$(dir $(wildcard coordinator/*/__init__.py worker/*/__init__.py)))))
 # Other Pythons that the package promises: `make pythons` tries each that this machine has.
-PYTHONS ?= 3.12 3.13
+PYTHONS ?= 3.12 3.13 3.14
 DOCS_STAMP := $(VENV)/.docs-installed
 # What looks at the dependencies has an environment of its own, and none of it is part of a check: an advisory that
 # is published tomorrow must not fail what passed today.

@@ -364,7 +364,9 @@ def options() -> argparse.ArgumentParser:
     found.add_argument("--state", help="JSON lines of finished trainings; goes on from there")
     found.add_argument("--plot", help="picture of loss against bytes and against lab time")
     found.add_argument("--only", help="variants, by commas")
-    found.add_argument("--also", action="append", default=[], help="NAME=COMPRESS[@DENSE_STEPS]; may repeat")
+    found.add_argument(
+        "--also", action="append", default=[], help="NAME=COMPRESS[@DENSE_STEPS]; may be repeated"
+    )
     found.add_argument("--set", action="append", default=[], help="job override")
     found.add_argument("--one", help=argparse.SUPPRESS)
     return found

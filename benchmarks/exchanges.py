@@ -173,7 +173,7 @@ def show(figures: Sequence[Figures]) -> None:
 def main() -> int:
     """Compare the exchanges; 1 where one is not within the margin."""
     made = parser(__doc__ or "")
-    made.add_argument("--rule", action="append", help=f"one of {', '.join(settings())}; may repeat")
+    made.add_argument("--rule", action="append", help=f"one of {', '.join(settings())}; may be repeated")
     made.add_argument("--seeds", type=int, default=SEEDS, help="how many, from --seed on")
     made.add_argument("--steps", type=int, default=STEPS)
     options = made.parse_args()

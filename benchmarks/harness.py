@@ -48,7 +48,7 @@ def parser(doc: str, *, scenario: str | None = None, job: str | None = None) -> 
     )
     if scenario is not None:
         made.add_argument(
-            "--scenario", action="append", help=f"name or path; may repeat (default {scenario})"
+            "--scenario", action="append", help=f"name or path; may be repeated (default {scenario})"
         )
     if job is not None:
         made.add_argument("--job", default=job, help="any other job file")

@@ -93,7 +93,7 @@ def _few_bits(name: str, text: str, optimizer: Optimizer) -> dict[str, Method]:
 def _known() -> dict[str, Method]:
     """Methods whose rule is in the catalogue; of a rule without an entry here its own defaults."""
     found = {
-        "one_machine": Method(None, "one machine, all tokens; `sum` on any number"),
+        "one_machine": Method(None, "one machine, all tokens; `sum` on any number of peers"),
         "mean": Method(Exchange("mean"), "exact mean every step"),
         "mean_int8": Method(Exchange("mean", codec="int8_block"), "mean, int8_block"),
         "mean_topk100": Method(Exchange("mean", codec="topk", ratio=100.0), "mean, topk:100"),
@@ -104,7 +104,7 @@ def _known() -> dict[str, Method]:
         "diloco_10": Method(Exchange("diloco", every=10), "diloco, H = 10"),
         "diloco_100": Method(Exchange("diloco", every=100), "diloco, H = 100"),
         "diloco_50_warm": Method(
-            Exchange("diloco", every=50), "diloco, H = 50, after a quarter by the exact mean", exact=0.25
+            Exchange("diloco", every=50), "diloco, H = 50, after a quarter with the exact mean", exact=0.25
         ),
         **_few_bits("diloco_50", "diloco, H = 50", ADAMW),
         **_few_bits("diloco_50_muon", "diloco with Muon inside, H = 50", MUON),

@@ -125,7 +125,7 @@ def main() -> int:
     """Command line."""
     made = parser(__doc__, job="experiments/demo/job.py")
     made.add_argument("--times", type=int, default=5, help="each kind")
-    made.add_argument("--exchange", action="append", default=[], help="peers by this rule; may repeat")
+    made.add_argument("--exchange", action="append", default=[], help="peers by this rule; may be repeated")
     options = made.parse_args()
     return _peers(options) if options.exchange else _stages(options)
 

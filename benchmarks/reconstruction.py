@@ -2,8 +2,9 @@
 
 Whoever computes the stage behind a cut receives the activations of everybody's text. Here it tries to read
 that text: an attacker as honest work allows it, who knows weights of the front part and public text of the
-same kind, and keeps what it received. The model is the byte-level GPT of ``examples/gpt.py``, trained from a
-seed on the sources of Python's library; what is attacked is text that it was not trained on.
+same kind, and keeps what it received. The model is the byte-level GPT of ``examples/gpt.py``, trained with a
+fixed seed on the source code of Python's standard library; what is attacked is text that it was not trained
+on.
 
 - ``embedding``: the byte whose embedding, with that of its position, is nearest.
 - ``mean``: the byte whose mean activation at this depth, over public text, is nearest.

@@ -305,9 +305,9 @@ def main() -> int:
     made.add_argument(
         "--kill-after", type=int, default=90, help="steps; a checkpoint is to be stored by then"
     )
-    made.add_argument("--stage", type=int, action="append", help="that is lost; may repeat (default 1)")
+    made.add_argument("--stage", type=int, action="append", help="that is lost; may be repeated (default 1)")
     made.add_argument(
-        "--arm", action="append", choices=list(ARMS), help="of losses; may repeat (default all)"
+        "--arm", action="append", choices=list(ARMS), help="of losses; may be repeated (default all)"
     )
     made.add_argument("--log", action="store_true", help="measure the send log alone")
     options = made.parse_args()

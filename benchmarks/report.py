@@ -38,11 +38,10 @@ HEAD = """# Acceptance
 
 Each promise is shown by commands that run in a fresh clone. `python -m benchmarks.report --run ID` runs
 them and writes this page, made from `docs/promises.toml` and `docs/figures.json`. A figure in **bold**
-misses its promise. The machines are shared: their speed changes by up to 2.5 times within hours, and
-with it every figure that is bound by the processor. Under `machine`, `loop` is the time of a million
-additions in Python.
+misses its promise. The machines are shared: their speed, and with it every figure bound by the processor,
+varies by up to 2.5 times within hours. Under `machine`, `loop` is the time of a million additions in Python.
 
-`make test` takes minutes in three processes (`TEST_PROCESSES=N`); where the lab can be built (root,
+`make test` takes minutes in three processes (`TEST_PROCESSES=N`). On a machine that can build the lab (root,
 `/dev/net/tun`, the `ip` command) it includes the lab's `wan` tests. `make test-all` adds the slow ones,
 `make bench` runs every benchmark. Tests that need a GPU skip without one.
 """

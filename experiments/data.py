@@ -47,7 +47,7 @@ def fetch(
     name: Which,
     archive: Annotated[
         Path | None,
-        typer.Option("--from", metavar="FILE", help="Take this archive, downloaded on another machine."),
+        typer.Option("--from", metavar="FILE", help="Use this archive, downloaded on another machine."),
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Fetch it even if it is cached.")] = False,
     json: AsJson = False,
@@ -86,7 +86,7 @@ def split(
     take: Annotated[int, typer.Option(min=0, help="Number of training images, drawn at random; 0: all.")] = 0,
     json: AsJson = False,
 ) -> None:
-    """Write one file per client, a schema and the map of the split; each client registers its own file."""
+    """Write one file per client, a schema and a record of the split; each client registers its own file."""
     from dataclasses import asdict
 
     from experiments.datasets import corpora

@@ -75,7 +75,8 @@ def register(app: typer.Typer) -> None:
 def simulate(
     jobfile: JobFile,
     population: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Number of clients; 0: as many as --how natural finds.")
+        int,
+        typer.Option(min=0, metavar="N", help="Number of clients; 0: the number that --how natural finds."),
     ] = 100,
     how: Annotated[
         str,
@@ -88,7 +89,8 @@ def simulate(
     by: Annotated[
         str,
         typer.Option(
-            metavar="FIELD", help="Field of the labels, or of the clients; default: the only one that fits."
+            metavar="FIELD",
+            help="Field that holds the labels or the clients; default: the only suitable one.",
         ),
     ] = "",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the split.")] = 0,
@@ -114,24 +116,27 @@ def simulate(
         Path | None,
         typer.Option(
             metavar="PATH",
-            help="The training data, as `atoll-worker data add` takes them. Default: those registered on "
-            "this machine under the name in the job, or the corpus of that name that was fetched.",
+            help="The training data, in a form that `atoll-worker data add` takes. Default: the data set "
+            "registered on this machine under the name in the job, or the fetched corpus of that "
+            "name.",
         ),
     ] = None,
     schema: Annotated[
-        list[str] | None, typer.Option(metavar="FIELD", help="With --data: as for `atoll-worker data add`.")
+        list[str] | None,
+        typer.Option(metavar="FIELD", help="With --data: same as for `atoll-worker data add`."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Export the weights to this file.")
     ] = None,
     keep: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep logs and state in this folder; default: none.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep logs and state in this folder; default: they are deleted."),
     ] = None,
     *,
     options: JobOptions,
     json: AsJson = False,
 ) -> None:
-    """Train a federated job with a population of clients on this machine alone.
+    """Train a federated job with a population of clients on this one machine.
 
     The same job file trains with real clients: submit it to a fleet whose workers registered the data.
     """

@@ -38,7 +38,7 @@ TokenFile = Annotated[
     typer.Option(
         metavar="FILE",
         allow_dash=True,
-        help="File that holds the token, - for standard input: what stands on a command line, others see.",
+        help="File with the token, - for standard input: other users of this machine can see command lines.",
     ),
 ]
 MAX_TOKEN_FILE_BYTES = 64 << 10

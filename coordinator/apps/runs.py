@@ -3,7 +3,7 @@
 A run is opened by its owner, offered to every idle worker that runs apps, begun with some of those
 that are ready, and ended by its owner. From then on each task goes to its node and each reply back;
 a node that is lost answers what it still owed with Flower's error for an absent node. Partitions
-are fixed when the run begins: a worker that comes back gets its own, a new one that of a lost one.
+are fixed when the run begins: a worker that returns gets its own, a new one that of a lost one.
 Everything a peer sends is judged here; times come in as arguments.
 """
 

@@ -46,7 +46,7 @@ _TRACED: dict[Any, str] = {
     torch.Tensor.data.__set__: _DATA,  # type: ignore[attr-defined]
     torch.Tensor.__deepcopy__: "copies a tensor by copy.deepcopy, which torch.export cannot follow; use "
     ".clone()",
-    torch.Tensor.numpy: "hands a tensor to numpy, which the graph cannot hold; compute in tensor ops",
+    torch.Tensor.numpy: "passes a tensor to numpy, which the graph cannot hold; compute in tensor ops",
     torch.Tensor.grad.__get__: _GRAD,  # type: ignore[union-attr]
     torch.Tensor.grad.__set__: _GRAD,  # type: ignore[union-attr]
     torch.Tensor.grad.__delete__: _GRAD,  # type: ignore[union-attr]

@@ -68,7 +68,9 @@ def codecs(
     ratio: Annotated[
         float,
         typer.Option(
-            min=1.0, max=MAX_RATIO, help="Requested ratio, dense bytes / wire bytes, where a codec takes one."
+            min=1.0,
+            max=MAX_RATIO,
+            help="Requested ratio, dense bytes / wire bytes, for codecs that take one.",
         ),
     ] = DEFAULT_RATIO,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",

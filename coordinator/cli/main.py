@@ -120,7 +120,7 @@ def ops(
     json: AsJson = False,
     trace: Trace = False,
 ) -> int:
-    """List a model's ops, and those that are not supported. Exit code 3 when there are any."""
+    """List a model's ops, and those that are not supported. Exit code 3 if there are any."""
     from rich.text import Text
 
     from coordinator.capture.capture import op_uses

@@ -38,7 +38,10 @@ UseProxy = Annotated[
 ]
 Insecure = Annotated[bool, typer.Option("--insecure", help="No TLS: loopback experiments only.", hidden=True)]
 Trace = Annotated[
-    bool, typer.Option("--trace", help="Show the whole traceback when the job file raises.", hidden=True)
+    bool,
+    typer.Option(
+        "--trace", help="Show the whole traceback if the job file raises an exception.", hidden=True
+    ),
 ]
 
 
@@ -55,7 +58,7 @@ class Common:
     ] = None  # fmt: skip
     token: Annotated[
         str | None,
-        typer.Option(envvar="ATOLL_TOKEN", help="The owner's token, when the state folder does not hold it."),
+        typer.Option(envvar="ATOLL_TOKEN", help="The owner's token, if it is not in the state folder."),
     ] = None
     token_file: TokenFile = None
     state_dir: StateDir = None
@@ -80,11 +83,11 @@ class TokenCopies:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write the join token there as well, for workers that take it by --token-file.",
+            help="Also write the join token to this file, for workers that read it with --token-file.",
         ),
     ] = None
     owner_token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the owner's token there as well.")
+        Path | None, typer.Option(metavar="FILE", help="Also write the owner's token to this file.")
     ] = None
 
 
@@ -102,7 +105,7 @@ class JobOptions:
         typer.Option(
             "--set",
             metavar="FIELD=VALUE",
-            help="Override a job field, e.g. optimizer.lr=3e-4; may repeat.",
+            help="Override a job field, e.g. optimizer.lr=3e-4; may be repeated.",
         ),
     ] = None
     partitioner: Annotated[
@@ -124,8 +127,8 @@ class JobOptions:
         str | None,
         typer.Option(
             metavar="N|auto",
-            help="Replicas of the pipeline that share out a step and exchange gradients: a number, or auto "
-            "for as many as are predicted to be fastest; same as --set replicas=N. Default: 1.",
+            help="Replicas of the pipeline, which divide a step and exchange gradients: a number, or auto "
+            "for the number predicted to be fastest; same as --set replicas=N. Default: 1.",
         ),
     ] = None
     exchange: Annotated[
@@ -144,8 +147,8 @@ class JobOptions:
         typer.Option(
             min=1,
             metavar="H",
-            help="Local steps of a machine between two exchanges, where --exchange uses local steps; same as "
-            "--set local_steps=H. Default: that of the rule, 50 for diloco.",
+            help="Local steps of a machine between two exchanges, if --exchange uses local steps; same as "
+            "--set local_steps=H. Default: that of the rule, such as 50 for diloco.",
             hidden=True,
         ),
     ] = None
@@ -154,9 +157,9 @@ class JobOptions:
         typer.Option(
             min=1,
             metavar="PEERS",
-            help="Peers whose local steps a round waits for; a peer that is late then stops after the "
-            "step it is at, and contributes those that it has taken. Same as "
-            "--set quorum=PEERS. Default: all.",
+            help="Number of peers that a round of local steps waits for; a late peer stops after its "
+            "current step, and contributes the steps that it has taken. Same as --set quorum=PEERS. "
+            "Default: all.",
             hidden=True,
         ),
     ] = None
@@ -165,8 +168,8 @@ class JobOptions:
         typer.Option(
             min=0.0,
             metavar="SECONDS",
-            help="Wait this much longer for late peers than for the --quorum; same as --set grace_s=SECONDS. "
-            "Default: 0; the step that they are at is awaited in any case.",
+            help="Keep waiting this long for late peers after the --quorum is complete; same as --set "
+            "grace_s=SECONDS. Default: 0; their current step is awaited in any case.",
             hidden=True,
         ),
     ] = None
@@ -185,7 +188,7 @@ class JobOptions:
             min=0.0,
             max=1.0,
             metavar="SHARE",
-            help="Share of the steps that an idle worker repeats to compare; 0: none; same as "
+            help="Fraction of the steps that an idle worker repeats for comparison; 0: none; same as "
             "--set spot_checks=SHARE.",
             hidden=True,
         ),
@@ -237,9 +240,9 @@ class PlanOptions(JobOptions):
         str,
         typer.Option(
             metavar="auto|N",
-            help="Idle workers that repeat a stage's steps, to take it over at once. auto: where "
-            "that is worth it; N: at most so many. With 0 there are none: the fastest plan, whatever losses "
-            "cost, and it stays when others join.",
+            help="Idle workers that repeat a stage's steps, so that they can take it over at once. auto: "
+            "if that is worth it; N: at most N. With 0 the plan is the fastest one, whatever a loss "
+            "costs, and does not change when workers join.",
             hidden=True,
         ),
     ] = "auto"

@@ -106,7 +106,7 @@ class Fleet:
         self._client.close()
 
     def status(self) -> Status:
-        """Return its workers and jobs now."""
+        """Return its current workers and jobs."""
         found = self._client.status()
         return Status(
             tuple(_worker(worker) for worker in found.workers),

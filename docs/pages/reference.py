@@ -154,7 +154,7 @@ def _settings(kind: type) -> str:
     """Return a table of a dataclass's fields: type, default, and the comment that stands beside it."""
     rows = []
     for field in dataclasses.fields(kind):
-        owner = next(base for base in kind.__mro__ if field.name in vars(base).get("__annotations__", {}))
+        owner = next(base for base in kind.__mro__ if field.name in inspect.get_annotations(base))
         typed, default, comment = _declared(owner)[field.name]
         rows.append((f"`{field.name}`", f"`{typed}`", f"`{default}`" if default else "", comment))
     return _table(("field", "type", "default", "meaning"), rows) if rows else "No options."

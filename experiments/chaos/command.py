@@ -40,7 +40,7 @@ class When:
     seed: Annotated[int, typer.Option(min=0, help="Seed of the disturbances.")] = 0
     minutes: Annotated[
         float,
-        typer.Option(min=0.05, help="Minutes of disturbances; the job under way then trains to its end."),
+        typer.Option(min=0.05, help="Minutes of disturbances; after that the current job trains to its end."),
     ] = 5.0
     every: Annotated[
         float, typer.Option(min=0.5, metavar="SECONDS", help="Mean time between two disturbances.")
@@ -54,8 +54,8 @@ class When:
             metavar="KIND,...",
             help="Some of: "
             + ", ".join(Kind)
-            + ". Default: those of processes (with --attach: those after which "
-            "nobody has to start a process again); cut and slow need commands of your own.",
+            + ". Default: those of processes (with --attach: those after which no process must be "
+            "restarted); cut and slow need commands that you give.",
         ),
     ] = ""
 
@@ -78,10 +78,11 @@ class When:
 class Where:
     """Options of the fleet that this command starts, or is attached to."""
 
-    stages: Annotated[int, typer.Option(min=1, max=64, help="Stages that the job is cut into.")] = 3
-    backups: Annotated[int, typer.Option(min=0, max=64, help="Workers beside those of the stages.")] = 3
+    stages: Annotated[int, typer.Option(min=1, max=64, help="Number of stages of the job.")] = 3
+    backups: Annotated[int, typer.Option(min=0, max=64, help="Number of additional workers.")] = 3
     keep: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep logs and state in this folder; default: none.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep logs and state in this folder; default: they are deleted."),
     ] = None
     hosts: Annotated[
         str,
@@ -91,8 +92,8 @@ class Where:
         str,
         typer.Option(
             metavar="CMD",
-            help="Words before the command of a worker, with {host} for its host, such as "
-            "'python -m lab exec {host} --'. Its processes must be this machine's.",
+            help="Command prefix to start a worker, with {host} for its host, such as 'python -m lab exec "
+            "{host} --'. The processes must run on this machine.",
         ),
     ] = ""
     address: Annotated[str, typer.Option(metavar="HOST", help="Address of this machine for the hosts.")] = (
@@ -102,14 +103,14 @@ class Where:
         list[Path] | None,
         typer.Option(
             metavar="DIR",
-            help="State folder of a coordinator or worker that runs on this machine: disturb these instead "
-            "of a fleet of its own; may repeat.",
+            help="State folder of a coordinator or worker that runs on this machine: disturb these "
+            "instead of starting a fleet; may be repeated.",
         ),
     ] = None
     not_mine: Annotated[
         bool,
         typer.Option(
-            "--not-mine", help="Disturb the processes of --attach although others may count on them."
+            "--not-mine", help="Disturb the processes of --attach even though other people may rely on them."
         ),
     ] = False
 
@@ -132,7 +133,7 @@ class Ways:
         str, typer.Option(metavar="CMD", help="Command that cuts the hosts {one} and {other} off.")
     ] = ""
     slow_by: Annotated[
-        str, typer.Option(metavar="CMD", help="Command that slows the way between {one} and {other}.")
+        str, typer.Option(metavar="CMD", help="Command that slows the link between {one} and {other}.")
     ] = ""
     heal_by: Annotated[str, typer.Option(metavar="CMD", help="Command that undoes both.")] = ""
 
@@ -158,11 +159,12 @@ def chaos(
     options: JobOptions,
     common: Common,
 ) -> int:
-    """Disturb a fleet that trains: kill, freeze, hang, restart, fill disks; then say which promises held.
+    """Disturb a fleet while it trains (kill, freeze, hang, restart, fill disks), then report which promises
+    held.
 
-    It starts a fleet of its own on this machine and trains the job once undisturbed, then again and again
-    while processes are disturbed, and compares. Exit code 1 when a promise is broken. What lies between two
-    hosts is disturbed by commands of yours alone: see --cut-by and --slow-by.
+    It starts its own fleet on this machine, trains the job once undisturbed and then repeatedly while
+    processes are disturbed, and compares the results. Exit code 1 if a promise is broken. Links between two
+    hosts are disturbed only by commands that you give: see --cut-by and --slow-by.
     """
     from coordinator.cli.processes import ended_by_signals
     from coordinator.client.prepare import prepare

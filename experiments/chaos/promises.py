@@ -147,7 +147,7 @@ def _kept(seen: Seen) -> Promise:
             elif isinstance(fact, PlanAdopted) and begun:
                 moves += 1
     words = "; ".join(wrong[:SHOWN]) or f"none; {moves} new plans since a job's first step"
-    return _by_journal("no committed step is taken back", seen, words, held=not wrong)
+    return _by_journal("no committed step is reverted", seen, words, held=not wrong)
 
 
 def _by_journal(name: str, seen: Seen, words: str, *, held: bool) -> Promise:

@@ -392,7 +392,8 @@ EXCHANGES: dict[str, ExchangeFacts] = {
         ),
         ExchangeFacts(
             name="swarm",
-            summary="bursts of local steps, then the mean with what another published last; nobody waits",
+            summary="bursts of local steps, then the mean with the model that another peer published last; "
+            "nobody waits",
             module="strategies.exchanges.swarm",
             builder="SwarmSgd",
             source="papers/compression.md 7 (SwarmSGD)",

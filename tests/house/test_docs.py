@@ -149,7 +149,7 @@ def test_every_partitioner_and_schedule_is_documented() -> None:
 @pytest.mark.parametrize("name", CODECS)
 def test_every_codec_has_a_row_in_the_table_that_says_what_it_is_valid_for(name: str) -> None:
     text = (DOCS / "compression.md").read_text()
-    table = text[text.index("## All codecs") : text.index("\n**Who owns")]
+    table = text[text.index("## All codecs") : text.index("\n**Owner of a residual")]
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith(f"| `{name}` |")]
     assert len(rows) == 1, f"docs/compression.md: {len(rows)} rows for {name}"
     uses = "".join(use.value[0].upper() for use in Use if use in CODECS[name].valid_for)

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from docs.pages import reference
+from docs.pages.sentences import DRAWN, cells, drawn, helps, pages, read, sentences, words
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("atoll", "hostos", "protos", "strategies", "compressors", "coordinator", "worker", "lab")
-PAGES = ("README.md", "CONTRIBUTING.md", "docs")
 MAX_WORDS, MAX_READ = 40, 35  # of a docstring or a decision; of what users read
 SCREENS_LINES, LINE_CHARS = 100, 110  # of a decision
 BANNED = re.compile(r"\b(?:foretold|put off|set aside|is said again|is asked anew|Doorkeeping)\b")
@@ -28,41 +27,7 @@ STILL = {"README.md": 1, "atoll": 2, "coordinator": 35, "docs": 27, "protos": 2,
 """Uses of told, whom and said in docs and docstrings, by package: they may only shrink."""
 
 
-def paragraphs(text: str) -> Iterator[str]:
-    """Paragraphs and list items of a text, without code, tables and headings."""
-    block: list[str] = []
-    for line in [*re.sub(r"```.*?```", "", text, flags=re.DOTALL).splitlines(), ""]:
-        item = re.match(r"\s*(?:[-*]|\d+\.)\s", line)
-        if block and (item or not line.strip() or line.lstrip().startswith(("|", "#"))):
-            yield " ".join(block)
-            block = []
-        if line.strip() and not line.lstrip().startswith(("|", "#")) and (item or line[:4] != "    "):
-            block.append(line.strip())
-
-
-def sentences(text: str) -> list[str]:
-    """Sentences; one ends where a capital, a quotation or code follows the stop."""
-    return [s for p in paragraphs(text) for s in re.split(r"(?<=[.!?:])\s+(?=[A-Z`*\"(\[])", p)]
-
-
-def words(sentence: str) -> int:
-    """Words of a sentence; code between backticks is one."""
-    return sum(bool(re.search(r"\w", word)) for word in re.sub(r"`[^`]*`", "CODE", sentence).split())
-
-
-@cache
-def _helps() -> tuple[tuple[str, str], ...]:
-    """Help texts of commands and of their options."""
-    found = []
-    for path, command in reference.commands():
-        found.append((path, getattr(command, "help", "") or ""))
-        found += [(f"{path} {p.name}", getattr(p, "help", "") or "") for p in getattr(command, "params", ())]
-    return tuple(found)
-
-
-def _pages() -> list[Path]:
-    found = [ROOT / page for page in PAGES]
-    return [path for page in found for path in (sorted(page.rglob("*.md")) if page.is_dir() else [page])]
+_helps = cache(helps)
 
 
 @cache
@@ -72,7 +37,7 @@ def _texts() -> tuple[tuple[str, str], ...]:
 
 def _read() -> Iterator[tuple[str, str]]:
     """Pages, docstrings, and help texts of options, each with where it stands."""
-    for path in _pages():
+    for path in pages(decisions=True):
         yield str(path.relative_to(ROOT)), path.read_text()
     for package in PRODUCT:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -111,12 +76,19 @@ def message(node: ast.expr) -> str:
     return ""
 
 
+def _user_pages() -> list[tuple[str, str]]:
+    return [(where, text) for where, text in _texts() if where.endswith(".md") and "decisions/" not in where]
+
+
 def test_no_sentence_that_users_read_has_more_than_thirty_five_words() -> None:
-    pages = [(where, text) for where, text in _texts() if where.endswith(".md") and "decisions/" not in where]
+    read_by_users = _user_pages()
     found = [
-        f"{where}: {s}" for where, text in [*pages, *_helps()] for s in sentences(text) if words(s) > MAX_READ
+        f"{where}: {s}"
+        for where, text in [*read_by_users, *_helps()]
+        for s in sentences(text)
+        if words(s) > MAX_READ
     ]
-    assert len(pages) > 30
+    assert len(read_by_users) > 30
     assert len(_helps()) > 200
     assert found == []
 
@@ -138,8 +110,8 @@ def test_a_long_sentence_and_a_long_error_are_seen() -> None:
 
 
 def test_users_meet_no_word_of_a_dialect() -> None:
-    pages = [(where, text) for where, text in _texts() if where.endswith(".md") and "decisions/" not in where]
-    found = [f"{w}: {m[0]}" for w, text in [*pages, *_helps(), *_errors()] for m in DIALECT.finditer(text)]
+    texts = [*_user_pages(), *_helps(), *_errors()]
+    found = [f"{w}: {m[0]}" for w, text in texts for m in DIALECT.finditer(text)]
     assert found == []
 
 
@@ -170,3 +142,25 @@ def test_a_decision_fits_two_screens() -> None:
 )
 def test_sentences_are_found_in_paragraphs_and_items(text: str, found: list[int]) -> None:
     assert [words(s) for s in sentences(text)] == found
+
+
+def test_a_draw_repeats_by_its_seed_and_holds_each_sentence_once() -> None:
+    first = drawn(2026)
+    assert first == drawn(2026)
+    assert first != drawn(2027)
+    assert len({sentence for _, sentence in first}) == DRAWN
+    assert set(first) <= set(read())
+
+
+def test_a_draw_has_pages_helps_and_cells_of_prose() -> None:
+    where = {w for w, _ in read()}
+    assert {
+        "README.md",
+        "SECURITY.md",
+        "docs/cli.md",
+        "atoll dev local_steps",
+        "atoll-worker join memory",
+    } <= where
+    assert cells("| a name | 2.5 s |\n|---|---|\n| its meaning in some words | `x` |") == [
+        "its meaning in some words"
+    ]

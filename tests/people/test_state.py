@@ -316,7 +316,7 @@ REFUSED = {
     ReadsAGradient: "uses a parameter's gradient",
     SetsTorchsGenerator: r"sets the state of torch's generator.*\(at test_state\.py",
     CopiesALayer: r"copies a tensor by copy\.deepcopy.*use \.clone\(\): in the module at test_state\.py",
-    ByNumpy: "hands a tensor to numpy",
+    ByNumpy: "passes a tensor to numpy",
 }
 OWN = [kind for kind in list(globals().values()) if isinstance(kind, type) and issubclass(kind, Net)]
 CASES = [case(kind, rows, refused=REFUSED.get(kind, "")) for kind in OWN if kind not in (Net, Scaled)]

@@ -107,14 +107,14 @@ JOBS = (
     Case("no training", "training=None"),
     Case("a number in place of the training", "training=3"),
     Case("an optimizer in place of the training", "training=torch.optim.SGD(Net().parameters(), lr=0.1)"),
-    Case("a metric's name alone", "metrics='accuracy'"),
+    Case("a metric's name without a tuple", "metrics='accuracy'"),
     Case("a job without a name", "name=''"),
     Case("a strategy's name in place of the federation", "federated='fedavg'"),
-    Case("an argument that `Job` has not", "model=Net()"),
+    Case("an argument that `Job` does not have", "model=Net()"),
     Case("`job()` returns something else", setup="def job():\n    return Net()", options=()),
     Case("`job()` raises", setup="def job():\n    return {}['lr']"),
     Case("a file with a syntax error", setup="def job(:"),
-    Case("a library that is not there", setup="import a_library_that_is_not_there"),
+    Case("a library that is not installed", setup="import a_library_that_is_not_there"),
 )
 
 EXAMPLES = (
@@ -122,11 +122,11 @@ EXAMPLES = (
     Case("a tuple in place of example inputs", "example_inputs=tuple(EXAMPLE.values())"),
     Case("a list in place of example inputs", "example_inputs=list(EXAMPLE.values())"),
     Case("no example inputs", "example_inputs={}"),
-    Case("an example input that is numpy's", "example_inputs=EXAMPLE | {'x': np.zeros((4, 8))}"),
+    Case("an example input that is a numpy array", "example_inputs=EXAMPLE | {'x': np.zeros((4, 8))}"),
     Case("an example input that is a number", "example_inputs=EXAMPLE | {'y': 3}"),
     Case("an example input that is a dict", "example_inputs={'batch': EXAMPLE}"),
-    Case("an example input under another name", "example_inputs={'inputs': EXAMPLE['x'], 'y': EXAMPLE['y']}"),
-    Case("an argument of `forward` without an example", "example_inputs={'x': EXAMPLE['x']}"),
+    Case("an example input under a wrong name", "example_inputs={'inputs': EXAMPLE['x'], 'y': EXAMPLE['y']}"),
+    Case("an argument of `forward` without an example input", "example_inputs={'x': EXAMPLE['x']}"),
     Case("example inputs of several batch sizes", "example_inputs=EXAMPLE | {'x': torch.zeros(3, 8)}"),
     Case("an example input without a batch", "example_inputs=EXAMPLE | {'y': torch.tensor(1)}"),
     Case(
@@ -178,10 +178,10 @@ DATA = (
     Case(
         "a tensor on a device without values", "data=Rows({'x': torch.zeros(40, 8, device='meta'), 'y': Y})"
     ),
-    Case("an input that the data have not", "data=Rows({'x': X})"),
-    Case("data under another name", "data=Rows({'features': X, 'y': Y})"),
-    Case("rows of another shape than the example's", "data=Rows({'x': X[:, :7], 'y': Y})"),
-    Case("floats where the model takes whole numbers", "data=Rows({'x': X, 'y': Y.float()})"),
+    Case("an input that is missing in the data", "data=Rows({'x': X})"),
+    Case("data under a wrong name", "data=Rows({'features': X, 'y': Y})"),
+    Case("rows whose shape differs from the example's", "data=Rows({'x': X[:, :7], 'y': Y})"),
+    Case("floats where the model takes integers", "data=Rows({'x': X, 'y': Y.float()})"),
     Case(
         "labels that wrap around",
         "data=Rows({'x': X, 'y': Y + 300})",
@@ -196,7 +196,7 @@ DATA = (
         "nested tensors",
         "data=Rows({'x': torch.nested.nested_tensor([X[0], X[1, :3]], layout=torch.jagged), 'y': Y[:2]})",
     ),
-    Case("a seed that is no number", "data=Rows({'x': X, 'y': Y}, seed='a')"),
+    Case("a seed that is not a number", "data=Rows({'x': X, 'y': Y}, seed='a')"),
     Case(
         "images that are mirrored at random",
         "data=Rows.of(Mirrored(), 'x', 'y')",
@@ -204,10 +204,10 @@ DATA = (
         "    def __getitem__(self, at):\n        x, y = super().__getitem__(at)\n"
         "        return x.flip(0) if torch.rand(()) < 0.5 else x, y",
     ),
-    Case("samples with other parts than named", "data=Rows.of(SET, 'x')"),
+    Case("samples whose parts differ from the names", "data=Rows.of(SET, 'x')"),
     Case("a `DataLoader` in `Rows.of`", "data=Rows.of(DataLoader(SET), 'x', 'y')"),
     Case(
-        "held-out data of another shape",
+        "held-out data with a different shape",
         "data=Rows({'x': X, 'y': Y}, {'x': X[:, :7], 'y': Y}), training=TrainingSpec(8, 4, eval_batches=1)",
     ),
     Case("an evaluation without held-out data", "training=TrainingSpec(8, 4, eval_batches=1)"),
@@ -216,27 +216,27 @@ DATA = (
         "example_inputs=dict.fromkeys('xy', EXAMPLE['y']), data=ByteText(64, 'x', b'short')",
     ),
     Case(
-        "a source of one's own that returns nothing",
+        "a user-defined source that returns nothing",
         "data=Mine()",
         "class Mine:\n    def materialise(self, batch):\n        return None",
     ),
     Case("a registered data set without clients", "data=Registered('digits', {'x': 'x', 'y': 'y'})"),
-    Case("a federation with data of its owner's", "federated=Federated()"),
-    Case("labels that the loss has no class for", "data=Rows({'x': X, 'y': Y + 4})"),
+    Case("a federation with its owner's data", "federated=Federated()"),
+    Case("labels for which the loss has no class", "data=Rows({'x': X, 'y': Y + 4})"),
     Case(
-        "labels of a type that the loss does not take", "example_inputs=EXAMPLE | {'y': EXAMPLE['y'].int()}"
+        "labels of a type that the loss does not accept", "example_inputs=EXAMPLE | {'y': EXAMPLE['y'].int()}"
     ),
 )
 
 TRAINING = (
     Case("half a step", "training=TrainingSpec(steps=2.5, n_micro=4)"),
     Case("a float for a number of steps", "training=TrainingSpec(steps=1e3, n_micro=4)"),
-    Case("a word for a number of steps", "training=TrainingSpec(steps='8', n_micro=4)"),
-    Case("fewer steps than one", "training=TrainingSpec(steps=-1, n_micro=4)"),
+    Case("a string for a number of steps", "training=TrainingSpec(steps='8', n_micro=4)"),
+    Case("fewer than one step", "training=TrainingSpec(steps=-1, n_micro=4)"),
     Case("no micro-batches", "training=TrainingSpec(steps=8, n_micro=0)"),
     Case("no number of micro-batches", "training=TrainingSpec(steps=8)"),
     Case("a negative seed", "training=TrainingSpec(8, 4, seed=-1)"),
-    Case("a type of torch for the precision", "training=TrainingSpec(8, 4, precision=torch.bfloat16)"),
+    Case("a torch dtype for the precision", "training=TrainingSpec(8, 4, precision=torch.bfloat16)"),
     Case("an unknown precision", "training=TrainingSpec(8, 4, precision='fp16')"),
     Case(
         "torch's AdamW",
@@ -250,22 +250,22 @@ TRAINING = (
         "torch's Muon",
         "training=TrainingSpec(8, 4, optimizer=torch.optim.Muon([torch.nn.Parameter(torch.ones(2, 2))]))",
     ),
-    Case("torch's SGD, the class", "training=TrainingSpec(8, 4, optimizer=torch.optim.SGD)"),
+    Case("the class of torch's SGD", "training=TrainingSpec(8, 4, optimizer=torch.optim.SGD)"),
     Case(
-        "an optimizer that stages have not",
+        "an optimizer that stages do not support",
         "training=TrainingSpec(8, 4, optimizer=torch.optim.RMSprop(Net().parameters()))",
     ),
-    Case("an optimizer's name alone", "training=TrainingSpec(8, 4, optimizer='sgd')"),
+    Case("an optimizer's name instead of an `Optimizer`", "training=TrainingSpec(8, 4, optimizer='sgd')"),
     Case("an unknown optimizer's name", "training=TrainingSpec(8, 4, optimizer=Optimizer('adagrad'))"),
     Case(
-        "a scheduler of torch",
+        "a torch scheduler",
         "training=TrainingSpec(8, 4, schedule=StepLR(torch.optim.SGD(Net().parameters()), 2))",
         "from torch.optim.lr_scheduler import StepLR",
     ),
     Case("a learning rate in quotes", "training=TrainingSpec(8, 4, optimizer=Optimizer(lr='1e-3'))"),
     Case("a negative learning rate", "training=TrainingSpec(8, 4, optimizer=Optimizer(lr=-0.1))"),
     Case(
-        "a learning rate that is no number",
+        "a learning rate that is not a number",
         "training=TrainingSpec(8, 4, optimizer=Optimizer(lr=float('nan')))",
     ),
     Case("a learning rate for each step", "training=TrainingSpec(8, 4, optimizer=Optimizer(lr=[0.1, 0.01]))"),
@@ -274,17 +274,17 @@ TRAINING = (
     Case(
         "Nesterov without momentum", "training=TrainingSpec(8, 4, optimizer=Optimizer('sgd', nesterov=True))"
     ),
-    Case("a norm of 0 to clip to", "training=TrainingSpec(8, 4, optimizer=Optimizer(clip_norm=0))"),
+    Case("clipping to a norm of 0", "training=TrainingSpec(8, 4, optimizer=Optimizer(clip_norm=0))"),
     Case(
-        "a pattern that is no tuple",
+        "a pattern that is not a tuple",
         "training=TrainingSpec(8, 4, optimizer=Optimizer(groups=(ParamGroup('head.*'),)))",
     ),
     Case(
-        "a group that no parameter is in",
+        "a group without any parameter",
         "training=TrainingSpec(8, 4, optimizer=Optimizer(groups=(ParamGroup(('encoder.*',), frozen=True),)))",
     ),
     Case(
-        "a group by the other name of a tied parameter",
+        "a group that uses the other name of a tied parameter",
         "module=TIED, training=TrainingSpec(8, 4, optimizer=Optimizer(groups=(ParamGroup(('head.*',)),)))",
         "TIED = Net()\nTIED.head = TIED.body",
     ),
@@ -293,21 +293,21 @@ TRAINING = (
         "training=TrainingSpec(8, 4, optimizer=Optimizer(groups=[{'params': []}]))",
     ),
     Case(
-        "steps of a rate without their distance",
+        "a step schedule without its interval",
         "training=TrainingSpec(8, 4, schedule=Schedule('step', gamma=0.5))",
     ),
     Case("a negative warm-up", "training=TrainingSpec(8, 4, schedule=Schedule(warmup_steps=-5))"),
     Case("an unknown compression", "training=TrainingSpec(8, 4, compress='gzip')"),
-    Case("a number for a switch", "training=TrainingSpec(8, 4, average_buffers=1)"),
+    Case("a number for a true/false option", "training=TrainingSpec(8, 4, average_buffers=1)"),
     Case("more blocks than micro-batches", "training=TrainingSpec(8, 4, blocks=5)"),
     Case("an unknown field", options=("--set", "rate=1")),
-    Case("a field of a federation in a job without one", options=("--set", "federated.clients=5")),
+    Case("a federation's field in a job without a federation", options=("--set", "federated.clients=5")),
 )
 
 MODELS = (
     Case("a model that returns its logits", setup=model("return self.fc(x)")),
     Case("a model that returns nothing", setup=model("F.cross_entropy(self.fc(x), y)")),
-    Case("a model that raises", setup=model("return self.fc(x.reshape(3, 5)).mean()")),
+    Case("a model that raises an exception", setup=model("return self.fc(x.reshape(3, 5)).mean()")),
     Case("a model without parameters", setup=model("return x.mean()", "pass")),
     Case(
         "a model whose sizes are not known yet",
@@ -315,7 +315,7 @@ MODELS = (
     ),
     Case("a model on the meta device", "module=Net().to('meta')"),
     Case(
-        "a model that takes a gradient itself",
+        "a model that computes a gradient itself",
         setup=model(
             "loss = F.cross_entropy(self.fc(x), y)\n"
             "        return loss + torch.autograd.grad(loss, self.fc.weight, create_graph=True)[0].norm()"
@@ -334,16 +334,18 @@ STATE = (
         setup=does("self.past.append(1)", scale="len(self.past)", init="self.past = []"),
     ),
     Case(
-        "counts in an object of its own",
+        "counts calls in an object of its own",
         setup=does("self.seen.n += 1", init="self.seen = Seen()", before="class Seen:\n    n = 0"),
     ),
     Case(
-        "counts in a global",
+        "counts calls in a global",
         setup=does("SEEN.append(1)", scale="len(SEEN)", before="SEEN = []"),
     ),
-    Case("counts in its class", setup=does("Net.calls = getattr(Net, 'calls', 0) + 1", scale="Net.calls")),
     Case(
-        "counts in a closure",
+        "counts calls in its class", setup=does("Net.calls = getattr(Net, 'calls', 0) + 1", scale="Net.calls")
+    ),
+    Case(
+        "counts calls in a closure",
         setup=does(
             scale="count()",
             before="def counting():\n    seen = []\n    return lambda: seen.append(1) or len(seen)\n"
@@ -363,7 +365,7 @@ STATE = (
         setup=does(scale="next(self.scales)", init="self.scales = (1.0 for _ in range(1000))"),
     ),
     Case(
-        "counts in a context variable",
+        "counts calls in a context variable",
         setup=does(
             "N.set(N.get() + 1)",
             scale="N.get()",
@@ -371,7 +373,7 @@ STATE = (
         ),
     ),
     Case(
-        "counts in the environment",
+        "counts calls in the environment",
         setup=does(
             "os.environ['N'] = os.environ.get('N', '') + '1'",
             scale="len(os.environ['N'])",
@@ -380,7 +382,7 @@ STATE = (
     ),
     Case("holds a lock", setup=does(init="self.lock = threading.Lock()", before="import threading")),
     Case(
-        "reads what the previous call left",
+        "reads a value left by the previous call",
         setup=does(
             "last, self.last = self.last, self.fc(x).detach()",
             scale="1 + last.mean()",
@@ -399,7 +401,7 @@ STATE = (
         "writes a parameter",
         setup=does("with torch.no_grad(): self.fc.weight.clamp_(-0.1, 0.1)"),
     ),
-    Case("writes a parameter by `.data`", setup=does("self.fc.weight.data.clamp_(-0.1, 0.1)")),
+    Case("writes a parameter through `.data`", setup=does("self.fc.weight.data.clamp_(-0.1, 0.1)")),
     Case("uses a parameter's gradient", setup=does("self.zero_grad()")),
     Case("sets `requires_grad`", setup=does("self.fc.bias.requires_grad_(False)")),
     Case("switches a mode", setup=does("self.d.train(not self.d.training)", init="self.d = nn.Dropout()")),
@@ -408,20 +410,20 @@ STATE = (
 
 WORLD = (
     Case(
-        "draws from Python's generator",
+        "uses Python's random generator",
         setup=does(scale="1 + random.random()", before="import random"),
     ),
-    Case("draws from numpy's generator", setup=does(scale="float(np.random.rand())")),
+    Case("uses numpy's random generator", setup=does(scale="float(np.random.rand())")),
     Case(
-        "draws from its own numpy generator",
+        "uses its own numpy generator",
         setup=does(scale="self.rng.random()", init="self.rng = np.random.default_rng(1)"),
     ),
     Case(
-        "draws from its own torch generator",
+        "uses its own torch generator",
         setup=does(scale="torch.rand((), generator=G)", before="G = torch.Generator().manual_seed(1)"),
     ),
     Case(
-        "draws from the system",
+        "uses the system's randomness",
         setup=does(scale="1 + secrets.randbelow(2)", before="import secrets"),
     ),
     Case("sets torch's seed", setup=does("torch.manual_seed(1)", scale="torch.rand(())")),
@@ -458,7 +460,7 @@ BACKWARD = (
         setup=does(init="self.fc.register_full_backward_hook(lambda m, i, o: None)"),
     ),
     Case(
-        "has hooks on what autograd saves",
+        "has hooks on tensors saved by autograd",
         setup=does(
             "with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t): h = self.fc(x)",
             scale="h.mean()",
@@ -476,7 +478,7 @@ BACKWARD = (
             before="from torch.utils.checkpoint import checkpoint",
         ),
     ),
-    Case("hands a tensor to numpy", setup=does(scale="float(self.fc(x).detach().numpy().max())")),
+    Case("passes a tensor to numpy", setup=does(scale="float(self.fc(x).detach().numpy().max())")),
     Case("copies a layer", setup=does(scale="copy.deepcopy(self.fc)(x).mean()", before="import copy")),
     Case(
         "uses `ctc_loss`",
@@ -496,14 +498,14 @@ BACKWARD = (
         ),
     ),
     Case(
-        "has two parameters on one memory",
+        "has two parameters that share memory",
         setup=does(
             scale="(self.p + self.q).mean()",
             init="both = torch.ones(6); self.p, self.q = nn.Parameter(both[:4]), nn.Parameter(both[2:])",
         ),
     ),
     Case(
-        "has a forward in a closure over itself",
+        "has a `forward` that is a closure over itself",
         "module=closed()",
         does(
             before="def closed():\n    net = Net()\n"

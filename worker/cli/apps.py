@@ -43,7 +43,7 @@ def register(app: typer.Typer) -> None:
 
 @apps.command("list", epilog="Example: atoll-worker apps list --json")
 def list_apps(state_dir: StateDir = None, json: AsJson = False) -> int:
-    """List the apps that this machine was asked to run, and which of them it may."""
+    """List the apps that this machine was asked to run, and which of them are allowed."""
     store = AppStore(state_dir or default_state_dir())
     known = store.known()
     if json:
@@ -67,10 +67,11 @@ def list_apps(state_dir: StateDir = None, json: AsJson = False) -> int:
 @apps.command(epilog="Example: atoll-worker apps show 3f6c0a91d2e47b58 mine/client.py")
 def show(
     name: Hash,
-    file: Annotated[str, typer.Argument(metavar="[FILE]", help="Print this file of it.")] = "",
+    file: Annotated[str, typer.Argument(metavar="[FILE]", help="Print this file of the app.")] = "",
     state_dir: StateDir = None,
 ) -> int:
-    """List an app's files, or print one, to be read before it is accepted; until then none is unpacked."""
+    """List an app's files, or print one, so that you can read them before you accept the app; until then none
+    is unpacked."""
     store = AppStore(state_dir or default_state_dir())
     full = store.full_name(name)
     folder = store.code_dir(full)
@@ -100,10 +101,10 @@ def refuse(name: Hash, state_dir: StateDir = None) -> int:
 
 @apps.command(epilog="Example: atoll-worker apps accept 3f6c0a91d2e47b58")
 def accept(name: Hash, state_dir: StateDir = None) -> int:
-    """Allow this app's Python to run here from now on; any change to its files needs a new consent.
+    """Allow this app's Python code to run here from now on; any change to its files needs new consent.
 
-    Of a publisher (`ed25519:...`) instead: every app that it signs, changed or new, without a further
-    question. A running worker with --allow-apps that was asked for the app loads it at once.
+    Given a publisher (`ed25519:...`) instead, allow every app that it signs, changed or new, without further
+    questions. A running worker with --allow-apps that was asked for the app loads it at once.
     """
     folder = state_dir or default_state_dir()
     store = AppStore(folder)
@@ -119,7 +120,8 @@ def accept(name: Hash, state_dir: StateDir = None) -> int:
 
 @apps.command(epilog="Example: atoll-worker apps revoke 3f6c0a91d2e47b58")
 def revoke(name: Hash, state_dir: StateDir = None) -> int:
-    """Forbid this app, or what this publisher signs; where it runs, it is stopped. Its files are deleted."""
+    """Forbid this app, or all apps of this publisher, and stop those that are running. The files are
+    deleted."""
     folder = state_dir or default_state_dir()
     store = AppStore(folder)
     if name.startswith(SCHEME):

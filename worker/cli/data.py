@@ -38,11 +38,11 @@ class PolicyOptions:
         typer.Option(
             metavar="RULE",
             help="Jobs that may train: ask (each waits for `jobs accept`; default), any, owner:NAME, "
-            "graph:HASH; may repeat.",
+            "graph:HASH; may be repeated.",
         ),
     ] = None
     min_clients: Annotated[
-        int | None, typer.Option(metavar="N", help="Fewest updates in each round of a job.")
+        int | None, typer.Option(metavar="N", help="Minimum number of updates in each round of a job.")
     ] = None
     max_rounds: Annotated[
         int | None,
@@ -60,8 +60,8 @@ class PolicyOptions:
         typer.Option(
             "--allow-statistics",
             metavar="N",
-            help="Numbers about the data that a round may return beside the update, such as running "
-            "statistics.",
+            help="How many numbers about the data a round may return in addition to the update, such as "
+            "running statistics.",
         ),
     ] = None
     gateways: Annotated[
@@ -69,14 +69,16 @@ class PolicyOptions:
         typer.Option(
             "--gateway",
             metavar="WHO",
-            help="Who may see updates before they are summed: site (any gateway of the worker's site), none, "
-            "or a worker's id; may repeat.",
+            help="Who may see updates before they are summed: site (any gateway of the worker's site), "
+            "none, or a worker's id; may be repeated.",
         ),
     ] = None
     epsilon: Annotated[
         float | None,
         typer.Option(
-            metavar="E", help="Budget of single samples over all jobs, which must bound what they spend."
+            metavar="E",
+            help="Privacy budget (epsilon) of single samples over all jobs; each job must state what it "
+            "spends.",
         ),
     ] = None
 
@@ -109,17 +111,21 @@ def add(
         ),
     ] = None,
     schema_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The schema from a file, one field per line.")
+        Path | None, typer.Option(metavar="FILE", help="Read the schema from a file, one field per line.")
     ] = None,
     format_name: Annotated[
         str, typer.Option("--format", metavar="F", help="idx, safetensors, csv or text; default: detected.")
     ] = "",
     delimiter: Annotated[str, typer.Option(metavar="C", help="Separator of a CSV file's columns.")] = ",",
     no_header: Annotated[
-        bool, typer.Option("--no-header", help="The CSV file's first line is data; columns are 1, 2, ...")
+        bool,
+        typer.Option(
+            "--no-header",
+            help="The first line of the CSV file is data, not names; columns are called 1, 2, ...",
+        ),
     ] = False,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Replace an older data set of this name.")
+        bool, typer.Option("--replace", help="Replace an existing data set of this name.")
     ] = False,
     *,
     options: PolicyOptions,
@@ -128,9 +134,10 @@ def add(
 ) -> int:
     """Read a data set, check every value, and store it where this machine's worker trains on it.
 
-    Sources: safetensors, a tensor's name; IDX, a file's name in the folder; CSV, columns by name, range
-    (x1..x9), number (#3) or the rest (*); text, windows:LENGTH[,STRIDE], documents:LENGTH or document.
-    Without --accept each job that names the data set waits for `atoll-worker jobs accept`.
+    SOURCE for safetensors is the name of a tensor; for IDX the name of a file in the folder; for text
+    windows:LENGTH[,STRIDE], documents:LENGTH or document. For CSV it is columns by name, range (x1..x9),
+    number (#3) or the rest (*). Without --accept each job that names the data set waits for
+    `atoll-worker jobs accept`.
     """
     from worker.data.policy import UNSTATED
     from worker.data.registry import add_dataset
@@ -178,11 +185,11 @@ def list_command(state_dir: StateDir = None, json: AsJson = False) -> int:
 @data.command(epilog="Example: atoll-worker data show mnist --verify")
 def show(
     name: Name,
-    verify: Annotated[bool, typer.Option("--verify", help="Read all of it and compare its hashes.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read all of it and verify its hashes.")] = False,
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
-    """Show the stored facts of a data set, and those that others learn."""
+    """Show the stored facts about a data set, and those that others learn."""
     from worker.data.registry import load_dataset, verify_dataset
 
     folder = state_dir or default_state_dir()
@@ -220,14 +227,17 @@ def part(
     ] = "",
     seed: Annotated[int, typer.Option(help="Seed of the draw: hosts with the same data and seed agree.")] = 0,
     own_name: Annotated[
-        str, typer.Option("--as", metavar="CLIENT", help="One client, the data set's owner, of this name.")
+        str,
+        typer.Option(
+            "--as", metavar="CLIENT", help="Use a single client with this name, the owner of the data set."
+        ),
     ] = "",
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
-    """Let a data set speak for many clients, which this machine trains in turn.
+    """Let a data set stand for many clients, which this machine trains in turn.
 
-    A job sees each of them as a client of its own; what leaves is one sum over those that a round draws.
+    A job sees each of them as a separate client; only one sum over the clients drawn for a round leaves.
     """
     from worker.data.population import name_owner, part_dataset
 
@@ -255,10 +265,10 @@ def policy(
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
-    """Show a data set's policy, or change what is given of it; a running worker obeys at once.
+    """Show a data set's policy, or change the given parts of it; a running worker obeys at once.
 
-    The worker leaves a running job that the new policy does not accept. A changed bound on updates, or on
-    their norm and noise, counts from the next job, or the next time that this one is taken up.
+    The worker leaves a running job that the new policy does not accept. A changed limit on the number of
+    updates, their norm or noise applies from the next job, or the next time that this one is resumed.
     """
     from worker.cli.running import signal_consent_changed
     from worker.data.registry import load_dataset, set_policy

@@ -111,7 +111,7 @@ def install(
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
-    """Run this machine's worker as a service of this user: from now on, and after each login.
+    """Run this machine's worker as a service of this user, now and after each login.
 
     The machine has joined before, so the service needs no token. It is a systemd unit on Linux and a launchd
     agent on macOS; on Windows see the tutorial.

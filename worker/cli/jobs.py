@@ -69,7 +69,8 @@ def show(
 
 @jobs.command(epilog="Example: atoll-worker jobs accept digits-7")
 def accept(job: Job, state_dir: StateDir = None) -> int:
-    """Let a job train on this machine's data, under the terms shown; with other terms it asks again."""
+    """Let a job train on this machine's data under the terms shown; if the terms change, you are asked
+    again."""
     return _decide(job, Word.GIVEN, "", state_dir)
 
 
@@ -77,25 +78,25 @@ def accept(job: Job, state_dir: StateDir = None) -> int:
 def refuse(
     job: Job,
     reason: Annotated[
-        str, typer.Option(metavar="TEXT", help="Reason, shown to whoever submitted the job.")
+        str, typer.Option(metavar="TEXT", help="Reason, shown to the submitter of the job.")
     ] = "",
     state_dir: StateDir = None,
 ) -> int:
-    """Refuse a job, also one that is running: nothing more leaves for it, whatever terms it states later.
+    """Refuse a job, even one that is running: nothing more leaves for it, whatever terms it states later.
 
-    Other jobs of its graph or its submitter are accepted by no rule of the policy: each waits for you.
-    `jobs accept JOB` takes the refusal back.
+    Other jobs with the same graph or submitter are not accepted automatically by the policy: each waits for
+    you. `jobs accept JOB` revokes the refusal.
     """
     return _decide(job, Word.REFUSED, reason, state_dir)
 
 
 @jobs.command(epilog="Example: atoll-worker jobs log digits-7")
 def log(
-    job: Annotated[str, typer.Argument(metavar="[JOB]", help="Only of this job.")] = "",
+    job: Annotated[str, typer.Argument(metavar="[JOB]", help="Show only entries of this job.")] = "",
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
-    """Show what left this machine for federated jobs, the newest last: updates, numbers, facts of data."""
+    """Show what left this machine for federated jobs, newest last: updates, numbers, facts about data."""
     lines = [
         line for line in read_departures(state_dir or default_state_dir()) if not job or line["job"] == job
     ]

@@ -93,15 +93,15 @@ def join(
     apps: AppOptions,
     log: Annotated[
         bool,
-        typer.Option("--log", help="Print the log on a terminal too, instead of the view of what it does."),
+        typer.Option("--log", help="Print the log even on a terminal, instead of the live view."),
     ] = False,
     log_json: Annotated[bool, typer.Option("--log-json", help="Log one JSON object per line.")] = False,
 ) -> int:
-    """Join a coordinator's fleet and compute what it plans, within the limits given here.
+    """Join a coordinator's fleet and compute for it, within the limits given here.
 
     It runs tensor operations from an allow-list and no foreign code, unless --allow-apps and
-    `atoll-worker apps accept` permit an app. Settings are remembered; the token is exchanged for a
-    certificate once and not kept.
+    `atoll-worker apps accept` permit an app. Settings are remembered; the token is exchanged once for a
+    certificate and not stored.
     """
     config = configured(
         {
@@ -139,7 +139,8 @@ def leave(
         bool,
         typer.Option(
             "--forget",
-            help="Then remove all of the fleet from this machine: identity, settings, data sets, blobs.",
+            help="Then remove everything about the fleet from this machine: identity, settings, data "
+            "sets, blobs.",
         ),
     ] = False,
     state_dir: StateDir = None,
@@ -177,7 +178,7 @@ def status(
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
-    """Show which coordinator this machine joined, as whom, and whether a worker runs now."""
+    """Show which coordinator this machine joined, under which name, and whether a worker runs now."""
     from protos.credentials import Identity
     from worker.cli.running import running_process
 
@@ -228,15 +229,14 @@ def _given(config: WorkerConfig) -> str | None:
 @app.command(epilog="Example: atoll-worker credit --out receipt.json")
 def credit(
     to: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the signed receipt there.")
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Write the signed receipt to this file."),
     ] = None,
-    check: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Check such a file, without asking the coordinator.")
-    ] = None,
+    check: Annotated[Path | None, typer.Option(metavar="FILE", help="Verify such a file offline.")] = None,
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
-    """Show what this machine has given to which owners, as its coordinator has signed it."""
+    """Show what this machine has contributed to which owners, in a receipt signed by its coordinator."""
     from protos.credentials import Identity, authorities_in
     from protos.receipts import checked, read_receipt
     from worker.control.given import ask_receipt

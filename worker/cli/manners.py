@@ -40,51 +40,51 @@ def register(app: typer.Typer) -> None:
 def limits(
     cpu: Annotated[
         float | None,
-        typer.Option(metavar="PERCENT", help="Share of its compute threads' time (or the GPU's); 1 to 100."),
+        typer.Option(metavar="PERCENT", help="Percentage of its compute time, or the GPU's; 1 to 100."),
     ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Memory that the worker may take; 0: 85 % of what is free, for a stage."
+            metavar="SIZE", help="Total memory that it may take; 0: 85 % of what is free for a stage."
         ),
     ] = None,
     gpu_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="GPU memory that the worker may take; 0: as --memory.")
+        str | None, typer.Option(metavar="SIZE", help="GPU memory that it may take; 0: the same as --memory.")
     ] = None,
     upload_mbit: Annotated[
-        float | None, typer.Option(metavar="M", help="Rate of all that it sends; 0: unlimited.")
+        float | None, typer.Option(metavar="M", help="Maximum rate of everything it sends; 0: unlimited.")
     ] = None,
     download_mbit: Annotated[
-        float | None, typer.Option(metavar="M", help="Rate of all that it receives; 0: unlimited.")
+        float | None, typer.Option(metavar="M", help="Maximum rate of everything it receives; 0: unlimited.")
     ] = None,
     per_day: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Bytes a day, both ways; then it pauses. 0: unlimited."),
+        typer.Option(metavar="SIZE", help="Bytes per day, both directions; then it pauses. 0: unlimited."),
     ] = None,
     hours: Annotated[
         str | None,
-        typer.Option(metavar="H", help="Local hours in which it works, e.g. 22:00-08:00; '': all."),
+        typer.Option(metavar="H", help="Local hours in which it works, e.g. 22:00-08:00; '': always."),
     ] = None,
     on_battery: Annotated[
         str | None, typer.Option(metavar="run|pause", help="What it does on battery; default run.")
     ] = None,
     when_used: Annotated[
         str | None,
-        typer.Option(metavar="run|pause", help="What it does while somebody uses this machine; default run."),
+        typer.Option(metavar="run|pause", help="What it does while someone uses this machine; default run."),
     ] = None,
     idle_minutes: Annotated[
         float | None,
-        typer.Option(metavar="MIN", help="Minutes without input until nobody counts as using it; default 3."),
+        typer.Option(metavar="MIN", help="Minutes without input until this machine is unused; default 3."),
     ] = None,
     max_celsius: Annotated[
         float | None,
         typer.Option(metavar="C", help="Temperature of the hottest sensor at which it pauses; 0: never."),
     ] = None,
-    reset: Annotated[bool, typer.Option("--reset", help="All limits back to their defaults first.")] = False,
+    reset: Annotated[bool, typer.Option("--reset", help="First reset all limits to their defaults.")] = False,
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
-    """Show or set what this machine's worker may take, and when. A running worker obeys a change at once."""
+    """Show or set what this machine's worker may use, and when. A running worker obeys a change at once."""
     folder = state_dir or default_state_dir()
     given: dict[str, Any] = {
         "cpu_percent": cpu,
@@ -111,7 +111,7 @@ def limits(
 def pause(state_dir: StateDir = None, json: AsJson = False) -> int:
     """Pause this machine's worker: it leaves its job, frees memory and GPU, and stays a member of the fleet.
 
-    It stays paused, over restarts too, until `atoll-worker resume`.
+    It stays paused, even after restarts, until `atoll-worker resume`.
     """
     return _set_paused(state_dir, json, paused=True)
 

@@ -33,14 +33,15 @@ def add(
         Path,
         typer.Argument(metavar="FOLDER", help="A Hugging Face folder, or any folder or file of safetensors."),
     ],
-    name: Annotated[str, typer.Option(help="Its name in `model list`; default: the folder's.")] = "",
+    name: Annotated[str, typer.Option(help="Name in `model list`; default: that of the folder.")] = "",
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
-    """Copy a checkpoint's tensors to this worker's disk, where they stay until they are removed.
+    """Copy a checkpoint's tensors to this worker's disk, where they stay until you remove them.
 
-    A running worker tells its coordinator at once, by the SHA-256 of each tensor. An owner who may submit
-    jobs and knows the hash of a tensor can have its values: add what is public, or known to all of them.
+    A running worker reports the SHA-256 of each tensor to its coordinator at once. An owner who may submit
+    jobs and knows the hash of a tensor can obtain its values: add only weights that are public, or known to
+    all owners.
     """
     from worker.cli.running import signal_consent_changed
     from worker.data.weights import add_weights
@@ -61,7 +62,7 @@ def add(
 
 @model.command("list", epilog="Example: atoll-worker model list --json")
 def list_command(state_dir: StateDir = None, json: AsJson = False) -> int:
-    """List the weights that are kept on this machine."""
+    """List the weights that are stored on this machine."""
     from worker.data.weights import list_weights
 
     found = list_weights(state_dir or default_state_dir())

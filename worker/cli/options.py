@@ -16,7 +16,9 @@ from protos.app_bundle import parse_pairs
 
 StateDir = Annotated[
     Path | None,
-    typer.Option(help="Identity, settings, data, cached blobs; default ~/.local/state/atoll-worker."),
+    typer.Option(
+        help="Folder for identity, settings, data and cached blobs; default ~/.local/state/atoll-worker."
+    ),
 ]
 
 
@@ -29,7 +31,8 @@ class Joining:
     coordinator: Annotated[
         str | None,
         typer.Argument(
-            metavar="HOST:PORT", help="The coordinator; default: the token's, or the one joined last."
+            metavar="HOST:PORT",
+            help="Address of the coordinator; default: the one in the token, or the one joined last.",
         ),
     ] = None
     token: Annotated[
@@ -46,42 +49,46 @@ class Joining:
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Several devices, each a worker of its own: all (every GPU), or a list such as "
+            help="Several devices, each a separate worker: all (every GPU), or a list such as "
             "cuda:0,cuda:1 or cpu*2; + joins several into one worker.",
         ),
     ] = None
     threads: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Compute threads; default: one per physical core it may use."),
+        typer.Option(
+            metavar="N", help="Compute threads; default: one per physical core that the worker may use."
+        ),
     ] = None
     memory: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory that the worker as a whole may take, e.g. 4GiB: Atoll's own and a stage's; default: "
-            "for a stage 85 % of what is free.",
+            help="Total memory that the worker may take, e.g. 4GiB, for Atoll itself and a stage; "
+            "default: 85 % of the free memory for a stage.",
         ),
     ] = None
     stage_memory: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory that plans count on for a stage, by the planner's figures; no bound. Default: what "
-            "--memory leaves.",
+            help="Memory that plans assume for a stage, in the planner's figures; it enforces nothing. "
+            "Default: what --memory leaves.",
             hidden=True,
         ),
     ] = None
     listen: Annotated[
         str | None,
         typer.Option(
-            metavar="HOST:PORT", help="Address for peers; default 0.0.0.0, any free port.", hidden=True
+            metavar="HOST:PORT",
+            help="Address to listen on for peers; default 0.0.0.0, any free port.",
+            hidden=True,
         ),
     ] = None
     sandbox: Annotated[
         str | None,
         typer.Option(
             metavar="S",
-            help="Bubblewrap around what computes: auto (where it works; default), require or off.",
+            help="Bubblewrap around the compute process: auto (if it works; default), require or off.",
             hidden=True,
         ),
     ] = None
@@ -130,15 +137,18 @@ class Reach:
         list[str] | None,
         typer.Option(
             metavar="HOST[:PORT]",
-            help="Address of this machine for peers, behind a forwarded port; may repeat.",
+            help="Address under which peers reach this machine, for a forwarded port; may be repeated.",
         ),
     ] = None
     no_inbound: Annotated[
-        bool | None, typer.Option("--no-inbound", help="Accept no connections; open all of them from here.")
+        bool | None,
+        typer.Option("--no-inbound", help="Accept no connections: this machine opens all of them."),
     ] = None
     site: Annotated[
         str | None,
-        typer.Option(metavar="S", help="Common name of machines behind one router or uplink.", hidden=True),
+        typer.Option(
+            metavar="S", help="Name shared by machines behind the same router or uplink.", hidden=True
+        ),
     ] = None
 
     def given(self) -> dict[str, Any]:
@@ -159,13 +169,13 @@ class Limits:
     PANEL: ClassVar = "Limits"
 
     max_upload_mbit: Annotated[
-        float | None, typer.Option(metavar="M", help="Rate limit of checkpoint uploads; 0: unlimited.")
+        float | None, typer.Option(metavar="M", help="Rate limit for checkpoint uploads; 0: unlimited.")
     ] = None
     kept: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Disk limit of client state between federated rounds; default 20GiB.",
+            help="Disk limit for client state between federated rounds; default 20GiB.",
             hidden=True,
         ),
     ] = None
@@ -173,8 +183,9 @@ class Limits:
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Disk limit of what this worker's stage sent since the newest checkpoint, for whoever takes "
-            "over a neighbour; at most a quarter of what is free; default 1GiB; 0: none.",
+            help="Disk limit for the log of what this worker's stage sent since the newest checkpoint, "
+            "from which a neighbour's successor catches up; at most a quarter of the free space; "
+            "default 1GiB; 0: no log.",
             hidden=True,
         ),
     ] = None
@@ -182,8 +193,8 @@ class Limits:
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Disk limit of stages' checkpoints that this worker keeps while idle, to take one over "
-            "at once; at most a quarter of what is free; default 4GiB; 0: none.",
+            help="Disk limit for copies of stages that this worker stores while idle, so that it can take "
+            "over a stage at once; at most a quarter of the free space; default 4GiB; 0: none.",
             hidden=True,
         ),
     ] = None
@@ -191,25 +202,31 @@ class Limits:
         int | None,
         typer.Option(
             metavar="N",
-            help="Fewest own samples in each mean that leaves this machine; default 3.",
+            help="Minimum number of own samples in each mean that leaves this machine; default 3.",
             hidden=True,
         ),
     ] = None
     min_samples: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Fewest own samples behind a federated update; default 10.", hidden=True
+            metavar="N",
+            help="Minimum number of own samples behind a federated update; default 10.",
+            hidden=True,
         ),
     ] = None
     min_steps: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Fewest local steps behind a federated update; default 2.", hidden=True
+            metavar="N",
+            help="Minimum number of local steps behind a federated update; default 2.",
+            hidden=True,
         ),
     ] = None
     min_clients: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Fewest updates in a federated round; default 2.", hidden=True),
+        typer.Option(
+            metavar="N", help="Minimum number of updates in a federated round; default 2.", hidden=True
+        ),
     ] = None
 
     def given(self) -> dict[str, Any]:
@@ -237,7 +254,7 @@ class AppOptions:
         bool,
         typer.Option(
             "--apps-only",
-            help="Run only these apps: the process that computes jobs is not started, which saves 200 MB; "
+            help="Run only these apps: the compute process for jobs is not started, which saves 200 MB; "
             "not remembered.",
             hidden=True,
         ),
@@ -246,8 +263,8 @@ class AppOptions:
         list[str] | None,
         typer.Option(
             metavar="APP",
-            help="Accept an app until this worker ends: its hash, a publisher (ed25519:...), or `any` that "
-            "this coordinator's owners run, for machines of one's own; may repeat.",
+            help="Accept an app until this worker ends: its hash, a publisher (ed25519:...), or `any` "
+            "(every app of this coordinator's owners; only for your own machines); may be repeated.",
             hidden=True,
         ),
     ] = None
@@ -257,20 +274,22 @@ class AppOptions:
             min=1,
             max=10_000,
             metavar="N",
-            help="Maximum number of nodes that this machine runs in one run.",
+            help="Maximum number of nodes on this machine in one run.",
             hidden=True,
         ),
     ] = None
     app_env: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Let apps see this environment variable; may repeat.", hidden=True),
+        typer.Option(
+            metavar="NAME", help="Let apps see this environment variable; may be repeated.", hidden=True
+        ),
     ] = None
     app_packages: Annotated[
         str | None,
         typer.Option(
             metavar="SOURCE",
             help="Install packages that accepted apps bring, from a folder of wheels (/srv/wheels) or an "
-            "index (https://HOST/simple); default, and '': install none.",
+            "index (https://HOST/simple); '' (default): install none.",
             hidden=True,
         ),
     ] = None

@@ -282,14 +282,19 @@ def _number(text: str) -> float:
 
 
 _KINDS: dict[str, Kind] = {
-    "scale": Kind(_scale, "scale:FACTOR", "x * FACTOR, which may be a fraction: 1/255", 1, 1),
+    "scale": Kind(_scale, "scale:FACTOR", "x * FACTOR, which may be a fraction such as 1/255", 1, 1),
     "normalise": Kind(
         _normalise, "normalise:MEAN,STD", "(x - MEAN) / STD; several by blanks: one a channel", 2, 2
     ),
     "clip": Kind(_clip, "clip:LOW,HIGH", "x held between the two", 2, 2),
-    "reshape": Kind(_reshape, "reshape:SIZES", "each sample in this shape", 1, MAX_RANK, whole=True),
+    "reshape": Kind(_reshape, "reshape:SIZES", "each sample reshaped to this shape", 1, MAX_RANK, whole=True),
     "transpose": Kind(
-        _transpose, "transpose:AXES", "a sample's axes, from 0, in this order", 1, MAX_RANK, whole=True
+        _transpose,
+        "transpose:AXES",
+        "the axes of a sample, numbered from 0, in this order",
+        1,
+        MAX_RANK,
+        whole=True,
     ),
     "crop": Kind(
         _crop, "crop:LENGTH[,START]", "that much of a sample's first axis, from START", 1, 2, whole=True

@@ -1,1 +1,1 @@
-"""Manners: what this machine's owner lets a guest take, in one settings file, and how that is held."""
+"""Manners: what this machine's owner lets a guest use, in one settings file, and how that is enforced."""

@@ -45,8 +45,8 @@ def dev(
         str,
         typer.Option(
             metavar="SIZE",
-            help="Memory that plans count on for a worker's stage, such as 10MiB, to see a model cut that "
-            "fits none; default: what is free.",
+            help="Memory that plans assume for a worker's stage, such as 10MiB, to try a model that fits "
+            "on no single worker; default: the free memory.",
         ),
     ] = "",
     device: Annotated[
@@ -57,26 +57,27 @@ def dev(
         typer.Option("--output", "-o", metavar="FILE", help="Export the weights to this file at the end."),
     ] = None,
     keep: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep logs and state in this folder; default: none.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep logs and state in this folder; default: they are deleted."),
     ] = None,
     page: Annotated[
         bool,
         typer.Option(
-            "--page/--no-page", help="Serve the web page too, where the extra `dashboard` is installed."
+            "--page/--no-page", help="Also serve the web page, if the extra `dashboard` is installed."
         ),
     ] = True,
     stay: Annotated[
         bool | None,
         typer.Option(
             "--stay/--end",
-            help="Stay after the job's end until Ctrl+C; default: on a terminal, where there is a page.",
+            help="Keep running after the job's end until Ctrl+C; default: if there is a terminal and a page.",
         ),
     ] = None,
     *,
     options: PlanOptions,
     json: AsJson = False,
 ) -> None:
-    """Train a job with a coordinator and workers of this machine's own; all of it ends with this command.
+    """Train a job with its own coordinator and workers on this machine; all of them end with this command.
 
     The same job file trains on a fleet with `atoll submit`. A federated job needs data for its workers: give
     `Registered(stand_in=...)` in the job file.

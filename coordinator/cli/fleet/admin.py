@@ -44,7 +44,7 @@ Policy = Annotated[str, typer.Option(help="Which job gets workers first: srsf, s
 MostJobs = Annotated[
     int,
     typer.Option(
-        min=1, max=1000, help="Maximum number of jobs that train at once, federated ones not counted."
+        min=1, max=1000, help="Maximum number of jobs that train at once, not counting federated ones."
     ),
 ]
 
@@ -64,14 +64,14 @@ def serve(
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address to listen on.")] = "0.0.0.0:7700",
     advertise: Annotated[str, typer.Option(help="Address in the join command.")] = "",
     work_port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port for joined workers; default: the next one.")
+        int, typer.Option(min=0, max=65535, help="Port for joined workers; default: the next port.")
     ] = 0,
     state_dir: StateDir = None,
     metrics: Annotated[
         str,
         typer.Option(
             metavar="[HOST:]PORT",
-            help="Serve Prometheus metrics there, without TLS or token; HOST defaults to 127.0.0.1.",
+            help="Address for Prometheus metrics, without TLS or token; HOST defaults to 127.0.0.1.",
         ),
     ] = "",
     max_workers: Annotated[
@@ -86,11 +86,11 @@ def serve(
     blobs: Annotated[
         str,
         typer.Option(
-            metavar="URL", help="Folder of the blobs, or s3://BUCKET/PREFIX; default: in the state folder."
+            metavar="URL", help="Folder for the blobs, or s3://BUCKET/PREFIX; default: in the state folder."
         ),
     ] = "",
     blob_quota: Annotated[
-        str, typer.Option(metavar="SIZE", help="Disk limit of models, data and checkpoints.")
+        str, typer.Option(metavar="SIZE", help="Disk limit for models, data and checkpoints.")
     ] = "512GiB",
     policy: Policy = "srsf",
     concurrent_jobs: MostJobs = 16,
@@ -100,7 +100,7 @@ def serve(
     relays: RelayOptions,
     tokens: TokenCopies,
 ) -> None:
-    """Run the coordinator until it is interrupted; prints the command with which workers join."""
+    """Run the coordinator until it is interrupted, and print the command with which workers join."""
     from coordinator.config import CoordinatorConfig
     from coordinator.server import serve_forever
 
@@ -178,30 +178,35 @@ def dashboard(
     ] = "127.0.0.1:7780",
     tls: Annotated[
         tuple[str, str] | None,
-        typer.Option(metavar="CERTIFICATE KEY", help="PEM files of a certificate that browsers know."),
+        typer.Option(metavar="CERTIFICATE KEY", help="PEM files of a certificate that browsers trust."),
     ] = None,
     behind_proxy: Annotated[
         bool,
-        typer.Option("--behind-proxy", help="Another program ends TLS in front of it; needs --name."),
+        typer.Option("--behind-proxy", help="Another program in front of it terminates TLS; needs --name."),
     ] = False,
     published: Annotated[
         str,
         typer.Option(
-            metavar="HOST:PORT", help="In a container: the loopback port of the host that leads here."
+            metavar="HOST:PORT", help="In a container: the host's loopback port that is forwarded to it."
         ),
     ] = "",
     names: Annotated[
         list[str] | None,
-        typer.Option("--name", metavar="HOST", help="Name by which browsers reach the page; may repeat."),
+        typer.Option(
+            "--name", metavar="HOST", help="Name under which browsers reach the page; may be repeated."
+        ),
     ] = None,
     public: Annotated[
         bool,
-        typer.Option("--public", help="For everybody, without a key: progress, losses, counts and totals."),
+        typer.Option(
+            "--public", help="Serve a page for everyone, without a key: progress, losses, counts and totals."
+        ),
     ] = False,
     *,
     common: Common,
 ) -> None:
-    """Serve a read-only web page of the fleet and its jobs, and print its address with the key."""
+    """Serve a read-only web page of the fleet and its jobs, and print its address, which contains the access
+    key."""
     from coordinator.dashboard.access import Keys, listening
     from coordinator.dashboard.app import Settings, serve_page
 
@@ -227,7 +232,7 @@ def kick(
     *,
     common: Common,
 ) -> None:
-    """Remove a worker at once; its stage is moved as after a loss."""
+    """Remove a worker at once; its stage moves to another worker as after a loss."""
     with common.client() as client:
         known = client.status().workers
         found = [w.worker for w in known if worker in (w.worker, w.name)]
@@ -244,11 +249,11 @@ def kick(
 @worker_app.command("forget", epilog="Example: atoll worker forget w-7f3a2c9e05b1d846")
 @with_groups
 def worker_forget(
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Id, or a name that one worker has.")],
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Id, or a name that only one worker has.")],
     common: Common,
 ) -> None:
     """Forget a worker that will not come back: its certificate is no longer accepted, and it does not count
-    towards --max-workers. To come back it joins with a token, as a new worker."""
+    towards --max-workers. To return, it must join with a token as a new worker."""
     with common.client() as client:
         client.forget(worker)
     if common.json:
@@ -272,8 +277,8 @@ def token_create(
         bool,
         typer.Option(
             "--long",
-            help="Print the long form, which holds the authority's certificate: for workers behind a proxy, "
-            "and for those of older versions.",
+            help="Print the long form, which contains the authority's certificate: for workers behind a "
+            "proxy or with an older version.",
         ),
     ] = False,
     *,

@@ -33,8 +33,8 @@ def register(app: typer.Typer) -> None:
 @authority_app.command("show", epilog="Example: atoll ca show --json | jq .behind")
 @with_groups
 def show(common: Common) -> None:
-    """Show the authorities that are trusted now, until when, and which workers have no certificate of the
-    newest."""
+    """Show the certificate authorities that are trusted now and until when, and the workers that have no
+    certificate from the newest."""
     with common.client() as client:
         found = client.authorities()
     _print(found, json=common.json)
@@ -47,14 +47,14 @@ def rotate(
         str,
         typer.Option(
             metavar="TIME",
-            help="Trust both authorities for so long, such as 12h or 60d; 0s: the new one alone, at once.",
+            help="How long both authorities are trusted, such as 12h or 60d; 0s: only the new one, at once.",
         ),
     ] = DEFAULT_OVERLAP,
     *,
     common: Common,
 ) -> None:
-    """Make a new certificate authority. Workers that connect during the overlap get certificates of it by
-    themselves; those that do not join again with a token."""
+    """Make a new certificate authority. Workers that connect during the overlap get new certificates
+    automatically; all others must join again with a token."""
     overlap_s = parse_duration(overlap)
     with common.client() as client:
         found = client.rotate_authority(overlap_s)
@@ -65,7 +65,10 @@ def rotate(
 @with_groups
 def drop(
     anyway: Annotated[
-        bool, typer.Option("--anyway", help="Even though workers hold no certificate of the new one yet.")
+        bool,
+        typer.Option(
+            "--anyway", help="Do it even if some workers have no certificate from the new authority yet."
+        ),
     ] = False,
     *,
     common: Common,
@@ -79,8 +82,8 @@ def drop(
 @authority_app.command("token", epilog="Example: atoll ca token --token-file owner.token > new.token")
 @with_groups
 def token(common: Common) -> None:
-    """Print the owner's token that was given, naming the authorities that are trusted now: the same secret,
-    for owners on other machines."""
+    """Print the given owner's token again with the authorities that are trusted now: the same secret, for
+    owners on other machines."""
     with common.client() as client:
         given, found = client.endpoint.token, client.authorities()
     if given is None:

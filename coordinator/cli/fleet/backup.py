@@ -19,10 +19,10 @@ def register(app: typer.Typer) -> None:
 
 
 def backup(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to; new or empty.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Destination folder, new or empty.")],
     state_dir: StateDir = None,
     blobs: Annotated[
-        str, typer.Option(metavar="URL", help="Where blobs are, as given to `atoll serve`.")
+        str, typer.Option(metavar="URL", help="Location of the blobs, as given to `atoll serve`.")
     ] = "",
     json: AsJson = False,
 ) -> None:

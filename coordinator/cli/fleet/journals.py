@@ -34,9 +34,10 @@ def register(app: typer.Typer) -> None:
 
 @journal_app.command("check", epilog="Example: atoll journal check --json | jq .damaged")
 def journal_check(state_dir: StateDir = None, database: Database = "", json: AsJson = False) -> int:
-    """Read the whole journal and say what it holds and what is damaged. Exit code 9 when a start would fail.
+    """Read the whole journal and report what it holds and what is damaged. Exit code 9 if a coordinator could
+    not start from it.
 
-    Changes nothing, and may be run beside the coordinator.
+    It changes nothing, and may be run while the coordinator runs.
     """
     from coordinator.services.recovery import check
     from coordinator.storage.journal import StoredJournal
@@ -75,9 +76,9 @@ def journal_cut(
     database: Database = "",
     json: AsJson = False,
 ) -> None:
-    """Drop a record and all that follow it from the journal; a file in the state folder keeps them.
+    """Drop a record and all later ones from the journal; they are saved to a file in the state folder.
 
-    The coordinator must not run meanwhile. Jobs go back to where they stood before that record.
+    Stop the coordinator first. Jobs return to their state before that record.
     """
     from coordinator.storage.journal import Journal
 

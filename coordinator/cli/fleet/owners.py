@@ -32,11 +32,12 @@ def register(app: typer.Typer) -> None:
 
 @with_groups
 def credit(
-    days: Annotated[int, typer.Option(min=1, max=400, help="Newest days shown.")] = 30,
+    days: Annotated[int, typer.Option(min=1, max=400, help="Number of most recent days to show.")] = 30,
     *,
     common: Common,
 ) -> None:
-    """Show what each worker has given to whose jobs, by UTC day: useful, discarded, and not stored yet."""
+    """Show what each worker has contributed to which owner's jobs, by UTC day: useful, discarded and not yet
+    stored steps."""
     with common.client() as client:
         found = client.credits(time.time() - (days - 1) * 86_400.0)
     if common.json:
@@ -66,24 +67,24 @@ def credit(
 def create(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the owner, as data owners see it.")],
     role: Annotated[
-        str, typer.Option(help="watch, submit (and watch), or administer (all of it).")
+        str, typer.Option(help="watch, submit (includes watch), or administer (everything).")
     ] = "submit",
     max_workers: Annotated[
-        int, typer.Option(min=0, help="Most workers of this owner's jobs at once; 0: as many as there are.")
+        int, typer.Option(min=0, help="Maximum number of workers for this owner's jobs at once; 0: no limit.")
     ] = 0,
     max_jobs: Annotated[
-        int, typer.Option(min=0, help="Most of this owner's jobs at once; 0: any number.")
+        int, typer.Option(min=0, help="Maximum number of this owner's jobs at once; 0: no limit.")
     ] = 0,
     weight: Annotated[
         float,
         typer.Option(
-            min=0.001, max=1000.0, help="Weight of its share of the fleet, where the policy is `shares`."
+            min=0.001, max=1000.0, help="Weight of its share of the fleet under the policy `shares`."
         ),
     ] = 1.0,
     *,
     common: Common,
 ) -> None:
-    """Create a token of its own for another owner, and print it once."""
+    """Create a separate token for another owner, and print it once."""
     with common.client() as client:
         reply = client.create_owner(name, role, workers=max_workers, jobs=max_jobs, weight=weight)
     if common.json:
@@ -122,7 +123,8 @@ def revoke(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name, as `atoll owner list` shows it.")],
     common: Common,
 ) -> None:
-    """End an owner's rights at once; its jobs stay, and who may administer can cancel them."""
+    """Revoke an owner's rights at once. Its jobs stay, and an owner with the role `administer` can cancel
+    them."""
     with common.client() as client:
         client.revoke_owner(name)
     if common.json:
@@ -133,8 +135,8 @@ def revoke(
 
 @owner_app.command("log", epilog="Example: atoll owner log --json")
 def log(state_dir: StateDir = None, json: AsJson = False) -> None:
-    """Show what owners did on this machine's coordinator, the newest last: submitted, cancelled, exported,
-    kicked, created and revoked."""
+    """Show what owners did on this machine's coordinator, newest last: submit, cancel, export, kick, create
+    and revoke."""
     lines = list(read_log((state_dir or default_state_dir()) / AUDIT))
     if json:
         for line in lines:

@@ -28,10 +28,10 @@ KEY_VARIABLE = "ATOLL_RELAY_KEY"
 OWN_DESCRIPTORS = 32  # of a relay's process: the listener, metrics, logs
 
 Mbit = Annotated[
-    float, typer.Option(min=0.0, help="Most that passes it, Mbit/s, both directions; 0: unlimited.")
+    float, typer.Option(min=0.0, help="Maximum rate in Mbit/s, both directions together; 0: unlimited.")
 ]
 GibADay = Annotated[
-    float, typer.Option("--gib-a-day", min=0.0, help="Most that passes it in 24 hours; 0: unlimited.")
+    float, typer.Option("--gib-a-day", min=0.0, help="Maximum traffic in 24 hours; 0: unlimited.")
 ]
 
 
@@ -51,16 +51,18 @@ class RelayOptions:
     no_relay: Annotated[bool, typer.Option("--no-relay", help="Run no relay here.")] = False
     relay: Annotated[
         list[str] | None,
-        typer.Option(metavar="HOST:PORT", help="A relay that runs elsewhere (`atoll relay`); may repeat."),
+        typer.Option(
+            metavar="HOST:PORT", help="A relay that runs elsewhere (`atoll relay`); may be repeated."
+        ),
     ] = None
     relay_mbit: Annotated[
         float,
         typer.Option(
-            min=0.0, help="Most that its own relay passes, Mbit/s; plans count on it. 0: unlimited."
+            min=0.0, help="Maximum rate of its own relay in Mbit/s, which plans assume. 0: unlimited."
         ),
     ] = 0.0
     relay_gib_a_day: Annotated[
-        float, typer.Option(min=0.0, help="Most that its own relay passes in 24 hours; 0: unlimited.")
+        float, typer.Option(min=0.0, help="Maximum traffic of its own relay in 24 hours; 0: unlimited.")
     ] = 0.0
 
     def relaying(self, *, insecure: bool) -> Relaying:
@@ -92,12 +94,13 @@ def relay(
     metrics: Annotated[
         str,
         typer.Option(
-            metavar="[HOST:]PORT", help="Serve Prometheus metrics there; HOST defaults to 127.0.0.1."
+            metavar="[HOST:]PORT",
+            help="Serve Prometheus metrics at this address; HOST defaults to 127.0.0.1.",
         ),
     ] = "",
     json: AsJson = False,
 ) -> None:
-    """Join workers that cannot dial each other, on any public host; passes only sealed bytes."""
+    """Connect workers that cannot dial each other, from any public host; it passes only encrypted bytes."""
     host, port = parse_address(listen, RELAY_PORT)
     limits = RelayLimits(rate_bytes_per_s=mbit * 125_000 or math.inf, day_bytes=gib_a_day * GIB or math.inf)
     where = metrics_address(metrics)

@@ -43,7 +43,7 @@ RunConfig = Annotated[
 ]
 FederationConfig = Annotated[
     list[str] | None,
-    typer.Option(metavar="K=V", help="As `flwr run` takes it: 'num-supernodes=10' is --nodes 10."),
+    typer.Option(metavar="K=V", help="Same as for `flwr run`: 'num-supernodes=10' means --nodes 10."),
 ]
 Packages = Annotated[
     str,
@@ -95,10 +95,11 @@ def run(
 
 
 @flower.command(epilog="Example: atoll flower key lab.key")
-def key(file: Annotated[Path, typer.Argument(metavar="FILE", help="Where the new key goes.")]) -> int:
-    """Make a publisher's key; prints what workers' owners may accept instead of every version of an app.
+def key(file: Annotated[Path, typer.Argument(metavar="FILE", help="File for the new key.")]) -> int:
+    """Make a publisher's key, and print the publisher id that owners of workers can accept instead of every
+    version of an app.
 
-    Whoever has the file can have Python run on their machines: keep it as a password is kept.
+    Anyone with this file can run Python code on their machines: protect it like a password.
     """
     out.print(app_signing.make_key(file), soft_wrap=True)
     return 0
@@ -107,12 +108,17 @@ def key(file: Annotated[Path, typer.Argument(metavar="FILE", help="Where the new
 @flower.command(epilog="Example: atoll flower packages ./wheels >> my_app/pyproject.toml")
 def packages(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Wheels, as `pip download --only-binary :all: -d DIR` gets.")
+        Path,
+        typer.Argument(
+            metavar="DIR", help="Folder of wheels, such as from `pip download --only-binary :all: -d DIR`."
+        ),
     ],
 ) -> int:
-    """Print the [tool.atoll.packages] of an app that brings these wheels: exact versions and hashes.
+    """Print the [tool.atoll.packages] table, with exact versions and hashes, for an app that brings these
+    wheels.
 
-    Wheels of several platforms may lie there. A package that Atoll has itself (numpy, torch) is left out.
+    The folder may hold wheels for several platforms. Packages that Atoll itself has (numpy, torch) are left
+    out.
     """
     out.print(table_of(folder), soft_wrap=True, markup=False, end="")
     return 0
@@ -135,10 +141,10 @@ def simulate(
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
-    """Run a Flower app on this machine alone, its nodes in turn on a few workers, without Ray.
+    """Run a Flower app on this one machine without Ray: a few workers take turns running its nodes.
 
-    Starts a coordinator and workers on loopback and ends them with the run; nothing of them stays. Every
-    node has a partition-id and a Context.state of its own, as under `flwr run` with a simulation.
+    It starts a coordinator and workers on loopback and ends them with the run; nothing remains. Every node
+    has its own partition-id and Context.state, as with `flwr run` in a simulation.
     """
     wish = _wish(folder, _nodes(nodes, federation_config) or SIMULATED, run_config, log, packages)
     if detach:

@@ -33,7 +33,7 @@ PROCESS = "coordinator.cli.flower.process"
 HERE = "this machine"
 Detach = Annotated[
     bool,
-    typer.Option("--detach", help="Let it run without this terminal: `atoll flower list`, `logs`, `stop`."),
+    typer.Option("--detach", help="Detach from this terminal: `atoll flower list`, `logs`, `stop`."),
 ]
 RunName = Annotated[
     str, typer.Argument(metavar="RUN", help="Id, as `atoll flower list` shows it, or its first digits.")
@@ -112,7 +112,7 @@ def _begun(found: Detached, wait_s: float) -> bool:
 def show_runs(*, common: Common) -> int:
     """List the runs that were detached on this machine, and those that are open on the coordinator.
 
-    Without a coordinator, or one that does not answer, only the former.
+    If no coordinator answers, only the former are listed.
     """
     found = detached.runs(common.state_dir or default_state_dir())
     known, others = {record.run for record in found}, []
@@ -161,7 +161,7 @@ def logs(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="Id, as `atoll flower list` shows it; default: the newest.")
     ] = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay until the run has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait until the run has ended.")] = False,
     state_dir: StateDir = None,
 ) -> int:
     """Show what a detached run printed: rounds, metrics, and the ServerApp's own output."""

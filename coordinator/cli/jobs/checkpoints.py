@@ -49,7 +49,7 @@ def register(app: typer.Typer) -> None:
 @checkpoints.command("list", epilog="Example: atoll checkpoints list j-1   (or: atoll checkpoints j-1)")
 @with_groups
 def list_(job: JobName, common: Common) -> None:
-    """List a job's kept checkpoints, oldest first: step, when, bytes, and whether each can be loaded."""
+    """List a job's checkpoints, oldest first: step, time, bytes, and whether each can be loaded."""
     with common.client() as client:
         _show(job, client.checkpoints(job), common.json)
 
@@ -62,7 +62,7 @@ def verify(
     *,
     common: Common,
 ) -> None:
-    """Read checkpoints to the last byte and compare hashes and headers. Exit code 9 when one is torn."""
+    """Read checkpoints completely and verify hashes and headers. Exit code 9 if one is damaged."""
     with common.client() as client:
         found = client.checkpoints(job, verify=True, step=step)
     _show(job, found, common.json)
@@ -77,15 +77,20 @@ def verify(
 @with_groups
 def restore(
     job: JobName,
-    step: Annotated[int, typer.Option(min=0, help="Checkpoint to go on from, as in `atoll checkpoints`.")],
+    step: Annotated[
+        int, typer.Option(min=0, help="Checkpoint to continue from, as listed by `atoll checkpoints`.")
+    ],
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Steps in all, those before the checkpoint too; default: the job's own."),
+        typer.Option(
+            min=1,
+            help="Total number of steps, including those before the checkpoint; default: as in the old job.",
+        ),
     ] = None,
     *,
     common: Common,
 ) -> None:
-    """Start a new job from a checkpoint, on whatever workers are there now; the old job stays as it is."""
+    """Start a new job from a checkpoint on the workers that are now available; the old job stays as it is."""
     with common.client() as client:
         reply = client.restore(job, step, steps)
     if common.json:

@@ -73,7 +73,7 @@ def plan(
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Also draw the plan.")] = None,
     memory: Annotated[
-        bool, typer.Option("--memory", help="Also show each device's memory by what takes it.")
+        bool, typer.Option("--memory", help="Also show what takes up the memory of each device.")
     ] = False,
     *,
     options: PlanOptions,
@@ -81,8 +81,8 @@ def plan(
 ) -> None:
     """Show the plan of a job, without running it: stages, devices, step time, bottleneck, bytes, memory.
 
-    With --fleet also which way wins: one pipeline, replicas, data parallelism; with --exchange also local
-    steps or gossip.
+    With --fleet, also compare ways to train: one pipeline, replicas, data parallelism; with --exchange also
+    local steps or gossip.
     """
     ways: Sequence[Way] = ()
     request: PlanRequest | None = None
@@ -206,17 +206,21 @@ def watch(
     loggers: Annotated[
         list[str] | None,
         typer.Option(
-            "--logger", metavar="NAME",
-            help="Pass the figures on too: wandb, mlflow, trackio, tensorboard, or another plug-in's name.",
+            "--logger",
+            metavar="NAME",
+            help="Also pass the figures to wandb, mlflow, trackio, tensorboard, or another plug-in.",
         ),
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="On a terminal, show every stage, link and client, not ten lines.")
+        bool,
+        typer.Option(
+            "--all", help="On a terminal, show every stage, link and client instead of at most ten lines."
+        ),
     ] = False,
     *,
     common: Common,
-) -> None:  # fmt: skip
-    """Show a job live until it ends: loss, speed, ETA, stages and links. Exit code 8 when it fails."""
+) -> None:
+    """Show a job live until it ends: loss, speed, ETA, stages and links. Exit code 8 if it fails."""
     with common.client() as client:
         if not loggers:
             follow(client, job, common.json, everything=everything)
@@ -310,7 +314,7 @@ def logs(
     *,
     common: Common,
 ) -> None:
-    """Print the log of a job, the coordinator's lines and its workers'."""
+    """Print the log of a job: lines of the coordinator and of its workers."""
     with common.client() as client:
         names = {} if common.json else {w.worker: w.name for w in client.status().workers}
         for line in client.logs(job, follow=follow):
@@ -354,8 +358,8 @@ def forget(
     ],
     common: Common,
 ) -> None:
-    """Delete jobs that have ended: their checkpoints, figures and logs, and what no other job needs of their
-    models and data. They cannot be exported or resumed any more."""
+    """Delete jobs that have ended: their checkpoints, figures and logs, and those models and data that no
+    other job needs. They can no longer be exported or resumed."""
     with common.client() as client:
         client.forget_jobs(jobs)
     if common.json:
@@ -371,7 +375,7 @@ def export(
         Path | None,
         typer.Option(
             "--output", "-o", metavar="PATH",
-            help="Where to write; default: model.safetensors, a folder of the job's name for other formats.",
+            help="Output file; default: model.safetensors; for other formats a folder named after the job.",
         ),
     ] = None,
     form: Annotated[
@@ -386,7 +390,7 @@ def export(
         Path | None,
         typer.Option(
             "--job-file", metavar="JOBFILE",
-            help="The file that was submitted, whose module writes a folder: needed for hf and peft.",
+            help="The submitted job file, whose module writes the folder; needed for hf and peft.",
         ),
     ] = None,
     sets: Annotated[
@@ -396,15 +400,16 @@ def export(
         str,
         typer.Option(
             metavar="N|best",
-            help="Step of a checkpoint that `atoll checkpoints JOB` lists, or best: the one nearest to the "
-            "best held-out loss. Default: the newest.",
+            help="Checkpoint to export: a step that `atoll checkpoints JOB` lists, or best, the one "
+            "nearest to the best held-out loss. Default: the newest.",
         ),
     ] = "",
     *,
     trace: Trace = False,
     common: Common,
 ) -> None:  # fmt: skip
-    """Write the newest weights under the module's own names, or as transformers or peft reads them."""
+    """Write the newest weights under the module's own names, or in a form that transformers or peft can
+    read."""
     from coordinator.client.export import Format
 
     if form not in {known.value for known in Format}:
@@ -459,12 +464,12 @@ def metrics(
     job: JobName,
     output: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Where to write; default: standard output."),
+        typer.Option("--out", "-o", metavar="FILE", help="Output file; default: standard output."),
     ] = None,
     *,
     common: Common,
 ) -> None:
-    """Print a job's metrics as CSV: every loss, step time and evaluation, and which were rolled back."""
+    """Print a job's metrics as CSV: every loss, step time and evaluation, and whether it was rolled back."""
     from coordinator.client.metrics_csv import marked
 
     with common.client() as client:
@@ -493,7 +498,7 @@ def trace(
         str,
         typer.Option(
             metavar="URL",
-            help="Send it to a collector of OpenTelemetry instead, such as http://localhost:4318/v1/traces.",
+            help="Send it to an OpenTelemetry collector instead, such as http://localhost:4318/v1/traces.",
         ),
     ] = "",
     *,

@@ -55,11 +55,13 @@ def submit(
         typer.Option(
             "--for",
             metavar="TIME",
-            help="Train as many steps as the plan predicts for this time, such as 20m or 2h, but at "
-            "least --steps.",
+            help="Train for the number of steps that the plan predicts for this time, such as 20m or 2h, "
+            "but at least --steps.",
         ),
     ] = "",
-    name: Annotated[str | None, typer.Option(help="Name of the job; default: the job file's own.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the job; default: the one in the job file.")
+    ] = None,
     resume: Annotated[
         str, typer.Option(metavar="JOB", help="Continue from the last checkpoint of this job.")
     ] = "",
@@ -68,7 +70,7 @@ def submit(
         typer.Option(
             min=0,
             metavar="N",
-            help="Wait for this many idle workers; default: plan with those that are there.",
+            help="Wait for this many idle workers; default: plan with those that are available.",
         ),
     ] = 0,
     from_workers: FromWorkers = None,
@@ -82,11 +84,12 @@ def submit(
         str,
         typer.Option(
             metavar="TIME",
-            help="Time until the result is needed, such as 12h; it goes before others when time is short.",
+            help="Time until the result is needed, such as 12h; the job gets precedence over others when "
+            "time is short.",
         ),
     ] = "",
     watch: Annotated[
-        bool, typer.Option("--watch/--detach", help="Stay and show progress; default: detach.")
+        bool, typer.Option("--watch/--detach", help="Stay attached and show progress; default: detach.")
     ] = False,
     *,
     options: PlanOptions,
