@@ -17,7 +17,7 @@ BENCHMARKS := adaptive_compression asynchronous boundaries chaos checkpoint_delt
 # One compute thread each: several processes share the machine, and results repeat exactly. And bytecode is kept, for
 # pytest compiles every test again otherwise, with what its asserts show.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
-# So many processes, forked once the tests are collected, run the default tests; 0: pytest's own alone.
+# So many processes run the default tests, a file at a time each; 0: none but pytest's own.
 TEST_PROCESSES ?= 3
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 # One wing's tests, of each package that has a wing of this name: make test WING=planning, or WING=worker/links.
@@ -89,7 +89,7 @@ folders:
 	@test -n "$(FOLDERS)" || { echo "no folder tests/*/$(WING); the wings are: $(WINGS)"; exit 1; }
 
 test: folders packages $(STAMP)
-	$(PYTEST) -p tests.forked --processes $(TEST_PROCESSES) -m "not slow and not gpu" $(FOLDERS)
+	$(PYTEST) -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" $(FOLDERS)
 
 test-all: folders packages $(STAMP)
 	$(PYTEST) $(FOLDERS)

@@ -1,8 +1,8 @@
 """CPU seconds of each test file, with what it imports and the processes that it starts.
 
 ``python -m pytest -p tests.cpu_seconds PATHS`` prints the files that take the most. A busy machine stretches
-wall time at will and CPU time far less, so these are the figures to compare before and after a change; of
-tests in processes of their own (``tests.forked``) it would know nothing.
+wall time at will and CPU time far less, so these are the figures to compare before and after a change; under
+``-n`` they would be those of other processes, so it counts without.
 """
 
 from __future__ import annotations
