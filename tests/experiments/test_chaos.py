@@ -135,12 +135,12 @@ def test_an_undisturbed_job_keeps_its_promises_and_shows_nothing_of_notices() ->
 def test_each_step_is_to_be_committed_once(facts: Sequence[Fact], once: bool, kept: bool) -> None:
     found = seen(trained(facts))
     assert verdict(found, "committed once").held is once
-    assert verdict(found, "taken back").held is kept
+    assert verdict(found, "reverted").held is kept
 
 
 def test_without_a_journal_nothing_is_said_of_commits() -> None:
     unread = replace(seen(trained([])), journal=False)
-    for name in ("committed once", "taken back"):
+    for name in ("committed once", "reverted"):
         assert verdict(unread, name).held is None
         assert "journal" in verdict(unread, name).words
     assert held(judged(unread))

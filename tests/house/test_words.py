@@ -159,7 +159,7 @@ def test_a_draw_has_pages_helps_and_cells_of_prose() -> None:
         "SECURITY.md",
         "docs/cli.md",
         "atoll dev local_steps",
-        "atoll-worker join memory",
+        "atoll-worker join min_batch",
     } <= where
     assert cells("| a name | 2.5 s |\n|---|---|\n| its meaning in some words | `x` |") == [
         "its meaning in some words"
