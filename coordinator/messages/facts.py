@@ -488,6 +488,9 @@ class Ledger:
             case NoisedAsked():
                 job.spent = fact.privacy
             case UpdateTaken():
+                # A client that trains anew has no other update: the one before was refused.
+                same = [n for n, held in job.waiting.items() if held.members.keys() & fact.members.keys()]
+                self._counted(job, [name for name in same if name != fact.name])
                 job.waiting = {**job.waiting, fact.name: fact}
             case RoundClosed():
                 self._close(job, fact)

@@ -334,13 +334,18 @@ class Checks:
             raise Violation(f"{asked.job}: round {asked.round} opens to {wrong}")
         if len(names) != len({*names}):
             raise Violation(f"{asked.job}: round {asked.round} counts one of {sorted(names)} twice")
+        for known in (self.counted, self.models):  # an earlier sum of this round was never durable
+            for key in [k for k, at in known.items() if k[0] == asked.job and at >= asked.round]:
+                del known[key]
         blobs = {name: update.update for name, update in asked.updates.items()}
         for name, blob in (blobs | {name: held.blob for name, held in asked.sums.items()}).items():
+            if blob not in self.world.coordinator.folder.blobs:
+                continue  # it cannot be read, and is refused
             before = self.counted.setdefault((asked.job, blob), asked.round)
             if before != asked.round:
                 raise Violation(f"update {name} is counted in rounds {before} and {asked.round}")
         for held in asked.sums.values():
-            for client in held.samples:
+            for client in held.samples if held.blob in self.world.coordinator.folder.blobs else ():
                 key = (asked.job, client, asked.round - held.age)
                 if (before := self.models.setdefault(key, asked.round)) != asked.round:
                     raise Violation(f"{client}'s update is counted in rounds {before} and {asked.round}")
@@ -352,7 +357,9 @@ class Checks:
         if fact.waits is not None:
             held = self.taken.setdefault(fact.job, {})
             for name in held.keys() - {*fact.waits}:
-                if self.counted.get((fact.job, held.pop(name))) != fact.round:
+                blob = held.pop(name)
+                here = blob in self.world.coordinator.folder.blobs
+                if here and self.counted.get((fact.job, blob)) != fact.round:
                     raise Violation(f"update {name} is neither counted in round {fact.round} nor waits")
         for worker, told in fact.participants.items():
             if "clients" in told:
