@@ -34,8 +34,9 @@ FromWorkers = Annotated[
     bool | None,
     typer.Option(
         "--from-workers/--upload-all",
-        help="Take weights that workers hold (`atoll-worker model add`) from them, or send "
-        "everything from this machine; default: from workers, unless the coordinator is on this machine.",
+        help="--from-workers: copy the weights that workers already hold (`atoll-worker model add`) from those workers; "
+        "--upload-all: send everything from this machine. Default: from workers, unless the coordinator is on this "
+        "machine.",
     ),
 ]
 
